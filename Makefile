@@ -9,7 +9,7 @@ WORKERS ?= 4
 # Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.
 N ?= 100
 SEED ?= 1
-.PHONY: help install demo test unit lint megatron-core-newest golden reliability slurm-24 chaos bench house gpu sandbox-down clean
+.PHONY: help install demo test unit lint megatron-core-newest golden reliability slurm-24 chaos many-ranks bench house gpu sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -53,10 +53,13 @@ slurm-24: install  ## The rehearsals on Slurm 24.11 of Debian trixie, unpacked i
 		--variants --slurm .slurm/trixie tests/slurm/faults tests/slurm/test_client.py \
 		tests/slurm/test_sandbox.py tests/slurm/test_hold_release.py tests/slurm/test_watch.py \
 		tests/slurm/test_team_control.py tests/slurm/test_continuation.py \
-		tests/slurm/test_two_clusters.py
+		tests/slurm/test_two_clusters.py tests/slurm/test_topology.py
 
 chaos: install  ## N=100 faults of both tables at random, three runs at a time, and three questions
 	@$(PYTHON) -m bench.chaos --strikes $(N) --seed $(SEED)
+
+many-ranks: install  ## 512 ranks on 64 nodes of a real Slurm, four faults; writes docs/scale.md
+	@$(PYTHON) -m bench.many_ranks --write
 
 bench: install  ## Benchmarks and their tests; each prints ratios against a peer in the same run
 	@$(PYTHON) -m pytest -q bench/tests
@@ -67,6 +70,7 @@ bench: install  ## Benchmarks and their tests; each prints ratios against a peer
 	@$(PYTHON) -m bench.initial_weights
 	@$(PYTHON) -m bench.recovery
 	@$(PYTHON) -m bench.supervisor_cost
+	@$(PYTHON) -m bench.footprint
 
 house: install  ## Measures of the code base; draws docs/rooms.md
 	@$(PYTHON) -m bench.house --pictures

@@ -147,6 +147,11 @@ class LineBuffer:
                 raise error
             return error
 
+    def keep(self, line: str) -> None:
+        """Add `line` to the waiting lines and write nothing now."""
+        with self._lock:
+            self._waiting.append(line)
+
     def flush(self) -> OSError | None:
         """Write the waiting lines; return the error if that fails."""
         with self._lock:

@@ -19,6 +19,7 @@ from variants import Variants
 
 if TYPE_CHECKING:
     from another_user import AnotherUser
+    from file_system_calls import FileSystemCalls
 
 _FOREIGN = ("HPCTRAIN_", "NCCL_", "SACCT_", "SBATCH_", "SINFO_", "SLURM_", "SQUEUE_", "WANDB_")
 
@@ -99,3 +100,10 @@ def another_user() -> AnotherUser:
 
     user = another_user_or_none()
     return user or pytest.skip("only root can become another user")
+
+
+@pytest.fixture
+def file_system_calls(monkeypatch: pytest.MonkeyPatch) -> FileSystemCalls:
+    from file_system_calls import FileSystemCalls
+
+    return FileSystemCalls(monkeypatch)

@@ -235,7 +235,7 @@ def train_and_compare(
         job_file.write_text(run.run_id)
     print(f"      run {run.run_id}: waiting; the same command waits for it again", flush=True)
     try:
-        run.wait(poll_seconds=_POLL_SECONDS)
+        run.wait()
     except RunFailedError as error:
         job_file.unlink()
         yield failed("run", f"{error}; hpctrain why {run.run_id}")

@@ -19,6 +19,7 @@ from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
 from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError, UsageError
+from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
@@ -27,7 +28,6 @@ from hpctrain.store.requests import user_name
 
 # A controller that has accepted scancel shows COMPLETING or CANCELLED within one pass.
 _CONFIRM_SECONDS = 5.0
-_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ def _wait_for_end(
     run: RunFiles, slurm: SlurmClient, asked_for: tuple[int, ...], sleep: Callable[[float], None]
 ) -> tuple[int, ...]:
     """Wait a few seconds for jobs to end; returns those that Slurm has not begun to end."""
-    deadline = time.monotonic() + _CONFIRM_SECONDS
+    deadline, pauses = time.monotonic() + _CONFIRM_SECONDS, Backoff()
     while True:
         found = jobs_of(run, slurm)
         going = [job for job in found.live if job.state is not JobState.COMPLETING]
         if (found.answered and not going) or time.monotonic() >= deadline:
             return tuple(job.job_id for job in going) if found.answered else asked_for
-        sleep(_POLL_SECONDS)
+        sleep(pauses.next_seconds())

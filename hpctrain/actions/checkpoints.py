@@ -214,7 +214,7 @@ def _retention_reasons(
     config: TrainConfig | None,
     events: Sequence[Event],
 ) -> dict[int, list[str]]:
-    """List why `hpctrain.checkpoints.publish.retire` keeps each checkpoint.
+    """List why `hpctrain.checkpoints.publish.Retention` keeps each checkpoint.
 
     Without the trainer's configuration all count as kept.
     """

@@ -16,7 +16,7 @@ from pathlib import Path
 from hpctrain.actions.runs import runs_directory
 from hpctrain.actions.trial_plans import Subject, TrialRequest, predicted_record, subject_of
 from hpctrain.actions.trial_results import predicted_comparison
-from hpctrain.actions.trials import POLL_SECONDS, Report, TrialRunner, look, start
+from hpctrain.actions.trials import Report, TrialRunner, look, start
 from hpctrain.comparison.documents import Comparison
 from hpctrain.comparison.trial_spec import FEWEST_STEPS, sizes
 from hpctrain.comparison.variants import parse_variants
@@ -35,7 +35,7 @@ class TrialRunOptions:
     at_a_time: int | None = None
     wait: bool = True
     keep_checkpoints: bool = False
-    poll_seconds: float = POLL_SECONDS
+    poll_seconds: float | None = None
     report: Report = lambda line: None
 
 

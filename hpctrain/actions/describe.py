@@ -54,8 +54,11 @@ class AttemptStory(BaseModel):
     start_time: float
     launches: tuple[LaunchStory, ...]
     signals: tuple[str, ...] = ()
+    stop_time: str | None = None
     action: str | None = None
     reason: str | None = None
+    placement: str | None = None
+    placement_details: tuple[str, ...] = ()
 
 
 class CheckpointStory(BaseModel):
@@ -146,6 +149,7 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
     lost = [e for e in (*events, *later) if e.event is EventKind.ATTEMPT_LOST and is_same(e)]
     actions = [event for event in events if event.event is EventKind.ACTION]
     last = actions[-1] if actions else next(iter(lost), None)
+    placed = next((e for e in reversed(events) if e.event is EventKind.PLACED), None)
     ends = {event.epoch: event for event in events if event.event is EventKind.LAUNCH_ENDED}
     launches = []
     for begin in events:
@@ -163,6 +167,7 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
             }
             launch = launch.model_copy(update=update)
         launches.append(launch)
+    timed = [event for event in events if event.event is EventKind.STOP_TIMED]
     return AttemptStory(
         job_id=start.job_id,
         restart_count=start.restart_count,
@@ -170,8 +175,11 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
         start_time=start.time,
         launches=tuple(launches),
         signals=tuple(e.signal or "" for e in events if e.event is EventKind.SIGNAL),
+        stop_time=timed[-1].reason if timed else None,
         action=(last.action or last.cause) if last else None,
         reason=last.reason if last else None,
+        placement=placed.reason if placed else None,
+        placement_details=placed.evidence if placed else (),
     )
 
 

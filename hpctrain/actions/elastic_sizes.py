@@ -89,7 +89,11 @@ def _on_fewer_nodes(spec: RunSpec, plan: Plan, nodes: int, micro: int | str) -> 
         stages=stages,
     )
     resources = spec.resources.model_copy(
-        update={"gpus": nodes * plan.nodes.gpus_per_node, "spare_nodes": 0}
+        update={
+            "gpus": nodes * plan.nodes.gpus_per_node,
+            "spare_nodes": 0,
+            "segment": None,  # of the job, which stays as it is
+        }
     )
     batch = spec.batch.model_copy(update={"micro": micro})
     # a checkpoint of DeepSpeed belongs to a ZeRO stage

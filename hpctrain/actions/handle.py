@@ -20,7 +20,8 @@ from hpctrain.actions.cancel import cancel
 from hpctrain.actions.checkpoints import CheckpointReport, report_checkpoints
 from hpctrain.actions.describe import RunStory, describe
 from hpctrain.actions.diagnose import Diagnosis, diagnose
-from hpctrain.actions.logs import job_logs, rank_logs
+from hpctrain.actions.logs import logs_of
+from hpctrain.actions.poll_interval import poll_interval
 from hpctrain.actions.prepare import load_inputs, load_knowledge, prepare
 from hpctrain.actions.runs import RunFiles, find_run, runs_directory
 from hpctrain.actions.state import RunState
@@ -61,25 +62,29 @@ class Run:
         """The history of the run, from its ledger."""
         return describe(self.files)
 
-    def wait(self, timeout_seconds: float | None = None, poll_seconds: float = 10.0) -> RunStatus:
-        """Wait until nothing more will happen by itself.
+    def wait(
+        self, timeout_seconds: float | None = None, poll_seconds: float | None = None
+    ) -> RunStatus:
+        """Wait until nothing more will happen by itself; ask every `poll_seconds` seconds.
 
-        Raises RunFailedError if the run ended in any state but DONE, TimeoutError after
-        `timeout_seconds`.
+        The default, and the least that is allowed, is what the profile sets (`limits.poll`).
+
+        Raises UsageError if `poll_seconds` is less, RunFailedError if the run ended in any state
+        but DONE, TimeoutError after `timeout_seconds`.
         """
+        pause_seconds = poll_interval([self.files], poll_seconds)
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not (row := self.status).state.over:
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"run {self.run_id} is {row.state} after {timeout_seconds} s")
-            time.sleep(poll_seconds)
+            time.sleep(pause_seconds)
         if row.state is not RunState.DONE:
             raise RunFailedError(f"run `{self.run_id}` is {row.state}: {row.reason}")
         return row
 
     def logs(self, rank: int | None = None) -> str:
         """Read the logs of the job or of one rank, of all attempts."""
-        paths = job_logs(self.files) if rank is None else rank_logs(self.files, rank)
-        return "".join(path.read_text(errors="replace") for path in paths)
+        return "".join(part.text() for part in logs_of(self.files, rank))
 
     def why(self) -> Why:
         """Explain the last verdict and action, the budgets, and what would happen next."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hpctrain.actions.runs import RunFiles
-from hpctrain.errors import SlurmError, UsageError
+from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.jobs import cluster_of, generation, job_ids
@@ -78,6 +78,25 @@ def jobs_of(run: RunFiles, slurm: SlurmClient) -> RunJobs:
             hint=f"use a login node of `{found.elsewhere}`",
         )
     return found
+
+
+def why_in_use(run: RunFiles, slurm: SlurmClient) -> str | None:
+    """Describe the job that may change the run's files; None if there is none.
+
+    Raises SlurmUnreachableError when nobody can tell, UsageError if its jobs are on another
+    cluster.
+    """
+    found = jobs_of(run, slurm)
+    if not found.answered:
+        raise SlurmUnreachableError(
+            f"Slurm does not answer, so nobody knows whether run `{run.run_id}` has a job: nothing "
+            "was done",
+            hint="try again where squeue answers",
+        )
+    job = found.active or next(iter(found.live), None)
+    if job is None:
+        return None
+    return f"job {job.job_id} is {job.state.value.lower()}"
 
 
 def record_found(run: RunFiles, found: RunJobs) -> None:

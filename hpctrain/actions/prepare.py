@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from hpctrain.actions.container_paths import unmounted_warnings
+from hpctrain.actions.container_paths import registry_warnings, unmounted_warnings
 from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.actions.runs import new_run_id
@@ -34,6 +34,7 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, LimitError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
+from hpctrain.render.containers import container_problems, run_container
 from hpctrain.render.job_environment import submit_variables
 from hpctrain.render.script import ScriptFacts, build_script, walltime
 from hpctrain.render.software import prologue_text
@@ -41,7 +42,7 @@ from hpctrain.render.template import (
     refuse_dropped_directives,
     render_script,
 )
-from hpctrain.render.warning_lead import warning_lead
+from hpctrain.render.warning_lead import short_grace, warning_lead
 from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.loader import (
     Loaded,
@@ -55,7 +56,12 @@ from hpctrain.spec.profile.network import port_range
 from hpctrain.spec.run import DataSource, RunSpec
 from hpctrain.store.datasets import bin_path, idx_path, npz_path
 from hpctrain.store.jobs import run_comment
-from hpctrain.store.supervise_config import RollbackSettings, SuperviseConfig
+from hpctrain.store.supervise_config import (
+    GroupSettings,
+    RollbackSettings,
+    SuperviseConfig,
+    TopologySettings,
+)
 from hpctrain.supervise.catalogue import load_signatures
 from hpctrain.units import short_duration
 
@@ -164,6 +170,14 @@ def prepare(
     loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
     document, site = loaded_spec.document, loaded_profile.document
     refuse_untrainable(loaded_spec)
+    impossible = container_problems(document, site)
+    if impossible:
+        raise InvalidInputError(
+            [
+                loaded_spec.problem(path, f"`{path}`: {text}", hint)
+                for path, text, hint in impossible
+            ]
+        )
     knowledge = load_knowledge(loaded_profile)
     plan = make_plan(document, site, knowledge)
     refuse_untrainable(loaded_spec, plan)
@@ -195,8 +209,7 @@ def prepare(
     train = train_config(absolute, plan, peak_flops).model_copy(update=check)
     supervise = _supervise_config(run_id, document, site, plan, runs, smaller)
     read = [*input_paths(train), *filter(None, (absolute.data.cache, absolute.model.pretrained))]
-    hidden = unmounted_warnings(site.software.container, read, runs / run_id)
-    plan = plan.model_copy(update={"warnings": (*plan.warnings, *hidden)})
+    plan = _with_site_warnings(document, site, plan, read, runs / run_id)
     return Prepared(
         run_id=run_id,
         spec=loaded_spec,
@@ -240,6 +253,28 @@ def _refuse_ended_reservation(spec: RunSpec, profile: ClusterProfile, now: datet
             f"lasts, which ends in {short_duration(left)}: the job would never start",
             hint="a shorter `resources.walltime`, or another `resources.reservation`",
         )
+
+
+def _with_site_warnings(
+    spec: RunSpec, site: ClusterProfile, plan: Plan, read: Sequence[str], run_directory: Path
+) -> Plan:
+    """Add what may go wrong at this site to the warnings of the plan.
+
+    Raises LimitError and InvalidInputError for what the profile refuses instead.
+    """
+    partition = site.slurm.partition(spec.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    short = short_grace(site, plan, partition)
+    if short is not None and site.limits.short_grace == "refuse":
+        hint = "save faster, take smaller steps, or another partition (`limits.short_grace`)"
+        raise LimitError(short, hint=hint)
+    container = run_container(spec, site)
+    found = (
+        *filter(None, (short,)),
+        *unmounted_warnings(container, read, run_directory),
+        *registry_warnings(container, plan.nodes.nodes),
+    )
+    return plan.model_copy(update={"warnings": (*plan.warnings, *found)})
 
 
 def _speed_check(
@@ -369,6 +404,7 @@ def _supervise_config(
         stall_seconds=float(spec.supervise.stall),
         setup_stall_seconds=float(spec.supervise.setup_stall),
         kill_wait_seconds=float(profile.slurm.kill_wait),
+        poll_seconds=float(profile.limits.poll),
         warning_seconds=float(warning_lead(spec, profile, plan, limit).seconds),
         verify=spec.checkpoint.verify,
         cluster=profile.name,
@@ -393,4 +429,34 @@ def _supervise_config(
         submit_variables=submit_variables(spec, profile),
         master_address=profile.network.master_address,
         master_ports=port_range(profile.network.ports) if profile.network.ports else None,
+        keep_launches=spec.logging.keep_launches,
+        topology=topology_settings(profile, plan),
+    )
+
+
+def topology_settings(profile: ClusterProfile, plan: Plan) -> TopologySettings | None:
+    """Collect what the supervisor compares with the nodes of its job; None where Slurm cannot say.
+
+    In blocks the axes that the plan has inside an NVLink domain; under leaf switches those whose
+    groups fit below one.
+    """
+    switches, nodes = profile.network.switches, plan.nodes
+    if switches.plugin == "none" or switches.usable_nodes is None or nodes.nodes == 1:
+        return None
+    per_node = nodes.gpus_per_node
+    largest = switches.usable_nodes * per_node
+    groups = []
+    for one in plan.placements:
+        block = one.stride * one.size
+        inside = one.span == "inside an NVLink domain"
+        fits = inside if switches.plugin == "block" else block <= largest
+        if one.size > 1 and block > per_node and fits:
+            groups.append(GroupSettings(axis=one.axis, stride=one.stride, ranks=one.size))
+    return TopologySettings(
+        plugin=switches.plugin,
+        gpus_per_node=per_node,
+        groups=tuple(groups),
+        thin_uplinks=switches.oversubscription > 1,
+        step_seconds=plan.step_seconds,
+        scattered_step_seconds=plan.scattered_step_seconds,
     )

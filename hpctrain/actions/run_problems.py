@@ -30,6 +30,8 @@ class Symptom(StrEnum):
     PREEMPTED = "preempted"
     VANISHED = "vanished"
     LAUNCH_HELD = "launch failed, held"
+    ENVIRONMENT_HELD = "no login environment, held"
+    LIMIT_HELD = "launched too often, held"
     DELAYED = "requeue delay"
     EXCLUDED = "no node left"
     TOO_FEW_NODES = "too few nodes"

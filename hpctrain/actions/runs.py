@@ -53,6 +53,19 @@ class RunFiles:
                 hint="its owner can share it: see section Teams of the README",
             )
 
+    def refuse_unless_removable(self, verb: str) -> None:
+        """Raise UsageError for a run whose files this user may not remove."""
+        if self.layout.directory.is_symlink():
+            raise UsageError(
+                f"run `{self.run_id}` is a link to {self.layout.directory.readlink()}: nothing was "
+                "done",
+                hint=f"name the directory behind it: `--runs DIRECTORY` for `hpctrain {verb}`",
+            )
+        if not os.access(self.layout.directory, os.W_OK | os.X_OK):
+            owner = _owner_name(self.layout.directory)
+            whose = f"belongs to {owner}" if owner else "you may only read"
+            raise UsageError(f"you cannot {verb} run `{self.run_id}`, which {whose}")
+
     def refuse_unless_writable(self, verb: str) -> None:
         """Raise UsageError for a run whose ledger this user may not write into.
 

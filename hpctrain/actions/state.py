@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hpctrain.actions.job_holds import BY_SLURM, hold_text
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import (
@@ -143,6 +144,8 @@ def _in_queue(events: Sequence[Event], job: JobRecord) -> Judged:
         reason = "" if job.state is JobState.RUNNING else job.state.name.lower()
         return Judged(RunState.RUNNING, reason)
     reason = job.reason or "waiting"
+    if job.hold is not None and job.hold in BY_SLURM:
+        reason = f"{hold_text(job.hold).short} ({reason})"
     recent = _since_submission(events)
     if any(event.event is EventKind.ACTION for event in recent):
         starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
@@ -196,3 +199,13 @@ def _after_the_queue(job: JobRecord | None) -> Judged:
     return Judged(
         RunState.FAILED, f"the job ended as {name}{code} without a word of its supervisor"
     )
+
+
+def scattered_groups(events: Sequence[Event]) -> str | None:
+    """Return which groups of the newest attempt leave their leaf or block; None when none does."""
+    for event in reversed(events):
+        if event.event is EventKind.PLACED:
+            return event.reason if event.groups_outside else None
+        if event.event is EventKind.ATTEMPT_STARTED:
+            return None
+    return None

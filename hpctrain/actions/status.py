@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.job_queries import find_jobs, with_past
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState, counted, judge, last_job_id
+from hpctrain.actions.state import RunState, counted, judge, last_job_id, scattered_groups
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.errors import SlurmError
 from hpctrain.formats import NewerFormatError
@@ -94,6 +94,13 @@ def statuses(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[RunStatus]:
     return rows
 
 
+def _with_placement(reason: str, events: Sequence[Event]) -> str:
+    """Add that ranks are further apart than planned, which `why` explains."""
+    if scattered_groups(events) is None:
+        return reason
+    return f"{reason}; spread too far, see why" if reason else "spread too far, see why"
+
+
 def _status(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> RunStatus:
     """Build the row of one run; `found` is None for a run that is done: no query was made."""
     jobs = found or RunJobs()
@@ -135,7 +142,7 @@ def _status(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> Ru
     return RunStatus(
         run_id=run.run_id,
         state=judged.state,
-        reason=judged.reason,
+        reason=_with_placement(judged.reason, events) if running else judged.reason,
         job_id=queued.job_id if queued else last_job_id(events),
         attempts=sum(event.event is EventKind.ATTEMPT_STARTED for event in events),
         step=step,

@@ -30,6 +30,8 @@ from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import take_back
 from hpctrain.store.supervise_config import SuperviseConfig, read_supervise_config
 
+_FIRST_WITH_SEGMENTS = (24, 5)  # of Slurm
+
 
 class RunExistsError(UsageError):
     """Somebody has made the run directory already."""
@@ -48,11 +50,12 @@ def submit(prepared: Prepared, runs: Path, slurm: SlurmClient) -> Submitted:
     """Write the run directory and hand the script to Slurm.
 
     Raises InvalidInputError when data files are missing, UsageError for a directory in which Slurm
-    cannot write logs, SlurmRefusedError or SlurmUnreachableError when Slurm does not take the job;
-    the directory then stays, with the reason in its ledger.
+    cannot write logs or a Slurm without segments, SlurmRefusedError or SlurmUnreachableError when
+    Slurm does not take the job; the directory then stays, with the reason in its ledger.
     """
     check_inputs(prepared.spec)  # now, not after hours in the queue
     _refuse_shared_name(prepared, slurm)
+    _refuse_segment(prepared, slurm)
     while True:
         try:
             run = RunFiles(write_run_directory(prepared, runs))
@@ -67,6 +70,7 @@ def submit(prepared: Prepared, runs: Path, slurm: SlurmClient) -> Submitted:
 def check(prepared: Prepared, slurm: SlurmClient) -> TestOnlyAnswer:
     """Validate the script with Slurm (`sbatch --test-only`); nothing is submitted."""
     _refuse_shared_name(prepared, slurm)
+    _refuse_segment(prepared, slurm)
     return slurm.test_only(prepared.script)
 
 
@@ -83,6 +87,20 @@ def _refuse_shared_name(prepared: Prepared, slurm: SlurmClient) -> None:
             f"job {others[0]} of another directory of runs is named `{prepared.run_id}`, too, and "
             "continuation singleton would wait for it",
             hint="give the run another `name`",
+        )
+
+
+def _refuse_segment(prepared: Prepared, slurm: SlurmClient) -> None:
+    """Raise UsageError where the script requests a segment and this Slurm has no such option."""
+    segment = prepared.plan.nodes.segment
+    if segment is None:
+        return
+    settings = slurm.config()
+    if settings.version and settings.version < _FIRST_WITH_SEGMENTS:
+        raise UsageError(
+            f"the script has `--segment={segment}`, which Slurm has since 24.05; this is "
+            f"{settings.get('SLURM_VERSION')}",
+            hint="`network.switches.segment: forbid` in the profile, and no `resources.segment`",
         )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpctrain.actions.job_queries import find_jobs, record_found
+from hpctrain.actions.poll_interval import poll_interval
 from hpctrain.actions.runs import RunFiles, new_run_id
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus, statuses
@@ -34,7 +35,6 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.supervise.run_jobs import RunJobs
 
-POLL_SECONDS = 10.0
 # A job that Slurm does not know and whose supervisor is silent for so long has ended.
 _FORGOTTEN_SECONDS = 600.0
 Report = Callable[[str], None]
@@ -85,6 +85,7 @@ class TrialRunner:
     """Submits trials, at most `at_a_time` at once (None: all), and waits for them.
 
     `report` gets a line for every change of a trial. `wait` False: submit once and return.
+    `poll_seconds` None: as often as the profile allows (`limits.poll`).
     """
 
     layout: ComparisonLayout
@@ -93,7 +94,7 @@ class TrialRunner:
     at_a_time: int | None = None
     wait: bool = True
     keep_checkpoints: bool = False
-    poll_seconds: float = POLL_SECONDS
+    poll_seconds: float | None = None
     _lock: int | None = None
     _watches: bool = False
     _tried: set[str] = field(default_factory=set)
@@ -106,6 +107,7 @@ class TrialRunner:
         Raises SlurmUnreachableError when nothing can be submitted.
         """
         record = read_record_of(self.layout.directory)
+        pause_seconds = poll_interval(_run_files(self.layout, record), self.poll_seconds)
         names = {one.run_id: one.name for one in record.trials if one.run_id}
         runs = {run.run_id: run for run in _run_files(self.layout, record)}
         try:
@@ -117,7 +119,7 @@ class TrialRunner:
                     self._report_change(names[run_id], row)
                 if not self.wait or all(self._is_over(row) for row in rows.values()):
                     break
-                time.sleep(self.poll_seconds)  # squeue(1), PERFORMANCE: no queries in a tight loop
+                time.sleep(pause_seconds)  # squeue(1), PERFORMANCE: no queries in a tight loop
             found = read_comparison(record, self.layout.runs, rows)
             if found.over and not self.keep_checkpoints:
                 # Nobody resumes a trial, and checkpoints of large models fill a quota.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpctrain.actions.job_holds import BY_SLURM, hold_text
 from hpctrain.actions.orphaned_runs import problems_without_jobs
 from hpctrain.actions.run_problems import (
     RunProblem,
@@ -94,17 +95,24 @@ def _running_problems(run: WatchedRun, job: JobRecord) -> list[RunProblem]:
 
 
 def _launch_held(run: WatchedRun, job: JobRecord) -> RunProblem | None:
-    """Release a job that Slurm holds because a prolog failed.
+    """Release a job that Slurm holds because a prolog failed, or because it failed too often.
 
-    Slurm drains the node itself, so the job gets another one.
+    Slurm drains the node itself, so the job gets another one. A login environment that cannot be
+    read is the user's own, on every node: each release would drain one more.
     """
-    if job.hold is not JobHold.LAUNCH_FAILED:
+    if job.hold is None or job.hold not in BY_SLURM:
         return None
-    cause = Cause.PROLOG_FAILURE
+    text = hold_text(job.hold)
+    if job.hold is JobHold.USER_ENVIRONMENT:
+        message = f"{text.cause}; {text.cure}"
+        return report_only(run, Symptom.ENVIRONMENT_HELD, message, job.job_id)
+    cause, symptom = Cause.PROLOG_FAILURE, Symptom.LAUNCH_HELD
     reason = "a prolog or the launch of the script failed, and Slurm holds the job"
+    if job.hold is JobHold.REQUEUE_LIMIT:
+        symptom = Symptom.LIMIT_HELD
+        reason = f"{text.cause}, and holds the job"
     lost, verdict = run.attempt_lost(job, cause, reason), Verdict(cause, reason)
-    symptom, remedy = Symptom.LAUNCH_HELD, WatchRemedy.RELEASE
-    return allowed_by_policy(run, symptom, remedy, verdict, job.job_id, lost)
+    return allowed_by_policy(run, symptom, WatchRemedy.RELEASE, verdict, job.job_id, lost)
 
 
 def _delayed(run: WatchedRun, job: JobRecord) -> RunProblem | None:

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.actions.job_holds import hold_text
 from hpctrain.actions.policy_preview import CauseBudget, PolicyPreview, budgets, preview_policy
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
+from hpctrain.actions.state import RunState, scattered_groups
 from hpctrain.actions.status import statuses
-from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.checkpoints.discover import good_steps
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.slurm.reasons import JobHold, WaitReason
+from hpctrain.slurm.reasons import WaitReason
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.requests import is_requested, read_request
@@ -52,6 +53,7 @@ class LastEnd(BaseModel):
     hard: bool = False
     failed_step: int | None = None
     launches_alike: int = 0
+    stop_time: str | None = None
 
 
 class LastAction(BaseModel):
@@ -89,6 +91,7 @@ class Why(BaseModel):
     job_id: int | None
     attempts: int
     waiting: str | None
+    placement: str | None
     requests: tuple[str, ...]
     continuation: str
     continuation_words: str
@@ -108,8 +111,7 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
     config = read_supervise_config(run.layout.supervise_config)
     row, events = statuses([run], slurm)[0], run.ledger.events()
     past = history(events, config.storm_window_seconds)
-    good = (one.step for one in checkpoints(run.layout.checkpoints) if one.good)
-    checkpoint_step = next(good, None)
+    checkpoint_step = next(iter(good_steps(run.layout.checkpoints)), None)
     waiting = None
     if row.state is RunState.PENDING and row.job_id is not None:
         try:
@@ -138,6 +140,7 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
         job_id=row.job_id,
         attempts=row.attempts,
         waiting=waiting,
+        placement=scattered_groups(events),
         requests=tuple(requests),
         continuation=config.continuation,
         continuation_words=_CONTINUATION[config.continuation],
@@ -172,7 +175,14 @@ def _last_end(events: Sequence[Event], alike: int) -> LastEnd | None:
         hard=last.hard,
         failed_step=last.failed_step,
         launches_alike=alike,
+        stop_time=_stop_time(events, last),
     )
+
+
+def _stop_time(events: Sequence[Event], ended: Event) -> str | None:
+    """Find what the time of the stop of this launch was computed from; None by Slurm's warning."""
+    own = (e for e in events if e.event is EventKind.STOP_TIMED and e.epoch == ended.epoch)
+    return next((event.reason for event in own), None)
 
 
 def _last_action(events: Sequence[Event]) -> LastAction | None:
@@ -194,11 +204,6 @@ def _last_action(events: Sequence[Event]) -> LastAction | None:
 
 # -- why a job waits ---------------------------------------------------------------------------
 
-_HELD = "it is held: `hpctrain resume` releases it"
-_HOLDS = {
-    JobHold.ADMIN: "an administrator holds it and has to release it",
-    JobHold.LAUNCH_FAILED: "Slurm could not launch it on its nodes and holds it: `hpctrain resume`",
-}
 _WAITS = {
     WaitReason.BEGIN_TIME: (
         "Slurm lets a requeued job wait until the credentials of the last start expire"
@@ -222,7 +227,8 @@ def waiting_words(job: JobRecord, now: float) -> str:
     """Explain why a job waits, with Slurm's reason and what a user can do."""
     reason = job.reason or "None"
     if job.hold is not None:
-        words = _HOLDS.get(job.hold, _HELD)
+        held = hold_text(job.hold)
+        words = f"{held.cause}; {held.cure}"
     else:
         words = _WAITS.get(job.wait, "") if job.wait is not None else ""
     parts = [f"{words} ({reason})" if words else reason]

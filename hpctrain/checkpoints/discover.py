@@ -6,16 +6,19 @@ something that could not be used: starting from step 0 would lose work silently.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 from hpctrain.checkpoints.manifest import (
     Manifest,
     checkpoint_name,
+    list_problem,
     read_manifest,
     what_is_wrong,
 )
@@ -72,12 +75,38 @@ def reads_content(manifest: Manifest | None, level: VerifyLevel) -> bool:
     return level == "sha256" or (level == "auto" and small)
 
 
+def newest_first(root: Path, level: VerifyLevel = "size") -> Iterator[Checkpoint]:
+    """Check the published checkpoints one after the other, as far as the caller goes on.
+
+    Each costs a question about each of its files, so whoever looks for one must not ask for all.
+    """
+    for step in reversed(published_steps(root)):
+        yield inspect(root / checkpoint_name(step), step, level)
+
+
 def checkpoints(root: Path, level: VerifyLevel = "size") -> list[Checkpoint]:
     """All published checkpoints, newest first. Reads only, moves nothing."""
-    return [
-        inspect(root / checkpoint_name(step), step, level)
-        for step in reversed(published_steps(root))
-    ]
+    return list(newest_first(root, level))
+
+
+def good_steps(root: Path, most: int = 1) -> tuple[int, ...]:
+    """The steps of at most `most` good checkpoints by names and sizes, newest first."""
+    good = (one.step for one in newest_first(root) if one.good)
+    return tuple(islice(good, most))
+
+
+def newest_listed(root: Path) -> int | None:
+    """The step of the newest checkpoint whose list of files is whole, without asking about them.
+
+    For seconds in which Slurm waits: whoever published it has seen every file, and the next launch
+    verifies it. A manifest of a newer hpctrain counts as none.
+    """
+    for step in reversed(published_steps(root)):
+        directory = root / checkpoint_name(step)
+        with contextlib.suppress(NewerFormatError):
+            if list_problem(directory, read_manifest(directory)) is None:
+                return step
+    return None
 
 
 @dataclass(frozen=True)

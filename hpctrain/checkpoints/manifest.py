@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -162,6 +163,14 @@ def read_writers(directory: Path) -> dict[str, int]:
     return {file.name: rank for rank, file in _left_by_ranks(directory)}
 
 
+def remove_rank_digests(directory: Path) -> None:
+    """Remove what the ranks of a published checkpoint have left: its manifest has all of it.
+
+    What cannot be removed stays; nothing reads it.
+    """
+    shutil.rmtree(directory / DIGESTS_DIRECTORY, ignore_errors=True)
+
+
 def _left_by_ranks(directory: Path) -> Iterator[tuple[int, FileDigest]]:
     for path in sorted((directory / DIGESTS_DIRECTORY).glob("rank-*.json")):
         rank = int(path.stem.removeprefix("rank-"))
@@ -191,20 +200,28 @@ def what_is_wrong(directory: Path, manifest: Manifest | None, *, deep: bool) -> 
 
     `deep` compares the SHA-256 of every file, which reads the whole checkpoint.
     """
-    if manifest is None:
-        return f"no readable {MANIFEST_NAME}: the save did not finish"
-    if step_of(directory.name) != manifest.step:
-        return f"the manifest is of step {manifest.step}"
-    if not manifest.files:
-        return "the manifest lists no files"
-    problem = manifest.why_not_whole() or _unlisted_problem(directory, manifest)
-    if problem is not None:
+    problem = list_problem(directory, manifest)
+    if problem is not None or manifest is None:
         return problem
     for file in manifest.files:
         problem = file_problem(directory, file, deep=deep)
         if problem is not None:
             return problem
     return None
+
+
+def list_problem(directory: Path, manifest: Manifest | None) -> str | None:
+    """What is wrong with the list of files itself; None if it is whole and names all shards.
+
+    Asks about no listed file: the cost is one listing, however large the checkpoint is.
+    """
+    if manifest is None:
+        return f"no readable {MANIFEST_NAME}: the save did not finish"
+    if step_of(directory.name) != manifest.step:
+        return f"the manifest is of step {manifest.step}"
+    if not manifest.files:
+        return "the manifest lists no files"
+    return manifest.why_not_whole() or _unlisted_problem(directory, manifest)
 
 
 def _unlisted_problem(directory: Path, manifest: Manifest) -> str | None:

@@ -155,30 +155,63 @@ def fence_off(root: Path, epoch: int) -> list[str]:
     return names
 
 
-def retire(
-    root: Path, keep: int, keep_every_steps: int | None, pinned: Collection[int] = ()
-) -> list[int]:
-    """Delete all but the `keep` newest good checkpoints; returns the steps deleted.
+class Retention:
+    """Deletes old checkpoints of a run, as one process does after each of its saves.
 
-    Steps divisible by `keep_every_steps` and `pinned` ones stay. Deletes only when `keep` newer
-    ones pass the size check. A directory is renamed first, so that half of it never counts and
-    the next launch can delete the rest (see `fence_off`).
+    It asks about the files of a checkpoint once, and again only for one whose manifest has changed:
+    the cost of a save does not grow with the number of checkpoints that are kept.
     """
-    good = [step for step in published_steps(root) if _is_good(root / checkpoint_name(step))]
-    doomed = [
-        step
-        for step in good[:-keep]
-        if step not in pinned and not (keep_every_steps and step % keep_every_steps == 0)
-    ]
-    for step in doomed:
-        directory = root / checkpoint_name(step)
-        discarded = directory.with_name(f"{_DISCARDED}{directory.name}")
-        if discarded.exists():  # what an earlier deletion has left
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._verified: dict[int, tuple[int, int]] = {}
+
+    def retire(
+        self, keep: int, keep_every_steps: int | None, pinned: Collection[int] = ()
+    ) -> list[int]:
+        """Delete all but the `keep` newest good checkpoints; returns the steps deleted.
+
+        Steps divisible by `keep_every_steps` and `pinned` ones stay. Deletes only when `keep` newer
+        ones have passed the size check. A directory is renamed first, so that half of it never
+        counts and the next launch can delete the rest (see `fence_off`).
+        """
+        root, doomed, newer = self._root, list[int](), 0
+        published = published_steps(root)
+        self._verified = {s: seen for s, seen in self._verified.items() if s in published}
+        left = len(published)
+        for step in reversed(published):
+            left -= 1
+            kept = step in pinned or bool(keep_every_steps and step % keep_every_steps == 0)
+            if newer >= keep:
+                if not kept and self._is_good(step):
+                    doomed.append(step)
+            elif newer + 1 + left <= keep:
+                break  # none can be doomed, however many of these are good
+            else:
+                newer += self._is_good(step)
+        for step in reversed(doomed):
+            directory = root / checkpoint_name(step)
+            discarded = directory.with_name(f"{_DISCARDED}{directory.name}")
+            if discarded.exists():  # what an earlier deletion has left
+                shutil.rmtree(discarded, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # somebody else has just deleted it
+                os.rename(directory, discarded)
             shutil.rmtree(discarded, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):  # somebody else has just deleted it
-            os.rename(directory, discarded)
-        shutil.rmtree(discarded, ignore_errors=True)
-    return doomed
+        return doomed[::-1]
+
+    def _is_good(self, step: int) -> bool:
+        directory = self._root / checkpoint_name(step)
+        try:
+            state = (directory / MANIFEST_NAME).stat()
+        except FileNotFoundError:
+            return False
+        seen = state.st_ino, state.st_mtime_ns
+        if self._verified.get(step) == seen:
+            return True
+        if not _is_good(directory):
+            return False
+        self._verified[step] = seen
+        return True
 
 
 def published_steps(root: Path) -> list[int]:

@@ -45,6 +45,8 @@ def validate(files: tuple[Path, ...], kind: str | None) -> None:
 def profiles(name: str | None, as_json: bool) -> None:
     """List the cluster profiles, or show one with all its values.
 
+    `hpctrain profile detect` makes one, `hpctrain profile check` compares one.
+
     \b
     Examples:
       hpctrain profiles

@@ -9,6 +9,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from hpctrain.units import Duration
+
 Decorated = Callable[..., Any]
 
 
@@ -40,6 +42,28 @@ class RunName(click.ParamType[str]):
         directory = runs_directory()
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
         return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
+
+
+class Seconds(click.ParamType[float]):
+    """`90s`, `30min`, `2h`; must be above 0."""
+
+    name = "duration"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        return self._read(str(value), param, ctx)
+
+    def _read(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            seconds = float(Duration.parse(text))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if seconds < 0:
+            self.fail("must not be negative", param, ctx)
+        return seconds
 
 
 def profile_option(function: Decorated) -> Decorated:

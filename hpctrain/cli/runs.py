@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.options import RunName, confirm, json_option, runs_option, yes_option
+from hpctrain.cli.options import RunName, Seconds, confirm, json_option, runs_option, yes_option
 from hpctrain.cli.output import json_out, or_dash, say, table
 
 if TYPE_CHECKING:
     from hpctrain.actions.status import RunStatus
 
-_WATCH_SECONDS = 10.0
 _HEADERS = (
     *("RUN", "STATE", "JOB", "TRY", "STEP", "LOSS", "S/STEP", "TOK/S", "UPDATED", "LEFT"),
     "REASON",
@@ -25,9 +24,15 @@ _HEADERS = (
 @click.argument("names", nargs=-1, type=RunName(), metavar="[RUN]...")
 @click.option("--all", "-a", "show_all", is_flag=True, help="Finished runs as well.")
 @click.option("--last", "-n", type=click.IntRange(1), help="Only the newest N runs.")
-@click.option("--watch", "-w", is_flag=True, help="Show again every 10 seconds.")
+@click.option("--watch", "-w", is_flag=True, help="Show again and again.")
 @click.option(
     "--wait", is_flag=True, help="Wait until the runs are over; exit code 7 if one failed."
+)
+@click.option(
+    "--every",
+    type=Seconds(),
+    metavar="DURATION",
+    help="Time between two looks of --watch and --wait; by default as often as the site allows.",
 )
 @runs_option
 @json_option
@@ -37,6 +42,7 @@ def status(
     last: int | None,
     watch: bool,
     wait: bool,
+    every: float | None,
     runs: Path | None,
     as_json: bool,
 ) -> None:
@@ -51,6 +57,9 @@ def status(
     """
     if as_json and watch:
         raise click.UsageError("--json and --watch exclude each other")
+    if every is not None and not (watch or wait):
+        raise click.UsageError("--every is the time between two looks of --watch or --wait")
+    pause_seconds = _pause_seconds(names, runs, every) if watch or wait else 0.0
     while True:
         rows = _collect(names, show_all, last, runs)
         over = all(row.state.over for row in rows)
@@ -66,7 +75,16 @@ def status(
             _fail_if_any_failed(rows)
         if (wait and over) or not (wait or watch):
             return
-        time.sleep(_WATCH_SECONDS)  # squeue(1), PERFORMANCE: no queries in a tight loop
+        time.sleep(pause_seconds)  # squeue(1), PERFORMANCE: no queries in a tight loop
+
+
+def _pause_seconds(names: tuple[str, ...], runs: Path | None, every: float | None) -> float:
+    from hpctrain.actions.poll_interval import poll_interval
+    from hpctrain.actions.runs import all_runs, find_run, runs_directory
+
+    directory = runs_directory(runs)
+    found = [find_run(directory, name) for name in names] if names else all_runs(directory)
+    return poll_interval(found, every)
 
 
 def _collect(
@@ -171,33 +189,38 @@ def logs(run: str, rank: int | None, attempt: int | None, follow: bool, runs: Pa
     if follow:
         _follow(found.run_id, rank, runs)
         return
-    paths = action.job_logs(found) if rank is None else action.rank_logs(found, rank, attempt)
-    if not paths:
+    parts = action.logs_of(found, rank, attempt)
+    if not parts:
         say(f"run `{found.run_id}` has no log yet")
-    for path in paths:
-        click.echo(path.read_text(errors="replace"), nl=False)
+    for part in parts:
+        click.echo(part.text(), nl=False)
+    packed = action.packed_logs(found) if rank is not None else []
+    if packed:
+        say(f"Logs of older launches are packed: {', '.join(map(str, packed))}")
 
 
 def _follow(run_id: str, rank: int | None, runs: Path | None) -> None:
     """Print the newest log as it grows, until the run is over."""
     from hpctrain.actions import logs as action
+    from hpctrain.actions.poll_interval import poll_interval
     from hpctrain.actions.runs import find_run, runs_directory
     from hpctrain.errors import UsageError
 
     found = find_run(runs_directory(runs), run_id)
 
-    def newest() -> Path | None:
+    def newest() -> action.LogPart | None:
         try:
-            paths = action.job_logs(found) if rank is None else action.rank_logs(found, rank)
+            parts = action.logs_of(found, rank)
         except UsageError:
             return None
-        return paths[-1] if paths else None
+        return parts[-1] if parts else None
 
+    pause_seconds = poll_interval([found])
     clock = {"next": 0.0, "over": False}
 
     def over() -> bool:
-        if time.monotonic() >= clock["next"]:  # one polite query per ten seconds
-            clock["next"] = time.monotonic() + _WATCH_SECONDS
+        if time.monotonic() >= clock["next"]:  # lines come every second, Slurm is asked rarely
+            clock["next"] = time.monotonic() + pause_seconds
             clock["over"] = all(r.state.over for r in _collect((run_id,), False, None, runs))
         return bool(clock["over"])
 

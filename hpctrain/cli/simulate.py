@@ -8,35 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import ProfileName, json_option, set_option
+from hpctrain.cli.options import ProfileName, Seconds, json_option, set_option
 from hpctrain.cli.output import json_out
-from hpctrain.units import Duration
 
 if TYPE_CHECKING:
     from hpctrain.simulate.interval_choice import Goal
     from hpctrain.simulate.scenario import MixName
-
-
-class Seconds(click.ParamType[float]):
-    """`90s`, `30min`, `2h`; must be above 0."""
-
-    name = "duration"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        if isinstance(value, int | float):
-            return float(value)
-        return self._read(str(value), param, ctx)
-
-    def _read(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            seconds = float(Duration.parse(text))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if seconds < 0:
-            self.fail("must not be negative", param, ctx)
-        return seconds
 
 
 class IntervalList(Seconds):

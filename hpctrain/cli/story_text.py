@@ -43,6 +43,9 @@ def story_lines(story: RunStory) -> list[str]:
 def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
     job = f"job {attempt.job_id}, restart {attempt.restart_count}"
     lines = [f"Attempt {number}  {_clock(attempt.start_time)}   {job}   nodes {attempt.nodes}"]
+    if attempt.placement:
+        lines.append(f"  placed    {attempt.placement}")
+    lines += [f"            | {line}" for line in attempt.placement_details]
     for launch in attempt.launches:
         steps = f"from step {launch.resume_step}"
         if launch.last_step is not None:
@@ -54,6 +57,8 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
         lines += [f"            | {line}" for line in launch.evidence]
     if attempt.signals:
         lines.append(f"  signals   {', '.join(attempt.signals)}")
+    if attempt.stop_time:
+        lines.append(f"  stopped   {attempt.stop_time}")
     if attempt.action:
         lines.append(f"  then      {attempt.action}: {attempt.reason}")
     return lines

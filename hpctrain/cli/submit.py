@@ -57,6 +57,7 @@ def submit(
       hpctrain submit --profile a100x64 examples/gpt175b.yaml -y
     """
     from hpctrain.actions import submit as action
+    from hpctrain.actions.footprint import footprint_warnings
     from hpctrain.actions.input_checks import check_inputs
     from hpctrain.actions.prepare import prepare
     from hpctrain.actions.runs import runs_directory
@@ -72,7 +73,7 @@ def submit(
     continuation = continuation_lines(prepared.spec.document, prepared.profile.document)
     for line in (*plan_lines(prepared.plan), *continuation):
         say(line)
-    for warning in prepared.plan.warnings:
+    for warning in (*prepared.plan.warnings, *footprint_warnings(prepared)):
         say(f"warning: {warning}")
     if dry_run:
         click.echo(prepared.script, nl=False)

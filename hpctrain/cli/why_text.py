@@ -36,6 +36,8 @@ def why_lines(why: Why, now: float) -> list[str]:
     lines = _entry("Run", f"{why.run_id} {why.state}{reason}{job}{number}")
     if why.waiting:
         lines += _entry("Waits", why.waiting)
+    if why.placement:
+        lines += _entry("Placed", why.placement)
     for request in why.requests:
         lines += _entry("Asked", f"{request}; not followed yet")
     lines += _end_lines(why.ended, now)
@@ -77,6 +79,8 @@ def _end_lines(ended: LastEnd | None, now: float) -> list[str]:
     ]
     if any(suspect):
         lines += _entry("  suspect", ", ".join(part for part in suspect if part))
+    if ended.stop_time:
+        lines += _entry("  stopped", ended.stop_time)
     if ended.launches_alike > 1:
         lines += _entry("  alike", f"the last {ended.launches_alike} launches ended the same way")
     return [*lines, *(f"{'':{_MARGIN}}| {line}" for line in ended.evidence)]

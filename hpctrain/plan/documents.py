@@ -108,11 +108,17 @@ class AxisPlacement(Document):
 
 
 class NodeRequest(Document):
-    """How the GPUs are spread over nodes, and these over the islands of the profile."""
+    """How the GPUs are spread over nodes, and these over the islands of the profile.
+
+    `segment`: so many nodes share a block, as the script requests; None: it requests nothing.
+    `domain`: consecutive ranks in one NVLink domain; None in plans of older versions.
+    """
 
     nodes: int
     gpus_per_node: int
     island_nodes: tuple[int, ...] = ()  # of each island, in the profile's order; empty: no islands
+    segment: int | None = None
+    domain: int | None = None
 
     def __str__(self) -> str:
         """Format as `1 node x 8 GPUs`."""
@@ -181,6 +187,8 @@ class Plan(Document):
     `implementation`: megatron-core's layers, None for engines that have one kind only.
     `parameters`: of the whole model, each once, with LoRA's adapters; `learned_parameters`: how
     many of them are trainable (and in checkpoints), where that is not all.
+    `scattered_step_seconds`: of the same layout with no two nodes in one NVLink domain or under one
+    leaf; None where the site's Slurm does not know them.
     """
 
     schema_version: Literal[1] = 1
@@ -207,6 +215,7 @@ class Plan(Document):
     gpu_memory_bytes: int
     placements: tuple[AxisPlacement, ...]
     step_seconds: float | None = None
+    scattered_step_seconds: float | None = None
     prediction: Prediction | None = None
     unit: Literal["tokens", "images"] = "tokens"
     search: SearchCounts | None = None

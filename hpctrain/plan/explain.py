@@ -34,10 +34,16 @@ _BEST: dict[Goal, str] = {
     "memory": "The least memory",
 }
 
+_SLOW_SPANS = ("across nodes", "across islands")
+
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything about one plan that its sentences mention."""
+    """Everything about one plan that its sentences mention.
+
+    `domain`: consecutive ranks in one NVLink domain; `segment`: nodes that share a block, if the
+    script requests that.
+    """
 
     request: PlanRequest
     candidate: Candidate
@@ -45,6 +51,8 @@ class Facts:
     memory: Sequence[MemoryBreakdown]
     counts: SearchCounts
     prediction: Prediction | None
+    domain: int
+    segment: int | None
 
     @property
     def bubble(self) -> float:
@@ -100,6 +108,7 @@ def reasons(facts: Facts) -> tuple[str, ...]:
     lines = [
         *_choice_reasons(facts),
         *_placement_reasons(request.profile, facts.placements),
+        *_segment_reasons(facts),
         f"Memory peaks at {fill_level(facts.memory, int(gpu.memory))}.",
         *_recompute_reasons(facts),
         *option_reasons(request, facts.candidate, facts.prediction),
@@ -174,7 +183,7 @@ def _placement_reasons(profile: ClusterProfile, placements: Sequence[AxisPlaceme
     lines = []
     for placement in placements:
         if placement.size > 1:
-            fast = placement.span not in ("across nodes", "across islands")
+            fast = placement.span not in _SLOW_SPANS
             link = (
                 f"NVLink {profile.nvlink.bandwidth / 1e9:.0f} GB/s"
                 if fast
@@ -185,18 +194,54 @@ def _placement_reasons(profile: ClusterProfile, placements: Sequence[AxisPlaceme
     return lines
 
 
+def _segment_reasons(facts: Facts) -> list[str]:
+    """Report the segment that the script requests, and what it holds."""
+    profile, per_node = facts.request.profile, facts.request.profile.gpu.per_node
+    switches = profile.network.switches
+    if facts.segment is None:
+        return []
+    nodes = "1 node" if facts.segment == 1 else f"{facts.segment} nodes"
+    gpus = facts.segment * per_node
+    return [
+        f"--segment={facts.segment} puts {nodes} ({gpus} GPUs) at a time into one block of "
+        f"{switches.nodes_per_leaf}."
+    ]
+
+
+def _cut_groups(facts: Facts) -> list[str]:
+    """Warn where cp or ep would fit into a rack, but no segment of the job holds whole groups."""
+    profile, per_node = facts.request.profile, facts.request.profile.gpu.per_node
+    switches, nodes = profile.network.switches, facts.candidate.layout.world_size // per_node
+    most = min(profile.nvlink.domain, (switches.usable_nodes or nodes) * per_node)
+    lines = []
+    for placement in facts.placements:
+        block = placement.stride * placement.size
+        cut = placement.span in _SLOW_SPANS and per_node < block <= most
+        if not cut or placement.axis not in ("cp", "ep"):
+            continue
+        line = f"{placement.axis} {placement.size} would fit into an NVLink domain of {most} GPUs"
+        if switches.plugin != "block" or switches.segment_policy == "forbid":
+            lines.append(f"{line}, but no segments are requested here that would keep it there.")
+        else:
+            lines.append(
+                f"{line}, but no segment of this job holds whole groups (resources.segment, "
+                "spare_nodes, min_nodes)."
+            )
+    return lines
+
+
 def warnings(facts: Facts) -> tuple[str, ...]:
     """Warn about what works but should be known before GPU hours are spent."""
     spec, profile, candidate = facts.request.spec, facts.request.profile, facts.candidate
-    layout, placements, domain = candidate.layout, facts.placements, profile.nvlink.domain
-    world_size = placements[-1].stride * placements[-1].size
+    layout, placements = candidate.layout, facts.placements
     lines = [
-        f"tp {placement.size} leaves the NVLink domain of {domain} GPUs: every layer waits for "
-        f"slower links several times per microbatch."
+        f"tp {placement.size} leaves the NVLink domain of {facts.domain} GPUs: every layer waits "
+        f"for slower links several times per microbatch."
         for placement in placements
         if placement.axis == "tp"
-        and not stays_inside(placement.stride, placement.size, world_size, domain)
+        and not stays_inside(placement.stride, placement.size, layout.world_size, facts.domain)
     ]
+    lines += _cut_groups(facts)
     capacity = int(profile.gpu.memory)
     share = max(stage.total_bytes for stage in facts.memory) / capacity
     if share > TIGHT_SHARE:

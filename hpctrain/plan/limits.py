@@ -71,6 +71,7 @@ def limit_problems(request: PlanRequest) -> list[str]:
             f"cluster {profile.name} has no partition `{wanted}`: {meant}it has {', '.join(names)}"
         )
     problems += _node_problems(spec.resources, profile)
+    problems += _segment_problems(spec.resources, profile)
     problems += _walltime_problems(spec.resources, profile)
     problems += _accounting_problems(spec, profile)
     problems += _node_share_problems(spec.resources, profile)
@@ -119,6 +120,36 @@ def _node_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[st
             "resources.spare_nodes and min_nodes need whole nodes: "
             f"{gpus} GPUs are not a multiple of {per_node}"
         )
+    return problems
+
+
+def _segment_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[str]:
+    """Compare the requested segment with the job's numbers of nodes and the site's blocks."""
+    segment, switches = resources.segment, profile.network.switches
+    if segment is None:
+        return []
+    if switches.plugin != "block":
+        return [
+            f"resources.segment {segment} needs Slurm's topology/block (24.05 or newer); "
+            f"cluster {profile.name} has switches `plugin: {switches.plugin}`"
+        ]
+    if switches.segment_policy == "forbid":
+        return [f"resources.segment: cluster {profile.name} takes no `--segment`: remove it"]
+    nodes, most = node_request(resources.gpus, profile.gpu.per_node).nodes, switches.usable_nodes
+    problems = []
+    if most is not None and segment > most:
+        problems.append(f"resources.segment {segment} is above the {most} usable nodes of a block")
+    sizes = {
+        "nodes of the run": nodes,
+        "nodes with spare ones": nodes + resources.spare_nodes,
+        "nodes of resources.min_nodes": resources.min_nodes or nodes,
+    }
+    uneven = {count: name for name, count in reversed(sizes.items()) if count % segment}
+    problems += [
+        f"resources.segment {segment} does not divide the {count} {name}: "
+        f"nearest {or_list(multiples_around(count, segment, limit=profile.nodes.count))} nodes"
+        for count, name in reversed(uneven.items())
+    ]
     return problems
 
 

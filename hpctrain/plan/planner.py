@@ -16,7 +16,7 @@ from hpctrain.plan.abilities.trainable import untrainable
 from hpctrain.plan.cost.plan_memory import candidate_memory
 from hpctrain.plan.cost.prediction import predict
 from hpctrain.plan.divisors import powers_of_two_below
-from hpctrain.plan.documents import Goal, Plan
+from hpctrain.plan.documents import Goal, NodeRequest, Plan
 from hpctrain.plan.explain import Facts, memory_refusal, proposal, reasons, warnings
 from hpctrain.plan.limits import (
     allowed_gpus,
@@ -27,8 +27,10 @@ from hpctrain.plan.limits import (
     usable_gpus,
 )
 from hpctrain.plan.mesh.batch import batch_split
+from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.islands import island_warnings, on_islands, slow_links, used_islands
 from hpctrain.plan.mesh.layout import settled
+from hpctrain.plan.mesh.nvlink_domain import nvlink_domain, requested_segment
 from hpctrain.plan.mesh.placement import place_axes
 from hpctrain.plan.mesh.rank_order import OrderChoice, choose_order
 from hpctrain.plan.mesh.rules import BATCH, MESH_RULES, RULES, layout_values, refusals
@@ -175,6 +177,26 @@ def _hint(request: PlanRequest) -> str:
     return f"no layout was found on up to {limit} GPUs, the most that one run may have here"
 
 
+def _scattered_seconds(
+    request: PlanRequest, candidate: Candidate, nodes: NodeRequest
+) -> float | None:
+    """Predict the step with no two nodes in one NVLink domain or under one leaf switch.
+
+    None without a plugin of Slurm that knows them, where nobody will compare.
+    """
+    profile = request.profile
+    if profile.network.switches.plugin == "none" or nodes.nodes == 1:
+        return None
+    inside = min(profile.nvlink.domain, profile.gpu.per_node)
+    nvlink = profile.nvlink.model_copy(update={"domain": inside})
+    one = {"plugin": "tree", "nodes_per_leaf": 1, "usable_per_leaf": None, "segment": "auto"}
+    switches = profile.network.switches.model_copy(update=one)
+    network = profile.network.model_copy(update={"switches": switches})
+    alone = profile.model_copy(update={"nvlink": nvlink, "network": network})
+    scattered = predict(replace(request, profile=alone), candidate)
+    return scattered.parts.total_seconds if scattered else None
+
+
 def _assemble(found: Found, row: int) -> Plan:
     """Make the document of one row.
 
@@ -193,9 +215,12 @@ def _assemble(found: Found, row: int) -> Plan:
     layout = candidate.layout.model_copy(update={"order": ordered.order})
     candidate = replace(candidate, layout=layout)
     memory = candidate_memory(request, candidate)
-    placements = place_axes(layout, profile, nodes)
+    domain = nvlink_domain(layout, spec.resources, profile)
+    segment = requested_segment(layout, spec.resources, profile)
+    nodes = nodes.model_copy(update={"domain": domain, "segment": segment})
+    placements = place_axes(layout, profile, nodes, domain)
     prediction = predict(request, candidate)
-    facts = Facts(request, candidate, placements, memory, found.counts, prediction)
+    facts = Facts(request, candidate, placements, memory, found.counts, prediction, domain, segment)
     return Plan(
         run_name=spec.name,
         profile_name=profile.name,
@@ -222,6 +247,7 @@ def _assemble(found: Found, row: int) -> Plan:
         gpu_memory_bytes=int(profile.gpu.memory),
         placements=placements,
         step_seconds=prediction.parts.total_seconds if prediction else None,
+        scattered_step_seconds=_scattered_seconds(request, candidate, nodes),
         prediction=prediction,
         unit="images" if model.reads_images else "tokens",
         search=found.counts,

@@ -49,23 +49,16 @@ def survives_node_failure(spec: RunSpec, plan: Plan) -> bool:
     return resources.spare_nodes > 0 or least_nodes(spec, plan) < most_nodes(spec, plan)
 
 
-def node_problems(
-    spec: RunSpec, plan: Plan, constraint: str | None, segment: str | None
-) -> list[str]:
-    """List where spare nodes or a range of nodes meet options that need exact numbers."""
+def node_problems(spec: RunSpec, plan: Plan, constraint: str | None) -> list[str]:
+    """List where spare nodes or a range of nodes meet options that need exact numbers.
+
+    Segments divide all of them: the planner chooses no other (`plan.mesh.nvlink_domain`).
+    """
     if not survives_node_failure(spec, plan):
         return []
-    problems = []
     if constraint and "*" in constraint:
-        problems.append(
+        return [
             f"resources.spare_nodes and min_nodes do not go together with the numbers of nodes in "
             f"`--constraint={constraint}`: plan the run on one island"
-        )
-    if segment and (
-        most_nodes(spec, plan) % int(segment) or least_nodes(spec, plan) % int(segment)
-    ):
-        problems.append(
-            f"resources.spare_nodes and min_nodes must leave multiples of {segment} nodes, which "
-            "have to share a block (`--segment`)"
-        )
-    return problems
+        ]
+    return []

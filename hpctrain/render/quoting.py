@@ -17,6 +17,10 @@ def sh(value: object) -> str:
     return shlex.quote(text)
 
 
+# Every shell has these, so that no message is needed where they are missing.
+_ALWAYS_SET = frozenset({"PWD"})
+
+
 def sh_expanded(text: str) -> str:
     """Quote one argument whose variables bash puts in when the job runs; all else is literal.
 
@@ -29,12 +33,16 @@ def sh_expanded(text: str) -> str:
     if "\0" in text:
         raise InvalidInputError([Problem("a value contains a NUL character")])
     quoted = [
-        f"${{{part.name}:?is not set in this job}}"
+        _expansion(part.name)
         if isinstance(part, Expansion)
         else re.sub(r'([\\"$`])', r"\\\1", part)
         for part in parts
     ]
     return f'"{"".join(quoted)}"'
+
+
+def _expansion(name: str) -> str:
+    return f"${{{name}}}" if name in _ALWAYS_SET else f"${{{name}:?is not set in this job}}"
 
 
 def directive_value(option: str, value: str) -> str:

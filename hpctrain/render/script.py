@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import DEFAULT_ORDER, Plan
 from hpctrain.printable_text import printable_line
+from hpctrain.render.containers import container_words, run_container
 from hpctrain.render.continuation import (
     continuation_clause,
     continuation_options,
@@ -45,7 +46,6 @@ from hpctrain.render.topology import topology_options
 from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.partition import PartitionProfile
-from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.spec.slurm_options import written_options
 from hpctrain.units import Duration
@@ -111,14 +111,17 @@ class Script:
     variables: tuple[Variable, ...]
     start_note: str
     task_kind: str
+    log_number: str
     signal_note: str
     continuation_note: str
     failures_without_progress: int
     supervisor: tuple[str, ...]
     srun: tuple[str, ...]
     srun_options: tuple[str, ...]
-    container_mounts: tuple[str, ...] | None
-    apptainer: tuple[str, ...] | None
+    container_srun: tuple[str, ...]
+    container_command: tuple[str, ...]
+    container_import: tuple[str, ...] | None
+    image_import: tuple[str, ...]
     trainer: tuple[str, ...]
 
 
@@ -131,21 +134,22 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         raise InvalidInputError([Problem(f"software.python: `{python}` reads as an option")])
     check_variables((*spec.environment.variables, *spec.environment.inherit))
     check_variables((variable.name for variable in profile.environment), site=True)
-    topology = topology_options(profile, plan, spec.resources.spare_nodes)
     constraint = job_constraint(spec, profile, plan)
     contradictions = [
         *continuation_problems(profile, partition),
         *inheritance_problems(spec, profile),
         *memory_problems(spec, profile, plan),
-        *node_problems(spec, plan, constraint, topology["segment"]),
+        *node_problems(spec, plan, constraint),
     ]
     if contradictions:  # Slurm would accept them, and never do what they ask for
         raise InvalidInputError([Problem(message) for message in contradictions])
     lead = warning_lead(spec, profile, plan, walltime(spec, profile, partition))
     start = choose_tasks(spec, plan)
     prologue = prologue_text(spec, profile, plan)
-    container = profile.software.container
-    pyxis = container if container is not None and container.launcher == "pyxis" else None
+    container = run_container(spec, profile)
+    variables = script_variables(spec, profile, plan, facts.gpu_variables)
+    names = (*(variable.name for variable in variables), *spec.environment.inherit)
+    words = container_words(container, profile, (*names, *_TRAINER_VARIABLES))
     return Script(
         # Comments end at a line break, so none may come in with a value.
         title=f"{printable_line(spec.name)} on {profile.name}: {plan.nodes}, "
@@ -166,9 +170,10 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         ulimits=ulimit_commands(profile),
         scratch=profile.software.scratch,
         prologue_digest=None if prologue is None else sha256(prologue.encode()).hexdigest()[:12],
-        variables=script_variables(spec, profile, plan, facts.gpu_variables),
+        variables=variables,
         start_note=start.note,
         task_kind=start.task_kind,
+        log_number=start.log_number,
         signal_note=_comment(f"{lead.sentence}."),
         continuation_note=_comment(
             f"Continuation {profile.continuation}, from profile {profile.name}: after preemption, "
@@ -176,13 +181,15 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         ),
         failures_without_progress=spec.supervise.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
-        srun=_srun(spec, profile, plan, facts, start),
+        srun=_srun(spec, profile, plan, start),
         srun_options=tuple(
             f"--{name}" if value is None else f"--{name}={value}"
             for name, value in written_options(srun_options(spec, profile))
         ),
-        container_mounts=pyxis.mounts if pyxis else None,
-        apptainer=None if pyxis or container is None else _apptainer(container),
+        container_srun=words.srun,
+        container_command=words.command,
+        container_import=words.image_import,
+        image_import=(python, "-m", "hpctrain.prepare.container_image"),
         trainer=(
             *prologue_words(prologue),
             container.python if container else python,
@@ -285,9 +292,7 @@ def _gpu_request(
     }
 
 
-def _srun(
-    spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts, start: SrunTasks
-) -> tuple[str, ...]:
+def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: SrunTasks) -> tuple[str, ...]:
     """List the arguments of srun, up to the options that the template adds."""
     arguments = [
         "srun",
@@ -303,20 +308,8 @@ def _srun(
         "--kill-on-bad-exit=0",
         "--wait=120",
     ]
+    if start.labelled:
+        arguments.append("--label")
     # Not inherited from sbatch since 22.05 (srun(1)).
     arguments.append(f"--cpus-per-task={_cpus_per_gpu(spec, profile) * start.gpus_per_task}")
-    container = profile.software.container
-    if container is not None and container.launcher == "pyxis":
-        arguments.append(f"--container-image={container.image}")
-        names = [
-            variable.name for variable in script_variables(spec, profile, plan, facts.gpu_variables)
-        ]
-        names.extend(spec.environment.inherit)
-        arguments.append(f"--container-env={','.join((*names, *_TRAINER_VARIABLES))}")
-        arguments.append("--no-container-mount-home")
     return tuple(arguments)
-
-
-def _apptainer(container: ContainerProfile) -> tuple[str, ...]:
-    """List what follows apptainer's options for GPUs and the run directory: mounts and image."""
-    return (*(word for mount in container.mounts for word in ("--bind", mount)), container.image)

@@ -1,53 +1,85 @@
 """Decides what srun starts: one task per GPU, or one torchelastic agent per node. Pure.
 
-Belongs here: the numbers of tasks, the arguments of the trainer and the comment about both. Does
-not belong here: how an agent works (`hpctrain.train.agent`), and how many nodes a launch gets
-(`hpctrain.supervise.judge.launch_nodes`, which replaces the planned number).
+Belongs here: the numbers of tasks, the arguments of the trainer, the names of the logs and the
+comment about all of it. Does not belong here: how an agent works (`hpctrain.train.agent`), and how
+many nodes a launch gets (`hpctrain.supervise.judge.launch_nodes`, which replaces the planned
+number).
 """
 
 from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
+from typing import Literal
 
 from hpctrain.plan.documents import Plan
 from hpctrain.render.nodes import least_nodes
 from hpctrain.spec.run import RunSpec
+
+# Up to so many ranks each has a log of its own, which is easier to read. Above, most of them have
+# the same warnings or nothing, and a launch would leave thousands of files.
+_MOST_LOGS_OF_RANKS = 64
+_LOGS_OF_NODES = (
+    "Logs of each attempt and node are kept apart, in step*-node*.log; each line of a rank begins "
+    "with its number"
+)
 
 
 @dataclass(frozen=True)
 class SrunTasks:
     """Tasks of a launch at the planned size and the module that each of them runs.
 
-    `task_kind` is `rank` or `node`, for the names of the logs that srun writes. `note` is the
-    comment above the launch, wrapped.
+    `task_kind` and `log_number` name the logs that srun writes: `rank` and `%4t`, one per task, or
+    `node` and `%4n`, one per node. `labelled`: srun puts the number of the task before each line.
+    `note` is the comment above the launch, wrapped.
     """
 
     tasks: int
     tasks_per_node: int
     gpus_per_task: int
     module: tuple[str, ...]
-    task_kind: str
+    task_kind: Literal["rank", "node"]
+    log_number: Literal["%4t", "%4n"]
+    labelled: bool
     note: str
 
 
+def logs_by(spec: RunSpec, plan: Plan) -> Literal["rank", "node"]:
+    """Choose whether each rank or each node has a log, according to `logging.files`."""
+    if spec.logging.files != "auto":
+        return spec.logging.files
+    return "rank" if plan.layout.world_size <= _MOST_LOGS_OF_RANKS else "node"
+
+
 def choose_tasks(spec: RunSpec, plan: Plan) -> SrunTasks:
-    """Choose tasks and module according to `launcher` of the spec."""
+    """Choose tasks, module and logs according to `launcher` and `logging.files` of the spec."""
     nodes, gpus = plan.nodes.nodes, plan.nodes.gpus_per_node
+    by_node = logs_by(spec, plan) == "node"
     if spec.launcher == "torchrun":
         processes = f"{gpus} processes, one per GPU," if gpus > 1 else "one process"
         return SrunTasks(
             tasks=nodes,
             tasks_per_node=1,
             gpus_per_task=gpus,
-            module=("hpctrain.train.agent", f"--nnodes={nodes}", f"--nproc-per-node={gpus}"),
+            module=(
+                "hpctrain.train.agent",
+                f"--nnodes={nodes}",
+                f"--nproc-per-node={gpus}",
+                *(["--logs=node"] if by_node else []),
+            ),
             task_kind="node",
+            log_number="%4n" if by_node else "%4t",
+            labelled=False,  # the agent puts the rank before each line itself
             note=_wrapped(
                 "One task per node: a torchelastic agent, as torchrun starts it. It starts "
                 f"{processes} and hands signals on to them; it never restarts them: only the "
-                f"supervisor starts launches.{_node_range(spec, plan, 'srun and agent')} Logs of "
-                "each attempt are kept apart: of agents in step*-node*.log, of ranks in "
-                "step*-rank*.log."
+                f"supervisor starts launches.{_node_range(spec, plan, 'srun and agent')} "
+                + (
+                    f"{_LOGS_OF_NODES}."
+                    if by_node
+                    else "Logs of each attempt are kept apart: of agents in step*-node*.log, of "
+                    "ranks in step*-rank*.log."
+                )
             ),
         )
     return SrunTasks(
@@ -55,10 +87,12 @@ def choose_tasks(spec: RunSpec, plan: Plan) -> SrunTasks:
         tasks_per_node=gpus,
         gpus_per_task=1,
         module=("hpctrain.train",),
-        task_kind="rank",
+        task_kind="node" if by_node else "rank",
+        log_number="%4n" if by_node else "%4t",
+        labelled=by_node,
         note=_wrapped(
             f"One task per GPU, no torchrun.{_node_range(spec, plan, 'srun')} "
-            "Logs of each attempt and rank are kept apart."
+            + (f"{_LOGS_OF_NODES}." if by_node else "Logs of each attempt and rank are kept apart.")
         ),
     )
 

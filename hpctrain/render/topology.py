@@ -3,8 +3,10 @@
 Rank order needs no option: Slurm numbers the ranks of `--distribution=block` along the nodes in
 the order of their names, whatever slurm.conf and topology.conf say (22.05.8, tests/slurm/
 test_rank_order.py), or along leaves and blocks where a site sets TopologyParam=SwitchAsNodeRank
-(23.02) or BlockAsNodeRank. A host file (`--distribution=arbitrary`) would repeat this.
-Belongs here: features, leaves, blocks. Does not belong here: all other options (`script`).
+(23.02) or BlockAsNodeRank. Where names cross leaves, the supervisor orders the nodes
+(`hpctrain.supervise.judge.node_order`).
+Which segment of blocks is requested, the planner decides (`hpctrain.plan.mesh.nvlink_domain`).
+Belongs here: features and leaves. Does not belong here: all other options (`script`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def topology_options(
     return {
         "constraint": "&".join(name for name in names if name) or None,
         "switches": switch_request(profile, plan, spare_nodes),
-        "segment": segment_request(profile, plan),
+        "segment": None if plan.nodes.segment is None else str(plan.nodes.segment),
     }
 
 
@@ -55,35 +57,12 @@ def switch_request(profile: ClusterProfile, plan: Plan, spare_nodes: int = 0) ->
     sbatch(1), --switches: the job is pending until that many leaves can hold it, or until the time
     is over. None where any choice of nodes has so few leaves.
     """
-    switches, leaf = profile.network.switches, profile.network.switches.nodes_per_leaf
+    switches, leaf = profile.network.switches, profile.network.switches.usable_nodes
     if switches.plugin != "tree" or not switches.request or leaf is None or plan.nodes.nodes == 1:
         return None
     parts = [nodes for nodes in plan.nodes.island_nodes if nodes] or [plan.nodes.nodes]
     leaves = sum(-(-nodes // leaf) for nodes in parts)
     leaves = max(leaves, -(-(plan.nodes.nodes + spare_nodes) // leaf))
-    if leaves >= -(-profile.nodes.count // leaf):
+    if leaves >= -(-profile.nodes.count // (switches.nodes_per_leaf or leaf)):
         return None
     return f"{leaves}@{(switches.wait or _SWITCH_WAIT).slurm()}"
-
-
-def segment_request(profile: ClusterProfile, plan: Plan) -> str | None:
-    """Choose how many nodes must share a block: the most that divide the job in whole groups.
-
-    sbatch(1), --segment (24.05): the number of nodes must be a multiple of it, a block at least
-    as large. A job that fits into one block gets one without it, and only axes that rely on NVLink
-    between nodes need more (src/plugins/topology/block/eval_nodes_block.c). None otherwise.
-    """
-    switches, leaf = profile.network.switches, profile.network.switches.nodes_per_leaf
-    nodes = plan.nodes.nodes
-    if switches.plugin != "block" or not switches.request or leaf is None or nodes <= leaf:
-        return None
-    spans = [
-        placement.stride * placement.size // plan.nodes.gpus_per_node
-        for placement in plan.placements
-        if placement.span == "inside an NVLink domain"
-    ]
-    widest = max(spans, default=1)
-    if widest <= 1:
-        return None
-    sizes = [size for size in range(widest, leaf + 1, widest) if nodes % size == 0]
-    return str(sizes[-1]) if sizes else None

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.partition import PartitionProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.units import Duration
+from hpctrain.units import Duration, short_duration
 
 # slurmctld checks every 30 s (sbatch(1), --signal: up to 60 s early), a busy one later; then the
 # ranks exit, the verdict is written and the job is requeued.
@@ -65,9 +66,7 @@ def warning_lead(
 
     It is at most half of the limit, so that the job trains before it is warned.
     """
-    checkpoint_bytes = plan.learned * _CHECKPOINT_BYTES_PER_PARAMETER
-    slowest = min(float(filesystem.write_bandwidth) for filesystem in profile.filesystems)
-    saving_seconds = _SAVES * checkpoint_bytes / slowest
+    saving_seconds = _SAVES * _save_seconds(profile, plan)
     # on as few nodes as the run may continue with; 0 if the plan predicts no time
     fewer = plan.nodes.nodes / (spec.resources.min_nodes or plan.nodes.nodes)
     longest_step_seconds = (plan.step_seconds or 0.0) * max(1.0, fewer)
@@ -81,3 +80,29 @@ def warning_lead(
         saving_seconds=saving_seconds,
         cut=wanted > most,
     )
+
+
+def short_grace(profile: ClusterProfile, plan: Plan, partition: PartitionProfile) -> str | None:
+    """Describe a grace that ends before a step and a save do; None if it is long enough.
+
+    Both as planned. None, too, where nothing is preempted or the plan predicts no time.
+    """
+    preemption = partition.preemption
+    if preemption.mode == "off" or plan.step_seconds is None:
+        return None
+    saving_seconds, grace_seconds = _save_seconds(profile, plan), float(preemption.grace)
+    if grace_seconds >= plan.step_seconds + saving_seconds:
+        return None
+    grace = short_duration(grace_seconds) if grace_seconds else "no grace"
+    return (
+        f"partition {partition.name} gives preempted jobs {grace}, and a "
+        f"step ({short_duration(plan.step_seconds)}) with a save "
+        f"({short_duration(saving_seconds)}) takes longer: a preemption costs the work since the "
+        "last checkpoint"
+    )
+
+
+def _save_seconds(profile: ClusterProfile, plan: Plan) -> float:
+    """The time of one save at the bandwidth of the slowest file system."""
+    slowest = min(float(filesystem.write_bandwidth) for filesystem in profile.filesystems)
+    return plan.learned * _CHECKPOINT_BYTES_PER_PARAMETER / slowest

@@ -16,13 +16,18 @@ from pathlib import Path
 from hpctrain.errors import UsageError
 from hpctrain.sandbox.paths import SandboxPaths
 from hpctrain.sandbox.ports import Ports
-from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, SwitchShape, bracket
+from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, bracket
 
 # Characters that slurm.conf(5) gives a meaning: comments, quotes, host lists, name patterns.
 # Blanks are quoted.
 _UNWRITABLE = re.compile(r'[\n\r"#%,\[\]\\]')
+_FIRST_WITH_BLOCKS = (23, 11)
 # With this many slurmds on one machine, 5 s is too short for a reply.
-_CROWDED_NODES = 65
+_CROWDED_NODES = 33
+# slurmstepds report the end of a step through a tree of this width, and one above a lost node waits
+# 60 s for it (Slurm: REVERSE_TREE_WIDTH, REVERSE_TREE_CHILDREN_TIMEOUT). A healthy node whose
+# slurmstepd takes longer than UnkillableStepTimeout is drained ("Kill task failed").
+_TREE_WIDTH = 7
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def config_files(shape: SandboxShape, site: Site) -> tuple[ConfigFile, ...]:
         ConfigFile("gres.conf", gres_conf(shape, site)),
     ]
     if shape.switches:
-        files.append(ConfigFile("topology.conf", topology_conf(shape.switches)))
+        files.append(ConfigFile("topology.conf", topology_conf(shape, site.version)))
     if site.version >= (24, 5):
         files.append(ConfigFile("cgroup.conf", _CGROUP_CONF))
     return tuple(files)
@@ -78,7 +83,7 @@ def slurm_conf(shape: SandboxShape, site: Site) -> str:
         accounting = f"JobCompType=jobcomp/filetxt\nJobCompLoc={_quoted(site.paths.jobcomp)}"
     blocks = (
         _daemon_settings(shape, site),
-        _job_settings(shape),
+        _job_settings(shape, site.version),
         _preemption(shape, site.version),
         accounting,
         _nodes(shape, site.ports),
@@ -96,15 +101,24 @@ def gres_conf(shape: SandboxShape, site: Site) -> str:
     return "\n".join(lines) + "\n"
 
 
-def topology_conf(switches: tuple[SwitchShape, ...]) -> str:
-    """Generate a tree for topology/tree: topology.conf(5)."""
+def topology_conf(shape: SandboxShape, version: tuple[int, int]) -> str:
+    """Generate blocks for topology/block or a tree for topology/tree: topology.conf(5)."""
+    if topology_plugin(shape, version) == "block":
+        leaves = [switch for switch in shape.switches if switch.nodes]
+        blocks = [f"BlockName={leaf.name} Nodes={','.join(leaf.nodes)}\n" for leaf in leaves]
+        return "".join((*blocks, f"BlockSizes={min(len(leaf.nodes) for leaf in leaves)}\n"))
     lines = [
         f"SwitchName={switch.name} Nodes={','.join(switch.nodes)}\n"
         if switch.nodes
         else f"SwitchName={switch.name} Switches={','.join(switch.switches)}\n"
-        for switch in switches
+        for switch in shape.switches
     ]
     return "".join(lines)
+
+
+def topology_plugin(shape: SandboxShape, version: tuple[int, int]) -> str:
+    """Return the topology plugin of a sandbox with switches; blocks exist since 23.11."""
+    return "block" if shape.leaves_are_blocks and version >= _FIRST_WITH_BLOCKS else "tree"
 
 
 # Without this, 24.05 and newer need a usable cgroup file system, which an ordinary user lacks.
@@ -139,9 +153,11 @@ SlurmdLogFile={_quoted(paths.log("slurmd-%n"))}
 MailProg=/bin/true"""
 
 
-def _job_settings(shape: SandboxShape) -> str:
+def _job_settings(shape: SandboxShape, version: tuple[int, int]) -> str:
     message_seconds = 5 if shape.nodes < _CROWDED_NODES else 20
-    topology = "\nTopologyPlugin=topology/tree" if shape.switches else ""
+    unkillable_seconds = 60 if shape.nodes <= _TREE_WIDTH else 180
+    plugin = topology_plugin(shape, version)
+    topology = f"\nTopologyPlugin=topology/{plugin}" if shape.switches else ""
     return f"""\
 # Neither cgroups nor root are needed this way.
 ProctrackType=proctrack/{shape.process_tracking}
@@ -160,7 +176,7 @@ MessageTimeout={message_seconds}
 BatchStartTimeout=10
 InactiveLimit=0
 # Less than 60 drains nodes ("Kill task failed") after a short outage of the controller.
-UnkillableStepTimeout=60
+UnkillableStepTimeout={unkillable_seconds}
 # How long `scontrol show job` knows a finished job.
 MinJobAge=300
 # 1, not 2: with 2 a node that crashes and returns quickly loses its job without a word.

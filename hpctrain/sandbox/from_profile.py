@@ -35,6 +35,7 @@ def shape_from_profile(profile: ClusterProfile) -> SandboxShape:
         memory_mib=int(profile.nodes.memory) // 2**20,
         partitions=tuple(_partition(partition) for partition in partitions),
         switches=_switches(profile),
+        leaves_are_blocks=profile.network.switches.plugin == "block",
         preempt_type="partition_prio" if preemption else "none",
         user_signal_on_preempt=any(p.preemption.user_signal for p in partitions),
         kill_wait_seconds=round(float(profile.slurm.kill_wait)),
@@ -62,10 +63,7 @@ def _partition(partition: PartitionProfile) -> PartitionShape:
 
 
 def _switches(profile: ClusterProfile) -> tuple[SwitchShape, ...]:
-    """Build leaves of `nodes_per_leaf` nodes under one spine.
-
-    Blocks become leaves too: topology/block exists only since Slurm 23.11.
-    """
+    """Build leaves of `nodes_per_leaf` nodes under one spine."""
     size = profile.network.switches.nodes_per_leaf
     if size is None:
         return ()

@@ -57,6 +57,8 @@ class SandboxShape:
     linuxproc reaches both. `cluster_name` is Slurm's ClusterName, which must differ between
     sandboxes that share a file system. `binds_tasks`: task/affinity binds tasks to CPUs,
     which this machine must have (HWLOC_SYNTHETIC makes slurmd find more, and its tasks then fail).
+    `leaves_are_blocks`: those of `switches` become blocks of topology/block where Slurm has it
+    (23.11), else the tree.
     Raises UsageError when the parts are inconsistent.
     """
 
@@ -67,6 +69,7 @@ class SandboxShape:
     memory_mib: int
     partitions: tuple[PartitionShape, ...]
     switches: tuple[SwitchShape, ...] = ()
+    leaves_are_blocks: bool = False
     preempt_type: Literal["partition_prio", "none"] = "partition_prio"
     user_signal_on_preempt: bool = False
     kill_wait_seconds: int = 5

@@ -176,6 +176,28 @@ class SlurmClient:
             raise SlurmRefusedError(answer.stderr.strip() or f"no host names in `{node_list}`")
         return tuple(answer.stdout.split())
 
+    def leaves(self) -> dict[str, str]:
+        """Query the leaf switch or block of each node; empty where Slurm's topology has none.
+
+        One query of the controller, and one call for all node lists, which needs no controller.
+        """
+        argv = ["scontrol", "show", "topology"]
+        lists = _parsed(
+            "scontrol show topology",
+            lambda: parse.leaf_lines(_accepted(argv, self._ask(argv)).stdout),
+        )
+        if not lists:
+            return {}
+        end = "end-of-leaf.invalid"  # RFC 2606: no host has such a name
+        found, leaf = {}, iter(lists)
+        name = next(leaf)
+        for node in self.hostnames(",".join(f"{nodes},{end}" for nodes in lists.values())):
+            if node == end:
+                name = next(leaf, "")
+            else:
+                found[node] = name
+        return found
+
     def node_address(self, node: str) -> str:
         """Query the address at which Slurm itself reaches a node (NodeAddr)."""
         argv = ["scontrol", "-o", "show", "node", node]

@@ -44,6 +44,7 @@ class FakeSlurm:
         self.booted: dict[str, float] = {}
         self.options: dict[int, list[str]] = {}
         self.inherited: dict[int, tuple[str, ...] | None] = {}
+        self.leaf_of: dict[str, str] = {}
         self.refusal = ""
         self.away = False
 
@@ -124,6 +125,10 @@ class FakeSlurm:
     def boot_times(self, nodes: Collection[str]) -> dict[str, float]:
         self._present()
         return {node: self.booted[node] for node in nodes if node in self.booted}
+
+    def leaves(self) -> dict[str, str]:
+        self._present()
+        return dict(self.leaf_of)
 
     def node_address(self, node: str) -> str:
         self._present()

@@ -154,6 +154,15 @@ def read_notice(line: str) -> StepNotice | None:
     )
 
 
+def read_end_of_job(text: str, job_id: int) -> StepNotice | None:
+    """Parse the last line in which slurmstepd tells the batch script that its job is being ended.
+
+    None without such a line. A plain cancel has the line without a reason (`end` None).
+    """
+    lines = [line for line in text.splitlines() if f"*** JOB {job_id} ON " in line]
+    return read_notice(lines[-1]) if lines else None
+
+
 def read_task_failure(line: str) -> TaskFailure | None:
     """Parse srun's report on the end of a task; None for any other line."""
     match = _TASK.search(line)

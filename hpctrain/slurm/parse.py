@@ -296,6 +296,27 @@ def boot_times(text: str) -> dict[str, float]:
     return {node: booted for node, booted in found.items() if booted is not None}
 
 
+def leaf_lines(text: str) -> dict[str, str]:
+    """Parse the leaves of `scontrol show topology`: name of switch or block -> its node list.
+
+    topology/tree prints `SwitchName=leaf0 Level=0 LinkSpeed=1 Nodes=n[0-1]`, and switches above the
+    leaves with another level; topology/block `BlockName=b0 BlockIndex=0 Nodes=n[0-1] BlockSize=2`,
+    and blocks of blocks as AggregatedBlock.
+    """
+    found = {}
+    for line in text.splitlines():
+        row = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        leaf = row.get("SwitchName") if row.get("Level") == "0" else row.get("BlockName")
+        if leaf and (nodes := _value(row.get("Nodes", ""))):
+            found[leaf] = nodes
+    return found
+
+
+def has_leaves(pattern: str) -> bool:
+    """Tell from SLURM_TOPOLOGY_ADDR_PATTERN whether Slurm knows more than nodes: `switch.node`."""
+    return "." in pattern
+
+
 def node_address(text: str) -> str:
     """Parse `NodeAddr=` of `scontrol -o show node`. Raises ValueError if it is missing."""
     for word in text.split():

@@ -21,7 +21,8 @@ class JobHold(StrEnum):
     USER and ADMIN: held by its owner or by an administrator, who alone can release it. REQUEUED:
     requeued and held in one step. SPECIAL_EXIT: the same, by an exit code of slurm.conf(5),
     RequeueExitHold. LAUNCH_FAILED: a prolog or the start of the batch script failed on a node.
-    REQUEUE_LIMIT: the launch failed too often. RESERVATION_DELETED: its reservation is gone.
+    USER_ENVIRONMENT: the user's login shell failed there. REQUEUE_LIMIT: launched again too often
+    (slurm.conf(5), MaxBatchRequeue). RESERVATION_DELETED: its reservation is gone.
     """
 
     USER = "user"
@@ -29,6 +30,7 @@ class JobHold(StrEnum):
     REQUEUED = "requeued"
     SPECIAL_EXIT = "special_exit"
     LAUNCH_FAILED = "launch_failed"
+    USER_ENVIRONMENT = "user_environment"
     REQUEUE_LIMIT = "requeue_limit"
     RESERVATION_DELETED = "reservation_deleted"
 
@@ -78,6 +80,8 @@ HOLD_OF_REASON = {
     "jobheld": JobHold.USER,
     "heldstate": JobHold.REQUEUED,  # job requeued in held state
     "specialexitstate": JobHold.SPECIAL_EXIT,  # job requeued in special exit state
+    "userenvretrievalfailed": JobHold.USER_ENVIRONMENT,  # user env retrieval failed requeued held
+    "launchfailurelimitexceeded": JobHold.REQUEUE_LIMIT,  # ... requeued held, from 24.11 on
     "requeuedheld": JobHold.LAUNCH_FAILED,  # launch failed requeued held
     "jobholdmaxrequeue": JobHold.REQUEUE_LIMIT,
 }

@@ -199,6 +199,11 @@ class ResourcesSpec(Document):
     min_nodes: int | None = Field(
         None, ge=1, description="Go on with as few nodes when others are missing; absent: never"
     )
+    segment: int | None = Field(
+        None,
+        ge=1,
+        description="Nodes that share a block or rack (`--segment`, Slurm 24.05); default: chosen",
+    )
 
 
 class EnvironmentSpec(Document):
@@ -221,10 +226,33 @@ class EnvironmentSpec(Document):
         return variables
 
 
+class ContainerSpec(Document):
+    """The image of this run, where the site starts containers."""
+
+    image: JobText | None = Field(
+        None, min_length=1, description="Instead of the profile's `software.container.image`"
+    )
+    mounts: tuple[JobText, ...] = Field(
+        (), description="SOURCE:TARGET[:OPTIONS], besides those of the profile"
+    )
+    python: str | None = Field(None, description="Interpreter inside this image")
+
+
 class LoggingSpec(Document):
-    """What the trainer writes."""
+    """What ranks write, into how many files, and for how long these are kept."""
 
     every_steps: int = Field(1, ge=1, description="One line in the log per so many steps")
+    files: Literal["auto", "rank", "node"] = Field(
+        "auto",
+        description="rank: one log per rank and launch; node: one per node, with the rank before "
+        "each line; auto: rank up to 64 ranks, else node",
+    )
+    keep_launches: int = Field(
+        10,
+        ge=1,
+        description="Logs and exit records of so many launches stay as they are; those of older "
+        "ones are packed, many into one file",
+    )
 
 
 class RunSpec(Document):
@@ -270,6 +298,9 @@ class RunSpec(Document):
     )
     resources: ResourcesSpec
     environment: EnvironmentSpec = EnvironmentSpec()
+    container: ContainerSpec | None = Field(
+        None, description="Absent: the container of the profile, if there is one"
+    )
     logging: LoggingSpec = LoggingSpec()
     profile: ProfileSpec | None = Field(
         None, description="Traces of chosen steps and ranks; absent: none"

@@ -11,9 +11,8 @@ done.json                              the run has reached its target; nothing i
 data.json                              which bytes the run trains on, to notice that they changed
 control/                               requests of people and of the supervisor to the trainer
 epochs/                                one file per launch; the highest number owns the run
-exits/e000001/rank-000003.json         how a rank of a launch ended, as it reports itself
-exits/e000001/node-000001.json         ranks that failed below an agent (launcher: torchrun)
 prologue.sh                            what each task runs before the trainer, if the site wants it
+exits/e000001/node-000003.jsonl        how the ranks of a node of a launch ended, one line each
 stacks/e000001/rank-000003.txt         where each rank of a launch was when it hung
 ranks.json saves.jsonl skips.json      times of each rank, each save and its cost, data left out
 software.jsonl                         software and GPUs that each launch has found on its nodes
@@ -23,7 +22,9 @@ train-n000003.json                     the trainer's file for a launch on fewer 
 ds_config.json ds_config-n000003.json  DeepSpeed's configuration, for people and its own tools
 flops-0000012.txt                      FLOPs of a step as DeepSpeed's profiler counts them
 traces/e000001-rank-000003-steps-10-12.json.gz  what happened in steps of a rank (`profile:`)
-logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.log, -nodeT.log
+logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.log, -nodeN.log,
+                                       hosts-e000001.txt: nodes of a launch in an order of its own
+logs/archive-e000041.tar.gz            logs and exit records of old launches
 checkpoints/                           iter_0000012/ and iter_0000012.partial-e000003/
 """
 
@@ -192,13 +193,25 @@ class RunLayout:
     def logs(self) -> Path:
         return self.directory / "logs"
 
+    def host_file(self, job_id: int, restart_count: int, epoch: int) -> Path:
+        """The node of each task of a launch whose ranks do not follow Slurm's order of nodes."""
+        return self.attempt_logs(job_id, restart_count) / f"hosts-e{epoch:06d}.txt"
+
     def attempt_logs(self, job_id: int, restart_count: int) -> Path:
         """Logs of the ranks of one attempt; the job script makes the directory."""
         return self.logs / f"{job_id}.{restart_count}"
 
+    def job_log(self, job_id: int) -> Path:
+        """What the batch script of all attempts of a job has printed, and slurmstepd to it."""
+        return self.logs / f"slurm-{job_id}.out"
+
     def rank_log(self, job_id: int, restart_count: int, step_id: int, rank: int) -> Path:
         """As srun's `--output` names it in the job script: `step%s-rank%4t.log`."""
         return self.attempt_logs(job_id, restart_count) / f"step{step_id}-rank{rank:04d}.log"
+
+    def log_archive(self, epoch: int) -> Path:
+        """Logs and exit records that were old when a launch began."""
+        return self.logs / f"archive-e{epoch:06d}.tar.gz"
 
     @property
     def checkpoints(self) -> Path:
@@ -208,11 +221,17 @@ class RunLayout:
     def data_cache(self) -> Path:
         return self.directory / "data-cache"
 
-    def exit_record(self, epoch: int, rank: int) -> Path:
-        return self.exits / f"e{epoch:06d}" / f"rank-{rank:06d}.json"
+    def exits_of(self, epoch: int) -> Path:
+        """The directory with all exit records of a launch."""
+        return self.exits / f"e{epoch:06d}"
 
-    def agent_record(self, epoch: int, node_rank: int) -> Path:
-        return self.exits / f"e{epoch:06d}" / f"node-{node_rank:06d}.json"
+    def exit_records(self, epoch: int, node_rank: int) -> Path:
+        """The records of the ranks on one node of a launch; nodes count in Slurm's order."""
+        return self.exits_of(epoch) / f"node-{node_rank:06d}.jsonl"
+
+    def exit_record(self, epoch: int, rank: int) -> Path:
+        """The record of one rank, as hpctrain 0.1.0 wrote it; it is read and no longer written."""
+        return self.exits_of(epoch) / f"rank-{rank:06d}.json"
 
     def require(self) -> None:
         """Raise OSError unless the run's own directory is there and can be looked into.

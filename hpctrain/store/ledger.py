@@ -43,10 +43,12 @@ class EventKind(StrEnum):
     CONTROL = "control"
     OBSERVED = "observed"
     STACKS_SAVED = "stacks_saved"
+    STOP_TIMED = "stop_timed"
     SLOW_RANK = "slow_rank"
     SPEED_CHECKED = "speed_checked"
     ROLLED_BACK = "rolled_back"
     PROBED = "probed"
+    PLACED = "placed"
     FRESH_START_ACCEPTED = "fresh_start_accepted"
     DATA_ACCEPTED = "data_accepted"
     WATCH = "watch"
@@ -57,7 +59,8 @@ class Event(Record):
 
     `cluster`: Slurm's ClusterName, where an event is about a job; None in ledgers of older
     versions. `answered` is False for a submission without an answer: Slurm may have the job.
-    `symptom`: what `hpctrain watch` saw; None in ledgers of older versions.
+    `symptom`: what `hpctrain watch` saw; None in ledgers of older versions. `groups_outside`: how
+    many groups of ranks a launch has under several leaves or in several blocks.
     """
 
     event: EventKind
@@ -92,6 +95,7 @@ class Event(Record):
     cluster: str | None = None
     answered: bool = True
     symptom: str | None = None
+    groups_outside: int | None = None
 
 
 class Ledger:
@@ -151,6 +155,7 @@ class BufferedLedger(Ledger):
         )
         self._require = run.require
         self._known: bytes | None = None
+        self._deferred = False
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -161,9 +166,22 @@ class BufferedLedger(Ledger):
         """What waits, as events."""
         return self._readable("\n".join(self.waiting).encode())
 
+    def defer(self) -> None:
+        """Keep events in memory until `write_on`: only seconds are left, for something else.
+
+        Whoever defers has to do what keeps the run going without them. Should this process be
+        killed before, the next attempt finds this one unfinished.
+        """
+        self._deferred = True
+
+    def write_on(self) -> None:
+        """End what `defer` began, and write what waits if possible."""
+        self._deferred = False
+        self._buffer.flush()
+
     def flush(self) -> OSError | None:
-        """Write what waits; returns the error that keeps it from the file."""
-        return self._buffer.flush()
+        """Write what waits, unless deferred; returns the error that keeps it from the file."""
+        return None if self._deferred else self._buffer.flush()
 
     def events(self) -> list[Event]:
         """All events, written or waiting.
@@ -171,7 +189,7 @@ class BufferedLedger(Ledger):
         Raises OSError when the file cannot be read and never could be: without the past of a run
         nothing can be decided about it.
         """
-        self._buffer.flush()
+        self.flush()
         # First what waits: a line that is written in between is then seen once or twice, not never.
         waiting = self.waiting
         written = self._read()
@@ -198,4 +216,7 @@ class BufferedLedger(Ledger):
         return self._known
 
     def _write(self, line: str) -> None:
-        self._buffer.append(line)
+        if self._deferred:
+            self._buffer.keep(line)
+        else:
+            self._buffer.append(line)

@@ -1,7 +1,8 @@
 """Records that the trainer writes: progress, step metrics, how each rank ended, done.
 
 Belongs here: the formats, reading and writing them. The trainer writes, everybody else reads. Does
-not belong here: what follows from them (see `hpctrain.supervise`).
+not belong here: the files of exit records (`exit_records`), what follows from records (see
+`hpctrain.supervise`).
 """
 
 from __future__ import annotations
@@ -269,20 +270,6 @@ def write_record(path: Path, record: Record, *, durable: bool = True) -> None:
     replace_text(path, record.model_dump_json(), mode=0o600, durable=durable)
 
 
-def write_exit_record(run: RunLayout, record: ExitRecord) -> None:
-    """Write the record of how a rank has ended; makes the directory of its launch."""
-    path = run.exit_record(record.epoch, record.rank)
-    run.make_directory(path.parent)
-    write_record(path, record)
-
-
-def write_agent_record(run: RunLayout, node_rank: int, record: AgentRecord) -> None:
-    """Write the record of an agent; makes the directory of its launch."""
-    path = run.agent_record(record.epoch, node_rank)
-    run.make_directory(path.parent)
-    write_record(path, record)
-
-
 def _append(path: Path, record: Record) -> None:
     """Append a line, with its format version unless that is the one of lines without it."""
     omitted = {"schema_version"} if record.schema_version == 1 else None
@@ -358,21 +345,3 @@ def _readable(path: Path, lines: list[bytes]) -> list[StepMetrics]:
                     rows[index] = rows[index].model_copy(update=values)
                     break
     return rows
-
-
-def read_exit_records(run: RunLayout, epoch: int) -> list[ExitRecord]:
-    """The exit records of one launch, in rank order."""
-    directory = run.exit_record(epoch, 0).parent
-    if not directory.is_dir():
-        return []
-    records = (read_record(path, ExitRecord) for path in sorted(directory.glob("rank-*.json")))
-    return [record for record in records if record is not None]
-
-
-def read_agent_records(run: RunLayout, epoch: int) -> list[AgentRecord]:
-    """The records of one launch's agents, the earliest first."""
-    directory = run.agent_record(epoch, 0).parent
-    if not directory.is_dir():
-        return []
-    records = (read_record(path, AgentRecord) for path in sorted(directory.glob("node-*.json")))
-    return sorted((one for one in records if one is not None), key=lambda one: one.time)

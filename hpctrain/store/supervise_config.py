@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hpctrain.errors import InvalidInputError, Problem, StorageError
 from hpctrain.formats import refuse_newer
 
+DEFAULT_POLL_SECONDS = 10.0
+
 
 class _Settings(BaseModel):
     """Unlike in records, an unknown field is an error: nobody would act on it."""
@@ -38,6 +40,30 @@ class RollbackSettings(_Settings):
     other_nodes: bool = True
 
 
+class GroupSettings(_Settings):
+    """An axis whose groups ought to be under one leaf: so many `ranks`, `stride` apart."""
+
+    axis: str
+    stride: int
+    ranks: int
+
+
+class TopologySettings(_Settings):
+    """What the supervisor compares with the nodes of its job.
+
+    `groups`: axes of several nodes that the plan has under one leaf switch or in one block.
+    `thin_uplinks`: leaves have less bandwidth up than down, so rings ought to cross few borders.
+    Seconds of a step as planned, and with no two nodes together; None where time is not predicted.
+    """
+
+    plugin: Literal["tree", "block"]
+    gpus_per_node: int
+    groups: tuple[GroupSettings, ...] = ()
+    thin_uplinks: bool = False
+    step_seconds: float | None = None
+    scattered_step_seconds: float | None = None
+
+
 class SuperviseConfig(_Settings):
     """Written once at submit time; durations in seconds.
 
@@ -46,9 +72,13 @@ class SuperviseConfig(_Settings):
     `hpctrain.supervise.judge.policy.RETRIES` for the others). `mttf_seconds` is the expected time
     between failures of the whole run, before it has had any. `inputs` are the files and directories
     that every node must be able to read. `warning_seconds` is how long before the time limit Slurm
-    warns, which is what a stop may take; 0 if it is not known. `submit_variables` are those that
-    the run's jobs inherit from where they are submitted; None: all. `master_address` is the form of
-    MASTER_ADDR (`ip`, or a name with `{node}`), `master_ports` the first and last MASTER_PORT.
+    warns, which is what a stop may take; 0 if it is not known. No command that waits for the run
+    asks Slurm more often than every `poll_seconds`. Logs and exit records of the newest
+    `keep_launches` are not packed (0: of all launches). `topology`: None where Slurm knows
+    neither leaves nor blocks, or the job has one node. The jobs of
+    the run inherit `submit_variables` from where they are submitted; None: all. `master_address` is
+    the form of MASTER_ADDR (`ip`, or a name with `{node}`), `master_ports` the first and the last
+    MASTER_PORT.
     """
 
     schema_version: Literal[1] = 1
@@ -81,6 +111,9 @@ class SuperviseConfig(_Settings):
     submit_variables: tuple[str, ...] | None = None
     master_address: str | None = None
     master_ports: tuple[int, int] | None = None
+    poll_seconds: float = DEFAULT_POLL_SECONDS
+    keep_launches: int = 0
+    topology: TopologySettings | None = None
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:

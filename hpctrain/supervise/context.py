@@ -30,6 +30,14 @@ class AttemptContext:
     def job_id(self) -> int:
         return self.attempt.job_id
 
+    @property
+    def hurries(self) -> bool:
+        """True once Slurm ends a job that only its own `scontrol requeue` brings back in time.
+
+        Then nothing that can wait may come before that call.
+        """
+        return self.signals.final and self.config.continuation == "requeue"
+
     def mttf_seconds(self) -> float | None:
         """Estimate the time between failures of this run, from the profile and its own ledger."""
         return mean_time_to_failure(self.ledger.events(), self.config.mttf_seconds)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.checkpoints.discover import good_steps
 from hpctrain.errors import SlurmError, StorageError
 from hpctrain.nodes.blame import (
     EvidenceSource,
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
     from hpctrain.supervise.srun_launch import Ended
 
 _GOOD_CHECKPOINTS = 16
+# Causes after which the run may go back to another checkpoint than the newest. For all others the
+# files of checkpoints are not looked at again.
+_GOES_BACK = frozenset(
+    {Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED, Cause.DIVERGED, Cause.SUSPECT_NUMERICS}
+)
 # Kind of evidence against a node where it does not follow from the cause.
 _KINDS = {
     Suspicion.OUTSIDE: EvidenceKind.SIGNALLED,
@@ -69,9 +74,11 @@ def assess(
         _record_blame(context, allocation, ended)
     probe = ended.probe if ended is not None else None
     good_checkpoints: tuple[int, ...] = ()
-    with contextlib.suppress(OSError):
-        good = [found.step for found in checkpoints(context.run_layout.checkpoints) if found.good]
-        good_checkpoints = tuple(good[:_GOOD_CHECKPOINTS])
+    if verdict.cause in _GOES_BACK:
+        with contextlib.suppress(OSError):
+            good_checkpoints = good_steps(context.run_layout.checkpoints, _GOOD_CHECKPOINTS)
+    if verdict.cause is Cause.STORAGE:
+        context.ledger.write_on()  # whether it can be written decides
     skip_list_problem = ""
     try:
         read_skip_list(context.run_layout)

@@ -38,6 +38,7 @@ from hpctrain.supervise.evidence.failed_launch import (
 )
 from hpctrain.supervise.evidence.gather import between_launches
 from hpctrain.supervise.evidence.job_facts import still_ours
+from hpctrain.supervise.evidence.leaves import leaves_of
 from hpctrain.supervise.evidence.lost_nodes import gone_nodes
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.judge.classify import classify
@@ -49,8 +50,9 @@ from hpctrain.supervise.judge.documents import (
     Verdict,
 )
 from hpctrain.supervise.judge.launch_history import history
-from hpctrain.supervise.judge.launch_nodes import Allocation, place
+from hpctrain.supervise.judge.launch_nodes import Allocation, Placement, place
 from hpctrain.supervise.judge.lost_attempts import why_ended
+from hpctrain.supervise.judge.node_order import NodePlacement, details, summary
 from hpctrain.supervise.judge.policy import decide
 from hpctrain.supervise.restarted_job import stop_of_restarted_job
 from hpctrain.supervise.run_jobs import identity_of
@@ -92,6 +94,7 @@ class Supervisor:
         self._identity = identity_of(run_layout.directory)
         self._begun = self._opened = False
         self._lost: tuple[Event, Verdict] | None = None
+        self._placed: NodePlacement | None = None
 
     def run(self) -> int:
         """Supervise this attempt to its end and return the exit code of the job.
@@ -120,6 +123,7 @@ class Supervisor:
             action = decide(verdict, self._history(), situation, self.context.config)
             code = act(self.context, action)
         ledger = self.context.ledger
+        ledger.write_on()
 
         def flush() -> None:
             error = ledger.flush()
@@ -135,6 +139,7 @@ class Supervisor:
     def _supervise(self) -> int:
         """Launch until an action ends the attempt; a storage fault counts as a failed launch."""
         allocation, ended = allocation_of(self.context), None
+        located = False
         while True:
             try:
                 if ended is None and not self._begun:
@@ -147,6 +152,10 @@ class Supervisor:
                     forbidden = self._too_late_to_launch(time_limit)
                     if forbidden is not None:
                         return act(self.context, forbidden)
+                    if not located:
+                        nodes, environment = allocation.nodes, self.launcher.environment
+                        leaves = leaves_of(self.context, nodes, environment)
+                        allocation, located = replace(allocation, leaves=leaves), True
                     placement = place(self.context.config, allocation)
                     if placement is None:
                         reason = (
@@ -154,6 +163,7 @@ class Supervisor:
                         )
                         ended = Ended(Verdict(Cause.NODE_FAILURE, reason))
                     else:
+                        self._note_placement(placement)
                         # Slurm lists the step of a lost node until it gives the node up.
                         placement = replace(placement, overlap=bool(allocation.lost))
                         ended = self.launcher.launch(placement, allocation.nodes, time_limit)
@@ -174,6 +184,20 @@ class Supervisor:
                     break
                 time.sleep(0.1)
             ended = self._interrupted(allocation)
+
+    def _note_placement(self, placement: Placement) -> None:
+        """Record where the nodes of a launch are, whenever that has changed."""
+        topology, found = self.context.config.topology, placement.leaves
+        if topology is None or found is None or found == self._placed:
+            return
+        self._placed = found
+        self.context.note(
+            EventKind.PLACED,
+            reason=(words := summary(topology, found)),
+            evidence=details(topology, found),
+            groups_outside=found.outside,
+        )
+        log_message(words)
 
     def _note_end(self, verdict: Verdict) -> None:
         """Record an end that no launch has recorded itself."""

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.checkpoints.discover import Checkpoint, checkpoints, select_for_resume
+from hpctrain.checkpoints.discover import Checkpoint, good_steps, select_for_resume
 from hpctrain.checkpoints.publish import fence_off
+from hpctrain.checkpoints.resume_shares import write_shares
 from hpctrain.errors import CheckpointError
 from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import clear_stale_requests
 from hpctrain.store.run_records import Progress, read_record
@@ -36,7 +36,7 @@ from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import LaunchEvidence, Verdict
 from hpctrain.supervise.judge.launch_history import pinned_steps
-from hpctrain.supervise.judge.launch_nodes import Placement, place_command
+from hpctrain.supervise.judge.launch_nodes import Placement, host_file_lines, place_command
 from hpctrain.supervise.judge.probe_results import KernelLine, ProbeResult
 from hpctrain.supervise.judge.slow_nodes import replaceable_nodes
 from hpctrain.supervise.judge.stragglers import SlowRank
@@ -106,6 +106,8 @@ class TrainerLauncher:
             return self._not_begun(Verdict(Cause.STORAGE, reason))
         resume_step = start.step if start else 0
         self.launches += 1
+        if start is not None and placement.shape is not None and placement.shape.tasks:
+            _hand_out_shares(start, placement.shape.tasks)
         context.note(
             EventKind.LAUNCH_STARTED,
             epoch=self.epoch,
@@ -115,13 +117,17 @@ class TrainerLauncher:
             nodes=",".join(placement.nodes) or None,
         )
         ended, exit_code = self._watch(placement, start, job_nodes)
-        self._note_end(ended.verdict, resume_step, exit_code)
+        newest = ended.evidence.checkpoint_step if ended.evidence is not None else None
+        self._note_end(ended.verdict, resume_step, exit_code, newest)
         log_message(f"launch {self.launches} ended: {ended.verdict.cause}: {ended.verdict.reason}")
         return ended
 
     def _not_begun(self, verdict: Verdict) -> Ended:
         """Record a failure before srun as an ended launch, so that retry budgets count it."""
-        self._note_end(verdict, None, None)
+        newest: tuple[int, ...] = ()
+        with contextlib.suppress(OSError):
+            newest = good_steps(self.context.run_layout.checkpoints)
+        self._note_end(verdict, None, None, next(iter(newest), None))
         log_message(f"nothing was launched: {verdict.cause}: {verdict.reason}")
         return Ended(verdict)
 
@@ -139,6 +145,8 @@ class TrainerLauncher:
         try:
             port = reserve_port(attempt, self.epoch, self.context.config.master_ports)
             environment = self._environment(placement, start, port.getsockname()[1], job_nodes)
+            if placement.reordered:
+                environment["SLURM_HOSTFILE"] = self._write_host_file(placement)
             launch = SrunProcess(argv, environment)
         except OSError as error:
             if port is not None:
@@ -159,6 +167,8 @@ class TrainerLauncher:
                 time_limit=self._time_limit,
             )
             watch.wait()
+        if self.context.hurries:
+            self.context.ledger.defer()  # until the job is in the queue again
         if watch.speed_check is not None:
             self._checked_nodes = frozenset(watch.speed_check.nodes)
         evidence = gather(self.context, launch, watch)
@@ -171,6 +181,14 @@ class TrainerLauncher:
             verdict, examined.evidence, examined.probe, watch.slow_ranks, watch.speed_check
         )
         return ended, launch.poll()
+
+    def _write_host_file(self, placement: Placement) -> str:
+        """Write the node of each task, on which srun places them in this order; return the path."""
+        attempt = self.context.attempt
+        path = self.context.run_layout.host_file(attempt.job_id, attempt.restart_count, self.epoch)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{node}\n" for node in host_file_lines(self.argv, placement)))
+        return str(path)
 
     def _select_checkpoint(self) -> Checkpoint | None:
         """Select the checkpoint to resume from; record it and those that were rejected.
@@ -226,7 +244,13 @@ class TrainerLauncher:
             "MASTER_PORT": str(port),
         }
 
-    def _note_end(self, verdict: Verdict, resume_step: int | None, code: int | None) -> None:
+    def _note_end(
+        self,
+        verdict: Verdict,
+        resume_step: int | None,
+        code: int | None,
+        checkpoint_step: int | None,
+    ) -> None:
         run = self.context.run_layout
         progress = read_record(run.progress, Progress)
         self.context.note(
@@ -243,13 +267,18 @@ class TrainerLauncher:
             hard=verdict.hard,
             resume_step=resume_step,
             last_step=progress.step if progress and progress.epoch == self.epoch else None,
-            checkpoint_step=newest_good(run),
+            checkpoint_step=checkpoint_step,
             exit_code=code,
         )
 
 
-def newest_good(run: RunLayout) -> int | None:
-    """The step of the newest good checkpoint; None if there is none or it cannot be read."""
-    with contextlib.suppress(OSError):
-        return next((one.step for one in checkpoints(run.checkpoints) if one.good), None)
-    return None
+def _hand_out_shares(start: Checkpoint, tasks: int) -> None:
+    """Divide the files of the checkpoint among the ranks, which spares each of them the manifest.
+
+    If that fails, the ranks read the manifest themselves.
+    """
+    assert start.manifest is not None, "a good checkpoint has a manifest"
+    try:
+        write_shares(start.directory, start.manifest, tasks)
+    except OSError as error:
+        log_message(f"the shares of the checkpoint cannot be written: {error.strerror}")

@@ -1,4 +1,4 @@
-"""Query the time left for this job, before each launch and when Slurm's warning is overdue.
+"""Query the time left for this job, before each launch and when it may be time to stop.
 
 The script ignores the warning (USR1) until the supervisor is up, a signal can be lost, and a limit
 can be changed while the job runs. So the supervisor checks the limit itself. Belongs here: the
@@ -9,16 +9,27 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpctrain.errors import SlurmError
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.run_records import read_saves
 from hpctrain.supervise.context import AttemptContext
+from hpctrain.supervise.evidence.run_dir_snapshot import past_step_seconds
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import Verdict
+from hpctrain.supervise.judge.stop_lead import StopLead, stop_lead
+from hpctrain.supervise.timeouts import run_with_timeout
 
 # A warning this late will not come: slurmctld checks every 30 s, and is early rather than late
 # (sbatch(1), --signal).
 _OVERDUE_SECONDS = 15.0
+# sbatch(1), --signal: it may come up to 60 s early, and a supervisor may notice it late.
+_EARLIEST_WARNING_SECONDS = 75.0
+# The file of saves grows with the run; older ones are of other nodes and other sizes.
+_LAST_SAVES = 50
+_READ_SECONDS = 1.0
 # Pause before a controller that did not answer is queried again.
 _RETRY_SECONDS = 30.0
 
@@ -77,16 +88,55 @@ def too_late_for_launch(context: AttemptContext, limit: JobTimeLimit | None) -> 
     )
 
 
-class OverdueWarning:
-    """Detects during a launch that Slurm's warning is overdue."""
+def measured_lead(run: RunLayout) -> StopLead | None:
+    """Read how long a stop of this run takes, from all of its attempts; None if it is not known.
 
-    def __init__(self, context: AttemptContext, limit: JobTimeLimit | None) -> None:
+    None, too, if the run directory does not answer within a second.
+    """
+    found: list[StopLead | None] = []
+
+    def read() -> None:
+        saves = [save.stall_seconds + save.publish_seconds for save in read_saves(run)]
+        found.append(stop_lead(past_step_seconds(run), saves[-_LAST_SAVES:]))
+
+    run_with_timeout(read, _READ_SECONDS)
+    return found[0] if found else None
+
+
+class StopTime:
+    """Detects during a launch that its last save has to begin, for the time limit is near.
+
+    By what the run has measured of its steps and saves, where it has; that may be before Slurm's
+    warning or after it. Else when the warning is overdue. `lead` is what the run has measured,
+    None if nothing is known.
+    """
+
+    def __init__(
+        self,
+        context: AttemptContext,
+        limit: JobTimeLimit | None,
+        learn: Callable[[RunLayout], StopLead | None] = measured_lead,
+    ) -> None:
         self._context = context
+        self._learn = learn
+        self.lead: StopLead | None = None
         self._next_query: float | None = None
+        self._due = math.inf
+        # A launch trains for half of what is left to it, however long a stop takes.
+        end_time = self._end_time(limit)
+        self._longest_seconds = math.inf if end_time is None else (end_time - time.time()) / 2
         self._schedule(limit)
 
+    @property
+    def planned_seconds(self) -> float:
+        """How long before the limit Slurm warns."""
+        return self._context.config.warning_seconds
+
     def is_due(self) -> bool:
-        """Call often; queries Slurm only when the known limit is near."""
+        """Call often; queries Slurm twice a launch, when half of the time is over and at the end.
+
+        The limit may have been changed by then, and the run has measured more.
+        """
         if self._next_query is None or time.time() < self._next_query:
             return False
         limit = query_time_limit(self._context)
@@ -94,13 +144,39 @@ class OverdueWarning:
             self._next_query = time.time() + _RETRY_SECONDS
             return False
         self._schedule(limit)
-        return self._next_query is not None and time.time() >= self._next_query
+        return self._next_query is not None and time.time() >= self._due
+
+    def outlasts_warning(self) -> bool:
+        """Whether Slurm's warning, which has come, leaves time to train on (see `is_due`).
+
+        Not when Slurm preempts the job or does not answer, and not if the limit is further away
+        than the warning is sent ahead: then a person has sent the signal.
+        """
+        if self.lead is None or not self.planned_seconds:
+            return False
+        limit = query_time_limit(self._context)
+        if limit is None or limit.preempted or limit.end_time is None:
+            return False
+        left_seconds = limit.left_seconds(time.time())
+        if left_seconds > self.planned_seconds + _EARLIEST_WARNING_SECONDS:
+            return False
+        self._schedule(limit)
+        return time.time() < self._due and not math.isinf(self._due)
+
+    def _end_time(self, limit: JobTimeLimit | None) -> float | None:
+        end_time = limit.end_time if limit is not None else self._context.attempt.end_time
+        return None if end_time is None or math.isinf(end_time) else end_time
 
     def _schedule(self, limit: JobTimeLimit | None) -> None:
-        """Set the time of the next query; the limit may have been changed by then."""
-        end_time = limit.end_time if limit is not None else self._context.attempt.end_time
-        lead_seconds = self._context.config.warning_seconds
-        if end_time is None or math.isinf(end_time) or not lead_seconds:
-            self._next_query = None
-        else:
-            self._next_query = end_time - lead_seconds + _OVERDUE_SECONDS
+        """Set the time of the stop, and of the next query, at which the limit may be another."""
+        end_time = self._end_time(limit)
+        if end_time is None or not self.planned_seconds:
+            self._next_query, self._due = None, math.inf
+            return
+        self.lead = self._learn(self._context.run_layout)
+        lead_seconds = self.planned_seconds - _OVERDUE_SECONDS
+        if self.lead is not None:
+            lead_seconds = min(self.lead.seconds, self._longest_seconds)
+        self._due = end_time - lead_seconds
+        earlier = end_time - 2 * max(lead_seconds, self.planned_seconds)
+        self._next_query = earlier if time.time() < earlier else self._due

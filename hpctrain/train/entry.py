@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NoReturn, TypeVar, cast
 
 from hpctrain.checkpoints.manifest import (
-    Manifest,
     checkpoint_name,
     read_manifest,
     step_of,
@@ -25,6 +24,7 @@ from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
 from hpctrain.spec.engines.registry import abilities_of, resolve
+from hpctrain.store.exit_records import read_exit_records, write_exit_record
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.requests import is_requested
 from hpctrain.store.run_records import (
@@ -33,9 +33,7 @@ from hpctrain.store.run_records import (
     Outcome,
     Progress,
     TrainerExit,
-    read_exit_records,
     read_record,
-    write_exit_record,
     write_record,
 )
 from hpctrain.train.faults import (
@@ -56,7 +54,7 @@ from hpctrain.train.rank_environment import (
     quiet_defaults,
     read_launch,
 )
-from hpctrain.train.saving.digest_check import DigestCheck, start_digest_check
+from hpctrain.train.saving.digest_check import DigestCheck, lost_file, start_digest_check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.startup_stop import StartupStop
 from hpctrain.train.stop import StopSignals
@@ -92,7 +90,7 @@ def main(arguments: list[str], stop: StopSignals) -> int:
             return TrainerExit.DONE
     except InvalidInputError as error:
         return _say(str(error), TrainerExit.CONFIG_ERROR)
-    ending = _Ending(run, launch, stop)
+    ending = Ending(run, launch, stop)
     stacks: StackDump | None = None
     try:
         stacks = open_stack_dump(run, launch)
@@ -131,7 +129,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-class _Ending:
+class Ending:
     """Converts the outcome of this rank into an exit code and an exit record."""
 
     def __init__(self, run: RunLayout, launch: Launch, stop: StopSignals) -> None:
@@ -215,6 +213,7 @@ class _Ending:
     def _crashed(self, error: BaseException) -> int:
         if isinstance(error, StaleEpochError):
             return self._bad("crash", f"stale epoch: {error}", None, error)
+        error = self._unreadable_or(error)
         here = is_node_dependent(error, self._run.checkpoints)
         if isinstance(error, HpctrainError):
             return self._bad("crash", str(error), None, error, node_dependent=here)
@@ -224,6 +223,22 @@ class _Ending:
             return self._record_left_startup()
         trace = "".join(traceback.format_exception(error))
         return self._bad("crash", _in_one_line(error), trace, error, node_dependent=here)
+
+    def _unreadable_or(self, error: BaseException) -> BaseException:
+        """Blame this node and not the checkpoint for a file that its loader has missed.
+
+        Every file was there a moment ago, as the supervisor and one rank have seen.
+        """
+        if self.loading_step is None or not blames_checkpoint(error):
+            return error
+        directory = self._run.checkpoints / self._launch.resume
+        name = lost_file(directory, error)
+        if name is None:
+            return error
+        who = f"rank {self._launch.rank} on {self._launch.node}"
+        missing = UnreadableCheckpointError(f"{who} does not see {name} of {directory.name}")
+        missing.__cause__ = error
+        return missing
 
     def _bad(
         self,
@@ -274,13 +289,17 @@ class _Ending:
             signal=self._stop.name,
             signalled_ranks=self.signalled_ranks,
         )
+
+        def write() -> None:
+            write_exit_record(self._run, self._launch.node_rank, record)
+
         try:
-            outlast(self._run, lambda: write_exit_record(self._run, record), _EXIT_RECORD_SECONDS)
+            outlast(self._run, write, _EXIT_RECORD_SECONDS)
         except OSError as error:
             _say(f"the exit record could not be written: {error}", TrainerExit.CRASH)
 
 
-def _train(job: Job, ending: _Ending) -> Outcome:
+def _train(job: Job, ending: Ending) -> Outcome:
     """Run everything from the first check to the done marker."""
     ending.starting()
     if job.launch.epoch:
@@ -297,7 +316,7 @@ def _train(job: Job, ending: _Ending) -> Outcome:
         # the engine trains with an external program
         outcome, step = resolve(program).run(job, ending, digests)
         if outcome == "done" and job.launch.leads:
-            outlast(job.run, lambda: _mark_done(job, step))
+            outlast(job.run, lambda: mark_done(job, step))
         return cast(Outcome, outcome)
     from hpctrain.train.startup import assemble  # imports torch and the engine
 
@@ -309,7 +328,7 @@ def _train(job: Job, ending: _Ending) -> Outcome:
         loop.saver.abandon()
         raise
     if outcome == "done" and job.launch.leads:
-        outlast(job.run, lambda: _mark_done(job, loop.position.step))
+        outlast(job.run, lambda: mark_done(job, loop.position.step))
     loop.control.barrier()
     return outcome
 
@@ -347,31 +366,12 @@ def _confirmed(
 
 
 def _refuse_damaged(job: Job) -> DigestCheck | None:
-    """Verify names and sizes now, and start to verify this rank's share of the content."""
-    directory = job.resume_directory
-    if directory is None:
-        return None
-    manifest = read_manifest(directory)
-    problem = what_is_wrong(directory, manifest, deep=False)
-    if problem is not None:
-        where = f"rank {job.launch.rank} on {job.launch.node}"
-        message = f"{where} cannot resume from {directory.name}: {problem}"
-        unreadable = manifest is None or _lacks_files(directory, manifest)
-        raise UnreadableCheckpointError(message) if unreadable else BadCheckpointError(message)
-    return start_digest_check(directory, job.launch.rank, job.launch.world_size, job.launch.node)
+    """Verify names and sizes of this rank's share now, and start to verify its content."""
+    launch = job.launch
+    return start_digest_check(job.resume_directory, launch.rank, launch.world_size, launch.node)
 
 
-def _lacks_files(directory: Path, manifest: Manifest) -> bool:
-    """Check for files that this node cannot see, although the supervisor has just seen them."""
-    try:
-        for file in manifest.files:
-            (directory / file.name).stat()
-    except OSError:
-        return True
-    return False
-
-
-def _mark_done(job: Job, step: int) -> None:
+def mark_done(job: Job, step: int) -> None:
     """Write the done marker. Raises CheckpointError if the final checkpoint fails the check."""
     directory = job.run.checkpoints / checkpoint_name(step)
     problem = what_is_wrong(directory, read_manifest(directory), deep=False)

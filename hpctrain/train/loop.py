@@ -13,7 +13,7 @@ from typing import Literal
 
 from hpctrain.store.requests import SaveRequest, is_requested
 from hpctrain.train.datasets.skipped_samples import Skips
-from hpctrain.train.device import wait_for_device
+from hpctrain.train.device import peak_memory_bytes, wait_for_device
 from hpctrain.train.engine import Engine, Evaluation, Position
 from hpctrain.train.evaluation import EvaluationBatches, is_evaluated
 from hpctrain.train.faults import DivergedError
@@ -120,6 +120,7 @@ class Loop:
             grad_norm=None if update.grad_norm is None else float(update.grad_norm),
             learning_rate=update.learning_rate,
             step_seconds=time.perf_counter() - started_at,
+            memory_bytes=peak_memory_bytes(),
             profiled=self.profiler.covers(self.position.step),
         )
         self.profiler.end(result.step, stopping=agreed.stop)

@@ -70,11 +70,14 @@ def _problems_of_the_engine(job: Job) -> Iterable[Problem]:
 
 
 def _resume_problems(job: Job) -> Iterator[Problem]:
-    """Check that a fresh start has no checkpoints, and that a resume has a valid one."""
-    published = published_steps(job.run.checkpoints)
+    """Check that a fresh start has no checkpoints, and that a resume has a valid one.
+
+    Only rank 0 parses the manifest, which names the files of all ranks.
+    """
     if job.launch.epoch == 0 and job.run.epochs.is_dir() and current_epoch(job.run.epochs) != 0:
         yield Problem("HPCTRAIN_EPOCH is not set, but the run has launches with epochs")
     if not job.launch.resume:
+        published = published_steps(job.run.checkpoints)
         if published:
             yield Problem(
                 f"asked to start from step 0, but {checkpoint_name(published[-1])} exists",
@@ -89,6 +92,6 @@ def _resume_problems(job: Job) -> Iterator[Problem]:
     elif not directory.is_dir():
         message = "the checkpoint to resume from does not exist"
         yield Problem(message, str(directory), node_dependent=True)
-    elif read_manifest(directory) is None:
+    elif job.launch.leads and read_manifest(directory) is None:
         message = "the checkpoint to resume from has no readable manifest"
         yield Problem(message, str(directory), node_dependent=True)

@@ -23,7 +23,8 @@ class Launch:
     empty for a fresh start. `mttf_seconds` is the mean time between failures of the whole run,
     infinite if unknown. `pinned_steps` are checkpoints that retention must keep. `version` is that
     of the supervisor's hpctrain, empty without a supervisor. `speed_check`: how many slow nodes the
-    supervisor can replace; None: this launch does not check the speed.
+    supervisor can replace; None: this launch does not check the speed. `node_rank` counts the nodes
+    of the launch.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Launch:
     pinned_steps: frozenset[int] = frozenset()
     version: str = ""
     speed_check: int | None = 0
+    node_rank: int = 0
 
     @property
     def leads(self) -> bool:
@@ -72,6 +74,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         speed_check=None
         if environment.get("HPCTRAIN_SPEED_CHECK") == "off"
         else _number(environment, "HPCTRAIN_SPEED_CHECK", default="0"),
+        node_rank=_number(environment, "SLURM_NODEID", default="0"),
     )
 
 
@@ -96,9 +99,14 @@ def quiet_defaults(
 
 
 def host_threads(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the CPUs that this rank has for itself: its mask, shared with ranks of one agent."""
+    """Return the CPUs that this rank has for itself: its mask, shared with ranks of one agent.
+
+    A task that Slurm has not bound sees those of its neighbours too: then the number that srun's
+    `--cpus-per-task` gives it counts.
+    """
     sharing = int(environment.get("LOCAL_WORLD_SIZE") or 1)  # torchelastic: one task for all ranks
-    return max(1, len(os.sched_getaffinity(0)) // sharing)
+    share = len(os.sched_getaffinity(0)) // sharing
+    return max(1, min(share, int(environment.get("SLURM_CPUS_PER_TASK") or share)))
 
 
 def _number(environment: Mapping[str, str], *names: str, default: str | None = None) -> int:

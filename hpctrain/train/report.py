@@ -11,6 +11,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpctrain.checkpoints.manifest import step_of
 from hpctrain.durable import FULL_ERRNOS, LineBuffer
@@ -26,17 +27,18 @@ from hpctrain.store.run_records import (
     StepMetrics,
     write_record,
 )
-from hpctrain.train.device import peak_memory_bytes
-from hpctrain.train.engine import Evaluation
 from hpctrain.train.job import Job
 from hpctrain.train.storage import outlast
+
+if TYPE_CHECKING:  # the module imports torch, and records need none
+    from hpctrain.train.engine import Evaluation
 
 _PROGRESS_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One finished optimizer step."""
+    """One finished optimizer step. `memory_bytes`: the peak of this process since it began."""
 
     step: int
     consumed_samples: int
@@ -44,6 +46,7 @@ class StepResult:
     grad_norm: float | None
     learning_rate: float
     step_seconds: float
+    memory_bytes: int
     profiled: bool = False
 
 
@@ -236,7 +239,7 @@ def step_metrics(
         step_seconds=result.step_seconds,
         tokens_per_second=tokens / result.step_seconds,
         mfu=mfu,
-        memory_bytes=peak_memory_bytes(),
+        memory_bytes=result.memory_bytes,
         consumed_samples=result.consumed_samples,
         eval_loss=_finite(evaluation.loss) if evaluation else None,
         eval_accuracy=evaluation.accuracy if evaluation else None,

@@ -51,8 +51,8 @@ def open_stack_dump(run: RunLayout, launch: Launch) -> StackDump:
     return StackDump(path, dump_header(launch.rank, launch.node, launch.epoch))
 
 
-def dump_header(rank: int, node: str, epoch: int) -> str:
-    """Describe this process in the first line of its dump file.
+def dump_header(rank: int, node: str, epoch: int, pid: int | None = None) -> str:
+    """Describe a process, by default this one, in the first line of its dump file.
 
     `package` is the directory of hpctrain, by which the supervisor recognises frames of the
     trainer. It comes last because it may contain spaces, and is escaped as faulthandler escapes
@@ -60,7 +60,7 @@ def dump_header(rank: int, node: str, epoch: int) -> str:
     """
     directory = os.path.dirname(os.path.dirname(__file__))
     package = directory.encode("ascii", "backslashreplace").decode().replace("\n", "\\x0a")
-    return f"rank={rank} node={node} pid={os.getpid()} epoch={epoch} package={package}\n"
+    return f"rank={rank} node={node} pid={pid or os.getpid()} epoch={epoch} package={package}\n"
 
 
 def ignore_requests() -> None:

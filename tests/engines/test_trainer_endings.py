@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from trainer_contract import assert_done, assert_yielded
 from trial_runs import LIMIT_SECONDS, Trial, held_at
 
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.epochs import claim_epoch, current_epoch
-from hpctrain.store.run_records import DoneMarker, Progress, TrainerExit, read_record
+from hpctrain.store.run_records import Progress, TrainerExit, read_record
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.report import Reporter
@@ -27,14 +28,7 @@ LONG = dict(train_steps=16, lr_decay_steps=16)
 
 
 def test_done(gpt_reference: Trial) -> None:
-    done = read_record(gpt_reference.run.done, DoneMarker)
-    assert done is not None
-    assert (done.step, done.checkpoint) == (6, checkpoint_name(6))
-    (record,) = gpt_reference.exits()
-    assert (record.outcome, record.exit_code, record.step) == ("done", 0, 6)
-    progress = read_record(gpt_reference.run.progress, Progress)
-    assert progress is not None
-    assert (progress.phase, progress.step, progress.checkpoint_step) == ("leaving", 6, 6)
+    assert_done(gpt_reference.run, 6, epoch=0)
 
 
 def test_a_run_that_resumes_is_never_reported_at_its_beginning(trial: Callable[..., Trial]) -> None:
@@ -67,11 +61,7 @@ def test_stop_saves_and_the_resume_is_exact(how: str, trial: Callable[..., Trial
     assert ranks.wait(LIMIT_SECONDS) == [YIELDED, YIELDED], ranks.log()
     last = max(stopped.losses)
     assert last < 16
-    assert published_steps(stopped.run.checkpoints)[-1] == last
-    assert not list(stopped.run.checkpoints.glob("*.partial-*"))
-    (record,) = stopped.exits()
-    assert (record.outcome, record.step) == ("yielded", last)
-    assert not stopped.run.done.exists()
+    assert_yielded(stopped.run, last, epoch=0)
     if how == "SIGTERM":
         stopped.run.stop_request.unlink(missing_ok=True)
         assert stopped.train(resume=last) == [0, 0]

@@ -15,7 +15,7 @@ import pytest
 from deepspeed_trials import ZERO
 from trial_runs import GPT, MODULE_GPT, Trial
 
-from hpctrain.store.run_records import ExitRecord, RankTimes, read_record
+from hpctrain.store.run_records import RankTimes, read_record
 from hpctrain.train.launchers.nsight import nsight_command
 from hpctrain.train.launchers.nsight_task import UNDER_NSIGHT
 
@@ -108,7 +108,7 @@ def test_a_chosen_rank_takes_its_place_below_nsight(
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
     assert _start(made, 1, PATH=path, NSIGHT_ARGUMENTS=str(arguments)).returncode == 78
-    record = read_record(made.run.exit_record(0, 1), ExitRecord)
+    (record,) = [one for one in made.exits() if one.rank == 1]
     assert record is not None, "the trainer has begun below nsys"
     assert "needs 2 processes, but 1 were started" in str(record.message)
     words = arguments.read_text().splitlines()
@@ -136,7 +136,7 @@ def test_without_nsight_the_run_does_not_begin(trial: Callable[..., Trial]) -> N
     made = trial(MODULE_GPT, data_parallel_size=2, profile=NSIGHT)
     ended = _start(made, 1, PATH="/nowhere")
     assert ended.returncode == 78
-    record = read_record(made.run.exit_record(0, 1), ExitRecord)
+    (record,) = [one for one in made.exits() if one.rank == 1]
     assert record is not None and "finds no `nsys` on its PATH" in str(record.message)
 
 

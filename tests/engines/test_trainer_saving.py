@@ -14,7 +14,7 @@ from trial_runs import LIMIT_SECONDS, Trial, held_at
 
 from bench import prefork
 from hpctrain.checkpoints.manifest import checkpoint_name, partial_name, read_manifest
-from hpctrain.checkpoints.publish import published_steps
+from hpctrain.checkpoints.publish import Retention, published_steps
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.run_records import SaveRecord, read_saves
 from hpctrain.train.saving import publisher, save_interval, write_job
@@ -203,18 +203,19 @@ def _count_plans() -> None:
 
 def _patient_retirement() -> None:
     """Deleting lasts until the next checkpoint counts, which nothing but the training makes."""
-    real = publisher.retire
+    real = Retention.retire
 
-    def patiently(root: Path, *arguments: Any) -> list[int]:
+    def patiently(self: Retention, *arguments: Any) -> list[int]:
+        root = self._root
         newest, end = published_steps(root)[-1], time.monotonic() + LIMIT_SECONDS / 2
         while newest < 6 and published_steps(root)[-1] == newest:
             if time.monotonic() > end:
                 (root.parent / "stopped-by-deleting").touch()
                 break
             time.sleep(0.01)
-        return real(root, *arguments)
+        return real(self, *arguments)
 
-    publisher.retire = patiently
+    Retention.retire = patiently  # type: ignore[method-assign]
 
 
 def test_deleting_old_checkpoints_stops_nobody(trial: Callable[..., Trial]) -> None:

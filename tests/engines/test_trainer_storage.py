@@ -168,9 +168,9 @@ def test_one_that_is_away_for_too_long_is_a_fault_of_storage(trial: Callable[...
         once(publisher, "publish", run, 0)()
         real = entry.write_exit_record
 
-        def write_exit_record(layout: Any, record: Any) -> None:
+        def write_exit_record(layout: Any, node_rank: int, record: Any) -> None:
             leaving(record.rank).touch()
-            real(layout, record)
+            real(layout, node_rank, record)
 
         entry.write_exit_record = write_exit_record
 

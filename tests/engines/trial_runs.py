@@ -16,8 +16,9 @@ from bench import prefork
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.training import TrainConfig
+from hpctrain.store.exit_records import read_exit_records
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import ExitRecord, StepMetrics, read_exit_records, read_metrics
+from hpctrain.store.run_records import ExitRecord, StepMetrics, read_metrics
 
 LIMIT_SECONDS = 300.0
 # Longer than any pause of a busy machine, and over before LIMIT_SECONDS.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from golden_files import Golden
 from judged_runs import GIB, has_saved, has_trained, has_window, submitted
 
 import hpctrain as package
+from hpctrain.actions.runs import find_run
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
@@ -57,6 +59,31 @@ def without_place(outcome: Outcome, here: Path) -> str:
 def test_plan(golden: Golden, profile: str, example: str) -> None:
     outcome = hpctrain("plan", "--profile", profile, f"examples/{example}.yaml")
     golden(f"transcripts/plan-{example}.txt", outcome.transcript())
+
+
+LIMITS = """
+limits: {max_inodes: 40000, max_bytes: 20TiB, max_rpc_per_hour: 100}
+"""
+
+
+def test_footprint(golden: Golden, here: Path) -> None:
+    """The largest example, its rows, and what exceeds the limits of a site."""
+    example = ["examples/gpt175b.yaml", "--profile"]
+    outcome = hpctrain("footprint", *example, "a100x64")
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+    golden("transcripts/footprint-gpt175b.txt", outcome.transcript())
+    rows = hpctrain("footprint", *example, "a100x64", "--rows")
+    golden("transcripts/footprint-rows.txt", rows.transcript())
+    profile = here / "strict.yaml"
+    profile.write_text((ROOT / "cluster_profiles" / "a100x64.yaml").read_text() + LIMITS)
+    strict = hpctrain("footprint", *example, str(profile))
+    assert strict.exit_code == 4
+    submitted = hpctrain("submit", *example, str(profile), "--dry-run")
+    assert submitted.exit_code == 0
+    assert submitted.stdout.startswith("#!/bin/bash"), "warnings do not belong into the script"
+    warnings = [line for line in submitted.stderr.splitlines() if line.startswith("warning: ")]
+    texts = [strict.stderr, *warnings]
+    golden("transcripts/footprint-limits.txt", "\n".join(texts).replace(str(here), "HERE") + "\n")
 
 
 def test_profiles(golden: Golden) -> None:
@@ -208,6 +235,43 @@ def test_describe(golden: Golden, here: Path) -> None:
     golden("transcripts/describe.txt", without_place(told, here))
     machine = hpctrain("describe", "gpt-tiny", "--json")
     golden("transcripts/describe-json.txt", without_place(machine, here))
+
+
+def test_getting_rid_of_files(golden: Golden, here: Path, slurm: FakeSlurm) -> None:
+    """Clean, archive and rm: of a run that is over, and of one that trains."""
+    fabricate_all(here / "runs", slurm)
+    over, live = (find_run(here / "runs", name).layout for name in ("done", "running"))
+    for layout in (over, live):
+        (layout.logs / "2.0").mkdir()
+        for epoch in (1, 2, 3):
+            (layout.epochs / f"{epoch:06d}.json").write_text("")
+            (layout.logs / f"2.0/step{epoch}-node0000.log").write_text("0: one line\n" * 300)
+            layout.exits_of(epoch).mkdir()
+            layout.exit_records(epoch, 0).write_text("{}\n")
+            partial = layout.checkpoints / f"iter_0000070.partial-e{epoch:06d}"
+            partial.mkdir()
+            (partial / "shard.distcp").write_bytes(bytes(2000))
+        layout.data_cache.mkdir()
+        (layout.data_cache / "order.npy").write_bytes(bytes(5000))
+    keep = ("--keep-launches", "1")
+    outcomes = [
+        hpctrain("clean", "done", "running", "failed", *keep, "--dry-run"),
+        hpctrain("clean", "done", *keep),
+        hpctrain("clean", "done", *keep, "-y"),
+        hpctrain("clean", "done", *keep, "-y"),
+        hpctrain("archive", "done"),
+        hpctrain("archive", "done", "--with-checkpoints", "last"),
+        hpctrain("archive", "done"),
+        hpctrain("archive", "running"),
+        hpctrain("rm", "done"),
+        hpctrain("rm", "done", "-y"),
+        hpctrain("rm", "running", "-y"),
+    ]
+    assert [outcome.exit_code for outcome in outcomes] == [0, 2, 0, 0, 0, 0, 2, 2, 2, 0, 2]
+    text = "\n".join(without_place(outcome, here) for outcome in outcomes)
+    # other files of a run say what later settings are
+    text = re.sub(r"\b[0-9a-f]{64}\b", "SHA256", text)
+    golden("transcripts/files.txt", re.sub(r"(files?), \d\S*B", r"\1, SIZE", text))
 
 
 def test_public_surface(golden: Golden) -> None:

@@ -68,6 +68,7 @@ slurm:
     - {{name: sudden, preemption: {{mode: requeue}}}}
 software: {{python: {python}}}
 continuation: {continuation}
+limits: {{poll: 0.1s}}
 environment:
   - {{name: GLOO_SOCKET_IFNAME, value: lo, reason: all nodes are this machine}}
   - {{name: OMP_NUM_THREADS, value: "1", reason: ranks share the cores of this machine}}
@@ -90,11 +91,13 @@ supervise: {{stall: 5min, setup_stall: 5min, learn_stalls: false}}
 """
 
 # The interpreter that the profile names: only the trainer of a rehearsal with planned faults is
-# another one; supervisor and probes are what users run. The kernels' logs are files, too. For the
+# another one; supervisor and probes are what users run. The kernels' logs are files, too. Where the
+# test has put a `slow-stat.so`, all processes load it. For the
 # processes of a node that is `unmounted` the directory of the data is empty.
 _INTERPRETER = """\
 #!/bin/sh
 export HPCTRAIN_KERNEL_LOG={place}/kernel-{{node}}.log
+[ ! -e {place}/slow-stat.so ] || export LD_PRELOAD={place}/slow-stat.so
 [ -z {held} ] || export PYTHONPATH={held_ranks} HELD_RANKS={held}
 if [ "$2" = hpctrain.train ] && [ -e {plan} ]; then
     shift 2
@@ -102,6 +105,7 @@ if [ "$2" = hpctrain.train ] && [ -e {plan} ]; then
 else
     set -- {python} "$@"
 fi
+[ -z {traced} ] || [ "$3" != hpctrain.supervise ] || set -- {strace} "$@"
 if [ -e {place}/unmounted-"$SLURMD_NODENAME" ]; then
     exec unshare --map-root-user --mount sh -c 'mount -t tmpfs none "$0" && exec "$@"' {data} "$@"
 fi
@@ -505,17 +509,19 @@ class Stage:
         continuation: str = "requeue",
         gpus_per_node: int = 1,
         held_at: str = "",
+        strace: Sequence[str] = (),
     ) -> Rehearsal:
         """Submit the rehearsal's spec; `planned` faults strike inside of the trainer.
 
-        `held_at` (see `held_ranks`) is for trainers that have no `planned` faults.
+        `held_at` (see `held_ranks`) is for trainers that have no `planned` faults. `strace`: the
+        words before the command of the supervisor.
         """
         name = next(word for word in overrides if word.startswith("name=")).removeprefix("name=")
         place = self.directory / name
         place.mkdir(exist_ok=True)
         spec, profile = place / "rehearsal.yaml", place / "profile.yaml"
         spec.write_text(SPEC)
-        python = self._interpreter(place, planned, held_at)
+        python = self._interpreter(place, planned, held_at, strace)
         shape = self.sandbox.shape
         profile.write_text(profile_text(shape, str(python), continuation, gpus_per_node))
         prepared = prepare(spec, str(profile), overrides, runs=self.runs)
@@ -531,7 +537,9 @@ class Stage:
             assert time.monotonic() < deadline, f"never started: {job}"
             time.sleep(0.2)
 
-    def _interpreter(self, place: Path, planned: Sequence[PlannedFault], held_at: str) -> Path:
+    def _interpreter(
+        self, place: Path, planned: Sequence[PlannedFault], held_at: str, strace: Sequence[str]
+    ) -> Path:
         plan, python = place / "faults.json", place / "python"
         if planned:
             plan.write_text(json.dumps([vars(fault) for fault in planned]))
@@ -540,8 +548,9 @@ class Stage:
         words = dict(
             place=place, plan=plan, python=sys.executable, trainer=FAULTY_TRAINER, data=self.data
         )
-        words |= dict(held=held_at, held_ranks=HELD_RANKS)
+        words |= dict(held=held_at, held_ranks=HELD_RANKS, traced="yes" if strace else "")
         quoted = {name: shlex.quote(str(word)) for name, word in words.items()}
+        quoted["strace"] = shlex.join(strace)
         text = _INTERPRETER.format(**quoted)
         python.write_text(text)
         python.chmod(0o755)

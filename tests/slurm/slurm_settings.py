@@ -34,6 +34,17 @@ def grace(
 
 
 @contextlib.contextmanager
+def preempted_by_cancel(sandbox: Sandbox, partition: str) -> Iterator[None]:
+    """Slurm ends jobs of the partition that it preempts, and does not requeue them."""
+    usual = next(one for one in sandbox.shape.partitions if one.name == partition).preempt_mode
+    _update(sandbox, partition, "PreemptMode=CANCEL")
+    try:
+        yield
+    finally:
+        _update(sandbox, partition, f"PreemptMode={usual}")
+
+
+@contextlib.contextmanager
 def nothing_starts(sandbox: Sandbox, partition: str = "train") -> Iterator[None]:
     """A job that is requeued waits; one that runs goes on."""
     _update(sandbox, partition, "State=DOWN")

@@ -100,6 +100,16 @@ def test_ranks_fill_one_socket_after_the_other(two_sockets: Sandbox, tmp_path: P
     assert socket_of_each_rank(rendered(tmp_path), tmp_path, two_sockets) == wanted
 
 
+def test_a_host_file_takes_the_order_of_sockets_away(two_sockets: Sandbox, tmp_path: Path) -> None:
+    """Why a launch with an order of its own is unbound: each rank then binds itself."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{name}\n" * GPUS for name in two_sockets.shape.node_names))
+    script = rendered(tmp_path).replace("\nexec ", f"\nexport SLURM_HOSTFILE={hosts}\nexec ")
+    script = script.replace("--distribution=block:block", "--distribution=arbitrary")
+    sockets = socket_of_each_rank(script, tmp_path, two_sockets)
+    assert sockets == [[rank % 2] for rank in range(GPUS)]
+
+
 def test_ranks_alternate_without_the_option(two_sockets: Sandbox, tmp_path: Path) -> None:
     """Slurm's default, which puts every other rank on the socket opposite to its GPU."""
     script = rendered(tmp_path)

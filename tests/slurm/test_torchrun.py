@@ -16,9 +16,10 @@ from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.job_processes import JobProcess
+from hpctrain.store.exit_records import read_agent_records
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import TrainerExit, lineage, read_agent_records, read_metrics
+from hpctrain.store.run_records import TrainerExit, lineage, read_metrics
 
 # fp32, and sums over one or two halves of a batch in another order, over 60 steps of Adam.
 BOUND = 5e-6
@@ -59,7 +60,7 @@ def test_a_preempted_and_killed_run_is_the_same_run(
     assert starts[2].resume_step == killed.checkpoint_step == 30
     told = read_agent_records(rehearsal.run.layout, 2)
     assert (1, -9) in [(end.rank, end.code) for end in told[0].ended]  # the other may be gone too
-    logs = [(path.parent.name, path.name) for path in rank_logs(rehearsal.run, 1)]
+    logs = [(log.path.parent.name, log.path.name) for log in rank_logs(rehearsal.run, 1)]
     first, second = (f"{rehearsal.job_id}.{restarts}" for restarts in (0, 1))
     assert logs == [  # between the last two the nodes were asked, by a step of its own
         (first, "step0-rank0001.log"),
@@ -72,7 +73,8 @@ def test_a_preempted_and_killed_run_is_the_same_run(
 def test_a_run_goes_on_with_fewer_agents(stage: Stage, tmp_path: Path) -> None:
     """One rank per node; what it trains is what one rank alone trains, but for the rounding."""
     layout = ("parallel.pp=1", "resources.min_nodes=1", "model.dropout=0")
-    rehearsal = stage.start("name=range", "launcher=torchrun", *layout, held_at="1:14")
+    words = ("name=range", "launcher=torchrun", "logging.files=node")
+    rehearsal = stage.start(*words, *layout, held_at="1:14")
     rehearsal.wait_for_checkpoint(10)
     batch_node, other = rehearsal.nodes()
     faults.crash_node(stage.sandbox, other)
@@ -85,6 +87,10 @@ def test_a_run_goes_on_with_fewer_agents(stage: Stage, tmp_path: Path) -> None:
     assert ended.cause == "node_failure", rehearsal.logs()
     assert starts[1].nodes == batch_node
     assert starts[1].resume_step == ended.checkpoint_step >= 10
+    logs = rank_logs(rehearsal.run, 0)
+    assert {log.path.name.partition("-")[2] for log in logs} == {"node0000.log"}, logs
+    text = logs[-1].path.read_text()
+    assert f"0: event=step step={STEPS}/{STEPS} " in text, "the agent names the rank"
     assert losses(rehearsal.run.layout) == pytest.approx(
         alone(rehearsal, tmp_path), rel=0, abs=BOUND
     )

@@ -16,6 +16,7 @@ from hpctrain.plan.cost.case import Case, Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
 from hpctrain.plan.cost.modules import eager
 from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS
+from hpctrain.plan.mesh.nvlink_domain import priced_domains
 from hpctrain.plan.model import vision
 from hpctrain.plan.model.number_formats import ELEMENT_BYTES as ELEMENT_BYTES
 from hpctrain.plan.model.number_formats import (
@@ -56,6 +57,8 @@ def case_of(request: PlanRequest, columns: Columns) -> Case:
         trainable=counts.trainable_share,
     )
     machine = machine_for(request) or NO_MACHINE
+    domains = priced_domains(columns, spec.resources, request.profile)
+    machine = replace(machine, domain=domains)
     return Case(shape, mesh_of(request, columns), machine, software_for(request))
 
 
@@ -207,7 +210,7 @@ def machine_for(request: PlanRequest) -> Machine | None:
         calibration_of(calibration, gpu),
         _software_calibration(spec.engine.abilities, calibration),
         precision=spec.precision,
-        leaf_gpus=(switches.nodes_per_leaf or 0) * profile.gpu.per_node,
+        leaf_gpus=(switches.usable_nodes or 0) * profile.gpu.per_node,
         oversubscription=switches.oversubscription,
     )
 

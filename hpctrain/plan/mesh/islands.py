@@ -122,7 +122,7 @@ def slow_links(request: NodeRequest, profile: ClusterProfile) -> tuple[Island, .
         return _intervals(
             nodes, [float(island.uplink) for island in islands], request.gpus_per_node
         )
-    leaf, ratio = profile.network.switches.nodes_per_leaf, profile.network.switches.oversubscription
+    leaf, ratio = profile.network.switches.usable_nodes, profile.network.switches.oversubscription
     if leaf is None or ratio <= 1 or request.nodes <= leaf:
         return ()
     counts = [min(leaf, request.nodes - first) for first in range(0, request.nodes, leaf)]

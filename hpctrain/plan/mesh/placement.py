@@ -35,12 +35,17 @@ def axes(layout: Layout) -> tuple[Axis, ...]:
 
 
 def place_axes(
-    layout: Layout, profile: ClusterProfile, request: NodeRequest | None = None
+    layout: Layout,
+    profile: ClusterProfile,
+    request: NodeRequest | None = None,
+    domain: int | None = None,
 ) -> tuple[AxisPlacement, ...]:
     """Locate tp, cp, dp and pp, and ep where there is one, in the order of the layout.
 
-    `request` has the islands.
+    `request` has the islands. `domain`: consecutive ranks in one NVLink domain (see
+    `nvlink_domain`), the profile's by default.
     """
+    domain = domain or profile.nvlink.domain
     if request is None:
         request = on_islands(node_request(layout.world_size, profile.gpu.per_node), profile)
     distances = strides(layout)
@@ -51,7 +56,7 @@ def place_axes(
             axis=axis,
             size=getattr(layout, axis),
             stride=distances[axis],
-            span=_span(distances[axis], getattr(layout, axis), layout.world_size, profile, request),
+            span=_span(distances[axis], getattr(layout, axis), layout, profile, request, domain),
         )
         for axis in sorted(distances, key=layout.order.split("-").index)
     )
@@ -67,16 +72,21 @@ def stays_inside(stride: int, size: int, world_size: int, domain: int) -> bool:
 
 
 def _span(
-    stride: int, size: int, world_size: int, profile: ClusterProfile, request: NodeRequest
+    stride: int,
+    size: int,
+    layout: Layout,
+    profile: ClusterProfile,
+    request: NodeRequest,
+    domain: int,
 ) -> Span:
     if size == 1:
         return "one GPU"
     blocks: tuple[tuple[int, Span], ...] = (
         (profile.gpu.per_node, "inside a node"),
-        (profile.nvlink.domain, "inside an NVLink domain"),
+        (domain, "inside an NVLink domain"),
     )
     for ranks, span in sorted(blocks, key=lambda block: block[0]):
-        if stays_inside(stride, size, world_size, ranks):
+        if stays_inside(stride, size, layout.world_size, ranks):
             return span
     several = len(used_islands(request, profile)) > 1
     if several and crossing(stride, size, slow_links(request, profile)):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.plan.cost.case import Case
+from hpctrain.plan.cost.case import Case, Machine, Mesh
 from hpctrain.plan.cost.from_spec import case_of, machine_for
 from hpctrain.plan.cost.island_links import crossed_islands, shown_seconds, uplink_seconds
 from hpctrain.plan.cost.memory import peak_bytes
@@ -22,11 +23,13 @@ from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.documents import SearchCounts
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import Columns, candidate_at, joined
+from hpctrain.plan.mesh.nvlink_domain import possible_domains
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.grid import enumerated, structures, tables
 from hpctrain.plan.search.space import Freedom
 
 Floats = NDArray[np.float64]
+_Record = TypeVar("_Record", Mesh, Machine)
 # Estimates of the search are within this of the exact memory of a plan (closed forms of
 # parameters): candidates above the capacity by no more than that are priced and counted exactly.
 BORDER = 1.01
@@ -100,7 +103,7 @@ def search(request: PlanRequest, freedom: Freedom, timed: bool = True) -> Found:
         step_seconds=_end_to_end([part[2] for part in parts]),
         capacity_bytes=capacity,
         enumerated=enumerated(grid, freedom),
-        nvlink_domain=profile.nvlink.domain,
+        nvlink_domain=possible_domains(spec.resources, profile)[-1],
         timed=timed,
     )
 
@@ -116,14 +119,20 @@ def _priced(case: Case, capacity: int, timed: bool) -> tuple[Floats, Floats, Flo
     if timed:
         rows = np.flatnonzero(peaks <= BORDER * capacity)
         if len(rows):
-            arrays = {
-                field.name: value[rows]
-                for field in fields(case.mesh)
-                if isinstance(value := getattr(case.mesh, field.name), np.ndarray)
-            }
-            times = step_seconds(replace(case, mesh=replace(case.mesh, **arrays)))
+            taken = replace(case, mesh=_rows(case.mesh, rows), machine=_rows(case.machine, rows))
+            times = step_seconds(taken)
             seconds[rows], data[rows] = times.total, times.data_messages
     return peaks, seconds, data
+
+
+def _rows(record: _Record, rows: NDArray[np.int64]) -> _Record:
+    """Select rows of all arrays of a record; plain numbers stay."""
+    arrays = {
+        field.name: value[rows]
+        for field in fields(record)
+        if isinstance(value := getattr(record, field.name), np.ndarray)
+    }
+    return replace(record, **arrays)
 
 
 def _end_to_end(parts: Sequence[Floats]) -> Floats:

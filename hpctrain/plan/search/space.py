@@ -14,6 +14,7 @@ from hpctrain.plan.divisors import divisors
 from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS, RECOMPUTES, Recompute
 from hpctrain.plan.mesh.batch import micro_choices
 from hpctrain.plan.mesh.layout import settled, tensor_sizes
+from hpctrain.plan.mesh.nvlink_domain import possible_domains
 from hpctrain.plan.mesh.placement import stays_inside
 from hpctrain.plan.mesh.stages import Split
 from hpctrain.plan.request import PlanRequest
@@ -80,9 +81,14 @@ def hint_freedom(request: PlanRequest, gpus: int) -> Freedom:
 
     Another tp (inside the NVLink domain), pp, microbatch or recomputation, and no vpp.
     """
-    spec, domain = request.spec, request.profile.nvlink.domain
+    spec, profile = request.spec, request.profile
+    domains = possible_domains(spec.resources, profile, gpus)
     given, axes, sizes = _given(request, gpus), _axes(spec), divisors(gpus)
-    near = [tp for tp in tensor_sizes(spec.model) if stays_inside(1, tp, gpus, domain)]
+    near = [
+        tp
+        for tp in tensor_sizes(spec.model)
+        if any(stays_inside(1, tp, gpus, domain) for domain in domains)
+    ]
     micro = () if spec.batch.micro == "auto" else (spec.batch.micro,)
     ep: tuple[int, ...] = (1,)
     if spec.model.moe is not None and "ep" in spec.engine.abilities.axes:
@@ -119,7 +125,7 @@ def _given(request: PlanRequest, gpus: int) -> Freedom:
         recomputes=recompute_choices(spec),
         zeros=zero_choices(spec),
         offloads=offload_choices(spec),
-        shards=shard_choices(spec, request.profile.nvlink.domain),
+        shards=shard_choices(spec, possible_domains(spec.resources, request.profile, gpus)[-1]),
         orders=tuple(range(len(ORDERS))) if order == "auto" else (ORDERS.index(order),),
         sequence_parallel=settled(spec, parallel).sequence_parallel,
         counted=((parallel.count_embedding, parallel.count_loss),),

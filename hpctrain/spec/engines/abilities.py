@@ -193,6 +193,9 @@ class EngineAbilities:
     # -- checkpoints and control -----------------------------------------------------------------
     # checkpoints contain weights once, in fp32, at any precision
     one_copy_checkpoints: bool = False
+    # files of a checkpoint: at most so many written by each rank, and so many by rank 0
+    checkpoint_files_per_rank: int = 1
+    checkpoint_files_of_leader: int = 2
     # a checkpoint can be loaded at another ZeRO stage
     resumes_other_stage: bool = True
     # saves at fixed steps only, never on request

@@ -120,6 +120,8 @@ ABILITIES = EngineAbilities(
     stage3_with_tensors=False,
     # `offload_optimizer.device` of its configuration: cpu with stages 1-3, nvme with stage 3
     offloads=("none", "cpu", "nvme"),
+    checkpoint_files_per_rank=3,  # optimizer, weights of stage 3, random state
+    checkpoint_files_of_leader=1,
     calibration="deepspeed-zero3-2021",
     # runtime/engine.py, _configure_zero_optimizer: no `overlap_comm` behind a pipeline
     sums_behind_pipeline=True,

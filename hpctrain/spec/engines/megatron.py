@@ -109,6 +109,7 @@ ABILITIES = EngineAbilities(
     offloads=("none", "cpu"),  # OptimizerConfig.optimizer_cpu_offload
     planned_offloads=("cpu",),
     recomputes=("none", "selective", "full"),
+    checkpoint_files_of_leader=3,  # common.pt, metadata.json, .metadata
     # It has not been measured on GPUs: it takes the median of measured software, and hides
     # gradients and weights of data parallelism as the runs of `mcore` do.
     calibration="generic",

@@ -5,14 +5,20 @@ Belongs here: rules and rates of a site. Does not belong here: facts about machi
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from hpctrain.spec.document import Document
-from hpctrain.units import Duration
+from hpctrain.units import ByteSize, Duration
 
 
 class LimitsProfile(Document):
-    """What the site allows a run to ask for; checked at plan time, exit code 4."""
+    """What the site allows a run to ask for; checked at plan time, exit code 4.
+
+    `max_inodes`, `max_bytes` and `max_rpc_per_hour` are compared with a prediction (`footprint`):
+    `submit` only warns of them.
+    """
 
     max_nodes: int | None = Field(None, ge=1, description="Most nodes of one run")
     max_gpus: int | None = Field(None, ge=1, description="Most GPUs of one run")
@@ -34,6 +40,25 @@ class LimitsProfile(Document):
     )
     account_required: bool = Field(False, description="Refuse runs without an account")
     qos: tuple[str, ...] = Field((), description="QOS that runs may ask for; empty: any")
+    poll: Duration = Field(
+        Duration(10),
+        gt=0,
+        description="Least time between two queries of Slurm by a command that waits",
+    )
+    max_inodes: int | None = Field(
+        None, ge=1, description="Most files and directories in one run directory"
+    )
+    max_bytes: ByteSize | None = Field(
+        None, gt=0, description="Most bytes of checkpoints of one run at a time"
+    )
+    max_rpc_per_hour: int | None = Field(
+        None, ge=1, description="Most RPCs of one run to slurmctld in any hour"
+    )
+    short_grace: Literal["warn", "refuse"] = Field(
+        "warn",
+        description="What is done with a run whose step and save do not fit into the grace of its "
+        "partition, so that a preemption costs the work since the last checkpoint",
+    )
 
 
 class PriceProfile(Document):

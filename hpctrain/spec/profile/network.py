@@ -21,9 +21,20 @@ class SwitchProfile(Document):
 
     plugin: Literal["none", "tree", "block"] = Field("none", description="Slurm's topology plugin")
     nodes_per_leaf: int | None = Field(None, ge=1, description="Nodes under one leaf or block")
+    usable_per_leaf: int | None = Field(
+        None,
+        ge=1,
+        description="How many of them one job may count on, such as 16 of the 18 of a rack; "
+        "default: all",
+    )
     oversubscription: float = Field(1.0, ge=1, description="Leaf down-link to up-link ratio")
     request: bool = Field(
         True, description="Ask for few leaves (tree: `--switches`) or whole blocks (`--segment`)"
+    )
+    segment: Literal["auto", "force", "forbid"] = Field(
+        "auto",
+        description="block: `--segment` where the plan relies on it, for every job, or never "
+        "(as `request: false`)",
     )
     wait: Duration | None = Field(
         None,
@@ -37,7 +48,23 @@ class SwitchProfile(Document):
             raise ValueError("`nodes_per_leaf` goes together with plugin `tree` or `block`")
         if self.wait is not None and (self.plugin != "tree" or not self.request):
             raise ValueError("`wait` goes together with plugin `tree` and `request: true`")
+        if self.segment != "auto" and self.plugin != "block":
+            raise ValueError("`segment` goes together with plugin `block`")
+        if self.segment == "force" and not self.request:
+            raise ValueError("`segment: force` contradicts `request: false`")
+        if self.usable_per_leaf is not None and self.usable_per_leaf > (self.nodes_per_leaf or 0):
+            raise ValueError("`usable_per_leaf` is at most `nodes_per_leaf`")
         return self
+
+    @property
+    def usable_nodes(self) -> int | None:
+        """Nodes under one leaf or block that one job may count on; None where they are unknown."""
+        return self.usable_per_leaf or self.nodes_per_leaf
+
+    @property
+    def segment_policy(self) -> Literal["auto", "force", "forbid"]:
+        """Whether jobs request segments; none without the plugin, or with `request: false`."""
+        return self.segment if self.plugin == "block" and self.request else "forbid"
 
 
 class IslandProfile(Document):

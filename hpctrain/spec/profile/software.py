@@ -1,4 +1,4 @@
-"""Software of a cluster profile: interpreter, container, modules, variables of the fabric.
+"""Software of a cluster profile: interpreter, modules, variables of the fabric.
 
 Belongs here: what runs on the compute nodes before the trainer, and around it. Does not belong
 here: options of sbatch (`slurm`).
@@ -13,19 +13,11 @@ from pydantic import Field, model_validator
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import EngineName
 from hpctrain.spec.job_text import JobText
+from hpctrain.spec.profile.container import ContainerProfile
 from hpctrain.spec.run import VariableName
 from hpctrain.spec.secrets import secret_reason
 
 LimitValue = Annotated[int, Field(ge=0)] | Literal["unlimited"]
-
-
-class ContainerProfile(Document):
-    """Image and launcher; the options go on the `srun` line, never on sbatch."""
-
-    launcher: Literal["pyxis", "apptainer"] = Field(description="What starts the container")
-    image: str = Field(description="Image as the launcher takes it")
-    mounts: tuple[str, ...] = Field((), description="SOURCE:TARGET[:OPTIONS] for each mount")
-    python: str = Field("python3", description="Interpreter inside the image")
 
 
 class ModulesProfile(Document):

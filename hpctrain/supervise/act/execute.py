@@ -1,5 +1,8 @@
 """Carry out what the policy has decided; the ledger records it first.
 
+Except for a requeue while Slurm ends the job: within KillWait the requeue comes first, and what
+the ledger has to record waits in memory (`BufferedLedger.defer`).
+
 Belongs here: one way to act for each `ActionKind`. Does not belong here: choosing one.
 """
 
@@ -59,12 +62,17 @@ def act(context: AttemptContext, action: Action, verdict: Verdict | None = None)
             reason=reason,
         )
         log_message(f"going back to step {action.rollback_to}: {reason}")
+    if action.kind is not ActionKind.REQUEUE:
+        context.ledger.write_on()
     if action.kind in _ENDS_THE_RUN:
         _end_run(context, action, verdict)
     if action.kind is ActionKind.STOP:
         log_message(f"run {context.config.run_id} is over: {action.reason}")
     if action.kind is ActionKind.REQUEUE:
-        return _record_answer(context, action, *requeue(context.slurm, context.job_id))
+        write_on = context.ledger.write_on
+        done, answer = requeue(context.slurm, context.job_id, before_retry=write_on)
+        write_on()
+        return _record_answer(context, action, done, answer)
     if action.kind is ActionKind.LEAVE and action.exclude:
         result = exclude_from_successors(context, action.exclude)
         context.note(EventKind.ACTION_RESULT, action=action.kind, reason=result)

@@ -11,24 +11,28 @@ import time
 from collections.abc import Callable, Sequence
 
 from hpctrain.errors import SlurmError
+from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.reasons import JobEnd
 from hpctrain.slurm.records import RequeueAnswer, RequeueResult
 from hpctrain.slurm.states import JobState
 
 _PATIENCE_SECONDS = 600.0
-_RETRY_SECONDS = 3.0
 # Of a job that is completing: the attempt ends and not the run, so it is requeued all the same.
 _ENDS_BY_SLURM = (JobEnd.TIME_LIMIT, JobEnd.NODE_FAILED)
 
 
-def requeue(slurm: SlurmClient, job_id: int) -> tuple[bool, str]:
+def requeue(
+    slurm: SlurmClient, job_id: int, before_retry: Callable[[], None] = lambda: None
+) -> tuple[bool, str]:
     """Requeue the job; return whether it is in the queue now, and Slurm's answer as text.
+
+    `before_retry` is called when Slurm did not answer at once, so that there is time for more.
 
     Slurm then delays the job for cred_expire + 1 s (121 s by default). Nothing sent from inside the
     job shortens that: while it is COMPLETING, `StartTime=now` is accepted and lost.
     """
-    return _until_answered(slurm, job_id, slurm.requeue)
+    return _until_answered(slurm, job_id, slurm.requeue, before_retry)
 
 
 def hold(slurm: SlurmClient, job_id: int) -> tuple[bool, str]:
@@ -50,14 +54,18 @@ def exclude(slurm: SlurmClient, job_id: int, nodes: Sequence[str]) -> str:
 
 
 def _until_answered(
-    slurm: SlurmClient, job_id: int, call: Callable[[int], RequeueAnswer]
+    slurm: SlurmClient,
+    job_id: int,
+    call: Callable[[int], RequeueAnswer],
+    before_retry: Callable[[], None] = lambda: None,
 ) -> tuple[bool, str]:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline, pauses = time.monotonic() + _PATIENCE_SECONDS, Backoff()
     while True:
         answer = call(job_id)
         if answer.result is not RequeueResult.UNREACHABLE or time.monotonic() >= deadline:
             return answer.will_run_again, answer.result.value
-        time.sleep(_RETRY_SECONDS)
+        before_retry()
+        time.sleep(pauses.next_seconds())
         # Slurm 22.05.8 accepts the requeue of a cancelled job, which would bring it back.
         with contextlib.suppress(SlurmError):
             job = slurm.jobs([job_id]).get(job_id)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from hpctrain.errors import SlurmError
+from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import (
@@ -35,7 +36,6 @@ from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.judge.documents import ActionKind
 from hpctrain.supervise.run_jobs import RunJobs, identity_of, select_jobs
 
-_POLL_SECONDS = 2.0
 _ENDS = (ActionKind.STOP, ActionKind.FINISH)
 # Beyond KillWait: epilog, and the message that the job is over.
 _ENDING_SECONDS = 30.0
@@ -183,7 +183,7 @@ def must_leave(context: AttemptContext) -> str | None:
         end_succession(context)
         return f"job {stopped.job_id} has stopped this run ({stopped.reason})"
     patience_seconds = context.config.kill_wait_seconds + _ENDING_SECONDS
-    deadline = time.monotonic() + patience_seconds
+    deadline, pauses = time.monotonic() + patience_seconds, Backoff()
     while True:
         try:
             jobs = {job.job_id: job for job in _jobs_of_run(context, events).jobs}
@@ -202,7 +202,7 @@ def must_leave(context: AttemptContext) -> str | None:
         ending = [job for job in jobs.values() if job.state is JobState.COMPLETING]
         if leave_to or not ending or time.monotonic() >= deadline or context.signals.final:
             break
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pauses.next_seconds())
     return leave_to
 
 

@@ -5,16 +5,15 @@ Belongs here: collecting and converting. Does not belong here: judging.
 
 from __future__ import annotations
 
-from hpctrain.checkpoints.discover import checkpoints
+import os
+
+from hpctrain.checkpoints.discover import good_steps, newest_listed
+from hpctrain.slurm.messages import StepNotice, read_end_of_job
 from hpctrain.slurm.states import JobState
+from hpctrain.store.exit_records import read_agent_records, read_exit_records
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import Request, read_request
-from hpctrain.store.run_records import (
-    Progress,
-    read_agent_records,
-    read_exit_records,
-    read_record,
-)
+from hpctrain.store.run_records import Progress, read_record
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.evidence.job_facts import job_facts
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
@@ -27,6 +26,8 @@ from hpctrain.supervise.srun_process import SrunProcess
 from hpctrain.supervise.storage_retry import retry_while_storage_fails
 
 _STALLED_SECONDS = 30.0
+# Of the job's log; the last lines of srun follow what slurmstepd prints when the job ends.
+_LOG_TAIL_BYTES = 65536
 _GOOD_OUTCOMES = frozenset({"done", "yielded"})
 
 
@@ -72,7 +73,6 @@ def _gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) ->
     request = read_request(run)
     job = None if done or watch.superseded else job_facts(context, patient=not wrong)
     progress = read_record(run.progress, Progress)
-    good = (checkpoint.step for checkpoint in checkpoints(run.checkpoints) if checkpoint.good)
     # What was killed after the watch began to end the step was killed by it.
     failures = [f for f in launch.failures if f.at < watch.killed_at or f.code is not None]
     if context.config.launcher != "srun":  # srun's tasks are agents, which record failed ranks
@@ -86,7 +86,7 @@ def _gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) ->
         signals=watch.signals,
         srun_exit_code=launch.poll(),
         task_failures=tuple(failures),
-        notices=launch.notices,
+        notices=(*launch.notices, *_end_told_to_the_script(context, job)),
         rank_exits=tuple(
             RankExit(
                 record.rank,
@@ -113,11 +113,44 @@ def _gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) ->
         nodes=watch.nodes,
         resume_step=watch.resume_step,
         last_step=progress.step if progress and progress.epoch == watch.epoch else None,
-        checkpoint_step=next(good, None),
+        checkpoint_step=_newest_checkpoint(context),
         stopped_in_startup=watch.stopped_in_startup,
         limit_near=watch.limit_near,
         slow_nodes=slow_nodes_of(watch.speed_check),
     )
+
+
+def _newest_checkpoint(context: AttemptContext) -> int | None:
+    """The step of the newest good checkpoint; while Slurm ends the job its files are not looked at.
+
+    A cold metadata server takes a millisecond for each of thousands of files, and KillWait is 30 s.
+    """
+    root = context.run_layout.checkpoints
+    if context.signals.final:
+        return newest_listed(root)
+    return next(iter(good_steps(root)), None)
+
+
+def _end_told_to_the_script(
+    context: AttemptContext, job: JobFacts | None
+) -> tuple[StepNotice, ...]:
+    """Why Slurm ends a job that has been preempted: for squeue a preemption that cancels and a
+    cancel by its user within the grace are alike (COMPLETING, with a preempt time).
+
+    slurmstepd tells them apart on the stderr of the batch script, which is the log of the job.
+    """
+    if job is None or not job.preempt_time or job.state is not JobState.COMPLETING:
+        return ()
+    attempt, path = context.attempt, context.run_layout.job_log(context.job_id)
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return ()
+    # The log of an earlier attempt is before the first line of this one.
+    told = read_end_of_job(text.rpartition(f"attempt {attempt} of run ")[2], attempt.job_id)
+    return () if told is None else (told,)
 
 
 def between_launches(context: AttemptContext, signals: tuple[str, ...]) -> LaunchEvidence:
@@ -131,7 +164,7 @@ def between_launches(context: AttemptContext, signals: tuple[str, ...]) -> Launc
         signals=signals,
         srun_exit_code=None,
         task_failures=(),
-        notices=(),
+        notices=_end_told_to_the_script(context, job),
         rank_exits=(),
         job=job,
         restart_count=context.attempt.restart_count,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 from hpctrain.errors import SlurmError
+from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.judge.documents import JobFacts
@@ -15,7 +16,6 @@ from hpctrain.supervise.judge.documents import JobFacts
 # A controller that restarts is away for seconds to minutes; the job loses nothing by waiting,
 # because without an answer it could not requeue either.
 _PATIENCE_SECONDS = 600.0
-_RETRY_SECONDS = 3.0
 
 
 def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
@@ -25,6 +25,7 @@ def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
     lost node from a crash.
     """
     deadline = time.monotonic() + (_PATIENCE_SECONDS if patient else 0.0)
+    pauses = Backoff()
     while True:
         try:
             record = context.slurm.show_job(context.job_id)
@@ -39,7 +40,7 @@ def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
             )
         if time.monotonic() >= deadline or context.signals.final:
             return None
-        time.sleep(_RETRY_SECONDS)
+        time.sleep(pauses.next_seconds())
 
 
 def still_ours(context: AttemptContext, facts: JobFacts | None) -> bool:

@@ -18,7 +18,9 @@ from pathlib import Path
 
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.errors import InvalidInputError
+from hpctrain.slurm.backoff import Backoff
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.old_launches import start_packing
 from hpctrain.store.requests import Request, ask_trainer_to_leave
 from hpctrain.store.run_records import Progress, RankTimes
 from hpctrain.store.speed_checks import SpeedCheck
@@ -43,7 +45,7 @@ from hpctrain.supervise.judge.stragglers import (
     one_stage,
 )
 from hpctrain.supervise.srun_process import SrunProcess
-from hpctrain.supervise.time_limit import JobTimeLimit, OverdueWarning
+from hpctrain.supervise.time_limit import JobTimeLimit, StopTime
 from hpctrain.supervise.timeouts import run_with_timeout
 
 _POLL_SECONDS = 0.2
@@ -156,7 +158,8 @@ class LaunchWatch:
         self._left_at: float | None = None
         self._stop_requested = self._signal_pending = False
         self._stopping_at: float | None = None
-        self._overdue_warning = OverdueWarning(context, time_limit)
+        self._stop_time = StopTime(context, time_limit)
+        self._trains_on = False
         self._inquiry = StackInquiry(context, epoch, tasks, nodes, give_up=self._is_ending)
 
     @property
@@ -180,13 +183,16 @@ class LaunchWatch:
 
         background = BackgroundReader(flush_and_read)
         run_with_timeout(lambda: stack_files.forget_old_dumps(run, self.epoch), _WRITE_SECONDS)
+        keep = self.context.config.keep_launches
+        if keep:
+            start_packing(run, keep, self.epoch, log_message)
         while self.launch.poll() is None:
             self._handle_signals()
             # Slurm's warning may have come before this supervisor could receive it.
-            warned = self.limit_near or "USR1" in self.context.signals.names
-            if not warned and self._overdue_warning.is_due():
+            warned = "USR1" in self.context.signals.names and not self._trains_on
+            if not self.limit_near and not warned and self._stop_time.is_due():
                 self.limit_near = True
-                self._log("the time limit is near, and Slurm's warning has not come")
+                self._note_stop_time("the time limit is near")
                 self._request_stop("the time limit is near")
             if self._time_is_up() or self._poll_snapshot(background):
                 break
@@ -224,7 +230,11 @@ class LaunchWatch:
             self.signals = (*self.signals, name)
             self._note(EventKind.SIGNAL, signal=name)
             if name == "USR1":
-                self._request_stop("Slurm's warning signal USR1")
+                self._trains_on = self._stop_time.outlasts_warning()
+                if self._trains_on:
+                    self._note_stop_time("Slurm has warned, and there is time to train on")
+                else:
+                    self._request_stop("Slurm's warning signal USR1")
             elif self._final_at is None:
                 self._final_at = time.monotonic()
                 self._slurm_query = _JobFactsQuery(self.context)
@@ -256,6 +266,16 @@ class LaunchWatch:
         run_with_timeout(lambda: ask_trainer_to_leave(run, reason), _WRITE_SECONDS)
         self._signal_pending = True
         self._send_pending_signal()
+
+    def _note_stop_time(self, what: str) -> None:
+        """Record when the launch is stopped, and what that was computed from."""
+        lead, planned = self._stop_time.lead, self._stop_time.planned_seconds
+        if lead is None:
+            self._log(f"{what}, and Slurm's warning has not come")
+            return
+        reason = f"{what}: {lead.sentence}; Slurm warns {planned:.0f} s ahead, as planned"
+        self._note(EventKind.STOP_TIMED, reason=reason)
+        self._log(reason)
 
     def _send_pending_signal(self) -> None:
         if self._signal_pending and self.started:
@@ -295,6 +315,13 @@ class LaunchWatch:
         seconds = self.context.config.kill_wait_seconds
         left = seconds - min(max(seconds / 2, _LEAST_VERDICT_SECONDS), _VERDICT_SECONDS)
         return time.monotonic() - self._final_at >= max(left, 0.5)
+
+    def _is_ending_within(self, seconds: float) -> bool:
+        """Pause, and go on handling signals; True once Slurm ends the job."""
+        until = time.monotonic() + seconds
+        while not self._is_ending() and (left := until - time.monotonic()) > 0:
+            time.sleep(min(_POLL_SECONDS, left))
+        return self.context.signals.final
 
     def _is_ending(self) -> bool:
         """Handle signals that have arrived; True once Slurm ends the job."""
@@ -441,16 +468,12 @@ class LaunchWatch:
 
     def _end_step(self) -> None:
         """Kill what is left of the step (its tasks may outlive srun), then srun."""
-        began_at = time.time()
+        began_at, pauses = time.time(), Backoff()
         deadline = time.monotonic() + self.context.config.kill_wait_seconds + 10
         while self._steps.kill():
             self.killed_at = began_at
             self.step_remains = time.monotonic() >= deadline
-            if self.step_remains:
-                break
-            time.sleep(_POLL_SECONDS * 2)
-            self._handle_signals()
-            if self.context.signals.final:
+            if self.step_remains or self._is_ending_within(pauses.next_seconds()):
                 break
         # Wait for srun's own end, but not when Slurm ends the job: the verdict comes first.
         deadline = time.monotonic() + 5

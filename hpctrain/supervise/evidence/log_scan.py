@@ -1,7 +1,8 @@
 """Find lines that name a cause in the logs of ranks, in srun's stderr and in kernel logs.
 
-A launch of 4096 ranks leaves 4096 files on a file system that may itself have failed. So threads
-read only the end of each file, until a deadline. What could not be read in time is reported.
+A launch of 4096 ranks leaves 512 logs of nodes, or 4096 of ranks, on a file system that may itself
+have failed. So threads read only the end of each file, until a deadline. What could not be read in
+time is reported. In the log of a node the label of a line is its rank.
 Belongs here: reading and matching. Does not belong here: which of the findings is the cause
 (`rank_verdict`), and the signatures themselves (`signatures`).
 """
@@ -20,14 +21,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from hpctrain.store.launch_logs import LOG_NAME, LabelledLines
 from hpctrain.supervise.evidence.line_times import line_time
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import LogFinding
 from hpctrain.supervise.judge.signatures import Match, Matcher, Signatures, Where
 
 UNREAD = "logs_unread"
-# Of a rank, or of the agent of a node, which reports why no rank has started.
-_LOG = re.compile(r"step(?P<step>\d{1,9})-(?:rank(?P<rank>\d{1,9})|node\d{1,9})\.log")
 # CSI and OSC sequences (ECMA-48): colours, and titles of terminals.
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\))")
 _LONGEST_EVIDENCE = 400
@@ -38,15 +38,20 @@ _LINE_SECONDS = 1e-6
 
 @dataclass(frozen=True)
 class ScanLimits:
-    """`tail_bytes` of each file, less where all files together would exceed `total_bytes`."""
+    """`tail_bytes` of each file, less where all files together would exceed `total_bytes`.
+
+    The log of a node has the lines of several ranks, so more of it is read.
+    """
 
     tail_bytes: int = 64 * 1024
+    node_tail_bytes: int = 512 * 1024
     total_bytes: int = 64 * 2**20
     seconds: float = 20.0
     readers: int = 4
 
-    def tail(self, files: int) -> int:
-        return min(self.tail_bytes, max(4096, self.total_bytes // max(files, 1)))
+    def tail(self, files: int, *, of_node: bool = False) -> int:
+        most = self.node_tail_bytes if of_node else self.tail_bytes
+        return min(most, max(4096, self.total_bytes // max(files, 1)))
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,17 @@ class LaunchRanks:
 
     nodes: Mapping[int, str] = field(default_factory=dict)
     ended_at: Mapping[int, float] = field(default_factory=dict)
+
+    def ended_at_by_node(self) -> dict[int, float]:
+        """When the first rank of each node ended; nodes count in the order of their ranks."""
+        names = dict.fromkeys(self.nodes[rank] for rank in sorted(self.nodes))
+        number = {name: index for index, name in enumerate(names)}
+        first: dict[int, float] = {}
+        for rank, at in self.ended_at.items():
+            if rank in self.nodes:
+                node = number[self.nodes[rank]]
+                first[node] = min(at, first.get(node, at))
+        return first
 
 
 def read_signatures(path: Path) -> Signatures | None:
@@ -71,7 +87,7 @@ def newest_step(directory: Path) -> int:
         names = os.listdir(directory)
     except FileNotFoundError:
         return -1
-    return max((int(m["step"]) for m in map(_LOG.fullmatch, names) if m), default=-1)
+    return max((int(m["step"]) for m in map(LOG_NAME.fullmatch, names) if m), default=-1)
 
 
 class Scanner:
@@ -188,26 +204,27 @@ class _Reading:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _list(self) -> None:
-        """List the logs; ranks that recorded their own end come first, as likely places."""
+        """List the logs; those of ranks that recorded their own end come first, as likely places.
+
+        The log of a node counts as that of its rank that ended first.
+        """
         try:
             names = os.listdir(self._directory)
         except FileNotFoundError:
             names = []
         except OSError:
             return
-        matches = [m for m in map(_LOG.fullmatch, names) if m]
+        matches = [m for m in map(LOG_NAME.fullmatch, names) if m]
         step = max((int(m["step"]) for m in matches), default=-1)
-        files = [
-            (int(m["rank"]) if m["rank"] else None, m[0]) for m in matches if int(m["step"]) == step
-        ]
-        unknown = float("inf")
-        ended_at = self._ranks.ended_at
-        files.sort(
-            key=lambda file: (
-                unknown if file[0] is None else ended_at.get(file[0], unknown),
-                file[1],
-            )
-        )
+        newest = [m for m in matches if int(m["step"]) == step]
+        of_nodes = self._ranks.ended_at_by_node()
+
+        def likely(match: re.Match[str]) -> tuple[float, str]:
+            found = self._ranks.ended_at if match["rank"] else of_nodes
+            return found.get(int(match["rank"] or match["node"]), float("inf")), match[0]
+
+        newest.sort(key=likely)
+        files = [(int(m["rank"]) if m["rank"] else None, m[0]) for m in newest]
         with self._lock:
             self._waiting.extend(files if step > self._after_step else ())
             self._total = len(self._waiting)
@@ -222,21 +239,38 @@ class _Reading:
             try:
                 with (self._directory / name).open("rb") as stream:
                     status = os.fstat(stream.fileno())
-                    start = max(0, status.st_size - self._limits.tail(self._total))
+                    tail_bytes = self._limits.tail(self._total, of_node=rank is None)
+                    start = max(0, status.st_size - tail_bytes)
                     stream.seek(start)
                     raw = stream.read(status.st_size - start)
             except OSError:
                 continue
-            text = raw.decode("utf-8", errors="replace")
             if start:  # the first line is incomplete
-                text = text.partition("\n")[2]
-            known = -1 if rank is None else rank
-            node = self._ranks.nodes.get(known)
-            at = self._ranks.ended_at.get(known, status.st_mtime)
-            findings = list(self._scanner._text(text, "rank", rank, node, at))
+                raw = raw.partition(b"\n")[2]
+            findings = [
+                finding
+                for owner, text in _texts(raw, rank)
+                for finding in self._match(text, owner, status.st_mtime)
+            ]
             with self._lock:
                 self._found.extend(findings)
                 self._done += 1
+
+    def _match(self, raw: bytes, rank: int | None, modified_at: float) -> Iterator[LogFinding]:
+        known = -1 if rank is None else rank
+        node, at = self._ranks.nodes.get(known), self._ranks.ended_at.get(known, modified_at)
+        text = raw.decode("utf-8", errors="replace")
+        return self._scanner._text(text, "rank", rank, node, at)
+
+
+def _texts(raw: bytes, rank: int | None) -> list[tuple[int | None, bytes]]:
+    """Split the end of a log by rank: all of it is of `rank`, or None, and labels name the rank."""
+    if rank is not None:
+        return [(rank, raw)]
+    lines, found = LabelledLines(), dict[int | None, list[bytes]]()
+    for owner, line in (*lines.feed(raw), *lines.finish()):
+        found.setdefault(owner, []).append(line)
+    return [(owner, b"\n".join(own)) for owner, own in found.items()]
 
 
 def _times(lines: list[str], at: float) -> list[float]:

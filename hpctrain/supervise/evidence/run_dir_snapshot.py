@@ -13,12 +13,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from hpctrain.checkpoints.manifest import partial_epoch, saving_name, step_of
 from hpctrain.errors import StorageError
 from hpctrain.formats import NewerFormatError
 from hpctrain.store.epochs import current_epoch
+from hpctrain.store.exit_records import read_records
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.requests import Request, read_request
 from hpctrain.store.run_records import (
@@ -55,12 +57,13 @@ class RunDirSnapshot:
 
 
 class RunDirReader:
-    """Reads snapshots of one launch; caches its exit records, which never change."""
+    """Reads snapshots of one launch; files of exit records only when they have grown."""
 
     def __init__(self, run: RunLayout, epoch: int) -> None:
         self._run = run
         self._epoch = epoch
-        self._outcomes: dict[str, str] = {}
+        self._outcomes: set[str] = set()
+        self._exit_bytes: dict[str, int] = {}
         self._speed_check: SpeedCheck | None = None
         self._speed_bytes = 0
 
@@ -76,15 +79,8 @@ class RunDirReader:
             progress = parse_record(run.progress, run.progress.read_bytes(), Progress)
         if progress is not None and progress.epoch != epoch:
             progress = None
-        directory = run.exit_record(epoch, 0).parent
-        for name in _names(directory):
-            if name.startswith("node-"):
-                self._outcomes[name] = "crash"  # an agent writes only about ranks that failed
-            elif name not in self._outcomes and name.startswith("rank-"):
-                record = read_record(directory / name, ExitRecord)
-                if record is not None:
-                    self._outcomes[name] = record.outcome
-        outcomes = set(self._outcomes.values())
+        self._read_exits(run.exits_of(epoch))
+        outcomes = self._outcomes
         times = read_record(run.rank_times, RankTimes) if rank_times else None
         return RunDirSnapshot(
             newest_epoch=current_epoch(run.epochs),
@@ -97,6 +93,22 @@ class RunDirReader:
             rank_times=times if times is not None and times.epoch == epoch else None,
             speed_check=self.speed_check(),
         )
+
+    def _read_exits(self, directory: Path) -> None:
+        """Add the outcomes that ranks have recorded since the last snapshot."""
+        for name in _names(directory):
+            with contextlib.suppress(FileNotFoundError):
+                # After opening the file an NFS client asks the server for the size, not its cache.
+                with (directory / name).open("rb", buffering=0) as stream:
+                    size_bytes = os.fstat(stream.fileno()).st_size
+                if size_bytes == self._exit_bytes.get(name):
+                    continue
+                for record in read_records(directory / name):
+                    if isinstance(record, ExitRecord):
+                        self._outcomes.add(record.outcome)
+                    else:  # an agent writes only about ranks that failed
+                        self._outcomes.add("crash")
+                self._exit_bytes[name] = size_bytes
 
     def speed_check(self) -> SpeedCheck | None:
         """Read what this launch has measured; None while it has recorded nothing.

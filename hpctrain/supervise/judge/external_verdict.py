@@ -19,6 +19,11 @@ _HOLDERS = {
     JobHold.ADMIN: "held by an administrator, who alone can release it",
     JobHold.USER: "held by its owner: `hpctrain resume` releases it",
 }
+_HELD_AT_LAUNCH = {
+    JobHold.LAUNCH_FAILED: "the prolog failed on a node",
+    JobHold.USER_ENVIRONMENT: "the login environment could not be read on a node",
+    JobHold.REQUEUE_LIMIT: "the job was launched too often (MaxBatchRequeue)",
+}
 # How a rank ends that did not fail by itself: by SIGKILL or SIGTERM, with srun's exit code for one
 # of these signals, or with the trainer's code for a requested stop.
 _SIGNALS_OF_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM})
@@ -46,10 +51,10 @@ def by_slurm(evidence: LaunchEvidence) -> Verdict | None:
             already_requeued=cause is Cause.REQUEUED,
             nodes=failed_nodes(evidence) if cause is Cause.NODE_FAILURE else (),
         )
-    if job.hold is JobHold.LAUNCH_FAILED:
+    if job.hold in _HELD_AT_LAUNCH:
         return Verdict(
             Cause.PROLOG_FAILURE,
-            "the prolog failed on a node, and Slurm has requeued the job and holds it",
+            f"{_HELD_AT_LAUNCH[job.hold]}, and Slurm has requeued the job and holds it",
             _job_lines(evidence, job),
             already_requeued=True,
             nodes=failed_nodes(evidence),

@@ -16,7 +16,10 @@ from hpctrain.store.layout import RunLayout
 
 @dataclass(frozen=True)
 class AgentEnvironment:
-    """This node within its launch; `node_rank` counts nodes in Slurm's order."""
+    """This node within its launch; `node_rank` counts nodes in Slurm's order.
+
+    `logs_by_node`: ranks have no logs of their own (see `labelled_output`).
+    """
 
     run: RunLayout
     train_config: str
@@ -30,6 +33,7 @@ class AgentEnvironment:
     job_id: int
     restart_count: int
     step_id: int
+    logs_by_node: bool = False
 
     def log_of(self, rank: int) -> Path:
         return self.run.rank_log(self.job_id, self.restart_count, self.step_id, rank)
@@ -45,6 +49,9 @@ def read_agent_environment(
     parser = argparse.ArgumentParser(prog="python -m hpctrain.train.agent")
     parser.add_argument("--nnodes", type=int, required=True, help="nodes of this launch")
     parser.add_argument("--nproc-per-node", type=int, required=True, help="ranks on each node")
+    parser.add_argument(
+        "--logs", choices=("rank", "node"), default="rank", help="a log per rank, or per node"
+    )
     parser.add_argument("train_config", help="the trainer's settings, RUN_DIRECTORY/train.json")
     options = parser.parse_args(arguments)
     return AgentEnvironment(
@@ -61,6 +68,7 @@ def read_agent_environment(
         # not set in the first attempt of a job
         restart_count=int(environment.get("SLURM_RESTART_COUNT") or 0),
         step_id=_number(environment, "SLURM_STEP_ID"),
+        logs_by_node=options.logs == "node",
     )
 
 

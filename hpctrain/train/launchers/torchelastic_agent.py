@@ -18,9 +18,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from hpctrain.store.run_records import AgentRecord, RankEnd, TrainerExit, write_agent_record
+from hpctrain.store.exit_records import write_agent_record
+from hpctrain.store.run_records import AgentRecord, RankEnd, TrainerExit
 from hpctrain.train.launchers.agent_environment import AgentEnvironment
 from hpctrain.train.launchers.agent_rank_setup import LOG_VARIABLE
+from hpctrain.train.launchers.labelled_output import LabelledOutput
 from hpctrain.train.launchers.signal_forwarding import SignalForwarder
 
 # The supervisor ends launches that do not start (`supervise.setup_stall`); this covers the rest.
@@ -41,11 +43,15 @@ def run(place: AgentEnvironment, forwarder: SignalForwarder) -> int:
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS_OF_TORCH
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", _NCCL_ERROR_HANDLING)
-    agent = SupervisedAgent(place, forwarder)
+    output = LabelledOutput() if place.logs_by_node else None
+    agent = SupervisedAgent(place, forwarder, output)
     try:
         result = agent.run()
     except SignalException as error:
         return 128 + int(error.sigval)
+    finally:
+        if output is not None:
+            output.close()
     later = [failure.exitcode for failure in result.failures.values()]
     code = next((code for code in (*agent.first_codes, *later) if code not in _CLEAN_CODES), None)
     if code is None:
@@ -59,7 +65,12 @@ class SupervisedAgent(LocalElasticAgent):
     `first_codes` are the exit codes observed when the first rank of this node had failed.
     """
 
-    def __init__(self, place: AgentEnvironment, forwarder: SignalForwarder) -> None:
+    def __init__(
+        self,
+        place: AgentEnvironment,
+        forwarder: SignalForwarder,
+        output: LabelledOutput | None = None,
+    ) -> None:
         spec = WorkerSpec(
             role="rank",
             local_world_size=place.ranks_per_node,
@@ -76,7 +87,7 @@ class SupervisedAgent(LocalElasticAgent):
             max_restarts=0,
             monitor_interval=_MONITOR_SECONDS,
         )
-        super().__init__(spec, RankLogs(place))
+        super().__init__(spec, RankLogs(place, output))
         self.first_codes: tuple[int, ...] = ()
         self._place = place
         self._forwarder = forwarder
@@ -119,16 +130,19 @@ class SupervisedAgent(LocalElasticAgent):
 class RankLogs(LogsSpecs):
     """Passes the path of its log to each rank; torchelastic itself redirects nothing.
 
-    It would open one file for stdout and one for stderr, in directories of its own.
+    It would open one file for stdout and one for stderr, in directories of its own. With `output`
+    the path is that of a pipe, and the log is the node's.
     """
 
-    def __init__(self, place: AgentEnvironment) -> None:
+    def __init__(self, place: AgentEnvironment, output: LabelledOutput | None) -> None:
         super().__init__()
-        self._place = place
+        self._place, self._output = place, output
 
     def reify(self, envs: dict[int, dict[str, str]]) -> Any:
         for variables in envs.values():
-            variables[LOG_VARIABLE] = str(self._place.log_of(int(variables["RANK"])))
+            rank = int(variables["RANK"])
+            log = self._place.log_of(rank) if self._output is None else self._output.pipe_of(rank)
+            variables[LOG_VARIABLE] = str(log)
         inherited = dict.fromkeys(envs, "")
         return LogsDest(stdouts=inherited, stderrs=inherited, error_files=inherited)
 

@@ -13,13 +13,21 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from hpctrain.checkpoints.digest_shares import files_of_rank
-from hpctrain.checkpoints.manifest import FileDigest, digest_file, read_manifest
+from hpctrain.checkpoints.manifest import (
+    FileDigest,
+    digest_file,
+    file_problem,
+    list_problem,
+    read_manifest,
+)
+from hpctrain.checkpoints.resume_shares import read_share
 from hpctrain.train.faults import BadCheckpointError, UnreadableCheckpointError
+from hpctrain.train.storage import chain
 
 _POLL_SECONDS = 0.1
 # How long a rank that failed to load continues to verify, to learn whether the files are damaged.
@@ -134,14 +142,56 @@ class DigestCheck:
 def start_digest_check(
     directory: Path | None, rank: int, world_size: int, node: str
 ) -> DigestCheck | None:
-    """Start to verify this rank's share; returns None when nothing is resumed.
+    """Check this rank's share by names and sizes, then start to verify its content.
 
-    Raises BadCheckpointError without a readable manifest.
+    Returns None when nothing is resumed. Each file is in the share of one rank, and no rank can
+    join the others before its own check, so nothing is loaded of a checkpoint that lacks a file.
+    Rank 0 also checks the list itself. A rank asks about no file of others: at R ranks that would
+    be R x R operations on the metadata server.
+
+    Raises BadCheckpointError for what differs from what was written, UnreadableCheckpointError for
+    what this rank cannot see, although the supervisor has seen it a moment before.
     """
     if directory is None:
         return None
-    manifest = read_manifest(directory)
-    if manifest is None:
-        raise BadCheckpointError(f"cannot resume from {directory.name}: no readable manifest")
-    files = files_of_rank(manifest, rank, world_size)
-    return DigestCheck(directory, files, f"rank {rank} on {node}")
+    who = f"rank {rank} on {node}"
+    share = read_share(directory, rank, world_size)
+    if share is None or rank == 0:
+        manifest = read_manifest(directory)
+        problem = list_problem(directory, manifest) if manifest is None or rank == 0 else None
+        if problem is not None:
+            message = f"{who} cannot resume from {directory.name}: {problem}"
+            raise (UnreadableCheckpointError if manifest is None else BadCheckpointError)(message)
+        assert manifest is not None, "without a manifest there is a problem"
+        files = files_of_rank(manifest, rank, world_size) if share is None else share.files
+    else:
+        files = share.files
+    for file in files:
+        problem = file_problem(directory, file, deep=False)
+        if problem is not None:
+            message = f"{who} cannot resume from {directory.name}: {problem}"
+            seen = os.path.exists(directory / file.name)
+            raise (BadCheckpointError if seen else UnreadableCheckpointError)(message)
+    return DigestCheck(directory, files, who)
+
+
+def lost_file(directory: Path, error: BaseException) -> str | None:
+    """The file of the manifest that a loader has missed in `directory`; None if there is none.
+
+    Asked after a failure only, because it reads the whole manifest.
+    """
+    missed = {Path(os.fsdecode(link.filename)).name for link in _missing_files(error)}
+    manifest = read_manifest(directory) if missed else None
+    names = [file.name for file in manifest.files] if manifest is not None else []
+    return next((name for name in names if Path(name).name in missed), None)
+
+
+def _missing_files(error: BaseException) -> Iterator[FileNotFoundError]:
+    """The missing files in a chain of errors, and in torch's collection of those of all ranks
+    (checkpoint/api.py, CheckpointException)."""
+    for link in chain(error):
+        failures = getattr(link, "failures", None)
+        for failure in failures.values() if isinstance(failures, dict) else ():
+            yield from _missing_files(failure[0])
+        if isinstance(link, FileNotFoundError) and link.filename:
+            yield link

@@ -20,11 +20,12 @@ from hpctrain.checkpoints.manifest import (
     read_manifest,
     read_rank_digests,
     read_writers,
+    remove_rank_digests,
 )
 from hpctrain.checkpoints.publish import (
+    Retention,
     publish,
     published_steps,
-    retire,
 )
 from hpctrain.errors import CheckpointError
 from hpctrain.train.datasets.skipped_samples import Skips
@@ -47,6 +48,7 @@ class Publisher:
         self._skips = skips
         self._thread: threading.Thread | None = None
         self._retiring = threading.Lock()
+        self._retention = Retention(job.run.checkpoints)
         self.state = WriterState.FINISHED
         self.problem: SaveProblem | None = None
         self.published: Manifest | None = None
@@ -84,6 +86,7 @@ class Publisher:
             return
         self.published, self.published_at = manifests[0], time.monotonic()
         self.state = WriterState.FINISHED
+        remove_rank_digests(job.run.checkpoints / checkpoint_name(position.step))
         with contextlib.suppress(OSError):  # left to the next checkpoint
             self._retire_old()
 
@@ -124,6 +127,6 @@ class Publisher:
                 manifests = [read_manifest(root / checkpoint_name(step)) for step in steps]
                 consumed = {m.step: m.consumed_samples for m in manifests if m is not None}
                 pinned |= self._skips.pinned(consumed)
-            retire(root, config.keep_checkpoints, config.keep_every_steps, pinned)
+            self._retention.retire(config.keep_checkpoints, config.keep_every_steps, pinned)
         finally:
             self._retiring.release()

@@ -12,7 +12,7 @@ from fabricated_runs import NOW, STARTED, SUBMITTED, fabricate, published, said
 from hpctrain.actions.checkpoints import CheckpointReport, SaveInterval, report_checkpoints
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.runs import RunFiles
-from hpctrain.checkpoints.publish import quarantine, retire
+from hpctrain.checkpoints.publish import Retention, quarantine
 from hpctrain.checkpoints.verify import Verified
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import CheckpointError
@@ -98,7 +98,7 @@ def test_what_is_kept_and_why_agrees_with_what_retention_deletes(run: RunFiles) 
         10: ("until the next save",),
     }
     doomed = [step for step, why in kept.items() if why == ("until the next save",)]
-    assert retire(run.layout.checkpoints, 2, 20, pinned={20}) == sorted(doomed)
+    assert Retention(run.layout.checkpoints).retire(2, 20, pinned={20}) == sorted(doomed)
 
 
 def test_a_bad_one_is_found_by_reading_and_nothing_is_touched(run: RunFiles) -> None:

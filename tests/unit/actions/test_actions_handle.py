@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import hpctrain
-from hpctrain.errors import NoSuchRunError, RunFailedError
+from hpctrain.errors import NoSuchRunError, RunFailedError, UsageError
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.store.run_records import DoneMarker, write_record
+from hpctrain.store.supervise_config import read_supervise_config
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt-tiny.yaml"
 
@@ -44,7 +45,22 @@ def test_wait_ends_with_the_run(run: hpctrain.Run) -> None:
 def test_wait_raises_for_a_run_that_will_never_be_done(run: hpctrain.Run) -> None:
     run.cancel()
     with pytest.raises(RunFailedError, match="CANCELLED"):
-        run.wait(timeout_seconds=300.0, poll_seconds=0.01)
+        run.wait(timeout_seconds=300.0)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "wanted", "floor"), [(10.0, 1.0, "10 s"), (60.0, 30.0, "60 s")]
+)
+def test_wait_asks_no_more_often_than_the_site_allows(
+    run: hpctrain.Run, allowed: float, wanted: float, floor: str
+) -> None:
+    path = run.files.layout.supervise_config
+    settings = read_supervise_config(path).model_copy(update={"poll_seconds": allowed})
+    path.write_text(settings.model_dump_json())
+    words = f"asking Slurm every {wanted:g} s is too often"
+    with pytest.raises(UsageError, match=words) as caught:
+        run.wait(poll_seconds=wanted)
+    assert caught.value.hint == f"the profile allows {floor} or more (`limits.poll`)"
 
 
 def test_a_team_controls_a_run(run: hpctrain.Run) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from another_user import AnotherUser, public_directory
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, published, said
+from judged_runs import submitted
 
 from hpctrain.actions.bitwise import compare_runs
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.control import hold, resume, stop
 from hpctrain.actions.describe import describe
-from hpctrain.actions.logs import attempt_directories, follow, job_logs, rank_logs
+from hpctrain.actions.logs import LogPart, attempt_directories, follow, job_logs, rank_logs
+from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import all_runs, find_run, new_run_id, runs_directory
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
@@ -97,19 +99,63 @@ def test_logs_of_a_rank(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.touch()
     (run.layout.logs / "9.0/step2-rank0011.log").touch()
-    names = [path.name for path in rank_logs(run, 1)]
+    names = [log.path.name for log in rank_logs(run, 1)]
     assert names == ["step2-rank0001.log", "step10-rank0001.log", "step0-rank0001.log"]
-    assert [path.name for path in rank_logs(run, 1, attempt=2)] == ["step0-rank0001.log"]
+    assert [log.path.name for log in rank_logs(run, 1, attempt=2)] == ["step0-rank0001.log"]
     for rank, attempt in ((1, 3), (1, 0), (7, None)):
         with pytest.raises(UsageError):
             rank_logs(run, rank, attempt)
+
+
+def test_logs_of_a_rank_in_those_of_nodes(tmp_path: Path) -> None:
+    """With a plan the node of a rank is known; without one the labels show it."""
+    run = fabricate(tmp_path)
+    directory = run.layout.logs / "9.0"
+    directory.mkdir()
+    for node in (0, 1):
+        text = f"{2 * node}: one\n{2 * node + 1}: two\n{2 * node}: three\nof the agent\n"
+        (directory / f"step0-node{node:04d}.log").write_text(text)
+    (directory / "step1-rank0003.log").write_text("of its own\n")
+    (directory / "step1-node0001.log").write_text("of an agent\n")
+    logs = rank_logs(run, 3)
+    assert [log.path.name for log in logs] == ["step0-node0001.log", "step1-rank0003.log"]
+    assert [log.text() for log in logs] == ["two\n", "of its own\n"]
+    assert [log.text() for log in rank_logs(run, 0)] == ["one\nthree\n"]
+    with pytest.raises(UsageError, match="no log of rank 4 yet"):
+        rank_logs(run, 4)
+    submitted_run, ranks = submitted(tmp_path, "gpt1300m", "a100x64")
+    directory = submitted_run.layout.logs / "9.0"
+    directory.mkdir()
+    per_node = known_plan(submitted_run.layout).nodes.gpus_per_node  # type: ignore[union-attr]
+    for node in range(ranks // per_node):
+        (directory / f"step0-node{node:04d}.log").write_text(f"{node * per_node}: on {node}\n")
+    (log,) = rank_logs(submitted_run, ranks - 1)
+    assert log.path.name == f"step0-node{ranks // per_node - 1:04d}.log"
+    assert log.text() == "", "nothing yet"
+    (log,) = rank_logs(submitted_run, 0)
+    assert log.text() == "on 0\n"
+
+
+def test_following_a_rank_among_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "step0-node0000.log"
+    path.write_text("0: one\n1: not this\n0: tw")
+
+    def rounds() -> Iterator[bool]:
+        yield False
+        path.write_text(path.read_text() + "o\n1: nor this\n")
+        yield True
+
+    states = rounds()
+    monkeypatch.setattr("hpctrain.actions.logs.time.sleep", lambda seconds: None)
+    text = "".join(follow(lambda: LogPart(path, 0), lambda: next(states)))
+    assert text == "one\ntwo\n"
 
 
 def test_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text that is appended while we look, then a newer log, then the end: nothing is lost."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.write_text("one ")
-    newest = [first]
+    newest = [LogPart(first)]
 
     def rounds() -> Iterator[bool]:
         yield False
@@ -117,7 +163,7 @@ def test_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         yield False
         first.write_text("one two three ")
         second.write_text("four ")
-        newest[0] = second
+        newest[0] = LogPart(second)
         yield False
         second.write_text("four five")
         yield True

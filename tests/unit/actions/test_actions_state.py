@@ -43,6 +43,12 @@ ROWS: list[tuple[tuple[Said, ...], dict[str, object], RunState, str]] = [
     (BEGUN, dict(done=True, answered=False), RunState.DONE, ""),
     (SUBMITTED, dict(queued=PENDING), RunState.PENDING, "Priority"),
     (SUBMITTED, dict(queued=job(JobState.PENDING)), RunState.PENDING, "waiting"),
+    (
+        SUBMITTED,
+        dict(queued=job(JobState.PENDING, reason="user_env_retrieval_failed_requeued_held")),
+        RunState.PENDING,
+        "held: the login environment could not be read (user_env_retrieval_failed_requeued_held)",
+    ),
     (BEGUN, dict(queued=RUNNING), RunState.RUNNING, ""),
     (BEGUN, dict(queued=COMPLETING), RunState.RUNNING, "completing"),
     (

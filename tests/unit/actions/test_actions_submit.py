@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hpctrain.actions.submit import check, resubmit, submit, write_run_directory
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import (
     InvalidInputError,
+    LimitError,
     RunFailedError,
     SlurmRefusedError,
     SlurmUnreachableError,
@@ -109,6 +111,18 @@ def test_refused_by_slurm(prepared: Prepared, tmp_path: Path) -> None:
     assert resubmit(run, slurm).job_id == 1  # type: ignore[arg-type]
 
 
+def test_an_older_slurm_without_segments(prepared: Prepared, tmp_path: Path) -> None:
+    nodes = prepared.plan.nodes.model_copy(update={"segment": 2})
+    plan = prepared.plan.model_copy(update={"nodes": nodes})
+    prepared, slurm = replace(prepared, plan=plan), FakeSlurm()
+    for ask in (lambda: check(prepared, slurm), lambda: submit(prepared, tmp_path, slurm)):  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"`--segment=2`.* since 24\.05; this is 22\.05\.8"):
+            ask()
+    assert not slurm.records
+    slurm.settings["SLURM_VERSION"] = "24.05.0"
+    assert submit(prepared, tmp_path / "runs", slurm).job_id == 1  # type: ignore[arg-type]
+
+
 def test_two_submissions_of_one_spec_are_two_runs(prepared: Prepared, tmp_path: Path) -> None:
     slurm = FakeSlurm()
     submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
@@ -177,6 +191,20 @@ def test_overrides_reach_every_document(tmp_path: Path) -> None:
     assert changed.train.train_steps == changed.supervise.target_step == 7
     assert changed.run_id.startswith("other-") and changed.run_id in changed.script
     assert json.loads(changed.plan.model_dump_json())["batch"]["train_steps"] == 7
+
+
+def test_a_grace_that_is_too_short_warns_or_refuses_as_the_site_has_it(tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    text = (ROOT / "cluster_profiles/a100x1.yaml").read_text()
+    assert "grace: 30s" in text
+    text = text.replace("grace: 30s", "grace: 0s")
+    site.write_text(text)
+    warnings = prepare(TINY, str(site), runs=tmp_path).plan.warnings
+    assert "no grace" in "".join(warnings)
+    site.write_text(f"{text}\nlimits: {{short_grace: refuse}}\n")
+    with pytest.raises(LimitError, match="a preemption costs the work since") as caught:
+        prepare(TINY, str(site), runs=tmp_path)
+    assert caught.value.exit_code == 4 and "limits.short_grace" in str(caught.value.hint)
 
 
 def test_an_sbatch_without_an_answer_may_have_been_accepted(

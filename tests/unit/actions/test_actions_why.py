@@ -17,9 +17,13 @@ from fabricated_runs import (
     said,
 )
 
+from hpctrain.actions.describe import describe
 from hpctrain.actions.policy_preview import PolicyPreview, budgets, preview_policy
 from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.status import statuses
 from hpctrain.actions.why import Why, waiting_words, why
+from hpctrain.cli.story_text import story_lines
+from hpctrain.cli.why_text import why_lines
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
@@ -192,6 +196,35 @@ def test_the_last_verdict_and_what_was_done(tmp_path: Path) -> None:
     assert told.storm.failures == 2 and told.storm.threshold == 5
 
 
+def test_groups_that_leave_their_rack(tmp_path: Path) -> None:
+    words = "4 nodes in 2 blocks; 1 of 4 groups of tp 8 leave their block"
+    found = dict(reason=words, evidence=("tp 8: 1 of 4 groups",))
+    cut, whole = (said(EventKind.PLACED, groups_outside=count, **found) for count in (1, 0))
+    run, slurm, told = explain(tmp_path / "cut", STARTED, cut, LAUNCHED)
+    assert told.placement == words
+    assert any(line.split() == ["Placed", *words.split()] for line in _joined(told))
+    (row,) = statuses([run], slurm)  # type: ignore[arg-type]
+    assert row.reason.endswith("spread too far, see why")
+    (attempt,) = describe(run).attempts
+    assert (attempt.placement, attempt.placement_details) == (words, ("tp 8: 1 of 4 groups",))
+    assert f"  placed    {words}" in story_lines(describe(run))
+    _, _, told = explain(tmp_path / "whole", STARTED, whole, LAUNCHED)
+    assert told.placement is None
+    again = explain(tmp_path / "again", STARTED, cut, LAUNCHED, crash(), STARTED)[2]
+    assert again.placement is None, "where the next attempt is has not been said yet"
+
+
+def _joined(told: Why) -> list[str]:
+    """The lines of `hpctrain why`, each with those that continue it."""
+    lines: list[str] = []
+    for line in why_lines(told, NOW):
+        if line.startswith(" " * 10) and lines:
+            lines[-1] += line
+        else:
+            lines.append(line)
+    return lines
+
+
 def test_a_storm_that_has_passed_is_none(tmp_path: Path) -> None:
     run, slurm, told = explain(tmp_path, STARTED, LAUNCHED, crash())
     assert told.storm.failures == 1
@@ -234,7 +267,9 @@ def test_without_slurm_the_ledger_still_speaks(tmp_path: Path) -> None:
         ("Resources", "enough nodes"),
         ("JobHeldUser", "`hpctrain resume` releases it"),
         ("JobHeldAdmin", "an administrator"),
-        ("launch failed requeued held", "could not launch"),
+        ("launch failed requeued held", "launch of the script failed"),
+        ("user_env_retrieval_failed_requeued_held", "requeue_setup_env_fail"),
+        ("launch_failure_limit_exceeded_requeued_held", "MaxBatchRequeue"),
         ("QOSMaxGRESPerUser", "QOS"),
         ("AssocGrpNodeLimit", "account"),
         ("ReqNodeNotAvail, UnavailableNodes:n3", "down, drained or reserved (ReqNodeNotAvail,"),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
-from hpctrain.actions.container_paths import unmounted_warnings
-from hpctrain.spec.profile.software import ContainerProfile
+from hpctrain.actions.container_paths import registry_warnings, unmounted_warnings
+from hpctrain.errors import InvalidInputError
+from hpctrain.spec.profile.container import ContainerProfile, Launcher
 
 RUN = Path("/shared/runs/a")
 
 
-def container(launcher: Literal["pyxis", "apptainer"], *mounts: str) -> ContainerProfile:
-    return ContainerProfile(launcher=launcher, image="nemo.sqsh", mounts=mounts)
+def container(launcher: Launcher, *mounts: str, **fields: object) -> ContainerProfile:
+    values = {"launcher": launcher, "image": "/nemo.sqsh", "mounts": mounts, **fields}
+    return ContainerProfile.model_validate(values)
 
 
 @pytest.mark.parametrize(
@@ -42,4 +43,40 @@ def test_apptainer_mounts_the_home_directory() -> None:
 
 
 def test_without_a_container_everything_is_there() -> None:
-    assert list(unmounted_warnings(None, ["/data/pile.bin"], RUN)) == []
+    assert unmounted_warnings(None, ["/data/pile.bin"], RUN) == ()
+
+
+def test_without_its_home_apptainer_has_what_is_bound_only() -> None:
+    inside = str(Path.home() / "data.bin")
+    assert unmounted_warnings(container("apptainer", options=["--no-home"]), [inside], RUN)
+    assert unmounted_warnings(container("apptainer", options=["--contain"]), ["/tmp/x"], RUN)
+
+
+def test_what_nothing_mounts_is_refused_where_the_site_says_what_it_mounts() -> None:
+    site = container("pyxis", site_mounts=["/scratch"])
+    assert unmounted_warnings(site, ["/scratch/pile.bin"], RUN) == ()
+    with pytest.raises(InvalidInputError) as caught:
+        unmounted_warnings(site, ["/scratch/pile.bin", "/data/pile.bin"], RUN)
+    (problem,) = caught.value.problems
+    assert "/data/pile.bin" in problem.message
+    assert "`/data:/data`" in str(problem.hint)
+
+
+def test_nothing_is_said_of_mounts_that_the_job_decides() -> None:
+    assert unmounted_warnings(container("pyxis", "$SCRATCH:/data"), ["/data/x"], RUN) == ()
+    assert unmounted_warnings(container("edf"), ["/data/x"], RUN) == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "warned"),
+    [
+        ({"image": "nvcr.io#nvidia/pytorch:25.04-py3"}, True),
+        ({"image": "docker://ubuntu"}, True),
+        ({"image": "ubuntu", "cache": "/shared/images"}, False),
+        ({"image": "ubuntu", "options": ["--container-name=train"]}, False),
+        ({"image": "/shared/x.sqsh"}, False),
+        ({"image": "$SCRATCH/x.sqsh"}, False),
+    ],
+)
+def test_an_image_that_all_nodes_fetch_is_named(fields: dict[str, object], warned: bool) -> None:
+    assert bool(registry_warnings(container("pyxis", **fields), 64)) is warned

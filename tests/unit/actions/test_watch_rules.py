@@ -69,6 +69,12 @@ UNKNOWN_JOB = job(JobState.RUNNING, 7)
 STOP = said(EventKind.ACTION, action="stop", reason="3 crashes", exit_code=1)
 FAILED = (ended("crash", "boom", "stop")[0], STOP)
 ASKED = (ended("yielded", "asked", "stop")[0], said(EventKind.ACTION, action="stop", exit_code=0))
+HELD_ENVIRONMENT = job(
+    JobState.PENDING, reason="user_env_retrieval_failed_requeued_held", restart_count=1
+)
+HELD_LIMIT = job(
+    JobState.REQUEUE_HOLD, reason="launch_failure_limit_exceeded_requeued_held", restart_count=5
+)
 HELD_LAUNCH = job(JobState.PENDING, reason="launch_failed_requeued_held", restart_count=1)
 DELAYED = job(
     JobState.PENDING,
@@ -212,6 +218,20 @@ SEEN: list[tuple[str, WatchedRun, Symptom, WatchRemedy, str]] = [
         Symptom.LAUNCH_HELD,
         WatchRemedy.RELEASE,
         "Slurm holds the job",
+    ),
+    (
+        "a login shell failed on a node: a release would cost the next one",
+        look(REQUEUED, HELD_ENVIRONMENT),
+        Symptom.ENVIRONMENT_HELD,
+        WatchRemedy.TELL,
+        "repair ~/.bash_profile",
+    ),
+    (
+        "Slurm has launched it five times",
+        look(REQUEUED, HELD_LIMIT),
+        Symptom.LIMIT_HELD,
+        WatchRemedy.RELEASE,
+        "MaxBatchRequeue",
     ),
     (
         "the wait after a requeue",

@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_system_calls import FileSystemCalls
 
 from hpctrain.checkpoints.manifest import MANIFEST_NAME, partial_name, read_manifest
 from hpctrain.checkpoints.publish import (
     TRACKER_NAME,
     Fence,
+    Retention,
     StaleEpochError,
     fence_off,
     publish,
     published_steps,
     quarantine,
-    retire,
 )
 from hpctrain.errors import CheckpointError, StorageError
 
@@ -166,9 +167,9 @@ def test_quarantine_keeps_all_and_the_reasons(shelf: Any) -> None:
 
 def test_retention_keeps_the_newest_the_pinned_and_the_milestones(shelf: Any) -> None:
     shelf.save(1, 2, 3, 4, 5, 6, 7)
-    assert retire(shelf.root, keep=2, keep_every_steps=3, pinned=[1]) == [2, 4, 5]
+    assert Retention(shelf.root).retire(keep=2, keep_every_steps=3, pinned=[1]) == [2, 4, 5]
     assert published_steps(shelf.root) == [1, 3, 6, 7]
-    assert retire(shelf.root, keep=2, keep_every_steps=None) == [1, 3]
+    assert Retention(shelf.root).retire(keep=2, keep_every_steps=None) == [1, 3]
 
 
 def test_retention_counts_only_good_ones(shelf: Any) -> None:
@@ -176,7 +177,7 @@ def test_retention_counts_only_good_ones(shelf: Any) -> None:
     shelf.save(1, 2, 3, 4, 5)
     (shelf.root / "iter_0000005" / "__0_0.distcp").unlink()
     (shelf.root / "iter_0000004" / MANIFEST_NAME).unlink()
-    assert retire(shelf.root, keep=2, keep_every_steps=None) == [1]
+    assert Retention(shelf.root).retire(keep=2, keep_every_steps=None) == [1]
     assert published_steps(shelf.root) == [2, 3, 4, 5]
 
 
@@ -192,7 +193,7 @@ def test_a_half_deleted_checkpoint_never_counts(
 
     monkeypatch.setattr(shutil, "rmtree", die)
     with pytest.raises(KeyboardInterrupt):
-        retire(shelf.root, keep=1, keep_every_steps=None)
+        Retention(shelf.root).retire(keep=1, keep_every_steps=None)
     monkeypatch.setattr(shutil, "rmtree", calls)
     assert published_steps(shelf.root) == [2]
     assert (shelf.root / ".discarded-iter_0000001" / "__0_0.distcp").exists()
@@ -206,5 +207,30 @@ def test_what_a_deletion_left_does_not_keep_the_next_one_from_working(shelf: Any
     left = shelf.root / ".discarded-iter_0000001"
     left.mkdir()
     (left / "__0_0.distcp").touch()
-    assert retire(shelf.root, keep=1, keep_every_steps=None) == [1]
+    assert Retention(shelf.root).retire(keep=1, keep_every_steps=None) == [1]
     assert [path.name for path in shelf.root.glob("*iter_*")] == ["iter_0000002"]
+
+
+def test_the_cost_of_retention_does_not_grow_with_what_is_kept(
+    shelf: Any, file_system_calls: FileSystemCalls
+) -> None:
+    """Each save deletes one checkpoint; all those that `keep_every_steps` keeps are left alone."""
+    retention, stats = Retention(shelf.root), []
+    for step in range(1, 31):
+        shelf.save(step)
+        with file_system_calls.counted(shelf.root) as calls:
+            retention.retire(keep=3, keep_every_steps=2)
+        stats.append(calls["stat"])
+    assert len(published_steps(shelf.root)) > 15
+    assert stats[:3] == [1, 1, 1], "nothing can be deleted yet: no more than the directory itself"
+    assert max(stats[25:]) <= max(stats[4:9]), stats
+
+
+def test_retention_looks_again_at_one_that_was_saved_again(shelf: Any) -> None:
+    shelf.save(1, 2, 3, 4)
+    retention = Retention(shelf.root)
+    assert retention.retire(keep=3, keep_every_steps=None) == [1]
+    quarantine(shelf.root, shelf.root / "iter_0000004", "rolled back")
+    shelf.save(4, 5, epoch=2)
+    (shelf.root / "iter_0000004" / "__0_0.distcp").unlink()
+    assert retention.retire(keep=3, keep_every_steps=None) == []

@@ -322,6 +322,7 @@ def test_options_that_would_be_ignored_are_refused(here: Path) -> None:
         ["submit", *TINY, "--dry-run", "--json"],
         ["submit", *TINY, "--check", "--json"],
         ["status", "--json", "--watch"],
+        ["status", "--every", "1min"],
         ["logs", "gpt-tiny", "--attempt", "1"],
         ["logs", "gpt-tiny", "--attempt", "1", "--rank", "0", "-f"],
     ):
@@ -428,8 +429,10 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
         "compare": [*TINY, "--engines", "ddp,fsdp", "--predict"],
         "scale": [*TINY, "--gpus", "1,2", "--set", "parallel=auto", "--predict"],
     }
-    # tests/unit/actions/test_data.py, tests/unit/actions/test_calibrate.py, tests/engines
+    # tests/unit/actions/test_data.py, tests/unit/actions/test_calibrate.py, tests/engines,
+    # test_cli_site.py
     elsewhere = {"data prepare", "data show", "data verify", "calibrate", "convert"}
+    elsewhere |= {"profile check", "doctor"}
     assert set(json_commands()) == examples.keys() | elsewhere
     for command, arguments in examples.items():
         outcome = hpctrain(command, *arguments, "--json")
@@ -460,6 +463,11 @@ def test_status_waits_and_fails_with_the_run(
     monkeypatch.setattr(time, "sleep", finish)
     assert hpctrain("status", "--wait", "waiting").exit_code == 7
     assert len(naps) == 1 and naps[0] >= 10, "squeue(1) asks not to be polled"
+    slurm.records[job.job_id] = replace(slurm.records[job.job_id], state=JobState.RUNNING)
+    assert hpctrain("status", "--wait", "--every", "2min", "waiting").exit_code == 7
+    assert naps[1:] == [120.0]
+    refused = hpctrain("status", "--wait", "--every", "2s", "waiting")
+    assert refused.exit_code == 2 and "`limits.poll`" in refused.stderr
 
 
 def test_status_shows_unfinished_runs_and_the_last_finished_one(

@@ -24,7 +24,7 @@ def with_values(
     """A copy with some values of some sections replaced, checked like a file."""
     values = document.model_dump(mode="json", by_alias=True)
     for name, changes in section.items():
-        values[name] = {**values[name], **changes}
+        values[name] = {**(values[name] or {}), **changes}
     return type(document).model_validate(values)
 
 

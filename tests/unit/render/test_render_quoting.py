@@ -158,10 +158,17 @@ def test_modules(tmp_path: Path) -> None:
     assert seen["environment"]["INIT_WAS_READ"] == "yes"
 
 
+def escaped(texts: dict[str, Any]) -> dict[str, Any]:
+    """The same texts for fields in which `$NAME` is put in by the job."""
+    values: dict[str, Any] = json.loads(json.dumps(texts).replace("$", "$$"))
+    return values
+
+
 def test_container_of_pyxis(tmp_path: Path) -> None:
     image = "registry.example/it's#$(touch pwned):1 2"
     mounts = ["/data $(touch pwned):/d", "/it's:/x", "`touch pwned`:/y;z"]
-    container = {"launcher": "pyxis", "image": image, "mounts": mounts, "python": "py $(id)"}
+    texts = {"image": image, "mounts": mounts}
+    container = {**escaped(texts), "launcher": "pyxis", "python": "py $(id)"}
     profile = profile_with(software={"container": container})
     spec = spec_with(environment={"variables": {"OWN": "1"}, "inherit": ["WANDB_API_KEY"]})
     argv = run_script(tmp_path, render(spec, profile, python=stub(tmp_path)))["argv"]
@@ -175,7 +182,8 @@ def test_container_of_pyxis(tmp_path: Path) -> None:
 
 def test_container_of_apptainer(tmp_path: Path) -> None:
     mounts = ["/data $(touch pwned):/d", "`touch pwned`"]
-    container = {"launcher": "apptainer", "image": "/it's a $(x).sif", "mounts": mounts}
+    texts = {"image": "/it's a $(x).sif", "mounts": mounts}
+    container = {**escaped(texts), "launcher": "apptainer", "gpu": "nv"}
     profile = profile_with(software={"container": container})
     argv = run_script(tmp_path, render(profile=profile, python=stub(tmp_path)))["argv"]
     binds = [word for mount in mounts for word in ("--bind", mount)]

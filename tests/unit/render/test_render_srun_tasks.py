@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from specimen_scripts import PROFILE, PYTHON, profile_with, render, spec_with
+from specimen_scripts import PROFILE, PYTHON, SPEC, profile_with, render, spec_with
 
+from hpctrain.plan.planner import make_plan
+from hpctrain.render.srun_tasks import logs_by
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
@@ -94,3 +96,35 @@ def test_agents_run_in_the_container(launcher: str) -> None:
     values["software"] = {"container": container}
     script = render(told(FIXED, "torchrun"), ClusterProfile.model_validate(values))
     assert "python3.11 -m hpctrain.train.agent --nnodes=2 " in script
+
+
+@pytest.mark.parametrize(
+    ("launcher", "files", "output", "label", "agent_words"),
+    [
+        ("srun", "auto", "step%s-rank%4t.log", False, ""),
+        ("srun", "rank", "step%s-rank%4t.log", False, ""),
+        ("srun", "node", "step%s-node%4n.log", True, ""),
+        ("torchrun", "auto", "step%s-node%4t.log", False, ""),
+        ("torchrun", "node", "step%s-node%4n.log", False, " --logs=node"),
+    ],
+)
+def test_logs_by_rank_or_by_node(
+    launcher: str, files: str, output: str, label: bool, agent_words: str
+) -> None:
+    spec = told(FIXED, launcher)
+    values = spec.model_dump(mode="json", by_alias=True)
+    values["logging"]["files"] = files
+    script = render(RunSpec.model_validate(values))
+    assert f'--output="$HPCTRAIN_LOGS/{output}" \\\n' in script
+    assert ("    --label \\\n" in script) is label
+    assert (f"--nproc-per-node=2{agent_words} train.json" in script) is (launcher == "torchrun")
+    by_node = files == "node"
+    assert ("each line of a rank begins with its number" in comments(script)) is by_node
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(64, "rank"), (65, "node"), (16384, "node")])
+def test_above_64_ranks_each_node_has_a_log(ranks: int, kind: str) -> None:
+    plan = make_plan(SPEC, PROFILE)
+    layout = plan.layout.model_copy(update={"dp": 1, "tp": ranks, "pp": 1, "cp": 1})
+    assert layout.world_size == ranks
+    assert logs_by(SPEC, plan.model_copy(update={"layout": layout})) == kind

@@ -110,29 +110,27 @@ def test_leaves_are_counted_in_each_island() -> None:
     assert found == {"constraint": "[hall0*6&hall1*6]", "switches": "4@00:05:00"}
 
 
-RACKS = network(RACK, 72)  # four racks of 18 nodes with 4 GPUs
-
-
-@pytest.mark.parametrize(
-    ("nodes", "parallel", "segment"),
-    [
-        (18, {"tp": 8, "pp": 1}, None),  # one block anyway
-        (32, {"tp": 8, "pp": 1}, "16"),  # 18 + 14 would cut every ninth group of two nodes
-        (36, {"tp": 8, "pp": 1}, "18"),
-        (24, {"tp": 8, "pp": 1}, "12"),
-        (30, {"tp": 8, "pp": 1}, "10"),  # 15 would fit, but cut a group
-        (32, {"tp": 4, "pp": 1}, None),  # nothing relies on NVLink between nodes
-        (38, {"tp": 8, "pp": 1}, "2"),
-    ],
-)
-def test_blocks(nodes: int, parallel: dict[str, int], segment: str | None) -> None:
-    wide = run(nodes, 4, **parallel)
-    values = wide.model_dump(mode="json", by_alias=True)
-    values["model"] |= {"heads": 8, "kv_heads": None}
-    found = options(RACKS, RunSpec.model_validate(values))
-    assert found == ({"segment": segment} if segment else {})
+def test_blocks() -> None:
+    """The plan has chosen the segment: tests/unit/plan/test_plan_nvlink_domain.py."""
+    racks = network(RACK, 72)  # four racks of 18 nodes with 4 GPUs, 16 of which are counted on
+    wide = with_heads(run(32, 4, tp=8, pp=1))
+    assert options(racks, wide) == {"segment": "16"}
+    assert "#SBATCH --segment=16\n" in render(wide, racks)
     off = {"plugin": "block", "nodes_per_leaf": 18, "request": False}
-    assert options(network(RACKS, switches=off), RunSpec.model_validate(values)) == {}
+    assert options(network(racks, switches=off), wide) == {}
+
+
+def with_heads(spec: RunSpec) -> RunSpec:
+    values = spec.model_dump(mode="json", by_alias=True)
+    values["model"] |= {"heads": 8, "kv_heads": None}
+    return RunSpec.model_validate(values)
+
+
+def test_leaves_of_a_tree_are_counted_with_their_usable_nodes() -> None:
+    tree = {"plugin": "tree", "nodes_per_leaf": 16, "usable_per_leaf": 14}
+    site = network(A100, switches=tree)
+    assert options(site, run(14)) == {"switches": "1@00:05:00"}
+    assert options(site, run(16)) == {"switches": "2@00:05:00"}
 
 
 def test_the_script_says_where_the_job_goes() -> None:

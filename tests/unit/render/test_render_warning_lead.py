@@ -8,8 +8,9 @@ from specimen_scripts import PROFILE, ROOT, SPEC, render, spec_with
 from hpctrain.actions.prepare import load_knowledge
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.planner import make_plan
-from hpctrain.render.warning_lead import WarningLead, warning_lead
+from hpctrain.render.warning_lead import WarningLead, short_grace, warning_lead
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
+from hpctrain.spec.profile.partition import PreemptionProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 
@@ -78,3 +79,26 @@ def test_the_script_says_what_it_is_made_of() -> None:
     (words,) = (part for part in script.split("\n\n") if "USR1 comes" in part)
     assert "USR1 comes 120 s before the time limit: 60 s for Slurm, 60 s for" in words
     assert "trap '' USR1" in words
+
+
+@pytest.mark.parametrize(
+    ("mode", "grace", "words"),
+    [
+        ("requeue", 30, "gives preempted jobs 30 s, and a step (20 s) with a save (100 s) takes"),
+        ("cancel", 119, "gives preempted jobs 119 s"),
+        ("requeue", 0, "gives preempted jobs no grace"),
+        ("requeue", 121, None),
+        ("off", 0, None),
+    ],
+)
+def test_a_grace_that_holds_no_step_and_save_is_named(
+    mode: str, grace: int, words: str | None
+) -> None:
+    parameters = round(100 * SLOWEST_BYTES_PER_SECOND / 14)
+    plan = PLAN.model_copy(update=dict(parameters=parameters, step_seconds=20.0))
+    partition = PROFILE.slurm.partitions[0]
+    preemption = PreemptionProfile.model_validate({"mode": mode, "grace": f"{grace}s"})
+    partition = partition.model_copy(update={"preemption": preemption})
+    found = short_grace(PROFILE, plan, partition)
+    assert (found is None) if words is None else (words in str(found))
+    assert short_grace(PROFILE, plan.model_copy(update={"step_seconds": None}), partition) is None

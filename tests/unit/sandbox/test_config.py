@@ -28,6 +28,14 @@ def keys(text: str) -> dict[str, str]:
     return {line.partition("=")[0]: line.partition("=")[2] for line in lines}
 
 
+def test_many_slurmds_on_one_machine_have_more_time_to_reply() -> None:
+    small, large = (keys(slurm_conf(default_shape(nodes=n), site(n))) for n in (4, 64))
+    assert (small["MessageTimeout"], large["MessageTimeout"]) == ("5", "20")
+    assert small["UnkillableStepTimeout"] == "60"
+    # a slurmstepd waits 60 s for a lost node below it, and its node must not be drained for that
+    assert int(large["UnkillableStepTimeout"]) > 2 * 60
+
+
 def test_what_trials_have_taught_is_in_the_file() -> None:
     found = keys(slurm_conf(default_shape(), site()))
     assert found["SlurmUser"] == found["SlurmdUser"] == "alice"
@@ -157,7 +165,7 @@ def test_switches_become_a_tree() -> None:
         SwitchShape("spine", switches=("leaf0", "leaf1")),
     )
     shape = replace(default_shape(), switches=switches)
-    assert topology_conf(switches) == (
+    assert topology_conf(shape, (24, 11)) == (
         "SwitchName=leaf0 Nodes=n0,n1\n"
         "SwitchName=leaf1 Nodes=n2,n3\n"
         "SwitchName=spine Switches=leaf0,leaf1\n"
@@ -165,6 +173,22 @@ def test_switches_become_a_tree() -> None:
     assert keys(slurm_conf(shape, site()))["TopologyPlugin"] == "topology/tree"
     assert "topology.conf" in {file.name for file in config_files(shape, site())}
     assert "TopologyPlugin" not in slurm_conf(default_shape(), site())
+
+
+def test_leaves_become_blocks_where_slurm_has_them() -> None:
+    switches = (
+        SwitchShape("rack0", nodes=("n0", "n1", "n2")),
+        SwitchShape("rack1", nodes=("n3", "n4")),
+        SwitchShape("spine", switches=("rack0", "rack1")),
+    )
+    shape = replace(default_shape(nodes=5), switches=switches, leaves_are_blocks=True)
+    assert topology_conf(shape, (23, 11)) == (
+        "BlockName=rack0 Nodes=n0,n1,n2\nBlockName=rack1 Nodes=n3,n4\nBlockSizes=2\n"
+    )
+    newer = keys(slurm_conf(shape, site(version=(24, 11))))
+    assert newer["TopologyPlugin"] == "topology/block"
+    assert keys(slurm_conf(shape, site(version=(22, 5))))["TopologyPlugin"] == "topology/tree"
+    assert topology_conf(shape, (22, 5)).startswith("SwitchName=rack0 ")
 
 
 def test_finished_jobs_are_logged_on_request() -> None:

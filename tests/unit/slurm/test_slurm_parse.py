@@ -312,3 +312,22 @@ def test_node_address() -> None:
     assert p.node_address(text) == "127.0.0.1"
     with pytest.raises(ValueError, match="NodeAddr"):
         p.node_address("NodeName=n0\n")
+
+
+def test_leaves_of_a_tree_and_blocks() -> None:
+    """22.05.8 and 24.11.5."""
+    tree = (
+        "SwitchName=odd Level=0 LinkSpeed=1 Nodes=n[0,2] \n"
+        "SwitchName=even Level=0 LinkSpeed=1 Nodes=n[1,3] \n"
+        "SwitchName=spine Level=1 LinkSpeed=1 Nodes=n[0-3] Switches=odd,even \n"
+    )
+    assert p.leaf_lines(tree) == {"odd": "n[0,2]", "even": "n[1,3]"}
+    blocks = (
+        "BlockName=b0 BlockIndex=0 Nodes=n[0-1] BlockSize=2\n"
+        "BlockName=b1 BlockIndex=1 Nodes=n[2-3] BlockSize=2\n"
+        "AggregatedBlock=b[0-1] BlockIndex=2 Nodes=n[0-3] BlockSize=4\n"
+    )
+    assert p.leaf_lines(blocks) == {"b0": "n[0-1]", "b1": "n[2-3]"}
+    assert p.leaf_lines("") == {}
+    assert p.has_leaves("switch.switch.node") and p.has_leaves("block.node")
+    assert not p.has_leaves("node")

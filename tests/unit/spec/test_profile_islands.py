@@ -66,6 +66,24 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
             "switches:",
             "`wait` goes together with plugin `tree` and `request: true`",
         ),
+        (
+            "plugin: none",
+            "plugin: tree\n    nodes_per_leaf: 4\n    segment: force",
+            "switches:",
+            "`segment` goes together with plugin `block`",
+        ),
+        (
+            "plugin: none",
+            "plugin: block\n    nodes_per_leaf: 4\n    segment: force\n    request: false",
+            "switches:",
+            "`segment: force` contradicts `request: false`",
+        ),
+        (
+            "plugin: none",
+            "plugin: tree\n    nodes_per_leaf: 4\n    usable_per_leaf: 5",
+            "switches:",
+            "`usable_per_leaf` is at most `nodes_per_leaf`",
+        ),
     ],
 )
 def test_refusals(tmp_path: Path, old: str, new: str, place: str, message: str) -> None:

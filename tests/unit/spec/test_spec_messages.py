@@ -21,9 +21,9 @@ WRONG_VALUES = [
         "2:1: `tp`: unknown key | did you mean `parallel.tp`?"]),
     ("name: tiny", "name: tiny\nzzz: 8", [
         "2:1: `zzz`: unknown key | known here: activation_offload_layers, batch, budget, "
-        "checkpoint, data, engine, environment, evaluation, launcher, logging, lora, model, name, "
-        "optimizer, parallel, precision, profile, recompute, recompute_layers, recompute_modules, "
-        "resources, schedule, seed, supervise, task"]),
+        "checkpoint, container, data, engine, environment, evaluation, launcher, logging, lora, "
+        "model, name, optimizer, parallel, precision, profile, recompute, recompute_layers, "
+        "recompute_modules, resources, schedule, seed, supervise, task"]),
     ("name: tiny", "name: tiny\nlauncher: torchrum", [
         "2:11: `launcher`: expected `srun` or `torchrun`, got `torchrum`"
         " | did you mean `torchrun`?"]),

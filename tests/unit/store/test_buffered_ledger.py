@@ -122,3 +122,20 @@ def test_a_kind_of_another_version_is_passed_over(run: RunLayout) -> None:
         stream.write('{"event": "stop_requested", "time": 1.0}\n')
     ledger.append(EventKind.OBSERVED, reason="second")
     assert reasons(ledger) == ["first", "second"]
+
+
+def test_deferred_events_are_known_and_written_later(run: RunLayout) -> None:
+    """Whoever decides sees them; the file does not, until there is time."""
+    ledger = BufferedLedger(run)
+    ledger.append(EventKind.ATTEMPT_STARTED, nodes="n0")
+    ledger.defer()
+    ledger.append(EventKind.LAUNCH_ENDED, cause="time_limit")
+    assert [one.event for one in ledger.events()] == ["attempt_started", "launch_ended"]
+    assert ledger.flush() is None
+    assert [one.event for one in Ledger(run.ledger).events()] == ["attempt_started"]
+    ledger.append(EventKind.ACTION, action="requeue")
+    ledger.write_on()
+    ledger.append(EventKind.ACTION_RESULT, action="requeue")
+    kinds = ["attempt_started", "launch_ended", "action", "action_result"]
+    assert [one.event for one in Ledger(run.ledger).events()] == kinds
+    assert ledger.waiting == ()

@@ -43,8 +43,8 @@ def test_all_paths_are_inside_and_differ() -> None:
     assert all(run.directory in path.parents for path in paths)
 
 
-def test_exit_records_of_launches_and_ranks_are_apart() -> None:
+def test_exit_records_of_launches_and_nodes_are_apart() -> None:
     run = RunLayout(Path("run"))
-    records = {run.exit_record(epoch, rank) for epoch in (1, 11) for rank in (1, 11)}
+    records = {run.exit_records(epoch, node) for epoch in (1, 11) for node in (1, 11)}
     assert len(records) == 4
-    assert run.exit_record(1, 3) == Path("run/exits/e000001/rank-000003.json")
+    assert run.exit_records(1, 3) == Path("run/exits/e000001/node-000003.jsonl")

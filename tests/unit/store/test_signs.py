@@ -5,29 +5,36 @@ from __future__ import annotations
 import json
 import math
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpctrain.errors import StorageError
+from hpctrain.store.exit_records import (
+    rank_0_has_exited,
+    read_agent_records,
+    read_exit_records,
+    write_agent_record,
+    write_exit_record,
+)
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import (
     AgentRecord,
     DoneMarker,
     ExitRecord,
     Progress,
+    RankEnd,
     SaveRecord,
     StepMetrics,
     append_metrics,
     append_save,
     lineage,
-    read_exit_records,
     read_metrics,
     read_record,
     read_saves,
-    write_agent_record,
-    write_exit_record,
     write_record,
 )
 
@@ -126,11 +133,103 @@ def test_exit_records_are_in_rank_order_and_of_one_launch(run: RunLayout) -> Non
     assert read_exit_records(run, 1) == []
     run.train_config.touch()
     for rank in (11, 2, 0):
-        write_exit_record(run, exit_record(rank))
-    write_exit_record(run, exit_record(5, epoch=2))
-    run.exit_record(1, 3).write_text('{"epoch": 1, "ra')
+        write_exit_record(run, rank // 8, exit_record(rank))
+    write_exit_record(run, 0, exit_record(5, epoch=2))
     assert [record.rank for record in read_exit_records(run, 1)] == [0, 2, 11]
+    names = [path.name for path in sorted(run.exits.glob("e000001/*"))]
+    assert names == ["node-000000.jsonl", "node-000001.jsonl"], "as many as nodes"
     assert [record.rank for record in read_exit_records(run, 2)] == [5]
+
+
+def test_a_torn_exit_record_costs_only_itself(run: RunLayout) -> None:
+    """A rank that is killed while it writes, and the next rank of its node."""
+    run.train_config.touch()
+    write_exit_record(run, 0, exit_record(0))
+    path = run.exit_records(1, 0)
+    with path.open("a") as stream:
+        stream.write('{"epoch": 1, "rank": 1, "no')
+    write_exit_record(run, 0, exit_record(2))
+    assert [record.rank for record in read_exit_records(run, 1)] == [0, 2]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_last_record_of_a_rank_counts(run: RunLayout) -> None:
+    """A write that is repeated after an error may have succeeded the first time."""
+    run.train_config.touch()
+    for message in ("first", "second"):
+        record = exit_record(3).model_copy(update={"message": message})
+        write_exit_record(run, 0, record)
+    assert [record.message for record in read_exit_records(run, 1)] == ["second"]
+
+
+def test_records_of_ranks_and_agents_of_a_node_share_a_file(run: RunLayout) -> None:
+    run.train_config.touch()
+    assert read_agent_records(run, 1) == []
+    late = AgentRecord(epoch=1, node="n1", time=3.0, ended=(RankEnd(rank=9, code=-9),))
+    early = AgentRecord(epoch=1, node="n0", time=2.0, ended=())
+    write_agent_record(run, 1, late)
+    write_exit_record(run, 1, exit_record(8))
+    write_agent_record(run, 0, early)
+    assert read_agent_records(run, 1) == [early, late]
+    assert read_exit_records(run, 1) == [exit_record(8)]
+    assert len(list(run.exits.glob("e000001/*"))) == 2
+
+
+def test_ranks_of_one_node_append_at_the_same_time(run: RunLayout) -> None:
+    """Processes of one host: no line is lost or mixed with another, however long it is."""
+    run.train_config.touch()
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from hpctrain.store.exit_records import write_exit_record\n"
+        "from hpctrain.store.layout import RunLayout\n"
+        "from hpctrain.store.run_records import ExitRecord\n"
+        "rank = int(sys.argv[2])\n"
+        "sys.stdin.readline()\n"
+        "for step in range(20):\n"
+        "    record = ExitRecord(epoch=step, rank=rank, node='n0', outcome='crash', step=step,\n"
+        "        exit_code=1, time=1.0, traceback=str(rank) * 9000)\n"
+        "    write_exit_record(RunLayout(Path(sys.argv[1])), 0, record)\n"
+    )
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(run.directory), str(rank)], stdin=subprocess.PIPE
+        )
+        for rank in range(4)
+    ]
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write(b"\n")
+        writer.stdin.flush()
+    assert [writer.wait(300) for writer in writers] == [0] * 4
+    for step in range(20):
+        found = read_exit_records(run, step)
+        assert [(one.rank, one.traceback) for one in found] == [
+            (rank, str(rank) * 9000) for rank in range(4)
+        ]
+
+
+def test_records_of_hpctrain_0_1_are_read(run: RunLayout) -> None:
+    """One document per rank, and one per agent; one that is incomplete is left out."""
+    assert not rank_0_has_exited(run, 1)
+    directory = run.exits / "e000001"
+    directory.mkdir(parents=True)
+    for rank in (11, 0):
+        write_record(run.exit_record(1, rank), exit_record(rank))
+    run.exit_record(1, 3).write_text('{"epoch": 1, "ra')
+    agent = AgentRecord(epoch=1, node="n0", time=1.0, ended=())
+    write_record(directory / "node-000000.json", agent)
+    assert [record.rank for record in read_exit_records(run, 1)] == [0, 11]
+    assert read_agent_records(run, 1) == [agent]
+    assert rank_0_has_exited(run, 1)
+
+
+def test_whether_rank_0_has_exited(run: RunLayout) -> None:
+    run.train_config.touch()
+    write_exit_record(run, 0, exit_record(1))
+    assert not rank_0_has_exited(run, 1)
+    write_exit_record(run, 0, exit_record(0))
+    assert rank_0_has_exited(run, 1)
+    assert not rank_0_has_exited(run, 2)
 
 
 def test_nothing_is_made_anew_where_a_run_has_vanished(run: RunLayout) -> None:
@@ -141,7 +240,7 @@ def test_nothing_is_made_anew_where_a_run_has_vanished(run: RunLayout) -> None:
     agent = AgentRecord(epoch=1, node="n0", time=1.0, ended=())
     progress = Progress(epoch=1, phase="training", step=3, target_step=9, time=1.0)
     for write in (
-        lambda: write_exit_record(run, exit_record(0)),
+        lambda: write_exit_record(run, 0, exit_record(0)),
         lambda: write_agent_record(run, 0, agent),
         lambda: write_record(run.progress, progress),
         lambda: run.make_directory(run.stacks / "e000001"),
@@ -151,7 +250,7 @@ def test_nothing_is_made_anew_where_a_run_has_vanished(run: RunLayout) -> None:
     assert not run.directory.exists()
     run.directory.mkdir()  # an empty mount point is no run directory either
     with pytest.raises(StorageError, match=r"neither supervise\.json nor train\.json"):
-        write_exit_record(run, exit_record(0))
+        write_exit_record(run, 0, exit_record(0))
     assert list(run.directory.iterdir()) == []
 
 

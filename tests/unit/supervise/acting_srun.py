@@ -35,7 +35,7 @@ def progress(step: int, phase: str = "training", clock_seconds: float = 0.0) -> 
 
 def leave(outcome: str, code: int, message: str = "", **more: object) -> None:
     write(
-        RUN / f"exits/e{EPOCH:06d}/rank-000000.json",
+        RUN / f"exits/e{EPOCH:06d}/node-000000.jsonl",
         epoch=EPOCH,
         rank=0,
         node="n0",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from supervise_stage import Stage
 
+from hpctrain.slurm.backoff import Backoff
 from hpctrain.supervise import loop, storage_retry
 from hpctrain.supervise.act import requeue
 from hpctrain.supervise.evidence import job_facts, launch_watch
@@ -31,7 +32,8 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_FAULT_PAUSE_SECONDS", 0.01)
     for module in (job_facts, requeue, storage_retry):
         monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.3)
-        monkeypatch.setattr(module, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(storage_retry, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(Backoff, "next_seconds", lambda self: 0.02)
 
 
 @pytest.fixture

@@ -89,6 +89,7 @@ class Stage:
         self.layout.create()
         self.slurm = StageSlurm(self.layout)
         self.probe = ProbeResult(trouble="there are no nodes here")
+        self.environment = {"SLURM_JOB_NODELIST": "n0"}
         self.training_seen = threading.Event()
         self._closed = threading.Event()
         self._watchers: list[threading.Thread] = []
@@ -105,8 +106,8 @@ class Stage:
             "PATH": os.environ["PATH"],
             "SLURM_JOB_ID": str(JOB_ID),
             "SLURM_RESTART_COUNT": str(restart_count),
-            "SLURM_JOB_NODELIST": "n0",
             "SLURMD_NODENAME": "n0",
+            **self.environment,
         }
         client = slurm or cast(SlurmClient, self.slurm)
         return Supervisor(self.layout.directory, argv, environment, client, self.ask_nodes)

@@ -13,7 +13,7 @@ import pytest
 from supervise_facts import NOTHING, config
 from supervise_stage import Stage
 
-from hpctrain.checkpoints.publish import published_steps, retire
+from hpctrain.checkpoints.publish import Retention, published_steps
 from hpctrain.slurm.messages import TaskFailure
 from hpctrain.store.ledger import Event, EventKind, Ledger
 from hpctrain.store.run_records import SaveRecord, append_save
@@ -297,7 +297,7 @@ def test_proof_comes_before_what_other_ranks_say() -> None:
 def test_a_given_up_checkpoint_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
     """Retention sees published directories only; quarantine is none of them."""
     (tmp_path / "quarantine/iter_0000020").mkdir(parents=True)
-    assert published_steps(tmp_path) == [] and retire(tmp_path, 1, None) == []
+    assert published_steps(tmp_path) == [] and Retention(tmp_path).retire(1, None) == []
     assert (tmp_path / "quarantine/iter_0000020").is_dir()
 
 

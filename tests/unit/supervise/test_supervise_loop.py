@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from file_system_calls import FileSystemCalls
 from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 
@@ -52,6 +54,21 @@ def test_a_crash_is_launched_again_in_place(stage: Stage) -> None:
     assert second["HPCTRAIN_RESUME"] == "iter_0000020"
     assert first["MASTER_PORT"] != second["MASTER_PORT"]
     assert first["MASTER_ADDR"] == "n0"
+
+
+def test_what_old_launches_have_left_is_packed(stage: Stage) -> None:
+    """Beside the launch, which does not wait for it."""
+    logs = stage.layout.attempt_logs(JOB_ID, 0)
+    logs.mkdir()
+    for step in range(3):
+        (logs / f"step{step}-node0000.log").write_text("0: a line\n")
+    stage.configure(config().model_copy(update={"keep_launches": 1}))
+    words = f"await:{stage.layout.log_archive(1).relative_to(stage.layout.directory)}"
+    assert stage.play(f"{words} done") == 0
+    thread = next((one for one in threading.enumerate() if "pack" in one.name), None)
+    if thread is not None:
+        thread.join(60)
+    assert [path.name for path in logs.iterdir()] == ["step2-node0000.log"]
 
 
 def test_the_ledger_says_who_failed_and_how(stage: Stage) -> None:
@@ -185,6 +202,34 @@ def test_cancelled_by_scancel(stage: Stage) -> None:
     assert (stage.causes, stage.actions) == (["cancelled"], ["stop"])
     # KillWait is 3 s here: the verdict must be in the ledger before KILL comes.
     assert time.monotonic() - started < 300
+
+
+@pytest.mark.parametrize(
+    ("words", "cause", "action"),
+    [
+        (" DUE TO PREEMPTION ***", "preempted", "requeue"),
+        (" ***", "cancelled", "stop"),
+        (None, "cancelled", "stop"),
+    ],
+)
+def test_a_preemption_that_cancels_is_told_from_a_cancel_by_the_log(
+    stage: Stage, words: str | None, cause: str, action: str
+) -> None:
+    """For squeue they are alike; what was told to an earlier attempt does not count."""
+    line = f"slurmstepd: error: *** JOB {JOB_ID} ON n0 CANCELLED AT 2026-11-23T03:17:27"
+    log = stage.layout.job_log(JOB_ID)
+    earlier = f"{line} DUE TO PREEMPTION ***\nhpctrain 03:20:00 attempt {JOB_ID}.0 of run r1\n"
+    log.write_text(earlier)
+
+    def ended() -> None:
+        if words is not None:
+            log.write_text(f"{earlier}{line}{words}\nsrun: got SIGCONT\n")
+        stage.slurm.change(state=JobState.COMPLETING, preempt_time=1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stage.once_training(ended)
+    stage.play("progress:3 sleep:600")
+    assert (stage.causes, stage.actions) == ([cause], [action])
 
 
 def test_cancelled_by_hpctrain_while_the_trainer_leaves(stage: Stage) -> None:
@@ -631,3 +676,44 @@ def test_a_request_by_a_file_alone_is_in_the_ledger_once(stage: Stage, *, said: 
     assert (line.action, line.reason) == ("stop", "lunch")
     assert line.user
     assert (stage.causes, stage.actions) == (["yielded"], ["stop"])
+
+
+def test_slurm_is_asked_to_requeue_before_anything_is_recorded(
+    stage: Stage, file_system_calls: FileSystemCalls
+) -> None:
+    """Within KillWait no file of a checkpoint is looked at, and the ledger has all afterwards."""
+
+    def over() -> None:
+        calls.clear()  # what the launch has looked at when it began
+        stage.slurm.change(state=JobState.COMPLETING, reason="TimeLimit")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stage.once_training(over)
+    with file_system_calls.counted(stage.layout.checkpoints) as calls:
+        assert stage.play("save:20 save:21 save:22 progress:23 sleep:600") == 0
+        assert calls["open"] <= 2 and calls["stat"] <= 2, calls
+    assert stage.slurm.actions_at_requeue == [[]]
+    assert (stage.causes, stage.actions) == (["time_limit"], ["requeue"])
+    assert stage.events(EventKind.LAUNCH_ENDED)[0].checkpoint_step == 22
+    assert [one.reason for one in stage.events(EventKind.ACTION_RESULT)] == ["done"]
+
+
+def test_a_controller_that_does_not_answer_gives_time_to_record(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job may be killed while the supervisor waits: the next one finds what was decided."""
+    monkeypatch.setattr(requeue_module, "_PATIENCE_SECONDS", 600.0)
+    real = stage.slurm.requeue
+
+    def requeue(job_id: int, *, shielded: bool = False) -> RequeueAnswer:
+        stage.slurm.away = not stage.slurm.actions_at_requeue
+        return real(job_id, shielded=shielded)
+
+    def over() -> None:
+        stage.slurm.change(state=JobState.COMPLETING, reason="TimeLimit")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(stage.slurm, "requeue", requeue)
+    stage.once_training(over)
+    assert stage.play("save:20 progress:21 sleep:600") == 0
+    assert stage.slurm.actions_at_requeue == [[], ["requeue"]]

@@ -65,6 +65,48 @@ def test_the_log_of_an_agent_belongs_to_no_rank(tmp_path: Path) -> None:
     assert (found.cause, found.rank, found.node) == (Cause.PORT, None, None)
 
 
+def test_labels_in_the_log_of_a_node_name_the_ranks(tmp_path: Path) -> None:
+    """What srun writes with --label: each line has its rank, which has its node and its end."""
+    (tmp_path / "step0-node0001.log").write_text(
+        f"9: started\n12: {OOM}\n 9: {TIMEOUT.format(rank=9)}\n12: again: {OOM}\n9: {STALE}\n"
+        "an agent without a label\n"
+    )
+    ranks = LaunchRanks({9: "n1", 12: "n1"}, {12: AT - 5})
+    found = SCANNER.logs(tmp_path, -1, ranks)
+    assert [(one.signature, one.rank, one.node) for one in found] == [
+        ("gpu_out_of_memory", 12, "n1"),
+        ("nccl_timeout", 9, "n1"),
+    ], "a rank says a thing once, and nothing after its teardown; ranks do not mix"
+    assert found[0].line == OOM, "the evidence is what the rank wrote"
+    assert found[0].order == pytest.approx(AT - 5, abs=0.1)
+
+
+def test_a_line_that_slurm_has_cut_is_evidence_as_a_whole(tmp_path: Path) -> None:
+    """slurmstepd cuts after 1024 bytes, here within the words that a signature looks for."""
+    words = TIMEOUT.format(rank=3)
+    line = "x" * (1024 - words.index("operation timeout")) + words
+    pieces = (line[:1024], line[1024:])
+    log = "3: {}\n4: between\n3: {}\n".format(*pieces)
+    (tmp_path / "step0-node0000.log").write_text(log)
+    assert SCANNER.lines(pieces, "rank") == (), "neither half says it"
+    assert [(one.signature, one.rank) for one in SCANNER.logs(tmp_path, -1)] == [
+        ("nccl_timeout", 3)
+    ]
+
+
+def test_the_node_whose_rank_ended_first_is_read_first(tmp_path: Path) -> None:
+    for node in range(4):
+        (tmp_path / f"step0-node{node:04d}.log").write_text(f"{node * 2}: {OOM}\n")
+    nodes = {rank: f"n{rank // 2}" for rank in range(8)}
+    ranks = LaunchRanks(nodes, {7: AT, 2: AT + 2, 3: AT + 1})
+    assert ranks.ended_at_by_node() == {3: AT, 1: AT + 1}
+    (tmp_path / "step0-node0002.log").unlink()
+    os.mkfifo(tmp_path / "step0-node0002.log")  # the one reader does not come past it
+    limits = ScanLimits(readers=1, seconds=1.0)
+    found = {one.rank for one in SCANNER.logs(tmp_path, -1, ranks, limits)}
+    assert found == {6, 2, 0, None}, "of node 2 nothing is known, and its name is after node 0"
+
+
 def test_a_launch_that_has_left_no_logs_has_none(tmp_path: Path) -> None:
     log(tmp_path, 2, 0, f"{STALE}\n")
     assert SCANNER.logs(tmp_path, 2) == ()
@@ -85,6 +127,8 @@ def test_only_the_end_of_a_file_is_read(tmp_path: Path) -> None:
     assert ScanLimits().tail(4096) == 16 * 1024
     assert ScanLimits().tail(10**6) == 4096
     assert ScanLimits().tail(8) == 64 * 1024
+    assert ScanLimits().tail(8, of_node=True) == 8 * ScanLimits().tail(8), "of eight ranks"
+    assert ScanLimits().tail(2048, of_node=True) == 32 * 1024
 
 
 def test_bytes_that_are_no_text_and_colours_do_no_harm(tmp_path: Path) -> None:

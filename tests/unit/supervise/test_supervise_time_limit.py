@@ -6,19 +6,27 @@ import math
 import os
 import signal
 import time
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 
+from hpctrain.actions.describe import describe
+from hpctrain.actions.runs import RunFiles
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.run_records import SaveRecord, StepMetrics, append_metrics, append_save
 from hpctrain.supervise import loop, time_limit
 from hpctrain.supervise.attempt import attempt_from
+from hpctrain.supervise.evidence import launch_watch
+from hpctrain.supervise.judge.stop_lead import stop_lead
 from hpctrain.supervise.time_limit import (
     JobTimeLimit,
-    OverdueWarning,
+    StopTime,
+    measured_lead,
     query_time_limit,
     too_late_for_launch,
 )
@@ -105,7 +113,7 @@ def test_a_warning_that_does_not_come_is_noticed(warned: Stage, clock: Clock) ->
     """Slurm warns 180 s before the end or a little earlier."""
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
-    warning = OverdueWarning(context, query_time_limit(context))
+    warning = StopTime(context, query_time_limit(context))
     for now, due in ((1000, False), (1820, False), (1834, False), (1835, True)):
         clock.now = now
         assert warning.is_due() is due
@@ -114,7 +122,7 @@ def test_a_warning_that_does_not_come_is_noticed(warned: Stage, clock: Clock) ->
 def test_a_limit_that_has_been_moved_warns_later(warned: Stage, clock: Clock) -> None:
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
-    warning = OverdueWarning(context, query_time_limit(context))
+    warning = StopTime(context, query_time_limit(context))
     warned.slurm.change(end_time=3000.0)
     for now, due in ((1835, False), (2834, False), (2835, True)):
         clock.now = now
@@ -124,7 +132,7 @@ def test_a_limit_that_has_been_moved_warns_later(warned: Stage, clock: Clock) ->
 def test_silence_of_slurm_is_no_warning(warned: Stage, clock: Clock) -> None:
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
-    warning = OverdueWarning(context, query_time_limit(context))
+    warning = StopTime(context, query_time_limit(context))
     warned.slurm.away = True
     clock.now = 1900
     assert not warning.is_due()
@@ -138,9 +146,164 @@ def test_silence_of_slurm_is_no_warning(warned: Stage, clock: Clock) -> None:
 def test_no_limit_no_warning(warned: Stage, clock: Clock, end_time: float | None) -> None:
     warned.slurm.change(end_time=end_time)
     context = warned.supervisor().context
-    warning = OverdueWarning(context, query_time_limit(context))
+    warning = StopTime(context, query_time_limit(context))
     clock.now = 1e12
     assert not warning.is_due()
+
+
+# -- what the run has measured -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("steps", "saves"), [(0, 0), (19, 3), (20, 2), (1000, 0)])
+def test_too_few_measurements_say_nothing(steps: int, saves: int) -> None:
+    assert stop_lead([1.0] * steps, [5.0] * saves) is None
+
+
+def test_a_stop_takes_a_step_and_two_saves() -> None:
+    """The slow ones of them: one of a hundred is left out, all of ten count."""
+    steps = [*[2.0] * 97, 3.0, 3.0, 300.0]
+    lead = stop_lead(steps, [10.0] * 9 + [40.0])
+    assert lead is not None
+    assert (lead.step_seconds, lead.save_seconds) == (2.0, 40.0)
+    assert lead.seconds == 30.0 + 2.0 + 2 * 40.0
+    assert "112 s" in lead.sentence and "40.0 s (of 10)" in lead.sentence
+
+
+def known(step_seconds: float, save_seconds: float) -> Any:
+    lead = stop_lead([step_seconds] * 20, [save_seconds] * 3)
+    return lambda run: lead
+
+
+def test_a_run_whose_saves_are_slow_stops_before_the_warning(warned: Stage, clock: Clock) -> None:
+    """A stop takes 30 + 10 + 2 x 100 s, and the script has planned 180 s."""
+    warned.slurm.change(end_time=2000.0)
+    context = warned.supervisor().context
+    stop = StopTime(context, query_time_limit(context), known(10.0, 100.0))
+    for now, due in ((1519, False), (1521, False), (1759, False), (1760, True)):
+        clock.now = now
+        assert stop.is_due() is due
+
+
+def test_a_run_whose_saves_are_fast_trains_on_after_the_warning(
+    warned: Stage, clock: Clock
+) -> None:
+    """A stop takes 30 + 2 + 2 x 4 s."""
+    warned.slurm.change(end_time=2000.0)
+    context = warned.supervisor().context
+    stop = StopTime(context, query_time_limit(context), known(2.0, 4.0))
+    clock.now = 1820
+    assert not stop.is_due() and stop.outlasts_warning()
+    for now, due in ((1900, False), (1959, False), (1960, True)):
+        clock.now = now
+        assert stop.is_due() is due
+    assert not stop.outlasts_warning()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(dict(preempt_time=1.0), id="preempted"),
+        pytest.param(dict(end_time=9000.0), id="sent by a person"),
+        pytest.param(dict(end_time=math.inf), id="no limit"),
+        pytest.param(None, id="no answer"),
+    ],
+)
+def test_a_warning_that_is_followed_at_once(
+    warned: Stage, clock: Clock, change: dict[str, Any] | None
+) -> None:
+    warned.slurm.change(end_time=2000.0)
+    context = warned.supervisor().context
+    stop = StopTime(context, query_time_limit(context), known(2.0, 4.0))
+    clock.now = 1820
+    assert stop.outlasts_warning()
+    if change is None:
+        warned.slurm.away = True
+    else:
+        warned.slurm.change(**change)
+    assert not stop.outlasts_warning()
+
+
+def test_a_stop_leaves_half_of_the_time_to_training(warned: Stage, clock: Clock) -> None:
+    warned.slurm.change(end_time=2000.0)
+    context = warned.supervisor().context
+    stop = StopTime(context, query_time_limit(context), known(10.0, 5000.0))
+    clock.now = 1499
+    assert not stop.is_due()
+    clock.now = 1500
+    assert stop.is_due()
+
+
+def test_the_records_of_all_attempts_are_read(warned: Stage) -> None:
+    layout = warned.layout
+    assert measured_lead(layout) is None
+    for epoch in (1, 2):
+        for step in range(20 * epoch - 19, 20 * epoch + 1):
+            append_metrics(layout, trained(step, epoch))
+            if step % 10 == 0:
+                save = SaveRecord(
+                    step=step, epoch=epoch, time=1.0, stall_seconds=1.0, publish_seconds=4.0,
+                    size_bytes=1,
+                )  # fmt: skip
+                append_save(layout, save)
+    lead = measured_lead(layout)
+    assert lead is not None
+    assert (lead.steps, lead.saves, lead.step_seconds, lead.save_seconds) == (38, 4, 2.0, 5.0)
+
+
+def trained(step: int, epoch: int) -> StepMetrics:
+    """A step that has taken as many seconds as the launch has as number."""
+    return StepMetrics(
+        step=step, epoch=epoch, time=1.0, loss=1.0, loss_hex=1.0.hex(), grad_norm=1.0,
+        learning_rate=1e-3, step_seconds=float(epoch), tokens_per_second=1.0, mfu=None,
+        memory_bytes=0, consumed_samples=step,
+    )  # fmt: skip
+
+
+def test_a_stop_by_measured_times_is_in_the_ledger(
+    warned: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch is stopped by the supervisor, with a save, and the next attempt goes on."""
+    later = [0.0]
+    clock = SimpleNamespace(time=lambda: time.time() + later[0], monotonic=time.monotonic)
+    monkeypatch.setattr(time_limit, "time", clock)
+    monkeypatch.setattr(launch_watch, "StopTime", partial(StopTime, learn=known(10.0, 200.0)))
+    ends_in(warned, 10000)
+    warned.once_training(lambda: later.append(later.pop() + 9700))
+    assert warned.play("progress:3 save:20 await-stop") == 0
+    assert (warned.causes, warned.actions) == (["time_limit"], ["requeue"])
+    (timed,) = warned.events(EventKind.STOP_TIMED)
+    assert "440 s as measured" in str(timed.reason) and "180 s ahead" in str(timed.reason)
+
+
+def test_a_launch_trains_on_after_the_warning(
+    warned: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm warns 170 s before the end, and a stop takes 40 s: it comes when these are left."""
+    later = [0.0]
+    clock = SimpleNamespace(time=lambda: time.time() + later[0], monotonic=time.monotonic)
+    monkeypatch.setattr(time_limit, "time", clock)
+    monkeypatch.setattr(launch_watch, "StopTime", partial(StopTime, learn=known(2.0, 4.0)))
+    ends_in(warned, 10000)
+
+    def warn() -> None:
+        later[0] = 9830
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def near_the_end() -> None:
+        assert not (warned.layout.control / "stop").exists()
+        later[0] = 9990
+
+    warned.once_training(warn)
+    warned.once(lambda: warned.events(EventKind.STOP_TIMED), near_the_end)
+    assert warned.play("progress:3 save:20 await-stop") == 0
+    assert (warned.causes, warned.actions) == (["time_limit"], ["requeue"])
+    reasons = [str(event.reason) for event in warned.events(EventKind.STOP_TIMED)]
+    assert [reason.partition(":")[0] for reason in reasons] == [
+        "Slurm has warned, and there is time to train on",
+        "the time limit is near",
+    ]
+    (attempt,) = describe(RunFiles(warned.layout)).attempts
+    assert attempt.stop_time == reasons[-1]
 
 
 # -- whole attempts ----------------------------------------------------------------------------
@@ -270,12 +433,13 @@ def test_a_failure_in_a_start_that_is_asked_to_stop_costs_no_budget(warned: Stag
     warned.once((warned.layout.directory / "srun.pid").exists, lambda: asked(warned, "USR1"))
 
     def yielded() -> None:
-        from hpctrain.store.run_records import ExitRecord, write_exit_record
+        from hpctrain.store.exit_records import write_exit_record
+        from hpctrain.store.run_records import ExitRecord
 
         values: dict[str, Any] = dict(epoch=1, rank=1, node="n0", outcome="yielded", step=0)
         record = ExitRecord(**values, exit_code=75, time=1.0)
-        write_exit_record(warned.layout, record)
+        write_exit_record(warned.layout, 1, record)
 
     warned.once(lambda: warned.layout.stop_request.exists(), yielded)
-    assert warned.play("progress:0 await:exits/e000001/rank-000001.json crash") == 0
+    assert warned.play("progress:0 await:exits/e000001/node-000001.jsonl crash") == 0
     assert (warned.causes, warned.actions) == (["time_limit"], ["requeue"])

@@ -70,6 +70,18 @@ ROWS: dict[str, tuple[LaunchEvidence, Cause]] = {
         Story().evidence(job=job("PENDING", "launch_failed_requeued_held", restarts=1)),
         Cause.PROLOG_FAILURE,
     ),
+    "login environment failed, requeued and held": (
+        Story().evidence(
+            job=job("PENDING", "user_env_retrieval_failed_requeued_held", restarts=1)
+        ),
+        Cause.PROLOG_FAILURE,
+    ),
+    "launched too often, requeued and held": (
+        Story().evidence(
+            job=job("REQUEUE_HOLD", "launch_failure_limit_exceeded_requeued_held", restarts=5)
+        ),
+        Cause.PROLOG_FAILURE,
+    ),
     "prolog failed, in words": (
         Story().evidence(job=job("PENDING", "launch failed requeued held")),
         Cause.PROLOG_FAILURE,

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,9 +17,11 @@ from supervise_facts import config
 from supervise_stage import Stage
 from trainer_documents import train_json
 
+from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.messages import TaskFailure
-from hpctrain.slurm.records import StepRecord
+from hpctrain.slurm.records import JobRecord, StepRecord
 from hpctrain.slurm.states import JobState
+from hpctrain.store.exit_records import write_exit_record
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import (
     ExitRecord,
@@ -26,16 +30,21 @@ from hpctrain.store.run_records import (
     RankTimes,
     StepMetrics,
     append_metrics,
-    write_exit_record,
     write_record,
 )
 from hpctrain.store.speed_checks import SlowPart, SpeedCheck, write_speed_check
 from hpctrain.store.supervise_config import LaunchShape
 from hpctrain.supervise.evidence import gather, job_facts, launch_watch
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
-from hpctrain.supervise.evidence.run_dir_snapshot import BackgroundReader, RunDirSnapshot
+from hpctrain.supervise.evidence.run_dir_snapshot import (
+    BackgroundReader,
+    RunDirReader,
+    RunDirSnapshot,
+)
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
 from hpctrain.supervise.srun_process import SrunProcess
+
+NEXT_SECONDS = Backoff.next_seconds
 
 
 class Clock:
@@ -259,7 +268,7 @@ def test_times_without_an_answer_add_up(scene: Scene) -> None:
 def record(scene: Scene, rank: int, outcome: str) -> None:
     values = {"epoch": 3, "rank": rank, "node": "n0", "outcome": outcome, "step": 1}
     ended = ExitRecord.model_validate({**values, "exit_code": 0, "time": 1.0})
-    write_exit_record(scene.stage.layout, ended)
+    write_exit_record(scene.stage.layout, 0, ended)
 
 
 def test_the_ranks_that_survive_get_time_for_their_last_words(scene: Scene) -> None:
@@ -554,11 +563,25 @@ def test_whom_we_have_killed_has_not_failed(stage: Stage) -> None:
     assert [failure.tasks for failure in failures] == ["1"]
 
 
+def test_a_record_that_is_added_to_the_file_of_a_node_is_seen(stage: Stage) -> None:
+    """Ranks of a node share a file: one leaves well, the next one fails a moment later."""
+    reader = RunDirReader(stage.layout, 1)
+    seen = []
+    for rank, outcome in ((0, "yielded"), (1, "crash")):
+        values = {"epoch": 1, "rank": rank, "node": "n0", "outcome": outcome, "step": 1}
+        record = ExitRecord.model_validate({**values, "exit_code": 1, "time": 1.0})
+        write_exit_record(stage.layout, 0, record)
+        snapshot = reader.read(find_saves=False, rank_times=False)
+        seen.append((snapshot.left, snapshot.failed))
+    assert seen == [(True, False), (True, True)]
+
+
 def test_records_are_read_in_the_order_of_their_ends(stage: Stage) -> None:
     for rank, ended_at in ((0, 9.0), (1, 3.0)):
         values = {"epoch": 1, "rank": rank, "node": "n0", "outcome": "crash", "step": 1}
         write_exit_record(
             stage.layout,
+            rank,
             ExitRecord.model_validate({**values, "exit_code": 1, "time": ended_at}),
         )
     context = stage.supervisor().context
@@ -600,3 +623,62 @@ def test_a_hang_is_confirmed_also_after_a_pause_of_the_supervisor(
     reader = PausedReader(scene.clock, watch._reader.read(True, False))
     monkeypatch.setattr(watch, "_must_end", lambda snapshot, now: snapshot is reader.snapshot)
     assert watch._confirm_stall(cast(BackgroundReader, reader), watch.stall)
+
+
+# -- a step that refuses to die ------------------------------------------------------------------
+
+
+class MovingClock(Clock):
+    """Sleeping takes no time but its own."""
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Bucket:
+    """Slurm's limit for one user: slurm.conf(5), rl_bucket_size 30 and rl_refill_rate 2."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.left, self.least, self.calls = clock, 30.0, 30.0, 0
+        self.since = clock.now
+
+    def take(self) -> None:
+        self.left = min(30.0, self.left + 2.0 * (self.clock.now - self.since)) - 1.0
+        self.since, self.calls = self.clock.now, self.calls + 1
+        self.least = min(self.least, self.left)
+
+
+def test_a_step_that_refuses_to_die_leaves_calls_for_the_requeue(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KillWait and 10 s more, and the shortest pauses that chance can give."""
+    clock, slurm = MovingClock(), scene.stage.slurm
+    bucket = Bucket(clock)
+    watch = scene.resumed_at(0)
+    seconds = watch.context.config.kill_wait_seconds + 10
+    monkeypatch.setattr(launch_watch, "time", clock)
+    monkeypatch.setattr(launch_watch, "_POLL_SECONDS", 0.2)
+    monkeypatch.setattr(Backoff, "next_seconds", NEXT_SECONDS)
+    monkeypatch.setattr(launch_watch, "Backoff", partial(Backoff, draw=lambda: 1.0))
+    jobs = slurm.jobs
+
+    def steps(job_id: int) -> tuple[StepRecord, ...]:
+        bucket.take()
+        return (StepRecord("0", JobState.RUNNING),)
+
+    def asked(ids: Collection[int]) -> dict[int, JobRecord]:
+        bucket.take()
+        return jobs(ids)
+
+    monkeypatch.setattr(slurm, "jobs", asked)
+    monkeypatch.setattr(slurm, "steps", steps)
+    monkeypatch.setattr(slurm, "kill_step", lambda *_: bucket.take())
+    scene.srun.kill = scene.srun.finish_reading = lambda *_: None  # type: ignore[attr-defined]
+    began = clock.now
+    watch._end_step()
+    assert watch.step_remains and clock.now - began >= seconds
+    assert bucket.calls >= 3 * 3, "it is killed again and again"
+    assert bucket.least > 0, f"{bucket.calls} calls in {seconds:.0f} s"

@@ -34,6 +34,8 @@ def test_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert place.log_of(11) == tmp_path / "logs/4711.0/step2-rank0011.log"
     again = read_agent_environment(WORDS, {**TOLD, "SLURM_RESTART_COUNT": "3"})
     assert again.log_of(11) == tmp_path / "logs/4711.3/step2-rank0011.log"
+    assert not place.logs_by_node
+    assert read_agent_environment(["--logs=node", *WORDS], TOLD).logs_by_node
 
 
 @pytest.mark.parametrize("name", TOLD)

@@ -129,5 +129,5 @@ def test_a_rank_that_waits_says_so_until_its_own_share_is_read(
 
 def test_without_a_checkpoint_there_is_nothing_to_compare(tmp_path: Path) -> None:
     assert start_digest_check(None, 0, 1, "n0") is None
-    with pytest.raises(BadCheckpointError, match="no readable manifest"):
+    with pytest.raises(UnreadableCheckpointError, match="no readable manifest"):
         start_digest_check(tmp_path, 0, 1, "n0")

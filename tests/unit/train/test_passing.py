@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.store.launch_logs import lines_of_rank
 from hpctrain.train.launchers.agent_rank_setup import LOG_VARIABLE, set_up_under_agent
+from hpctrain.train.launchers.labelled_output import LabelledOutput
 from hpctrain.train.launchers.signal_forwarding import FORWARDED_SIGNALS, SignalForwarder, catches
 from hpctrain.train.stop import STOP_SIGNALS
 
@@ -101,6 +103,39 @@ def test_a_rank_below_an_agent_writes_its_own_log(tmp_path: Path) -> None:
         )
         assert (done.returncode, done.stdout) == (0, said)
     assert log.read_text() == "zero\none\ntwo\nthree\n"
+
+
+def test_an_agent_puts_the_rank_before_each_line(tmp_path: Path) -> None:
+    """As srun does for its own tasks; also of a rank that is killed within a line."""
+    program = (
+        "import os, subprocess, sys\n"
+        "from hpctrain.train.launchers.agent_rank_setup import set_up_under_agent\n"
+        "set_up_under_agent()\n"
+        "print('one', flush=True)\n"
+        "subprocess.run(['sh', '-c', 'echo two >&2'])\n"
+        "print('x' * 200_000)\n"
+        "print('last', end='', flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    log = tmp_path / "step0-node0000.log"
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = LabelledOutput(descriptor)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, LOG_VARIABLE: str(output.pipe_of(rank))},
+        )
+        for rank in (8, 11)
+    ]
+    assert [rank.wait(300) for rank in ranks] == [-signal.SIGKILL] * 2
+    directory = output.pipe_of(12).parent
+    output.close()
+    os.close(descriptor)
+    for rank in (8, 11):
+        lines = list(lines_of_rank(log, rank))
+        assert [lines[0], lines[1], lines[-1]] == [b"one", b"two", b"last"]
+        assert b"".join(lines[2:-1]) == b"x" * 200_000
+    assert not directory.exists()
 
 
 def test_a_rank_of_srun_has_its_log_from_slurm() -> None:

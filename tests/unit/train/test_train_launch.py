@@ -80,6 +80,9 @@ def test_an_optimizer_on_the_host_has_the_cpus_of_its_rank(
     assert host_threads({}) == 16
     assert host_threads({"LOCAL_WORLD_SIZE": "8"}) == 2
     assert host_threads({"LOCAL_WORLD_SIZE": "32"}) == 1
+    # a task that Slurm has not bound sees the CPUs of all
+    assert host_threads({"SLURM_CPUS_PER_TASK": "4"}) == 4
+    assert host_threads({"SLURM_CPUS_PER_TASK": "16", "LOCAL_WORLD_SIZE": "8"}) == 2
 
 
 def test_kernels_start_in_launch_order_where_megatron_needs_it() -> None:

@@ -26,16 +26,18 @@ from hpctrain.checkpoints.manifest import (
     digest_file,
     partial_name,
     read_rank_digests,
+    remove_rank_digests,
     saving_name,
     write_rank_digests,
 )
 from hpctrain.checkpoints.publish import (
     TRACKER_NAME,
+    Retention,
     publish,
     published_steps,
-    retire,
 )
 from hpctrain.errors import CheckpointError
+from hpctrain.store.exit_records import rank_0_has_exited
 from hpctrain.store.run_records import SaveRecord
 from hpctrain.train.engines.megatron_lm.log_lines import read_save_begun, read_save_done
 from hpctrain.train.job import Job
@@ -80,6 +82,7 @@ class CheckpointPublisher:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="saves", daemon=True)
         self._retiring: threading.Thread | None = None
+        self._retention = Retention(self._root)
 
     @property
     def newest_step(self) -> int | None:
@@ -126,8 +129,8 @@ class CheckpointPublisher:
 
     def _rank_0_has_exited(self) -> bool:
         """Return whether rank 0 has left its exit record and cannot publish any more."""
-        record = self._job.run.exit_record(self._job.launch.epoch, 0)
-        return not self._job.launch.leads and record.exists()
+        launch = self._job.launch
+        return not launch.leads and rank_0_has_exited(self._job.run, launch.epoch)
 
     def abandon(self) -> None:
         """Publish, after the program has failed, earlier saves of which no file is missing."""
@@ -198,14 +201,15 @@ class CheckpointPublisher:
         self._rows.append(self._stalls.record(manifest))
 
         def retire_old(earlier: threading.Thread | None) -> None:
-            """Delete old checkpoints, after the deletion that an earlier save has started.
+            """Delete digests of ranks and old checkpoints, after what an earlier save deletes.
 
             It takes seconds on a shared file system, in which the next save must be noticed.
             """
             if earlier is not None:
                 earlier.join()
+            remove_rank_digests(self._root / checkpoint_name(step))
             pinned = launch.pinned_steps
-            retire(self._root, config.keep_checkpoints, config.keep_every_steps, pinned)
+            self._retention.retire(config.keep_checkpoints, config.keep_every_steps, pinned)
 
         retiring = threading.Thread(
             target=retire_old, args=(self._retiring,), name="retire", daemon=True

@@ -14,6 +14,7 @@ import time
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.store.run_records import Phase, Progress, write_record
+from hpctrain.train.device import peak_memory_bytes
 from hpctrain.train.engine import Evaluation
 from hpctrain.train.engines.megatron_lm.log_lines import (
     FirstStepCorrection,
@@ -110,6 +111,7 @@ class LogReporter:
             grad_norm=line.grad_norm,
             learning_rate=line.learning_rate,
             step_seconds=line.step_seconds,
+            memory_bytes=peak_memory_bytes(),
         )
         evaluation = None if eval_loss is None else Evaluation(eval_loss)
         metrics = step_metrics(self._config, self._job.launch.epoch, result, evaluation)

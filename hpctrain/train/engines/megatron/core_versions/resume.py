@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.checkpoints.manifest import read_manifest
+from hpctrain.checkpoints.resume_shares import read_head
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.train import software
 from hpctrain.train.engines.megatron.core_versions.supported import (
@@ -20,7 +21,8 @@ from hpctrain.train.engines.megatron.core_versions.supported import (
 
 def saving_version(directory: Path) -> str:
     """Return the version of megatron-core that has saved the checkpoint."""
-    manifest = read_manifest(directory)
+    head = read_head(directory)  # every rank asks, and the manifest lists the files of all
+    manifest = head.manifest if head is not None else read_manifest(directory)
     return (manifest and manifest.library_version) or UNNAMED_VERSION
 
 

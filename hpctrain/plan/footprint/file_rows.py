@@ -1,0 +1,537 @@
+"""What a run does to files: one row per place of the run directory and kind of event.
+
+The counts are those of the code named in `source`. tests/engines/test_footprint_measured.py and
+tests/slurm/test_footprint_on_slurm.py compare them with what strace sees: a change of that code
+that changes a count is a change of its row. Belongs here: places, rows and their sources. Does not
+belong here: how often events happen (`predict`), what Slurm is asked (`slurm_rows`).
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from hpctrain.plan.footprint.quantities import FileRow, Formula
+
+# Patterns (fnmatch) of paths in the run directory, without the endings of temporary files. A path
+# belongs to the first place that has a pattern for it.
+PLACES: dict[str, tuple[str, ...]] = {
+    "settings": (
+        *("spec.yaml", "profile.yaml", "plan.json", "train.json", "train-n*.json"),
+        *("supervise.json", "signatures.json", "data.json", "job.sbatch"),
+        *("ds_config.json", "ds_config-n*.json"),
+    ),
+    "ledger": ("ledger.jsonl",),
+    "epochs": ("epochs", "epochs/*"),
+    "requests": ("control", "control/*"),
+    "progress": ("progress.json",),
+    "metrics": ("metrics.jsonl",),
+    "saves": ("saves.jsonl",),
+    "rank times": ("ranks.json",),
+    "software": ("software.jsonl", "speed.jsonl"),
+    "skipped data": ("skips.json",),
+    "done marker": ("done.json",),
+    "exit records": ("exits", "exits/*"),
+    "stacks": ("stacks", "stacks/*"),
+    "logs": ("logs", "logs/*"),
+    "traces": ("traces", "traces/*", "flops-*.txt"),
+    "index cache": ("data-cache", "data-cache/*"),
+    "node checks": (".preflight-*",),
+    "quarantine": ("checkpoints/quarantine", "checkpoints/quarantine/*"),
+    "checkpoints": ("checkpoints", "checkpoints/*"),
+}
+# Snapshots of the run directory that the supervisor takes, and how often it reads times of ranks.
+SNAPSHOT_SECONDS = 2.0
+RANK_TIMES_SECONDS = 10.0
+# Steps per record of rank times; how often a rank that starts looks for a request to stop.
+RANK_TIMES_STEPS = 20
+STARTUP_POLL_SECONDS = 0.2
+# Launches whose stacks are kept.
+KEPT_STACKS = 4
+_SNAPSHOT = "hpctrain.supervise.evidence.run_dir_snapshot:RunDirReader.read"
+_LAUNCH = "hpctrain.supervise.srun_launch:TrainerLauncher"
+_LOOP = "hpctrain.train.loop:Loop"
+_SUBMIT = "hpctrain.actions.submit:write_run_directory"
+_EXIT = "hpctrain.store.run_records:write_exit_record"
+_PUBLISH = "hpctrain.checkpoints.publish:publish"
+_RETIRE = "hpctrain.checkpoints.publish:Retention.retire"
+_SAVE = "hpctrain.train.saving.saver:Saver"
+_DISCOVER = "hpctrain.checkpoints.discover"
+_CONFIRMED = "hpctrain.train.entry:_confirmed"
+_RANKS_ONCE = Formula(ranks=1)
+_EACH_SNAPSHOT = 1 / SNAPSHOT_SECONDS
+
+
+def place_of(path: str) -> str | None:
+    """The place of a path relative to the run directory; None for one that belongs to none."""
+    for place, patterns in PLACES.items():
+        if any(fnmatchcase(path, pattern) for pattern in patterns):
+            return place
+    return None
+
+
+# -- once, when the run is submitted -----------------------------------------------------------
+_RUN = (
+    FileRow(
+        "settings",
+        "run",
+        "submit",
+        _SUBMIT,
+        inodes=Formula(9, sizes=2),  # eight files and the run's directory itself
+        open=Formula(15, sizes=4),
+        rename=Formula(8, sizes=2),
+        mkdir=Formula(1),
+    ),
+    FileRow("ledger", "run", "submit", _SUBMIT, inodes=Formula(1), open=Formula(4)),
+    *(
+        FileRow(
+            place,
+            "run",
+            "submit",
+            "hpctrain.store.layout:RunLayout.create",
+            inodes=Formula(1),
+            mkdir=Formula(1),
+        )
+        for place in ("requests", "epochs", "exit records", "logs", "stacks", "checkpoints")
+    ),
+    FileRow("metrics", "run", "rank 0", "hpctrain.train.report:Reporter", inodes=Formula(1)),
+    FileRow("saves", "run", "rank 0", "hpctrain.train.report:Reporter", inodes=Formula(1)),
+    FileRow("progress", "run", "rank 0", "hpctrain.train.report:Reporter", inodes=Formula(1)),
+    FileRow("rank times", "run", "rank 0", "hpctrain.train.report:Reporter", inodes=Formula(1)),
+    FileRow(
+        "software",
+        "run",
+        "rank 0",
+        "hpctrain.store.software:write_software",
+        inodes=Formula(1, speed_checks=1),
+    ),
+    FileRow("checkpoints", "run", "rank 0", _PUBLISH, inodes=Formula(1)),  # Megatron's tracker
+    FileRow(
+        "checkpoints",
+        "run",
+        "supervisor",
+        "hpctrain.checkpoints.resume_shares:write_shares",
+        inodes=Formula(1),
+    ),
+    FileRow("done marker", "run", "rank 0", "hpctrain.train.entry:_mark_done", inodes=Formula(1)),
+    FileRow(
+        "index cache",
+        "run",
+        "rank 0",
+        "hpctrain.train.datasets.index_cache:complete_files",
+        inodes=Formula(1, index_files=1),
+        # whoever makes an index reads it less often
+        open=Formula(index_files=-5 / 4),
+        stat=Formula(index_files=-3 / 4),
+        rename=Formula(index_files=3 / 4),
+        varies=True,  # megatron-core's own
+    ),
+)
+# -- each launch ---------------------------------------------------------------------------------
+_SUPERVISOR = (
+    FileRow(
+        "settings",
+        "launch",
+        "supervisor",
+        _LAUNCH,
+        open=Formula(4),
+        stat=Formula(5),
+        varies=True,
+    ),
+    FileRow(
+        "ledger",
+        "launch",
+        "supervisor",
+        "hpctrain.store.ledger:BufferedLedger",
+        open=Formula(16),
+        varies=True,
+    ),
+    FileRow(
+        "epochs",
+        "launch",
+        "supervisor",
+        "hpctrain.store.epochs:claim_epoch",
+        inodes=Formula(1),
+        open=Formula(3),
+        rename=Formula(1),
+        unlink=Formula(1),
+    ),
+    FileRow(
+        "requests",
+        "launch",
+        "supervisor",
+        "hpctrain.store.requests:read_request",
+        open=Formula(4),
+        unlink=Formula(4),
+        varies=True,
+    ),
+    FileRow(
+        "checkpoints",
+        "launch",
+        "supervisor",
+        "hpctrain.checkpoints.publish:fence_off",
+        open=Formula(5),
+        stat=Formula(7),
+    ),
+    FileRow(
+        "quarantine",
+        "launch",
+        "supervisor",
+        f"{_DISCOVER}:select_for_resume",
+        stat=Formula(1),
+        varies=True,
+    ),
+    FileRow(
+        "checkpoints",
+        "launch",
+        "supervisor",
+        f"{_DISCOVER}:good_steps",
+        open=Formula(3),
+        stat=Formula(1, files=1),  # the newest
+    ),
+    FileRow("logs", "launch", "supervisor", f"{_LAUNCH}", open=Formula(2), varies=True),
+    FileRow("metrics", "launch", "supervisor", _LAUNCH, open=Formula(2), varies=True),
+    FileRow("saves", "launch", "supervisor", _LAUNCH, open=Formula(1), varies=True),
+    FileRow("skipped data", "launch", "supervisor", _LAUNCH, open=Formula(1), varies=True),
+    FileRow("done marker", "launch", "supervisor", _LAUNCH, stat=Formula(3), varies=True),
+    FileRow("progress", "launch", "supervisor", _LAUNCH, open=Formula(2), varies=True),
+    FileRow(
+        "stacks",
+        "launch",
+        "supervisor",
+        "hpctrain.supervise.evidence.stack_files:forget_old_dumps",
+        open=Formula(1),
+    ),
+    FileRow(
+        "exit records",
+        "launch",
+        "supervisor",
+        "hpctrain.supervise.evidence.gather:gather",
+        open=Formula(3),
+        stat=Formula(2),
+        varies=True,
+    ),
+    FileRow(
+        "logs",
+        "launch",
+        "Slurm",
+        "hpctrain.render.script:build_script",
+        inodes=Formula(2, logs=1),  # the attempt's directory and job log, and one per task
+        open=Formula(1, logs=1),
+        mkdir=Formula(1),
+    ),
+)
+_RANKS = (
+    FileRow(
+        "settings",
+        "launch",
+        "each rank",
+        "hpctrain.train.entry:main",
+        open=Formula(ranks=1),
+        stat=Formula(3, ranks=2),
+    ),
+    FileRow(
+        "done marker", "launch", "each rank", "hpctrain.train.entry:main", open=Formula(ranks=1)
+    ),
+    FileRow(
+        "epochs",
+        "launch",
+        "each rank",
+        "hpctrain.train.storage:fence_of",
+        open=Formula(ranks=1),
+    ),
+    FileRow(
+        "saves",
+        "launch",
+        "each rank",
+        "hpctrain.train.saving.save_interval:SaveInterval",
+        open=Formula(2, ranks=1),
+    ),
+    FileRow(
+        "skipped data",
+        "launch",
+        "each rank",
+        "hpctrain.train.preflight:check",
+        open=Formula(1, ranks=1),
+    ),
+    FileRow(
+        "checkpoints",
+        "fresh",
+        "each rank",
+        "hpctrain.train.preflight:check",
+        open=Formula(ranks=1),
+        stat=Formula(ranks=1),
+    ),
+    FileRow(
+        "stacks",
+        "launch",
+        "each rank",
+        "hpctrain.train.stacks:open_stack_dump",
+        inodes=Formula(1),
+        keeps="four launches",
+        open=Formula(ranks=1),
+        stat=Formula(-1, ranks=4),
+        mkdir=Formula(ranks=2),
+        unlink=Formula(ranks=1),
+    ),
+    FileRow(
+        "software",
+        "launch",
+        "rank 0",
+        "hpctrain.store.software:write_software",
+        open=Formula(2),
+    ),
+    FileRow("metrics", "launch", "rank 0", "hpctrain.train.report:Reporter", open=Formula(2)),
+    FileRow("requests", "launch", "rank 0", _LOOP, stat=Formula(1)),
+    FileRow(
+        "requests",
+        "launch",
+        "rank 0",
+        "hpctrain.train.startup_stop:StartupStop",
+        stat=Formula(start_seconds=1 / STARTUP_POLL_SECONDS),
+        varies=True,
+    ),
+    FileRow(
+        "exit records",
+        "launch",
+        "rank 0",
+        _EXIT,
+        inodes=Formula(2),
+        open=Formula(2),
+        stat=Formula(3),
+        rename=Formula(1),
+        mkdir=Formula(2),
+    ),
+    FileRow(
+        "done marker",
+        "launch",
+        "rank 0",
+        "hpctrain.train.entry:_mark_done",
+        open=Formula(1),
+        rename=Formula(1),
+        varies=True,  # once, by the last launch
+    ),
+    FileRow(
+        "checkpoints",
+        "launch",
+        "rank 0",
+        "hpctrain.train.entry:_mark_done",
+        open=Formula(2),
+        stat=Formula(files=1),
+        varies=True,  # once, by the last launch
+    ),
+    FileRow(
+        "index cache",
+        "launch",
+        "each rank",
+        "hpctrain.train.datasets.token_samples",  # the library's
+        open=Formula(ranks_index_files=9 / 4),
+        stat=Formula(2, ranks_index_files=1),
+        mkdir=Formula(3),
+        varies=True,
+    ),
+)
+_RESUME = (
+    FileRow(
+        "checkpoints",
+        "resume",
+        "supervisor",
+        f"{_DISCOVER}:select_for_resume",
+        open=Formula(2, files=1),
+        stat=Formula(files=1),
+        varies=True,  # files are opened up to 1 GiB in all
+    ),
+    FileRow(
+        "checkpoints",
+        "resume",
+        "supervisor",
+        "hpctrain.checkpoints.resume_shares:write_shares",
+        open=Formula(2),
+        stat=Formula(1),
+        rename=Formula(1),
+    ),
+    FileRow(
+        "checkpoints",
+        "resume",
+        "each rank",
+        "hpctrain.train.saving.digest_check:start_digest_check",
+        open=Formula(3, files=1, ranks=2),
+        stat=Formula(files=1, ranks=2),
+    ),
+    FileRow(
+        "checkpoints",
+        "resume",
+        "each rank",
+        "hpctrain.train.engine:Snapshot",
+        open=Formula(1, ranks=8),
+        stat=Formula(ranks=9),
+    ),
+)
+
+# -- each checkpoint, each step, each second -------------------------------------------------------
+_TRAINING = (
+    FileRow(
+        "checkpoints",
+        "checkpoint",
+        "each rank",
+        "hpctrain.checkpoints.manifest:write_rank_digests",
+        inodes=Formula(1, ranks=1),
+        keeps="the checkpoint",
+        open=Formula(2, ranks=4),
+        stat=Formula(1, ranks=1),
+        rename=Formula(ranks=1),
+        mkdir=Formula(ranks=1),
+    ),
+    FileRow(
+        "checkpoints",
+        "checkpoint",
+        "each rank",
+        _SAVE,
+        inodes=Formula(1, files=1),
+        keeps="the checkpoint",
+        open=Formula(1, files=3),  # written, digested, flushed
+        stat=Formula(3, ranks=2),
+        rename=Formula(1),
+        mkdir=Formula(2, ranks=1),
+    ),
+    FileRow(
+        "checkpoints",
+        "checkpoint",
+        "rank 0",
+        _PUBLISH,
+        inodes=Formula(1),
+        keeps="the checkpoint",
+        open=Formula(11),
+        stat=Formula(11, files=1),
+        rename=Formula(3),
+    ),
+    FileRow(
+        "checkpoints",
+        "checkpoint",
+        "rank 0",
+        _RETIRE,
+        open=Formula(unverified=2),
+        stat=Formula(kept=1, unverified_files=1),
+    ),
+    FileRow(
+        "checkpoints",
+        "checkpoint",
+        "rank 0",
+        _RETIRE,
+        open=Formula(retired=2),
+        stat=Formula(retired=3),
+        rename=Formula(retired=1),
+        unlink=Formula(retired=3, retired_files=1, retired_ranks=1),
+    ),
+    FileRow("epochs", "checkpoint", "rank 0", _PUBLISH, open=Formula(2)),
+    FileRow("settings", "checkpoint", "rank 0", _SAVE, stat=Formula(2)),
+    FileRow("requests", "checkpoint", "rank 0", _SAVE, stat=Formula(1)),
+    FileRow(
+        "saves", "checkpoint", "rank 0", "hpctrain.train.report:Reporter.published", open=Formula(1)
+    ),
+    FileRow(
+        "metrics", "step", "rank 0", "hpctrain.train.report:Reporter.finished_step", open=Formula(1)
+    ),
+    FileRow("requests", "step", "rank 0", _LOOP, stat=Formula(2)),
+    FileRow(
+        "rank times",
+        "step",
+        "rank 0",
+        "hpctrain.train.report:Reporter.rank_times",
+        open=Formula(1 / RANK_TIMES_STEPS),
+        rename=Formula(1 / RANK_TIMES_STEPS),
+        varies=True,
+    ),
+    FileRow(
+        "progress",
+        "second",
+        "rank 0",
+        "hpctrain.train.report:Reporter.still_working",
+        open=Formula(1),
+        rename=Formula(1),
+        varies=True,  # at most, and never more often than steps
+    ),
+)
+_WATCHING = tuple(
+    FileRow(place, "second", "supervisor", _SNAPSHOT, open=opens, stat=stats, varies=True)
+    for place, opens, stats in (
+        ("settings", Formula(), Formula(_EACH_SNAPSHOT)),
+        ("progress", Formula(_EACH_SNAPSHOT), Formula()),
+        ("exit records", Formula(_EACH_SNAPSHOT), Formula()),
+        ("epochs", Formula(_EACH_SNAPSHOT), Formula()),
+        ("requests", Formula(3 * _EACH_SNAPSHOT), Formula()),
+        ("software", Formula(), Formula(_EACH_SNAPSHOT)),
+        ("rank times", Formula(1 / RANK_TIMES_SECONDS), Formula()),
+    )
+)
+# -- in addition, if a launch fails: at most, where all ranks can still say something ------------
+_FAILURE = (
+    FileRow(
+        "exit records",
+        "failure",
+        "each rank",
+        _EXIT,
+        inodes=Formula(-1, ranks=1),  # that of rank 0 is counted with the launch
+        open=Formula(-2, ranks=2),
+        stat=Formula(-4, ranks=4),
+        rename=Formula(-1, ranks=1),
+        mkdir=Formula(-2, ranks=2),
+    ),
+    FileRow("settings", "failure", "each rank", _EXIT, stat=Formula(-3, ranks=3)),
+    # a check that fails is made again once the run directory is known to be there
+    FileRow("checkpoints", "failure", "each rank", _CONFIRMED, open=_RANKS_ONCE, stat=_RANKS_ONCE),
+    FileRow("skipped data", "failure", "each rank", _CONFIRMED, open=_RANKS_ONCE),
+    FileRow("exit records", "failure", "agents", _EXIT, inodes=Formula(agents=1)),
+    FileRow(
+        "stacks",
+        "failure",
+        "each rank",
+        "hpctrain.train.stacks:StackDump",
+        inodes=Formula(ranks=1),
+        keeps="four launches",
+    ),
+    FileRow(
+        "exit records",
+        "failure",
+        "supervisor",
+        "hpctrain.supervise.evidence.gather:gather",
+        open=Formula(ranks=2),
+        varies=True,
+    ),
+    FileRow(
+        "checkpoints",
+        "failure",
+        "supervisor",
+        "hpctrain.supervise.decision_inputs:assess",
+        open=Formula(kept=2),
+        stat=Formula(kept_files=1),
+        varies=True,  # if the run may have to go back to an older one
+    ),
+    FileRow(
+        "node checks",
+        "failure",
+        "supervisor",
+        "hpctrain.supervise.evidence.node_checks:check_directory",
+        open=Formula(nodes=1),
+        stat=Formula(nodes=1),
+        rename=Formula(nodes=1),
+        unlink=Formula(nodes=1),
+    ),
+    FileRow(
+        "logs",
+        "failure",
+        "supervisor",
+        "hpctrain.supervise.evidence.log_scan:Scanner.logs",
+        open=Formula(1, logs=1),
+        stat=Formula(logs=1),
+        varies=True,
+    ),
+)
+FILE_ROWS: tuple[FileRow, ...] = (
+    *_RUN,
+    *_SUPERVISOR,
+    *_RANKS,
+    *_RESUME,
+    *_TRAINING,
+    *_WATCHING,
+    *_FAILURE,
+)

@@ -1,0 +1,278 @@
+"""Make a profile of a cluster from facts about it: every value with its source, guesses marked.
+
+What a field of the profile means stands in `hpctrain.spec.profile`. Nothing is invented: a value
+that no fact gives is a marked guess with what it is guessed from, or is left out with a remark.
+Belongs here: which nodes, file systems, limits. Does not belong here: nodes, links,
+partitions, options of sbatch (modules that begin with `detected_`), YAML (`profile_text`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.nodes.survey_texts import Mount, StorageKind, mount_of
+from hpctrain.printable_text import printable_line
+from hpctrain.site.detected_hardware import emulated_gpus, gpu_section, nodes_section
+from hpctrain.site.detected_network import network, nvlink
+from hpctrain.site.detected_partitions import partition_sections, usable_partitions
+from hpctrain.site.detected_slurm import slurm_section
+from hpctrain.site.facts import SiteFacts
+from hpctrain.site.hardware import NODES_SHOWN, KnownGpu, NodeGroup, groups_of, known_gpu
+from hpctrain.site.profile_text import Stated, Tree, guess, guesses, profile_text
+from hpctrain.spec.catalogue import GpuCatalogue
+
+CONFIG_SHOWN = "scontrol show config"
+# What one job may get of a file system of that kind, where nobody has measured: deliberately
+# small, because a plan with slow storage saves less often and asks for a longer warning.
+_ASSUMED: dict[StorageKind, tuple[str, str]] = {
+    "lustre": ("10GB/s", "a few servers with some GB/s each"),
+    "gpfs": ("10GB/s", "a few servers with some GB/s each"),
+    "weka": ("10GB/s", "a few servers with some GB/s each"),
+    "other": ("5GB/s", "a few servers with some GB/s each"),
+    "nfs": ("1GB/s", "one server behind one 10 Gb/s link"),
+    "local": ("500MB/s", "one SATA disk"),
+}
+_NVME = ("2GB/s", "one NVMe disk")
+_MOST_FILESYSTEMS = 6
+
+
+@dataclass(frozen=True)
+class DetectedProfile:
+    """A profile as YAML, what it could not say, and which of its values are guesses."""
+
+    name: str
+    text: str
+    remarks: tuple[str, ...]
+    guessed: tuple[str, ...]
+
+
+def detected_profile(
+    facts: SiteFacts,
+    catalogue: GpuCatalogue,
+    *,
+    partition: str | None = None,
+    model: str | None = None,
+) -> DetectedProfile:
+    """Make the profile of the nodes with most GPUs, or of those of a partition.
+
+    `model`: the GPU's name in the catalogue, where Slurm does not say it. Raises InvalidInputError
+    where a profile cannot be made at all: no GPUs, no usable partition, an unknown GPU.
+    """
+    group = _chosen_group(facts, partition)
+    strange = _looked_elsewhere(facts, group)
+    if strange:
+        facts = replace(facts, survey=None)
+    gpu = known_gpu(group, catalogue, facts.survey, model)
+    emulated = emulated_gpus(facts, group)
+    if gpu.memory_bytes is None and emulated is None:
+        raise _unknown_gpu(group, gpu)
+    links, link_remarks = network(facts, group, gpu, emulated is not None)
+    hardware: dict[str, Mapping[str, Tree]] = {
+        "nodes": nodes_section(group),
+        "gpu": gpu_section(group, gpu, emulated),
+        "nvlink": nvlink(facts, group, gpu, emulated is not None),
+        "network": links,
+    }
+    partitions, left_out = usable_partitions(facts, group, partition)
+    if not partitions:
+        raise InvalidInputError([Problem("no partition can be used", hint="; ".join(left_out))])
+    sections, overlay_remarks = partition_sections(facts, catalogue, partitions, hardware)
+    slurm, slurm_remarks = slurm_section(facts, group, partitions[0].partition, sections)
+    stores, store_remarks = _filesystems(facts)
+    name = _name(facts, group, partition)
+    tree: dict[str, Tree] = {
+        "name": name,
+        "description": Stated(
+            f"{len(group.nodes)} nodes x {group.per_node} {gpu.type or 'GPUs'}, detected",
+            NODES_SHOWN,
+        ),
+        **hardware,
+        "filesystems": stores,
+        "slurm": slurm,
+    }
+    if rights := _limits(facts):
+        tree["limits"] = rights
+    said = (
+        *left_out,
+        *strange,
+        *_uneven(group),
+        *overlay_remarks,
+        *link_remarks,
+        *slurm_remarks,
+        *store_remarks,
+        *_beside(facts),
+    )
+    remarks = tuple(printable_line(words) for words in said)
+    guessed = tuple(path for path, _ in guesses(tree))
+    text = profile_text(tree, _head(facts, remarks))
+    return DetectedProfile(str(name.value), text, remarks, guessed)
+
+
+def _name(facts: SiteFacts, group: NodeGroup, partition: str | None) -> Stated:
+    cluster = facts.cluster.config.cluster_name or "cluster"
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", cluster).lstrip("._-")[:30] or "cluster"
+    source = f"ClusterName of {CONFIG_SHOWN}"
+    if partition is not None and len(groups_of(facts.cluster.nodes)) > 1:
+        name = f"{name}-{re.sub(r'[^A-Za-z0-9._-]', '-', partition)}"[:60]
+        source += ", and --partition"
+    return Stated(name, source)
+
+
+def _looked_elsewhere(facts: SiteFacts, group: NodeGroup) -> list[str]:
+    """Say so if the job has looked at a node of another kind: it describes none of these."""
+    survey = facts.survey
+    if survey is None:
+        return []
+    strangers = {node.name for node in facts.cluster.nodes} - {node.name for node in group.nodes}
+    if survey.host.partition(".")[0] not in strangers:
+        return []
+    return [f"the job looked at {survey.host}, which is none of these nodes: not used"]
+
+
+def _chosen_group(facts: SiteFacts, partition: str | None) -> NodeGroup:
+    """Choose the nodes: those of the partition, else most GPUs of a kind that the user may use."""
+    nodes = facts.cluster.nodes
+    if partition is not None:
+        if facts.cluster.partition(partition) is None:
+            known = ", ".join(one.name for one in facts.cluster.partitions)
+            problem = Problem(f"no partition is called `{partition}`", hint=f"there are: {known}")
+            raise InvalidInputError([problem])
+        nodes = facts.cluster.nodes_of(partition)
+    groups = groups_of(nodes)
+    if not groups:
+        where = f"partition `{partition}`" if partition else "this cluster"
+        hint = f"`{NODES_SHOWN}` lists no Gres=gpu; hpctrain plans for GPUs"
+        raise InvalidInputError([Problem(f"no node of {where} has GPUs", hint=hint)])
+    if partition is not None:
+        return groups[0]
+    return next((one for one in groups if usable_partitions(facts, one, None)[0]), groups[0])
+
+
+def _unknown_gpu(group: NodeGroup, gpu: KnownGpu) -> InvalidInputError:
+    told = f"`{gpu.type}`" if gpu.type else "without a type"
+    message = f"the GPUs of {group.nodes[0].name} are {told} in Gres: no model of the catalogue"
+    hint = (
+        "name it with --gpu (such as `--gpu H100-80GB`), let a job look with --in-job, or add it "
+        "to a `gpus.yaml` beside your profiles"
+    )
+    return InvalidInputError([Problem(message, hint=hint)])
+
+
+def _filesystems(facts: SiteFacts) -> tuple[Sequence[Tree], list[str]]:
+    """List shared file systems, and the disk of a machine that has nothing else."""
+    mounts, where = facts.login.mounts, "/proc/mounts of this machine"
+    if facts.survey is not None:
+        mounts, where = facts.survey.mounts, f"/proc/mounts of {facts.survey.host}"
+    chosen = _chosen_mounts(facts, mounts)
+    remarks = []
+    if not any(mount.kind != "local" for mount in chosen):
+        remarks.append(
+            "no shared file system was found: the directory of the runs must be one on all nodes"
+        )
+    home = mount_of(facts.login.runs.path, facts.login.mounts)
+    away = home is not None and home.path not in {mount.path for mount in mounts}
+    if home is not None and away and home.kind != "local" and facts.survey is not None:
+        remarks.append(
+            f"{home.path}, which has the directory of the runs, is not mounted on "
+            f"{facts.survey.host}"
+        )
+    return [_filesystem(mount, where, name) for name, mount in _named(chosen)], remarks
+
+
+def _chosen_mounts(facts: SiteFacts, mounts: tuple[Mount, ...]) -> list[Mount]:
+    paths = [facts.login.runs.path, *facts.login.variables.values()]
+    used = [found for path in paths if (found := mount_of(os.path.normpath(path), mounts))]
+    parallel = [one for one in mounts if one.kind in ("lustre", "gpfs", "weka")]
+    shared = [one for one in dict.fromkeys((*used, *parallel)) if one.kind != "local"]
+    disks = [one for one in mounts if one.kind == "local" and one.path != "/"]
+    fast = [one for one in disks if one.device.startswith("/dev/nvme")] if facts.survey else []
+    chosen = [*shared, *fast][:_MOST_FILESYSTEMS]
+    root = mount_of(facts.login.runs.path, mounts) or Mount("/tmp", "local", "")
+    return chosen or [root]
+
+
+def _named(mounts: Sequence[Mount]) -> Iterator[tuple[str, Mount]]:
+    taken: set[str] = set()
+    for mount in mounts:
+        name = base = mount.path.strip("/").rpartition("/")[2] or "root"
+        number = 2
+        while name in taken:
+            name, number = f"{base}-{number}", number + 1
+        taken.add(name)
+        yield name, mount
+
+
+def _filesystem(mount: Mount, where: str, name: str) -> Tree:
+    rate, reason = _ASSUMED[mount.kind]
+    if mount.kind == "local" and mount.device.startswith("/dev/nvme"):
+        rate, reason = _NVME
+    return {
+        "name": Stated(name, where),
+        "path": Stated(mount.path, where),
+        "kind": Stated(mount.kind, where),
+        "write_bandwidth": guess(rate, f"{reason}, not measured"),
+        "read_bandwidth": guess(rate, f"{reason}, not measured"),
+    }
+
+
+def _limits(facts: SiteFacts) -> Tree | None:
+    """State the accounts that may be charged, where Slurm refuses all others."""
+    accounting = facts.cluster.accounting
+    enforced = facts.cluster.config.get("AccountingStorageEnforce")
+    if accounting is None or not accounting.accounts or "associations" not in enforced:
+        return None
+    source = f"sacctmgr show user {facts.login.user} withassoc"
+    return {"accounts": Stated(accounting.accounts, source)}
+
+
+def _uneven(group: NodeGroup) -> Iterator[str]:
+    """Say where nodes of the group differ; the profile then has the least."""
+    for words, values in (
+        ("CPUs", {node.cpus for node in group.nodes}),
+        ("MiB of memory", {node.job_memory_mib for node in group.nodes}),
+    ):
+        if len(values) > 1:
+            yield f"nodes have {min(values)} to {max(values)} {words}: the profile has the least"
+    away = [node.name for node in group.nodes if node.is_out_of_service]
+    if away:
+        more = f" and {len(away) - 3} more" if len(away) > 3 else ""
+        yield f"{len(away)} of {len(group.nodes)} nodes are out of service: " + (
+            ", ".join(away[:3]) + more
+        )
+
+
+def _beside(facts: SiteFacts) -> Iterator[str]:
+    """Say what a profile has no field for."""
+    cluster = facts.cluster
+    for command, reason in cluster.unanswered.items():
+        yield f"`{command}` did not answer, so nothing of it is in here: {reason}"
+    if cluster.licenses:
+        names = ", ".join(f"{one.name} ({one.total})" for one in cluster.licenses)
+        yield f"licenses that jobs may have to ask for: {names}"
+    for one in cluster.reservations:
+        kind = "maintenance" if one.is_maintenance else "reservation"
+        yield f"{kind} `{one.name}` on {one.node_count} nodes"
+    survey = facts.survey
+    if survey is None:
+        yield "no job has looked at a node: GPUs, network and file systems of the nodes are guesses"
+        return
+    if survey.launchers:
+        yield f"containers on {survey.host}: {', '.join(survey.launchers)}; see software.container"
+    if survey.has_modules:
+        yield f"{survey.host} has environment modules: name yours in software.modules.load"
+
+
+def _head(facts: SiteFacts, remarks: Sequence[str]) -> list[str]:
+    version = facts.cluster.config.get("SLURM_VERSION")
+    looked = f" and a job on {facts.survey.host}" if facts.survey is not None else ""
+    return [
+        f"Detected by `hpctrain profile detect` from Slurm {version or 'of unknown version'}, "
+        f"{facts.cluster.queries} queries{looked}.",
+        "`from` names where a value was read, `guess` what it was guessed from: replace guesses "
+        "by what you know.",
+        *(f"- {remark}" for remark in remarks),
+    ]

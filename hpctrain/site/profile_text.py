@@ -1,0 +1,124 @@
+"""Write a profile as YAML in which every value has a comment that says where it comes from.
+
+Belongs here: the form. Does not belong here: which values (see `detected`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpctrain.printable_text import printable_line
+
+_WIDTH = 100
+# Text that needs no quotes: words, quantities with a unit, and times as `1-00:00:00`.
+_PLAIN = re.compile(
+    r"[A-Za-z_/][A-Za-z0-9_./&-]*(?: [A-Za-z0-9_./&-]+)*"
+    r"|\d+(?:\.\d+)?(?:s|[KMGT]iB|[MGT][Bb]/s|GiB)|(?:\d+-)?\d\d:\d\d:\d\d"
+)
+_SPECIAL = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
+
+Scalar = str | int | float | bool
+# A tuple is a list in one line, an empty mapping says that there is nothing.
+Value = Scalar | tuple[str, ...] | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A value and where it comes from: the command that printed it, or why it is a guess."""
+
+    value: Value
+    source: str
+    is_guess: bool = False
+
+    @property
+    def comment(self) -> str:
+        text = printable_line(self.source)
+        return f"guess: {text}; check" if self.is_guess else f"from: {text}"
+
+
+Tree = Stated | Mapping[str, "Tree"] | Sequence["Tree"]
+
+
+def guess(value: Value, reason: str) -> Stated:
+    """State a value that no command has printed, and what it is guessed from."""
+    return Stated(value, reason, is_guess=True)
+
+
+def profile_text(tree: Mapping[str, Tree], head: Sequence[str]) -> str:
+    """Write the document: `head` as comments, then the sections with a blank line between them."""
+    lines = [line for words in head for line in _comment(words)]
+    was_section = False
+    for key, value in tree.items():
+        is_section = not isinstance(value, Stated)
+        if is_section or was_section:
+            lines.append("")
+        lines += _entry(f"{key}:", value, "")
+        was_section = is_section
+    return "\n".join(lines) + "\n"
+
+
+def guesses(tree: Tree, path: str = "") -> Iterator[tuple[str, Stated]]:
+    """Find the guessed values with their dotted paths."""
+    if isinstance(tree, Stated):
+        if tree.is_guess:
+            yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from guesses(value, f"{path}.{key}" if path else key)
+    else:
+        for index, value in enumerate(tree):
+            yield from guesses(value, f"{path}[{index}]")
+
+
+def _entry(head: str, value: Tree, indent: str) -> list[str]:
+    if isinstance(value, Stated):
+        return _line(f"{indent}{head} {_written(value.value)}", value.comment, indent)
+    below = indent + "  "
+    if isinstance(value, Mapping):
+        inner = [line for key, one in value.items() for line in _entry(f"{key}:", one, below)]
+    else:
+        inner = [line for one in value for line in _item(one, below)]
+    return [f"{indent}{head}", *inner]
+
+
+def _item(value: Tree, indent: str) -> list[str]:
+    """Write an entry of a list: its first key stands behind the dash."""
+    if isinstance(value, Stated):
+        return _line(f"{indent}- {_written(value.value)}", value.comment, indent)
+    assert isinstance(value, Mapping)
+    lines = [line for key, one in value.items() for line in _entry(f"{key}:", one, indent + "  ")]
+    first = next(i for i, line in enumerate(lines) if not line.lstrip().startswith("#"))
+    lines[first] = f"{indent}- {lines[first].lstrip()}"
+    return lines
+
+
+def _line(text: str, comment: str, indent: str) -> list[str]:
+    """Put the comment behind the value, or above it where the line would be too long."""
+    whole = f"{text}  # {comment}"
+    return [whole] if len(whole) <= _WIDTH else [*_comment(comment, indent), text]
+
+
+def _comment(words: str, indent: str = "") -> list[str]:
+    mark = f"{indent}# "
+    return textwrap.wrap(
+        words,
+        _WIDTH,
+        initial_indent=mark,
+        subsequent_indent=mark + "  " * words.startswith("- "),
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [mark.rstrip()]
+
+
+def _written(value: Value) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_written(one) for one in value)}]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if _PLAIN.fullmatch(value) and value.lower() not in _SPECIAL:
+        return value
+    return json.dumps(value)

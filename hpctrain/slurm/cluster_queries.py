@@ -1,0 +1,162 @@
+"""Ask a Slurm about its cluster in one pass of few queries, each with a time limit.
+
+Eight at most, beside those that are repeated: `scontrol show` config, node, partition, topology,
+licenses and reservation, each one RPC to slurmctld, and two of sacctmgr to slurmdbd. A query
+without an answer is repeated after a pause that doubles; optional ones may stay unanswered.
+Belongs here: which commands are run, and counting them. Does not belong here: their texts
+(`cluster_parse`), queries about jobs (`client`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
+from hpctrain.slurm import cluster_parse, parse
+from hpctrain.slurm.cluster_records import Accounting, ClusterFacts, Leaf, TopologyKind
+from hpctrain.slurm.environment import for_queries
+from hpctrain.slurm.process import Command, Runner, run_command
+from hpctrain.slurm.records import SlurmConfig
+
+ATTEMPTS = 3
+FIRST_PAUSE_SECONDS = 1.0
+_TOPOLOGY_YAML = (25, 5)
+_Parsed = TypeVar("_Parsed")
+
+
+class ClusterQueries:
+    """One pass over a cluster. `count` is the number of commands that were run.
+
+    `run`, `pause` and `clock` (seconds since the epoch) are seams for tests.
+    """
+
+    def __init__(
+        self,
+        user: str,
+        environment: Mapping[str, str] | None = None,
+        timeout_seconds: float = 30.0,
+        *,
+        run: Runner = run_command,
+        pause: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.count = 0
+        self._user = user
+        self._environment = for_queries(os.environ if environment is None else environment)
+        self._timeout_seconds = timeout_seconds
+        self._run, self._pause, self._clock = run, pause, clock
+        self._unanswered: dict[str, str] = {}
+
+    def facts(self) -> ClusterFacts:
+        """Read everything. Raises SlurmError without configuration, nodes or partitions."""
+        began = self._clock()
+        text = self._ask("scontrol", "show", "config")
+        config_seconds, told = self._clock() - began, cluster_parse.controller_time(text)
+        config = SlurmConfig(parse.config_values(text))
+        kind = cluster_parse.topology_kind(config)
+        nodes = self._shown("node", cluster_parse.nodes)
+        partitions = self._shown("partition", lambda text: cluster_parse.partitions(text, config))
+        # 25.05 and newer say `topology/flat` in the place of what topology.yaml describes
+        topology: tuple[TopologyKind, tuple[Leaf, ...]] | None = (kind, ())
+        if kind != "none" or config.version >= _TOPOLOGY_YAML:
+            topology = self._shown_if_answered("topology", cluster_parse.topology)
+        return ClusterFacts(
+            config=config,
+            nodes=nodes,
+            partitions=partitions,
+            topology=kind if topology is None or not topology[1] else topology[0],
+            leaves=topology[1] if topology is not None else (),
+            licenses=self._shown_if_answered("licenses", cluster_parse.licenses) or (),
+            reservations=self._shown_if_answered("reservation", cluster_parse.reservations) or (),
+            accounting=self._accounting(config) if config.accounting_enabled else None,
+            unanswered=dict(self._unanswered),
+            queries=self.count,
+            config_seconds=config_seconds,
+            # scontrol prints whole seconds, so the middle of that second
+            clock_ahead_seconds=None if told is None else told + 0.5 - began - config_seconds / 2,
+        )
+
+    def _accounting(self, config: SlurmConfig) -> Accounting | None:
+        where = [f"name={self._user}", f"cluster={config.cluster_name}"]
+        rights = f"format={','.join(cluster_parse.ASSOCIATION_FIELDS)}"
+        try:
+            associations = self._ask(
+                *("sacctmgr", "-nP", "show", "user", "where", *where, "withassoc", rights)
+            )
+            kinds = f"format={','.join(cluster_parse.QOS_FIELDS)}"
+            qos = self._ask("sacctmgr", "-nP", "show", "qos", kinds)
+            return _readable("sacctmgr", lambda: cluster_parse.accounting(associations, qos))
+        except SlurmError as error:
+            self._unanswered["sacctmgr"] = str(error)
+            return None
+
+    def _shown(self, what: str, read: Callable[[str], _Parsed]) -> _Parsed:
+        # -a: hidden partitions, too, whose jobs may take nodes away
+        text = self._ask("scontrol", "-a", "-o", "show", what)
+        return _readable(f"scontrol show {what}", lambda: read(text))
+
+    def _shown_if_answered(self, what: str, read: Callable[[str], _Parsed]) -> _Parsed | None:
+        try:
+            return self._shown(what, read)
+        except SlurmError as error:
+            self._unanswered[f"scontrol show {what}"] = str(error)
+            return None
+
+    def _ask(self, *argv: str) -> str:
+        """Run a command. Raises SlurmUnreachableError after ATTEMPTS without an answer, and
+        SlurmRefusedError at once.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return self._asked_once(argv)
+            except SlurmUnreachableError:
+                if attempt == ATTEMPTS:
+                    raise
+            # jitter: many users begin to ask again when a controller comes back
+            self._pause(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
+        raise AssertionError("the last attempt returns or raises")
+
+    def _asked_once(self, argv: tuple[str, ...]) -> str:
+        self.count += 1
+        answer = self._run(Command(argv, self._environment, self._timeout_seconds))
+        if answer.returncode == 0:
+            return answer.stdout
+        words = answer.stderr.strip() or answer.stdout.strip()
+        words = words or f"`{argv[0]}` ended with exit code {answer.returncode}"
+        if parse.is_unreachable(words):
+            raise SlurmUnreachableError(words)
+        raise SlurmRefusedError(words)
+
+
+def step_output(
+    job_id: str,
+    program: str,
+    environment: Mapping[str, str] | None = None,
+    timeout_seconds: float = 300.0,
+    run: Runner = run_command,
+) -> str:
+    """Run a Python program, given as text, on one node of a running job; return its stdout.
+
+    Raises SlurmRefusedError if srun fails, SlurmUnreachableError if it takes too long.
+    """
+    argv = ("srun", f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", "python3", "-")
+    shell = for_queries(os.environ if environment is None else environment)
+    answer = run(Command(argv, shell, timeout_seconds, program))
+    if answer.returncode != 0:
+        words = answer.stderr.strip() or f"`srun` ended with exit code {answer.returncode}"
+        raise SlurmRefusedError(words)
+    return answer.stdout
+
+
+def _readable(name: str, read: Callable[[], _Parsed]) -> _Parsed:
+    try:
+        return read()
+    except (ValueError, KeyError) as error:
+        raise SlurmError(
+            f"`{name}` gave an answer that hpctrain cannot read: {error}",
+            hint="please report this together with the output of `sinfo --version`",
+        ) from error

@@ -1,0 +1,61 @@
+"""Read settings of slurm.conf whose spelling changed between versions, or that are lists of words.
+
+Belongs here: the spelling. Does not belong here: what follows from a setting (`hpctrain.site`).
+"""
+
+from __future__ import annotations
+
+import re
+
+from hpctrain.slurm.records import SlurmConfig
+
+# Release notes of 23.02: the option moved from SlurmctldParameters, and was renamed.
+_SIGNAL_MOVED = (23, 2)
+# slurm.conf(5), AuthInfo: cred_expire is 120 s; a requeued job waits a second longer.
+_CRED_EXPIRE_SECONDS = 120
+_LEAST_CRED_EXPIRE_SECONDS = 5
+
+
+def words_of(config: SlurmConfig, key: str) -> dict[str, str]:
+    """Split `a,b=3,c` into {a: "", b: "3", c: ""}, the form of most *Parameters."""
+    pairs = (word.strip().partition("=") for word in config.get(key).split(",") if word.strip())
+    return {name.lower(): value for name, _, value in pairs}
+
+
+def preempts_by_qos(config: SlurmConfig) -> bool:
+    """True if PreemptType is preempt/qos."""
+    return config.get("PreemptType").rpartition("/")[2] == "qos"
+
+
+def sends_user_signal(config: SlurmConfig) -> bool:
+    """True if a preempted job gets the signal of its own `--signal` when its grace begins."""
+    if config.version < _SIGNAL_MOVED:
+        return "preempt_send_user_signal" in words_of(config, "SlurmctldParameters")
+    return "send_user_signal" in words_of(config, "PreemptParameters")
+
+
+def seconds_of(config: SlurmConfig, key: str) -> int | None:
+    """Read `30 sec`; None for a setting that is not there or not a number."""
+    match = re.match(r"\d+", config.get(key))
+    return int(match[0]) if match else None
+
+
+def requeue_delay_seconds(config: SlurmConfig) -> int:
+    """Return how long a requeued job waits before it may start again (slurmctld(8))."""
+    text = words_of(config, "AuthInfo").get("cred_expire", "")
+    seconds = int(text) if text.isdecimal() else _CRED_EXPIRE_SECONDS
+    if seconds < _LEAST_CRED_EXPIRE_SECONDS:
+        seconds = _CRED_EXPIRE_SECONDS
+    return seconds + 1
+
+
+def minutes_beyond_limit(config: SlurmConfig) -> int:
+    """Return OverTimeLimit, in minutes; 0 for none."""
+    match = re.match(r"\d+", config.get("OverTimeLimit"))
+    return int(match[0]) if match else 0
+
+
+def plugins(config: SlurmConfig, key: str) -> tuple[str, ...]:
+    """List plugins of JobSubmitPlugins or CliFilterPlugins, without their directory."""
+    names = (name.rpartition("/")[2] for name in config.get(key).split(","))
+    return tuple(name for name in names if name not in ("", "none"))

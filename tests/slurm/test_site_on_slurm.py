@@ -1,0 +1,148 @@
+"""The sandbox detected into a profile that trains, checked, and judged by `doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from command_line import hpctrain
+from rehearsal import SPEC, patient_client
+
+from hpctrain.actions.prepare import prepare
+from hpctrain.actions.runs import find_run
+from hpctrain.actions.state import RunState
+from hpctrain.actions.status import statuses
+from hpctrain.actions.submit import submit
+from hpctrain.sandbox.processes import await_condition
+from hpctrain.sandbox.reconfigure import set_option
+from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.spec.loader import load_profile
+from hpctrain.store.run_records import read_metrics
+
+PATIENCE_SECONDS = 300.0
+PROFILE = "detected.yaml"
+
+
+@pytest.fixture
+def here(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to work in, with a shell whose Slurm is the sandbox."""
+    for name, value in sandbox.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def detect(*options: str) -> str:
+    done = hpctrain("profile", "detect", *options)
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
+
+
+def sentences(*options: str) -> str:
+    """What `doctor` says, in one line."""
+    done = hpctrain("doctor", *options)
+    assert done.exit_code == 0, done.stderr
+    return " ".join(done.stdout.split())
+
+
+def test_a_detected_sandbox_trains(here: Path) -> None:
+    """Detect with a look at a node, check, submit a real run with it, and wait for its end."""
+    detect("--in-job", "-o", PROFILE)
+    assert not list(here.glob("hpctrain-survey-*")), "the output of the job is removed"
+    profile = load_profile(here / PROFILE).document
+    assert (profile.nodes.count, profile.nodes.cpus, profile.gpu.per_node) == (4, 8, 2)
+    assert profile.gpu.emulated and profile.network.interface == "lo"
+    modes = {one.name: one.preemption.mode for one in profile.slurm.partitions}
+    assert modes == {"train": "requeue", "urgent": "off", "brief": "requeue", "sudden": "requeue"}
+    text = (here / PROFILE).read_text()
+    assert re.search(r"emulated: true  # from: job on n\d: neither a GPU device", text)
+    checked = hpctrain("profile", "check", PROFILE)
+    assert checked.exit_code == 0 and not checked.stdout, checked.stdout
+    spec = here / "spec.yaml"
+    spec.write_text(SPEC)
+    prepared = prepare(spec, PROFILE, ["budget.steps=4"], runs=here / "runs")
+    slurm = patient_client(os.environ)
+    submitted = submit(prepared, here / "runs", slurm)
+    run = find_run(here / "runs", submitted.run_id)
+    over = await_condition(lambda: statuses([run], slurm)[0].state.over, PATIENCE_SECONDS)
+    assert over and statuses([run], slurm)[0].state is RunState.DONE
+    assert [row.step for row in read_metrics(run.layout)] == [1, 2, 3, 4]
+
+
+def test_what_is_not_true_of_the_cluster_is_named(here: Path) -> None:
+    text = detect()
+    changes = {
+        "nodes.count": ("count: 4", "count: 5"),
+        "gpu.per_node": ("per_node: 2", "per_node: 4"),
+        "slurm.kill_wait": ("kill_wait: 10s", "kill_wait: 30s"),
+        "slurm.partitions[0].preemption.grace": ("grace: 20s", "grace: 2min"),
+        "slurm.partitions[1].name": ("- name: urgent", "- name: soon"),
+    }
+    for old, new in changes.values():
+        assert old in text
+        text = text.replace(old, new, 1)
+    (here / PROFILE).write_text(text)
+    done = hpctrain("profile", "check", PROFILE, "--json")
+    assert done.exit_code == 3
+    found = json.loads(done.stdout)["differences"]
+    assert {one["field"] for one in found if one["severity"] != "harmless"} == set(changes)
+    words = " ".join(hpctrain("profile", "check", PROFILE).stdout.split())
+    assert re.search(rf"refused: {PROFILE}:\d+: `nodes.count` is 5 in the profile and 4 on", words)
+
+
+@contextmanager
+def changed(sandbox: Sandbox, key: str, value: str, usual: str) -> Iterator[None]:
+    set_option(sandbox, key, value)
+    try:
+        yield
+    finally:
+        set_option(sandbox, key, usual)
+
+
+def test_doctor_reads_what_is_in_force(here: Path, sandbox: Sandbox) -> None:
+    usual = sentences()
+    assert "jobs of `train` are preempted by urgent after a grace of 20 s, and wait again" in usual
+    assert "TERM only, grace 20 s" in usual and "10 s (KillWait)" in usual
+    assert "end with 85 (RequeueExit)" in usual and usual.endswith("nothing was found.")
+    with changed(sandbox, "KillWait", "4", "10"), changed(sandbox, "RequeueExit", "99", "85"):
+        other = sentences()
+        assert "4 s (KillWait); short" in other and "end with 99 (RequeueExit)" in other
+    options = ("PreemptMode=CANCEL", "GraceTime=0", "AllocNodes=elsewhere")
+    sandbox.command("scontrol", "update", "PartitionName=train", *options)
+    try:
+        other = sentences()
+        assert "after a grace of 0 s, and end" in other and "grace 0 s" in other
+        assert "not allowed, only from elsewhere" in other
+    finally:
+        usual_options = ("PreemptMode=REQUEUE", "GraceTime=20", "AllocNodes=ALL")
+        sandbox.command("scontrol", "update", "PartitionName=train", *usual_options)
+
+
+def test_a_step_of_a_job_surveys_its_node(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = patient_client(os.environ)
+    job = slurm.submit("#!/bin/sh\n#SBATCH -N1 -t 10 -o /dev/null\nsleep 600\n").job_id
+
+    def runs() -> bool:
+        record = slurm.show_job(job)
+        return record is not None and record.state.is_running
+
+    assert await_condition(runs, PATIENCE_SECONDS)
+    monkeypatch.setenv("SLURM_JOB_ID", str(job))
+    done = hpctrain("profile", "detect", "--in-job")
+    assert f"looking at a node of job {job}" in done.stderr
+    assert "from: job on n" in done.stdout and done.exit_code == 0
+
+
+def test_a_job_that_does_not_start_is_cancelled(here: Path, sandbox: Sandbox) -> None:
+    sandbox.command("scontrol", "update", "PartitionName=train", "State=DOWN")
+    try:
+        done = hpctrain("profile", "detect", "--partition", "train", "--in-job", "--wait", "1")
+    finally:
+        sandbox.command("scontrol", "update", "PartitionName=train", "State=UP")
+    assert done.exit_code == 1 and "was cancelled" in done.stderr
+    assert not sandbox.command("squeue", "--noheader", "--states=PD,R").strip()

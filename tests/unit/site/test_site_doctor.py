@@ -1,0 +1,185 @@
+"""Sentences of `doctor` about clusters with other settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from foreign_clusters import DGX_H100, GB200, MI250X, UNIVERSITY, config, partition
+from test_site_detected import CATALOGUE, LOGIN, site
+
+from hpctrain.site.detected import detected_profile
+from hpctrain.site.doctor import SiteFinding, judge_site
+from hpctrain.site.facts import Directory
+from hpctrain.spec.loader import load_profile
+from hpctrain.spec.profile import ClusterProfile
+
+
+def judged(texts: dict[str, str], profile: ClusterProfile | None = None) -> dict[str, SiteFinding]:
+    facts = site(texts)
+    return {one.topic: one for one in judge_site(facts.cluster, facts.login, profile)}
+
+
+def profile_of(texts: dict[str, str], tmp_path: Path, *changes: tuple[str, str]) -> ClusterProfile:
+    text = detected_profile(site(texts), CATALOGUE).text
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    path = tmp_path / "profile.yaml"
+    path.write_text(text)
+    return load_profile(path).document
+
+
+def with_config(**changes: str) -> dict[str, str]:
+    return {**DGX_H100, "config": config(**changes)}
+
+
+def test_a_plain_site() -> None:
+    found = judged(DGX_H100)
+    assert not [one.sentence for one in found.values() if one.state == "fails"]
+    assert "JobRequeue=1" in found["requeue"].sentence
+    assert "121 s" in found["requeue"].sentence or "2.02 min" in found["requeue"].sentence
+    assert "not preempted" in found["preemption"].sentence
+    assert "86400 s" in found["placement"].sentence
+    assert found["binding"].state == "works"
+
+
+@pytest.mark.parametrize(
+    ("changes", "topic", "state", "words"),
+    [
+        ({"requeue": "0"}, "requeue", "works", "JobRequeue=0"),
+        ({"kill_wait": "5"}, "KillWait", "limited", "5 s"),
+        ({"kill_wait": "60"}, "KillWait", "works", "60 s"),
+        ({"version": "21.08.8"}, "version", "fails", "22.05 or newer"),
+        ({"controller": "rl_enable,rl_refill_rate=5"}, "rate limit", "works",
+         "30 calls of a user at once and 5 a second"),
+        ({"scheduler": "requeue_setup_env_fail"}, "login shell", "limited", "login shell"),
+        ({"over": "5"}, "beyond the limit", "works", "5 min beyond"),
+        ({"submit": "lua"}, "refusals", "limited", "script of the site"),
+    ],
+)  # fmt: skip
+def test_a_setting_has_its_sentence(
+    changes: dict[str, str], topic: str, state: str, words: str
+) -> None:
+    found = judged(with_config(**changes))[topic]
+    assert found.state == state and words in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("mode", "grace", "parameters", "preemption", "signal"),
+    [
+        ("REQUEUE", "120", "send_user_signal", ("works", "wait again"), ("works", "yes")),
+        ("REQUEUE", "30", "(null)", ("works", "grace of 30 s"),
+         ("limited", "TERM only, grace 30 s")),
+        ("CANCEL", "0", "(null)", ("limited", "and end"), ("limited", "grace 0 s")),
+        ("SUSPEND,GANG", "0", "(null)", ("fails", "suspended"), None),
+        ("OFF", "0", "(null)", ("works", "not preempted"), None),
+    ],
+)  # fmt: skip
+def test_how_nodes_are_lost(
+    mode: str,
+    grace: str,
+    parameters: str,
+    preemption: tuple[str, str],
+    signal: tuple[str, str] | None,
+) -> None:
+    text = partition("spot", Default="YES", PreemptMode=mode, GraceTime=grace)
+    changed = {
+        **with_config(preempt_type="preempt/partition_prio", preempt_parameters=parameters),
+        "partition": text + partition("batch", PriorityTier="10"),
+    }
+    found = judged(changed)
+    assert found["preemption"].state == preemption[0]
+    assert preemption[1] in found["preemption"].sentence
+    if signal is None:
+        assert "user signal" not in found
+    else:
+        assert found["user signal"].state == signal[0]
+        assert signal[1] in found["user signal"].sentence
+
+
+def test_nobody_preempts_where_no_partition_of_these_nodes_is_higher() -> None:
+    preempted = partition("spot", Default="YES", PreemptMode="REQUEUE", GraceTime="60")
+    changed = with_config(preempt_type="preempt/partition_prio")
+    alone = judged({**changed, "partition": preempted + partition("batch")})
+    assert "not preempted" in alone["preemption"].sentence
+    elsewhere = partition("other", PriorityTier="9")
+    assert (
+        "not preempted"
+        in judged({**changed, "partition": preempted + elsewhere})["preemption"].sentence
+    ), "it has none of these nodes"
+    higher = judged({**changed, "partition": preempted + partition("batch", PriorityTier="9")})
+    assert "preempted by batch" in higher["preemption"].sentence
+
+
+def test_only_a_qos_that_preempts_ours_takes_nodes() -> None:
+    usual = UNIVERSITY["qos"]
+    here = {**UNIVERSITY, "partition": partition("gpu", Default="YES")}
+    both = {**here, "qos": usual + "other|normal|requeue|00:00:10||||\n"}
+    assert "preempted by normal after a grace of 45 s" in judged(both)["preemption"].sentence
+    safe = {**both, "user": UNIVERSITY["user"].replace("scavenge", "other")}
+    assert "not preempted" in judged(safe)["preemption"].sentence
+
+
+def test_who_pays(tmp_path: Path) -> None:
+    assert "nobody" in judged(DGX_H100)["account"].sentence
+    found = judged(MI250X)["account"]
+    assert "`project_1`" in found.sentence and "project_2" in found.sentence
+    assert "GrpTRES=gres/gpu=1024" in found.sentence
+    wrong = profile_of(MI250X, tmp_path, ("account: project_1", "account: other"))
+    assert judged(MI250X, wrong)["account"].state == "fails"
+    nobody = {**MI250X, "user": ""}
+    assert judged(nobody)["account"].state == "fails"
+
+
+def test_a_university(tmp_path: Path) -> None:
+    profile = profile_of(UNIVERSITY, tmp_path, ("slurm:\n", "continuation: chain\nslurm:\n"))
+    found = judged(UNIVERSITY, profile)
+    assert found["sbatch on nodes"].state == "fails", "AllocNodes has login nodes only"
+    assert "require_timelimit" in found["refusals"].sentence or "lua" in found["refusals"].sentence
+    assert "50 calls" in found["rate limit"].sentence
+    assert "scavenge" not in found["preemption"].sentence
+    assert "preempted by normal after a grace of 45 s" in found["preemption"].sentence
+    assert "summer" in found["maintenance"].sentence
+    assert "for accounts physics" in found["closed partition"].sentence
+    assert judged(UNIVERSITY)["sbatch on nodes"].state in ("works", "limited")
+
+
+def test_nodes_out_of_service() -> None:
+    assert "1 of 36" in judged(GB200)["nodes"].sentence
+
+
+def test_this_machine_without_a_controller() -> None:
+    found = {one.topic: one for one in judge_site(None, LOGIN)}
+    assert found.keys() == {"python", "disk", "files"}
+    assert {one.state for one in found.values()} == {"works"}
+    full = Directory("/scratch/runs", False, 2**30, 0, 1000)
+    poor = replace(LOGIN, python=(3, 9, 1), runs=full)
+    found = {one.topic: one for one in judge_site(None, poor)}
+    assert (found["python"].state, found["disk"].state, found["files"].state) == (
+        "fails",
+        "limited",
+        "fails",
+    )
+    unseen = replace(LOGIN, runs=Directory("/away"))
+    assert {one.topic: one for one in judge_site(None, unseen)}["disk"].state == "unknown"
+
+
+def test_clocks_are_compared() -> None:
+    cluster = site(DGX_H100).cluster
+    for ahead, state, words in (
+        (0.4, "works", "agree"),
+        (90.0, "limited", "ahead of"),
+        (-90.0, "limited", "behind"),
+        (None, "unknown", "not known"),
+    ):
+        changed = replace(cluster, clock_ahead_seconds=ahead)
+        found = {one.topic: one for one in judge_site(changed, LOGIN)}["clock"]
+        assert found.state == state and words in found.sentence
+
+
+def test_a_slow_controller_is_said_to_be_slow() -> None:
+    cluster = replace(site(DGX_H100).cluster, config_seconds=9.0)
+    found = {one.topic: one for one in judge_site(cluster, LOGIN)}["controller"]
+    assert found.state == "limited" and "9 s" in found.sentence
