@@ -8,8 +8,10 @@ WORKERS ?= 4
 .DEFAULT_GOAL := help
 # Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.
 N ?= 100
+# Releases that `make test-slurms` runs on; Debian's packages of them are fetched into .slurm.
+SLURMS ?= 22.05 24.11 26.05
 SEED ?= 1
-.PHONY: help install demo test unit lint megatron-core-newest golden reliability slurm-24 chaos many-ranks bench house gpu sandbox-down clean
+.PHONY: help install demo test unit lint megatron-core-newest golden reliability test-slurms chaos many-ranks bench house gpu sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -36,7 +38,8 @@ lint: install  ## Style, types, architecture contracts, shell scripts
 	@$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
 	@.venv/bin/lint-imports --config setup.cfg --no-cache
-	@.venv/bin/shellcheck scripts/setup scripts/make scripts/slurm-from-debian .ci/run
+	@.venv/bin/shellcheck scripts/setup scripts/make hpctrain/sandbox/slurm-from-debian \
+		.ci/run
 
 golden: install  ## Write the golden scripts and transcripts anew; review the diff
 	@$(PYTHON) -m pytest tests/golden --write-golden
@@ -47,13 +50,8 @@ reliability: install  ## All faults on a real Slurm, into docs/reliability.md; t
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:rerunfailures -n $(WORKERS) --dist worksteal \
 		--variants -m variant tests --ignore=tests/slurm/faults
 
-slurm-24: install  ## The rehearsals on Slurm 24.11 of Debian trixie, unpacked into .slurm/trixie
-	@scripts/slurm-from-debian trixie .slurm/trixie
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rR -n $(WORKERS) --dist worksteal \
-		--variants --slurm .slurm/trixie tests/slurm/faults tests/slurm/test_client.py \
-		tests/slurm/test_sandbox.py tests/slurm/test_hold_release.py tests/slurm/test_watch.py \
-		tests/slurm/test_team_control.py tests/slurm/test_continuation.py \
-		tests/slurm/test_two_clusters.py tests/slurm/test_topology.py
+test-slurms: install  ## The rehearsals and the demo on each of SLURMS, into docs/slurm-versions.md
+	@$(PYTHON) scripts/test_slurms.py --workers $(WORKERS) $(SLURMS)
 
 chaos: install  ## N=100 faults of both tables at random, three runs at a time, and three questions
 	@$(PYTHON) -m bench.chaos --strikes $(N) --seed $(SEED)

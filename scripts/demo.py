@@ -3,10 +3,13 @@
 Starts a four-node Slurm on this machine, makes a dataset from real text, trains the same small
 GPT (TP 2 x PP 2 over two nodes) twice, the second time with an urgent job that preempts it in the
 middle, and compares the losses of all steps bit by bit.
+
+    demo.py [--slurm RELEASE|DIRECTORY]     another Slurm, as `hpctrain sandbox up --slurm`
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import subprocess
@@ -23,6 +26,7 @@ from hpctrain.actions.status import RunStatus, statuses
 from hpctrain.actions.submit import submit
 from hpctrain.cli.output import table
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.sandbox.debian_slurm import fetch_slurm
 from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm.client import SlurmClient
@@ -32,6 +36,7 @@ from hpctrain.store.ledger import EventKind
 SPEC = Path("examples/gpt-tiny.yaml")
 PROFILE = "sandbox"
 HOME = Path(".demo")
+SLURMS = Path(".slurm")
 DATA = Path("data/text")
 PREEMPT_AT_STEP = 20
 PATIENCE_SECONDS = 600.0
@@ -40,11 +45,14 @@ URGENT_SECONDS = 6
 
 def main() -> int:
     """Run the demo; 0 only if the run was preempted, lost no step and repeated every loss."""
+    parser = argparse.ArgumentParser(description="A real job loses its nodes and finishes exactly.")
+    parser.add_argument("--slurm", metavar="RELEASE|DIRECTORY")
+    slurm = parser.parse_args().slurm
     os.chdir(Path(__file__).resolve().parent.parent)
     tell("1/5", f"dataset from real text: the source of Python's standard library, {DATA}.bin")
     text = DatasetRequest(output=DATA, builtin="stdlib", vocab_size=1024, max_bytes=2_000_000)
     prepare_dataset(text)
-    sandbox = start_sandbox()
+    sandbox = start_sandbox(None if slurm is None else fetch_slurm(slurm, SLURMS))
     try:
         os.environ.update(sandbox.environment())
         return rehearse(SlurmClient(), HOME / "runs" / time.strftime("%Y%m%d-%H%M%S"))
@@ -52,7 +60,7 @@ def main() -> int:
         sandbox.down()
 
 
-def start_sandbox() -> Sandbox:
+def start_sandbox(slurm: Path | None) -> Sandbox:
     """A fresh Slurm in the shape of the profile; one that an interrupted demo left is removed."""
     shape = shape_from_profile(load_profile(find_profile(PROFILE)).document)
     tell("2/5", f"a real Slurm: slurmctld, munged and {shape.nodes} slurmds on this machine")
@@ -60,7 +68,7 @@ def start_sandbox() -> Sandbox:
     HOME.mkdir(exist_ok=True)
     with contextlib.suppress(UsageError):
         Sandbox.open(directory).down()
-    sandbox = Sandbox.create(directory, shape)
+    sandbox = Sandbox.create(directory, shape, slurm)
     sandbox.up()
     return sandbox
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import longest_first
@@ -48,9 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--slurm",
-        type=Path,
-        metavar="DIRECTORY",
-        help="Run tests/slurm on the Slurm that scripts/slurm-from-debian has unpacked there.",
+        metavar="RELEASE|DIRECTORY",
+        help="Run tests/slurm on another Slurm, as `hpctrain sandbox up --slurm` does.",
     )
     parser.addoption(
         "--variants",

@@ -7,7 +7,6 @@ few queries. Does not belong here: the program (see `data`), Slurm commands (see
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from pydantic import TypeAdapter
 from hpctrain.actions.data import DatasetRequest, program, run_program
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError, SlurmUnreachableError, UsageError
+from hpctrain.render.job_environment import INHERITED
+from hpctrain.render.software import MUST, module_commands
 from hpctrain.slurm.arrays import ArrayOptions, submit_array
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.profile import ClusterProfile
@@ -110,7 +111,8 @@ def _array(
 
 def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
     """Choose options from the profile. Raises UsageError for what it does not allow."""
-    profile = array.profile.for_partition(array.partition)
+    name = array.partition or array.profile.slurm.data_partition
+    profile = array.profile.for_partition(name)
     software = profile.software
     if array.jobs < 1:
         raise UsageError("--jobs must be at least 1")
@@ -119,28 +121,27 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
             f"profile {profile.name} runs everything in a container, data are prepared outside",
             hint="run the command in a job of your own, with --workers and without --slurm",
         )
-    partition = profile.slurm.partition(array.partition)
-    if partition is None:
+    partition = profile.slurm.partition(name)
+    if partition is None and name != profile.slurm.data_partition:
         known = ", ".join(one.name for one in profile.slurm.partitions)
-        raise UsageError(f"profile {profile.name} has no partition {array.partition}: {known}")
-    walltime = array.walltime or min(partition.max_walltime or _LONGEST, _LONGEST)
-    if partition.max_walltime is not None and walltime > partition.max_walltime:
-        raise UsageError(f"partition {partition.name} allows {partition.max_walltime} at most")
-    setup: list[str] = []
-    if modules := software.modules:
-        setup += [f"source {shlex.quote(modules.init)}"] if modules.init else []
-        setup += ["module purge"] if modules.purge else []
-        setup += [shlex.join(["module", "load", *modules.load])] if modules.load else []
+        raise UsageError(f"profile {profile.name} has no partition {name}: {known}")
+    limit = partition.max_walltime if partition is not None else None
+    walltime = array.walltime or min(limit or _LONGEST, _LONGEST)
+    if limit is not None and walltime > limit:
+        raise UsageError(f"partition {name} allows {limit} at most")
+    modules = module_commands(profile)
+    setup = [MUST, *(" ".join(command) for command in modules)] if modules else []
     return ArrayOptions(
         name=f"data-{request.output.name}",
         python=software.python or sys.executable,
         cpus=request.workers or 1,
         walltime_minutes=max(1, -(-int(walltime) // 60)),
-        partition=partition.name if partition.request else None,
+        partition=name if partition is None else partition.name if partition.request else None,
         account=profile.slurm.account,
         qos=profile.slurm.qos,
         constraint=profile.slurm.constraint,
         setup=tuple(setup),
+        variables=None if profile.slurm.export == "all" else INHERITED,
     )
 
 

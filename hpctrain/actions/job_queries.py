@@ -100,7 +100,7 @@ def why_in_use(run: RunFiles, slurm: SlurmClient) -> str | None:
 
 
 def record_found(run: RunFiles, found: RunJobs) -> None:
-    """Record jobs with the run's comment that the ledger does not contain.
+    """Record jobs of the run that the ledger does not contain.
 
     The client that submitted them died, or a person called sbatch.
     """
@@ -109,5 +109,5 @@ def record_found(run: RunFiles, found: RunJobs) -> None:
             EventKind.ADOPTED,
             job_id=job.submitted_id,
             cluster=job.cluster or found.here,
-            reason="found in the queue by its comment",
+            reason="found in the queue by its comment or directory",
         )

@@ -8,10 +8,12 @@ writing files, looking for inputs (`hpctrain.supervise.evidence.node_checks`,
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -20,6 +22,7 @@ from hpctrain.actions.container_paths import registry_warnings, unmounted_warnin
 from hpctrain.actions.elastic_sizes import SizedConfig, smaller_sizes
 from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.actions.runs import new_run_id
+from hpctrain.actions.site_files import setup_file, site_templates, templates_digest
 from hpctrain.actions.supervisor_settings import supervisor_settings
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
@@ -29,8 +32,12 @@ from hpctrain.errors import InvalidInputError, LimitError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
 from hpctrain.render.containers import container_problems, run_container
-from hpctrain.render.script import ScriptFacts, build_script
-from hpctrain.render.template import render_script
+from hpctrain.render.script import ScriptFacts, build_script, walltime
+from hpctrain.render.software import prologue_text
+from hpctrain.render.template import (
+    refuse_dropped_directives,
+    render_script,
+)
 from hpctrain.render.warning_lead import short_grace
 from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.loader import (
@@ -46,6 +53,7 @@ from hpctrain.store.datasets import bin_path, idx_path, npz_path
 from hpctrain.store.jobs import run_comment
 from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.catalogue import load_signatures
+from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
@@ -70,6 +78,7 @@ class Prepared:
     template_directory: Path | None = None
     smaller: tuple[SizedConfig, ...] = ()
     signatures: str = ""
+    prologue: str | None = None
 
 
 def load_inputs(
@@ -160,6 +169,12 @@ def prepare(
     knowledge = load_knowledge(loaded_profile)
     plan = make_plan(document, site, knowledge)
     refuse_untrainable(loaded_spec, plan)
+    templates = template_directory or site_templates(loaded_profile)
+    template_sha256 = None if templates is None else templates_digest(templates)
+    if template_sha256 is not None:
+        both = f"{loaded_profile.digest}{template_sha256}".encode()
+        loaded_profile = replace(loaded_profile, digest=hashlib.sha256(both).hexdigest())
+    _refuse_ended_reservation(document, site, datetime.now(UTC))
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
     facts = ScriptFacts(
         run_id,
@@ -168,6 +183,8 @@ def prepare(
         loaded_profile.digest,
         python,
         _gpu_variables(knowledge.gpu, plan),
+        setup_file(loaded_profile),
+        template_sha256,
     )
     peak = site.gpu.peak.get(plan.precision)
     absolute = _with_scratch(_with_absolute_paths(document), loaded_spec, site)
@@ -188,12 +205,42 @@ def prepare(
         plan=plan,
         train=train,
         supervise=supervise.model_copy(update={"inputs": input_paths(train)}),
-        script=render_script(build_script(document, site, plan, facts), template_directory),
+        script=_rendered(document, site, plan, facts, templates),
         facts=facts,
-        template_directory=template_directory,
+        template_directory=templates,
         smaller=smaller,
         signatures=load_signatures(profile_search_path()).to_json(),
+        prologue=prologue_text(document, site, plan),
     )
+
+
+def _rendered(
+    spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts, templates: Path | None
+) -> str:
+    script = build_script(spec, profile, plan, facts)
+    text = render_script(script, templates)
+    if templates is not None:
+        refuse_dropped_directives(script, text, templates)
+    return text
+
+
+def _refuse_ended_reservation(spec: RunSpec, profile: ClusterProfile, now: datetime) -> None:
+    """Raise LimitError where an attempt that started now would outlast the site's reservation.
+
+    sbatch(1), --reservation: Slurm does not start a job that it could not finish within it.
+    """
+    end, own = profile.slurm.reservation_end, spec.resources.reservation
+    if end is None or own not in (None, profile.slurm.reservation):
+        return
+    partition = profile.slurm.partition(spec.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    limit, left = walltime(spec, profile, partition), max(0.0, (end - now).total_seconds())
+    if float(limit) > left:
+        raise LimitError(
+            f"walltime {limit.slurm()} is longer than reservation {profile.slurm.reservation} "
+            f"lasts, which ends in {short_duration(left)}: the job would never start",
+            hint="a shorter `resources.walltime`, or another `resources.reservation`",
+        )
 
 
 def _with_site_warnings(
@@ -243,13 +290,12 @@ def with_free_run_id(prepared: Prepared, runs: Path) -> Prepared:
     document, site = prepared.spec.document, prepared.profile.document
     run_id = new_run_id(runs, document.name, prepared.spec.digest, prepared.profile.digest)
     facts = replace(prepared.facts, run_id=run_id, comment=run_comment(run_id))
-    script = build_script(document, site, prepared.plan, facts)
     return replace(
         prepared,
         run_id=run_id,
         facts=facts,
         supervise=prepared.supervise.model_copy(update={"run_id": run_id}),
-        script=render_script(script, prepared.template_directory),
+        script=_rendered(document, site, prepared.plan, facts, prepared.template_directory),
     )
 
 

@@ -25,6 +25,7 @@ from hpctrain.store.jobs import (
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import ActionKind
+from hpctrain.supervise.judge.job_end import SETUP_EXIT_CODE
 
 # slurmd's error 4021 (it could not open the log of the batch script) is kept as if it were a wait
 # status, where it reads as signal 53; seen with 22.05.8 and 24.11.5.
@@ -189,6 +190,11 @@ def _after_the_queue(job: JobRecord | None) -> Judged:
             f"the supervisor was killed by signal {job.exit_signal}; "
             "`hpctrain resubmit` goes on from the newest checkpoint",
         )
+    if job.exit_code == SETUP_EXIT_CODE:
+        reason = (
+            "a module, a limit or a file of the site could not be had: `hpctrain logs` names it"
+        )
+        return Judged(RunState.FAILED, reason)
     code = "" if job.exit_code is None else f", exit code {job.exit_code}"
     return Judged(
         RunState.FAILED, f"the job ended as {name}{code} without a word of its supervisor"

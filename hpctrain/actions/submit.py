@@ -28,7 +28,7 @@ from hpctrain.store.jobs import sbatch_options
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import take_back
-from hpctrain.store.supervise_config import read_supervise_config
+from hpctrain.store.supervise_config import SuperviseConfig, read_supervise_config
 
 _FIRST_WITH_SEGMENTS = (24, 5)  # of Slurm
 
@@ -135,6 +135,7 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
         (layout.supervise_config, prepared.supervise.model_dump_json(indent=1)),
         (layout.signatures, prepared.signatures),
         (layout.script, prepared.script),
+        *([] if prepared.prologue is None else [(layout.prologue, prepared.prologue)]),
         *(
             (layout.train_config_for(one.shape.nodes), one.train.model_dump_json(indent=1))
             for one in prepared.smaller
@@ -185,19 +186,18 @@ def submit_jobs(run: RunFiles, slurm: SlurmClient) -> int:
     the run directory cannot be read.
     """
     config = read_supervise_config(run.layout.supervise_config)
-    array = config.continuation == "array"
-    first = _sbatch(run, slurm, array=array)
+    first = _sbatch(run, slurm, config)
     jobs = config.continuation_jobs if config.continuation == "singleton" else 1
     for _ in range(1, jobs):
         try:
-            _sbatch(run, slurm, array=array, successor_of=first)
+            _sbatch(run, slurm, config, successor_of=first)
         except SlurmError:
             break  # the ledger has it; a site may limit the number of jobs
     return first
 
 
 def _sbatch(
-    run: RunFiles, slurm: SlurmClient, *, array: bool, successor_of: int | None = None
+    run: RunFiles, slurm: SlurmClient, config: SuperviseConfig, successor_of: int | None = None
 ) -> int:
     cluster = None
     with contextlib.suppress(SlurmError):  # the error of sbatch is clearer
@@ -205,9 +205,8 @@ def _sbatch(
     if successor_of is None:
         run.ledger.append(EventKind.SUBMITTING, cluster=cluster)
     try:
-        submitted = slurm.submit(
-            run.layout.script, sbatch_options(run.layout.directory, array=array)
-        )
+        options = sbatch_options(run.layout.directory, array=config.continuation == "array")
+        submitted = slurm.submit(run.layout.script, options, variables=config.submit_variables)
     except SlurmUnreachableError as error:
         if successor_of is None:  # the controller may have accepted it without an answer in time
             found = find_jobs([run], slurm)[run.run_id]

@@ -12,9 +12,11 @@ from pathlib import Path
 from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of
 from hpctrain.engines.speed_check import speed_check_mode
 from hpctrain.plan.documents import Plan
+from hpctrain.render.job_environment import submit_variables
 from hpctrain.render.script import walltime
 from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.network import port_range
 from hpctrain.spec.run import RunSpec
 from hpctrain.store.supervise_config import (
     GroupSettings,
@@ -72,6 +74,9 @@ def supervisor_settings(
         cluster_nodes=profile.nodes.count,
         node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
         mttf_seconds=node_mtbf_seconds(profile) / plan.nodes.nodes,
+        submit_variables=submit_variables(spec, profile),
+        master_address=profile.network.master_address,
+        master_ports=port_range(profile.network.ports) if profile.network.ports else None,
         keep_launches=spec.logging.keep_launches,
         topology=topology_settings(profile, plan),
     )

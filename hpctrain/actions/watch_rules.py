@@ -55,7 +55,7 @@ def find_problems(run: WatchedRun) -> list[RunProblem]:
     """Find what is wrong with the run; empty if nothing is, or if a person has caused it."""
     if run.unrecorded:
         job_id = run.unrecorded[0].job_id
-        message = f"job {job_id} has the comment of this run, and its ledger does not know the job"
+        message = f"job {job_id} is one of this run, and its ledger does not know the job"
         return [RunProblem(run.run_id, Symptom.UNRECORDED, WatchRemedy.ADOPT, message, job_id)]
     if not generation(run.events) or cancel_requested(run.events) or run.asked_by:
         return []

@@ -31,7 +31,7 @@ def sandbox() -> None:
     Examples:
       hpctrain sandbox up
       hpctrain sandbox up --profile a100x64
-      hpctrain sandbox up --slurm DIRECTORY
+      hpctrain sandbox up --slurm 24.11
       eval "$(hpctrain sandbox env)"; sinfo
       hpctrain sandbox down
     """
@@ -49,8 +49,14 @@ def sandbox() -> None:
 )
 @click.option(
     "--slurm",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Use the Slurm that `scripts/slurm-from-debian` has unpacked there.",
+    metavar="RELEASE|DIRECTORY",
+    help="Another Slurm than the installed one: 22.05, 24.11 or 26.05, which Debian's packages are "
+    "fetched for (once, without root), or a directory where one is unpacked.",
+)
+@click.option(
+    "--accounting",
+    is_flag=True,
+    help="With slurmdbd and its database: sacct, accounts, QOS and their limits.",
 )
 @click.option(
     "--timeout",
@@ -59,16 +65,18 @@ def sandbox() -> None:
     show_default=True,
     help="Seconds to wait for the nodes.",
 )
-def up(directory: Path, profile: str, slurm: Path | None, timeout: float) -> None:
+def up(directory: Path, profile: str, slurm: str | None, accounting: bool, timeout: float) -> None:
     """Start it and wait until every node is ready.
 
     \b
     Examples:
       hpctrain sandbox up
       hpctrain sandbox up --profile a100x64 --directory /tmp/big
-      hpctrain sandbox up --slurm .slurm/trixie --directory /tmp/newer
+      hpctrain sandbox up --slurm 26.05 --directory /tmp/newer
+      hpctrain sandbox up --slurm 24.11 --accounting
     """
     import time
+    from dataclasses import replace
 
     from hpctrain.actions.profiles import load_named_profile
     from hpctrain.errors import UsageError
@@ -78,21 +86,49 @@ def up(directory: Path, profile: str, slurm: Path | None, timeout: float) -> Non
     began = time.monotonic()
     loaded = load_named_profile(profile)
     shape = shape_from_profile(loaded.document)
+    if accounting:
+        shape = replace(shape, accounting="slurmdbd")
+    unpacked = None if slurm is None else _unpacked(slurm)
     try:
         box = Sandbox.open(directory)
     except UsageError:
-        box = Sandbox.create(directory, shape, slurm)
+        box = Sandbox.create(directory, shape, unpacked)
     hint = f"`hpctrain sandbox down -d {shlex.quote(str(directory))}` first"
-    if box.shape != shape:
+    if not accounting:  # a sandbox that has it keeps it
+        shape = replace(shape, accounting=box.shape.accounting)
+    if box.shape != replace(shape, accounting=box.shape.accounting):
         raise UsageError(
             f"the sandbox in {directory} has another shape than profile `{profile}`", hint
         )
-    if slurm is not None and box.state.slurm != slurm.resolve():
+    if box.shape != shape:
+        raise UsageError(f"the sandbox in {directory} was made without --accounting", hint)
+    if unpacked is not None and box.state.slurm != unpacked.resolve():
         raise UsageError(f"the sandbox in {directory} has another Slurm than {slurm}", hint)
     box.up(timeout)
     seconds = time.monotonic() - began
-    say(f"Slurm with {shape.nodes} nodes x {shape.gpus_per_node} GPUs is up ({seconds:.1f} s)")
+    size = f"{shape.nodes} nodes x {shape.gpus_per_node} GPUs"
+    say(f"Slurm {_dotted(box.state.version)} with {size} is up ({seconds:.1f} s)")
     say(f'To use it   eval "$(hpctrain sandbox env -d {shlex.quote(str(directory))})"')
+
+
+def _unpacked(slurm: str) -> Path:
+    """Return the directory of the Slurm that `--slurm` names, fetched if that is necessary."""
+    from hpctrain.sandbox.debian_slurm import (
+        SUITES,
+        default_cache,
+        fetch_slurm,
+        is_complete,
+        slurm_directory,
+    )
+
+    directory = slurm_directory(slurm, default_cache())
+    if slurm in SUITES and not is_complete(directory):
+        say(f"Fetching Slurm {slurm} of Debian {SUITES[slurm]} into {directory} (some 35 MB)")
+    return fetch_slurm(slurm, default_cache())
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(f"{number:02d}" for number in version)
 
 
 @sandbox.command()
@@ -138,8 +174,7 @@ def status(directory: Path) -> None:
     from hpctrain.sandbox.sandbox import Sandbox
 
     seen = Sandbox.open(directory).status()
-    version = ".".join(f"{number:02d}" for number in seen.version)
-    click.echo(f"Slurm {version} in {seen.directory}: {seen.health}")
+    click.echo(f"Slurm {_dotted(seen.version)} in {seen.directory}: {seen.health}")
     daemons = [
         [d.name, str(d.pid), "frozen" if d.frozen else "alive" if d.alive else "dead"]
         for d in seen.daemons

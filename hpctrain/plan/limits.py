@@ -43,7 +43,11 @@ def usable_gpus(spec: RunSpec, profile: ClusterProfile) -> int:
     partition = profile.slurm.partition(spec.resources.partition)
     limits = (profile.limits.max_nodes, partition.max_nodes if partition else None)
     nodes = min([profile.nodes.count, *(limit for limit in limits if limit is not None)])
-    most = (profile.limits.max_gpus, partition.max_gpus if partition else None)
+    most = (
+        profile.limits.max_gpus,
+        profile.limits.grp_gpus,
+        partition.max_gpus if partition else None,
+    )
     return min([nodes * profile.gpu.per_node, *(limit for limit in most if limit is not None)])
 
 
@@ -69,10 +73,7 @@ def limit_problems(request: PlanRequest) -> list[str]:
     problems += _node_problems(spec.resources, profile)
     problems += _segment_problems(spec.resources, profile)
     problems += _walltime_problems(spec.resources, profile)
-    account = spec.resources.account or profile.slurm.account
-    allowed = profile.limits.accounts
-    if account is not None and allowed and account not in allowed:
-        problems.append(f"account `{account}` may not be used here: use {', '.join(allowed)}")
+    problems += _accounting_problems(spec, profile)
     problems += _node_share_problems(spec.resources, profile)
     return problems + [
         f"`{path}` is fixed by the site: remove it from the spec"
@@ -163,6 +164,57 @@ def _walltime_problems(resources: ResourcesSpec, profile: ClusterProfile) -> lis
         for limit, owner in limits
         if walltime is not None and limit is not None and walltime > limit
     ]
+
+
+def _accounting_problems(spec: RunSpec, profile: ClusterProfile) -> list[str]:
+    """Compare account, QOS and numbers of jobs with what accounting (sacctmgr(1)) allows."""
+    limits, problems = profile.limits, []
+    account = spec.resources.account or profile.slurm.account
+    if account is None and (limits.accounts or limits.account_required):
+        choices = f": {', '.join(limits.accounts)}" if limits.accounts else ""
+        problems.append(
+            f"this site wants an account, and there is none: `resources.account`{choices}"
+        )
+    elif limits.accounts and account not in limits.accounts:
+        names = ", ".join(limits.accounts)
+        problems.append(f"account `{account}` may not be used here: use {names}")
+    qos = spec.resources.qos or profile.slurm.qos
+    if qos is not None and limits.qos and qos not in limits.qos:
+        problems.append(f"QOS `{qos}` may not be used here: use {', '.join(limits.qos)}")
+    jobs = {"chain": 2, "singleton": profile.continuation_jobs, "array": profile.continuation_jobs}
+    submitted = jobs.get(profile.continuation, 1)
+    if limits.max_submit is not None and submitted > limits.max_submit:
+        problems.append(
+            f"continuation {profile.continuation} has {submitted} jobs in the queue, and this site "
+            f"takes {limits.max_submit}: a profile with fewer continuation_jobs, or requeue"
+        )
+    gpus = spec.resources.gpus + spec.resources.spare_nodes * profile.gpu.per_node
+    if limits.grp_gpus is not None and gpus > limits.grp_gpus:
+        problems.append(
+            f"{gpus} GPUs with spares are more than the {limits.grp_gpus} that an account may have "
+            "at once: the job would wait for ever"
+        )
+    return problems
+
+
+def gpu_hour_problems(
+    spec: RunSpec, profile: ClusterProfile, step_seconds: float | None
+) -> list[str]:
+    """Compare the GPU-hours of a run with what the site allows one run.
+
+    `step_seconds` is the predicted time of a step; None: an attempt of `resources.walltime` counts.
+    """
+    limit, walltime = profile.limits.max_gpu_hours, spec.resources.walltime
+    gpus = spec.resources.gpus + spec.resources.spare_nodes * profile.gpu.per_node
+    if limit is None or (step_seconds is None and walltime is None):
+        return []
+    if step_seconds is not None:
+        hours, what = gpus * spec.train_steps * step_seconds / 3600, "predicted for the run"
+    else:
+        hours, what = gpus * float(walltime or 0) / 3600, "of one attempt"
+    if hours <= limit:
+        return []
+    return [f"{hours:,.0f} GPU-hours ({what}) are more than the {limit:,.0f} that this site allows"]
 
 
 def _node_share_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[str]:

@@ -20,6 +20,7 @@ from hpctrain.plan.documents import Goal, NodeRequest, Plan
 from hpctrain.plan.explain import Facts, memory_refusal, proposal, reasons, warnings
 from hpctrain.plan.limits import (
     allowed_gpus,
+    gpu_hour_problems,
     limit_problems,
     node_request,
     size_problems,
@@ -119,7 +120,10 @@ def decide(request: PlanRequest) -> Decision:
             refused = replace(refused, memory=[_memory_refusal(found)])
     if found is None or row is None or refused.messages:
         raise _refusal(request, refused)
-    return Decision(request, found, row, _assemble(found, row))
+    plan = _assemble(found, row)
+    if too_long := gpu_hour_problems(spec, profile, plan.step_seconds):
+        raise LimitError("\n".join(too_long))
+    return Decision(request, found, row, plan)
 
 
 def _first_that_fits(found: Found) -> int | None:

@@ -8,8 +8,8 @@ any path of the submitting machine except the interpreter that is passed in.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import InvalidInputError, Problem
@@ -22,14 +22,32 @@ from hpctrain.render.continuation import (
     continuation_problems,
     requeue_flag,
 )
+from hpctrain.render.job_environment import (
+    Variable,
+    check_variables,
+    inheritance_note,
+    inheritance_problems,
+    script_variables,
+)
+from hpctrain.render.memory import memory_options, memory_problems
 from hpctrain.render.nodes import node_options, node_problems, survives_node_failure
-from hpctrain.render.quoting import directive_value, sh
+from hpctrain.render.quoting import directive_value
+from hpctrain.render.site_options import job_constraint, sbatch_options, srun_options
+from hpctrain.render.software import (
+    MUST,
+    SetupFile,
+    module_commands,
+    prologue_text,
+    prologue_words,
+    ulimit_commands,
+)
 from hpctrain.render.srun_tasks import SrunTasks, choose_tasks
 from hpctrain.render.topology import topology_options
 from hpctrain.render.warning_lead import warning_lead
-from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
+from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.partition import PartitionProfile
 from hpctrain.spec.run import RunSpec
+from hpctrain.spec.slurm_options import written_options
 from hpctrain.units import Duration
 from hpctrain.version import __version__
 
@@ -37,15 +55,6 @@ if TYPE_CHECKING:
     from hpctrain.spec.catalogue import GpuVariable
 
 _LOG = "logs/slurm-%j.out"
-# The only variables that the job inherits from the submitting shell.
-_INHERITED = ("HOME", "LANG", "PATH", "USER")
-# bash(1), Shell Variables; `export UID=0` would end the job after its time in the queue.
-_READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
-# Settings of a site for the supervisor (see `hpctrain.supervise.preflight`).
-_SITE_HOOKS = frozenset({"HPCTRAIN_KERNEL_LOG"})
-# sbatch(1), --export: [ALL,]<variables>, NIL or NONE. A variable of that name would be read as
-# one of these words.
-_EXPORT_WORDS = frozenset({"ALL", "NIL", "NONE"})
 # Set by the supervisor; variables of the image would override them otherwise (pyxis README).
 _TRAINER_VARIABLES = (
     "HPCTRAIN_EPOCH",
@@ -60,20 +69,12 @@ _TRAINER_VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Variable:
-    """One exported variable and the reason that is written above it."""
-
-    name: str
-    value: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class ScriptFacts:
     """Inputs of rendering besides spec, profile and plan.
 
     `comment` is the job's comment; `gpu_variables` are those that the catalogue lists for the
-    cluster's GPU, this engine and this layout.
+    cluster's GPU, this engine and this layout. `setup` is the file of `software.setup`,
+    `template_sha256` (hex) that of the site's templates; None: the packaged one.
     """
 
     run_id: str
@@ -82,6 +83,8 @@ class ScriptFacts:
     profile_digest: str
     python: str
     gpu_variables: tuple[GpuVariable, ...] = ()
+    setup: SetupFile | None = None
+    template_sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,17 @@ class Script:
     spec_digest: str
     profile_name: str
     profile_digest: str
+    template_digest: str | None
     layout: str
+    inheritance_note: str
     directives: tuple[str, ...]
     modules: tuple[tuple[str, ...], ...]
+    must: str
+    setup: SetupFile | None
+    unset: tuple[str, ...]
+    ulimits: tuple[tuple[str, ...], ...]
+    scratch: str | None
+    prologue_digest: str | None
     variables: tuple[Variable, ...]
     start_note: str
     task_kind: str
@@ -106,6 +117,7 @@ class Script:
     failures_without_progress: int
     supervisor: tuple[str, ...]
     srun: tuple[str, ...]
+    srun_options: tuple[str, ...]
     container_srun: tuple[str, ...]
     container_command: tuple[str, ...]
     container_import: tuple[str, ...] | None
@@ -120,19 +132,22 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     python = profile.software.python or facts.python
     if python.startswith("-"):
         raise InvalidInputError([Problem(f"software.python: `{python}` reads as an option")])
-    _check_variables((*spec.environment.variables, *spec.environment.inherit))
-    _check_variables(variable.name for variable in profile.environment)
-    topology = topology_options(profile, plan, spec.resources.spare_nodes)
+    check_variables((*spec.environment.variables, *spec.environment.inherit))
+    check_variables((variable.name for variable in profile.environment), site=True)
+    constraint = job_constraint(spec, profile, plan)
     contradictions = [
         *continuation_problems(profile, partition),
-        *node_problems(spec, plan, topology["constraint"]),
+        *inheritance_problems(spec, profile),
+        *memory_problems(spec, profile, plan),
+        *node_problems(spec, plan, constraint),
     ]
     if contradictions:  # Slurm would accept them, and never do what they ask for
         raise InvalidInputError([Problem(message) for message in contradictions])
     lead = warning_lead(spec, profile, plan, walltime(spec, profile, partition))
     start = choose_tasks(spec, plan)
+    prologue = prologue_text(spec, profile, plan)
     container = run_container(spec, profile)
-    variables = _variables(spec, profile, plan, facts)
+    variables = script_variables(spec, profile, plan, facts.gpu_variables)
     names = (*(variable.name for variable in variables), *spec.environment.inherit)
     words = container_words(container, profile, (*names, *_TRAINER_VARIABLES))
     return Script(
@@ -144,9 +159,17 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         spec_digest=facts.spec_digest[:12],
         profile_name=profile.name,
         profile_digest=facts.profile_digest[:12],
+        template_digest=facts.template_sha256 and facts.template_sha256[:12],
         layout=_layout(plan),
+        inheritance_note=_comment(f"{inheritance_note(spec, profile)}."),
         directives=_directives(spec, profile, plan, partition, facts),
-        modules=_modules(profile),
+        modules=module_commands(profile),
+        must=MUST,
+        setup=facts.setup,
+        unset=profile.software.unset,
+        ulimits=ulimit_commands(profile),
+        scratch=profile.software.scratch,
+        prologue_digest=None if prologue is None else sha256(prologue.encode()).hexdigest()[:12],
         variables=variables,
         start_note=start.note,
         task_kind=start.task_kind,
@@ -159,11 +182,21 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         failures_without_progress=spec.supervise.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
         srun=_srun(spec, profile, plan, start),
+        srun_options=tuple(
+            f"--{name}" if value is None else f"--{name}={value}"
+            for name, value in written_options(srun_options(spec, profile))
+        ),
         container_srun=words.srun,
         container_command=words.command,
         container_import=words.image_import,
         image_import=(python, "-m", "hpctrain.prepare.container_image"),
-        trainer=(container.python if container else python, "-m", *start.module, "train.json"),
+        trainer=(
+            *prologue_words(prologue),
+            container.python if container else python,
+            "-m",
+            *start.module,
+            "train.json",
+        ),
     )
 
 
@@ -203,28 +236,30 @@ def _directives(
     limit = walltime(spec, profile, partition)
     nodes = node_options(spec, plan, _cpus_per_gpu(spec, profile))
     one_gpu_per_task = "ntasks-per-node" in nodes and spec.launcher == "srun"
-    memory = "0" if profile.slurm.all_memory else None
-    if spec.resources.memory_per_node is not None:
-        memory = f"{int(spec.resources.memory_per_node) // 2**20}M"
     options: dict[str, str | None] = {
         "job-name": facts.run_id,
-        "comment": facts.comment,
+        "comment": facts.comment if profile.slurm.comment else None,
         "account": spec.resources.account or profile.slurm.account,
         "partition": partition.name if partition.request else None,
         "qos": spec.resources.qos or profile.slurm.qos,
-        "reservation": spec.resources.reservation,
+        "reservation": spec.resources.reservation or profile.slurm.reservation,
         **topology_options(profile, plan, spec.resources.spare_nodes),
+        "constraint": job_constraint(spec, profile, plan),
         **nodes,
         **_gpu_request(profile, plan, counts_tasks=one_gpu_per_task),
-        "mem": memory,
+        **memory_options(spec, profile, plan),
         "time": limit.slurm(),
         "signal": f"B:USR1@{warning_lead(spec, profile, plan, limit).seconds}",
         "open-mode": "append",
         "output": "logs/slurm-%A_%a.out" if profile.continuation == "array" else _LOG,
         **continuation_options(profile),
-        "export": ",".join((*_INHERITED, *spec.environment.inherit)),
+        "export": "NONE" if profile.slurm.export == "none" else None,
     }
     lines = [f"--{name}={directive_value(name, value)}" for name, value in options.items() if value]
+    lines += [
+        f"--{name}" if value is None else f"--{name}={directive_value(name, value)}"
+        for name, value in written_options(sbatch_options(spec, profile))
+    ]
     if profile.slurm.exclusive and plan.nodes.gpus_per_node == profile.gpu.per_node:
         lines.append("--exclusive")
     if survives_node_failure(spec, plan):
@@ -257,49 +292,6 @@ def _gpu_request(
     }
 
 
-def _modules(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
-    """List the commands that load the site's environment modules, already quoted."""
-    modules = profile.software.modules
-    if modules is None:
-        return ()
-    commands: list[tuple[str, ...]] = [("source", sh(modules.init))] if modules.init else []
-    if modules.purge:
-        commands.append(("module", "--force", "purge"))
-    if modules.load:
-        commands.append(("module", "load", *map(sh, modules.load)))
-    return (*commands, ("module", "list"))
-
-
-def _variables(
-    spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts
-) -> tuple[Variable, ...]:
-    """List the exported variables, the site's first.
-
-    A variable of the spec replaces the site's, and one that the site lists replaces the GPU
-    catalogue's and what follows from `network.interface`. Nodes have to reach each other only if
-    there are several.
-    """
-    interface = profile.network.interface if plan.nodes.nodes > 1 else None
-    site = {
-        fabric.name: Variable(fabric.name, fabric.value, printable_line(fabric.reason))
-        for fabric in profile.environment
-        if fabric.concerns(spec.engine.name)
-    }
-    if interface is not None:
-        reason = "network.interface of the profile: all nodes reach each other over it"
-        for name in INTERFACE_VARIABLES:
-            site.setdefault(name, Variable(name, interface, reason))
-    for wanted in facts.gpu_variables:
-        reason = printable_line(wanted.reason)
-        site.setdefault(wanted.name, Variable(wanted.name, wanted.value, reason))
-    own = spec.environment.variables
-    return (
-        *(variable for name, variable in site.items() if name not in own),
-        *(Variable(name, value, "from the run spec") for name, value in sorted(own.items())),
-        Variable("PYTHONUNBUFFERED", "1", "log lines appear when they are written"),
-    )
-
-
 def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: SrunTasks) -> tuple[str, ...]:
     """List the arguments of srun, up to the options that the template adds."""
     arguments = [
@@ -311,7 +303,6 @@ def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: SrunTasks) 
         # sockets in turn by default, which takes every other rank away from its GPU.
         "--distribution=block:block",
         "--export=ALL",
-        "--mpi=none",
         # The supervisor ends the step itself after it has found out which rank failed first;
         # srun's own kill would mask the exit codes. --wait acts if the supervisor does not.
         "--kill-on-bad-exit=0",
@@ -321,24 +312,4 @@ def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: SrunTasks) 
         arguments.append("--label")
     # Not inherited from sbatch since 22.05 (srun(1)).
     arguments.append(f"--cpus-per-task={_cpus_per_gpu(spec, profile) * start.gpus_per_task}")
-    if profile.slurm.gpu_request == "gpus-per-task":
-        # Otherwise each task sees its own GPU only, and CUDA reaches no peer of the same node.
-        arguments.append("--gpu-bind=none")
     return tuple(arguments)
-
-
-def _check_variables(names: Iterable[str]) -> None:
-    """Raise InvalidInputError for names that bash or Slurm would not take as a variable."""
-    problems = []
-    for name in names:
-        if name in _READ_ONLY:
-            reason = "it is read-only in bash"
-        elif name.upper() in _EXPORT_WORDS:
-            reason = "sbatch and srun read it as a word of `--export`"
-        elif name.startswith(("SLURM_", "HPCTRAIN_")) and name not in _SITE_HOOKS:
-            reason = "Slurm and hpctrain set these themselves"
-        else:
-            continue
-        problems.append(Problem(f"environment: `{name}` cannot be set in a job script: {reason}"))
-    if problems:
-        raise InvalidInputError(problems)

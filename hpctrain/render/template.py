@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.printable_text import printable_line
 from hpctrain.render.quoting import sh, sh_expanded
 from hpctrain.render.script import Script
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 TEMPLATE = "job.sbatch.j2"
 # `hpctrain/job.sbatch.j2` is the packaged template, whatever a site's directory contains.
 PACKAGED = "hpctrain"
+# Without them there is no warning before the time limit, or a requeued job loses its log.
+_NEEDED = ("--signal", "--open-mode", "--requeue", "--no-requeue")
 _FORMER_NAME = "sbatch/megatron.sbatch.j2"
 
 
@@ -44,6 +47,20 @@ def render_script(script: Script, template_directory: Path | None = None) -> str
         raise InvalidInputError([_template_problem(error, template_directory)]) from error
 
 
+def refuse_dropped_directives(script: Script, text: str, directory: Path) -> None:
+    """Raise InvalidInputError for a template of the site without what the supervisor relies on."""
+    lines = {line.removeprefix("#SBATCH").strip() for line in text.splitlines()}
+    dropped = [
+        directive
+        for directive in script.directives
+        if directive.partition("=")[0] in _NEEDED and directive not in lines
+    ]
+    if dropped:
+        message = f"this template drops {', '.join(dropped)}, which the supervisor relies on"
+        hint = "keep `{{ super() -}}` in the block `directives`"
+        raise InvalidInputError([Problem(message, str(directory / TEMPLATE), hint=hint)])
+
+
 def template_environment(site: BaseLoader | None = None) -> Environment:
     """Build jinja2's environment for the packaged templates and those of a site."""
     from jinja2 import ChoiceLoader, Environment, PackageLoader, PrefixLoader, StrictUndefined
@@ -65,6 +82,7 @@ def template_environment(site: BaseLoader | None = None) -> Environment:
     )
     environment.filters["sh"] = sh
     environment.filters["sh_expanded"] = sh_expanded
+    environment.filters["printable_line"] = printable_line
     return environment
 
 

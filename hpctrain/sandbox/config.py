@@ -17,11 +17,11 @@ from hpctrain.errors import UsageError
 from hpctrain.sandbox.paths import SandboxPaths
 from hpctrain.sandbox.ports import Ports
 from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, bracket
+from hpctrain.slurm.capabilities import capabilities_of_release
 
 # Characters that slurm.conf(5) gives a meaning: comments, quotes, host lists, name patterns.
 # Blanks are quoted.
 _UNWRITABLE = re.compile(r'[\n\r"#%,\[\]\\]')
-_FIRST_WITH_BLOCKS = (23, 11)
 # With this many slurmds on one machine, 5 s is too short for a reply.
 _CROWDED_NODES = 33
 # slurmstepds report the end of a step through a tree of this width, and one above a lost node waits
@@ -71,7 +71,7 @@ def config_files(shape: SandboxShape, site: Site) -> tuple[ConfigFile, ...]:
     ]
     if shape.switches:
         files.append(ConfigFile("topology.conf", topology_conf(shape, site.version)))
-    if site.version >= (24, 5):
+    if capabilities_of_release(site.version).needs_cgroup_plugin:
         files.append(ConfigFile("cgroup.conf", _CGROUP_CONF))
     return tuple(files)
 
@@ -80,7 +80,9 @@ def slurm_conf(shape: SandboxShape, site: Site) -> str:
     """Generate the main file."""
     accounting = "# No accounting: sacct answers with an error."
     if shape.accounting == "filetxt":
-        accounting = f"JobCompType=jobcomp/filetxt\nJobCompLoc={_quoted(site.paths.jobcomp)}"
+        accounting = f"JobCompType=jobcomp/filetxt\nJobCompLoc={quoted(site.paths.jobcomp)}"
+    if shape.accounting == "slurmdbd":
+        accounting = _accounting(site)
     blocks = (
         _daemon_settings(shape, site),
         _job_settings(shape, site.version),
@@ -117,8 +119,9 @@ def topology_conf(shape: SandboxShape, version: tuple[int, int]) -> str:
 
 
 def topology_plugin(shape: SandboxShape, version: tuple[int, int]) -> str:
-    """Return the topology plugin of a sandbox with switches; blocks exist since 23.11."""
-    return "block" if shape.leaves_are_blocks and version >= _FIRST_WITH_BLOCKS else "tree"
+    """Return the topology plugin of a sandbox with switches; a tree where there are no blocks."""
+    has_blocks = capabilities_of_release(version).has_blocks
+    return "block" if shape.leaves_are_blocks and has_blocks else "tree"
 
 
 # Without this, 24.05 and newer need a usable cgroup file system, which an ordinary user lacks.
@@ -128,7 +131,7 @@ _CGROUP_CONF = "CgroupPlugin=disabled\n"
 
 def _daemon_settings(shape: SandboxShape, site: Site) -> str:
     paths = site.paths
-    plugins = f"PluginDir={_quoted(site.plugins)}\n" if site.plugins else ""
+    plugins = f"PluginDir={quoted(site.plugins)}\n" if site.plugins else ""
     return f"""\
 # Made by `hpctrain sandbox`; written anew by every start.
 ClusterName={shape.cluster_name}
@@ -139,16 +142,16 @@ SlurmUser={site.user}
 SlurmdUser={site.user}
 AuthType=auth/munge
 # cred_expire is also the delay of a requeue (the default 120 means 121 s); less than 5 means 120.
-AuthInfo={_quoted(f"socket={paths.munge_socket},cred_expire=5")}
+AuthInfo={quoted(f"socket={paths.munge_socket},cred_expire=5")}
 # Otherwise every daemon listens on all network devices.
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 
-{plugins}StateSaveLocation={_quoted(paths.state)}
-SlurmdSpoolDir={_quoted(paths.spool / "%n")}
-SlurmctldPidFile={_quoted(paths.pid_file("slurmctld"))}
-SlurmdPidFile={_quoted(paths.pid_file("slurmd-%n"))}
-SlurmctldLogFile={_quoted(paths.log("slurmctld"))}
-SlurmdLogFile={_quoted(paths.log("slurmd-%n"))}
+{plugins}StateSaveLocation={quoted(paths.state)}
+SlurmdSpoolDir={quoted(paths.spool / "%n")}
+SlurmctldPidFile={quoted(paths.pid_file("slurmctld"))}
+SlurmdPidFile={quoted(paths.pid_file("slurmd-%n"))}
+SlurmctldLogFile={quoted(paths.log("slurmctld"))}
+SlurmdLogFile={quoted(paths.log("slurmd-%n"))}
 # There is no mail here, and the default program is missing on most machines.
 MailProg=/bin/true"""
 
@@ -197,13 +200,26 @@ def _preemption(shape: SandboxShape, version: tuple[int, int]) -> str:
         return "PreemptType=preempt/none"
     lines = ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE"]
     if shape.user_signal_on_preempt:
-        # The option moved in 23.02. Each version rejects the other's spelling or ignores it.
+        # Each Slurm rejects the other's spelling or ignores it.
         lines.append(
             "PreemptParameters=send_user_signal"
-            if version >= (23, 2)
+            if capabilities_of_release(version).has_preempt_parameters
             else "SlurmctldParameters=preempt_send_user_signal"
         )
     return "\n".join(lines)
+
+
+def _accounting(site: Site) -> str:
+    return f"""\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=localhost
+AccountingStoragePort={site.ports.accounting}
+# The socket of munge: what AuthInfo says does not count here.
+AccountingStoragePass={quoted(site.paths.munge_socket)}
+# As on sites: nobody without an account, and limits of associations and QOS hold.
+AccountingStorageEnforce=associations,limits,qos
+AccountingStorageTRES=gres/gpu
+AccountingStoreFlags=job_comment"""
 
 
 _NODES_HEAD = """\
@@ -252,6 +268,6 @@ def _partition(partition: PartitionShape, shape: SandboxShape) -> str:
     return " ".join(settings)
 
 
-def _quoted(value: Path | str) -> str:
+def quoted(value: Path | str) -> str:
     """Quote a value with blanks, as src/common/parse_config.c (`keyvalue_pattern`) expects."""
     return f'"{value}"' if re.search(r"\s", str(value)) else str(value)

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import SlurmError
+from hpctrain.sandbox.accounting import database_argv
 from hpctrain.sandbox.paths import SandboxPaths
+from hpctrain.sandbox.ports import is_served
 from hpctrain.sandbox.processes import (
     Process,
     all_processes,
     await_condition,
     end,
     find_process,
+    is_alive,
     kill,
     open_files,
     read_command_line,
@@ -27,15 +30,20 @@ from hpctrain.sandbox.processes import (
 from hpctrain.sandbox.programs import Programs, call, daemon_environment
 from hpctrain.sandbox.state import DaemonRecord
 
-_DAEMON_NAMES = ("munged", "slurmctld", "slurmd", "slurmstepd")
+_DAEMON_NAMES = ("munged", "slurmctld", "slurmd", "slurmstepd", "slurmdbd", "mariadbd")
+# Whatever needs another daemon to shut down cleanly ends before it.
+_ENDED_LAST = ("slurmdbd", "mariadbd", "munged")
+# Starts a program that does not become a daemon by itself; call() waits for its open files.
+_IN_BACKGROUND = ("/bin/sh", "-c", 'exec setsid "$0" "$@" >/dev/null 2>&1 </dev/null &')
 _START_TIMEOUT_SECONDS = 120.0
+_SLURMDBD_TIMEOUT_SECONDS = 300.0
 _STOP_GRACE_SECONDS = 5.0
 _LOG_TAIL_LINES = 8
 
 
 @dataclass(frozen=True)
 class DaemonLauncher:
-    """Starts daemons. All of them daemonize themselves and write a PID file."""
+    """Starts daemons. All but mariadbd daemonize themselves, and all write a PID file."""
 
     paths: SandboxPaths
     programs: Programs
@@ -54,6 +62,21 @@ class DaemonLauncher:
             "--num-threads=4",
         ]
         return self._start("munged", argv)
+
+    def mariadbd(self, user: str) -> DaemonRecord:
+        argv = database_argv(self.paths, self.programs, user)
+        self._launch("mariadbd", [*_IN_BACKGROUND, *argv])
+        return self._await("mariadbd", argv)
+
+    def slurmdbd(self, port: int) -> DaemonRecord:
+        """Start slurmdbd and wait until it listens: its first start makes some fifty tables."""
+        record = self._start("slurmdbd", [self.programs["slurmdbd"]])
+        await_condition(
+            lambda: is_served(port) or not is_alive(record.identity), _SLURMDBD_TIMEOUT_SECONDS
+        )
+        if not is_served(port):
+            raise SlurmError(f"slurmdbd does not answer: {log_tail(self.paths.log('slurmdbd'))}")
+        return record
 
     def slurmctld(self) -> DaemonRecord:
         argv = [self.programs["slurmctld"], "-f", str(self.paths.slurm_conf)]
@@ -87,6 +110,8 @@ class DaemonLauncher:
         # A killed daemon leaves its file behind, and another process may have that PID by now.
         self.paths.pid_file(name).unlink(missing_ok=True)
         environment = daemon_environment(self.paths.slurm_conf, self.programs)
+        # libmariadb(3): how slurmdbd finds the socket of its database.
+        environment["MYSQL_UNIX_PORT"] = str(self.paths.database_socket)
         call(argv, environment, directory=self.paths.directory)
 
     def _await(self, name: str, argv: list[str]) -> DaemonRecord:
@@ -162,13 +187,17 @@ def step_daemons(paths: SandboxPaths, node: str | None = None) -> tuple[Process,
 
 
 def stop_daemons(paths: SandboxPaths, records: Iterable[DaemonRecord]) -> None:
-    """End every daemon, munged last because the others need it to shut down cleanly."""
+    """End every daemon, each before those that it needs to shut down cleanly."""
     known = {record.identity: record.name for record in records}
     known |= {daemon.identity: daemon.name for daemon in sandbox_daemons(paths)}
-    munged = [identity for identity, name in known.items() if name.startswith("munged")]
-    others = [identity for identity in known if identity not in munged]
+    last = [
+        [identity for identity, found in known.items() if found.startswith(name)]
+        for name in _ENDED_LAST
+    ]
+    needed = {identity for identities in last for identity in identities}
     kill(step.identity for step in step_daemons(paths))
-    end(others, _STOP_GRACE_SECONDS)
+    end([identity for identity in known if identity not in needed], _STOP_GRACE_SECONDS)
     # A slurmd that was just starting a step may have left one more.
-    kill(daemon.identity for daemon in sandbox_daemons(paths) if daemon.identity not in munged)
-    end(munged, _STOP_GRACE_SECONDS)
+    kill(daemon.identity for daemon in sandbox_daemons(paths) if daemon.identity not in needed)
+    for identities in last:
+        end(identities, _STOP_GRACE_SECONDS)

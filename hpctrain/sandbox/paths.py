@@ -47,6 +47,22 @@ class SandboxPaths:
         return self.directory / "state"
 
     @property
+    def slurmdbd_conf(self) -> Path:
+        return self.directory / "slurmdbd.conf"
+
+    @property
+    def database(self) -> Path:
+        return self.directory / "database"
+
+    @property
+    def database_scratch(self) -> Path:
+        return self.directory / "database-scratch"
+
+    @property
+    def database_socket(self) -> Path:
+        return self.sockets / "mysql.socket"
+
+    @property
     def jobcomp(self) -> Path:
         return self.directory / "log" / "jobcomp.txt"
 

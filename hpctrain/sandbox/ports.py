@@ -14,6 +14,7 @@ from hpctrain.errors import SlurmError
 # launches, too (`supervise.srun_process`): rank 0 listens seconds after its port was found free.
 LOWEST, HIGHEST = 12000, 19999
 _TRIES = 200
+_CONNECT_TIMEOUT_SECONDS = 5.0
 # UDP sockets with the numbers of the blocks that this process has found: its daemons listen seconds
 # later, and meanwhile no other sandbox may choose the same ports.
 _reserved: list[socket.socket] = []
@@ -21,7 +22,7 @@ _reserved: list[socket.socket] = []
 
 @dataclass(frozen=True)
 class Ports:
-    """One contiguous block: the controller's port, then one for each node."""
+    """One contiguous block: the controller's port, one for each node, and that of slurmdbd."""
 
     controller: int
     nodes: int
@@ -30,9 +31,13 @@ class Ports:
     def first_node(self) -> int:
         return self.controller + 1
 
+    @property
+    def accounting(self) -> int:
+        return self.first_node + self.nodes
+
 
 def find_ports(nodes: int) -> Ports:
-    """Find a block of `nodes + 1` free ports, and keep other sandboxes from finding it.
+    """Find a block of `nodes + 2` free ports, and keep other sandboxes from finding it.
 
     Raises SlurmError if there is none.
     """
@@ -42,7 +47,7 @@ def find_ports(nodes: int) -> Ports:
             if are_free(ports):
                 return ports
             _release(ports)
-    raise SlurmError(f"no {nodes + 1} contiguous free ports between {LOWEST} and {HIGHEST}")
+    raise SlurmError(f"no {nodes + 2} contiguous free ports between {LOWEST} and {HIGHEST}")
 
 
 def _reserve(ports: Ports) -> bool:
@@ -66,7 +71,14 @@ def _release(ports: Ports) -> None:
 
 
 def _numbers(ports: Ports) -> range:
-    return range(ports.controller, ports.first_node + ports.nodes)
+    return range(ports.controller, ports.accounting + 1)
+
+
+def is_served(port: int) -> bool:
+    """Check that somebody on this machine accepts connections at the port."""
+    with socket.socket() as probe:
+        probe.settimeout(_CONNECT_TIMEOUT_SECONDS)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def are_free(ports: Ports) -> bool:

@@ -16,7 +16,12 @@ from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
 
 INSTALL_HINT = "sudo apt-get install slurmctld slurmd slurm-client munge"
 _NAMES = ("slurmctld", "slurmd", "scontrol", "sinfo", "squeue", "scancel", "munged", "munge")
-UNPACK_HINT = "unpack one with: scripts/slurm-from-debian SUITE DIRECTORY"
+_ACCOUNTING_NAMES = ("slurmdbd", "sacctmgr", "sacct", "mariadbd", "mariadb-install-db")
+ACCOUNTING_HINT = (
+    "`--slurm 22.05` fetches a Slurm with all of them; or sudo apt-get install slurmdbd "
+    "mariadb-server-core mariadb-client-core"
+)
+UNPACK_HINT = "`hpctrain sandbox up --slurm 24.11` fetches one"
 # Ordinary users often lack the directories that hold the daemons.
 _SYSTEM_DIRECTORIES = ("/usr/sbin", "/usr/local/sbin", "/sbin")
 # HWLOC_SYNTHETIC is hwloc's own: the sockets that slurmd finds, in place of this machine's.
@@ -43,28 +48,34 @@ class Programs:
         return self.by_name[name]
 
 
-def find_programs(unpacked: Path | None = None) -> Programs:
+def find_programs(unpacked: Path | None = None, *, accounting: bool = False) -> Programs:
     """Look up every program that a sandbox needs, in `unpacked` or on this machine's search path.
 
-    `unpacked` is a directory made by scripts/slurm-from-debian; it goes first on the search path.
+    `accounting`: also those of slurmdbd and its database.
+
+    `unpacked` is a directory made by `debian_slurm`; it goes first on the search path.
     Raises SlurmUnreachableError when a program is missing, UsageError when `unpacked` holds no
     Slurm.
     """
     known = os.environ.get("PATH", os.defpath).split(os.pathsep)
     extra = [directory for directory in _SYSTEM_DIRECTORIES if directory not in known]
     system_path = os.pathsep.join(known + extra)
+    more = _ACCOUNTING_NAMES if accounting else ()
     if unpacked is None:
-        return _find_on(system_path, system_path)
+        return _find_on(system_path, system_path, *more)
     own, plugins = unpacked / "bin", unpacked / "plugins"
     if not plugins.is_dir():
         raise UsageError(f"{unpacked} holds no unpacked Slurm", UNPACK_HINT)
-    programs = _find_on(str(own), f"{own}{os.pathsep}{system_path}", "slurmstepd")
+    programs = _find_on(str(own), f"{own}{os.pathsep}{system_path}", "slurmstepd", *more)
     return replace(programs, plugins=plugins)
 
 
 def _find_on(path: str, search_path: str, *more: str) -> Programs:
     paths = {name: shutil.which(name, path=path) for name in (*_NAMES, *more)}
     if missing := [name for name, program in paths.items() if program is None]:
+        if set(missing) <= set(_ACCOUNTING_NAMES):
+            message = f"accounting needs slurmdbd and MariaDB; not found here: {', '.join(missing)}"
+            raise SlurmUnreachableError(message, ACCOUNTING_HINT)
         raise SlurmUnreachableError(
             f"a sandbox needs Slurm and munge; not found here: {', '.join(missing)}", INSTALL_HINT
         )

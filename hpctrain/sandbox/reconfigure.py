@@ -11,10 +11,8 @@ from hpctrain.sandbox.daemons import read_record
 from hpctrain.sandbox.processes import await_condition, find_process
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.state import DaemonRecord
+from hpctrain.slurm.capabilities import capabilities_of_release
 
-# From here on `scontrol reconfigure` has daemons replace themselves by new processes (seen on
-# 24.11.5; release notes of 23.11).
-_REPLACES_DAEMONS = (23, 11)
 _REPLACED_TIMEOUT_SECONDS = 120.0
 
 
@@ -34,10 +32,10 @@ def set_option(sandbox: Sandbox, key: str, value: str | None) -> None:
         process = find_process(record.identity.pid)
         if process is None or process.identity != record.identity or process.state == "T":
             continue
-        if record.name != "munged":
+        if record.name.startswith(("slurmctld", "slurmd-")):
             running.append(record)
     sandbox.command("scontrol", "reconfigure")
-    if sandbox.state.version >= _REPLACES_DAEMONS:
+    if capabilities_of_release(sandbox.state.version).replaces_daemons:
         for record in running:
             sandbox.remember(_await_successor(sandbox, record))
 

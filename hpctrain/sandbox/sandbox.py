@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
+from hpctrain.sandbox.accounting import create_database, register, slurmdbd_conf
 from hpctrain.sandbox.config import Site, config_files
 from hpctrain.sandbox.daemons import (
     DaemonLauncher,
@@ -93,7 +94,7 @@ class Sandbox:
         except OSError as error:
             raise UsageError(f"cannot make a sandbox in {path}: {error}") from error
         slurm = None if slurm is None else Path(os.path.realpath(slurm))
-        version = find_programs(slurm).version
+        version = find_programs(slurm, accounting=shape.accounting == "slurmdbd").version
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             # The munge socket inside is open to all: whoever reaches it acts as its owner.
@@ -115,7 +116,8 @@ class Sandbox:
 
     @cached_property
     def programs(self) -> Programs:
-        return find_programs(self.state.slurm)
+        state = self.state
+        return find_programs(state.slurm, accounting=state.shape.accounting == "slurmdbd")
 
     @property
     def state(self) -> SandboxState:
@@ -177,6 +179,8 @@ class Sandbox:
             return "down"
         alive = {record.name for record in state.daemons if is_alive(record.identity)}
         expected = {"munged", "slurmctld", *map(slurmd_name, state.shape.node_names)}
+        if state.shape.accounting == "slurmdbd":
+            expected |= {"slurmdbd", "mariadbd"}
         return "up" if expected <= alive else "partial"
 
     def environment(self) -> dict[str, str]:
@@ -272,13 +276,27 @@ class Sandbox:
             link = paths.devices / f"gpu{index}"
             if not link.is_symlink():
                 link.symlink_to("/dev/null")
-        site = Site(paths, state.ports, _user_name(), state.version, self.programs.plugins)
+        site = self._site()
         for file in config_files(state.shape, site):
             (self.directory / file.name).write_text(file.text)
+        if state.shape.accounting == "slurmdbd":
+            # slurmdbd refuses a file that others may read.
+            paths.slurmdbd_conf.touch(mode=0o600)
+            paths.slurmdbd_conf.chmod(0o600)
+            paths.slurmdbd_conf.write_text(slurmdbd_conf(site))
+            create_database(paths, self.programs, site.user)
+
+    def _site(self) -> Site:
+        state, programs = self.state, self.programs
+        return Site(self.paths, state.ports, _user_name(), state.version, programs.plugins)
 
     def _start(self, timeout_seconds: float) -> None:
         launcher, state = self.launcher, self.state
-        records = [launcher.munged(), launcher.slurmctld()]
+        records = [launcher.munged()]
+        if state.shape.accounting == "slurmdbd":
+            records += [launcher.mariadbd(_user_name()), launcher.slurmdbd(state.ports.accounting)]
+            register(self._site(), self.programs, state.shape.cluster_name)
+        records.append(launcher.slurmctld())
         records += launcher.slurmds(state.shape.node_names)
         write_state(self.paths, replace(state, daemons=tuple(records)))
         # A daemon checks most of its configuration after it has daemonized.

@@ -54,7 +54,8 @@ class SandboxShape:
     `user_signal_on_preempt` makes a preemption send the job's own `--signal` at the start of the
     grace period. `features` cover all nodes in order. With `process_tracking: pgid` signals reach
     the tasks of a step but not children in sessions of their own, as with proctrack/cgroup;
-    linuxproc reaches both. `cluster_name` is Slurm's ClusterName, which must differ between
+    linuxproc reaches both. `accounting`: a text file of ended jobs, or a database with slurmdbd,
+    associations and limits. `cluster_name` is Slurm's ClusterName, which must differ between
     sandboxes that share a file system. `binds_tasks`: task/affinity binds tasks to CPUs,
     which this machine must have (HWLOC_SYNTHETIC makes slurmd find more, and its tasks then fail).
     `leaves_are_blocks`: those of `switches` become blocks of topology/block where Slurm has it
@@ -75,7 +76,7 @@ class SandboxShape:
     kill_wait_seconds: int = 5
     slurmd_timeout_seconds: int = 10
     requeue: bool = True
-    accounting: Literal["none", "filetxt"] = "none"
+    accounting: Literal["none", "filetxt", "slurmdbd"] = "none"
     process_tracking: Literal["linuxproc", "pgid"] = "linuxproc"
     node_prefix: str = "n"
     features: tuple[FeatureShape, ...] = ()

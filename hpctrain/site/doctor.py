@@ -37,7 +37,6 @@ LEAST_FREE_INODES = 100_000
 # munge credentials expire after 300 s (munge(7)); evidence of nodes is joined by the second.
 MOST_CLOCK_SECONDS = 5.0
 SLOW_CONTROLLER_SECONDS = 2.0
-_BATCH_REQUEUE_MOVED = (23, 2)
 _OLDEST = (22, 5)
 
 
@@ -136,7 +135,8 @@ def _requeue(cluster: ClusterFacts, profile: ClusterProfile | None) -> Iterator[
             f"jobs that end with {held} are requeued and held (RequeueExitHold)",
             "RequeueExitHold",
         )
-    most = config.get("MaxBatchRequeue") or ("5" if config.version < _BATCH_REQUEUE_MOVED else "")
+    fixed = "" if "MaxBatchRequeue" in config.values else "5"  # before 23.02
+    most = config.get("MaxBatchRequeue") or fixed
     if most:
         yield _finding(
             "requeue limit",

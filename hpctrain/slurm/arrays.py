@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import HpctrainError, SlurmRefusedError, SlurmUnreachableError
-from hpctrain.slurm.environment import without_options
+from hpctrain.slurm.environment import with_only
 
 
 @dataclass(frozen=True)
 class ArrayOptions:
     """What each element requests: one task on one node. None: Slurm's default.
 
-    `setup` are lines of shell before the command.
+    `setup` are lines of shell before the command, `variables` those that the elements inherit
+    (None: all).
     """
 
     name: str
@@ -35,6 +36,7 @@ class ArrayOptions:
     qos: str | None = None
     constraint: str | None = None
     setup: tuple[str, ...] = ()
+    variables: tuple[str, ...] | None = None
 
     def parameters(self) -> dict[str, Any]:
         """Build the parameters of submitit's SlurmExecutor."""
@@ -65,7 +67,7 @@ def submit_array(
     submitit = _submitit()
     environment = os.environ if environment is None else environment
     # files named like Python modules may lie where the job starts
-    clean = {**without_options(environment), "PYTHONSAFEPATH": "1"}
+    clean = {**with_only(environment, options.variables), "PYTHONSAFEPATH": "1"}
     with _environment(clean):
         try:
             executor = submitit.SlurmExecutor(folder, python=shlex.quote(options.python))

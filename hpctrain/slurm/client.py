@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import parse
-from hpctrain.slurm.environment import for_queries, without_options
+from hpctrain.slurm.environment import for_queries, with_only
 from hpctrain.slurm.process import Command, CommandResult, Runner, run_command
 from hpctrain.slurm.records import (
     JobRecord,
@@ -58,22 +58,33 @@ class SlurmClient:
 
     # Submitting ---------------------------------------------------------------------------------
 
-    def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
-        """Submit a script: a Path is a file, a str is the text itself (sent on stdin)."""
-        answer = self._sbatch(["--parsable", *extra_args], script)
+    def submit(
+        self,
+        script: Path | str,
+        extra_args: Sequence[str] = (),
+        *,
+        variables: Collection[str] | None = None,
+    ) -> SubmittedJob:
+        """Submit a script: a Path is a file, a str is the text itself (sent on stdin).
+
+        `variables` are those that sbatch and so the job inherit; None: all.
+        """
+        answer = self._sbatch(["--parsable", *extra_args], script, variables)
         return _parsed("sbatch", lambda: parse.submitted(answer.stdout, answer.stderr))
 
     def test_only(self, script: Path | str, extra_args: Sequence[str] = ()) -> TestOnlyAnswer:
         """Let the controller check a script without submitting it."""
-        answer = self._sbatch(["--test-only", *extra_args], script)
+        answer = self._sbatch(["--test-only", *extra_args], script, None)
         return parse.test_only_answer(answer.stderr)
 
-    def _sbatch(self, options: list[str], script: Path | str) -> CommandResult:
+    def _sbatch(
+        self, options: list[str], script: Path | str, variables: Collection[str] | None
+    ) -> CommandResult:
         if isinstance(script, Path):
             argv, stdin = ["sbatch", *options, os.path.abspath(script)], ""
         else:
             argv, stdin = ["sbatch", *options], script
-        return _accepted(argv, self._call(argv, without_options(self._environment), stdin))
+        return _accepted(argv, self._call(argv, with_only(self._environment, variables), stdin))
 
     # Queries ------------------------------------------------------------------------------------
 

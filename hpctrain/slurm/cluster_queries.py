@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import cluster_parse, parse
+from hpctrain.slurm.capabilities import capabilities
 from hpctrain.slurm.cluster_records import Accounting, ClusterFacts, Leaf, TopologyKind
 from hpctrain.slurm.environment import for_queries
 from hpctrain.slurm.process import Command, Runner, run_command
@@ -24,7 +25,6 @@ from hpctrain.slurm.records import SlurmConfig
 
 ATTEMPTS = 3
 FIRST_PAUSE_SECONDS = 1.0
-_TOPOLOGY_YAML = (25, 5)
 _Parsed = TypeVar("_Parsed")
 
 
@@ -60,9 +60,8 @@ class ClusterQueries:
         kind = cluster_parse.topology_kind(config)
         nodes = self._shown("node", cluster_parse.nodes)
         partitions = self._shown("partition", lambda text: cluster_parse.partitions(text, config))
-        # 25.05 and newer say `topology/flat` in the place of what topology.yaml describes
         topology: tuple[TopologyKind, tuple[Leaf, ...]] | None = (kind, ())
-        if kind != "none" or config.version >= _TOPOLOGY_YAML:
+        if kind != "none" or capabilities(config).hides_topology:
             topology = self._shown_if_answered("topology", cluster_parse.topology)
         return ClusterFacts(
             config=config,

@@ -8,7 +8,7 @@ Belongs here: which variables are removed. Does not belong here: running command
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 _OPTION_PREFIXES = (
     *("SALLOC_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_"),
@@ -25,6 +25,20 @@ def without_options(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name in _KEPT or not name.startswith(_OPTION_PREFIXES)
     }
+
+
+def with_only(environment: Mapping[str, str], names: Collection[str] | None) -> dict[str, str]:
+    """Return the environment of an sbatch whose job inherits only `names`; None: everything.
+
+    sbatch(1), --export: without that option the job gets the environment of sbatch as it is. With
+    a list of names Slurm runs a login shell of the user on the node besides (`--get-user-env`),
+    which takes up to two minutes and may hold the job. What sbatch needs to reach Slurm stays.
+    """
+    without = without_options(environment)
+    if names is None:
+        return without
+    kept = _KEPT.union(names)
+    return {name: value for name, value in without.items() if name in kept}
 
 
 def for_queries(environment: Mapping[str, str]) -> dict[str, str]:

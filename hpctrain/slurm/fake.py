@@ -28,8 +28,8 @@ from hpctrain.slurm.states import JobState
 
 
 class FakeSlurm:
-    """`records`, `scripts` and `options` of sbatch (by job id), `live_steps`, `signals` (job,
-    step, name) and the settings are plain attributes.
+    """Plain attributes: `records`; `scripts`, `options` and `inherited` variables of sbatch, by job
+    id; `live_steps`, `signals` (job, step, name), the settings.
     `away = True` makes every call fail as without a controller; `refusal` is the message of an
     sbatch that refuses the next script.
     """
@@ -43,15 +43,23 @@ class FakeSlurm:
         self.node_words: dict[str, str] = {}
         self.booted: dict[str, float] = {}
         self.options: dict[int, list[str]] = {}
+        self.inherited: dict[int, tuple[str, ...] | None] = {}
         self.leaf_of: dict[str, str] = {}
         self.refusal = ""
         self.away = False
 
-    def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+    def submit(
+        self,
+        script: Path | str,
+        extra_args: Sequence[str] = (),
+        *,
+        variables: Collection[str] | None = None,
+    ) -> SubmittedJob:
         self.test_only(script, extra_args)
         job_id = max(self.records, default=0) + 1
         self.scripts[job_id] = script.read_text() if isinstance(script, Path) else script
         self.options[job_id] = list(extra_args)
+        self.inherited[job_id] = None if variables is None else tuple(variables)
         said = dict(re.findall(r"^#SBATCH --(job-name|comment)=(\S+)$", self.scripts[job_id], re.M))
         for option in extra_args:
             name, _, value = option.removeprefix("--").partition("=")

@@ -282,10 +282,12 @@ def _number(text: str) -> int | None:
 def boot_times(text: str) -> dict[str, float]:
     """Parse `NodeName=` and `BootTime=` of `scontrol -o show node`, in seconds since the epoch.
 
-    A node that has never registered has none.
+    A node that has never registered has none. Free text (Comment, Extra, Reason) stands behind what
+    is Slurm's own, so the first value of a key counts.
     """
+    # from the back, so that the first one stays
     rows = (
-        dict(word.split("=", 1) for word in line.split() if "=" in word)
+        dict(word.split("=", 1) for word in reversed(line.split()) if "=" in word)
         for line in text.splitlines()
     )
     found = {

@@ -103,14 +103,14 @@ class JobIdentity:
     def finds(self, job: JobRecord) -> bool:
         """True if a job whose id is in no ledger has the comment and the directory of the run.
 
-        Two directories of runs may contain runs of the same id.
+        Two directories of runs may contain runs of the same id. Where sites own the comment, name
+        and directory together prove as much.
         """
-        if not self._is_marked(job):
-            return False
         directory = job.work_directory
-        return directory is None or not self.directories.isdisjoint(
-            {directory, os.path.realpath(directory)}
-        )
+        if directory is None:
+            return self._is_marked(job)
+        here = not self.directories.isdisjoint({directory, os.path.realpath(directory)})
+        return here and (job.name == self.name or self._is_marked(job))
 
     def _is_marked(self, job: JobRecord) -> bool:
         return self.comment in (job.comment or "").split()

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 
+from hpctrain.slurm.capabilities import capabilities
 from hpctrain.slurm.records import SlurmConfig
 
-# Release notes of 23.02: the option moved from SlurmctldParameters, and was renamed.
-_SIGNAL_MOVED = (23, 2)
 # slurm.conf(5), AuthInfo: cred_expire is 120 s; a requeued job waits a second longer.
 _CRED_EXPIRE_SECONDS = 120
 _LEAST_CRED_EXPIRE_SECONDS = 5
@@ -29,7 +28,8 @@ def preempts_by_qos(config: SlurmConfig) -> bool:
 
 def sends_user_signal(config: SlurmConfig) -> bool:
     """True if a preempted job gets the signal of its own `--signal` when its grace begins."""
-    if config.version < _SIGNAL_MOVED:
+    # Release notes of 23.02: the option moved and was renamed.
+    if not capabilities(config).has_preempt_parameters:
         return "preempt_send_user_signal" in words_of(config, "SlurmctldParameters")
     return "send_user_signal" in words_of(config, "PreemptParameters")
 

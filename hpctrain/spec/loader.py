@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.spec.former_fields import rename_former_fields
 from hpctrain.spec.inheritance import PARTITION_SECTIONS, complete_partitions, merge
 from hpctrain.spec.overrides import OPTION, apply_overrides
 from hpctrain.spec.positions import Parsed, dotted, parse_yaml
@@ -187,6 +188,7 @@ def _parse_extended(
 ) -> Parsed:
     """Parse a profile, merged with the one that it extends. Raises InvalidInputError."""
     parsed = _parse(path)
+    rename_former_fields(parsed)
     if not isinstance(parsed.data, dict) or EXTENDS not in parsed.data:
         return parsed
     place, base = parsed.values[EXTENDS,], parsed.data.pop(EXTENDS)

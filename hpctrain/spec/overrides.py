@@ -22,7 +22,7 @@ _PART = re.compile(r"[^.\[\]]+|\[\d+\]")
 def apply_overrides(parsed: Parsed, overrides: Sequence[str]) -> None:
     """Put each `PATH=VALUE` into the document; errors are appended to `parsed.problems`."""
     for text in overrides:
-        place = SourcePlace(f"{OPTION} {shorten(text)}")
+        place = SourcePlace(f"{OPTION} {shorten(_without_secrets(text))}")
         name, equals, value_text = text.partition("=")
         if not equals or not _PATH.fullmatch(name):
             hint = f"for example {OPTION} parallel.tp=8"
@@ -63,3 +63,9 @@ def _set_value(parsed: Parsed, path: Path, value: Any, place: SourcePlace) -> No
             here[part] = value if last else {}
             parsed.keys[where] = parsed.values[where] = place
         here = here[part]
+
+
+def _without_secrets(text: str) -> str:
+    """Hide the values of variables, which may be secrets (see `secrets`), in messages."""
+    path, equals, _ = text.partition("=")
+    return f"{path}=..." if equals and path.strip().startswith("environment") else text

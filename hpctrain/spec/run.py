@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.data import BatchSpec as BatchSpec
 from hpctrain.spec.data import DataSource as DataSource
 from hpctrain.spec.data import DataSpec as DataSpec
@@ -24,6 +25,7 @@ from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
 from hpctrain.spec.profiling import ProfileSpec as ProfileSpec
 from hpctrain.spec.profiling import profile_contradictions
+from hpctrain.spec.secrets import HINT, secret_reason
 from hpctrain.spec.supervision import BudgetName as BudgetName
 from hpctrain.spec.supervision import RollbackSpec as RollbackSpec
 from hpctrain.spec.supervision import SuperviseSpec as SuperviseSpec
@@ -180,10 +182,17 @@ class ResourcesSpec(Document):
     account: str | None = Field(None, description="Default: the profile's account")
     qos: str | None = Field(None, description="Default: the profile's QOS")
     reservation: str | None = Field(None, description="Slurm reservation to run in")
+    constraint: str | None = Field(None, description="Features besides the profile's, by `&`")
+    exclude: str | None = Field(None, description="Nodes never to run on, as n[1-3]")
+    nodelist: str | None = Field(None, description="Nodes that must be among those of the job")
+    licenses: str | None = Field(None, description="Licenses besides the profile's, as matlab:1")
+    gpu_bind: str | None = Field(None, description="`--gpu-bind` of srun; default: the profile's")
     cpus_per_gpu: int | None = Field(
         None, ge=1, description="CPUs for each GPU; default: its share of the node's"
     )
-    memory_per_node: ByteSize | None = Field(None, description="Default: all (`--mem=0`)")
+    memory_per_node: ByteSize | None = Field(
+        None, description="Default: as the profile's `slurm.memory` says"
+    )
     spare_nodes: int = Field(
         0, ge=0, description="Nodes held idle in the job to take the place of failed ones"
     )
@@ -206,6 +215,15 @@ class EnvironmentSpec(Document):
     inherit: tuple[VariableName, ...] = Field(
         (), description="Names passed on from the submitting shell; the values stay out of files"
     )
+
+    @field_validator("variables")
+    @classmethod
+    def _no_secrets(cls, variables: dict[str, str]) -> dict[str, str]:
+        for name, value in variables.items():
+            if reason := secret_reason(name, value):
+                path = ("environment", "variables", name)
+                raise Contradiction(path, f"{reason}, which every reader of the script sees", HINT)
+        return variables
 
 
 class ContainerSpec(Document):

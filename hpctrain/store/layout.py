@@ -11,6 +11,7 @@ done.json                              the run has reached its target; nothing i
 data.json                              which bytes the run trains on, to notice that they changed
 control/                               requests of people and of the supervisor to the trainer
 epochs/                                one file per launch; the highest number owns the run
+prologue.sh                            what each task runs before the trainer, if the site wants it
 exits/e000001/node-000003.jsonl        how the ranks of a node of a launch ended, one line each
 exits/e000001/left-startup             a rank of the launch was stopped before its first step
 stacks/e000001/rank-000003.txt         where each rank of a launch was when it hung
@@ -67,6 +68,10 @@ class RunLayout:
     @property
     def supervise_config(self) -> Path:
         return self.directory / "supervise.json"
+
+    @property
+    def prologue(self) -> Path:
+        return self.directory / "prologue.sh"
 
     @property
     def script(self) -> Path:

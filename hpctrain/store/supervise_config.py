@@ -75,7 +75,10 @@ class SuperviseConfig(_Settings):
     warns, which is what a stop may take; 0 if it is not known. No command that waits for the run
     asks Slurm more often than every `poll_seconds`. Logs and exit records of the newest
     `keep_launches` are not packed (0: of all launches). `topology`: None where Slurm knows
-    neither leaves nor blocks, or the job has one node.
+    neither leaves nor blocks, or the job has one node. The jobs of
+    the run inherit `submit_variables` from where they are submitted; None: all. `master_address` is
+    the form of MASTER_ADDR (`ip`, or a name with `{node}`), `master_ports` the first and the last
+    MASTER_PORT.
     """
 
     schema_version: Literal[1] = 1
@@ -105,6 +108,9 @@ class SuperviseConfig(_Settings):
     node_ledger: str | None = None
     mttf_seconds: float | None = None
     inputs: tuple[str, ...] = ()
+    submit_variables: tuple[str, ...] | None = None
+    master_address: str | None = None
+    master_ports: tuple[int, int] | None = None
     poll_seconds: float = DEFAULT_POLL_SECONDS
     keep_launches: int = 0
     topology: TopologySettings | None = None

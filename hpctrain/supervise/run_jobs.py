@@ -3,8 +3,8 @@
 A job id alone proves nothing. Another cluster on the same file system has a job of that id, and a
 controller that lost its state assigns the id again. A job that was started by hand, or whose client
 died, has an id that is not recorded. So a job belongs to a run if its id and cluster are in the
-ledger and it has the run's name or comment, or if it has the run's comment and directory. Belongs
-here: telling them apart. Does not belong here: what a run is doing
+ledger and it has the run's name or comment, or if it has one of them and the run's directory.
+Belongs here: telling them apart. Does not belong here: what a run is doing
 (`hpctrain.actions.state`), acting on jobs.
 """
 

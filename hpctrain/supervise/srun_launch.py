@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hpctrain.checkpoints.discover import Checkpoint, good_steps, select_for_resume
 from hpctrain.checkpoints.publish import fence_off
 from hpctrain.checkpoints.resume_shares import write_shares
-from hpctrain.errors import CheckpointError, SlurmError
+from hpctrain.errors import CheckpointError
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import clear_stale_requests
@@ -40,6 +40,7 @@ from hpctrain.supervise.judge.launch_nodes import Placement, host_file_lines, pl
 from hpctrain.supervise.judge.probe_results import KernelLine, ProbeResult
 from hpctrain.supervise.judge.slow_nodes import replaceable_nodes
 from hpctrain.supervise.judge.stragglers import SlowRank
+from hpctrain.supervise.master_address import master_address
 from hpctrain.supervise.srun_process import SrunProcess, reserve_port
 from hpctrain.supervise.time_limit import JobTimeLimit
 from hpctrain.version import __version__
@@ -142,7 +143,7 @@ class TrainerLauncher:
         attempt = f"{self.context.run_layout.directory} {self.context.attempt}"
         port = None
         try:
-            port = reserve_port(attempt, self.epoch)
+            port = reserve_port(attempt, self.epoch, self.context.config.master_ports)
             environment = self._environment(placement, start, port.getsockname()[1], job_nodes)
             if placement.reordered:
                 environment["SLURM_HOSTFILE"] = self._write_host_file(placement)
@@ -224,15 +225,9 @@ class TrainerLauncher:
         port: int,
         job_nodes: Sequence[str],
     ) -> dict[str, str]:
-        """Set the variables of the trainer for this launch.
-
-        `hostname --ip-address` may give a loopback address, or that of a node that was replaced. So
-        MASTER_ADDR is the address that Slurm uses, or the node's name if Slurm does not answer.
-        """
+        """Set the variables of the trainer for this launch."""
         context = self.context
         master = placement.nodes[0] if placement.nodes else context.attempt.node
-        with contextlib.suppress(SlurmError):
-            master = context.slurm.node_address(master)
         mttf_seconds, events = context.mttf_seconds(), context.ledger.events()
         replaceable = replaceable_nodes(
             context.config, placement, placement.nodes or job_nodes, self._checked_nodes, events
@@ -245,7 +240,7 @@ class TrainerLauncher:
             "HPCTRAIN_PINNED_STEPS": " ".join(map(str, pinned_steps(events))),
             "HPCTRAIN_SPEED_CHECK": "off" if replaceable is None else str(replaceable),
             **({"HPCTRAIN_MTTF_SECONDS": f"{mttf_seconds:.0f}"} if mttf_seconds else {}),
-            "MASTER_ADDR": master,
+            "MASTER_ADDR": master_address(context.slurm, master, context.config.master_address),
             "MASTER_PORT": str(port),
         }
 

@@ -131,18 +131,21 @@ class SrunProcess:
         return tuple(self._notices)
 
 
-def reserve_port(attempt: str, epoch: int) -> socket.socket:
+def reserve_port(attempt: str, epoch: int, ports: tuple[int, int] | None = None) -> socket.socket:
     """Reserve a free port of this host for rank 0, outside the ephemeral range.
 
     Returns a UDP socket that is bound to the port's number until the caller closes it. Rank 0
     listens on TCP, and does so seconds later, when torch is imported: meanwhile no other supervisor
     on this host takes the number. `attempt` identifies run directory and job. The search starts at
     a number that differs between the launches of an attempt, so that remains of an earlier one do
-    not connect to the next (pytorch/pytorch#126510). Raises OSError without a free port.
+    not connect to the next (pytorch/pytorch#126510). `ports` are the first and the last that the
+    site allows. Raises OSError without a free port.
     """
-    start = (zlib.crc32(attempt.encode()) + _PORT_STEP * epoch) % PORT_COUNT
-    for offset in range(PORT_COUNT):
-        port = PORT_FIRST + (start + offset) % PORT_COUNT
+    first, last = ports or (PORT_FIRST, PORT_FIRST + PORT_COUNT - 1)
+    count = last - first + 1
+    start = (zlib.crc32(attempt.encode()) + _PORT_STEP * epoch) % count
+    for offset in range(count):
+        port = first + (start + offset) % count
         reserved = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
             reserved.bind(("", port))
@@ -152,4 +155,4 @@ def reserve_port(attempt: str, epoch: int) -> socket.socket:
             reserved.close()
             continue
         return reserved
-    raise OSError(f"no free port between {PORT_FIRST} and {PORT_FIRST + PORT_COUNT - 1}")
+    raise OSError(f"no free port between {first} and {last}")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from another_user import public_directory
-from newer_slurm import unpacked
+from newer_slurm import CACHE, NEWER, fetched
 from other_cluster import OtherCluster, other_shape
 from rehearsal import (
     STEPS,
@@ -25,13 +26,15 @@ from rehearsal import (
 
 from hpctrain.actions.runs import RunFiles, find_run
 from hpctrain.actions.state import RunState
+from hpctrain.sandbox.debian_slurm import fetch_slurm
 from hpctrain.sandbox.faults import kill_controller, restart_controller
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.store.run_records import read_metrics
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    choose_slurm(config.getoption("--slurm"))
+    given: str | None = config.getoption("--slurm")
+    choose_slurm(None if given is None else fetch_slurm(given, CACHE))
 
 
 @pytest.fixture(scope="session")
@@ -83,22 +86,37 @@ def other_cluster(_second_sandbox: Sandbox) -> Iterator[OtherCluster]:
 
 @pytest.fixture(scope="session")
 def newer_slurm(pytestconfig: pytest.Config) -> Path:
-    """The directory of a Slurm of 24.05 or newer; skips, with the reason, where none can be had."""
-    given: Path | None = pytestconfig.getoption("--slurm")
-    return given or unpacked()
+    """The directory of a Slurm of 24.05 or newer: that of `--slurm`, if it is one."""
+    given: str | None = pytestconfig.getoption("--slurm")
+    return fetched(NEWER[0] if given in (None, "22.05") else given)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What asks for a Slurm with accounting runs on each newer one, or on that of `--slurm`."""
+    if "_sandbox_with_accounting" in metafunc.fixturenames:
+        given: str | None = metafunc.config.getoption("--slurm")
+        names = NEWER if given is None else (given,)
+        metafunc.parametrize("_sandbox_with_accounting", names, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
-def _newer_sandbox(newer_slurm: Path) -> Iterator[Sandbox]:
-    with own_sandbox(four_nodes(), newer_slurm) as box:
+def _sandbox_with_accounting(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    shape = replace(four_nodes(), accounting="slurmdbd")
+    with own_sandbox(shape, fetched(request.param)) as box:
         yield box
 
 
 @pytest.fixture
-def newer_stage(_newer_sandbox: Sandbox, tmp_path: Path) -> Iterator[Stage]:
-    """As `stage`, on a newer Slurm than this distribution's."""
-    yield Stage(_newer_sandbox, tmp_path)
-    clean(_newer_sandbox)
+def accounting(_sandbox_with_accounting: Sandbox) -> Iterator[Sandbox]:
+    """A sandbox with accounting, of each newer Slurm than this distribution's."""
+    yield _sandbox_with_accounting
+    clean(_sandbox_with_accounting)
+
+
+@pytest.fixture
+def accounting_stage(accounting: Sandbox, tmp_path: Path) -> Stage:
+    """As `stage`, on a sandbox with accounting."""
+    return Stage(accounting, tmp_path)
 
 
 @pytest.fixture

@@ -1,34 +1,28 @@
-"""A newer Slurm than this distribution has, for what 23.02 to 26.05 do differently.
+"""Slurms of other releases than this distribution has, for what they do differently.
 
-Belongs here: having it unpacked. Does not belong here: what is rehearsed on it.
+Belongs here: having one fetched. Does not belong here: what is rehearsed on it.
 """
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-SUITE = "trixie"
-DIRECTORY = ROOT / ".slurm" / SUITE
-# 34 MB from the mirror that this machine installs from.
-_PATIENCE_SECONDS = 300.0
+from hpctrain.errors import SlurmUnreachableError
+from hpctrain.sandbox.debian_slurm import fetch_slurm
+
+CACHE = Path(__file__).resolve().parents[2] / ".slurm"
+NEWER = ("24.11", "26.05")
 
 
-def unpacked() -> Path:
-    """The directory of Debian's newer Slurm, unpacked on first use.
+def fetched(release: str) -> Path:
+    """The directory of this release, fetched on first use.
 
-    Skips the test where it cannot be had: no Debian, no network. The reason is in the summary.
+    Skips the test, with the reason in the summary, only where the mirror cannot be reached.
+    Whatever else is in the way fails it.
     """
-    argv = [str(ROOT / "scripts" / "slurm-from-debian"), SUITE, str(DIRECTORY)]
     try:
-        done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"NOT REHEARSED: no newer Slurm: {error}")
-    if done.returncode != 0:
-        pytest.skip(f"NOT REHEARSED: no newer Slurm: {done.stderr.strip()}")
-    return DIRECTORY
+        return fetch_slurm(release, CACHE)
+    except SlurmUnreachableError as error:
+        pytest.skip(f"NOT REHEARSED on Slurm {release}: {error}")

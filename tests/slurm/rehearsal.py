@@ -60,7 +60,7 @@ filesystems:
 slurm:
   gpu_request: gres
   exclusive: false
-  all_memory: false
+  memory: none
   kill_wait: {kill_wait}s
   partitions:
     - {{name: train, default: true, preemption: {{mode: requeue, grace: 20s}}}}

@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from newer_slurm import NEWER, fetched
 from rehearsal import PATIENCE_SECONDS, create_sandbox, wait_till_remembered
 from variants import varied
 
@@ -252,10 +253,10 @@ def test_a_crashed_node_sends_the_job_back_into_the_queue(directory: Path) -> No
     await_true(lambda: job(box, job_id)["Restarts"] == "1")
 
 
-@pytest.fixture(params=varied(["installed", "newer"], "installed"))
+@pytest.fixture(params=varied(["installed", *NEWER], "installed"))
 def either_slurm(request: pytest.FixtureRequest) -> Path | None:
-    """The Slurm of this machine (None), then a newer one."""
-    return None if request.param == "installed" else request.getfixturevalue("newer_slurm")
+    """The Slurm of this machine (None), then each newer one."""
+    return None if request.param == "installed" else fetched(request.param)
 
 
 def test_down_leaves_neither_process_nor_directory(
@@ -305,7 +306,8 @@ def test_daemons_are_known_after_a_change_of_the_configuration(
     assert [daemon.name for daemon in box.status().daemons if not daemon.alive] == ["slurmd-n1"]
 
 
-def test_clients_of_a_newer_sandbox_are_newer_too(directory: Path, newer_slurm: Path) -> None:
+def test_clients_of_a_newer_sandbox_are_newer_too(directory: Path) -> None:
+    newer_slurm = fetched(NEWER[0])
     box = Sandbox.create(directory, default_shape(nodes=1), newer_slurm)
     box.up(PATIENCE_SECONDS)
     assert box.state.version >= (24, 5)
@@ -392,7 +394,7 @@ def test_64_nodes_below_a_tree_of_switches(directory: Path) -> None:
     box = create_sandbox(directory, shape)
     box.up(PATIENCE_SECONDS)
     topology = run(box, "scontrol", "show", "topology")
-    assert re.search(r"SwitchName=leaf3 Level=0 .*n63$", topology, re.MULTILINE)
+    assert re.search(r"SwitchName=leaf3 Level=0 .*63\]?$", topology, re.MULTILINE)
     assert re.search(r"SwitchName=spine Level=1 .*Nodes=n\[0-63\]", topology)
     place = run(box, "srun", "-N16", "-wn20", "--gres=gpu:8", "printenv", "SLURM_TOPOLOGY_ADDR")
     assert len(place.split()) == 16
@@ -402,10 +404,11 @@ def test_64_nodes_below_a_tree_of_switches(directory: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="all other tests run as an ordinary user already")
 def test_an_ordinary_user_needs_no_root(directory: Path) -> None:
-    nobody = pwd.getpwnam("nobody")
-    os.chown(directory.parent, nobody.pw_uid, nobody.pw_gid)
+    # Not nobody, whose name Slurm 26.05 refuses for SlurmUser.
+    ordinary = pwd.getpwnam("games")
+    os.chown(directory.parent, ordinary.pw_uid, ordinary.pw_gid)
     # A fork, not a new interpreter: that one may lie where only root can read it.
-    process = get_context("fork").Process(target=live_as, args=(nobody, directory))
+    process = get_context("fork").Process(target=live_as, args=(ordinary, directory))
     process.start()
     process.join(timeout=2 * PATIENCE_SECONDS)
     assert process.exitcode == 0

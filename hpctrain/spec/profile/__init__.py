@@ -130,7 +130,9 @@ class ClusterProfile(Document):
         network = info.data.get("network")
         interface = network.interface if network is not None else None
         for number, variable in enumerate(environment):
-            if interface is None or variable.name not in INTERFACE_VARIABLES:
+            if interface is None or variable.value is None:
+                continue
+            if variable.name not in INTERFACE_VARIABLES:
                 continue
             # NCCL: `=eth0` is exact, `eth` is a prefix, `^docker0` excludes
             names = variable.value.lstrip("=").split(",")

@@ -23,7 +23,23 @@ class LimitsProfile(Document):
     max_nodes: int | None = Field(None, ge=1, description="Most nodes of one run")
     max_gpus: int | None = Field(None, ge=1, description="Most GPUs of one run")
     max_walltime: Duration | None = Field(None, description="Longest time limit of one attempt")
-    accounts: tuple[str, ...] = Field((), description="Accounts that may be charged; empty: any")
+    max_gpu_hours: float | None = Field(
+        None,
+        gt=0,
+        description="Most GPU-hours of one run: those that the plan predicts, or of one attempt of "
+        "`resources.walltime` where no time is predicted",
+    )
+    max_submit: int | None = Field(
+        None, ge=1, description="MaxSubmitJobs of one user; singleton and array submit many at once"
+    )
+    grp_gpus: int | None = Field(
+        None, ge=1, description="GPUs that an account may have at once (GrpTRES); others would wait"
+    )
+    accounts: tuple[str, ...] = Field(
+        (), description="Accounts that may be charged, and one must be given; empty: any"
+    )
+    account_required: bool = Field(False, description="Refuse runs without an account")
+    qos: tuple[str, ...] = Field((), description="QOS that runs may ask for; empty: any")
     poll: Duration = Field(
         Duration(10),
         gt=0,

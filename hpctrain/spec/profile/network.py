@@ -6,6 +6,7 @@ Belongs here: facts about the network above one node. Does not belong here: the 
 
 from __future__ import annotations
 
+import re
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -92,10 +93,35 @@ class NetworkProfile(Document):
         description="For TCP traffic between nodes: value of NCCL_SOCKET_IFNAME and "
         "GLOO_SOCKET_IFNAME where `environment` does not set them",
     )
+    master_address: str | None = Field(
+        None,
+        description="MASTER_ADDR: `ip`, or a name with `{node}`, such as `{node}i`; default: the "
+        "address at which Slurm reaches the node",
+    )
+    ports: str | None = Field(
+        None, description="MASTER_PORT is one of these, such as 20000-21000; default: 20000-29999"
+    )
     switches: SwitchProfile = SwitchProfile()
     islands: tuple[IslandProfile, ...] = Field(
         (), description="Groups of nodes with slower links between them; empty: all alike"
     )
+
+    @field_validator("master_address")
+    @classmethod
+    def _names_the_node(cls, address: str | None) -> str | None:
+        if address is None or address == "ip":
+            return address
+        rest = address.replace("{node}", "", 1)
+        if rest == address or not re.fullmatch(r"[A-Za-z0-9.-]*", rest):
+            raise ValueError("expected `ip`, or a host name with `{node}` once, such as `{node}i`")
+        return address
+
+    @field_validator("ports")
+    @classmethod
+    def _ports_are_a_range(cls, ports: str | None) -> str | None:
+        if ports is not None:
+            port_range(ports)
+        return ports
 
     @field_validator("islands")
     @classmethod
@@ -108,3 +134,15 @@ class NetworkProfile(Document):
         if len(set(features)) != len(features):
             raise ValueError(f"two islands have one feature: {', '.join(features)}")
         return islands
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """Return the first and the last port of a range such as `20000-21000`.
+
+    Raises ValueError for another form. Ports below 1024 are those of the system (RFC 6335).
+    """
+    found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1024 <= first <= last <= 65535:
+        raise ValueError("expected two ports between 1024 and 65535, such as 20000-21000")
+    return first, last

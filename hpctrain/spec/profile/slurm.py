@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AwareDatetime, Field, model_validator
 
 from hpctrain.spec.document import Document
 from hpctrain.spec.profile.partition import PartitionProfile
-from hpctrain.units import Duration
+from hpctrain.spec.slurm_options import SiteOptions, too_new_options
+from hpctrain.units import ByteSize, Duration
 
 
 class SlurmProfile(Document):
@@ -24,12 +25,68 @@ class SlurmProfile(Document):
     account: str | None = Field(None, description="Account when a spec names none")
     qos: str | None = Field(None, description="QOS when a spec names none")
     constraint: str | None = Field(None, description="Node features to ask for (`--constraint`)")
+    export: Literal["clean", "all", "none"] = Field(
+        "clean",
+        description="What a job inherits from where it is submitted: clean (HOME, LANG, PATH, USER "
+        "and `environment.inherit`), all, none (`--export=NONE`: the variables of a login instead)",
+    )
     exclusive: bool = Field(True, description="Ask for whole nodes (`--exclusive`)")
-    all_memory: bool = Field(True, description="`--mem=0`; some sites reject --mem")
+    memory: Literal["auto", "all", "share", "none"] = Field(
+        "auto",
+        description="auto: all of whole nodes (`--mem=0`), the share of its GPUs in a part of one; "
+        "all: whole nodes only, others are refused; share: always as a number; none: no option",
+    )
+    memory_per_gpu: ByteSize | None = Field(
+        None, ge=2**20, description="Ask by `--mem-per-gpu` instead; needs an option for GPUs"
+    )
+    reservation: str | None = Field(None, description="Reservation when a spec names none")
+    reservation_end: AwareDatetime | None = Field(
+        None, description="When it ends, as 2026-12-24T18:00:00+01:00; later attempts are refused"
+    )
+    comment: bool = Field(
+        True,
+        description="Mark jobs by `--comment`; false where the site uses it: jobs are then found "
+        "by name and directory",
+    )
+    options: SiteOptions = SiteOptions()
+    template: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory of the site's `job.sbatch.j2`, or that file, relative to this "
+        "profile; `--template-dir` replaces it (docs/templates.md)",
+    )
+    version: str | None = Field(
+        None,
+        pattern=r"^\d\d\.\d\d$",
+        description="Slurm's version, such as 24.11: newer `options` are refused; absent: unknown",
+    )
     kill_wait: Duration = Field(Duration(30), description="KillWait of slurm.conf")
     partitions: tuple[PartitionProfile, ...] = Field(
         min_length=1, description="All partitions that runs may use"
     )
+
+    data_partition: str | None = Field(
+        None,
+        description="Partition of `hpctrain data prepare --slurm`, which needs no GPU; it need not "
+        "be one of `partitions`. Default: the default one",
+    )
+
+    @model_validator(mode="after")
+    def _one_option_for_memory(self) -> Self:
+        if self.memory_per_gpu is None:
+            return self
+        if self.memory != "auto":
+            raise ValueError("`memory_per_gpu` and `memory` exclude each other: remove one")
+        if self.gpu_request == "none":
+            raise ValueError("`memory_per_gpu` needs a `gpu_request` other than none (sbatch(1))")
+        return self
+
+    @model_validator(mode="after")
+    def _options_exist(self) -> Self:
+        newer = too_new_options(self.options, self.version) if self.version else []
+        if newer:
+            raise ValueError(f"Slurm {self.version} does not have {', '.join(newer)}")
+        return self
 
     @model_validator(mode="after")
     def _one_default(self) -> Self:

@@ -67,7 +67,8 @@ def ensure_successor(context: AttemptContext) -> None:
         return
     options = successor_options(context.run_layout, context.job_id)
     try:
-        job_id = context.slurm.submit(context.run_layout.script, options).job_id
+        script, variables = context.run_layout.script, context.config.submit_variables
+        job_id = context.slurm.submit(script, options, variables=variables).job_id
     except SlurmError as error:
         reason = f"no successor could be submitted: {error}"
         context.ledger.append(EventKind.SUBMIT_FAILED, reason=reason, successor_of=context.job_id)

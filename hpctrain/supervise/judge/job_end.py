@@ -10,6 +10,8 @@ from __future__ import annotations
 from hpctrain.slurm.reasons import JobEnd
 from hpctrain.supervise.judge.causes import Cause
 
+# Of a job script whose software or limits cannot be had at the site (sysexits.h, EX_CONFIG).
+SETUP_EXIT_CODE = 78
 CAUSES_OF_ENDS = {
     JobEnd.PREEMPTED: Cause.PREEMPTED,
     JobEnd.TIME_LIMIT: Cause.TIME_LIMIT,

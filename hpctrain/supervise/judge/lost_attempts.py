@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hpctrain.slurm.records import JobRecord
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.job_end import cause_of_end, text_of
+from hpctrain.supervise.judge.job_end import SETUP_EXIT_CODE, cause_of_end, text_of
 
 
 def why_ended(job: JobRecord | None, *, begun: bool) -> tuple[Cause, str] | None:
@@ -25,5 +25,8 @@ def why_ended(job: JobRecord | None, *, begun: bool) -> tuple[Cause, str] | None
     how = f"signal {job.exit_signal}" if job.exit_signal else f"exit code {job.exit_code or 0}"
     if begun:
         return Cause.SUPERVISOR_LOST, f"the supervisor of job {job.job_id} was lost ({how})"
+    if job.exit_code == SETUP_EXIT_CODE:
+        reason = "a module, a limit or a file of the site could not be had: the log of job "
+        return Cause.LAUNCH_FAILURE, f"{reason}{job.job_id} names it ({how})"
     reason = f"the script of job {job.job_id} ended before its supervisor began ({how})"
     return Cause.LAUNCH_FAILURE, reason

@@ -17,15 +17,17 @@ from pathlib import Path
 
 from hpctrain.checkpoints.manifest import (
     Manifest,
+    checkpoint_name,
     digest_file,
     partial_name,
     read_manifest,
     read_rank_digests,
     read_writers,
+    remove_rank_digests,
     step_of,
     what_is_wrong,
 )
-from hpctrain.checkpoints.publish import publish, retire
+from hpctrain.checkpoints.publish import Retention, publish
 from hpctrain.errors import CheckpointError
 from hpctrain.store.requests import SaveRequest, is_requested
 from hpctrain.store.run_records import (
@@ -117,6 +119,7 @@ class Leader:
         self._reporter = Reporter(job)
         self._interval = SaveInterval(job.config, job.launch.mttf_seconds, read_saves(job.run))
         self._request = SaveRequest(job.run, looks=True)
+        self._retention = Retention(job.run.checkpoints)
         self._step = self._consumed_samples = 0
         self._newest_saved: int | None = None
         ending.step = lambda: self._step
@@ -263,8 +266,9 @@ class Leader:
         )
         self._interval.published(record)
         self._reporter.published(record)
-        config = job.config
-        retire(root, config.keep_checkpoints, config.keep_every_steps, set(job.launch.pinned_steps))
+        config, pinned = job.config, set(job.launch.pinned_steps)
+        remove_rank_digests(root / checkpoint_name(step))
+        self._retention.retire(config.keep_checkpoints, config.keep_every_steps, pinned)
         self._reporter.phase("training")
 
     def _manifest(self, directory: Path) -> Manifest:

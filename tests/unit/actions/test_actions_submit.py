@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,13 +49,19 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
 class Looking(FakeSlurm):
     """Looks into the run directory at the moment of sbatch."""
 
-    def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+    def submit(
+        self,
+        script: Path | str,
+        extra_args: Sequence[str] = (),
+        *,
+        variables: Collection[str] | None = None,
+    ) -> SubmittedJob:
         assert isinstance(script, Path)
         self.seen = {path.name for path in script.parent.iterdir()}
         run = RunFiles(RunLayout(script.parent))
         self.ledger = [event.event for event in run.ledger.events()]
         self.extra_args = list(extra_args)
-        return super().submit(script, extra_args)
+        return super().submit(script, extra_args, variables=variables)
 
 
 def test_the_run_directory_is_complete_before_sbatch(prepared: Prepared, tmp_path: Path) -> None:
@@ -207,12 +213,24 @@ def test_an_sbatch_without_an_answer_may_have_been_accepted(
     """The controller took the job, and the client's time was up."""
 
     class Late(FakeSlurm):
-        def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
-            super().submit(script, extra_args)
+        def submit(
+            self,
+            script: Path | str,
+            extra_args: Sequence[str] = (),
+            *,
+            variables: Collection[str] | None = None,
+        ) -> SubmittedJob:
+            super().submit(script, extra_args, variables=variables)
             raise SlurmUnreachableError("no answer within 20 s")
 
     class Silent(FakeSlurm):
-        def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+        def submit(
+            self,
+            script: Path | str,
+            extra_args: Sequence[str] = (),
+            *,
+            variables: Collection[str] | None = None,
+        ) -> SubmittedJob:
             raise SlurmUnreachableError("no answer within 20 s")
 
     late = submit(prepared, tmp_path / "runs", Late())  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from hpctrain.actions import data_on_slurm
 from hpctrain.actions.data import DatasetRequest
 from hpctrain.actions.data_on_slurm import ArrayRequest, prepare_on_slurm, wait_for
 from hpctrain.errors import HpctrainError, SlurmUnreachableError, UsageError
+from hpctrain.render.software import MUST
 from hpctrain.slurm.arrays import ArrayOptions
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
@@ -85,6 +86,19 @@ def test_plan_array_merge(place: Place) -> None:
     (options,) = place.options
     assert (options.partition, options.cpus, options.name) == ("train", 3, "data-x")
     assert options.walltime_minutes == 240
+    assert options.variables == ("HOME", "LANG", "PATH", "USER")
+
+
+def test_data_are_made_where_the_site_wants_them(place: Place) -> None:
+    """A partition without GPUs is none of those that runs may use."""
+    slurm = PROFILE.slurm.model_copy(update={"data_partition": "cpu", "export": "all"})
+    profile = PROFILE.model_copy(update={"slurm": slurm})
+    place.prepare(profile=profile)
+    place.prepare(profile=profile, partition="train")
+    assert [options.partition for options in place.options] == ["cpu", "train"]
+    assert place.options[0].variables is None
+    with pytest.raises(UsageError, match="no partition other"):
+        place.prepare(profile=profile, partition="other")
 
 
 def test_no_more_elements_than_shards_and_none_without(place: Place) -> None:
@@ -153,7 +167,10 @@ def test_the_profile_says_how_to_ask(place: Place) -> None:
     assert options.parameters() == dict(
         job_name="data-x", time=2, cpus_per_task=3, partition="urgent", account="lab", qos="low",
         constraint="cpu",
-        setup=["source /etc/lmod.sh", "module purge", "module load python/3.11 'a b'"],
+        setup=[
+            *(MUST, "source /etc/lmod.sh", "module --force purge"),
+            *("must module load python/3.11", "must module load 'a b'", "module list"),
+        ],
     )  # fmt: skip
     assert place.commands[0][0] == "/opt/py thon"
 

@@ -77,10 +77,16 @@ def test_what_is_submitted(
 
 def test_fewer_singletons_than_wanted_are_better_than_none(tmp_path: Path) -> None:
     class Limited(FakeSlurm):
-        def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+        def submit(
+            self,
+            script: Path | str,
+            extra_args: Sequence[str] = (),
+            *,
+            variables: Collection[str] | None = None,
+        ) -> SubmittedJob:
             if len(self.records) == 2:
                 raise SlurmRefusedError("Job violates accounting/QOS policy")
-            return super().submit(script, extra_args)
+            return super().submit(script, extra_args, variables=variables)
 
     slurm = Limited()
     submitted = submit(prepared("singleton", tmp_path), tmp_path / "runs", client(slurm))

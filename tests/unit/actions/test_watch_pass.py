@@ -98,9 +98,9 @@ def test_an_orphan_is_submitted_again_and_the_ledger_says_so_first(tmp_path: Pat
     run = fabricate(tmp_path, entries=BEGUN)
 
     class Looking(Slurm):
-        def submit(self, *arguments: object) -> object:  # type: ignore[override]
+        def submit(self, *arguments: object, **named: object) -> object:  # type: ignore[override]
             self.ledger = kinds(run)
-            return super().submit(*arguments)  # type: ignore[arg-type]
+            return super().submit(*arguments, **named)  # type: ignore[arg-type]
 
     slurm = Looking(job(JobState.NODE_FAIL))
     (seen,) = watch(tmp_path, slurm.client, act=True).seen

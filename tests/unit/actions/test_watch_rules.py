@@ -203,7 +203,7 @@ SEEN: list[tuple[str, WatchedRun, Symptom, WatchRemedy, str]] = [
         look(SUBMITTED[:2], UNKNOWN_JOB, unrecorded=(UNKNOWN_JOB,)),
         Symptom.UNRECORDED,
         WatchRemedy.ADOPT,
-        "job 7 has the comment of this run",
+        "job 7 is one of this run",
     ),
     (
         "a run that is over without being done",

@@ -6,7 +6,13 @@ import pytest
 from specimens import cluster, run_spec
 
 from hpctrain.errors import LimitError
-from hpctrain.plan.limits import node_request, sets_field, size_problems, usable_gpus
+from hpctrain.plan.limits import (
+    gpu_hour_problems,
+    node_request,
+    sets_field,
+    size_problems,
+    usable_gpus,
+)
 from hpctrain.plan.planner import make_plan
 
 
@@ -49,6 +55,17 @@ TWO_PARTITIONS = {
             ["10:00:00", "08:00:00", "this site"],
         ),
         (dict(account="mine"), dict(limits={"accounts": ["a", "b"]}), ["`mine`", "a, b"]),
+        (dict(), dict(limits={"accounts": ["a", "b"]}), ["there is none", "a, b"]),
+        (dict(), dict(limits={"account_required": True}), ["`resources.account`"]),
+        (dict(qos="high"), dict(limits={"qos": ["low", "normal"]}), ["`high`", "low, normal"]),
+        (dict(gpus=16), dict(limits={"grp_gpus": 8}), ["16 GPUs", "the 8 that", "for ever"]),
+        (dict(), dict(limits={"max_submit": 4}, continuation="singleton"), ["8 jobs", "takes 4"]),
+        (dict(), dict(limits={"max_submit": 1}, continuation="chain"), ["2 jobs", "takes 1"]),
+        (
+            dict(walltime="10:00:00"),
+            dict(limits={"max_gpu_hours": 39.0}),
+            ["40 GPU-hours (of one attempt)", "the 39 that"],
+        ),
         (dict(cpus_per_gpu=64), {}, ["256 per node", "has 128", "at most 32"]),
         (dict(memory_per_node="2TiB"), {}, ["2.0 TiB", "1.0 TiB"]),
         (dict(qos="high"), dict(locked=["resources.qos"]), ["`resources.qos`"]),
@@ -71,7 +88,9 @@ def test_limits_name_numbers(
     [
         (dict(walltime="2-00:00:00"), {}),
         (dict(account="a"), dict(limits={"accounts": ["a"]})),
-        (dict(), dict(limits={"accounts": ["a"]})),
+        (dict(qos="low"), dict(limits={"qos": ["low"], "account_required": False})),
+        (dict(), dict(limits={"qos": ["low"], "max_submit": 1, "grp_gpus": 64})),
+        (dict(walltime="10:00:00"), dict(limits={"max_gpu_hours": 40.0})),
         (dict(account="anything"), {}),
         (dict(cpus_per_gpu=32), {}),
         (dict(), dict(locked=["resources.qos", "environment.variables", "seed"])),
@@ -79,6 +98,14 @@ def test_limits_name_numbers(
 )
 def test_what_is_allowed_passes(resources: dict[str, Any], profile: dict[str, Any]) -> None:
     make_plan(run_spec(resources=resources), cluster(slurm=TWO_PARTITIONS, **profile))
+
+
+def test_the_predicted_hours_of_the_whole_run_count() -> None:
+    profile, spec = cluster(limits={"max_gpu_hours": 10.0}), run_spec(resources={"gpus": 4})
+    step_seconds = 10.0 * 3600 / 4 / spec.train_steps
+    assert gpu_hour_problems(spec, profile, step_seconds * 0.999) == []
+    (problem,) = gpu_hour_problems(spec, profile, step_seconds * 2)
+    assert "20 GPU-hours (predicted for the run)" in problem
 
 
 def test_locked_means_written_in_the_file_not_having_a_value() -> None:

@@ -154,7 +154,7 @@ def test_modules(tmp_path: Path) -> None:
     profile = profile_with(software={"modules": modules})
     seen = run_script(tmp_path, render(profile=profile, python=stub(tmp_path)))
     calls = [json.loads(line) for line in (tmp_path / "modules.jsonl").read_text().splitlines()]
-    assert calls == [["--force", "purge"], ["load", *names], ["list"]]
+    assert calls == [["--force", "purge"], *(["load", name] for name in names), ["list"]]
     assert seen["environment"]["INIT_WAS_READ"] == "yes"
 
 

@@ -7,6 +7,8 @@ import re
 import pytest
 from specimen_scripts import PROFILE, ROOT, profile_with, render, spec_with
 
+from hpctrain.errors import InvalidInputError
+from hpctrain.render.job_environment import submit_variables
 from hpctrain.spec.catalogue import find_gpu
 from hpctrain.spec.loader import find_profile, load_catalogue, load_profile, load_run_spec
 from hpctrain.spec.profile.software import FabricVariable
@@ -59,7 +61,21 @@ def test_continuation(continuation: str, expected: str) -> None:
 
 def test_only_named_variables_leave_the_submitting_shell() -> None:
     spec = spec_with(environment={"inherit": ["WANDB_API_KEY"]})
-    assert "--export=HOME,LANG,PATH,USER,WANDB_API_KEY" in directives(render(spec))
+    script = render(spec)
+    assert "--export" not in "".join(directives(script)), "Slurm would run a login shell"
+    assert submit_variables(spec, PROFILE) == ("HOME", "LANG", "PATH", "USER", "WANDB_API_KEY")
+    assert "only HOME, LANG, PATH, USER, WANDB_API_KEY." in script.replace("\n# ", " ")
+    everything = profile_with(slurm={"export": "all"})
+    assert submit_variables(spec, everything) is None
+    assert "--export" not in "".join(directives(render(spec, everything)))
+
+
+def test_a_site_that_lets_jobs_inherit_nothing() -> None:
+    nothing = profile_with(slurm={"export": "none"})
+    assert "--export=NONE" in directives(render(profile=nothing))
+    spec = spec_with(environment={"inherit": ["WANDB_API_KEY"]})
+    with pytest.raises(InvalidInputError, match="WANDB_API_KEY would be missing"):
+        render(spec, nothing)
 
 
 def test_cpus_and_memory() -> None:
@@ -68,7 +84,35 @@ def test_cpus_and_memory() -> None:
     assert "--cpus-per-task=3" in directives(script) and "--mem=8192M" in directives(script)
     srun = script[script.index("exec ") :]
     assert "--cpus-per-task=3" in srun, "srun has not inherited it since Slurm 22.05"
-    assert "--mem=0" in directives(render(profile=profile_with(slurm={"all_memory": True})))
+    assert "--mem=8192M" in directives(render(spec, profile_with(slurm={"memory": "all"})))
+
+
+WHOLE, HALF = spec_with(), spec_with(resources={"gpus": 1}, parallel={"tp": 1, "pp": 1})
+
+
+@pytest.mark.parametrize(
+    ("slurm", "whole", "part"),
+    [
+        ({"memory": "auto"}, "--mem=0", "--mem=7680M"),
+        ({"memory": "share"}, "--mem=15360M", "--mem=7680M"),
+        ({"memory": "none"}, None, None),
+        ({"memory": "auto", "memory_per_gpu": "3GiB"}, *["--mem-per-gpu=3072M"] * 2),
+    ],
+)
+def test_a_part_of_a_node_never_takes_all_its_memory(
+    slurm: dict[str, object], whole: str | None, part: str | None
+) -> None:
+    profile = profile_with(nodes={"memory": "15GiB"}, slurm=slurm)
+    for spec, expected in ((WHOLE, whole), (HALF, part)):
+        found = [line for line in directives(render(spec, profile)) if line.startswith("--mem")]
+        assert found == ([expected] if expected else [])
+
+
+def test_a_site_of_whole_nodes_refuses_a_part_of_one() -> None:
+    profile = profile_with(slurm={"memory": "all"})
+    assert "--mem=0" in directives(render(profile=profile))
+    with pytest.raises(InvalidInputError, match="1 of its 2 GPUs"):
+        render(HALF, profile)
 
 
 def test_time_limit_is_the_tightest_there_is() -> None:

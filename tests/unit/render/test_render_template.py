@@ -11,6 +11,8 @@ from command_line import hpctrain
 from jinja2 import meta, nodes
 from specimen_scripts import PROFILE, ROOT, SPEC
 
+from hpctrain.actions.prepare import prepare
+from hpctrain.actions.site_files import templates_digest
 from hpctrain.errors import InvalidInputError
 from hpctrain.plan.planner import make_plan
 from hpctrain.render.script import Script, ScriptFacts, Variable, build_script
@@ -172,3 +174,45 @@ def test_examples_of_the_page(tmp_path: Path, example: str) -> None:
 
 def test_four_examples() -> None:
     assert len(EXAMPLES) == 4
+
+
+def own_profile(directory: Path, template: str) -> tuple[Path, str]:
+    file = directory / "own.yaml"
+    file.write_text(f"extends: sandbox\nname: own\nslurm: {{template: {template}}}\n")
+    return ROOT / "examples/gpt-tiny.yaml", str(file)
+
+
+def test_a_profile_names_the_templates_of_its_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    check = "{% block preflight %}\ntest -d /scratch\n{% endblock %}\n"
+    directory = site(tmp_path / "templates", job=EXTENDS + check)
+    found = [
+        prepare(*own_profile(tmp_path, name), runs=tmp_path)
+        for name in ("templates", "templates/job.sbatch.j2")
+    ]
+    digest = templates_digest(directory)
+    for prepared in found:
+        assert "\ntest -d /scratch\n" in prepared.script
+        assert f"# Template  {digest[:12]} of this site\n" in prepared.script
+    (directory / "job.sbatch.j2").write_text(EXTENDS + check.replace("/scratch", "/work"))
+    changed = prepare(*own_profile(tmp_path, "templates"), runs=tmp_path)
+    assert templates_digest(directory) != digest
+    assert changed.run_id != found[0].run_id, "another template is another script"
+    with pytest.raises(InvalidInputError, match="neither a directory nor") as caught:
+        prepare(*own_profile(tmp_path, "absent"), runs=tmp_path)
+    assert caught.value.problems[0].line == 3
+
+
+def test_a_template_keeps_what_the_supervisor_relies_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    bare = "{% block directives %}\n#SBATCH --nodes=2\n{% endblock %}\n"
+    directory = site(tmp_path / "templates", job=EXTENDS + bare)
+    with pytest.raises(InvalidInputError) as caught:
+        spec = ROOT / "examples/gpt-tiny.yaml"
+        prepare(spec, "sandbox", runs=tmp_path, template_directory=directory)
+    message = str(caught.value)
+    assert all(name in message for name in ("--signal=B:USR1@", "--open-mode=append", "--requeue"))

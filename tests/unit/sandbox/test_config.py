@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.sandbox.accounting import slurmdbd_conf
 from hpctrain.sandbox.config import Site, config_files, gres_conf, slurm_conf, topology_conf
 from hpctrain.sandbox.paths import SandboxPaths
 from hpctrain.sandbox.ports import Ports
@@ -195,3 +196,13 @@ def test_finished_jobs_are_logged_on_request() -> None:
     text = slurm_conf(replace(default_shape(), accounting="filetxt"), site())
     assert keys(text)["JobCompLoc"] == "/box/log/jobcomp.txt"
     assert "JobCompType" not in slurm_conf(default_shape(), site())
+
+
+def test_accounting_is_asked_for_by_the_socket_of_munge_and_on_one_port() -> None:
+    shape, here = replace(default_shape(), accounting="slurmdbd"), site()
+    found, database = keys(slurm_conf(shape, here)), keys(slurmdbd_conf(here))
+    assert found["AccountingStoragePass"] == "/box/sockets/munge.socket"
+    assert found["AccountingStorageEnforce"] == "associations,limits,qos"
+    assert found["AccountingStoragePort"] == database["DbdPort"] == "20005"
+    assert database["CommunicationParameters"] == "NoInAddrAny"
+    assert "AccountingStorageType" not in keys(slurm_conf(default_shape(), here))

@@ -34,7 +34,7 @@ def test_a_taken_port_spoils_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert are_free(ports)
     with socket.create_server(("127.0.0.1", ports.first_node + 2)):
         assert not are_free(ports)
-        assert are_free(Ports(ports.controller, 2))
+        assert are_free(Ports(ports.controller, 1))
 
 
 def test_two_sandboxes_that_start_together_have_ports_of_their_own(
@@ -54,8 +54,8 @@ def test_ports_lie_below_the_ephemeral_ones(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ports_module, "are_free", lambda ports: True)
     monkeypatch.setattr(ports_module, "_reserve", lambda ports: True)
     ports = find_ports(1000)
-    assert ports.first_node + ports.nodes >= ports_module.HIGHEST
-    assert ports.first_node + ports.nodes <= 32768
+    assert ports.accounting == ports_module.HIGHEST
+    assert ports.accounting < 32768
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,22 @@ def test_missing_programs_are_named_with_a_hint(
     with pytest.raises(SlurmUnreachableError, match="slurmctld, slurmd") as caught:
         find_programs()
     assert caught.value.hint == "sudo apt-get install slurmctld slurmd slurm-client munge"
+
+
+def test_without_a_database_a_slurm_has_no_accounting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is missing is named alone, with the way that needs no root first."""
+    for name in ("slurmctld", "slurmd", "scontrol", "sinfo", "squeue", "scancel", "sacct"):
+        (tmp_path / name).write_text("#!/bin/sh\necho slurm 24.11.5\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("munged", "munge", "slurmdbd", "sacctmgr"):
+        (tmp_path / name).symlink_to("slurmctld")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("hpctrain.sandbox.programs._SYSTEM_DIRECTORIES", ())
+    assert find_programs().version == (24, 11)
+    with pytest.raises(SlurmUnreachableError, match="not found here: mariadbd, mariadb-install-db"):
+        find_programs(accounting=True)
 
 
 def test_a_call_that_fails_repeats_the_words_of_the_program() -> None:

@@ -101,6 +101,13 @@ def test_sbatch_gets_the_users_environment_because_the_job_inherits_it() -> None
     assert (command.argv, command.stdin) == (("sbatch", "--parsable", "--hold"), "#!/bin/sh\n")
 
 
+def test_sbatch_inherits_the_named_variables_and_what_it_needs_itself() -> None:
+    client, script = asked(CommandResult(0, "14\n", ""), CommandResult(0, "", "Job 1\n"))
+    client.submit("#!/bin/sh\n", variables=("PATH", "TZ", "ABSENT", "SBATCH_PARTITION"))
+    expected = {"PATH": "/usr/bin", "TZ": "Asia/Tokyo", "SLURM_CONF": "/s/slurm.conf"}
+    assert script.commands[0].environment == {**expected, "SLURM_CLUSTERS": "big"}
+
+
 def test_a_script_file_is_handed_over_by_its_absolute_path() -> None:
     client, script = asked(CommandResult(0, "14\n", ""))
     client.submit(Path("-x.sh"))

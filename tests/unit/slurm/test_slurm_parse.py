@@ -314,6 +314,18 @@ def test_node_address() -> None:
         p.node_address("NodeName=n0\n")
 
 
+def test_free_text_of_a_node_is_not_taken_for_its_boot_time() -> None:
+    """As `scontrol -o show node` prints it (24.11.5), shortened."""
+    line = (
+        "NodeName=n1 Arch=x86_64 CPUAlloc=0 NodeAddr=127.0.0.1 NodeHostName=localhost "
+        "BootTime=2026-11-22T01:00:00 SlurmdStartTime=2026-11-22T01:01:00 "
+        "Comment=BootTime=2001-01-01T00:00:00 NodeName=n3 NodeAddr=10.9.8.7 "
+        "Reason=NodeName=n4 [root@2026-11-22T02:00:00]"
+    )
+    assert p.boot_times(line) == {"n1": p.epoch_seconds("2026-11-22T01:00:00")}
+    assert p.node_address(line) == "127.0.0.1"
+
+
 def test_leaves_of_a_tree_and_blocks() -> None:
     """22.05.8 and 24.11.5."""
     tree = (

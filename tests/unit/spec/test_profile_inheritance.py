@@ -172,3 +172,15 @@ def test_the_parts_of_a_partition_have_to_fit_together(tmp_path: Path) -> None:
     assert len(found) == 1
     assert "partition `h100`" in found[0]
     assert "islands add up to 4 + 4 = 8 nodes, not 12" in found[0]
+
+
+def test_all_memory_of_earlier_profiles_is_still_read(tmp_path: Path) -> None:
+    for former, now in (("true", "auto"), ("false", "none")):
+        text = f"extends: a100x64\nname: own\nslurm: {{all_memory: {former}}}\n"
+        loaded = load_profile(written(tmp_path, "own", text))
+        assert loaded.document.slurm.memory == now
+        assert loaded.origin["slurm.memory"] == "own.yaml:3"
+    both = written(
+        tmp_path, "both", "extends: a100x64\nname: b\nslurm: {memory: none, all_memory: true}\n"
+    )
+    assert any("`slurm.memory` now" in problem for problem in problems(both))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
@@ -143,9 +143,15 @@ def test_a_cancel_that_comes_meanwhile_takes_the_successor_along(
     tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     class Cancelling(FakeSlurm):
-        def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+        def submit(
+            self,
+            script: Path | str,
+            extra_args: Sequence[str] = (),
+            *,
+            variables: Collection[str] | None = None,
+        ) -> SubmittedJob:
             context.ledger.append(EventKind.CANCEL_REQUESTED, job_id=5)
-            return super().submit(script, extra_args)
+            return super().submit(script, extra_args, variables=variables)
 
     cancelling = Cancelling()
     cancelling.records.update(slurm.records)

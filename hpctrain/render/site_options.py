@@ -1,0 +1,50 @@
+"""Joins the options of Slurm that a site adds with those that a spec asks for. Pure.
+
+Belongs here: which of the two counts, or how they are joined. Does not belong here: which options
+a site may add (`hpctrain.spec.slurm_options`), options that follow from the plan (`script`).
+"""
+
+from __future__ import annotations
+
+from hpctrain.plan.documents import Plan
+from hpctrain.render.topology import topology_options
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+from hpctrain.spec.slurm_options import OptionValue
+
+
+def job_constraint(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> str | None:
+    """Return the features that all nodes of the job must have: the profile's and the spec's."""
+    site = topology_options(profile, plan, spec.resources.spare_nodes)["constraint"]
+    return "&".join(name for name in (site, spec.resources.constraint) if name) or None
+
+
+def sbatch_options(spec: RunSpec, profile: ClusterProfile) -> dict[str, OptionValue]:
+    """Return the site's options of sbatch; nodes and licenses of the spec are added to its own."""
+    options = dict(profile.slurm.options.sbatch)
+    wanted_lists = {
+        "exclude": spec.resources.exclude,
+        "nodelist": spec.resources.nodelist,
+        "licenses": spec.resources.licenses,
+    }
+    for name, wanted in wanted_lists.items():
+        if wanted:
+            site = options.get(name, ())
+            names = site if isinstance(site, tuple) else (site,)
+            options[name] = ",".join(map(str, (*names, wanted)))
+    return options
+
+
+def srun_options(spec: RunSpec, profile: ClusterProfile) -> dict[str, OptionValue]:
+    """Return the site's options of srun, after hpctrain's own choices that it may replace.
+
+    `--gpus-per-task` without `--gpu-bind=none` shows each task its own GPU only, and CUDA reaches
+    no peer of the same node.
+    """
+    chosen: dict[str, OptionValue] = {"mpi": "none"}
+    if profile.slurm.gpu_request == "gpus-per-task":
+        chosen["gpu-bind"] = "none"
+    chosen |= profile.slurm.options.srun
+    if spec.resources.gpu_bind:
+        chosen["gpu-bind"] = spec.resources.gpu_bind.replace("$", "$$")
+    return chosen
