@@ -18,7 +18,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "settings": (
         *("spec.yaml", "profile.yaml", "plan.json", "train.json", "train-n*.json"),
         *("supervise.json", "signatures.json", "data.json", "job.sbatch"),
-        *("ds_config.json", "ds_config-n*.json", "archive.json"),
+        *("ds_config.json", "ds_config-n*.json", "archive.json", "prologue.sh"),
     ),
     "ledger": ("ledger.jsonl",),
     "epochs": ("epochs", "epochs/*"),
