@@ -112,9 +112,7 @@ def test_a_partition_without_limits_and_one_with_all() -> None:
         ("22.05.8", "PreemptParameters", True),
     ],
 )
-def test_the_signal_at_preemption_is_spelled_as_slurm_says(
-    version: str, key: str, sent: bool
-) -> None:
+def test_the_signal_at_preemption_is_spelled_as_told(version: str, key: str, sent: bool) -> None:
     words = "x,preempt_send_user_signal,send_user_signal"
     assert settings.sends_user_signal(SlurmConfig({"SLURM_VERSION": version, key: words})) == sent
 
