@@ -83,7 +83,7 @@ def container_words(
         # The definition has a working directory of its own. env(1) of coreutils 8.28.
         return ContainerWords((f"--environment={container.image}",), ("env", "--chdir=$PWD"))
     if container.launcher == "uenv":
-        return ContainerWords((f"--uenv={container.image}", *_escaped(container.options)))
+        return ContainerWords((f"--uenv={container.image}", *container.options))
     return ContainerWords(command=_apptainer(container, profile, variables))
 
 
@@ -93,7 +93,7 @@ def _pyxis(container: ContainerProfile, variables: tuple[str, ...]) -> Container
         file = f"{container.cache}/{_file_name(container.image)}"
         address = image if "://" in image else f"docker://{image}"
         image, image_import = file, (address, file)
-    options = _escaped(container.options)
+    options = container.options
     home = any("container-mount-home" in option for option in options)
     return ContainerWords(
         srun=(
@@ -115,7 +115,7 @@ def _apptainer(
     default = "rocm" if _AMD.match(profile.gpu.type) else "nv"
     gpu = container.gpu or ("none" if profile.gpu.emulated else default)
     words = [container.launcher, "exec", *((f"--{gpu}",) if gpu != "none" else ())]
-    words += [*_escaped(container.options), "--bind", "$PWD", "--pwd", "$PWD"]
+    words += [*container.options, "--bind", "$PWD", "--pwd", "$PWD"]
     words += [word for mount in container.mounts for word in ("--bind", mount)]
     words.append(container.image)
     if not container.clean_environment:
@@ -130,7 +130,3 @@ def _file_name(image: str) -> str:
     """Name the file of an imported image; two images never share one."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "+", re.sub(r"^[a-z]+://", "", image))
     return f"{plain}-{hashlib.sha256(image.encode()).hexdigest()[:8]}.sqsh"
-
-
-def _escaped(options: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(option.replace("$", "$$") for option in options)

@@ -81,8 +81,10 @@ class ContainerProfile(Document):
     gpu: Literal["nv", "rocm", "none"] | None = Field(
         None, description="apptainer, singularity: option for GPUs; default: by the type of GPU"
     )
-    options: tuple[str, ...] = Field(
-        (), description="Further options of the launcher, as `--name` or `--name=value`"
+    options: tuple[JobText, ...] = Field(
+        (),
+        description="Further options of the launcher, as `--name` or `--name=value`; the job puts "
+        "in `$NAME`",
     )
     cache: JobText | None = Field(
         None,
