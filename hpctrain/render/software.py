@@ -53,7 +53,9 @@ def module_commands(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
     modules = profile.software.modules
     if modules is None:
         return ()
-    commands: list[tuple[str, ...]] = [("source", sh(modules.init))] if modules.init else []
+    commands: list[tuple[str, ...]] = []
+    if modules.init:
+        commands += [("# shellcheck source=/dev/null",), ("source", sh(modules.init))]
     if modules.purge:
         commands.append(("module", "--force", "purge"))
     commands += [("must", "module", "use", sh_expanded(directory)) for directory in modules.use]
