@@ -24,6 +24,7 @@ from hpctrain.spec.fields import (
     split_branches,
     suggest_key,
 )
+from hpctrain.spec.other_names import known_elsewhere
 from hpctrain.spec.positions import Parsed, Path, dotted, shown_value
 from hpctrain.spec.syntax import SourcePlace
 from hpctrain.units import Duration
@@ -79,6 +80,8 @@ def explain(error: ValidationError, model: type[BaseModel], parsed: Parsed) -> l
     problems: dict[tuple[Path, str], Problem] = {}
     for raw in error.errors(include_url=False):
         path, branch = split_branches(model, raw["loc"])
+        if _has_enough(dict(raw), path, parsed):
+            continue
         if any(path[: len(broken)] == broken for broken in parsed.broken):
             continue
         union = None
@@ -102,6 +105,22 @@ def explain(error: ValidationError, model: type[BaseModel], parsed: Parsed) -> l
     return list(problems.values())
 
 
+def _has_enough(raw: dict[str, Any], path: Path, parsed: Parsed) -> bool:
+    """Whether a list counts as too short only because its items have problems of their own."""
+    value = _value_at(parsed.data, path)
+    return (
+        raw["type"] == "too_short"
+        and isinstance(value, list)
+        and len(value) >= raw["ctx"]["min_length"]
+    )
+
+
+def _known_elsewhere(model: type[BaseModel], path: Path) -> str | None:
+    from hpctrain.spec.profile import ClusterProfile
+
+    return known_elsewhere(path) if model is ClusterProfile else None
+
+
 def _takes(branch: str | None, union: Path, model: type[BaseModel], parsed: Parsed) -> bool:
     """Whether the value is a mapping that this branch (None: any branch) accepts."""
     choices = members(annotation_at(model, union))
@@ -119,11 +138,12 @@ def _problem(raw: dict[str, Any], path: Path, model: type[BaseModel], parsed: Pa
         hint = f"{path[-1]}: {purpose}" if purpose else None
         return _at(parsed, path, "required, but missing", hint)
     if kind == "extra_forbidden":
-        return _at(parsed, path, "unknown key", suggest_key(model, path), key=True)
+        known = _known_elsewhere(model, path)
+        return _at(parsed, path, "unknown key", known or suggest_key(model, path), key=True)
     if raw["loc"] and raw["loc"][-1] == "[key]":
         message = _PATTERNS.get(context.get("pattern", ""), "not a valid key")
         return _at(parsed, path, message, key=True)
-    hint = _value_hint(kind, model, path, value)
+    hint = _value_hint(kind, model, path, value) or _known_elsewhere(model, path)
     if kind == "value_error":
         if isinstance(wrong := context["error"], Contradiction):
             return _at(parsed, wrong.path, str(wrong), wrong.hint)

@@ -1,0 +1,48 @@
+"""Hints for keys of a cluster profile that people write and that have another name here.
+
+Belongs here: such keys, and where their meaning stands. Does not belong here: keys of earlier
+versions, which still work (`former_fields`), and misspelt ones (`fields`).
+"""
+
+from __future__ import annotations
+
+from hpctrain.spec.positions import Path
+from hpctrain.spec.slurm_options import available_options, owned_options
+
+_HINTS = {
+    "template": "use `--template-dir` of `hpctrain submit` (docs/templates.md)",
+    "slurm.extra_sbatch": "use `slurm.options.sbatch`",
+    "slurm.extra_srun": "use `slurm.options.srun`",
+    "slurm.partitions[].name": (
+        "where the site chooses the partition: a name of yours, and `request: false`"
+    ),
+    "slurm.partitions[].gpu": "its type is `gpu: {type: NAME}`",
+    "slurm.partitions[].nodes": "their number is `nodes: {count: NUMBER}`",
+    "slurm.partitions[].gres": (
+        "use `gpu.type` of the partition with `slurm.gpu_request: gres-typed`"
+    ),
+    "software.setup": "commands stand in a shell file, whose path this is",
+    "software.singularity": "use `software.container` with `launcher: singularity`",
+    "software.staging": (
+        "hpctrain copies no data to nodes: `software.scratch` is for caches, and data is read from "
+        "a shared file system"
+    ),
+    "software.uenv": "use `software.container` with `launcher: uenv`",
+    "limits.max_running": "use `limits.max_submit` for jobs, or `limits.grp_gpus` for GPUs at once",
+}
+
+
+def known_elsewhere(path: Path) -> str | None:
+    """Return where the meaning of a profile's key stands; None if nothing is known of it.
+
+    Any option of sbatch or srun below `slurm` is one of `slurm.options`, or has a field.
+    """
+    parts = [str(part) for part in path if isinstance(part, str)]
+    key = ".".join(parts).replace("slurm.partitions.", "slurm.partitions[].")
+    if key in _HINTS or len(parts) != 2 or parts[0] != "slurm":
+        return _HINTS.get(key)
+    name = parts[1].replace("_", "-")
+    for command in ("sbatch", "srun"):
+        if name in available_options(command):
+            return f"use `slurm.options.{command}`, as `{name}: VALUE`"
+    return owned_options("sbatch").get(name)
