@@ -26,7 +26,7 @@ test: install  ## All tests but variants: unit, golden, engines, Slurm; and the 
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rR -n $(WORKERS) --dist worksteal --durations=15
 
 unit: install  ## The fast tests only
-	@$(PYTHON) -m pytest tests/unit tests/golden tests/test_house.py
+	@$(PYTHON) -m pytest tests/unit tests/golden tests/sites tests/test_house.py
 
 megatron-core-newest: install  ## The tests of megatron-core with its newest release
 	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/megatron-lm $(PYTHON) -m pytest -rR -n $(WORKERS) \
@@ -42,7 +42,7 @@ lint: install  ## Style, types, architecture contracts, shell scripts
 		.ci/run
 
 golden: install  ## Write the golden scripts and transcripts anew; review the diff
-	@$(PYTHON) -m pytest tests/golden --write-golden
+	@$(PYTHON) -m pytest tests/golden tests/sites --write-golden
 
 reliability: install  ## All faults on a real Slurm, into docs/reliability.md; then other variants
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:rerunfailures -n $(WORKERS) --dist worksteal \
