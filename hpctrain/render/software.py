@@ -97,6 +97,10 @@ def prologue_text(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> str | N
     if profile.software.scratch is not None:
         directories = dict.fromkeys(f'"${name}"' for name, _ in cache_directories(profile))
         lines.append(f"mkdir -p {' '.join(directories)} || exit 78")
+    if profile.software.prologue:
+        lines.append(MUST)
+        for command in profile.software.prologue:
+            lines.append(" ".join(("must", *map(sh_expanded, command))))
     if not lines:
         return None
     head = ("#!/bin/bash", "# Each task begins with this; the trainer then replaces the shell.")

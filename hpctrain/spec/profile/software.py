@@ -66,6 +66,11 @@ class SoftwareProfile(Document):
         description="Local directory of each node for TMPDIR and the caches of compilers, such as "
         "`/tmp/$USER-$SLURM_JOB_ID`; removing it is up to the site's epilog",
     )
+    prologue: tuple[Annotated[tuple[JobText, ...], Field(min_length=1)], ...] = Field(
+        (),
+        description="Commands that each task runs before the trainer, each a list of words, such "
+        "as `[source, /sw/rails.sh]`; the task puts in `$NAME`, and one that fails ends it",
+    )
     transformer_engine: bool = Field(
         True,
         description="TransformerEngine is installed there: `engine.implementation: auto` uses it",

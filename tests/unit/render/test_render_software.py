@@ -145,6 +145,37 @@ def test_each_task_runs_the_prologue_and_becomes_the_trainer(tmp_path: Path) -> 
     assert done.returncode == 78
 
 
+def test_commands_of_each_task_run_in_its_shell_as_they_are_written(tmp_path: Path) -> None:
+    settings = tmp_path / "it's $(touch pwned).sh"
+    settings.write_text("export FROM_FILE=$1\n")
+    commands = [
+        ["source", str(settings).replace("$", "$$"), "rail$SLURM_LOCALID"],
+        ["export", "OWN=$$(touch pwned) `touch pwned`; x"],
+        ["ulimit", "-n", "256"],
+    ]
+    profile = profile_with(software={"prologue": commands})
+    text = prologue_text(SPEC, profile, make_plan(SPEC, profile))
+    assert text is not None
+    (tmp_path / "prologue.sh").write_text(text)
+    show = 'echo "$FROM_FILE|$OWN|$(ulimit -n)"'
+    task = {"PATH": os.environ["PATH"], "SLURM_LOCALID": "1"}
+    words = ["bash", "prologue.sh", "bash", "-c", show]
+    done = subprocess.run(words, cwd=tmp_path, env=task, capture_output=True, text=True)
+    assert done.stdout == "rail1|$(touch pwned) `touch pwned`; x|256\n", done.stderr
+    assert not list(tmp_path.glob("pwned"))
+
+
+def test_a_command_of_a_task_that_fails_ends_it_with_its_name(tmp_path: Path) -> None:
+    profile = profile_with(software={"prologue": [["cat", "/no/such file"]]})
+    text = prologue_text(SPEC, profile, make_plan(SPEC, profile))
+    assert text is not None
+    (tmp_path / "prologue.sh").write_text(text)
+    words = ["bash", "prologue.sh", "echo", "trained"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (78, "")
+    assert "`cat /no/such file` failed" in done.stderr
+
+
 def test_no_prologue_where_nothing_wants_one() -> None:
     assert prologue_text(SPEC, PROFILE, make_plan(SPEC, PROFILE)) is None
     assert "prologue.sh" not in render()
