@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from command_line import hpctrain
 
 from hpctrain.actions.validate import validate_file
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.spec.loader import load_profile
+from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
 
 
@@ -85,8 +86,10 @@ def test_fields_of_earlier_profiles_still_count(
 
 
 def test_a_partition_without_a_name_is_one_message_with_the_field_for_it(tmp_path: Path) -> None:
-    profile = document("slurm.partitions", [{"name": "", "default": True}])
-    found = refusal(tmp_path, profile | {"extends": "h100x16"})
+    """Alone in its list, which is not too short for that."""
+    profile = yaml.safe_load(find_profile("h100x16").read_text())
+    profile["slurm"]["partitions"] = [{"name": "", "default": True}]
+    found = refusal(tmp_path, profile)
     assert found.message.endswith("name`: must not be empty")
     assert "`request: false`" in (found.hint or "")
 
