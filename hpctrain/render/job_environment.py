@@ -50,7 +50,12 @@ def submit_variables(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...] 
     """List the variables that sbatch inherits, and so the job does; None: all of them."""
     if profile.slurm.export == "all":
         return None
-    return tuple(dict.fromkeys((*INHERITED, *spec.environment.inherit)))
+    return tuple(dict.fromkeys((*INHERITED, *inherited_names(spec, profile))))
+
+
+def inherited_names(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...]:
+    """List the variables that site and spec name to be passed on, each once."""
+    return tuple(dict.fromkeys((*profile.slurm.inherit, *spec.environment.inherit)))
 
 
 def inheritance_note(spec: RunSpec, profile: ClusterProfile) -> str:
@@ -65,11 +70,12 @@ def inheritance_note(spec: RunSpec, profile: ClusterProfile) -> str:
 
 def inheritance_problems(spec: RunSpec, profile: ClusterProfile) -> list[str]:
     """List names that the spec wants the job to inherit where the site lets it inherit nothing."""
-    if profile.slurm.export != "none" or not spec.environment.inherit:
+    names = inherited_names(spec, profile)
+    if profile.slurm.export != "none" or not names:
         return []
     return [
         f"environment.inherit: jobs inherit nothing at {profile.name} (slurm.export none), so "
-        f"{', '.join(spec.environment.inherit)} would be missing: read it from a file in the job"
+        f"{', '.join(names)} would be missing: read it from a file in the job"
     ]
 
 

@@ -27,6 +27,7 @@ from hpctrain.render.job_environment import (
     check_variables,
     inheritance_note,
     inheritance_problems,
+    inherited_names,
     script_variables,
 )
 from hpctrain.render.memory import memory_options, memory_problems
@@ -132,7 +133,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     python = profile.software.python or facts.python
     if python.startswith("-"):
         raise InvalidInputError([Problem(f"software.python: `{python}` reads as an option")])
-    check_variables((*spec.environment.variables, *spec.environment.inherit))
+    check_variables((*spec.environment.variables, *inherited_names(spec, profile)))
     check_variables((variable.name for variable in profile.environment), site=True)
     constraint = job_constraint(spec, profile, plan)
     contradictions = [
@@ -148,7 +149,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     prologue = prologue_text(spec, profile, plan)
     container = run_container(spec, profile)
     variables = script_variables(spec, profile, plan, facts.gpu_variables)
-    names = (*(variable.name for variable in variables), *spec.environment.inherit)
+    names = (*(variable.name for variable in variables), *inherited_names(spec, profile))
     words = container_words(container, profile, (*names, *_TRAINER_VARIABLES))
     return Script(
         # Comments end at a line break, so none may come in with a value.

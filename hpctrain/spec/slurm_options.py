@@ -22,7 +22,7 @@ OptionName = Annotated[str, Field(pattern=r"^[a-z][A-Za-z0-9_-]*$")]
 OptionValue = bool | int | str | tuple[int | str, ...]
 
 _BOTH = (
-    "acctg-freq core-spec cores-per-socket cpu-freq extra-node-info gpu-bind gpu-freq gres-flags "
+    "acctg-freq core-spec cores-per-socket cpu-freq extra-node-info gpu-freq gres-flags "
     "hint mem-bind network overcommit profile propagate sockets-per-node thread-spec "
     "threads-per-core"
 )
@@ -32,8 +32,8 @@ _OF_SBATCH = (
     "priority reboot spread-job time-min tmp use-min-nodes wait-all-nodes wckey"
 )
 _OF_SRUN = (
-    "accel-bind bcast bcast-exclude compress cpu-bind epilog mpi prolog resv-ports send-libs "
-    "slurmd-debug task-epilog task-prolog"
+    "accel-bind bcast bcast-exclude compress cpu-bind epilog gpu-bind mpi prolog resv-ports "
+    "send-libs slurmd-debug task-epilog task-prolog"
 )
 _FIRST_VERSION = "22.05"
 # Options that came later, with the first version that has them.
@@ -82,6 +82,7 @@ _OWNED_BY_BOTH = {
 _OWNED_BY_SBATCH = {
     "array": _CONTINUATION,
     "export-file": "use `slurm.export`",
+    "gpu-bind": "use `slurm.options.srun`: steps would inherit it without a word in the script",
     "get-user-env": "use `slurm.export`",
     "nodefile": "use `nodelist` or `exclude`",
     "open-mode": "a requeued job would overwrite its log",

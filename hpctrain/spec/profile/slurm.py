@@ -12,6 +12,7 @@ from pydantic import AwareDatetime, Field, model_validator
 
 from hpctrain.spec.document import Document
 from hpctrain.spec.profile.partition import PartitionProfile
+from hpctrain.spec.run import VariableName
 from hpctrain.spec.slurm_options import SiteOptions, too_new_options
 from hpctrain.units import ByteSize, Duration
 
@@ -27,8 +28,14 @@ class SlurmProfile(Document):
     constraint: str | None = Field(None, description="Node features to ask for (`--constraint`)")
     export: Literal["clean", "all", "none"] = Field(
         "clean",
-        description="What a job inherits from where it is submitted: clean (HOME, LANG, PATH, USER "
-        "and `environment.inherit`), all, none (`--export=NONE`: the variables of a login instead)",
+        description="What a job inherits from where it is submitted: clean (HOME, LANG, PATH, "
+        "USER, `inherit` and `environment.inherit`), all, none (`--export=NONE`: the variables of "
+        "a login instead)",
+    )
+    inherit: tuple[VariableName, ...] = Field(
+        (),
+        description="Variables of a login that every job needs here, such as SCRATCH: passed on "
+        "from where it is submitted, like those of `environment.inherit` of a spec",
     )
     exclusive: bool = Field(True, description="Ask for whole nodes (`--exclusive`)")
     memory: Literal["auto", "all", "share", "none"] = Field(

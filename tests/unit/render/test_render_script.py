@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from specimen_scripts import PROFILE, ROOT, profile_with, render, spec_with
+from specimen_scripts import PROFILE, ROOT, SPEC, profile_with, render, spec_with
 
 from hpctrain.errors import InvalidInputError
 from hpctrain.render.job_environment import submit_variables
@@ -68,6 +68,23 @@ def test_only_named_variables_leave_the_submitting_shell() -> None:
     everything = profile_with(slurm={"export": "all"})
     assert submit_variables(spec, everything) is None
     assert "--export" not in "".join(directives(render(spec, everything)))
+
+
+def test_a_site_names_variables_of_a_login_that_its_jobs_need() -> None:
+    site = profile_with(slurm={"inherit": ["SCRATCH"]})
+    spec = spec_with(environment={"inherit": ["WANDB_API_KEY", "SCRATCH"]})
+    assert submit_variables(spec, site) == (
+        *("HOME", "LANG", "PATH", "USER"),
+        *("SCRATCH", "WANDB_API_KEY"),
+    )
+    container = {"launcher": "pyxis", "image": "$SCRATCH/pt.sqsh"}
+    script = render(
+        SPEC, profile_with(slurm={"inherit": ["SCRATCH"]}, software={"container": container})
+    )
+    (passed,) = [line for line in script.splitlines() if "--container-env=" in line]
+    assert "SCRATCH" in passed.partition("=")[2].split(" ")[0].split(",")
+    with pytest.raises(InvalidInputError, match="inherit nothing at"):
+        render(SPEC, profile_with(slurm={"inherit": ["SCRATCH"], "export": "none"}))
 
 
 def test_a_site_that_lets_jobs_inherit_nothing() -> None:
