@@ -37,6 +37,11 @@ class ContainerWords:
     command: tuple[str, ...] = ()
     image_import: tuple[str, ...] | None = None
 
+    @property
+    def in_shell(self) -> bool:
+        """Whether a shell, which expands variables of its own, starts the container."""
+        return self.command[:1] == ("bash",)
+
 
 def container_problems(spec: RunSpec, profile: ClusterProfile) -> list[tuple[str, str, str]]:
     """List what the spec's container cannot be at this site: field, message and hint."""

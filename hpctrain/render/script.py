@@ -121,6 +121,7 @@ class Script:
     srun_options: tuple[str, ...]
     container_srun: tuple[str, ...]
     container_command: tuple[str, ...]
+    container_in_shell: bool
     container_import: tuple[str, ...] | None
     image_import: tuple[str, ...]
     trainer: tuple[str, ...]
@@ -189,6 +190,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         ),
         container_srun=words.srun,
         container_command=words.command,
+        container_in_shell=words.in_shell,
         container_import=words.image_import,
         image_import=(python, "-m", "hpctrain.prepare.container_image"),
         trainer=(

@@ -414,6 +414,7 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
     fabricate(here / "runs", "gpt-tiny-7f3a", stopped, steps=3)
     examples = {
         "plan": GPT175B,
+        "footprint": GPT175B,
         "submit": [*TINY, "-y"],
         "resubmit": ["gpt-tiny-7f3a", "-y"],
         "status": ["-a"],
