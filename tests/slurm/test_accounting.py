@@ -67,6 +67,7 @@ def test_a_job_that_the_controller_has_forgotten_is_in_the_history_alone(
     assert slurm.history([job_id])[job_id].state is JobState.COMPLETED
 
 
+@pytest.mark.variant("test_what_has_ended_is_in_the_history")
 def test_a_sandbox_that_comes_up_again_has_its_history(accounting: Sandbox) -> None:
     """slurmctld would refuse a database that gives its cluster another id."""
     shape = replace(default_shape(nodes=1), accounting="slurmdbd")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rehearsal import KILL_WAIT_SECONDS, own_sandbox
 from stand_in_runs import shape_of, start_stand_in, wrong_losses
 from trainer_contract import assert_done
@@ -16,6 +17,8 @@ from hpctrain.store.ledger import EventKind
 STEPS, EVERY = 300, 50
 
 
+# tests/engines/test_stand_in.py has the stand-in in every run; 64 ranks are for `make reliability`.
+@pytest.mark.variant("test_a_spare_node_takes_the_place_of_a_dead_one")
 def test_64_ranks_lose_a_node_and_no_step(tmp_path: Path) -> None:
     shape = replace(shape_of(8), kill_wait_seconds=KILL_WAIT_SECONDS, slurmd_timeout_seconds=20)
     overrides = (

@@ -123,6 +123,7 @@ def test_doctor_reads_what_is_in_force(here: Path, sandbox: Sandbox) -> None:
         sandbox.command("scontrol", "update", "PartitionName=train", *usual_options)
 
 
+@pytest.mark.variant("test_a_detected_sandbox_trains")
 def test_a_step_of_a_job_surveys_its_node(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = patient_client(os.environ)
     job = slurm.submit("#!/bin/sh\n#SBATCH -N1 -t 10 -o /dev/null\nsleep 600\n").job_id
