@@ -92,7 +92,8 @@ def test_files_of_the_run_are_as_predicted(traced: Traced) -> None:
     for place in ("epochs", "ledger", "metrics", "progress", "saves", "done marker", "requests"):
         rows = [row for row in FILE_ROWS if row.place == place and row.per in events]
         assert left[place] == sum(r.inodes.at(traced.size) * events[r.per] for r in rows), place
-    by_others = [row for row in FILE_ROWS if row.place == "logs" and row.by == "Slurm"]
+    makers = ("Slurm", "submit")
+    by_others = [row for row in FILE_ROWS if row.place == "logs" and row.by in makers]
     rows = [row for row in by_others if row.per in events]
     most = sum(row.inodes.at(traced.size) * events[row.per] for row in rows)
     # both launches are of one job, which has one directory and one log of its own
