@@ -7,6 +7,7 @@ here: the order in which a whole sandbox is started (see `sandbox`).
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ _ENDED_LAST = ("slurmdbd", "mariadbd", "munged")
 # Starts a program that does not become a daemon by itself; call() waits for its open files.
 _IN_BACKGROUND = ("/bin/sh", "-c", 'exec setsid "$0" "$@" >/dev/null 2>&1 </dev/null &')
 _START_TIMEOUT_SECONDS = 120.0
+# A daemon without a process for so long has died.
+_ABSENT_SECONDS = 3.0
 _SLURMDBD_TIMEOUT_SECONDS = 300.0
 _STOP_GRACE_SECONDS = 5.0
 _LOG_TAIL_LINES = 8
@@ -115,12 +118,18 @@ class DaemonLauncher:
         call(argv, environment, directory=self.paths.directory)
 
     def _await(self, name: str, argv: list[str]) -> DaemonRecord:
+        seen_at = time.monotonic()
+
         def started_or_died() -> bool:
             # A daemon daemonizes first and reads most of its configuration later, so its exit code
-            # proves little. One that dies then never writes a PID file.
-            return read_record(self.paths, name) is not None or not any(
-                read_command_line(process.pid) == tuple(argv) for process in all_processes()
-            )
+            # proves little. One that dies then never writes a PID file. A process has its own
+            # command line only after exec(2), which a busy machine may delay.
+            nonlocal seen_at
+            if read_record(self.paths, name) is not None:
+                return True
+            if any(read_command_line(process.pid) == tuple(argv) for process in all_processes()):
+                seen_at = time.monotonic()
+            return time.monotonic() - seen_at > _ABSENT_SECONDS
 
         await_condition(started_or_died, _START_TIMEOUT_SECONDS)
         record = read_record(self.paths, name)
