@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
 from hpctrain.checkpoints.publish import published_steps
+from hpctrain.store.exit_records import read_exit_records
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import (
     DoneMarker,
     ExitRecord,
     Progress,
     TrainerExit,
-    read_exit_records,
     read_metrics,
     read_record,
     read_saves,

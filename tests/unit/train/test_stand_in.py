@@ -22,9 +22,10 @@ from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.store.epochs import claim_epoch
+from hpctrain.store.exit_records import read_exit_records
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.requests import is_requested, make_request
-from hpctrain.store.run_records import RankTimes, read_exit_records, read_metrics, read_record
+from hpctrain.store.run_records import RankTimes, read_metrics, read_record
 from hpctrain.store.software import read_software
 from hpctrain.train.stand_in import rank as light
 from hpctrain.train.stand_in.node import tasks_of_node
