@@ -24,8 +24,8 @@ _HINTS = {
     "software.setup": "commands stand in a shell file, whose path this is",
     "software.singularity": "use `software.container` with `launcher: singularity`",
     "software.staging": (
-        "hpctrain copies no data to nodes: `software.scratch` is for caches, and data is read from "
-        "a shared file system"
+        "the directory is `software.scratch` with `scratch_capacity`; specs ask for copies with "
+        "`data: {stage: true}`"
     ),
     "software.uenv": "use `software.container` with `launcher: uenv`",
     "limits.max_running": "use `limits.max_submit` for jobs, or `limits.grp_gpus` for GPUs at once",

@@ -7,6 +7,7 @@ about a model.
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
@@ -177,6 +178,13 @@ class ClusterProfile(Document):
             named |= {variable.name: variable for variable in partition.environment}
             changes["environment"] = tuple(named.values())
         return self.model_copy(update=changes) if changes else self
+
+    def filesystem_of(self, path: PurePath) -> FilesystemProfile | None:
+        """Find the shared file system that an absolute path lies on: the longest mount wins."""
+        above = [
+            one for one in self.filesystems if one.kind != "local" and path.is_relative_to(one.path)
+        ]
+        return max(above, key=lambda one: len(one.path), default=None)
 
     @property
     def gpu_count(self) -> int:
