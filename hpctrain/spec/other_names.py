@@ -19,7 +19,8 @@ _HINTS = {
     "slurm.partitions[].gpu": "its type is `gpu: {type: NAME}`",
     "slurm.partitions[].nodes": "their number is `nodes: {count: NUMBER}`",
     "slurm.partitions[].gres": (
-        "use `gpu.type` of the partition with `slurm.gpu_request: gres-typed`"
+        "use `gpu.type` of the partition with `slurm.gpu_request: gres-typed`, or "
+        "`gpus-per-node-typed`"
     ),
     "software.setup": "commands stand in a shell file, whose path this is",
     "software.singularity": "use `software.container` with `launcher: singularity`",
