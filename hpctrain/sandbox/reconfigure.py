@@ -7,8 +7,14 @@ whole file (see `config`), which the next start rewrites.
 from __future__ import annotations
 
 from hpctrain.errors import SlurmUnreachableError
-from hpctrain.sandbox.daemons import read_record
-from hpctrain.sandbox.processes import await_condition, find_process
+from hpctrain.sandbox.processes import (
+    Process,
+    all_processes,
+    await_condition,
+    find_process,
+    is_alive,
+    read_command_line,
+)
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.state import DaemonRecord
 from hpctrain.slurm.capabilities import capabilities_of_release
@@ -33,11 +39,11 @@ def set_option(sandbox: Sandbox, key: str, value: str | None) -> None:
         if process is None or process.identity != record.identity or process.state == "T":
             continue
         if record.name.startswith(("slurmctld", "slurmd-")):
-            running.append(record)
+            running.append((record, read_command_line(process.pid)))
     sandbox.command("scontrol", "reconfigure")
     if capabilities_of_release(sandbox.state.version).replaces_daemons:
-        for record in running:
-            sandbox.remember(_await_successor(sandbox, record))
+        for record, argv in running:
+            sandbox.remember(_await_successor(record, argv))
 
 
 def raise_job_ids(sandbox: Sandbox, first: int) -> None:
@@ -48,14 +54,21 @@ def raise_job_ids(sandbox: Sandbox, first: int) -> None:
     set_option(sandbox, "FirstJobId", str(first))
 
 
-def _await_successor(sandbox: Sandbox, record: DaemonRecord) -> DaemonRecord:
-    """Wait for the process that replaces a daemon, by the PID file that it writes."""
+def _await_successor(record: DaemonRecord, argv: tuple[str, ...]) -> DaemonRecord:
+    """Wait for the process that replaces a daemon: it has the same command line, and stays.
+
+    The PID file tells nothing: a daemon that is held up removes it on leaving, after its successor
+    has written it (seen with 24.11.5). Children of the successor come later than itself.
+    """
+    found: list[Process] = []
 
     def replaced() -> bool:
-        return read_record(sandbox.paths, record.name) not in (None, record)
+        if is_alive(record.identity):
+            return False
+        found[:] = (one for one in all_processes() if read_command_line(one.pid) == argv)
+        return bool(found)
 
     if await_condition(replaced, _REPLACED_TIMEOUT_SECONDS):
-        successor = read_record(sandbox.paths, record.name)
-        if successor is not None:
-            return successor
+        first = min(found, key=lambda process: process.identity.start_ticks)
+        return DaemonRecord(record.name, first.identity)
     raise SlurmUnreachableError(f"{record.name} did not come back after `scontrol reconfigure`")

@@ -15,6 +15,7 @@ import pytest
 import settings_sweep
 from fresh_process import FreshProcess
 from trial_runs import MODULE_GPT, MODULE_LLAMA
+from variants import varied
 
 FSDP = dict(engine="fsdp", shard_size=1, precision="bf16")
 DDP = dict(engine="ddp", precision="bf16")
@@ -37,7 +38,7 @@ BOUNDS: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", varied(BOUNDS, "gpt", "experts", "llama with fsdp"))
 def test_a_step_waits_seldom(name: str, engine_process: FreshProcess) -> None:
     document, per_step, per_microbatch = BOUNDS[name]
     few, many = (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from variants import varied
 
 pytest.importorskip("fresh_process", reason="needs the stub of TransformerEngine")
 
@@ -73,7 +74,9 @@ def option_trial(tmp_path: Path, engine_process: FreshProcess) -> Callable[..., 
     return make
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", varied(OPTIONS, "fp8, delayed, dp2", "fp8, experts", "experts' activation again")
+)
 def test_an_option_is_trained_and_resumed(
     name: str, option_trial: Callable[..., EngineTrial]
 ) -> None:

@@ -29,7 +29,8 @@ ADDRESS = "docker://nvcr.io#nvidia/pytorch:25.04-py3"
 
 
 def start(directory: Path) -> subprocess.Popen[str]:
-    python_program(directory / "bin/enroot", ENROOT)
+    if not (directory / "bin/enroot").exists():  # never written while another job runs it
+        python_program(directory / "bin/enroot", ENROOT)
     environment = {
         "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
         "CALLS": str(directory / "calls"),

@@ -18,6 +18,7 @@ import torch
 from newest_core import NEWEST, environment_of_newest
 from test_trainer_resume import DP2, EXPERTS, OWN_PARTS, TP2_PP2
 from trial_runs import LIMIT_SECONDS, Trial
+from variants import varied
 
 from bench import prefork
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
@@ -51,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", varied(CASES, "dp2 overlap bf16, own parts"))
 def test_change_of_version_is_exact(case: str, trial: Callable[..., Trial]) -> None:
     settings = dict(CASES[case], save_interval_steps=3)
     old, upgraded, new, downgraded = (trial(**settings) for _ in range(4))

@@ -62,13 +62,14 @@ def test_a_layout_that_trains_another_model_fails(
     assert "rank 0 ends with" in found["crash against one GPU"][1]
 
 
+@pytest.mark.variant("test_layouts_of_one_node_equal_one_gpu")
 def test_a_killed_rank_is_resumed_bit_by_bit(site: Site) -> None:
     done = one_node.kill_and_resume(site)
     assert done.outcome == "passed", done.detail
     assert "equal bit by bit" in done.detail
 
 
-@pytest.mark.variant("test_a_killed_rank_is_resumed_bit_by_bit")
+@pytest.mark.variant("test_layouts_of_one_node_equal_one_gpu")
 def test_a_resume_that_is_not_exact_fails(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     real = TrialRun.exact.fget
     assert real is not None

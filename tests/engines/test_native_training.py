@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from trial_runs import MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
+from variants import varied
 
 # fp32 rounding of a mean over other partial sums, after six steps
 ROUNDING = 5e-6
@@ -44,7 +45,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", varied(KINDS, "ddp", "hybrid"))
 def test_losses_are_those_of_one_process(
     kind: str, trial: Callable[..., Trial], alone: Callable[[dict[str, Any]], Trial]
 ) -> None:

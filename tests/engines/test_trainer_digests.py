@@ -15,6 +15,7 @@ from damaged_checkpoints import flip_a_byte, vouch
 from deepspeed_trials import ZERO
 from megatron_lm_trials import make_lm_trial, make_real_trial
 from trial_runs import GPT, MODULE_GPT, Trial
+from variants import varied
 
 from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.manifest import checkpoint_name
@@ -31,7 +32,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", varied(ENGINES, "megatron-core", "fsdp"))
 def test_a_flipped_byte_is_found_before_the_first_step(
     engine: str, trial: Callable[..., Trial]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from trial_runs import LLAMA, Trial, largest_difference, make_trial
+from variants import varied
 
 import hpctrain.train.engines.megatron.model
 import hpctrain.train.engines.megatron.snapshot
@@ -92,7 +93,7 @@ def moe_continued(moe_reference: Trial, tmp_path_factory: pytest.TempPathFactory
     return made
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", varied(LAYOUTS, "pp2 dp2 ep2", "tp2 ep2"))
 def test_experts_layout_equals_one_process(
     name: str, moe_continued: Trial, trial: Callable[..., Trial]
 ) -> None:
@@ -153,7 +154,7 @@ def test_experts_of_other_ranks_are_other_experts(
             assert not any(torch.equal(part, other) for other in parts[:number])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", varied(LAYOUTS, "pp2 dp2 ep2", "tp2 ep2"))
 def test_a_fresh_start_is_that_of_one_process(
     name: str, moe_reference: Trial, trial: Callable[..., Trial]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from trial_runs import LLAMA, Trial, largest_difference
+from variants import varied
 
 TOLERANCE = 1e-5
 
@@ -46,7 +47,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    varied(
+        LAYOUTS, "pp2 vpp2 dp2 overlap", "tp2 sp pp2", "tp2 pp2 dp2, pipelines near", "uneven pp3"
+    ),
+)
 def test_layout_equals_one_process(
     name: str, gpt_reference: Trial, trial: Callable[..., Trial]
 ) -> None:
@@ -58,7 +64,7 @@ def test_layout_equals_one_process(
     assert norm <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["tp2 sp pp2", "dp2 overlap", "tp4"])
+@pytest.mark.parametrize("name", varied(["tp2 sp pp2", "dp2 overlap", "tp4"], "tp2 sp pp2"))
 def test_llama_layout_equals_one_process(
     name: str, llama_reference: Trial, trial: Callable[..., Trial]
 ) -> None:

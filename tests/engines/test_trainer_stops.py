@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed_trials import ZERO
 from trial_runs import COLLECTIVE_SECONDS, GPT, LIMIT_SECONDS, MODULE_GPT, Trial
+from variants import varied
 
 from bench import prefork
 from hpctrain.checkpoints.publish import published_steps
@@ -91,7 +92,7 @@ def evaluations(trial: Trial) -> dict[int, float | None]:
     return {row.step: row.eval_loss for row in trial.rows if row.step % 2 == 0}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", varied(ENGINES, "megatron pp 2", "fsdp", "deepspeed"))
 def test_an_evaluation_is_left_between_batches_and_made_up_for(
     engine: str, trial: Callable[..., Trial], computed: Path
 ) -> None:

@@ -99,6 +99,7 @@ def submissions(layout: ComparisonLayout, trial: TrialResult) -> int:
     return sum(event.event is EventKind.SUBMITTED for event in ledger.events())
 
 
+@pytest.mark.variant("test_engines_are_compared_and_failures_are_rows")
 def test_a_run_is_scaled(subject: Subject, stage: Stage, tmp_path: Path) -> None:
     layout = begun(subject, sizes_request(subject, (1, 2), STEPS), tmp_path)
     found = run_trials(layout, stage.slurm, TrialRunOptions(at_a_time=1, poll_seconds=0.5))

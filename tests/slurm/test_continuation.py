@@ -76,6 +76,7 @@ def test_scancel_of_the_running_job_ends_the_run(mode: str, stage: Stage) -> Non
     assert len(rehearsal.events(EventKind.LAUNCH_STARTED)) == 1, rehearsal.logs()
 
 
+@pytest.mark.variant("test_scancel_of_the_running_job_ends_the_run")
 def test_a_chain_whose_supervisor_dies_with_its_cancelled_job_ends_too(stage: Stage) -> None:
     """Nobody is left to end the chain, so its next job has to."""
     deaf = (  # ranks that left would let the supervisor speak before it is killed

@@ -76,6 +76,7 @@ def test_a_job_that_fails_shows_why_and_is_submitted_anew(
     assert not (tmp_path / "two-nodes" / "job-id").exists()
 
 
+@pytest.mark.variant("test_two_nodes_are_measured_by_a_job_of_the_profile")
 @pytest.mark.usefixtures("on_cluster")
 def test_a_real_run_is_compared_with_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ def test_a_spare_takes_the_place_of_a_slow_node(stage: Stage, reference: RunFile
     assert own == {(slow, EvidenceKind.SLOW_CHECKED)}
 
 
+@pytest.mark.variant("test_a_spare_takes_the_place_of_a_slow_node")
 def test_a_slow_node_is_reported_and_training_goes_on(stage: Stage, reference: RunFiles) -> None:
     rehearsal, slow = on_slow_node(stage, "report")
     rehearsal.assert_done_exactly(reference)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage, held
 from survival import Fault, Survival
 
@@ -21,6 +22,7 @@ def look(rehearsal: Rehearsal, stage: Stage, *, act: bool) -> WatchPass:
     return found
 
 
+@pytest.mark.variant("test_a_prolog_that_fails_is_left_behind")
 def test_a_run_that_may_not_be_requeued_is_submitted_again(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:

@@ -80,6 +80,7 @@ def small_disk(stage: Stage) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
 
 
+@pytest.mark.variant("test_damaged_and_unfinished_checkpoints_are_left_out")
 def test_a_full_disk_stops_the_run_and_deletes_nothing(
     stage: Stage, small_disk: Path, reference: RunFiles, survival: Survival
 ) -> None:

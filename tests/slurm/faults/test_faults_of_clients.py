@@ -48,6 +48,7 @@ def waiting_at(step: int) -> tuple[PlannedFault, ...]:
     )
 
 
+@pytest.mark.variant("test_a_job_whose_client_died_is_found")
 def test_a_login_node_of_another_cluster_does_no_harm(
     stage: Stage,
     tmp_path: Path,
@@ -83,6 +84,7 @@ def test_a_login_node_of_another_cluster_does_no_harm(
     survival.shown(Fault(56, "`watch --act` there"), action="counts the run", identical=60)
 
 
+@pytest.mark.variant("test_a_job_whose_client_died_is_found")
 def test_a_job_that_was_started_by_hand_is_a_job_of_the_run(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
@@ -249,6 +251,7 @@ class StageElsewhere(Stage):
         return self.elsewhere
 
 
+@pytest.mark.variant("test_a_job_whose_client_died_is_found")
 def test_a_path_that_slurm_reads_as_a_pattern(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:

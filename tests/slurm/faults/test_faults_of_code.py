@@ -50,6 +50,7 @@ def test_the_same_failure_again_and_again_stops_with_the_reason(
     rehearsal.assert_same_so_far(reference)
 
 
+@pytest.mark.variant("test_the_same_failure_again_and_again_stops_with_the_reason")
 def test_out_of_memory_late_is_tried_once_more(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -66,7 +67,7 @@ def test_out_of_memory_late_is_tried_once_more(
     rehearsal.assert_same_so_far(reference)
 
 
-@pytest.mark.variant("test_out_of_memory_late_is_tried_once_more")
+@pytest.mark.variant("test_the_same_failure_again_and_again_stops_with_the_reason")
 def test_out_of_memory_at_once_is_not_tried_again(stage: Stage, survival: Survival) -> None:
     planned = (PlannedFault(epoch=0, rank=1, step=1, do="fail", text=OUT_OF_MEMORY),)
     rehearsal = stage.start("name=neverfits", planned=planned)
@@ -75,6 +76,7 @@ def test_out_of_memory_at_once_is_not_tried_again(stage: Stage, survival: Surviv
     assert len(rehearsal.causes) == 1, rehearsal.logs()
 
 
+@pytest.mark.variant("test_the_same_failure_again_and_again_stops_with_the_reason")
 def test_numbers_that_are_wrong_are_gone_around(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:

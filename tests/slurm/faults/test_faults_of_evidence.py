@@ -131,6 +131,7 @@ def kill_rank_1(rehearsal: Rehearsal, survival: Survival, epoch: int) -> None:
     survival.recovered(rehearsal, fault, cause="crash", action="relaunch", epoch=epoch)
 
 
+@pytest.mark.variant("test_what_one_node_lacks_is_its_own_fault")
 def test_a_node_that_thaws_hurts_nobody(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

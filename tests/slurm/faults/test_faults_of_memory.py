@@ -7,6 +7,7 @@ import shutil
 import struct
 from pathlib import Path
 
+import pytest
 from damaged_checkpoints import vouch
 from rehearsal import STEPS, PlannedFault, Rehearsal, Stage, held
 from slurm_settings import long_kill_wait
@@ -104,6 +105,7 @@ def hold_nothing(directory: Path) -> None:
     vouch(directory)
 
 
+@pytest.mark.variant("test_checkpoints_that_lie_are_stepped_back_over_and_kept")
 def test_emptied_checkpoints_never_start_a_run_at_step_0_unasked(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -142,6 +144,7 @@ def test_emptied_checkpoints_never_start_a_run_at_step_0_unasked(
     )
 
 
+@pytest.mark.variant("test_checkpoints_that_lie_are_stepped_back_over_and_kept")
 def test_other_data_are_refused_until_they_are_accepted(stage: Stage, survival: Survival) -> None:
     prefix = stage.directory / "tokens"
     write_tokens(prefix)

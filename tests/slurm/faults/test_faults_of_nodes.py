@@ -45,6 +45,7 @@ def test_nodes_that_die_are_left_for_others(
     rehearsal.assert_done_exactly(reference)
 
 
+@pytest.mark.variant("test_nodes_that_die_are_left_for_others")
 def test_a_dead_slurmd_with_living_ranks_cannot_publish(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_dead_slurmd_with_living_ranks_cannot_publish(
     assert set(later) == {2}, rehearsal.logs()
 
 
+@pytest.mark.variant("test_nodes_that_die_are_left_for_others")
 @pytest.mark.usefixtures("patient_slurm")
 def test_a_drained_node_is_left_by_a_requeue(
     stage: Stage, reference: RunFiles, survival: Survival
@@ -77,7 +79,7 @@ def test_a_drained_node_is_left_by_a_requeue(
     rehearsal.assert_done_exactly(reference)
 
 
-@pytest.mark.variant("test_a_drained_node_is_left_by_a_requeue")
+@pytest.mark.variant("test_nodes_that_die_are_left_for_others")
 @pytest.mark.usefixtures("patient_slurm")
 def test_a_drained_node_is_used_to_the_end_and_then_left(
     stage: Stage, reference: RunFiles, survival: Survival

@@ -129,6 +129,7 @@ def test_preempted_without_grace(stage: Stage, reference: RunFiles, survival: Su
     )
 
 
+@pytest.mark.variant("test_preemptions_of_all_kinds_cost_no_budget")
 def test_preempted_with_the_user_signal(
     tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:

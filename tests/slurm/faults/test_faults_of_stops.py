@@ -31,6 +31,7 @@ def slow_evaluations(epoch: int) -> PlannedFault:
     )
 
 
+@pytest.mark.variant("test_stops_in_saves_starts_and_pauses_are_heard_at_once")
 def test_an_evaluation_longer_than_any_warning_is_left_and_made_up_for(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -38,7 +39,7 @@ def test_an_evaluation_longer_than_any_warning_is_left_and_made_up_for(
     leave_evaluations(stage, reference, survival, ((1, warn, words, "time_limit"),))
 
 
-@pytest.mark.variant("test_an_evaluation_longer_than_any_warning_is_left_and_made_up_for")
+@pytest.mark.variant("test_stops_in_saves_starts_and_pauses_are_heard_at_once")
 def test_an_evaluation_is_left_by_each_launch_that_makes_up_for_it(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

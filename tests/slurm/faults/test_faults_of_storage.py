@@ -51,6 +51,7 @@ def _mount(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["mount", *words], capture_output=True, text=True, timeout=30)
 
 
+@pytest.mark.variant("test_a_ledger_that_cannot_be_written_while_a_launch_ends")
 def test_a_run_directory_that_is_away_for_seconds(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage, held, wait_till_remembered, waits_for
 from slurm_settings import frozen_controller, grace, lost_nodes_unnoticed
 from survival import BY_SLURM, Fault, Survival
@@ -113,6 +114,7 @@ def boot(sandbox: Sandbox, node: str) -> None:
         time.sleep(0.5)
 
 
+@pytest.mark.variant("test_signals_that_nobody_admits_to_end_nothing")
 def test_a_preemption_that_the_controller_has_forgotten(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -161,6 +163,7 @@ def restart_without_memory(sandbox: Sandbox, kept: Path) -> None:
     faults.restart_controller(sandbox)
 
 
+@pytest.mark.variant("test_signals_that_nobody_admits_to_end_nothing")
 def test_a_deadline_is_no_cancel_and_no_reason_to_submit_again(
     tmp_path: Path, sandbox: Sandbox, reference: RunFiles, survival: Survival
 ) -> None:
