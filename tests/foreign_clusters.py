@@ -26,6 +26,8 @@ GresTypes               = gpu
 JobRequeue              = {requeue}
 JobSubmitPlugins        = {submit}
 KillWait                = {kill_wait} sec
+TreeWidth               = {tree_width}
+UnkillableStepTimeout   = {unkillable} sec
 MaxArraySize            = 1001
 OverTimeLimit           = {over} min
 PreemptMode             = {preempt_mode}
@@ -52,6 +54,8 @@ _CONFIG = {
     "requeue": "1",
     "submit": "(null)",
     "kill_wait": "30",
+    "tree_width": "50",
+    "unkillable": "60",
     "over": "0",
     "preempt_mode": "OFF",
     "preempt_parameters": "(null)",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hpctrain.actions.container_paths import registry_warnings, unmounted_warnings
+from hpctrain.actions.data_staging import staging_warnings
 from hpctrain.actions.elastic_sizes import SizedConfig, smaller_sizes
 from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.actions.runs import new_run_id
@@ -196,15 +197,20 @@ def prepare(
     )
     train = train_config(absolute, plan, peak_flops).model_copy(update=check)
     supervise = supervisor_settings(run_id, document, site, plan, runs, smaller)
-    read = [*input_paths(train), *filter(None, (absolute.data.cache, absolute.model.pretrained))]
-    plan = _with_site_warnings(document, site, plan, read, runs / run_id)
+    inputs = input_paths(train)
+    copied = site.software.scratch if train.stage_data else None
+    seen = (absolute.data.cache, absolute.model.pretrained, copied)
+    read = [*inputs, *filter(None, seen)]
+    warnings = staging_warnings(loaded_spec, site, plan, inputs)
+    warnings += _site_warnings(document, site, plan, read, runs / run_id)
+    plan = plan.model_copy(update={"warnings": (*plan.warnings, *warnings)})
     return Prepared(
         run_id=run_id,
         spec=loaded_spec,
         profile=loaded_profile,
         plan=plan,
         train=train,
-        supervise=supervise.model_copy(update={"inputs": input_paths(train)}),
+        supervise=supervise.model_copy(update={"inputs": inputs}),
         script=_rendered(document, site, plan, facts, templates),
         facts=facts,
         template_directory=templates,
@@ -243,10 +249,10 @@ def _refuse_ended_reservation(spec: RunSpec, profile: ClusterProfile, now: datet
         )
 
 
-def _with_site_warnings(
+def _site_warnings(
     spec: RunSpec, site: ClusterProfile, plan: Plan, read: Sequence[str], run_directory: Path
-) -> Plan:
-    """Add what may go wrong at this site to the warnings of the plan.
+) -> tuple[str, ...]:
+    """List what may go wrong at this site.
 
     Raises LimitError and InvalidInputError for what the profile refuses instead.
     """
@@ -257,12 +263,11 @@ def _with_site_warnings(
         hint = "save faster, take smaller steps, or another partition (`limits.short_grace`)"
         raise LimitError(short, hint=hint)
     container = run_container(spec, site)
-    found = (
+    return (
         *filter(None, (short,)),
         *unmounted_warnings(container, read, run_directory),
         *registry_warnings(container, plan.nodes.nodes),
     )
-    return plan.model_copy(update={"warnings": (*plan.warnings, *found)})
 
 
 def _speed_check(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hpctrain.actions.input_checks import check_inputs
 from hpctrain.actions.job_queries import find_jobs, jobs_of, record_found
 from hpctrain.actions.prepare import Prepared, with_free_run_id
 from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.striping import stripe
 from hpctrain.durable import replace_text
 from hpctrain.errors import RunFailedError, SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.slurm.client import SlurmClient
@@ -125,6 +127,11 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
         raise RunExistsError(f"run directory {layout.directory} exists already") from error
     except OSError as error:
         raise UsageError(f"{layout.directory} cannot be made: {error.strerror}") from error
+    try:
+        stripe(layout.checkpoints, prepared.profile.document)
+    except UsageError:
+        shutil.rmtree(layout.directory)
+        raise
     sizes = [(layout.ds_config, prepared.train)]
     sizes += [(layout.ds_config_for(one.shape.nodes), one.train) for one in prepared.smaller]
     for path, text in (

@@ -58,6 +58,8 @@ class TrainConfig(Document):
     data_split: str
     data_cache: str | None
     tokenizer: str | None
+    # copy the files to the node's own disk, below TMPDIR, and read them there
+    stage_data: bool = False
     # evaluation, checkpoints, logging
     eval_interval_steps: int | None
     eval_batches: int
@@ -172,6 +174,7 @@ def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         data_blend=tuple((source.weight, source.path) for source in data.sources),
         data_split=data.split,
         data_cache=data.cache,
+        stage_data=data.stage,
         tokenizer=data.tokenizer,
         eval_interval_steps=evaluation.every_steps,
         eval_batches=evaluation.batches,

@@ -263,12 +263,20 @@ def _directives(
         f"--{name}" if value is None else f"--{name}={directive_value(name, value)}"
         for name, value in written_options(sbatch_options(spec, profile))
     ]
-    if profile.slurm.exclusive and plan.nodes.gpus_per_node == profile.gpu.per_node:
-        lines.append("--exclusive")
+    lines += _exclusive(profile, plan)
     if survives_node_failure(spec, plan):
         lines.append("--no-kill")
     lines.append(requeue_flag(profile))
     return tuple(lines)
+
+
+def _exclusive(profile: ClusterProfile, plan: Plan) -> tuple[str, ...]:
+    """Return the option that keeps others away; plain --exclusive would cost more than a part."""
+    wanted = profile.slurm.exclusive
+    if isinstance(wanted, str):
+        return (f"--exclusive={wanted}",)
+    whole = plan.nodes.gpus_per_node == profile.gpu.per_node
+    return ("--exclusive",) if wanted and whole else ()
 
 
 def _cpus_per_gpu(spec: RunSpec, profile: ClusterProfile) -> int:
@@ -285,12 +293,14 @@ def _gpu_request(
     """Choose the site's option that requests GPUs; `--gpus-per-task` needs a number of tasks."""
     count, kind = plan.nodes.gpus_per_node, profile.gpu.type
     per_task = profile.slurm.gpu_request == "gpus-per-task"
-    per_node = profile.slurm.gpu_request == "gpus-per-node" or (per_task and not counts_tasks)
+    per_node = {"gpus-per-node": f"{count}", "gpus-per-node-typed": f"{kind}:{count}"}.get(
+        profile.slurm.gpu_request, str(count) if per_task and not counts_tasks else None
+    )
     return {
         "gres": {"gres": f"gpu:{count}", "gres-typed": f"gpu:{kind}:{count}"}.get(
             profile.slurm.gpu_request
         ),
-        "gpus-per-node": str(count) if per_node else None,
+        "gpus-per-node": per_node,
         "gpus-per-task": "1" if per_task and counts_tasks else None,
     }
 

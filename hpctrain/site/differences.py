@@ -236,7 +236,7 @@ def _partition_hardware(
     typed = [one for one in groups if real.gpu.type in {kind for kind, _ in one.gpus}]
     if not typed and groups[0].type:
         kinds = ", ".join(sorted({one.type for one in groups}))
-        asked = real.slurm.gpu_request == "gres-typed"
+        asked = real.slurm.asks_for_a_type
         yield _differs(
             f"{places['gpu']}gpu.type", real.gpu.type, kinds, source,
             "refused" if asked else "slower",

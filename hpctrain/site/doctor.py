@@ -30,6 +30,9 @@ State = Literal["works", "limited", "fails", "unknown"]
 # The supervisor keeps half of KillWait, 8 s at most, for its verdict and the requeue
 # (hpctrain.supervise.evidence.launch_watch).
 LEAST_KILL_WAIT_SECONDS = 10
+# So long a slurmstepd waits for one below it in Slurm's tree that was lost (Slurm's
+# src/slurmd/slurmstepd, REVERSE_TREE_CHILDREN_TIMEOUT).
+TREE_WAIT_SECONDS = 60
 LEAST_PYTHON = (3, 11)
 # A checkpoint of a billion parameters with Adam has 14 GB; less than ten of them is soon full.
 LEAST_FREE_BYTES = 150e9
@@ -191,6 +194,7 @@ def _time(cluster: ClusterFacts) -> Iterator[SiteFinding]:
             + ("; short: the supervisor keeps half of it for verdict and requeue" if short else ""),
             "KillWait",
         )
+    yield from _unkillable(cluster)
     if over := minutes_beyond_limit(config):
         sentence = f"Slurm lets jobs run {over} min beyond their time limit"
         yield _finding("beyond the limit", "works", sentence, "slurm.conf(5)")
@@ -199,6 +203,28 @@ def _time(cluster: ClusterFacts) -> Iterator[SiteFinding]:
         "works",
         "signal before the time limit: yes (--signal); it comes up to 60 s early (sbatch(1))",
         "sbatch(1)",
+    )
+
+
+def _unkillable(cluster: ClusterFacts) -> Iterator[SiteFinding]:
+    """Say where the loss of one node drains healthy ones (seen on 22.05 with 64 nodes)."""
+    config = cluster.config
+    unkillable = seconds_of(config, "UnkillableStepTimeout")
+    width = seconds_of(config, "TreeWidth")
+    if unkillable is None or width is None:
+        return
+    drains = unkillable <= TREE_WAIT_SECONDS and len(cluster.nodes) > width
+    yield _finding(
+        "UnkillableStepTimeout",
+        "limited" if drains else "works",
+        f"a node whose steps do not end within {unkillable} s is drained"
+        + (
+            f"; short for jobs of more than {width} nodes (TreeWidth): after the loss of a node, "
+            f"healthy ones wait {TREE_WAIT_SECONDS} s for it and are drained with it"
+            if drains
+            else ""
+        ),
+        "UnkillableStepTimeout, TreeWidth",
     )
 
 

@@ -70,6 +70,11 @@ class DataSpec(Document):
         description="Processes of each rank that read ahead; default: images on a GPU: as many as "
         "the rank has CPUs to spare, 8 at most; else none",
     )
+    stage: bool = Field(
+        False,
+        description="Copy the sources to a disk of each node that reads them, once per launch: "
+        "below `software.scratch` of the profile, which says with `scratch_capacity` how much fits",
+    )
     augment: Augmentation | None = Field(
         None,
         description="Random crop and mirroring while training; default: images: crop_flip, "
@@ -94,6 +99,13 @@ class DataSpec(Document):
             )
         if self.validation is not None and self.split != _SPLIT:
             raise ValueError("`validation` takes the place of `split`: give one of them")
+        if self.stage and not self.sources:
+            raise ValueError("`stage` copies `sources`, and there are none")
+        if self.stage and self.format == "images":
+            raise ValueError(
+                "`stage` copies files, not directories of images, which cost the file system an "
+                "open on each node for each image: prepare them as `arrays`"
+            )
         return self
 
     @model_validator(mode="after")

@@ -21,7 +21,8 @@ def merge(child: Parsed, base: Parsed) -> Parsed:
     """Return `base` with the values of `child` in place of its own.
 
     Mappings are merged key by key, and lists of things with a `name` thing by thing; any other
-    value of the child replaces the one of the base. `null` removes it. Problems are those of both.
+    value of the child replaces the one of the base. `null` removes it, and `remove: true` beside
+    nothing but the name such a thing. Problems are those of both.
     """
     merged = Parsed(problems=[*child.problems, *base.problems])
     _Merger(merged, child, base).merge((), (), ())
@@ -103,6 +104,8 @@ class _Merger:
             if item["name"] in own:
                 child_place = (*child_at, own.pop(item["name"]))
                 mine = _value(self.child.data, child_place)
+                if mine == {"name": item["name"], "remove": True}:
+                    continue
                 result.append(self._merged(mine, item, place, child_place, base_place))
             else:
                 result.append(self._copy(item, self.base, base_place, place))

@@ -19,13 +19,14 @@ _HINTS = {
     "slurm.partitions[].gpu": "its type is `gpu: {type: NAME}`",
     "slurm.partitions[].nodes": "their number is `nodes: {count: NUMBER}`",
     "slurm.partitions[].gres": (
-        "use `gpu.type` of the partition with `slurm.gpu_request: gres-typed`"
+        "use `gpu.type` of the partition with `slurm.gpu_request: gres-typed`, or "
+        "`gpus-per-node-typed`"
     ),
     "software.setup": "commands stand in a shell file, whose path this is",
     "software.singularity": "use `software.container` with `launcher: singularity`",
     "software.staging": (
-        "hpctrain copies no data to nodes: `software.scratch` is for caches, and data is read from "
-        "a shared file system"
+        "the directory is `software.scratch` with `scratch_capacity`; specs ask for copies with "
+        "`data: {stage: true}`"
     ),
     "software.uenv": "use `software.container` with `launcher: uenv`",
     "limits.max_running": "use `limits.max_submit` for jobs, or `limits.grp_gpus` for GPUs at once",

@@ -8,9 +8,10 @@ dispatch by format, and the settings that determine the order. Does not belong h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from hpctrain.engines.module import ModuleConfig
@@ -106,11 +107,19 @@ def import_reader(config: TrainConfig) -> None:
         assert open_samples is not None
 
 
-def open_data(config: TrainConfig, share: Share, cache: Path, *, needed: bool = True) -> Data:
+def open_data(
+    config: TrainConfig,
+    share: Share,
+    cache: Path,
+    copies: Mapping[str, str] = MappingProxyType({}),
+    *,
+    needed: bool = True,
+) -> Data:
     """Open the datasets; a collective call (rank 0 builds indexes, others wait).
 
-    Not `needed`: this rank takes part in the call but reads nothing later. Raises
-    InvalidInputError when there is nothing to read.
+    `copies` of sources on this node, by path, are read in their place; orders and indexes have the
+    names of the sources. Not `needed`: this rank takes part in the call but reads nothing later.
+    Raises InvalidInputError when there is nothing to read.
     """
     evaluates = config.eval_interval_steps is not None
     evaluated = config.eval_batches * config.global_batch_size if evaluates else 0
@@ -118,8 +127,8 @@ def open_data(config: TrainConfig, share: Share, cache: Path, *, needed: bool = 
     if isinstance(config, ModuleConfig) and not _is_tokens(config):
         from hpctrain.train.datasets.open_samples import open_rows
 
-        training, validation = open_rows(config, share, cache, horizons)
+        training, validation = open_rows(config, share, cache, horizons, copies)
         return Data(training, validation, len(training.order.rows))
     from hpctrain.train.datasets.token_samples import open_tokens
 
-    return Data(*open_tokens(config, share, cache, horizons, needed=needed))
+    return Data(*open_tokens(config, share, cache, horizons, copies, needed=needed))

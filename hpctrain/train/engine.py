@@ -170,6 +170,10 @@ class Mesh(Protocol):
     """The process groups of one rank."""
 
     @property
+    def reads(self) -> bool:
+        """Whether this rank reads data: a stage within a pipeline does not."""
+
+    @property
     def axes(self) -> tuple[AxisGroup, ...]:
         """The groups that training uses, axes of size 1 left out; the same axes on all ranks."""
 

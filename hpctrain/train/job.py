@@ -5,7 +5,8 @@ Belongs here: reading `train.json`. Does not belong here: checking it (see `pref
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.engines.train_json import train_config_of
@@ -18,12 +19,16 @@ from hpctrain.train.stop import StopSignals
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that is constant for the lifetime of the process."""
+    """Everything that is constant for the lifetime of the process.
+
+    `copies`: where this node has a copy of a data source, by the path in the configuration.
+    """
 
     config: TrainConfig
     launch: Launch
     run: RunLayout
     stop: StopSignals
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def data_cache(self) -> Path:

@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, cast
 
 import torch
@@ -20,6 +21,7 @@ from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.store.requests import SaveRequest
 from hpctrain.store.run_records import SaveRecord, read_saves
 from hpctrain.train.collective_timeout import limit_collectives
+from hpctrain.train.data_copies import staged_copies
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
 from hpctrain.train.engine import Position, Room, Snapshot
 from hpctrain.train.evaluation import evaluation_is_missing, is_evaluated
@@ -77,6 +79,7 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
     # Rank 0 reads the list: a shared file system may show other ranks another version.
     text = read_skips(job.run.skips) if job.launch.leads else None
     skips = parse_skips(control.from_leader(text), job.run.skips)
+    job = replace(job, copies=staged_copies(job, mesh.reads, reporter.still_working))
     parts = room.build(job, mesh, control)
     position = _position(job, parts.snapshot, reporter, keeper, digests, control)
     limit_collectives(job.config.distributed_timeout_seconds)

@@ -155,3 +155,23 @@ def test_data_that_cannot_be_read_is_named(tmp_path: Path, trial: Callable[..., 
     (record,) = made.exits()
     assert record.cause == "data_loader"
     assert "cannot be read" in (record.message or "")
+
+
+def test_copies_on_the_node_are_what_is_read_and_change_nothing(
+    blend: Blend, trial: Callable[..., Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and the indexes in the cache stay the same; the copies are read, not their sources."""
+    scratch = tmp_path / "scratch"
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    settings: dict[str, Any] = dict(data_blend=blend, data_parallel_size=2, micro_batch_size=1)
+    plain, staged = trial(**settings), trial(**settings, stage_data=True)
+    assert plain.train() == [0, 0] and staged.train() == [0, 0]
+    assert staged.exact == plain.exact
+    indexes = [sorted(path.name for path in made.run.data_cache.rglob("*.npy"))
+               for made in (plain, staged)]  # fmt: skip
+    assert indexes[0] and indexes[0] == indexes[1]
+    (copy,) = scratch.rglob("prose.bin")
+    copy.write_bytes(bytes(copy.stat().st_size))
+    others = trial(**settings, stage_data=True)
+    assert others.train() == [0, 0]
+    assert others.exact != plain.exact

@@ -124,6 +124,14 @@ def page() -> str:
         "validate, and that their scripts are the reviewed ones in `tests/sites/golden`. Refused:",
         "hpctrain sets it itself, or does not want it. How to begin your own:",
         "[your-site.md](your-site.md).",
+        "",
+        "Where the figures of nodes, networks and partitions come from, the head of each profile",
+        "says. Read for them were pages and repositories of sites and vendors, for perlmutter,",
+        "juwels-booster, lumi-g, alps, hyperpod, leonardo, snellius, frontier, nyu-greene,",
+        "nyu-torch, kempner, delta, nebius-soperator, crusoe and meluxina; what others quote or",
+        "translate of such pages, for marenostrum5-acc and narval; an MLPerf entry and the press,",
+        "for eos. No data sheet of a GPU was opened. The other profiles are constructed. What a",
+        "comment calls assumed or not checked was compared with nothing.",
     ]
     for title, names in (("Kinds of sites", KINDS), ("Named clusters", CLUSTERS)):
         lines += ["", f"## {title}", "", "| profile | expressed | refused | missing |"]

@@ -7,6 +7,7 @@ about a model.
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
@@ -37,7 +38,8 @@ class ClusterProfile(Document):
     extends: str | None = Field(
         None,
         description="Name or file of a profile whose values count where this file has none. Lists "
-        "of things with a `name` are joined by it, `null` removes a value",
+        "of things with a `name` are joined by it, `null` removes a value, and `remove: true` "
+        "beside the name such a thing",
     )
     name: Name = Field(description="Name for `--profile`")
     description: str = Field("", description="One line for `hpctrain profiles`")
@@ -115,10 +117,10 @@ class ClusterProfile(Document):
                 "network.islands: use names joined by `&` only"
             )
         others = {island.gpu for island in network.islands} - {None, gpu.type}
-        if others and slurm.gpu_request == "gres-typed":
+        if others and slurm.asks_for_a_type:
             raise ValueError(
-                f"gpu_request gres-typed asks for {gpu.type} only, but network.islands has "
-                f"{', '.join(sorted(others))}: use `gres`"
+                f"gpu_request {slurm.gpu_request} asks for {gpu.type} only, but network.islands "
+                f"has {', '.join(sorted(others))}: use `{slurm.gpu_request.removesuffix('-typed')}`"
             )
         return slurm
 
@@ -177,6 +179,13 @@ class ClusterProfile(Document):
             named |= {variable.name: variable for variable in partition.environment}
             changes["environment"] = tuple(named.values())
         return self.model_copy(update=changes) if changes else self
+
+    def filesystem_of(self, path: PurePath) -> FilesystemProfile | None:
+        """Find the shared file system that an absolute path lies on: the longest mount wins."""
+        above = [
+            one for one in self.filesystems if one.kind != "local" and path.is_relative_to(one.path)
+        ]
+        return max(above, key=lambda one: len(one.path), default=None)
 
     @property
     def gpu_count(self) -> int:

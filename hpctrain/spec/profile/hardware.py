@@ -6,13 +6,15 @@ Slurm calls things (`slurm`).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hpctrain.spec.document import Document
 from hpctrain.spec.run import Precision
 from hpctrain.units import Bandwidth, ByteSize, FlopRate
+
+_STRIPE_UNIT_BYTES = 64 << 10
 
 
 class NodeProfile(Document):
@@ -67,3 +69,26 @@ class FilesystemProfile(Document):
         gt=0, description="For one job that writes from all its nodes"
     )
     read_bandwidth: Bandwidth = Field(gt=0, description="The same for reading")
+    stripe_count: int | None = Field(
+        None,
+        ge=-1,
+        description="lustre: servers (OSTs) that each file of a checkpoint is spread over, -1 for "
+        "all; absent: as the directory of runs has it",
+    )
+    stripe_size: ByteSize | None = Field(
+        None, gt=0, description="lustre: bytes on one server before the next, such as 4MiB"
+    )
+
+    @model_validator(mode="after")
+    def _stripes_are_lustre(self) -> Self:
+        """As lfs-setstripe(1) takes them: multiples of 64 KiB; 0 servers stand for a default."""
+        given = self.stripe_count is not None or self.stripe_size is not None
+        if given and self.kind != "lustre":
+            raise ValueError(f"stripes are set on file systems of kind lustre, not {self.kind}")
+        if self.stripe_count is None and self.stripe_size is not None:
+            raise ValueError("`stripe_size` needs `stripe_count`")
+        if self.stripe_count == 0:
+            raise ValueError("`stripe_count` is a number of servers, or -1 for all")
+        if self.stripe_size is not None and int(self.stripe_size) % _STRIPE_UNIT_BYTES:
+            raise ValueError(f"`stripe_size` {self.stripe_size} is no multiple of 64KiB")
+        return self

@@ -16,12 +16,17 @@ from hpctrain.spec.run import VariableName
 from hpctrain.spec.slurm_options import SiteOptions, too_new_options
 from hpctrain.units import ByteSize, Duration
 
+GpuRequest = Literal[
+    "gres", "gres-typed", "gpus-per-node", "gpus-per-node-typed", "gpus-per-task", "none"
+]
+
 
 class SlurmProfile(Document):
     """How this site wants jobs to be asked for."""
 
-    gpu_request: Literal["gres", "gres-typed", "gpus-per-node", "gpus-per-task", "none"] = Field(
-        "gres", description="Option that asks for GPUs at this site"
+    gpu_request: GpuRequest = Field(
+        "gres",
+        description="Option that asks for GPUs at this site; the typed ones name `gpu.type`, too",
     )
     account: str | None = Field(None, description="Account when a spec names none")
     qos: str | None = Field(None, description="QOS when a spec names none")
@@ -37,7 +42,11 @@ class SlurmProfile(Document):
         description="Variables of a login that every job needs here, such as SCRATCH: passed on "
         "from where it is submitted, like those of `environment.inherit` of a spec",
     )
-    exclusive: bool = Field(True, description="Ask for whole nodes (`--exclusive`)")
+    exclusive: bool | Literal["user", "topo"] = Field(
+        True,
+        description="Ask for whole nodes (`--exclusive`); user: for nodes without jobs of others "
+        "(`--exclusive=user`); topo: for whole blocks of topology/block (`--exclusive=topo`)",
+    )
     memory: Literal["auto", "all", "share", "none"] = Field(
         "auto",
         description="auto: all of whole nodes (`--mem=0`), the share of its GPUs in a part of one; "
@@ -100,6 +109,11 @@ class SlurmProfile(Document):
         if sum(partition.default for partition in self.partitions) != 1:
             raise ValueError("exactly one partition must have `default: true`")
         return self
+
+    @property
+    def asks_for_a_type(self) -> bool:
+        """Whether the request for GPUs names their type, of which there is one for a job."""
+        return self.gpu_request.endswith("-typed")
 
     def partition(self, name: str | None) -> PartitionProfile | None:
         """Find a partition by name, or the default one for None; None if there is no such name."""

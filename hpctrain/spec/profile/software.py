@@ -16,6 +16,7 @@ from hpctrain.spec.job_text import JobText
 from hpctrain.spec.profile.container import ContainerProfile
 from hpctrain.spec.run import VariableName
 from hpctrain.spec.secrets import secret_reason
+from hpctrain.units import ByteSize
 
 LimitValue = Annotated[int, Field(ge=0)] | Literal["unlimited"]
 
@@ -66,6 +67,12 @@ class SoftwareProfile(Document):
         description="Local directory of each node for TMPDIR and the caches of compilers, such as "
         "`/tmp/$USER-$SLURM_JOB_ID`; removing it is up to the site's epilog",
     )
+    scratch_capacity: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="Room for copies of data (`data.stage`) on the disk behind `scratch`; absent: "
+        "it is no disk, or too small, and specs that ask for copies are refused",
+    )
     prologue: tuple[Annotated[tuple[JobText, ...], Field(min_length=1)], ...] = Field(
         (),
         description="Commands that each task runs before the trainer, each a list of words, such "
@@ -75,6 +82,12 @@ class SoftwareProfile(Document):
         True,
         description="TransformerEngine is installed there: `engine.implementation: auto` uses it",
     )
+
+    @model_validator(mode="after")
+    def _capacity_is_of_something(self) -> Self:
+        if self.scratch_capacity is not None and self.scratch is None:
+            raise ValueError("`scratch_capacity` needs `scratch`, the directory that it is about")
+        return self
 
 
 class FabricVariable(Document):

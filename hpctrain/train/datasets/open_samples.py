@@ -6,6 +6,7 @@ here: headers and sidecars (see `hpctrain.store.dataset_checks`), reading rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,19 +38,25 @@ _CLASSES = {"examples": "labels", "images": "labels", "arrays": "y"}
 
 
 def open_rows(
-    config: ModuleConfig, share: Share, cache: Path, horizons: tuple[int, int]
+    config: ModuleConfig,
+    share: Share,
+    cache: Path,
+    horizons: tuple[int, int],
+    copies: Mapping[str, str],
 ) -> tuple[RowSamples, RowSamples | None]:
     """Open training and validation samples; a collective call (rank 0 lists image folders).
 
-    `horizons` are their numbers, the second one 0 without validation. Raises InvalidInputError
-    when there is nothing to read, or when the data does not fit the model.
+    `horizons` are their numbers, the second one 0 without validation; `copies` are read in place
+    of their sources. Raises InvalidInputError when there is nothing to read, or when the data does
+    not fit the model.
     """
-    rows = _rows(config, [Path(path) for _, path in config.data_blend], cache)
+    rows = _rows(config, [Path(copies.get(path, path)) for _, path in config.data_blend], cache)
     if config.data_validation is None:
         training, validation = split_rows(len(rows), config.data_split)
         others = rows
     else:
-        others = _rows(config, [Path(config.data_validation)], cache)
+        path = config.data_validation
+        others = _rows(config, [Path(copies.get(path, path))], cache)
         training, validation = np.arange(len(rows)), np.arange(len(others))
     for part, chosen in (("training", training), ("validation", validation)):
         if len(chosen) == 0 and (part == "training" or horizons[1]):

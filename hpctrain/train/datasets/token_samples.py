@@ -8,8 +8,9 @@ with them.
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,18 @@ class TokenSamples:
 
 
 def open_tokens(
-    config: TrainConfig, share: Share, cache: Path, horizons: tuple[int, int], *, needed: bool
+    config: TrainConfig,
+    share: Share,
+    cache: Path,
+    horizons: tuple[int, int],
+    copies: Mapping[str, str],
+    *,
+    needed: bool,
 ) -> tuple[TokenSamples, TokenSamples | None]:
     """Open training and validation samples; a collective call (rank 0 builds the index).
 
-    `horizons` are their numbers, the second one 0 without validation. Raises InvalidInputError
-    when the split leaves nothing to read.
+    `horizons` are their numbers, the second one 0 without validation; `copies` are read in place
+    of their sources. Raises InvalidInputError when the split leaves nothing to read.
     """
     settings = dataset_settings(config, cache)
     # `submit` checks the same, if it can read the index.
@@ -107,7 +114,7 @@ def open_tokens(
         lambda: needed or dist.get_rank() == 0,
         settings,
     )
-    with complete_files():
+    with complete_files(), reading_copies(copies):
         training, validation, _ = builder.build()
     if needed and training is None:
         raise _empty("training", config)
@@ -119,6 +126,28 @@ def open_tokens(
         TokenSamples(training, config, share, horizons[0]),
         TokenSamples(validation, config, share, horizons[1]) if horizons[1] else None,
     )
+
+
+@contextlib.contextmanager
+def reading_copies(copies: Mapping[str, str]) -> Iterator[None]:
+    """Within the block, make megatron-core open the copy of a prefix in place of the prefix.
+
+    The names of indexes in the cache, and with them the indexes, stay those of the prefix: they are
+    digests over it (megatron_dataset.py, `unique_description`).
+    """
+    if not copies:
+        yield
+        return
+    build = GPTDataset.build_low_level_dataset
+
+    def build_from_copy(dataset_path: str, config: GPTDatasetConfig) -> Any:
+        return build(copies.get(dataset_path, dataset_path), config)
+
+    GPTDataset.build_low_level_dataset = staticmethod(build_from_copy)
+    try:
+        yield
+    finally:
+        GPTDataset.build_low_level_dataset = staticmethod(build)
 
 
 def _empty(part: str, config: TrainConfig, what: str = "no documents") -> InvalidInputError:

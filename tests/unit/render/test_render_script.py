@@ -28,6 +28,7 @@ def directives(script: str) -> list[str]:
         ("gres", "--gres=gpu:2"),
         ("gres-typed", "--gres=gpu:a100:2"),
         ("gpus-per-node", "--gpus-per-node=2"),
+        ("gpus-per-node-typed", "--gpus-per-node=a100:2"),
         ("gpus-per-task", "--gpus-per-task=1"),
         ("none", None),
     ],
@@ -49,6 +50,13 @@ def test_whole_nodes_only_when_all_gpus_of_a_node_are_used() -> None:
     assert "--exclusive" in directives(render(profile=profile))
     half = spec_with(resources={"gpus": 1}, parallel={"tp": 1, "pp": 1})
     assert "--exclusive" not in directives(render(half, profile))
+
+
+@pytest.mark.parametrize("whom", ["user", "topo"])
+def test_others_than_a_user_or_a_block_are_kept_away_from_parts_of_nodes_too(whom: str) -> None:
+    half = spec_with(resources={"gpus": 1}, parallel={"tp": 1, "pp": 1})
+    found = directives(render(half, profile_with(slurm={"exclusive": whom})))
+    assert f"--exclusive={whom}" in found
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,29 @@ environment:
     assert (own.prices, base.prices is None) == (None, False)
 
 
+def test_a_thing_of_the_base_is_removed_by_its_name_alone(tmp_path: Path) -> None:
+    base = written(
+        tmp_path,
+        "base",
+        """
+extends: a100x64
+name: base
+slurm:
+  partitions:
+    - {name: debug, max_walltime: 1h}
+    - {name: long, max_walltime: 72h}
+""",
+    )
+    assert {"debug", "long"} <= {one.name for one in load_profile(base).document.slurm.partitions}
+    own = "extends: ./base.yaml\nname: own\nslurm: {partitions: [%s]}\n"
+    removed = load_profile(written(tmp_path, "own", own % "{name: debug, remove: true}")).document
+    assert [one.name for one in removed.slurm.partitions] == [
+        one.name for one in load_profile(base).document.slurm.partitions if one.name != "debug"
+    ]
+    for wrong in ("{name: debgu, remove: true}", "{name: debug, remove: true, qos: a}"):
+        assert any("remove" in text for text in problems(written(tmp_path, "own", own % wrong)))
+
+
 def test_a_resolved_profile_needs_no_base(tmp_path: Path) -> None:
     file = written(tmp_path, "own", "extends: a100x64\nname: own\nnodes: {count: 7}\n")
     loaded = load_profile(file)

@@ -43,7 +43,7 @@ def build(job: Job, mesh: DeepSpeedMesh, control: Control) -> Parts:
     engine: ZeroEngine | PipelineEngine
     if config.pipeline_stages:
         module = staged_module(config, mesh, initialize=job.resume_directory is None)
-        data = open_data(config, mesh.share, job.data_cache, needed=mesh.reads)
+        data = open_data(config, mesh.share, job.data_cache, job.copies, needed=mesh.reads)
         engine = PipelineEngine(
             config=config,
             mesh=mesh,
@@ -60,7 +60,7 @@ def build(job: Job, mesh: DeepSpeedMesh, control: Control) -> Parts:
             config=config,
             mesh=mesh,
             inner=_initialize(config, module, mpu=groups if mesh.tensors is not None else None),
-            data=timed(open_data(config, mesh.share, job.data_cache), clock),
+            data=timed(open_data(config, mesh.share, job.data_cache, job.copies), clock),
             loss=loss_of(config, token_losses_of(mesh.tensors, config.vocab_size)),
             flops=FlopsCounter(module, config.flops_steps, flops_path),
             clock=clock,

@@ -52,7 +52,9 @@ def build(job: Job, mesh: MegatronMesh, control: Control) -> Parts:
     start_from_weights(config, model, loads=begins)
     optimizer = build_optimizer(config, model)
     clock = StepClock()
-    data = timed(open_data(config, mesh.share, job.data_cache, needed=mesh.reads), clock)
+    data = timed(
+        open_data(config, mesh.share, job.data_cache, job.copies, needed=mesh.reads), clock
+    )
     model.settings.timers = ComputeTimers(clock)
     runner = GlobalBatchPass(config, mesh, model)
     return Parts(

@@ -33,7 +33,7 @@ def build(job: Job, mesh: NativeMesh, control: Control) -> Parts:
     initialize = job.resume_directory is None or config.lora is not None
     module = wrapped_module(config, mesh, initialize=initialize)
     clock = StepClock()
-    data = timed(open_data(config, mesh.share, job.data_cache), clock)
+    data = timed(open_data(config, mesh.share, job.data_cache, job.copies), clock)
     engine = NativeEngine(
         config=config,
         mesh=mesh,

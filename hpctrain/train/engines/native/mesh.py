@@ -40,6 +40,10 @@ class NativeMesh:
         return (AxisGroup("dp", dist.group.WORLD, tuple(range(self.size))),) * (self.size > 1)
 
     @property
+    def reads(self) -> bool:
+        return True
+
+    @property
     def share(self) -> Share:
         """Every rank reads its own samples."""
         return Share(self.rank, self.size, self.device)

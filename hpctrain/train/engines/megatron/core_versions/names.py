@@ -119,6 +119,7 @@ _PUBLIC: Mapping[str, tuple[str, ...]] = {
 _PRIVATE: Mapping[str, tuple[str, ...]] = {
     # compiled; a checkout has to build them first
     "megatron.core.datasets.helpers": ("build_sample_idx",),
+    "megatron.core.datasets.gpt_dataset": ("GPTDataset.build_low_level_dataset",),
     "megatron.core.dist_checkpointing.serialization": ("save_config",),
     "megatron.core.dist_checkpointing.strategies.filesystem_async": (
         "FileSystemWriterAsync.finish",
