@@ -38,8 +38,9 @@ lint: install  ## Style, types, architecture contracts, shell scripts
 	@$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
 	@.venv/bin/lint-imports --config setup.cfg --no-cache
-	@.venv/bin/shellcheck scripts/setup scripts/make hpctrain/sandbox/slurm-from-debian \
-		.ci/run
+	@.venv/bin/shellcheck --external-sources scripts/setup scripts/make \
+		scripts/apptainer-from-debian hpctrain/sandbox/debian-packages.bash \
+		hpctrain/sandbox/slurm-from-debian .ci/run
 
 golden: install  ## Write the golden scripts and transcripts anew; review the diff
 	@$(PYTHON) -m pytest tests/golden tests/sites --write-golden

@@ -1,14 +1,13 @@
 """Find inputs of a run that its container will not see.
 
 Only what a container mounts exists in it. pyxis mounts the run directory (as hpctrain's scripts
-have it) and what profile and spec list; apptainer the home directory and /tmp as well (its `mount
-home` and `mount tmp`, apptainer.conf). Belongs here: comparing paths. Does not belong here: options
-of a launcher (`hpctrain.render.containers`), or whether a path exists.
+have it) and what profile and spec list; apptainer the home directory, /tmp and /var/tmp as well
+(its `mount home` and `mount tmp`, apptainer.conf). Belongs here: comparing paths. Does not belong
+here: options of a launcher (`hpctrain.render.containers`), or whether a path exists.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 
@@ -32,10 +31,10 @@ def unmounted_warnings(
         return ()
     seen = [run_directory.absolute(), *map(Path, mounted)]
     options = {option.partition("=")[0] for option in container.options}
-    if not container.starts_by_srun and not options & {"--no-home", "--contain"}:
+    if not container.starts_by_srun and "home" not in container.not_mounted:
         seen.append(Path.home())
-    if not container.starts_by_srun and "--contain" not in options:
-        seen.append(Path(tempfile.gettempdir()))
+    if not container.starts_by_srun and "tmp" not in container.not_mounted:
+        seen += [Path("/tmp"), Path("/var/tmp")]
     if "--container-mount-home" in options:
         seen.append(Path.home())
     hidden = [

@@ -18,11 +18,19 @@ from hpctrain.spec.run import RunSpec
 # Slurm's name of AMD's accelerators: mi100, mi250x, mi300a.
 _AMD = re.compile(r"(?i)^(amd_)?(instinct_)?mi\d{2,3}")
 # The variables of a task that only the task has: Slurm's and the launch's. bash(1), `compgen -e`.
+# apptainer.org, user guide, Environment and Metadata: APPTAINERENV_NAME sets NAME inside, whatever
+# the image and apptainer themselves set, after a shell has evaluated the value: NO_EVAL prevents
+# that, and versions that do not know it ignore it.
 _PASS_ENVIRONMENT = (
-    "while read -r name; do case $name in {patterns}) "
+    "export {prefix}_NO_EVAL=1; while read -r name; do case $name in {patterns}) "
     'export "{prefix}ENV_$name=${{!name}}";; esac; done < <(compgen -e); exec "$@"'
 )
-_TASK_VARIABLES = ("SLURM_*", "HPCTRAIN_*", "MASTER_*", "CUDA_*", "ROCR_*", "HIP_*", "NCCL_*")
+_TASK_VARIABLES = (
+    *("SLURM_*", "SLURMD_*", "HPCTRAIN_*", "MASTER_*"),
+    *("CUDA_*", "ROCR_*", "HIP_*", "NCCL_*"),
+)
+# The image's, and apptainer's.
+_NOT_PASSED = frozenset({"PATH", "HOME"})
 
 
 @dataclass(frozen=True)
@@ -123,10 +131,9 @@ def _apptainer(
     words += [*container.options, "--bind", "$PWD", "--pwd", "$PWD"]
     words += [word for mount in container.mounts for word in ("--bind", mount)]
     words.append(container.image)
-    if not container.clean_environment:
-        return tuple(words)
-    # apptainer.org, user guide, Environment and Metadata: APPTAINERENV_NAME sets NAME inside.
-    patterns = "|".join((*_TASK_VARIABLES, *variables, "PYTHONUNBUFFERED"))
+    # Without --cleanenv, too: else the image's variables win, and LD_LIBRARY_PATH never gets in.
+    named = [name for name in variables if name not in _NOT_PASSED]
+    patterns = "|".join((*(_TASK_VARIABLES if container.clean_environment else ()), *named))
     shell = _PASS_ENVIRONMENT.format(patterns=patterns, prefix=container.launcher.upper())
     return ("bash", "-c", shell.replace("$", "$$"), "pass-environment", *words)
 

@@ -66,7 +66,7 @@ slurm:
     - {{name: train, default: true, preemption: {{mode: requeue, grace: 20s}}}}
     - {{name: brief, preemption: {{mode: requeue, grace: 6s}}}}
     - {{name: sudden, preemption: {{mode: requeue}}}}
-software: {{python: {python}}}
+software: {software}
 continuation: {continuation}
 limits: {{poll: 0.1s}}
 environment:
@@ -114,11 +114,18 @@ exec "$@"
 
 
 def profile_text(
-    shape: SandboxShape, python: str, continuation: str = "requeue", gpus_per_node: int = 1
+    shape: SandboxShape,
+    python: str,
+    continuation: str = "requeue",
+    gpus_per_node: int = 1,
+    container: Mapping[str, object] | None = None,
 ) -> str:
-    """The profile of rehearsals on such a sandbox."""
+    """The profile of rehearsals on such a sandbox; ranks run the same `python` in a container."""
+    software: dict[str, object] = {"python": python}
+    if container is not None:
+        software["container"] = {**container, "python": python}
     return PROFILE.format(
-        python=python,
+        software=json.dumps(software),
         continuation=continuation,
         per_node=gpus_per_node,
         kill_wait=shape.kill_wait_seconds,
@@ -510,11 +517,12 @@ class Stage:
         gpus_per_node: int = 1,
         held_at: str = "",
         strace: Sequence[str] = (),
+        container: Mapping[str, object] | None = None,
     ) -> Rehearsal:
         """Submit the rehearsal's spec; `planned` faults strike inside of the trainer.
 
         `held_at` (see `held_ranks`) is for trainers that have no `planned` faults. `strace`: the
-        words before the command of the supervisor.
+        words before the command of the supervisor. `container`: the profile's, for ranks.
         """
         name = next(word for word in overrides if word.startswith("name=")).removeprefix("name=")
         place = self.directory / name
@@ -523,7 +531,7 @@ class Stage:
         spec.write_text(SPEC)
         python = self._interpreter(place, planned, held_at, strace)
         shape = self.sandbox.shape
-        profile.write_text(profile_text(shape, str(python), continuation, gpus_per_node))
+        profile.write_text(profile_text(shape, str(python), continuation, gpus_per_node, container))
         prepared = prepare(spec, str(profile), overrides, runs=self.runs)
         submitted = submit(prepared, self.runs, self.slurm)
         run = find_run(self.runs, submitted.run_id)

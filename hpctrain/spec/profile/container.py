@@ -18,8 +18,8 @@ Launcher = Literal["pyxis", "apptainer", "singularity", "edf", "uenv"]
 # uenv of CSCS (docs.cscs.ch, software/container-engine and software/uenv).
 _SRUN_LAUNCHERS = frozenset({"pyxis", "edf", "uenv"})
 _APPTAINER_OPTIONS = frozenset({
-    "--add-caps", "--apply-cgroups", "--cleanenv", "--compat", "--contain", "--disable-cache",
-    "--dns", "--drop-caps", "--env-file", "--fakeroot", "--fusemount", "--home", "--hostname",
+    "--add-caps", "--apply-cgroups", "--cleanenv", "--disable-cache", "--dns", "--drop-caps",
+    "--env-file", "--fakeroot", "--fusemount", "--home", "--hostname",
     "--keep-privs", "--mount", "--no-eval", "--no-home", "--no-init", "--no-mount", "--no-privs",
     "--no-umask", "--overlay", "--scratch", "--security", "--unsquash", "--underlay", "--userns",
     "--workdir", "--writable", "--writable-tmpfs",
@@ -50,7 +50,10 @@ _OURS = {
     "--pwd": "hpctrain sets it to the run directory",
     "--cwd": "hpctrain sets it to the run directory",
     "--env": "use `environment`: all users of a node can read a command line",
-    "--containall": "ranks of one node share memory and process ids; use `--contain`",
+    # With each of the three a rank has a /dev/shm of its own, in spite of any `--bind` (1.4.5).
+    "--compat": "ranks of one node share memory; use `--cleanenv` and `--no-mount=home,tmp`",
+    "--contain": "ranks of one node share memory; use `--no-mount=home,tmp`",
+    "--containall": "ranks of one node share memory and process ids; use `--no-mount=home,tmp`",
     "--ipc": "ranks of one node share memory",
     "--pid": "hpctrain reads the processes of its ranks",
     "--environment": "use `image`",
@@ -132,8 +135,17 @@ class ContainerProfile(Document):
 
     @property
     def clean_environment(self) -> bool:
-        """Whether variables outside the container are unset inside (`--cleanenv`, `--compat`)."""
-        return bool({"--cleanenv", "--compat"} & set(self.options))
+        """Whether variables outside the container are unset inside."""
+        return "--cleanenv" in self.options
+
+    @property
+    def not_mounted(self) -> frozenset[str]:
+        """List what apptainer is told not to mount: `home`, `tmp` and other words of it."""
+        words = {"home"} if "--no-home" in self.options else set()
+        for option in self.options:
+            name, _, value = option.partition("=")
+            words |= {*value.split(",")} if name == "--no-mount" else set()
+        return frozenset(words)
 
     @property
     def mounted_directories(self) -> tuple[str, ...] | None:

@@ -39,6 +39,7 @@ _CODES: dict[int, Cause] = {
     TrainerExit.DIVERGED: Cause.DIVERGED,
     TrainerExit.CONFIG_ERROR: Cause.CONFIG_ERROR,
 }
+_CONTAINER_SETTING = "container_setting"
 # What can block a launch without ending it. Other roots in the logs of a launch that hangs were
 # survived, or follow from the kill by the supervisor.
 _CAN_BLOCK = frozenset(
@@ -71,6 +72,7 @@ def by_ranks(evidence: LaunchEvidence) -> Verdict | None:
     """Judge a launch that neither the scheduler nor a person has ended."""
     judges = (
         _wrong_setting,
+        _wrong_container,
         _superseded,
         _changed_checkpoint,
         _lost_nodes,
@@ -111,6 +113,23 @@ def _wrong_setting(evidence: LaunchEvidence) -> Verdict | None:
     if evidence.common_problems:
         return _config_error(wrong[0])
     return _of_some_nodes(wrong, evidence) or _config_error(wrong[0])
+
+
+def _wrong_container(evidence: LaunchEvidence) -> Verdict | None:
+    """Judge containers that lack what they need: an image, a mount, the program.
+
+    The trainer has not started in there, so the launcher's words stand for the record of the rank.
+    """
+    recorded = {exit_.rank for exit_ in evidence.rank_exits}
+    reports = [
+        RankExit(one.rank, one.node, "config_error", one.line, node_dependent=True)
+        for one in evidence.findings
+        if one.signature == _CONTAINER_SETTING and one.rank is not None and one.node
+        if one.rank not in recorded
+    ]
+    if not reports:
+        return None
+    return _of_some_nodes(reports, evidence) or _config_error(reports[0])
 
 
 def _config_error(exit_: RankExit) -> Verdict:

@@ -49,7 +49,18 @@ def test_without_a_container_everything_is_there() -> None:
 def test_without_its_home_apptainer_has_what_is_bound_only() -> None:
     inside = str(Path.home() / "data.bin")
     assert unmounted_warnings(container("apptainer", options=["--no-home"]), [inside], RUN)
-    assert unmounted_warnings(container("apptainer", options=["--contain"]), ["/tmp/x"], RUN)
+    without = container("apptainer", options=["--no-mount=bind-paths,tmp"])
+    assert unmounted_warnings(without, ["/tmp/x"], RUN)
+    assert not unmounted_warnings(without, [inside], RUN)
+
+
+def test_apptainer_mounts_tmp_whatever_this_shell_has_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/scratch/me")
+    seen = ["/tmp/x", "/var/tmp/x", "/scratch/me/x"]
+    (warning,) = unmounted_warnings(container("apptainer"), seen, RUN)
+    assert "/scratch/me/x" in warning
 
 
 def test_what_nothing_mounts_is_refused_where_the_site_says_what_it_mounts() -> None:

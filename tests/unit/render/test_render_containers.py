@@ -32,6 +32,10 @@ def arguments(directory: Path, container: dict[str, object], **variables: str) -
     """Return what the supervisor gets behind `--` from the script, as bash expands it."""
     python = str(python_program(directory / "bin/python", STUB))
     script = render(profile=profile_with(software={"container": container}), python=python)
+    return arguments_of(directory, script, **variables)
+
+
+def arguments_of(directory: Path, script: str, **variables: str) -> list[str]:
     (directory / "job.sbatch").write_text(script)
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", **variables}
     done = subprocess.run(
@@ -102,33 +106,53 @@ def test_singularity_and_apptainer(
     site = type(PROFILE).model_validate(values)
     words = container_words(site.software.container, site, ()).command
     end = words.index("--bind")
-    assert list(words[:end]) == ["singularity", "exec", *expected]
+    assert list(words[4:end]) == ["singularity", "exec", *expected]
     assert words[-1] == "$HOME/pt.sif"
 
 
-def test_a_clean_environment_still_has_what_ranks_need(tmp_path: Path) -> None:
-    """The stand-in starts its command with the prefixed variables only, as --cleanenv does."""
-    stand_in = (
-        "import os, sys; own = {k.removeprefix('APPTAINERENV_'): v for k, v in os.environ.items()"
-        " if k.startswith('APPTAINERENV_')}; own['PATH'] = os.environ['PATH'];"
-        "os.execvpe(sys.argv[-1], [sys.argv[-1]], own)"
-    )
-    python_program(tmp_path / "bin/apptainer", stand_in)
-    python_program(tmp_path / "bin/show", "import json, os; print(json.dumps(dict(os.environ)))")
-    container = {"launcher": "apptainer", "image": "pt.sif", "options": ["--cleanenv"]}
-    words = arguments(tmp_path, container)
-    start = words.index("bash")
-    command = [*words[start : words.index("pt.sif")], "show"]
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    outside = {"PATH": path, "SLURM_PROCID": "3", "MASTER_ADDR": "it's $(x)", "STRANGER": "1",
-               "HPCTRAIN_EPOCH": "2"}  # fmt: skip
+# Starts its command with what apptainer 1.4.5 gives it (tests/slurm/test_apptainer.py has the real
+# one): the image's NCCL_DEBUG wins over the job's, a shell evaluates what has the prefix.
+APPTAINER = """\
+import os, subprocess, sys
+passed = {k.removeprefix("APPTAINERENV_"): v for k, v in os.environ.items()
+          if k.startswith("APPTAINERENV_")}
+if "APPTAINER_NO_EVAL" not in os.environ:
+    passed = {k: subprocess.getoutput(f'printf %s "{v}"') for k, v in passed.items()}
+own = {} if "--cleanenv" in sys.argv else dict(os.environ)
+own.pop("LD_LIBRARY_PATH", None)
+own |= {"NCCL_DEBUG": "of the image", **passed, "PATH": os.environ["PATH"]}
+os.execvpe(sys.argv[-1], [sys.argv[-1]], own)
+"""
+OUTSIDE = {"SLURM_PROCID": "3", "SLURMD_NODENAME": "n3", "MASTER_ADDR": "it's $(x)",
+           "STRANGER": "1", "HPCTRAIN_EPOCH": "2", "NCCL_DEBUG": "WARN",
+           "LD_LIBRARY_PATH": "/plugin"}  # fmt: skip
+
+
+def seen_inside(directory: Path, *options: str) -> dict[str, str]:
+    """Return the variables that the ranks of a spec with two variables have in a container."""
+    python_program(directory / "bin/apptainer", APPTAINER)
+    python_program(directory / "bin/show", "import json, os; print(json.dumps(dict(os.environ)))")
+    container = {"launcher": "apptainer", "image": "pt.sif", "options": options}
+    site = profile_with(software={"container": container})
+    spec = spec_with(environment={"variables": {"NCCL_DEBUG": "x", "LD_LIBRARY_PATH": "x"}})
+    python = str(python_program(directory / "bin/python", STUB))
+    words = arguments_of(directory, render(spec, site, python=python))
+    command = [*words[words.index("bash") : words.index("pt.sif")], "show"]
+    outside = {**OUTSIDE, "PATH": f"{directory / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run(command, env=outside, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
-    assert {name: seen.get(name) for name in ("SLURM_PROCID", "MASTER_ADDR", "HPCTRAIN_EPOCH")} == {
-        name: outside[name] for name in ("SLURM_PROCID", "MASTER_ADDR", "HPCTRAIN_EPOCH")
-    }
-    assert "STRANGER" not in seen
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def test_a_clean_environment_still_has_what_ranks_need(tmp_path: Path) -> None:
+    seen = seen_inside(tmp_path, "--cleanenv")
+    assert {name: seen.get(name) for name in OUTSIDE} == {**OUTSIDE, "STRANGER": None}
+
+
+def test_the_variables_of_the_run_win_over_those_of_the_image(tmp_path: Path) -> None:
+    seen = seen_inside(tmp_path)
+    assert {name: seen.get(name) for name in OUTSIDE} == OUTSIDE
 
 
 @pytest.mark.parametrize(
@@ -138,6 +162,8 @@ def test_a_clean_environment_still_has_what_ranks_need(tmp_path: Path) -> None:
         ({"launcher": "pyxis", "options": ["--nv"]}, "use `gpu: nv`"),
         ({"launcher": "apptainer", "options": ["--env=A=b"]}, "all users of a node can read"),
         ({"launcher": "apptainer", "options": ["--containall"]}, "share memory"),
+        ({"launcher": "apptainer", "options": ["--contain"]}, "use `--no-mount=home,tmp`"),
+        ({"launcher": "apptainer", "options": ["--compat"]}, "use `--cleanenv` and `--no-mount"),
         ({"launcher": "apptainer", "options": ["--tty"]}, "apptainer takes no option `--tty`"),
         ({"launcher": "apptainer", "options": ["no-home"]}, "is no option"),
         ({"launcher": "pyxis", "gpu": "nv"}, "`gpu` is for apptainer"),

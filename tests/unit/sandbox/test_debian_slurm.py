@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,18 @@ for name in slurmctld slurmd slurmstepd scontrol sinfo squeue scancel munged mun
     chmod +x "$2/bin/$name"
 done
 """
+
+
+def test_the_script_is_installed_with_what_it_sources() -> None:
+    script = debian_slurm._SCRIPT
+    sourced = re.findall(r'^source ".*/([\w.-]+)"$', script.read_text(), re.MULTILINE)
+    pyproject = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text())
+    installed = pyproject["tool"]["setuptools"]["package-data"]["hpctrain"]
+    assert sourced
+    assert {f"sandbox/{name}" for name in (script.name, *sourced)} <= set(installed)
+    done = subprocess.run(["bash", str(script)], cwd="/", capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "slurm-from-debian SUITE DIRECTORY" in done.stderr
 
 
 def test_a_release_lies_in_the_cache_and_a_directory_is_itself(tmp_path: Path) -> None:

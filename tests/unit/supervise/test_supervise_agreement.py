@@ -42,6 +42,14 @@ def full(rank: int, *, node_dependent: bool = True) -> RankExit:
     return replace(exit_, node_dependent=node_dependent)
 
 
+def no_container(*ranks: int) -> tuple[LogFinding, ...]:
+    line = "FATAL:   stat /data: no such file or directory"
+    return tuple(
+        LogFinding("container_setting", Cause.LAUNCH_FAILURE, "root", line, rank, f"n{rank}")
+        for rank in ranks
+    )
+
+
 def launch(*ends: RankExit, nodes: tuple[str, ...] = PAIR, **more: object) -> LaunchEvidence:
     world_size = len(nodes)
     return replace(NOTHING, rank_exits=ends, nodes=nodes, world_size=world_size, **more)  # type: ignore[arg-type]
@@ -114,6 +122,25 @@ def test_how_far_a_failure_reaches(
             launch(missing(0), missing(1), unfit_nodes=(UnfitNode("n9", "inputs: x"),)),
             Cause.CONFIG_ERROR,
             (),
+        ),
+        (
+            "no container on one node",
+            launch(crashed(0), findings=no_container(1)),
+            Cause.NODE_FAILURE,
+            ("n1",),
+        ),
+        (
+            "no container on most nodes",
+            launch(crashed(0), nodes=FOUR, findings=no_container(1, 2, 3)),
+            Cause.STORAGE,
+            (),
+        ),
+        ("no container at all", launch(findings=no_container(0, 1)), Cause.CONFIG_ERROR, ()),
+        (
+            "a rank that prints such a line and trains",
+            launch(crashed(0), crashed(1), findings=no_container(0, 1)),
+            Cause.LAUNCH_FAILURE,
+            PAIR,
         ),
         ("a disk of one node", launch(full(1), crashed(0)), Cause.NODE_FAILURE, ("n1",)),
         ("disks of all nodes", launch(full(0), full(1)), Cause.DISK_FULL, ()),

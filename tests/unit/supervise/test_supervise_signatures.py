@@ -50,6 +50,7 @@ def test_what_is_specific_stands_before_what_is_general() -> None:
     }
     assert overlaps == {
         ("data_loader_shared_memory", "disk_full"),
+        ("container_setting", "container_start"),
         ("nccl_infiniband", "peer_lost"),
         ("slurm_preempted", "slurm_step_cancelled"),
         ("slurm_time_limit", "slurm_step_cancelled"),
