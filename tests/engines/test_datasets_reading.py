@@ -257,7 +257,7 @@ def test_a_reader_that_is_killed_is_an_error_of_the_data(tmp_path: Path) -> None
 
 def test_readers_end_with_a_rank_that_is_gone(tmp_path: Path) -> None:
     """Ranks leave by os._exit or are killed: nobody says goodbye to their readers."""
-    # A new interpreter: in a fork of this one torch finds readers of earlier tests in its table, and
+    # A new interpreter: in a fork of this one torch finds readers of earlier tests in its table and
     # refuses an iterator that lies where one of theirs has lain (`_set_worker_pids`).
     ended = in_new_interpreter(
         tmp_path,
