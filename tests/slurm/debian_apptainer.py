@@ -6,9 +6,10 @@ Does not belong here: what is rehearsed in a container.
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,17 +71,26 @@ def build_images(place: Path) -> Images:
     return images
 
 
-def container(
-    image: Path, place: Path, options: Sequence[str] = (), mounts: Sequence[str] = ()
-) -> dict[str, object]:
-    """`software.container` of a profile. The ranks see this machine's Python, the environment of
-    the tests, and `place`."""
+def in_container(
+    programs: Path,
+    image: Path,
+    place: Path,
+    options: Sequence[str] = (),
+    mounts: Sequence[str] = (),
+) -> Callable[[str], Mapping[str, object]]:
+    """`software` of a profile by the interpreter: a setup file of the site has apptainer in PATH.
+
+    The ranks see this machine's Python, the environment of the tests, and `place`.
+    """
+    setup = place / "apptainer.sh"
+    setup.write_text(f'PATH={shlex.quote(str(programs))}:"$PATH"\n')
     own = [Path("/usr"), ROOT, Path(sys.prefix), Path(sys.base_prefix), place]
     own += [path for path in (Path("/etc/ld.so.cache"),) if path.exists()]
-    return {
+    container = {
         "launcher": "apptainer",
         "image": str(image),
         "gpu": "none",
         "options": ["--userns", *options],
         "mounts": [*dict.fromkeys(map(str, own)), *mounts],
     }
+    return lambda python: {"setup": str(setup), "container": {**container, "python": python}}

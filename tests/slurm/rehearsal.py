@@ -118,14 +118,12 @@ def profile_text(
     python: str,
     continuation: str = "requeue",
     gpus_per_node: int = 1,
-    container: Mapping[str, object] | None = None,
+    software: Mapping[str, object] | None = None,
 ) -> str:
-    """The profile of rehearsals on such a sandbox; ranks run the same `python` in a container."""
-    software: dict[str, object] = {"python": python}
-    if container is not None:
-        software["container"] = {**container, "python": python}
+    """The profile of rehearsals on such a sandbox, with more of `software`."""
+    words = {"python": python, **(software or {})}
     return PROFILE.format(
-        software=json.dumps(software),
+        software=json.dumps(words),
         continuation=continuation,
         per_node=gpus_per_node,
         kill_wait=shape.kill_wait_seconds,
@@ -517,12 +515,13 @@ class Stage:
         gpus_per_node: int = 1,
         held_at: str = "",
         strace: Sequence[str] = (),
-        container: Mapping[str, object] | None = None,
+        software: Callable[[str], Mapping[str, object]] = lambda _: {},
     ) -> Rehearsal:
         """Submit the rehearsal's spec; `planned` faults strike inside of the trainer.
 
         `held_at` (see `held_ranks`) is for trainers that have no `planned` faults. `strace`: the
-        words before the command of the supervisor. `container`: the profile's, for ranks.
+        words before the command of the supervisor. `software`: further fields of the
+        profile's section, by the interpreter.
         """
         name = next(word for word in overrides if word.startswith("name=")).removeprefix("name=")
         place = self.directory / name
@@ -531,7 +530,8 @@ class Stage:
         spec.write_text(SPEC)
         python = self._interpreter(place, planned, held_at, strace)
         shape = self.sandbox.shape
-        profile.write_text(profile_text(shape, str(python), continuation, gpus_per_node, container))
+        more = software(str(python))
+        profile.write_text(profile_text(shape, str(python), continuation, gpus_per_node, more))
         prepared = prepare(spec, str(profile), overrides, runs=self.runs)
         submitted = submit(prepared, self.runs, self.slurm)
         run = find_run(self.runs, submitted.run_id)

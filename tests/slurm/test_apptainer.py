@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from debian_apptainer import MARKER, ROOT, Images, build_images, container, fetched_apptainer
+from debian_apptainer import MARKER, ROOT, Images, build_images, fetched_apptainer, in_container
 from rehearsal import PlannedFault, Rehearsal, Stage
 from slurm_settings import grace
 from variants import varied
@@ -30,7 +30,7 @@ def programs() -> Path:
 
 @pytest.fixture(autouse=True)
 def in_path(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs inherit PATH; building an image would leave a cache in the home directory."""
+    """Building an image would leave a cache in the home directory."""
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("APPTAINER_CONFIGDIR", str(tmp_path / "apptainer"))
 
@@ -45,13 +45,13 @@ def environments_inside(rehearsal: Rehearsal) -> dict[int, dict[str, str]]:
     return {
         process.rank: dict(read_environment(process.pid))
         for process in rehearsal.processes()
-        if process.rank is not None and Path(f"/proc/{process.pid}/root/{MARKER}").exists()
+        if process.rank is not None and Path("/proc", str(process.pid), "root", MARKER).exists()
     }
 
 
 @pytest.mark.parametrize("kind", varied(["directory", "sif"], "directory"))
 def test_a_run_that_is_preempted_in_its_container_is_the_same_run(
-    kind: str, stage: Stage, reference: RunFiles, images: Images
+    kind: str, stage: Stage, reference: RunFiles, images: Images, programs: Path
 ) -> None:
     """The directory with a clean environment, the file with that of the job."""
     image, options = (images.directory, ["--cleanenv"]) if kind == "directory" else (images.sif, [])
@@ -60,7 +60,7 @@ def test_a_run_that_is_preempted_in_its_container_is_the_same_run(
         f"environment.variables.ODD={json.dumps(ODD)}",
         "environment.variables.LD_LIBRARY_PATH=/plugin",
         planned=(PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),),
-        container=container(image, stage.directory, options),
+        software=in_container(programs, image, stage.directory, options),
     )
     rehearsal.wait_for_step(12)
     inside = environments_inside(rehearsal)
@@ -93,23 +93,22 @@ def assert_refused(rehearsal: Rehearsal, *words: str) -> None:
     assert all(word in str(ended.reason) for word in words), ended
 
 
-def test_a_mount_that_no_node_has_stops_the_run_and_is_named(stage: Stage, images: Images) -> None:
+def test_a_mount_that_no_node_has_stops_the_run_and_is_named(
+    stage: Stage, images: Images, programs: Path
+) -> None:
     mounts = ["/nowhere/at/all"]
-    place = stage.directory
-    rehearsal = stage.start(
-        "name=unbound", container=container(images.directory, place, mounts=mounts)
-    )
+    software = in_container(programs, images.directory, stage.directory, mounts=mounts)
+    rehearsal = stage.start("name=unbound", software=software)
     assert_refused(rehearsal, "mount source /nowhere/at/all doesn't exist")
 
 
 @pytest.mark.variant("test_a_mount_that_no_node_has_stops_the_run_and_is_named")
 def test_another_hpctrain_in_the_image_is_refused(
-    stage: Stage, images: Images, tmp_path: Path
+    stage: Stage, images: Images, programs: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "version.py"
     other.write_text('__version__ = "0.0.1"\n')
     mounts = [f"{other}:{ROOT / 'hpctrain/version.py'}"]
-    rehearsal = stage.start(
-        "name=other-version", container=container(images.directory, stage.directory, mounts=mounts)
-    )
+    software = in_container(programs, images.directory, stage.directory, mounts=mounts)
+    rehearsal = stage.start("name=other-version", software=software)
     assert_refused(rehearsal, "0.0.1", __version__)

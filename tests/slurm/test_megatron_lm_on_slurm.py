@@ -34,6 +34,7 @@ WORDS = (
 )
 
 
+@pytest.mark.variant("test_preemptions_of_all_kinds_cost_no_budget")
 def test_a_preempted_run_is_the_same_run(stage: Stage, tmp_path: Path) -> None:
     rehearsal = stage.start("name=checkout", *WORDS, held_at="1:8")
     rehearsal.wait_for_step(8)

@@ -35,6 +35,7 @@ def _steps() -> int:
     return steps_for(_COUNT // _RUNS, _GAP_STEPS)
 
 
+@pytest.mark.variant("test_preemptions_of_all_kinds_cost_no_budget")
 def test_a_short_storm_is_exact_ends_as_asked_and_is_told_truly(
     public_stage: Stage, other_cluster: OtherCluster, evaluated: RunFiles, survival: Survival
 ) -> None:

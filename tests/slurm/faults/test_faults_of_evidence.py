@@ -87,6 +87,7 @@ def reference_nodes(rehearsal: Rehearsal) -> list[str]:
     return rehearsal.nodes()
 
 
+@pytest.mark.variant("test_what_one_node_lacks_is_its_own_fault")
 def test_what_people_and_programs_do_is_no_evidence_against_a_node(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
@@ -105,7 +106,7 @@ def test_what_people_and_programs_do_is_no_evidence_against_a_node(
     assert_no_evidence(own)
 
 
-@pytest.mark.variant("test_what_people_and_programs_do_is_no_evidence_against_a_node")
+@pytest.mark.variant("test_what_one_node_lacks_is_its_own_fault")
 def test_kills_in_two_runs_are_no_evidence_either(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:

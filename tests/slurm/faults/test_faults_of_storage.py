@@ -51,7 +51,7 @@ def _mount(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["mount", *words], capture_output=True, text=True, timeout=30)
 
 
-@pytest.mark.variant("test_a_ledger_that_cannot_be_written_while_a_launch_ends")
+@pytest.mark.variant("test_a_controller_that_is_away_disturbs_nothing")
 def test_a_run_directory_that_is_away_for_seconds(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -78,7 +78,7 @@ def test_a_run_directory_that_is_away_for_seconds(
     assert len(read_metrics(rehearsal.run.layout)) == STEPS + 2, "no row is lost, none is doubled"
 
 
-@pytest.mark.variant("test_a_ledger_that_cannot_be_written_while_a_launch_ends")
+@pytest.mark.variant("test_a_controller_that_is_away_disturbs_nothing")
 def test_a_run_directory_that_is_read_only_for_seconds(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -96,6 +96,7 @@ def test_a_run_directory_that_is_read_only_for_seconds(
     )
 
 
+@pytest.mark.variant("test_a_controller_that_is_away_disturbs_nothing")
 def test_a_ledger_that_cannot_be_written_while_a_launch_ends(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

@@ -38,6 +38,7 @@ def unsuspend(rehearsal: Rehearsal, stage: Stage) -> None:
     stage.sandbox.command("scontrol", "resume", str(rehearsal.job_id))
 
 
+@pytest.mark.variant("test_hangs_are_told_from_slow_saves_and_the_odd_rank_is_named")
 def test_a_job_that_is_suspended_for_longer_than_a_hang_takes(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -58,7 +59,7 @@ def test_a_job_that_is_suspended_for_longer_than_a_hang_takes(
     )
 
 
-@pytest.mark.variant("test_a_job_that_is_suspended_for_longer_than_a_hang_takes")
+@pytest.mark.variant("test_hangs_are_told_from_slow_saves_and_the_odd_rank_is_named")
 def test_a_suspended_job_is_stopped_when_it_goes_on_and_cancelled_at_once(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

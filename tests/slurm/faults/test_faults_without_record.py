@@ -61,6 +61,7 @@ def test_signals_that_nobody_admits_to_end_nothing(
     assert rehearsal.events(EventKind.PROBED), "the nodes are asked"
 
 
+@pytest.mark.variant("test_signals_that_nobody_admits_to_end_nothing")
 def test_nodes_that_reboot_in_good_order_are_node_failures(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
