@@ -154,9 +154,9 @@ def _spent(
     if cause is Cause.TIME_LIMIT:
         count = history.time_limits_without_progress
         if budget is not None and count > budget:
+            reached = f"{count} time limits in a row" if count > 1 else "the time limit was reached"
             return _stop(
-                f"{count} time limits in a row without a new checkpoint: raise "
-                "`resources.walltime` or save more often"
+                f"{reached} without a new checkpoint: raise `resources.walltime` or save more often"
             )
         return None
     if cause not in FAILURE_CAUSES or cause is Cause.DIVERGED:

@@ -116,9 +116,9 @@ STARTS = (
 def test_stops_in_each_part_of_a_start_are_heard_at_once(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
-    """A budget of one failure, of which there is none."""
+    """A budget of two failures: only the time limit without a new checkpoint counts."""
     rehearsal = stage.start(
-        "name=starting", "supervise.failures_without_progress=1", planned=STARTS
+        "name=starting", "supervise.failures_without_progress=2", planned=STARTS
     )
     asked = (
         (1, preempt, "preempted while one rank imports and the other waits for it", "preempted"),
