@@ -40,14 +40,16 @@ def test_results_are_counted_by_subject(script: ModuleType, tmp_path: Path) -> N
     assert words["watch"] == "0, 2 FAILED"
     assert words["node faults"] == "1"
     assert words["team"] == "not run"
-    assert not script.Outcome("24.11.5", found, True).good
+    assert not script.Outcome("24.11.5", found, True).good(script.SUBJECTS)
 
 
 def test_a_subject_that_did_not_run_or_a_failed_demo_is_not_good(script: ModuleType) -> None:
     passed = {name: Counter(passed=1) for name in script.SUBJECTS}
-    assert script.Outcome("24.11.5", passed, True).good
-    assert not script.Outcome("24.11.5", passed, False).good
-    assert not script.Outcome("24.11.5", {**passed, "team": Counter()}, True).good
+    assert script.Outcome("24.11.5", passed, True).good(script.SUBJECTS)
+    assert not script.Outcome("24.11.5", passed, False).good(script.SUBJECTS)
+    without = script.Outcome("24.11.5", {**passed, "team": Counter()}, True)
+    assert not without.good(script.SUBJECTS)
+    assert without.good(["client", "topology"])
 
 
 def test_a_release_has_one_row_and_the_others_keep_theirs(script: ModuleType) -> None:
