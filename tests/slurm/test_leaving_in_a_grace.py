@@ -6,6 +6,8 @@ if its launch had failed: the fifth such exit is held.
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from rehearsal import patient_client
 from sleeping_jobs import ended, eventually, job_of, running, take_all_nodes
@@ -78,7 +80,9 @@ def test_who_may_not_be_requeued_stays_away_and_its_exit_code_is_lost(
         preempt(slurm, job_id)
     job = job_of(slurm, job_id)
     if capabilities(slurm.config()).requeues_who_leaves_in_a_grace:
-        assert (job.state, job.exit_code, job.exit_signal) == (JobState.PREEMPTED, 0, 0)
+        # 0:15 if the shell was still in its trap when Slurm's next TERM came
+        assert (job.state, job.exit_code) == (JobState.PREEMPTED, 0)
+        assert job.exit_signal in (0, signal.SIGTERM)
     else:
         assert (job.state, job.exit_code) == (JobState.FAILED, 7)
 

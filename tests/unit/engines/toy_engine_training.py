@@ -26,6 +26,7 @@ class Mesh:
     """One rank on its own."""
 
     control: Any
+    reads: bool = True
 
 
 def join(config: ToyConfig, launch: Launch) -> Mesh:

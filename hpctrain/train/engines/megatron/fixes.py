@@ -106,6 +106,7 @@ def allow_shards_of_padding() -> None:
 
     original = DistributedOptimizer.get_parameter_state_dp_reshardable
 
+    @functools.wraps(original)
     def with_padding_shards(self: Any) -> Any:
         state = original(self)
         places = [
@@ -123,6 +124,7 @@ def allow_shards_of_padding() -> None:
     DistributedOptimizer.get_parameter_state_dp_reshardable = with_padding_shards
     load = DistributedOptimizer.load_parameter_state_from_dp_reshardable
 
+    @functools.wraps(load)
     def without_padding_shards(self: Any, state: Any) -> Any:
         """dist_checkpointing drops empty lists, which would shift the buckets behind them."""
         for number, by_dtype in enumerate(self.gbuf_ranges):
