@@ -70,6 +70,7 @@ def test_whoever_leaves_comes_back_where_slurm_is_said_to_do_that(
         assert comes_back or (job.state, job.exit_code) == (JobState.FAILED, 7)
 
 
+@pytest.mark.variant("test_whoever_leaves_comes_back_where_slurm_is_said_to_do_that")
 def test_who_may_not_be_requeued_stays_away_and_its_exit_code_is_lost(
     slurm: SlurmClient, accounting: Sandbox
 ) -> None:

@@ -36,6 +36,7 @@ def strict_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield Stage(box, tmp_path_factory.mktemp("strict"))
 
 
+@pytest.mark.variant("test_ranks_that_die_are_named_and_relaunched_in_place")
 def test_a_preempted_and_killed_run_is_the_same_run(
     strict_stage: Stage, reference: RunFiles
 ) -> None:

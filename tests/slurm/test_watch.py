@@ -32,6 +32,7 @@ def ended(rehearsal: Rehearsal) -> bool:
     return record is not None and record.state.is_ended
 
 
+@pytest.mark.variant("test_a_held_run_stays_held")
 def test_a_job_lost_with_its_node_comes_back_where_slurm_may_not_requeue(
     stage: Stage, reference: RunFiles
 ) -> None:
@@ -49,7 +50,7 @@ def test_a_job_lost_with_its_node_comes_back_where_slurm_may_not_requeue(
     assert (lost.job_id, lost.cause) == (first, "node_failure"), rehearsal.logs()
 
 
-@pytest.mark.variant("test_a_job_lost_with_its_node_comes_back_where_slurm_may_not_requeue")
+@pytest.mark.variant("test_a_held_run_stays_held")
 def test_what_its_user_has_cancelled_is_not_resurrected(stage: Stage) -> None:
     """Both times without a word of a supervisor: only Slurm knows, and not for long."""
     stage.fill()

@@ -42,6 +42,7 @@ def write_tokens(prefix: Path) -> None:
     )
 
 
+@pytest.mark.variant("test_nodes_that_die_are_left_for_others")
 def test_what_one_node_lacks_is_its_own_fault(
     stage: Stage, tmp_path: Path, survival: Survival
 ) -> None:
@@ -87,7 +88,7 @@ def reference_nodes(rehearsal: Rehearsal) -> list[str]:
     return rehearsal.nodes()
 
 
-@pytest.mark.variant("test_what_one_node_lacks_is_its_own_fault")
+@pytest.mark.variant("test_nodes_that_die_are_left_for_others")
 def test_what_people_and_programs_do_is_no_evidence_against_a_node(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
@@ -106,7 +107,7 @@ def test_what_people_and_programs_do_is_no_evidence_against_a_node(
     assert_no_evidence(own)
 
 
-@pytest.mark.variant("test_what_one_node_lacks_is_its_own_fault")
+@pytest.mark.variant("test_nodes_that_die_are_left_for_others")
 def test_kills_in_two_runs_are_no_evidence_either(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
@@ -132,7 +133,7 @@ def kill_rank_1(rehearsal: Rehearsal, survival: Survival, epoch: int) -> None:
     survival.recovered(rehearsal, fault, cause="crash", action="relaunch", epoch=epoch)
 
 
-@pytest.mark.variant("test_what_one_node_lacks_is_its_own_fault")
+@pytest.mark.variant("test_nodes_that_die_are_left_for_others")
 def test_a_node_that_thaws_hurts_nobody(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

@@ -19,15 +19,17 @@ from hpctrain.store.jobs import sbatch_options
 from hpctrain.store.ledger import EventKind
 
 # One launch after the other is preempted while rank 1 is in the middle of a long step.
-PREEMPTIONS = (
+SAVED_DEAF_AND_LAST = (
     PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),
-    PlannedFault(epoch=2, rank=-1, do="die_of_term"),
+    PlannedFault(epoch=2, rank=-1, do="hear_nothing"),
     *held(2, 23),
-    PlannedFault(epoch=3, rank=-1, do="hear_nothing"),
-    *held(3, 33),
-    PlannedFault(epoch=4, rank=0, do="publish_slowly", seconds=600),
-    PlannedFault(epoch=4, rank=1, step=44, do="sleep"),
-    PlannedFault(epoch=5, rank=1, step=STEPS, do="await_warning"),
+    PlannedFault(epoch=3, rank=1, step=STEPS, do="await_warning"),
+)
+KILLED_AND_UNPUBLISHED = (
+    PlannedFault(epoch=1, rank=-1, do="die_of_term"),
+    *held(1, 13),
+    PlannedFault(epoch=2, rank=0, do="publish_slowly", seconds=600),
+    PlannedFault(epoch=2, rank=1, step=24, do="sleep"),
 )
 
 
@@ -46,52 +48,62 @@ def test_preemptions_of_all_kinds_cost_no_budget(
         "name=preempted",
         "resources.partition=brief",
         "supervise.failures_without_progress=1",
-        planned=PREEMPTIONS,
+        planned=SAVED_DEAF_AND_LAST,
     )
     with grace(stage.sandbox, "brief"):
         preempt(rehearsal, epoch=1, after_step=12)
         fault = Fault(1, "preempted; the ranks save and leave within the grace")
         saved = survival.recovered(rehearsal, fault, cause="preempted", action="requeue", epoch=1)
-        assert (saved.resumed_step, saved.lost_steps) == (13, 0), rehearsal.logs()
-        preempt(rehearsal, epoch=2, after_step=22)
-        fault = Fault(2, "preempted; TERM kills the ranks within the grace (code 143)")
-        died = survival.recovered(rehearsal, fault, cause="preempted", action="requeue", epoch=2)
-    assert died.resumed_step == 20, rehearsal.logs()
-    preempt(rehearsal, epoch=3, after_step=32)
+    assert (saved.resumed_step, saved.lost_steps) == (13, 0), rehearsal.logs()
+    preempt(rehearsal, epoch=2, after_step=22)
     fault = Fault(3, "preempted; the ranks hear nothing and are killed when the grace is over")
-    deaf = survival.recovered(rehearsal, fault, cause="preempted", action=BY_SLURM, epoch=3)
-    assert deaf.resumed_step == 30, rehearsal.logs()
-    preempt(rehearsal, epoch=4, after_step=43)
-    fault = Fault(5, "preempted while a checkpoint is complete on the disk but not published")
-    torn = survival.recovered(rehearsal, fault, cause="preempted", action=BY_SLURM, epoch=4)
-    assert torn.resumed_step == 30, rehearsal.logs()
+    deaf = survival.recovered(rehearsal, fault, cause="preempted", action=BY_SLURM, epoch=2)
+    assert deaf.resumed_step == 20, rehearsal.logs()
     with grace(stage.sandbox, "brief"):
-        preempt(rehearsal, epoch=5, after_step=STEPS - 1)
+        preempt(rehearsal, epoch=3, after_step=STEPS - 1)
         result = rehearsal.assert_done_exactly(reference)
-    assert (
-        rehearsal.causes[4:] == ["done"] and len(rehearsal.rows(5)) == STEPS - torn.resumed_step
-    ), result
+    assert len(rehearsal.rows(3)) == STEPS - deaf.resumed_step, result
     survival.shown(
         Fault(6, "preempted during the last step of the run"),
         cause="done",
         action="finish",
         identical=result.steps_compared,
     )
-    assert rehearsal.causes == ["preempted"] * 4 + ["done"], rehearsal.logs()
+    assert rehearsal.causes == ["preempted"] * 2 + ["done"], rehearsal.logs()
     survival.shown(
-        Fault(7, "preempted five times in one run that may not fail even once"),
+        Fault(7, "preempted three times in one run that may not fail even once"),
         cause="preempted",
         action="requeue, each time",
         identical=result.steps_compared,
     )
     log = next(rehearsal.run.layout.logs.glob("slurm-*.out")).read_text()
-    assert log.count(f"attempt {rehearsal.job_id}.") == 5, log
+    assert log.count(f"attempt {rehearsal.job_id}.") == 3, log
     survival.shown(
-        Fault(41, "four requeues, which truncate the log where nobody asks for more"),
+        Fault(41, "requeues, which truncate the log where nobody asks for more"),
         action="appended: the log holds all attempts",
     )
+
+
+@pytest.mark.usefixtures("patient_slurm")
+@pytest.mark.variant("test_preemptions_of_all_kinds_cost_no_budget")
+def test_preempted_ranks_that_die_of_term_or_have_not_published(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    rehearsal = stage.start(
+        "name=unpublished", "resources.partition=brief", planned=KILLED_AND_UNPUBLISHED
+    )
+    with grace(stage.sandbox, "brief"):
+        preempt(rehearsal, epoch=1, after_step=12)
+        fault = Fault(2, "preempted; TERM kills the ranks within the grace (code 143)")
+        died = survival.recovered(rehearsal, fault, cause="preempted", action="requeue", epoch=1)
+    assert died.resumed_step == 10, rehearsal.logs()
+    preempt(rehearsal, epoch=2, after_step=23)
+    fault = Fault(5, "preempted while a checkpoint is complete on the disk but not published")
+    torn = survival.recovered(rehearsal, fault, cause="preempted", action=BY_SLURM, epoch=2)
+    assert torn.resumed_step == 10, rehearsal.logs()
+    rehearsal.assert_done_exactly(reference)
     good = checkpoints(rehearsal.run.layout.checkpoints, "sha256")
-    assert all(one.good and one.manifest and one.manifest.epoch != 4 for one in good)
+    assert all(one.good and one.manifest and one.manifest.epoch != 2 for one in good)
 
 
 def preempt(rehearsal: Rehearsal, *, epoch: int, after_step: int) -> None:

@@ -31,7 +31,7 @@ def slow_evaluations(epoch: int) -> PlannedFault:
     )
 
 
-@pytest.mark.variant("test_stops_in_saves_starts_and_pauses_are_heard_at_once")
+@pytest.mark.variant("test_stops_in_pauses_are_heard_at_once")
 def test_an_evaluation_longer_than_any_warning_is_left_and_made_up_for(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -39,7 +39,7 @@ def test_an_evaluation_longer_than_any_warning_is_left_and_made_up_for(
     leave_evaluations(stage, reference, survival, ((1, warn, words, "time_limit"),))
 
 
-@pytest.mark.variant("test_stops_in_saves_starts_and_pauses_are_heard_at_once")
+@pytest.mark.variant("test_stops_in_pauses_are_heard_at_once")
 def test_an_evaluation_is_left_by_each_launch_that_makes_up_for_it(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -112,7 +112,7 @@ STARTS = (
 )
 
 
-@pytest.mark.variant("test_stops_in_saves_starts_and_pauses_are_heard_at_once")
+@pytest.mark.variant("test_stops_in_pauses_are_heard_at_once")
 def test_stops_in_each_part_of_a_start_are_heard_at_once(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -137,25 +137,21 @@ def test_stops_in_each_part_of_a_start_are_heard_at_once(
     rehearsal.assert_done_exactly(reference)
 
 
-# A save of 5 s, a start that would take an hour, and a crash that is waited after for 30 s.
-SAVE_START_AND_PAUSE = (
+# A save of 5 s, and a start that would take an hour.
+SAVE_AND_START = (
     PlannedFault(epoch=1, rank=0, do="publish_slowly", seconds=5),
     PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),
     PlannedFault(epoch=2, rank=1, do="load_slowly"),
-    PlannedFault(epoch=3, rank=1, step=15, do="fail", text="[Errno 116] Stale file handle"),
 )
+STALE = PlannedFault(epoch=1, rank=1, step=15, do="fail", text="[Errno 116] Stale file handle")
 
 
-def test_stops_in_saves_starts_and_pauses_are_heard_at_once(
+@pytest.mark.variant("test_stops_in_pauses_are_heard_at_once")
+def test_stops_in_saves_and_loads_are_heard_at_once(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
-    """A budget of one failure, of which there is one."""
     rehearsal = stage.start(
-        "name=stopping",
-        "supervise.failures_without_progress=1",
-        "supervise.budgets.storage=1",
-        "supervise.budgets.time_limit=4",
-        planned=SAVE_START_AND_PAUSE,
+        "name=stopping", "supervise.budgets.time_limit=4", planned=SAVE_AND_START
     )
     rehearsal.wait_for_step(12, epoch=1)
     warn(rehearsal)
@@ -170,7 +166,21 @@ def test_stops_in_saves_starts_and_pauses_are_heard_at_once(
     action = end_of(rehearsal, 2, "time_limit")
     words = "warned of the time limit while a checkpoint is loaded"
     survival.shown(Fault(74, words), cause="time_limit", action=action)
-    rehearsal.wait(lambda: 3 in launched(rehearsal), "in the third launch")
+    rehearsal.assert_done_exactly(reference)
+
+
+def test_stops_in_pauses_are_heard_at_once(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    """A crash that is waited after for 30 s; a budget of one failure, of which there is one."""
+    rehearsal = stage.start(
+        "name=pausing",
+        "supervise.failures_without_progress=1",
+        "supervise.budgets.storage=1",
+        "supervise.budgets.time_limit=4",
+        planned=(STALE,),
+    )
+    rehearsal.wait(lambda: 1 in launched(rehearsal), "in the first launch")
     with nothing_starts(stage.sandbox):
         rehearsal.wait(lambda: actions(rehearsal)[-1] == "relaunch", "in the pause")
         warn(rehearsal)
@@ -182,7 +192,7 @@ def test_stops_in_saves_starts_and_pauses_are_heard_at_once(
     rehearsal.wait(lambda: rehearsal.attempts > attempts, "started with too little time")
     with nothing_starts(stage.sandbox):
         rehearsal.wait(lambda: actions(rehearsal)[-2:] == ["requeue"] * 2, "requeued at once")
-        assert launched(rehearsal)[-1] == 3, "a launch that cannot finish was begun"
+        assert launched(rehearsal)[-1] == 1, "a launch that cannot finish was begun"
         words = "an attempt with less time than a stop takes, whose warning nobody has noticed"
         survival.shown(Fault(74, words), cause="time_limit", action="requeue, nothing launched")
         limit(rehearsal, "00:30:00")

@@ -24,6 +24,7 @@ from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
 
 
+@pytest.mark.variant("test_ranks_that_die_are_named_and_relaunched_in_place")
 def test_signals_that_nobody_admits_to_end_nothing(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -61,7 +62,7 @@ def test_signals_that_nobody_admits_to_end_nothing(
     assert rehearsal.events(EventKind.PROBED), "the nodes are asked"
 
 
-@pytest.mark.variant("test_signals_that_nobody_admits_to_end_nothing")
+@pytest.mark.variant("test_ranks_that_die_are_named_and_relaunched_in_place")
 def test_nodes_that_reboot_in_good_order_are_node_failures(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -115,7 +116,7 @@ def boot(sandbox: Sandbox, node: str) -> None:
         time.sleep(0.5)
 
 
-@pytest.mark.variant("test_signals_that_nobody_admits_to_end_nothing")
+@pytest.mark.variant("test_ranks_that_die_are_named_and_relaunched_in_place")
 def test_a_preemption_that_the_controller_has_forgotten(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -164,7 +165,7 @@ def restart_without_memory(sandbox: Sandbox, kept: Path) -> None:
     faults.restart_controller(sandbox)
 
 
-@pytest.mark.variant("test_signals_that_nobody_admits_to_end_nothing")
+@pytest.mark.variant("test_ranks_that_die_are_named_and_relaunched_in_place")
 def test_a_deadline_is_no_cancel_and_no_reason_to_submit_again(
     tmp_path: Path, sandbox: Sandbox, reference: RunFiles, survival: Survival
 ) -> None:
