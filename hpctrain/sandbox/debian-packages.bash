@@ -58,7 +58,7 @@ apt_failed() {
 }
 
 # fetch_packages "SUITE..." PACKAGE...: download them and all they need. The first suite counts; of
-# the others come packages that are named with them, as in libmariadb3/trixie. Sets `apt`.
+# the others come packages that are named with them, as in libmariadb3/bookworm. Sets `apt`.
 fetch_packages() {
     apt=$directory/apt
     mkdir -p "$apt"/lists/partial "$apt"/archives/partial "$apt"/parts
