@@ -25,13 +25,16 @@ from hpctrain.errors import SlurmUnreachableError, UsageError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind
 from hpctrain.store.old_launches import (
     epoch_directories,
     exits_by_launch,
     log_archives,
     logs_by_launch,
 )
+from hpctrain.store.requests import user_name
 from hpctrain.store.supervise_config import known_supervise_config
+from hpctrain.units import short_bytes
 
 # Launches whose logs stay of a run that was submitted before it was a setting.
 _KEEP_LAUNCHES = 10
@@ -97,8 +100,19 @@ def plan_cleaning(
     return Cleaning(run.run_id, tuple(one for one in waste if one.paths), in_use)
 
 
-def clean(cleaning: Cleaning) -> None:
-    """Remove what `plan_cleaning` has found. Raises UsageError for what cannot be removed."""
+def clean(run: RunFiles, cleaning: Cleaning) -> None:
+    """Remove what `plan_cleaning` has found; who looks for it later reads of it in the ledger.
+
+    Raises UsageError for what cannot be removed.
+    """
+    if not cleaning.waste:
+        return
+    removed = [
+        f"{one.kind}: {one.usage.files:,} {'file' if one.usage.files == 1 else 'files'}, "
+        f"{short_bytes(one.usage.size_bytes)}"
+        for one in cleaning.waste
+    ]
+    run.ledger.append(EventKind.CLEANED, user=user_name(), evidence=removed)
     for waste in cleaning.waste:
         for path in waste.paths:
             try:

@@ -20,10 +20,11 @@ from hpctrain.supervise.judge.documents import ActionKind
 
 # What the ledger calls the withdrawal of pending requests.
 TAKE_BACK = "take back"
-# What a person has accepted, as options of the command line.
-_ACCEPTED = {
+# What a person has accepted or removed, as words of the command line.
+_DONE_AT_ONCE = {
     EventKind.FRESH_START_ACCEPTED: "resume --from-scratch",
     EventKind.DATA_ACCEPTED: "resume --accept-data",
+    EventKind.CLEANED: "clean",
 }
 _ENDS = frozenset({ActionKind.STOP, ActionKind.FINISH, ActionKind.HOLD})
 
@@ -184,17 +185,17 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
 
 
 def request_history(events: Sequence[Event], saves: Sequence[SaveRecord]) -> list[RequestStory]:
-    """List all requests, and everything accepted, in the order of the ledger."""
+    """List all requests, and what was accepted or removed, in the order of the ledger."""
     stories = []
     for number, event in enumerate(events):
-        if event.event is not EventKind.CONTROL and event.event not in _ACCEPTED:
+        if event.event is not EventKind.CONTROL and event.event not in _DONE_AT_ONCE:
             continue
         time, answer = _answer(event, events[number + 1 :], saves) or (None, None)
         stories.append(
             RequestStory(
                 asked_time=event.time,
                 user=event.user,
-                action=_ACCEPTED.get(event.event, event.action or ""),
+                action=_DONE_AT_ONCE.get(event.event, event.action or ""),
                 reason=event.reason,
                 answer=answer,
                 answer_seconds=None if time is None else max(0.0, time - event.time),
@@ -207,7 +208,7 @@ def _answer(
     event: Event, later: Sequence[Event], saves: Sequence[SaveRecord]
 ) -> tuple[float, str] | None:
     """Find when and how a request was answered; None if it has not been followed yet."""
-    if event.event in _ACCEPTED:
+    if event.event in _DONE_AT_ONCE:
         return event.time, "; ".join(event.evidence) or f"{event.last_step or 0:,} steps given up"
     if event.action == TAKE_BACK:
         return event.time, "withdrawn"

@@ -54,13 +54,14 @@ def clean(
         for run in found
     ]
     _show(plans)
-    plans = [plan for plan in plans if plan.waste]
-    if not plans or dry_run:
+    if dry_run or not any(plan.waste for plan in plans):
         return
     if not confirm("Remove these files?", yes=yes):
         raise click.Abort
-    for plan in plans:
-        action.clean(plan)
+    for run, plan in zip(found, plans, strict=True):
+        if not plan.waste:
+            continue
+        action.clean(run, plan)
         say(f"Removed {_amount(plan.usage.files, plan.usage.size_bytes)} of run `{plan.run_id}`")
 
 

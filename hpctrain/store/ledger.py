@@ -51,6 +51,7 @@ class EventKind(StrEnum):
     PLACED = "placed"
     FRESH_START_ACCEPTED = "fresh_start_accepted"
     DATA_ACCEPTED = "data_accepted"
+    CLEANED = "cleaned"
     WATCH = "watch"
 
 

@@ -55,7 +55,7 @@ def test_a_run_with_logs_of_nodes(stage: Stage, tmp_path: Path) -> None:
     # getting rid of them
     cleaning = plan_cleaning(run, rehearsal.slurm, keep_launches=1)
     assert cleaning.in_use is None and {"logs", "exit records"} & {w.kind for w in cleaning.waste}
-    clean(cleaning)
+    clean(run, cleaning)
     assert len(list(layout.logs.glob("*/*"))) == 1
     packed = archive(run, rehearsal.slurm, tmp_path / "files.tar", "last")
     rows = read_metrics(layout)

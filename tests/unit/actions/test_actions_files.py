@@ -27,6 +27,7 @@ from hpctrain.errors import SlurmUnreachableError, UsageError
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.requests import user_name
 
 HISTORY = [*SUBMITTED, STARTED, LAUNCHED, *ended("crash", "boom", "stop")]
 
@@ -104,7 +105,7 @@ def test_what_a_run_without_jobs_does_not_need(run: RunFiles, slurm: FakeSlurm) 
         "temporary files": 1,
     }
     assert plan.in_use is None
-    clean(plan)
+    clean(run, plan)
     gone = before - left(run)
     assert len(gone) == plan.usage.files == 15
     assert left(run) >= {
@@ -121,7 +122,15 @@ def test_what_a_run_without_jobs_does_not_need(run: RunFiles, slurm: FakeSlurm) 
         *(f"checkpoints/iter_00000{step}/manifest.json" for step in (10, 20, 30)),
     }
     assert not list(run.layout.checkpoints.glob("*partial*"))
-    assert plan_cleaning(run, slurm, keep_launches=1).waste == ()  # type: ignore[arg-type]
+    again = plan_cleaning(run, slurm, keep_launches=1)  # type: ignore[arg-type]
+    assert again.waste == ()
+    clean(run, again)
+    (told,) = [one for one in describe(run).asked if one.action == "clean"]
+    assert told.user == user_name() and told.answer is not None, told
+    assert told.answer.split("; ")[:2] == [
+        "unfinished checkpoints: 2 files, 200 B",
+        "digests of ranks: 3 files, 6 B",
+    ]
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -133,7 +142,7 @@ def test_what_the_newest_launch_of_a_live_run_may_use_stays(
     slurm.away = away
     plan = plan_cleaning(run, slurm, keep_launches=0, traces=True)  # type: ignore[arg-type]
     assert plan.in_use == ("Slurm does not answer" if away else "job 1 is running")
-    clean(plan)
+    clean(run, plan)
     assert left(run) >= {
         "checkpoints/iter_0000035.partial-e000003/shard.distcp",
         "logs/1.0/step3-rank0000.log",
@@ -170,7 +179,7 @@ def test_cleaning_does_not_follow_links(run: RunFiles, slurm: FakeSlurm, tmp_pat
     (outside.parent / "e000001" / "rank-000000.txt").write_text("somebody's")
     cache = run.layout.data_cache / "link"
     cache.symlink_to(outside)
-    clean(plan_cleaning(run, slurm, keep_launches=0))  # type: ignore[arg-type]
+    clean(run, plan_cleaning(run, slurm, keep_launches=0))  # type: ignore[arg-type]
     assert (outside / "weights").read_text() == "somebody's"
     assert not cache.is_symlink(), "the cache is gone, and what its link points to is not"
 
