@@ -1,7 +1,8 @@
 """Generate the text of a sandbox's configuration files.
 
-Belongs here: slurm.conf, gres.conf, topology.conf and cgroup.conf as pure functions of the
-sandbox's shape and location. Does not belong here: writing them, or starting anything.
+Belongs here: slurm.conf, gres.conf, topology.conf or topology.yaml, and cgroup.conf, as pure
+functions of the sandbox's shape and location. Does not belong here: writing them, or starting
+anything.
 
 Source of every unusual key: slurm.conf(5), or trials on Slurm 22.05.8. The generated file gives
 the reason beside the key.
@@ -9,6 +10,7 @@ the reason beside the key.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +72,7 @@ def config_files(shape: SandboxShape, site: Site) -> tuple[ConfigFile, ...]:
         ConfigFile("gres.conf", gres_conf(shape, site)),
     ]
     if shape.switches:
-        files.append(ConfigFile("topology.conf", topology_conf(shape, site.version)))
+        files.append(topology_file(shape, site.version))
     if capabilities_of_release(site.version).needs_cgroup_plugin:
         files.append(ConfigFile("cgroup.conf", _CGROUP_CONF))
     return tuple(files)
@@ -118,6 +120,36 @@ def topology_conf(shape: SandboxShape, version: tuple[int, int]) -> str:
     return "".join(lines)
 
 
+def topology_file(shape: SandboxShape, version: tuple[int, int]) -> ConfigFile:
+    """Choose the file that describes the switches of a sandbox."""
+    if _is_in_yaml(shape, version):
+        return ConfigFile("topology.yaml", topology_yaml(shape))
+    return ConfigFile("topology.conf", topology_conf(shape, version))
+
+
+def topology_yaml(shape: SandboxShape) -> str:
+    """Generate the same for topology.yaml(5), of which JSON is a part."""
+    leaves = [switch for switch in shape.switches if switch.nodes]
+    if shape.leaves_are_blocks:
+        blocks = [{"block": leaf.name, "nodes": ",".join(leaf.nodes)} for leaf in leaves]
+        sizes = [min(len(leaf.nodes) for leaf in leaves)]
+        kind: dict[str, object] = {"block": {"block_sizes": sizes, "blocks": blocks}}
+    else:
+        switches = [
+            {"switch": one.name, "nodes": ",".join(one.nodes)}
+            if one.nodes
+            else {"switch": one.name, "children": ",".join(one.switches)}
+            for one in shape.switches
+        ]
+        kind = {"tree": {"switches": switches}}
+    return json.dumps([{"topology": "halls", "cluster_default": True, **kind}], indent=2) + "\n"
+
+
+def _is_in_yaml(shape: SandboxShape, version: tuple[int, int]) -> bool:
+    """Tell whether the switches stand in topology.yaml, so that slurm.conf names no plugin."""
+    return shape.topology_yaml and capabilities_of_release(version).hides_topology
+
+
 def topology_plugin(shape: SandboxShape, version: tuple[int, int]) -> str:
     """Return the topology plugin of a sandbox with switches; a tree where there are no blocks."""
     has_blocks = capabilities_of_release(version).has_blocks
@@ -160,7 +192,8 @@ def _job_settings(shape: SandboxShape, version: tuple[int, int]) -> str:
     message_seconds = 5 if shape.nodes < _CROWDED_NODES else 20
     unkillable_seconds = 60 if shape.nodes <= _TREE_WIDTH else 180
     plugin = topology_plugin(shape, version)
-    topology = f"\nTopologyPlugin=topology/{plugin}" if shape.switches else ""
+    named = shape.switches and not _is_in_yaml(shape, version)
+    topology = f"\nTopologyPlugin=topology/{plugin}" if named else ""
     return f"""\
 # Neither cgroups nor root are needed this way.
 ProctrackType=proctrack/{shape.process_tracking}

@@ -59,7 +59,8 @@ class SandboxShape:
     sandboxes that share a file system. `binds_tasks`: task/affinity binds tasks to CPUs,
     which this machine must have (HWLOC_SYNTHETIC makes slurmd find more, and its tasks then fail).
     `leaves_are_blocks`: those of `switches` become blocks of topology/block where Slurm has it
-    (23.11), else the tree.
+    (23.11), else the tree. `topology_yaml`: they stand in topology.yaml where Slurm reads that
+    (25.05), else in topology.conf.
     Raises UsageError when the parts are inconsistent.
     """
 
@@ -71,6 +72,7 @@ class SandboxShape:
     partitions: tuple[PartitionShape, ...]
     switches: tuple[SwitchShape, ...] = ()
     leaves_are_blocks: bool = False
+    topology_yaml: bool = False
     preempt_type: Literal["partition_prio", "none"] = "partition_prio"
     user_signal_on_preempt: bool = False
     kill_wait_seconds: int = 5

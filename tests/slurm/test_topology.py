@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from newer_slurm import NEWER, fetched
 from rehearsal import PATIENCE_SECONDS, own_sandbox, patient_client, profile_text
 from test_rank_order import wait_till_free
 
@@ -27,7 +28,9 @@ from hpctrain.errors import SlurmRefusedError
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import SandboxShape, SwitchShape, default_shape
 from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.cluster_queries import ClusterQueries
 from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.requests import user_name
 
 # An interpreter whose trainer ends at once, after it has said where it is.
 INTERPRETER = """\
@@ -184,3 +187,34 @@ def test_the_controller_takes_no_other_segments(blocks: Site, tmp_path: Path) ->
         wrong = f"#!/bin/sh\n#SBATCH --nodes={nodes}\n#SBATCH --segment={segment}\n"
         with pytest.raises(SlurmRefusedError):
             blocks.slurm.test_only(wrong)
+
+
+@pytest.fixture(scope="module", params=["block", "tree"])
+def yaml_site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    """The same nodes on a Slurm that reads topology.yaml, and whose configuration names no plugin.
+
+    None reads it but the newest of the releases here.
+    """
+    kind: str = request.param
+    shape = four(two_leaves(("n0", "n2"), ("n1", "n3")), blocks=kind == "block")
+    with own_sandbox(replace(shape, topology_yaml=True), fetched(NEWER[-1])) as box:
+        yield Site(box, f"{{plugin: {kind}, nodes_per_leaf: 2}}", domain=2)
+
+
+def test_what_topology_yaml_says_is_found_and_followed(
+    yaml_site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in yaml_site.sandbox.environment().items():
+        monkeypatch.setenv(name, value)
+    facts = ClusterQueries(user_name()).facts()
+    assert facts.config.get("TopologyPlugin") in ("", "topology/flat"), "it does not tell"
+    kind = "block" if yaml_site.sandbox.shape.leaves_are_blocks else "tree"
+    assert facts.topology == kind
+    assert {leaf.name: set(leaf.nodes) for leaf in facts.leaves} == {
+        "odd": {"n0", "n2"},
+        "even": {"n1", "n3"},
+    }
+    run = yaml_site.run(tmp_path, gpus=4, pp=2)
+    assert ("--segment=2" in run.layout.script.read_text()) is (kind == "block")
+    assert ranks_of(run) == {0: "n0", 1: "n2", 2: "n1", 3: "n3"}
+    assert placed(run).groups_outside == 0, placed(run)

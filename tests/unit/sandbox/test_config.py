@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,6 +191,29 @@ def test_leaves_become_blocks_where_slurm_has_them() -> None:
     assert newer["TopologyPlugin"] == "topology/block"
     assert keys(slurm_conf(shape, site(version=(22, 5))))["TopologyPlugin"] == "topology/tree"
     assert topology_conf(shape, (22, 5)).startswith("SwitchName=rack0 ")
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_switches_stand_in_yaml_where_slurm_reads_it(blocks: bool) -> None:
+    switches = (
+        SwitchShape("rack0", nodes=("n0", "n1")),
+        SwitchShape("rack1", nodes=("n2", "n3")),
+        SwitchShape("spine", switches=("rack0", "rack1")),
+    )
+    shape = replace(
+        default_shape(), switches=switches, leaves_are_blocks=blocks, topology_yaml=True
+    )
+    newer = {file.name: file.text for file in config_files(shape, site(version=(25, 5)))}
+    assert "TopologyPlugin" not in newer["slurm.conf"] and "topology.conf" not in newer
+    (halls,) = json.loads(newer["topology.yaml"])
+    assert halls["cluster_default"] is True
+    if blocks:
+        assert halls["block"]["block_sizes"] == [2]
+        assert halls["block"]["blocks"][1] == {"block": "rack1", "nodes": "n2,n3"}
+    else:
+        assert halls["tree"]["switches"][2] == {"switch": "spine", "children": "rack0,rack1"}
+    older = {file.name for file in config_files(shape, site(version=(24, 11)))}
+    assert "topology.conf" in older and "topology.yaml" not in older
 
 
 def test_finished_jobs_are_logged_on_request() -> None:
