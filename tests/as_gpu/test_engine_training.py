@@ -185,9 +185,9 @@ def test_layouts_learn_what_one_process_learns(
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
-        ("gpt", dict(precision="bf16", dropout=0.1)),
+        pytest.param("gpt", dict(precision="bf16", dropout=0.1), marks=pytest.mark.variant),
         ("experts", dict(EP2, precision="bf16", optimizer_sharding="dp_reshardable")),
-        ("latent attention", dict(TP2)),
+        pytest.param("latent attention", dict(TP2), marks=pytest.mark.variant),
     ],
     ids=["gpt, bf16 with dropout", "experts, ep2", "latent attention, tp2"],
 )

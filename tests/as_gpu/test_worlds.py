@@ -17,6 +17,7 @@ import torch
 import world_checks
 from fake_worlds import coordinate, fake_groups, optimizer_ranges, visit
 from trial_runs import LIMIT_SECONDS, LLAMA, MODULE_GPT
+from variants import varied
 
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig
@@ -52,6 +53,9 @@ WORLDS: dict[str, tuple[int, int, int, int, int, dict[str, Any]]] = {
     "512, dense": (8, 8, 1, 8, 1, {}),
     "512, experts": (2, 8, 1, 32, 8, EXPERTS),
 }
+
+# The others are between these.
+ALWAYS = ("8, experts", "8, interleaved and tied", "512, dense", "512, experts")
 
 
 def world_config(world: str, **changes: Any) -> MegatronConfig:
@@ -140,7 +144,7 @@ def surveyed(world: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", varied(WORLDS, *ALWAYS))
 def test_every_rank_builds_its_part_of_one_model(world: str) -> None:
     """Weights are those of the model on one rank, at the rank's place: equal on replicas, distinct
     over tp, pp and ep. Checkpoint keys, with the optimizer's, cover everything once."""

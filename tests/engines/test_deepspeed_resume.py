@@ -51,11 +51,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Trial]:
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(zero_stage=1, model=WITH_DROPOUT, async_save=True),
+        pytest.param(
+            dict(zero_stage=1, model=WITH_DROPOUT, async_save=True), marks=pytest.mark.variant
+        ),
         dict(zero_stage=3, model=WITH_DROPOUT, async_save=True),
-        dict(zero_stage=3, precision="bf16", offload_optimizer="cpu", lora=dict(rank=4)),
+        pytest.param(
+            dict(zero_stage=3, precision="bf16", offload_optimizer="cpu", lora=dict(rank=4)),
+            marks=pytest.mark.variant,
+        ),
         dict(model=WITH_DROPOUT, pipeline_stages=(1, 1), async_save=True),
-        dict(SPLIT, zero_stage=2, data_parallel_size=1, async_save=True),
+        pytest.param(
+            dict(SPLIT, zero_stage=2, data_parallel_size=1, async_save=True),
+            marks=pytest.mark.variant,
+        ),
         dict(SPLIT, pipeline_stages=(1, 1), data_parallel_size=1, precision="bf16"),
     ],
     ids=["stage 1", "stage 3", "lora in bf16, optimizer on the host", "pipeline", "tp", "tp x pp"],

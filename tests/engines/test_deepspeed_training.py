@@ -14,6 +14,7 @@ import pytest
 import torch
 from deepspeed_trials import PLAIN, PLAIN_LLAMA, ROUNDING, ZERO, alone, words_of
 from trial_runs import Trial, largest_difference
+from variants import varied
 
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.engines.deepspeed import DeepSpeedConfig
@@ -47,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", varied(KINDS, "stage 2, overlapped", "stage 3, all on the host"))
 def test_losses_are_those_of_one_process(
     kind: str, trial: Callable[..., Trial], gpt: Trial
 ) -> None:
@@ -67,7 +68,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", varied(OTHERS, "lora"))
 def test_divided_weights_of_other_kinds(
     kind: str, trial: Callable[..., Trial], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from deepspeed_trials import PLAIN, PLAIN_LLAMA, ZERO
 from safetensors.torch import load_file
 from trial_runs import LIMIT_SECONDS, MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
+from variants import varied
 
 from hpctrain.convert.__main__ import convert
 from hpctrain.train.engines.models.transformers_library import class_named
@@ -66,7 +67,7 @@ def test_a_weight_with_fewer_rows_than_ranks_is_saved_and_resumed(
     assert again.exact == {step: row for step, row in whole.exact.items() if step > 2}
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", varied(["ddp", "fsdp"], "fsdp"))
 def test_lora_is_learned_alike_resumed_exactly_and_merged(
     engine: str, trial: Callable[..., Trial], tmp_path: Path
 ) -> None:

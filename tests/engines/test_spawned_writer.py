@@ -17,6 +17,7 @@ import pytest
 import torch
 from deepspeed_trials import ZERO, words_of
 from trial_runs import GPT, MODULE_GPT, Trial
+from variants import varied
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
@@ -97,7 +98,7 @@ def test_a_rank_with_a_gpu_does_not_fork(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(writer.open_writer(0, run, None), writer.ForkedWriter)
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", varied(RUNS, "megatron"))
 def test_the_files_are_those_of_a_forked_writer(kind: str, trial: Callable[..., Trial]) -> None:
     """Also where training goes on before the process has seen a tensor."""
     base, changes = RUNS[kind]
@@ -108,7 +109,7 @@ def test_the_files_are_those_of_a_forked_writer(kind: str, trial: Callable[..., 
     assert content(beside) == content(plain)
 
 
-@pytest.mark.parametrize("kind", ["megatron", "fsdp"])
+@pytest.mark.parametrize("kind", varied(["megatron", "fsdp"], "megatron"))
 def test_a_resume_from_it_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
     base, changes = RUNS[kind]
     whole = trial(base, **changes, save_interval_steps=2)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from trial_runs import LIMIT_SECONDS, Trial, largest_difference, retire_in_turn
+from variants import varied
 
 from bench import prefork
 from hpctrain.checkpoints.discover import inspect
@@ -22,6 +23,7 @@ TP2_PP2 = dict(
     pipeline_model_parallel_size=2,
     pipeline_layer_split=((2,), (2,)),
 )
+VARIANT = pytest.mark.variant  # of its own test: the others always run
 DP2 = dict(data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True)
 
 
@@ -77,10 +79,10 @@ OWN_PARTS = dict(optimizer_sharding="dp_reshardable", ddp_bucket_size=3000)
     "settings",
     [
         dict(TP2_PP2, dropout=0.1, async_save=True),
-        dict(DP2, dropout=0.1, precision="bf16", async_save=True),
-        VPP,
+        pytest.param(dict(DP2, dropout=0.1, precision="bf16", async_save=True), marks=VARIANT),
+        pytest.param(VPP, marks=VARIANT),
         EXPERTS,
-        dict(use_distributed_optimizer=False, data_parallel_size=2),
+        pytest.param(dict(use_distributed_optimizer=False, data_parallel_size=2), marks=VARIANT),
     ],
     ids=["tp2 pp2", "dp2 overlap bf16", "vpp", "ep2", "no distributed optimizer"],
 )
@@ -95,7 +97,7 @@ def test_resume_is_exact_when_each_rank_saves_its_own(
     assert resumed.exact == {step: whole.exact[step] for step in (5, 6)}
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", varied(["dense", "experts"], "dense"))
 def test_another_dp_goes_on_within_rounding(kind: str, trial: Callable[..., Trial]) -> None:
     """What a run does that may go on with fewer nodes: each rank saves its own part, and the ranks
     of another size cut it anew when they load."""

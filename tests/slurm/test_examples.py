@@ -144,7 +144,7 @@ def on_one_process(place: Place, example: str) -> list[StepMetrics]:
     return read_metrics(run)
 
 
-@pytest.mark.variant("test_fine_tunes_lose_their_nodes_and_go_on")
+@pytest.mark.variant("test_big_models_are_split_as_planned")
 def test_pictures_are_learned_alike_by_one_process_and_by_several(place: Place) -> None:
     runs = place.follow("digits", "resnet50-ddp")
     digits, alone = trained(runs["digits"]), on_one_process(place, "digits")
@@ -165,14 +165,14 @@ def test_pictures_are_learned_alike_by_one_process_and_by_several(place: Place) 
     assert abs(accuracies[0] - accuracies[1]) <= SAME_ACCURACY, accuracies
 
 
-@pytest.mark.variant("test_fine_tunes_lose_their_nodes_and_go_on")
+@pytest.mark.variant("test_big_models_are_split_as_planned")
 def test_texts_get_their_classes(place: Place) -> None:
     runs = place.follow("distilbert-sentiment")
     rows = trained(runs["distilbert-sentiment"])
     assert rows[-1].eval_accuracy is not None and rows[-1].eval_accuracy > 0.9
 
 
-@pytest.mark.variant("test_fine_tunes_lose_their_nodes_and_go_on")
+@pytest.mark.variant("test_big_models_are_split_as_planned")
 def test_eight_ranks_of_four_nodes_sum_inside_of_nodes_first(place: Place) -> None:
     bert = place.follow("bert-4nodes")["bert-4nodes"]
     assert trained(bert)[-1].eval_loss is not None
@@ -181,6 +181,7 @@ def test_eight_ranks_of_four_nodes_sum_inside_of_nodes_first(place: Place) -> No
     assert nodes_of(bert) == ["n0", "n0", "n1", "n1", "n2", "n2", "n3", "n3"]
 
 
+@pytest.mark.variant("test_big_models_are_split_as_planned")
 def test_fine_tunes_lose_their_nodes_and_go_on(place: Place) -> None:
     """The full one, on two nodes, loses both and gets one: the node that LoRA's has lost before."""
     # else a run is over before its nodes are wanted
@@ -215,7 +216,7 @@ def last_checkpoint(rehearsal: Rehearsal) -> Manifest:
     return manifest
 
 
-@pytest.mark.variant("test_fine_tunes_lose_their_nodes_and_go_on")
+@pytest.mark.variant("test_big_models_are_split_as_planned")
 def test_two_engines_have_the_same_losses(place: Place) -> None:
     runs = place.follow("gpt1300m-one-node")
     fsdp, deepspeed = (trained(run) for run in runs.values())
