@@ -40,4 +40,6 @@ def test_the_limit_holds_for_all_groups_that_exist() -> None:
 
 
 def test_without_groups_nothing_happens() -> None:
+    """A process that is alone trains without any group, and gets none."""
     limit_collectives(2.0)
+    assert not dist.is_initialized()

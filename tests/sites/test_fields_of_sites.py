@@ -115,7 +115,10 @@ def test_a_partition_without_a_name_is_one_message_with_the_field_for_it(tmp_pat
     ],
 )
 def test_wished_fields_that_exist_under_their_name(key: str, value: object, tmp_path: Path) -> None:
-    load(tmp_path, document(key, value))
+    found: Any = load(tmp_path, document(key, value)).model_dump(mode="json", by_alias=True)
+    for part in key.split("."):
+        found = found["partitions"][0] if part == "partitions[]" else found[part]
+    assert found == value
 
 
 @pytest.mark.parametrize(
