@@ -11,13 +11,13 @@ SlurmRefusedError (with Slurm's own message). No response never means that a job
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
-from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
+from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import parse
+from hpctrain.slurm.answers import accepted, parsed
 from hpctrain.slurm.environment import for_queries, with_only
 from hpctrain.slurm.process import Command, CommandResult, Runner, run_command
 from hpctrain.slurm.records import (
@@ -30,8 +30,6 @@ from hpctrain.slurm.records import (
     SubmittedJob,
     TestOnlyAnswer,
 )
-
-_Parsed = TypeVar("_Parsed")
 
 
 class SlurmClient:
@@ -70,7 +68,7 @@ class SlurmClient:
         `variables` are those that sbatch and so the job inherit; None: all.
         """
         answer = self._sbatch(["--parsable", *extra_args], script, variables)
-        return _parsed("sbatch", lambda: parse.submitted(answer.stdout, answer.stderr))
+        return parsed("sbatch", lambda: parse.submitted(answer.stdout, answer.stderr))
 
     def test_only(self, script: Path | str, extra_args: Sequence[str] = ()) -> TestOnlyAnswer:
         """Let the controller check a script without submitting it."""
@@ -84,7 +82,7 @@ class SlurmClient:
             argv, stdin = ["sbatch", *options, os.path.abspath(script)], ""
         else:
             argv, stdin = ["sbatch", *options], script
-        return _accepted(argv, self._call(argv, with_only(self._environment, variables), stdin))
+        return accepted(argv, self._call(argv, with_only(self._environment, variables), stdin))
 
     # Queries ------------------------------------------------------------------------------------
 
@@ -103,7 +101,7 @@ class SlurmClient:
         if answer.returncode != 0 and len(ids) == 1 and parse.is_unknown_job(answer.stderr):
             return {}
         text = _answered(argv, answer)
-        found = _parsed("squeue", lambda: parse.jobs_from_squeue(text))
+        found = parsed("squeue", lambda: parse.jobs_from_squeue(text))
         wanted = frozenset(ids)
         return {job_id: record for job_id, record in found.items() if record.belongs_to(wanted)}
 
@@ -117,13 +115,13 @@ class SlurmClient:
         argv = ["squeue", "--states=all", f"--user={_joined(user_ids)}"]
         argv.append(f"--Format={parse.long_format(parse.SQUEUE_FIELDS)}")
         text = _answered(argv, self._ask(argv))
-        return _parsed("squeue", lambda: parse.jobs_from_squeue(text))
+        return parsed("squeue", lambda: parse.jobs_from_squeue(text))
 
     def live_jobs_named(self, name: str) -> tuple[int, ...]:
         """List the ids of this user's waiting and running jobs of that name (see `singleton`)."""
         argv = ["squeue", "--me", f"--name={name}", f"--Format={parse.long_format(('JobID',))}"]
         text = _answered(argv, self._ask(argv))
-        rows = _parsed("squeue", lambda: parse.table(text, 1))
+        rows = parsed("squeue", lambda: parse.table(text, 1))
         return tuple(int(job_id) for (job_id,) in rows)
 
     def show_job(self, job_id: int) -> JobRecord | None:
@@ -152,7 +150,7 @@ class SlurmClient:
         argv = ["sacct", "-X", "-P", f"--delimiter={parse.UNIT}", f"--jobs={_joined(ids)}"]
         argv.append(f"--format={','.join(parse.SACCT_FIELDS)}")
         text = _answered(argv, self._ask(argv))
-        return _parsed("sacct", lambda: parse.jobs_from_sacct(text))
+        return parsed("sacct", lambda: parse.jobs_from_sacct(text))
 
     def past_jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
         """Query ids that squeue does not know: only the accounting database may have them."""
@@ -163,7 +161,7 @@ class SlurmClient:
         argv = ["squeue", "--steps", f"--jobs={job_id}"]
         argv.append(f"--Format={parse.long_format(parse.STEP_FIELDS)}")
         text = _answered(argv, self._ask(argv))
-        return _parsed("squeue --steps", lambda: parse.steps_from_squeue(text))
+        return parsed("squeue --steps", lambda: parse.steps_from_squeue(text))
 
     def hostnames(self, node_list: str) -> tuple[str, ...]:
         """Expand `n[0-2]` to (n0, n1, n2). Needs no controller."""
@@ -171,7 +169,7 @@ class SlurmClient:
             return ()
         # scontrol prints `Invalid hostlist` with exit code 0, so the output decides.
         argv = ["scontrol", "show", "hostnames", node_list]
-        answer = _accepted(argv, self._ask(argv))
+        answer = accepted(argv, self._ask(argv))
         if not answer.stdout.split():
             raise SlurmRefusedError(answer.stderr.strip() or f"no host names in `{node_list}`")
         return tuple(answer.stdout.split())
@@ -182,9 +180,9 @@ class SlurmClient:
         One query of the controller, and one call for all node lists, which needs no controller.
         """
         argv = ["scontrol", "show", "topology"]
-        lists = _parsed(
+        lists = parsed(
             "scontrol show topology",
-            lambda: parse.leaf_lines(_accepted(argv, self._ask(argv)).stdout),
+            lambda: parse.leaf_lines(accepted(argv, self._ask(argv)).stdout),
         )
         if not lists:
             return {}
@@ -201,8 +199,8 @@ class SlurmClient:
     def node_address(self, node: str) -> str:
         """Query the address at which Slurm itself reaches a node (NodeAddr)."""
         argv = ["scontrol", "-o", "show", "node", node]
-        text = _accepted(argv, self._ask(argv)).stdout
-        return _parsed("scontrol show node", lambda: parse.node_address(text))
+        text = accepted(argv, self._ask(argv)).stdout
+        return parsed("scontrol show node", lambda: parse.node_address(text))
 
     def node_states(self, nodes: Collection[str]) -> dict[str, NodeState]:
         """Query the states of `nodes` at once; an unknown node is absent.
@@ -214,7 +212,7 @@ class SlurmClient:
         argv = ["sinfo", "--Node", f"--nodes={','.join(sorted(nodes))}"]
         argv.append(f"--Format={parse.long_format(parse.NODE_FIELDS)}")
         text = _answered(argv, self._ask(argv))
-        return {one.node: one for one in _parsed("sinfo", lambda: parse.node_states(text))}
+        return {one.node: one for one in parsed("sinfo", lambda: parse.node_states(text))}
 
     def boot_times(self, nodes: Collection[str]) -> dict[str, float]:
         """Query when each of `nodes` booted, in seconds since the epoch of the controller's clock.
@@ -224,8 +222,8 @@ class SlurmClient:
         if not nodes:
             return {}
         argv = ["scontrol", "-o", "show", "node", ",".join(sorted(nodes))]
-        text = _accepted(argv, self._ask(argv)).stdout
-        return _parsed("scontrol show node", lambda: parse.boot_times(text))
+        text = accepted(argv, self._ask(argv)).stdout
+        return parsed("scontrol show node", lambda: parse.boot_times(text))
 
     def config(self) -> SlurmConfig:
         """Query the configuration in force."""
@@ -332,7 +330,7 @@ class SlurmClient:
         return RequeueAnswer(parse.requeue_result(answer.returncode, text), text)
 
     def _do(self, argv: list[str]) -> None:
-        _accepted(argv, self._ask(argv))
+        accepted(argv, self._ask(argv))
 
     def _ask(self, argv: list[str], *, shielded: bool = False) -> CommandResult:
         return self._call(argv, for_queries(self._environment), shielded=shielded)
@@ -349,34 +347,12 @@ class SlurmClient:
         return self._run(Command(tuple(argv), environment, self._timeout_seconds, stdin, shielded))
 
 
-def _accepted(argv: list[str], answer: CommandResult) -> CommandResult:
-    """Check the result of a command that changes something, and return it."""
-    if answer.returncode == 0:
-        return answer
-    # `scontrol show node` reports an unknown node on stdout.
-    words = answer.stderr.strip() or answer.stdout.strip()
-    words = words or f"`{argv[0]}` ended with exit code {answer.returncode}"
-    if parse.is_unreachable(words):
-        raise SlurmUnreachableError(words)
-    raise SlurmRefusedError(words)
-
-
 def _answered(argv: list[str], answer: CommandResult) -> str:
     """Return the output of a query; one that fails or prints nothing counts as no response."""
     if answer.returncode == 0 and answer.stdout.strip():
         return answer.stdout
     words = answer.stderr.strip() or f"exit code {answer.returncode} and no output"
     raise SlurmUnreachableError(f"`{argv[0]}` did not answer: {words}")
-
-
-def _parsed(name: str, read: Callable[[], _Parsed]) -> _Parsed:
-    try:
-        return read()
-    except (ValueError, KeyError) as error:
-        raise SlurmError(
-            f"`{name}` gave an answer that hpctrain cannot read: {error}",
-            hint="please report this together with the output of `sinfo --version`",
-        ) from error
 
 
 def _joined(ids: Collection[int]) -> str:

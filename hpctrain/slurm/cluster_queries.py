@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import cluster_parse, parse
+from hpctrain.slurm.answers import accepted, parsed
 from hpctrain.slurm.capabilities import capabilities
 from hpctrain.slurm.cluster_records import Accounting, ClusterFacts, Leaf, TopologyKind
 from hpctrain.slurm.environment import for_queries
@@ -88,7 +89,7 @@ class ClusterQueries:
             )
             kinds = f"format={','.join(cluster_parse.QOS_FIELDS)}"
             qos = self._ask("sacctmgr", "-nP", "show", "qos", kinds)
-            return _readable("sacctmgr", lambda: cluster_parse.accounting(associations, qos))
+            return parsed("sacctmgr", lambda: cluster_parse.accounting(associations, qos))
         except SlurmError as error:
             self._unanswered["sacctmgr"] = str(error)
             return None
@@ -96,7 +97,7 @@ class ClusterQueries:
     def _shown(self, what: str, read: Callable[[str], _Parsed]) -> _Parsed:
         # -a: hidden partitions, too, whose jobs may take nodes away
         text = self._ask("scontrol", "-a", "-o", "show", what)
-        return _readable(f"scontrol show {what}", lambda: read(text))
+        return parsed(f"scontrol show {what}", lambda: read(text))
 
     def _shown_if_answered(self, what: str, read: Callable[[str], _Parsed]) -> _Parsed | None:
         try:
@@ -122,13 +123,7 @@ class ClusterQueries:
     def _asked_once(self, argv: tuple[str, ...]) -> str:
         self.count += 1
         answer = self._run(Command(argv, self._environment, self._timeout_seconds))
-        if answer.returncode == 0:
-            return answer.stdout
-        words = answer.stderr.strip() or answer.stdout.strip()
-        words = words or f"`{argv[0]}` ended with exit code {answer.returncode}"
-        if parse.is_unreachable(words):
-            raise SlurmUnreachableError(words)
-        raise SlurmRefusedError(words)
+        return accepted(argv, answer).stdout
 
 
 def step_output(
@@ -149,13 +144,3 @@ def step_output(
         words = answer.stderr.strip() or f"`srun` ended with exit code {answer.returncode}"
         raise SlurmRefusedError(words)
     return answer.stdout
-
-
-def _readable(name: str, read: Callable[[], _Parsed]) -> _Parsed:
-    try:
-        return read()
-    except (ValueError, KeyError) as error:
-        raise SlurmError(
-            f"`{name}` gave an answer that hpctrain cannot read: {error}",
-            hint="please report this together with the output of `sinfo --version`",
-        ) from error

@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rehearsal import PATIENCE_SECONDS, patient_client, wait_till_remembered
+from rehearsal import patient_client, wait_till_remembered
+from sleeping_jobs import QUIET, SLEEP, eventually, job_of, running
 from slurm_settings import grace, nothing_starts
 
 from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.sandbox.faults import crash_node, kill_controller, restart_controller, restart_node
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.slurm import JobRecord, JobState, RequeueResult, SlurmClient
+from hpctrain.slurm import JobState, RequeueResult, SlurmClient
 
-SLEEP = "#!/bin/sh\nexec sleep 3600\n"
-QUIET = ("--output=/dev/null",)
 UNKNOWN_JOB = 99999999
 
 
 @pytest.fixture
 def slurm(sandbox: Sandbox) -> SlurmClient:
     return patient_client(sandbox.environment())
-
-
-def eventually(look: Callable[[], bool], timeout_seconds: float = PATIENCE_SECONDS) -> bool:
-    """Whether `look` becomes true in time."""
-    deadline = time.monotonic() + timeout_seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(SlurmUnreachableError):  # held up: ask again
-            if look():
-                return True
-        time.sleep(0.1)
-    return False
-
-
-def job_of(slurm: SlurmClient, job_id: int) -> JobRecord:
-    return slurm.jobs([job_id])[job_id]
-
-
-def running(slurm: SlurmClient, script: str = SLEEP, *options: str) -> int:
-    job_id = slurm.submit(script, (*QUIET, *options)).job_id
-    assert eventually(lambda: job_of(slurm, job_id).state.is_running)
-    return job_id
 
 
 def test_a_job_is_submitted_seen_and_cancelled(slurm: SlurmClient, tmp_path: Path) -> None:
