@@ -175,7 +175,7 @@ class Night:
                 lost_steps=rehearsal.rows(epoch)[-1].step - first.step + 1,
             )
         )
-        _say(f"{fault}: {self.recoveries[-1]}")
+        _say(f"{fault}: a new step {first.time - began_at:.1f} s later")
 
     def await_progress(self, epoch: int) -> None:
         """Until this launch has published a checkpoint of its own and trained on."""

@@ -1,4 +1,4 @@
-"""Print the footprint of gpt175b beside what strace has counted per rank on small runs.
+"""Print the footprint of gpt175b, and the table behind it beside what strace has counted.
 
 python -m bench.footprint [--ranks 2 3 4]
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from bench.footprint.small_runs import RANK_ACTORS, Counted, count_small_runs, total
@@ -15,22 +16,15 @@ from hpctrain.actions.footprint import footprint_of, size_of
 from hpctrain.actions.prepare import prepare
 from hpctrain.cli.footprint_text import footprint_lines
 from hpctrain.plan.footprint.predict import file_calls
-from hpctrain.plan.footprint.quantities import OPERATIONS, Event
+from hpctrain.plan.footprint.quantities import OPERATIONS, Operation, RunSize
 
 EXAMPLE, PROFILE = Path(__file__).resolve().parents[2] / "examples" / "gpt175b.yaml", "a100x64"
-_EVENTS: dict[str, tuple[Event, ...]] = {
-    "first": ("launch", "fresh", "checkpoint"),
-    "again": ("launch", "resume", "checkpoint"),
-    "failed": ("launch", "fresh", "failure"),
-}
 
 
-def per_rank(counted: list[Counted], kind: str) -> dict[str, float]:
-    """Operations that one more rank adds, from the smallest to the largest size."""
-    chosen = sorted((one for one in counted if one.kind == kind), key=lambda one: one.size.ranks)
-    least, most = chosen[0], chosen[-1]
-    low, high = total(least), total(most)
-    return {one: (high[one] - low[one]) / (most.size.ranks - least.size.ranks) for one in low}
+def by_the_table(one: Counted, size: RunSize) -> dict[Operation, float]:
+    """What the table says that the ranks of a run of that size do in the events of this launch."""
+    calls = [(file_calls(size, [event], RANK_ACTORS), n) for event, n in one.events.items()]
+    return {name: sum(getattr(call, name) * n for call, n in calls) for name in OPERATIONS}
 
 
 def main() -> int:
@@ -42,20 +36,24 @@ def main() -> int:
         made = prepare(EXAMPLE, PROFILE, runs=Path(name))
     print("\n".join(footprint_lines(footprint_of(made))))
     size = size_of(made)
+    print(f"\n{'Operations of ranks':<34}" + "".join(f"{o:>9}" for o in OPERATIONS))
+    for one in counted:
+        if one.size.ranks == max(sizes):
+            name = f"  {one.kind}, {one.size.ranks} ranks"
+            _row(f"{name}: counted", total(one))
+            _row(f"{name}: table", by_the_table(one, one.size))
+            _row(f"  {one.kind}, {size.ranks} ranks: table", by_the_table(one, size))
     print(
-        f"\n{f'Operations of ranks at {size.ranks}':<34}" + "".join(f"{o:>9}" for o in OPERATIONS)
-    )
-    for kind, events in _EVENTS.items():
-        slopes, calls = per_rank(counted, kind), file_calls(size, events, RANK_ACTORS)
-        scaled = "".join(f"{slopes[one] * size.ranks:>9,.0f}" for one in OPERATIONS)
-        table = "".join(f"{getattr(calls, one):>9,}" for one in OPERATIONS)
-        print(f"{f'  {kind}: per rank x {size.ranks}, counted':<34}{scaled}")
-        print(f"{f'  {kind}: by the table':<34}{table}")
-    print(
-        f"\nCounted on {', '.join(map(str, sizes))} ranks, with two checkpoints in `first`, one in "
-        "`again`; the example has more datasets and checkpoints than the small runs."
+        "\nThe same events in all rows of a kind: two checkpoints in `first`, one in `again`. "
+        "Counted above\nthe table is what is done by the clock: a sign of life each second, a look "
+        "for requests. Launches of\n`failed` end before they read data. The example has more "
+        "datasets and checkpoints."
     )
     return 0
+
+
+def _row(label: str, calls: Mapping[Operation, float]) -> None:
+    print(f"{label:<34}" + "".join(f"{round(calls[one]):>9,}" for one in OPERATIONS))
 
 
 if __name__ == "__main__":
