@@ -3,7 +3,8 @@
     test_slurms.py [--workers N] [--only SUBJECT]... RELEASE...
 
 Prints how many tests passed on each, and writes that into docs/slurm-versions.md: the table there
-names no version and no subject that was not run. Exits with 1 if anything failed.
+names no version and no subject that was not run. What --only leaves out stays as it was, for the
+same version. Exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ CACHE = ROOT / ".slurm"
 DOCUMENT = ROOT / "docs" / "slurm-versions.md"
 BEGIN, END = "<!-- written by make test-slurms -->", "<!-- end of what make test-slurms writes -->"
 FAULTS = "tests/slurm/faults"
+_NOT_RUN = "not run"
 # The columns of the table, and the files of tests behind each.
 SUBJECTS = {
     "client": ("tests/slurm/test_client.py",),
@@ -71,7 +73,7 @@ class Outcome:
 def in_words(counts: Counter[str]) -> str:
     """`12`, or `11, 1 FAILED`, or `10, 2 skipped`."""
     if not counts:
-        return "not run"
+        return _NOT_RUN
     parts = [str(counts["passed"])]
     parts += [f"{counts['failed']} FAILED"] if counts["failed"] else []
     parts += [f"{counts['skipped']} skipped"] if counts["skipped"] else []
@@ -143,8 +145,14 @@ def write_row(outcome: Outcome) -> None:
     head, _, rest = DOCUMENT.read_text().partition(BEGIN)
     old, _, tail = rest.partition(END)
     release = outcome.version.rpartition(".")[0]
-    rows = [line for line in old.splitlines()[3:] if not line.startswith(f"| {release}.")]
-    rows = sorted([*rows, f"| {' | '.join(outcome.cells())} |"])
+    before = [line.strip("| ").split(" | ") for line in old.splitlines()[3:]]
+    cells = outcome.cells()
+    for row in before:
+        if row[0] == outcome.version:
+            pairs = zip(row, cells, strict=True)
+            cells = [then if now == _NOT_RUN else now for then, now in pairs]
+    others = [row for row in before if row[0].rpartition(".")[0] != release]
+    rows = [f"| {' | '.join(row)} |" for row in sorted([*others, cells])]
     titles = ["Slurm", *SUBJECTS, "demo"]
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}", *rows]
     DOCUMENT.write_text("\n".join([f"{head}{BEGIN}", *lines, f"{END}{tail}"]))

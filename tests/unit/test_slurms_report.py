@@ -62,6 +62,18 @@ def test_a_release_has_one_row_and_the_others_keep_theirs(script: ModuleType) ->
     assert text.startswith("before\n") and text.endswith("\nafter\n")
 
 
+def test_what_was_left_out_stays_for_the_same_version_only(script: ModuleType) -> None:
+    def row(version: str, ran: str) -> list[str]:
+        results = {name: Counter({"passed": 4} if name == ran else {}) for name in script.SUBJECTS}
+        script.write_row(script.Outcome(version, results, True))
+        (line,) = [one for one in script.DOCUMENT.read_text().splitlines() if "| 24." in one]
+        return [cell for cell in line.strip("| ").split(" | ")[1:-1] if cell != "not run"]
+
+    assert len(row("24.11.5", "client")) == 1
+    assert len(row("24.11.5", "watch")) == 2
+    assert len(row("24.11.6", "team")) == 1
+
+
 def test_every_subject_has_its_files(script: ModuleType) -> None:
     files = [file for group in script.SUBJECTS.values() for file in group]
     assert all((SCRIPT.parents[1] / file).is_file() for file in files)
