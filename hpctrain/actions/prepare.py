@@ -258,7 +258,7 @@ def _site_warnings(
     """
     partition = site.slurm.partition(spec.resources.partition)
     assert partition is not None, "the planner has checked the partition"
-    short = short_grace(site, plan, partition)
+    short = short_grace(spec, site, plan, partition)
     if short is not None and site.limits.short_grace == "refuse":
         hint = "save faster, take smaller steps, or another partition (`limits.short_grace`)"
         raise LimitError(short, hint=hint)

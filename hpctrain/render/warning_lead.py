@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.forecast.checkpoint import longest_save_seconds
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.partition import PartitionProfile
 from hpctrain.spec.run import RunSpec
@@ -28,8 +29,6 @@ _LEAST_RUNNING_SECONDS = 60.0
 _STEP_FACTOR = 2.0
 # One save may have just begun, and one more follows.
 _SAVES = 2
-# Bytes per parameter of a checkpoint: bf16 weights + fp32 master weights and two moments.
-_CHECKPOINT_BYTES_PER_PARAMETER = 14
 # sbatch(1), --signal: sig_time must be between 0 and 65535.
 _LONGEST_SECONDS = 65535
 
@@ -66,10 +65,10 @@ def warning_lead(
 
     It is at most half of the limit, so that the job trains before it is warned.
     """
-    saving_seconds = _SAVES * _save_seconds(profile, plan)
     # on as few nodes as the run may continue with; 0 if the plan predicts no time
-    fewer = plan.nodes.nodes / (spec.resources.min_nodes or plan.nodes.nodes)
-    longest_step_seconds = (plan.step_seconds or 0.0) * max(1.0, fewer)
+    least = min(spec.resources.min_nodes or plan.nodes.nodes, plan.nodes.nodes)
+    saving_seconds = _SAVES * _save_seconds(spec, profile, plan, least)
+    longest_step_seconds = (plan.step_seconds or 0.0) * plan.nodes.nodes / least
     running_seconds = max(_LEAST_RUNNING_SECONDS, _STEP_FACTOR * longest_step_seconds)
     wanted = round((_SLURM_SECONDS + running_seconds + saving_seconds) / 10) * 10
     most = min(round(float(limit) / 2), _LONGEST_SECONDS)
@@ -82,7 +81,9 @@ def warning_lead(
     )
 
 
-def short_grace(profile: ClusterProfile, plan: Plan, partition: PartitionProfile) -> str | None:
+def short_grace(
+    spec: RunSpec, profile: ClusterProfile, plan: Plan, partition: PartitionProfile
+) -> str | None:
     """Describe a grace that ends before a step and a save do; None if it is long enough.
 
     Both as planned. None, too, where nothing is preempted or the plan predicts no time.
@@ -90,7 +91,8 @@ def short_grace(profile: ClusterProfile, plan: Plan, partition: PartitionProfile
     preemption = partition.preemption
     if preemption.mode == "off" or plan.step_seconds is None:
         return None
-    saving_seconds, grace_seconds = _save_seconds(profile, plan), float(preemption.grace)
+    saving_seconds = _save_seconds(spec, profile, plan, plan.nodes.nodes)
+    grace_seconds = float(preemption.grace)
     if grace_seconds >= plan.step_seconds + saving_seconds:
         return None
     grace = short_duration(grace_seconds) if grace_seconds else "no grace"
@@ -102,7 +104,11 @@ def short_grace(profile: ClusterProfile, plan: Plan, partition: PartitionProfile
     )
 
 
-def _save_seconds(profile: ClusterProfile, plan: Plan) -> float:
-    """The time of one save at the bandwidth of the slowest file system."""
-    slowest = min(float(filesystem.write_bandwidth) for filesystem in profile.filesystems)
-    return plan.learned * _CHECKPOINT_BYTES_PER_PARAMETER / slowest
+def _save_seconds(spec: RunSpec, profile: ClusterProfile, plan: Plan, nodes: int) -> float:
+    return longest_save_seconds(
+        spec,
+        profile,
+        parameters=plan.learned,
+        gpus=nodes * plan.nodes.gpus_per_node,
+        nodes=nodes,
+    )

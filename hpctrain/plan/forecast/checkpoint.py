@@ -38,12 +38,8 @@ def checkpoint_cost(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> 
     each = facts.checkpoint_bytes_per_parameter or bytes_per_parameter(spec)
     total = facts.parameters * each
     filesystem = _filesystem(profile, facts.filesystem)
-    rate, limit = float(filesystem.write_bandwidth), f"file system {filesystem.name}"
-    cards = _cards_bytes_per_second(profile, facts.nodes)
-    if filesystem.kind != "local" and cards < rate:
-        rate, limit = cards, f"network cards of {facts.nodes} node{'s' if facts.nodes > 1 else ''}"
-    write = total / rate
-    staging = SAVE_OVERHEAD_SECONDS + total / facts.gpus / STAGING_BYTES_PER_SECOND
+    write, limit = _write_seconds(profile, filesystem, facts.nodes, total)
+    staging = _staging_seconds(facts.gpus, total)
     in_background = spec.checkpoint.asynchronous
     return CheckpointCost(
         total_bytes=round(total),
@@ -53,6 +49,18 @@ def checkpoint_cost(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> 
         write_limit=limit,
         asynchronous=in_background,
     )
+
+
+def longest_save_seconds(
+    spec: RunSpec, profile: ClusterProfile, *, parameters: int, gpus: int, nodes: int
+) -> float:
+    """Compute the time until a save is durable on the slowest file system of the site.
+
+    Where a run directory will be is known only when it is made. `parameters`: those that learn.
+    """
+    total = parameters * bytes_per_parameter(spec)
+    writes = (_write_seconds(profile, one, nodes, total)[0] for one in profile.filesystems)
+    return _staging_seconds(gpus, total) + max(writes)
 
 
 def load_seconds(profile: ClusterProfile, facts: RunFacts, total_bytes: float) -> float:
@@ -76,3 +84,19 @@ def _filesystem(profile: ClusterProfile, name: str | None) -> FilesystemProfile:
 def _cards_bytes_per_second(profile: ClusterProfile, nodes: int) -> float:
     network = profile.network
     return nodes * network.nics_per_node * float(network.nic_bandwidth)
+
+
+def _staging_seconds(gpus: int, total_bytes: float) -> float:
+    """The copy to main memory, and what one save takes besides it."""
+    return SAVE_OVERHEAD_SECONDS + total_bytes / gpus / STAGING_BYTES_PER_SECOND
+
+
+def _write_seconds(
+    profile: ClusterProfile, filesystem: FilesystemProfile, nodes: int, total_bytes: float
+) -> tuple[float, str]:
+    """The time to write, and what limits it."""
+    rate, limit = float(filesystem.write_bandwidth), f"file system {filesystem.name}"
+    cards = _cards_bytes_per_second(profile, nodes)
+    if filesystem.kind != "local" and cards < rate:
+        rate, limit = cards, f"network cards of {nodes} node{'s' if nodes > 1 else ''}"
+    return total_bytes / rate, limit
