@@ -92,7 +92,7 @@ def default_output(run: RunFiles, with_checkpoints: WithCheckpoints) -> Path:
 def archive(
     run: RunFiles, slurm: SlurmClient, output: Path, with_checkpoints: WithCheckpoints = "none"
 ) -> Archived:
-    """Write the archive, read it back and compare every file.
+    """Write the archive, for its owner only, read it back and compare every file.
 
     It is compressed if its name ends with `.gz` or `.tgz`. Raises UsageError for a run that has a
     job, for an output that exists or lies in the run, and for what cannot be read or written;
@@ -109,7 +109,8 @@ def archive(
     if directory.resolve() in output.resolve().parents:
         raise UsageError(f"{output} lies in the run that is to be archived")
     try:
-        with output.open("xb") as raw:
+        # private, as the run directory is
+        with open(output, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as raw:
             try:
                 listing = _write(run, raw, with_checkpoints, compressed=_is_compressed(output))
                 raw.flush()

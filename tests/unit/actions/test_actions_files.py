@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tarfile
 import time
 from dataclasses import replace
@@ -215,6 +216,7 @@ def test_an_archive_brings_a_run_back(
     made = archive(run, slurm, output, which)  # type: ignore[arg-type]
     assert left(run) == before
     assert made.archive_bytes == output.stat().st_size
+    assert stat.S_IMODE(output.stat().st_mode) == 0o600, "as private as the run"
     again = unpack(output, tmp_path / "elsewhere")
     restored = left(again) - {"archive.json"}
     missing = before - restored
