@@ -186,10 +186,17 @@ def public_directory() -> Iterator[Path]:
 
 
 def _open_to_all(sandbox: Sandbox) -> None:
-    """What a client needs: the configuration and munge's socket, below directories of ours."""
-    for directory in (sandbox.directory.parent, sandbox.directory, sandbox.paths.sockets):
+    """What clients and jobs need: configuration, munge's socket and the nodes' copies of scripts.
+
+    slurmd runs the copy as the job's user; where that user may not reach it, execve fails and the
+    job ends 2 (seen with 22.05.8).
+    """
+    paths = sandbox.paths
+    spools = [paths.spool / node for node in sandbox.state.shape.node_names]
+    ways = (sandbox.directory.parent, sandbox.directory, paths.sockets, paths.spool, *spools)
+    for directory in ways:
         directory.chmod(directory.stat().st_mode | 0o011)
-    sandbox.paths.slurm_conf.chmod(0o644)
+    paths.slurm_conf.chmod(0o644)
 
 
 @functools.cache

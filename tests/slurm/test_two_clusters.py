@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from another_user import AnotherUser
 from command_line import hpctrain
 from other_cluster import OtherCluster, client_of
 from rehearsal import Stage
+from sleeping_jobs import QUIET, SLEEP, eventually, job_of
 
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm.client import SlurmClient
@@ -48,15 +50,17 @@ def test_another_user_has_jobs_of_their_own(public_stage: Stage, another_user: A
     sandbox: Sandbox = public_stage.sandbox
     them = another_user.client_of(sandbox)
     job_id = them.call(submit_a_sleep)
-    answer = sandbox.command("squeue", "--noheader", f"--jobs={job_id}", "--format=%u")
-    assert answer.strip() == another_user.name
+    assert eventually(lambda: not job_of(public_stage.slurm, job_id).state.is_pending)
+    time.sleep(0.5)  # a script that its user may not run has ended long before
+    answer = sandbox.command("squeue", "--noheader", f"--jobs={job_id}", "--format=%u %T")
+    assert answer.split() == [another_user.name, "RUNNING"]
     mine = public_stage.slurm.submit("#!/bin/sh\nsleep 600\n", ("-o", "/dev/null")).job_id
     with pytest.raises(RuntimeError, match=r"SlurmRefusedError.*denied"):
         them.call(SlurmClient.cancel, SlurmClient(them.environment), mine)
 
 
 def submit_a_sleep() -> int:
-    return SlurmClient().submit("#!/bin/sh\nsleep 600\n", ("-o", "/dev/null")).job_id
+    return SlurmClient().submit(SLEEP, QUIET).job_id
 
 
 def test_another_user_reads_only_what_is_allowed(
