@@ -232,14 +232,22 @@ def test_ranks_that_lose_one_leave_a_record_each(victim: int, slow: Launches) ->
     assert not slow.run.done.exists()
 
 
-def test_a_launch_that_is_not_the_newest_publishes_nothing(slow: Launches) -> None:
-    epoch = slow.start()
-    slow.wait_for_step(1, epoch)
-    claim_epoch(slow.run.epochs, "another")
-    assert slow.codes()[0] == 1
-    (record,) = (one for one in read_exit_records(slow.run, epoch) if one.rank == 0)
+@pytest.fixture
+def slower(tmp_path: Path) -> Iterator[Launches]:
+    """A run that is seconds away from its first save when it has done a step."""
+    launches = Launches(tmp_path / "place", 0.3)
+    yield launches
+    launches.end()
+
+
+def test_a_launch_that_is_not_the_newest_publishes_nothing(slower: Launches) -> None:
+    epoch = slower.start()
+    slower.wait_for_step(1, epoch)
+    claim_epoch(slower.run.epochs, "another")
+    assert slower.codes()[0] == 1
+    (record,) = (one for one in read_exit_records(slower.run, epoch) if one.rank == 0)
     assert record.cause == "superseded"
-    assert published_steps(slow.run.checkpoints) == []
+    assert published_steps(slower.run.checkpoints) == []
 
 
 def test_a_stopped_rank_gives_no_stack_and_the_others_wait_for_it(slow: Launches) -> None:
@@ -251,7 +259,13 @@ def test_a_stopped_rank_gives_no_stack_and_the_others_wait_for_it(slow: Launches
     dumps = [slow.run.stack_dump(epoch, number) for number in (0, 2, 3)]
     slow.wait(lambda: all("most recent call first" in path.read_text() for path in dumps))
     assert "most recent call first" not in slow.run.stack_dump(epoch, 1).read_text()
-    assert "_receive_exactly" in slow.run.stack_dump(epoch, 3).read_text()
+
+    def waits() -> bool:
+        """Whether rank 3 is done with its step; it says where it is each time it is asked."""
+        slow.ranks[3].send_signal(signal.SIGQUIT)
+        return "_receive_exactly" in slow.run.stack_dump(epoch, 3).read_text()
+
+    slow.wait(waits)
 
 
 def test_most_ranks_import_nothing_of_ours() -> None:
