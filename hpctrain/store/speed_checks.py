@@ -70,7 +70,8 @@ class SpeedCheck(Record):
     what the driver reports to hold the clock down, such as `thermal`; "" for nothing.
     `free_memory_bytes` is free before the model is built. `networks` has the network that NCCL
     chose, such as `IB` or `Socket`; "" if not known.
-    `rounds`: 2 where a suspect was measured a second time; the better round counts.
+    `rounds`: 2 where there was a second round for suspects; the better one counts. `twice` has what
+    was measured in it: `gpu`, and axes.
     `skipped` lists what was not measured, with the reason. `leaves`: the launch ends because of
     `slow`, so that the supervisor can replace the nodes.
     """
@@ -94,6 +95,7 @@ class SpeedCheck(Record):
     networks: tuple[str, ...] = ()
     axes: tuple[AxisSpeed, ...] = ()
     rounds: int = 1
+    twice: tuple[PartName | AxisName, ...] = ()
     skipped: tuple[str, ...] = ()
     slow: tuple[SlowPart, ...] = ()
     leaves: bool = False

@@ -12,7 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 
-from hpctrain.store.speed_checks import AxisName, AxisSpeed, SlowPart, SpeedCheck
+from hpctrain.store.speed_checks import (
+    AxisName,
+    AxisSpeed,
+    PartName,
+    SlowPart,
+    SpeedCheck,
+)
 
 # Memory that others hold: more than the spread of contexts and libraries between equal GPUs.
 _HELD_SHARE, _HELD_BYTES = 0.05, 2**30
@@ -51,7 +57,10 @@ def suspects_of(check: SpeedCheck, limits: Thresholds) -> Suspects:
 
 
 def slow_parts(check: SpeedCheck, limits: Thresholds) -> tuple[SlowPart, ...]:
-    """Name what is slow, after the second round. The most certain and slowest parts come first."""
+    """Name what is slow, after the second round. The most certain and slowest parts come first.
+
+    A speed that was measured once, because time was over, blames nobody: it may be chance.
+    """
     found = [
         *_slow_gpus(check, limits),
         *_held_memory(check),
@@ -82,6 +91,9 @@ def better_of(first: SpeedCheck, second: SpeedCheck) -> SpeedCheck:
         update = {"bus_bytes_per_second": rates, "best_pair_bytes_per_second": pairs}
         axes.append(axis.model_copy(update=update))
     products = _better(first.product_flops_per_second, second.product_flops_per_second)
+    twice: list[PartName | AxisName] = [*again]
+    if any(rate is not None for rate in second.product_flops_per_second):
+        twice.append("gpu")
     return first.model_copy(
         update={
             "product_flops_per_second": products,
@@ -90,6 +102,7 @@ def better_of(first: SpeedCheck, second: SpeedCheck) -> SpeedCheck:
             ),
             "axes": tuple(axes),
             "rounds": 2,
+            "twice": tuple(twice),
             "seconds": second.seconds,
             "skipped": second.skipped,
         }
@@ -150,7 +163,7 @@ def _below_peers(
             nodes=(check.nodes[rank],),
             rank=rank,
             share=rate / middle,
-            certain=True,
+            certain="gpu" in check.twice,
         )
 
 
@@ -248,7 +261,7 @@ def _slow_links(check: SpeedCheck, axis: AxisSpeed, limits: Thresholds) -> Itera
             f"{whose}",
             nodes=nodes,
             share=rate / reference,
-            certain=peers and len(nodes) == 1,
+            certain=peers and len(nodes) == 1 and axis.axis in check.twice,
         )
 
 
@@ -280,7 +293,7 @@ def _slow_ends(
                     nodes=(check.nodes[rank],),
                     rank=rank,
                     share=best / middle,
-                    certain=True,
+                    certain=axis.axis in check.twice,
                 )
 
 

@@ -184,22 +184,22 @@ def take_port(fault: Fault) -> None:
 
 
 def compute_slowly(fault: Fault) -> None:
-    """On the node `text` this process is stopped most of the time while its speed is checked."""
+    """On the node `text` this process is stopped most of the time while it measures products."""
     if os.environ["SLURMD_NODENAME"] != fault["text"]:
         return
     import_loop()
     sys.path.append(str(Path(__file__).resolve().parents[2]))
     from throttled import throttled
 
-    from hpctrain.train import startup
+    from hpctrain.train import speed_check
 
-    real = startup.check_speed
+    real = speed_check.measure_products
 
-    def check(*given: Any) -> None:
+    def measured(*given: Any) -> float:
         with throttled():
-            real(*given)
+            return real(*given)
 
-    startup.check_speed = check
+    speed_check.measure_products = measured
 
 
 def publish_slowly(fault: Fault) -> None:

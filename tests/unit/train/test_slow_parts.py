@@ -32,6 +32,7 @@ def check(**fields: Any) -> SpeedCheck:
         precision="bf16",
         product_mnk=(8192, 8192, 8192),
         product_flops_per_second=(600 * TFLOP,) * 16,
+        twice=("gpu", "tp", "dp"),
     )
     return SpeedCheck(**{**usual, **fields})
 
@@ -210,10 +211,28 @@ def test_one_noisy_measurement_is_measured_again_and_forgotten() -> None:
 
 
 def test_what_is_slow_twice_stays_slow() -> None:
-    slow = check(product_flops_per_second=rates(600 * T, r3=200 * T))
-    again = check(product_flops_per_second=(None,) * 16)
-    assert named(slow_parts(better_of(slow, slow), LIMITS)) == [("gpu", ("n1",), True)]
-    assert named(slow_parts(better_of(slow, again), LIMITS)) == [("gpu", ("n1",), True)]
+    slow = check(product_flops_per_second=rates(600 * T, r3=200 * T), twice=())
+    better = better_of(slow, slow)
+    assert better.twice == ("gpu",)
+    assert named(slow_parts(better, LIMITS)) == [("gpu", ("n1",), True)]
+
+
+def test_what_was_measured_once_blames_no_node() -> None:
+    """Time was over before the second round of that part."""
+    links = tuple(rank // 2 * 2 for rank in range(16))
+    slow = check(
+        product_flops_per_second=rates(600 * T, r3=200 * T),
+        axes=(axis(rates(350 * GB, r6=120 * GB, r7=120 * GB), groups=links, axis="tp"),),
+        twice=(),
+    )
+    nothing = check(product_flops_per_second=(None,) * 16, axes=(), twice=())
+    links_again = nothing.model_copy(update={"axes": slow.axes})
+    gpu, link = ("gpu", ("n1",)), ("link", ("n3",))
+    assert set(named(slow_parts(better_of(slow, nothing), LIMITS))) == {
+        (*gpu, False),
+        (*link, False),
+    }
+    assert named(slow_parts(better_of(slow, links_again), LIMITS)) == [(*link, True), (*gpu, False)]
 
 
 def test_nothing_is_suspected_without_a_reason() -> None:
