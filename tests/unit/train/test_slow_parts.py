@@ -235,5 +235,16 @@ def test_what_was_measured_once_blames_no_node() -> None:
     assert named(slow_parts(better_of(slow, links_again), LIMITS)) == [(*link, True), (*gpu, False)]
 
 
+def test_a_pipeline_measures_pairs_in_its_first_round_which_blame_no_node() -> None:
+    pairs = rates(45 * GB, r9=9 * GB)
+    bus = tuple((9 if rank % 2 else 40) * GB for rank in range(16))
+    pipeline = axis(
+        bus, axis="pp", expected_bytes_per_second=42 * GB, best_pair_bytes_per_second=pairs
+    )
+    once = check(axes=(pipeline,), twice=())
+    assert named(slow_parts(once, LIMITS)) == [("link", ("n4",), False)]
+    assert named(slow_parts(better_of(once, once), LIMITS)) == [("link", ("n4",), True)]
+
+
 def test_nothing_is_suspected_without_a_reason() -> None:
     assert not suspects_of(check(axes=(axis(rates(40 * GB)),)), LIMITS)
