@@ -174,7 +174,7 @@ def test_rpcs_of_each_command(stage: Stage, job: int) -> None:
     assert calls.keys() == RPC_OF_COMMAND.keys()
     found = {}
     for command, call in calls.items():
-        before = _rpcs(environment)
+        before = _settled_rpcs(environment)
         call()
         counted = _rpcs(environment) - before
         found[command] = sum(n for name, n in counted.items() if not NOT_OF_COMMANDS.match(name))
@@ -183,6 +183,20 @@ def test_rpcs_of_each_command(stage: Stage, job: int) -> None:
     over = {name: (found[name], most[name]) for name in found if found[name] > most[name]}
     assert not over, f"more RPCs than the table says: {over}"
     assert all(found[name] for name in found), f"a command without an RPC: {found}"
+
+
+def _settled_rpcs(environment: dict[str, str]) -> Counter[str]:
+    """What is counted once nothing is on its way: the end of srun's step comes from its nodes."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    before = _rpcs(environment)
+    while time.monotonic() < deadline:
+        time.sleep(0.5)
+        now = _rpcs(environment)
+        own = {name for name in now if NOT_OF_COMMANDS.match(name)}
+        if all(now[name] == before[name] for name in now.keys() - own):
+            return now
+        before = now
+    raise AssertionError("slurmctld is asked all the time")
 
 
 def _rpcs(environment: dict[str, str]) -> Counter[str]:
