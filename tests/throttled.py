@@ -19,9 +19,9 @@ RUN_SECONDS, STOP_SECONDS = 0.001, 2.0
 
 @contextlib.contextmanager
 def throttled() -> Iterator[None]:
-    """This process computes a hundredth of the time or less, within the block.
+    """This process computes for a thousandth of the time, within the block.
 
-    Where the other one wakes tens of milliseconds late, it still computes for a few hundredths.
+    On a busy machine the other one wakes tens of milliseconds late: then for a few hundredths.
     """
     slowed, (ending, end) = os.getpid(), os.pipe()
     child = os.fork()

@@ -44,12 +44,12 @@ class AxisSpeed(RecordPart):
 
 
 class SlowPart(RecordPart):
-    """One part that is slow, after a second measurement.
+    """One part that is slow.
 
     `nodes`: where it is; several where a link between them is slow and neither end can be singled
     out; empty where all nodes are alike, which points to a setting. `share`: measured over
-    `reference` (of its peers, or of the profile). `certain`: peers of this launch are faster, and
-    one node is named.
+    `reference` (of its peers, or of the profile). `certain`: peers of this launch are faster,
+    one node is named, and a speed was slow in two measurements.
     """
 
     part: PartName

@@ -12,13 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 
-from hpctrain.store.speed_checks import (
-    AxisName,
-    AxisSpeed,
-    PartName,
-    SlowPart,
-    SpeedCheck,
-)
+from hpctrain.store.speed_checks import AxisName, AxisSpeed, PartName, SlowPart, SpeedCheck
 
 # Memory that others hold: more than the spread of contexts and libraries between equal GPUs.
 _HELD_SHARE, _HELD_BYTES = 0.05, 2**30
