@@ -25,6 +25,9 @@ def software_lines(records: Sequence[SoftwareRecord]) -> list[str]:
 
 
 def _facts(facts: SoftwareFacts) -> Iterator[tuple[str, str]]:
+    if facts.hpctrain is not None:
+        code = f" ({facts.code}), kept with the run" if facts.code else ", as it is installed"
+        yield "hpctrain", f"{facts.hpctrain}{code}"
     yield "python, torch", f"{facts.python}, {facts.torch}"
     if facts.cuda_build is not None:
         driver = f"driver {facts.driver or 'unknown'}"

@@ -8,7 +8,7 @@ what follows from them (see `hpctrain.train.software_agreement`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hpctrain.durable import append_line
 from hpctrain.store.layout import RunLayout
@@ -39,6 +39,8 @@ class Library(RecordPart):
 class SoftwareFacts(RecordPart):
     """What one rank has found.
 
+    `code` is the digest in the name of the archive from which the rank imports hpctrain; None where
+    it imports an installed one.
     `cuda_build` and `nccl` are the versions that torch was built with, None for a build without
     CUDA; `driver_cuda` is the newest CUDA that the driver supports. `gpus` are the names of the
     GPUs that the rank sees, `capabilities` their compute capabilities (9.0: Hopper); `gpu_error`
@@ -49,6 +51,7 @@ class SoftwareFacts(RecordPart):
     """
 
     hpctrain: str | None = None
+    code: str | None = None
     python: str
     torch: str
     cuda_build: str | None = None
@@ -72,12 +75,16 @@ class SoftwareFacts(RecordPart):
 
 
 class SoftwareRecord(Record):
-    """The facts of some nodes of one launch; `ranks` counts the ranks that have found them."""
+    """The facts of some nodes of one launch; `ranks` counts the ranks that have found them.
+
+    `changed` says what is not as the run's `software.lock` has it.
+    """
 
     epoch: int
     nodes: tuple[str, ...]
     ranks: int
     facts: SoftwareFacts
+    changed: tuple[str, ...] = ()
 
 
 def write_software(run: RunLayout, records: Iterable[SoftwareRecord]) -> None:
@@ -87,7 +94,7 @@ def write_software(run: RunLayout, records: Iterable[SoftwareRecord]) -> None:
 
 
 def read_software(run: RunLayout) -> list[SoftwareRecord]:
-    """Read the lines of the newest launch that has any; a torn line is left out.
+    """Read the lines of all launches, in the order written; a torn line is left out.
 
     Raises NewerFormatError when a newer hpctrain has written the file.
     """
@@ -96,6 +103,10 @@ def read_software(run: RunLayout) -> list[SoftwareRecord]:
     except FileNotFoundError:
         return []
     found = (parse_record(run.software, line, SoftwareRecord) for line in lines)
-    records = [record for record in found if record is not None]
+    return [record for record in found if record is not None]
+
+
+def of_newest_launch(records: Sequence[SoftwareRecord]) -> list[SoftwareRecord]:
+    """Select the records of the newest launch that has any."""
     newest = max((record.epoch for record in records), default=0)
     return [record for record in records if record.epoch == newest]

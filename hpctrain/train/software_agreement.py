@@ -22,9 +22,11 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.store.software import Library, SoftwareFacts, SoftwareRecord, write_software
+from hpctrain.store.software_lock import changes, read_lock, write_lock
 from hpctrain.train import software
 from hpctrain.train.device import gpu_ids, gpu_index
 from hpctrain.train.faults import RefusedElsewhereError
+from hpctrain.train.found_software import found_software
 from hpctrain.train.job import Job
 from hpctrain.train.software import LibraryFindings, LibraryProblem
 from hpctrain.train.storage import outlast
@@ -169,10 +171,42 @@ def _exchange(own: RankSoftware, store: Store, job: Job) -> _Judgement:
 
 def _judge_as_leader(ranks: Sequence[RankSoftware], job: Job) -> _Judgement:
     """Record the facts of all ranks and judge them."""
-    outlast(job.run, lambda: write_software(job.run, records_of(ranks, job.launch.epoch)))
+    refusals = tuple(judge(ranks, needs_of(job.config, job.launch.version)))
+    changed = _changes_of_run(ranks[0].facts, job) if not refusals else ()
+    records = records_of(ranks, job.launch.epoch, changed)
+    outlast(job.run, lambda: write_software(job.run, records))
     for remark in dict.fromkeys(remark for rank in ranks for remark in rank.facts.remarks):
         print(f"warning: {remark}", flush=True)
-    return _Judgement(refusals=tuple(judge(ranks, needs_of(job.config, job.launch.version))))
+    if changed and job.config.software == "locked":
+        refusals = (_not_as_locked(changed, job.run.run_id),)
+    elif changed and job.config.software == "warn":
+        print(f"warning: software has changed: {', '.join(changed)}", flush=True)
+    return _Judgement(refusals=refusals)
+
+
+def _changes_of_run(facts: SoftwareFacts, job: Job) -> tuple[str, ...]:
+    """Compare with the lock of the run, or write it: until a step is done, this launch decides."""
+
+    def compared() -> tuple[str, ...]:
+        now = found_software(facts, job.launch.epoch, job.config.checkout_directory)
+        lock = read_lock(job.run)
+        if lock is not None and job.run.metrics.exists():
+            return changes(lock, now)
+        write_lock(job.run, now)
+        return ()
+
+    return outlast(job.run, compared)
+
+
+def _not_as_locked(changed: Sequence[str], run_id: str) -> Refusal:
+    return Refusal(
+        # Of a refusal of all nodes, only the message reaches `why`.
+        message=f"software has changed since the run began: {', '.join(changed)}; restore it, or "
+        f"accept it: `hpctrain upgrade {run_id}`, then `hpctrain resume {run_id}`",
+        hint="`supervise.software` of the spec is `locked`",
+        nodes=(),
+        everywhere=True,
+    )
 
 
 def refuse(refusals: Sequence[Refusal], node: str) -> None:
@@ -196,8 +230,13 @@ def refuse(refusals: Sequence[Refusal], node: str) -> None:
     raise RefusedElsewhereError(f"on {', '.join(first.nodes[:8])}: {first.message}")
 
 
-def records_of(ranks: Iterable[RankSoftware], epoch: int) -> list[SoftwareRecord]:
-    """Group ranks by equal facts, in the order of the first rank of each group."""
+def records_of(
+    ranks: Iterable[RankSoftware], epoch: int, changed: tuple[str, ...] = ()
+) -> list[SoftwareRecord]:
+    """Group ranks by equal facts, in the order of the first rank of each group.
+
+    `changed` is what is not as the run's lock has it.
+    """
     groups: dict[SoftwareFacts, list[RankSoftware]] = {}
     for rank in ranks:
         groups.setdefault(rank.facts, []).append(rank)
@@ -207,6 +246,7 @@ def records_of(ranks: Iterable[RankSoftware], epoch: int) -> list[SoftwareRecord
             nodes=tuple(dict.fromkeys(member.node for member in members)),
             ranks=len(members),
             facts=facts,
+            changed=changed,
         )
         for facts, members in groups.items()
     ]

@@ -13,7 +13,7 @@ from specimen_scripts import PROFILE, SPEC, profile_with, render, spec_with
 from test_render_quoting import run_script, stub
 
 from hpctrain.actions.prepare import prepare
-from hpctrain.actions.submit import write_run_directory
+from hpctrain.actions.run_directory import write_run_directory
 from hpctrain.errors import InvalidInputError
 from hpctrain.plan.planner import make_plan
 from hpctrain.render.script import ScriptFacts, build_script

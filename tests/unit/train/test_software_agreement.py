@@ -8,7 +8,13 @@ import pytest
 
 from hpctrain.errors import InvalidInputError
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.software import Library, SoftwareFacts, read_software, write_software
+from hpctrain.store.software import (
+    Library,
+    SoftwareFacts,
+    of_newest_launch,
+    read_software,
+    write_software,
+)
 from hpctrain.train.faults import RefusedElsewhereError
 from hpctrain.train.software import LibraryProblem
 from hpctrain.train.software_agreement import (
@@ -157,7 +163,8 @@ def test_equal_facts_are_one_line(tmp_path: Path) -> None:
     run = RunLayout(tmp_path)
     write_software(run, records_of(ranks(n0=GOOD), epoch=1))
     write_software(run, records_of(ranks(n0=GOOD, n1=odd, n2=GOOD), epoch=2))
-    lines = read_software(run)
+    assert [line.epoch for line in read_software(run)] == [1, 2, 2]
+    lines = of_newest_launch(read_software(run))
     assert [(line.nodes, line.ranks, line.facts) for line in lines] == [
         (("n0", "n2"), 4, GOOD),
         (("n1",), 2, odd),

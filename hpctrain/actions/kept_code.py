@@ -1,0 +1,156 @@
+"""Keep the code of hpctrain with a run: one archive, from which its jobs import it.
+
+An attempt starts days after `submit`, when another hpctrain may be installed. Belongs here: packing
+what jobs import, and putting it into a run directory. Does not belong here: which archive the next
+attempt takes (`hpctrain.store.kept_code`), moving a run to another one (`upgrade`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import marshal
+import os
+import stat
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+
+from hpctrain.durable import make_private_directory, replace_bytes
+from hpctrain.store.kept_code import archive_name, use_archive
+from hpctrain.store.layout import RunLayout
+from hpctrain.version import __version__
+
+# The rooms that run inside of jobs; whatever they import outside of them fails there, and in tests.
+_ROOMS = (
+    *("checkpoints", "engines", "nodes", "notify", "plan", "prepare", "slurm", "spec", "store"),
+    *("supervise", "tracking", "train"),
+)
+# importlib.util.MAGIC_NUMBER, flags 1 (hash-based, unchecked: PEP 552), then the source's hash.
+_UNCHECKED = (1).to_bytes(4, "little")
+# Of a compiled file beside its source: magic number, flags 0, time and size of the source.
+_HEADER_BYTES = 16
+# The earliest that an archive can have: the same code gives the same bytes.
+_TIME = (1980, 1, 1, 0, 0, 0)
+_MODE = 0o444 << 16
+_GIT_SECONDS = 30.0
+
+
+def keep_code(run: RunLayout) -> str:
+    """Put the code of this hpctrain into the run, for its next attempt; return the archive's name.
+
+    An archive is read-only and never changes: what an attempt has begun with stays. Raises OSError.
+    """
+    package = Path(__file__).parents[1]
+    name = archive_name(__version__, _digest(package))
+    make_private_directory(run.kept_software)  # beside a script that is no run's, too
+    target = run.kept_software / name
+    if not target.exists():
+        replace_bytes(target, _archive(package, name), mode=0o600)
+    use_archive(run, name)
+    return name
+
+
+def keep_checkout_changes(run: RunLayout, checkout: Path) -> None:
+    """Keep what is not committed in the engine's checkout, where git can tell. Raises OSError."""
+    words = ("git", "-C", str(checkout), "diff", "--binary", "HEAD")
+    try:
+        found = subprocess.run(words, capture_output=True, timeout=_GIT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    if found.returncode == 0 and found.stdout:
+        replace_bytes(run.checkout_changes, found.stdout, mode=0o600)
+
+
+def _sources(package: Path) -> Iterator[Path]:
+    """List the modules that jobs may import, in a fixed order."""
+    yield from sorted(package.glob("*.py"))
+    for room in _ROOMS:
+        yield from sorted((package / room).rglob("*.py"))
+
+
+def _digest(package: Path) -> str:
+    """Identify the code by its text, and by the Python that has compiled it (hex)."""
+    found = hashlib.sha256((sys.implementation.cache_tag or "").encode())
+    for path in _sources(package):
+        text = path.read_bytes()
+        found.update(f"{path.relative_to(package)} {len(text)}\n".encode())
+        found.update(text)
+    return found.hexdigest()
+
+
+def _archive(package: Path, name: str) -> bytes:
+    """Pack the code, or take what an earlier submission has packed; the cache may be missing."""
+    cached = _cache_directory() / name
+    with contextlib.suppress(OSError):
+        status = os.stat(cached)
+        if status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            data = cached.read_bytes()
+            if zipfile.is_zipfile(io.BytesIO(data)):
+                return data
+    data = _packed(package, name)
+    with contextlib.suppress(OSError):
+        cached.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_bytes(cached, data, mode=0o600, durable=False)
+        for old in cached.parent.glob("hpctrain-*.zip"):
+            if old != cached:
+                old.unlink(missing_ok=True)
+    return data
+
+
+def _cache_directory() -> Path:
+    """Return the user's directory of caches (XDG Base Directory Specification)."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    home = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    return home / "hpctrain"
+
+
+def _packed(package: Path, name: str) -> bytes:
+    """Make the archive: each module as text, and compiled, which Python does not keep of archives.
+
+    Another Python than this one, of a container, ignores the compiled form and reads the text.
+    """
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in _sources(package):
+            inside = f"hpctrain/{path.relative_to(package).as_posix()}"
+            text = path.read_bytes()
+            compiled = _renamed(_compiled(path, text), f"{name}/{inside}")
+            head = importlib.util.MAGIC_NUMBER + _UNCHECKED + importlib.util.source_hash(text)
+            for entry, data in (
+                (inside, text),
+                (f"{inside}c", head + marshal.dumps(compiled)),
+            ):
+                info = zipfile.ZipInfo(entry, _TIME)
+                info.external_attr, info.compress_type = _MODE, zipfile.ZIP_DEFLATED
+                archive.writestr(info, data)
+    return stream.getvalue()
+
+
+def _compiled(path: Path, text: bytes) -> CodeType:
+    """Compile a module, or read what Python has compiled of this very text."""
+    if sys.implementation.cache_tag is None:  # a Python that keeps nothing compiled
+        return compile(text, str(path), "exec", dont_inherit=True)
+    with contextlib.suppress(OSError, EOFError, ValueError, TypeError):
+        data = Path(importlib.util.cache_from_source(str(path))).read_bytes()
+        status = os.stat(path)
+        stamp = int(status.st_mtime) & 0xFFFFFFFF, status.st_size & 0xFFFFFFFF
+        head = b"".join(number.to_bytes(4, "little") for number in (0, *stamp))
+        if data[:_HEADER_BYTES] == importlib.util.MAGIC_NUMBER + head:
+            code = marshal.loads(data[_HEADER_BYTES:])
+            if isinstance(code, CodeType):
+                return code
+    return compile(text, str(path), "exec", dont_inherit=True)
+
+
+def _renamed(code: CodeType, name: str) -> CodeType:
+    """Give code the name of its file in the archive: the installed one may be another by then."""
+    constants = tuple(
+        _renamed(one, name) if isinstance(one, CodeType) else one for one in code.co_consts
+    )
+    return code.replace(co_filename=name, co_consts=constants)

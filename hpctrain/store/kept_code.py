@@ -1,0 +1,40 @@
+"""The archives of hpctrain's code that a run keeps, and which of them its next attempt imports.
+
+`software/current` is a link to one of them. A job resolves it once, when it starts. Belongs here:
+names and the link. Does not belong here: packing (see `hpctrain.actions.kept_code`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from hpctrain.durable import replace_link
+from hpctrain.store.layout import RunLayout
+
+_NAME = re.compile(r"hpctrain-(?P<version>.+)-(?P<digest>[0-9a-f]{12})\.zip")
+_DIGITS = 12
+
+
+def archive_name(version: str, digest: str) -> str:
+    """Name the archive of a version whose code has this digest (hex)."""
+    return f"hpctrain-{version}-{digest[:_DIGITS]}.zip"
+
+
+def parse_archive_name(name: str) -> tuple[str, str] | None:
+    """Return version and digest of an archive; None for a file that is none."""
+    found = _NAME.fullmatch(name)
+    return (found["version"], found["digest"]) if found else None
+
+
+def current_archive(run: RunLayout) -> str | None:
+    """Return the name of the archive that the next attempt imports; None if the run keeps none."""
+    try:
+        return os.readlink(run.current_code)
+    except OSError:
+        return None
+
+
+def use_archive(run: RunLayout, name: str) -> None:
+    """Make the next attempt import this archive. Raises OSError."""
+    replace_link(run.current_code, name)

@@ -1,0 +1,169 @@
+"""The archive of hpctrain that a run keeps: what is in it, and that jobs need nothing else."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hpctrain.actions import kept_code
+from hpctrain.actions.kept_code import keep_checkout_changes, keep_code
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.upgrade import upgrade
+from hpctrain.errors import UsageError
+from hpctrain.store.kept_code import archive_name, current_archive, parse_archive_name
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind
+from hpctrain.version import __version__
+
+# What a job runs, by the words of its script and of its processes; none of them needs an engine.
+_ENTRIES = (
+    "hpctrain.supervise.__main__",
+    "hpctrain.supervise.preflight",
+    "hpctrain.supervise.evaluation_result",
+    "hpctrain.tracking.__main__",
+    "hpctrain.prepare.container_image",
+    "hpctrain.train.entry",
+    "hpctrain.train.startup",
+    "hpctrain.train.agent",
+    "hpctrain.train.engines.megatron_lm.program",
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/hpctrain"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path / "runs/gpt-7f3a")
+    layout.create()
+    return layout
+
+
+def in_archive(archive: Path, program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that finds hpctrain in the archive only, in another directory."""
+    environment = {**os.environ, "PYTHONPATH": str(archive)}
+    argv = [sys.executable, "-P", "-c", program]
+    return subprocess.run(
+        argv, env=environment, capture_output=True, text=True, cwd=archive.parent.parent
+    )
+
+
+def test_jobs_import_everything_from_the_archive(run: RunLayout) -> None:
+    name = keep_code(run)
+    assert parse_archive_name(name) is not None and f"-{__version__}-" in name
+    program = (
+        f"import importlib, sys\n"
+        f"for entry in {_ENTRIES!r}: importlib.import_module(entry)\n"
+        "found = {m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'hpctrain'}\n"
+        "compiled = sum(file.endswith('.pyc') for file in found)\n"
+        f"outside = [file for file in found if {name!r} not in file]\n"
+        "print(len(found) > 100, compiled == len(found), outside)"
+    )
+    done = in_archive(run.current_code.resolve(), program)
+    assert done.stdout.split("\n")[0] == "True True []", done.stderr
+
+
+def test_a_traceback_shows_the_lines_of_the_archive(run: RunLayout) -> None:
+    name = keep_code(run)
+    archive = run.current_code.resolve()
+    program = (
+        "import traceback\n"
+        "from hpctrain.durable import append_line\n"
+        "try: append_line(1, 2)\n"
+        "except TypeError: traceback.print_exc()"  # as the trainer and the supervisor write it
+    )
+    done = in_archive(archive, program)
+    assert f'File "{name}/hpctrain/' in done.stderr, done.stderr
+    lines = done.stderr.splitlines()
+    place = max(n for n, line in enumerate(lines) if f'File "{name}' in line)
+    with zipfile.ZipFile(archive) as packed:
+        module = lines[place].split('"')[1].removeprefix(f"{name}/")
+        text = packed.read(module).decode()
+    assert lines[place + 1].strip() in text
+
+
+def test_the_same_code_is_packed_once(
+    run: RunLayout, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = keep_code(run)
+    packed = run.current_code.read_bytes()
+    assert (cache / name).read_bytes() == packed
+    (cache / name).unlink()
+    other = RunLayout(run.directory.parent / "gpt-0000")
+    other.create()
+    assert keep_code(other) == name and other.current_code.read_bytes() == packed
+    monkeypatch.setattr(kept_code, "_packed", lambda *_: pytest.fail("packed again"))
+    third = RunLayout(run.directory.parent / "gpt-1111")
+    third.create()
+    keep_code(third)
+    assert third.current_code.read_bytes() == packed
+    mode = stat.S_IMODE((third.kept_software / name).stat().st_mode)
+    assert mode == 0o600
+
+
+def test_a_cache_that_others_can_write_is_not_trusted(run: RunLayout, cache: Path) -> None:
+    name = keep_code(run)
+    good = run.current_code.read_bytes()
+    (cache / name).write_bytes(b"PK\x05\x06" + bytes(18))  # an archive, with nothing in it
+    (cache / name).chmod(0o666)
+    other = RunLayout(run.directory.parent / "gpt-0000")
+    other.create()
+    keep_code(other)
+    assert other.current_code.read_bytes() == good
+
+
+def test_a_home_without_room_does_not_matter(
+    run: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_code(run)
+    assert zipfile.is_zipfile(run.current_code)
+
+
+def test_what_is_not_committed_in_a_checkout_is_kept(run: RunLayout, tmp_path: Path) -> None:
+    checkout = tmp_path / "Megatron-LM"
+    checkout.mkdir()
+    keep_checkout_changes(run, checkout)
+    assert not run.checkout_changes.exists(), "no checkout of git"
+    git = ("git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b")
+    (checkout / "model.py").write_text("layers = 1\n")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
+        subprocess.run([*git, *words], check=True)
+    keep_checkout_changes(run, checkout)
+    assert not run.checkout_changes.exists(), "everything is committed"
+    (checkout / "model.py").write_text("layers = 2\n")
+    keep_checkout_changes(run, checkout)
+    assert "+layers = 2" in run.checkout_changes.read_text()
+
+
+def test_a_run_of_an_older_hpctrain_cannot_be_moved(run: RunLayout) -> None:
+    with pytest.raises(UsageError, match="keeps no code"):
+        upgrade(RunFiles(run))
+    assert RunFiles(run).ledger.events() == []
+
+
+def test_a_run_whose_settings_cannot_be_read_stays_where_it_is(run: RunLayout) -> None:
+    run.kept_software.joinpath("hpctrain-0.0.1-0123456789ab.zip").touch()
+    kept_code.use_archive(run, "hpctrain-0.0.1-0123456789ab.zip")
+    run.supervise_config.write_text('{"schema_version": 99}')
+    with pytest.raises(Exception, match="format version 99"):
+        upgrade(RunFiles(run))
+    assert current_archive(run) == "hpctrain-0.0.1-0123456789ab.zip"
+    assert EventKind.UPGRADED not in {event.event for event in RunFiles(run).ledger.events()}
+
+
+def test_names() -> None:
+    name = archive_name("0.1.0rc1", "0123456789abcdef")
+    assert name == "hpctrain-0.1.0rc1-0123456789ab.zip"
+    assert parse_archive_name(name) == ("0.1.0rc1", "0123456789ab")
+    assert parse_archive_name("current") is None and parse_archive_name("site-packages") is None
