@@ -1,0 +1,143 @@
+"""Send one message over one channel: an HTTP request, or a program like sendmail.
+
+Belongs here: the forms of the requests and mails, time limits, and what an answer means. Does not
+belong here: words (`message_text`), repeating (`delivery`).
+
+No error contains an address or a token: only a code, the name of an error, or the words of the
+operating system. A redirection is not followed, because it would take the token along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Mapping
+
+from hpctrain.errors import HpctrainError
+from hpctrain.notify.message_text import Message, for_slack
+from hpctrain.notify.secret_values import SecretError, token_of, url_of
+from hpctrain.store.supervise_config import ChannelSettings
+from hpctrain.version import __version__
+
+# Of a whole try. A server that sends a byte now and then would keep urllib for ever.
+SEND_SECONDS = 10.0
+_HINTS = {
+    401: "it wants a token, or another one",
+    403: "the address is not valid any more, or its owner has forbidden it",
+    404: "there is no webhook at this address: make a new one",
+    410: "the channel has been archived or removed: make a new webhook",
+    429: "too many messages: a smaller `at_most`",
+}
+
+
+class NotSentError(HpctrainError):
+    """A message was not taken; the text contains no secret."""
+
+
+def send(channel: ChannelSettings, message: Message, environment: Mapping[str, str]) -> None:
+    """Send within `SEND_SECONDS`. Raises NotSentError, SecretError."""
+    failed: list[HpctrainError] = []
+
+    def attempt() -> None:
+        try:
+            if channel.kind == "mail":
+                _mail(channel, message, environment)
+            else:
+                _post(channel, message, environment)
+        except (NotSentError, SecretError) as error:
+            failed.append(error)
+        except Exception as error:  # texts of libraries may contain the address
+            failed.append(NotSentError(f"it could not be sent: {_safe_words(error)}"))
+
+    thread = threading.Thread(target=attempt, daemon=True, name=f"send-{channel.name}")
+    thread.start()
+    thread.join(SEND_SECONDS)
+    if thread.is_alive():
+        raise NotSentError(f"no answer within {SEND_SECONDS:.0f} s")
+    if failed:
+        raise failed[0]
+
+
+def _safe_words(error: Exception) -> str:
+    reason = getattr(error, "reason", None)
+    cause = reason if isinstance(reason, Exception) else error
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return type(cause).__name__
+
+
+def _post(channel: ChannelSettings, message: Message, environment: Mapping[str, str]) -> None:
+    import http.client
+    import urllib.error
+    import urllib.request
+
+    class NoRedirection(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *words: object) -> None:
+            return None
+
+    body = message.document
+    if channel.kind == "slack":
+        body = json.dumps({"text": for_slack(message.text)})
+    headers = {
+        "Content-Type": "application/json; charset=utf-8",
+        "User-Agent": f"hpctrain/{__version__}",
+    }
+    if (token := token_of(channel, environment)) is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    request = urllib.request.Request(
+        url_of(channel, environment), body.encode(), headers, method="POST"
+    )
+    # https: the default context checks certificate and name; proxies are those of the environment.
+    opener = urllib.request.build_opener(NoRedirection())
+    try:
+        with opener.open(request, timeout=SEND_SECONDS) as answer:
+            answer.read(1)
+    except urllib.error.HTTPError as error:
+        code = error.code
+        error.close()
+        hint = f" ({_HINTS[code]})" if code in _HINTS else ""
+        raise NotSentError(f"the server answers HTTP {code}{hint}") from None
+    except (http.client.RemoteDisconnected, ConnectionResetError):
+        raise NotSentError("the server has closed the connection without an answer") from None
+
+
+def _mail(channel: ChannelSettings, message: Message, environment: Mapping[str, str]) -> None:
+    """Hand a mail to sendmail: recipients stand in the text and not in argv (sendmail(8), -t)."""
+    from email import policy
+    from email.message import EmailMessage
+    from email.utils import formatdate
+
+    # Lines of a header are folded late: Python's folding puts a blank before a long subject.
+    mail = EmailMessage(policy.default.clone(max_line_length=500))
+    mail["To"] = ", ".join(channel.to)
+    mail["Subject"] = message.subject
+    mail["Date"] = formatdate(localtime=True)
+    # RFC 3834: no out-of-office reply comes back.
+    mail["Auto-Submitted"] = "auto-generated"
+    mail.set_content(message.text)
+    kept = {name: environment[name] for name in ("HOME", "PATH", "LANG", "USER", "TZ")
+            if name in environment}  # fmt: skip
+    try:
+        done = subprocess.run(
+            [channel.sendmail, "-t", "-i"],
+            input=mail.as_bytes(),
+            env=kept,
+            capture_output=True,
+            timeout=SEND_SECONDS - 1.0,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise NotSentError(f"{channel.sendmail} does not end") from None
+    except OSError as error:
+        raise NotSentError(f"{channel.sendmail}: {error.strerror}") from None
+    if done.returncode != 0:
+        raise NotSentError(f"{channel.sendmail} ends with exit code {done.returncode}")
+
+
+def missing_sendmail(channel: ChannelSettings) -> str | None:
+    """Say why mail cannot be sent from this machine; None if it can."""
+    if os.access(channel.sendmail, os.X_OK):
+        return None
+    return f"{channel.sendmail} is not on this machine, or you may not run it"

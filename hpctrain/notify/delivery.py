@@ -1,0 +1,192 @@
+"""Make one pass over a run: send what is to be told and has not been told yet, and record it.
+
+The supervisor makes a pass after each event, and `hpctrain watch --act` over all runs. Both may do
+so at the same time, on different hosts: `hpctrain.store.notices` gives each notice to one of them.
+Belongs here: the order of choosing, claiming, sending and recording. Does not belong here: when a
+pass is made, any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from hpctrain.errors import HpctrainError
+from hpctrain.notify.channels import send
+from hpctrain.notify.message_text import Message, compose
+from hpctrain.notify.notices import Notice, RunFacts, notices_of
+from hpctrain.notify.send_times import select
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import Event
+from hpctrain.store.notices import (
+    EXPIRES_SECONDS,
+    Outbox,
+    SendRecord,
+    SendState,
+    pause_seconds,
+    read_outbox,
+)
+from hpctrain.store.requests import user_name
+from hpctrain.store.supervise_config import ChannelSettings, NotifySettings, SuperviseConfig
+
+Send = Callable[[ChannelSettings, Message, Mapping[str, str]], None]
+# Somebody else has just begun to send: look again what its record says.
+_LOOK_AGAIN_SECONDS = 1.0
+
+
+class NoticeResult(BaseModel):
+    """How a channel has taken notices of a run; `problem` is None if it has."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    channel: str
+    kinds: tuple[str, ...]
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The result of a pass; `next_time` (seconds since the epoch): when to make another one.
+
+    `next_time` is None if nothing waits.
+    """
+
+    results: tuple[NoticeResult, ...] = ()
+    next_time: float | None = None
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Who makes passes: `name` for the record, the variables that may hold secrets.
+
+    `grace_seconds`: events of a supervisor that are younger are left to it.
+    """
+
+    name: str
+    environment: Mapping[str, str]
+    send: Send = send
+    grace_seconds: float = 0.0
+
+
+def sender_name(what: str) -> str:
+    """Name a sender with its host, such as `watch on login1`."""
+    return f"{what} on {socket.gethostname()}"
+
+
+def facts_of(run: RunLayout, config: SuperviseConfig) -> RunFacts:
+    return RunFacts(
+        run_id=config.run_id,
+        runs=str(run.directory.parent),
+        user=user_name(),
+        cluster=config.cluster,
+        target_step=config.target_step,
+    )
+
+
+def is_wanted(notice: Notice, settings: NotifySettings, now: float) -> bool:
+    """Whether the run tells such a notice, and it is still news."""
+    return notice.kind in settings.on and now - notice.event_time <= EXPIRES_SECONDS
+
+
+def deliver(
+    run: RunLayout,
+    config: SuperviseConfig,
+    events: Sequence[Event],
+    sender: Sender,
+    now: float,
+    unusable: frozenset[str] = frozenset(),
+) -> Delivery:
+    """Send what is due on every channel but those of `unusable`.
+
+    Raises OSError when the run directory cannot be read or written: then nothing is sent.
+    """
+    settings = config.notify
+    if settings is None:
+        return Delivery()
+    facts = facts_of(run, config)
+    wanted = [
+        notice
+        for notice in notices_of(events, facts)
+        if is_wanted(notice, settings, now)
+        and (notice.by_watch or now - notice.event_time >= sender.grace_seconds)
+    ]
+    if not wanted:
+        return Delivery()
+    outbox = read_outbox(run)
+    results: list[NoticeResult] = []
+    times: list[float] = []
+    for channel in settings.channels:
+        if channel.name in unusable:
+            continue
+        result, next_time = _deliver_on(channel, settings, facts, wanted, outbox, sender, now)
+        results += [result] if result is not None else []
+        times += [next_time] if next_time is not None else []
+    return Delivery(tuple(results), min(times, default=None))
+
+
+def _deliver_on(
+    channel: ChannelSettings,
+    settings: NotifySettings,
+    facts: RunFacts,
+    wanted: Sequence[Notice],
+    outbox: Outbox,
+    sender: Sender,
+    now: float,
+) -> tuple[NoticeResult | None, float | None]:
+    """Send what is due on one channel; the second value is when to look again."""
+    open_tries = [
+        (notice, tries)
+        for notice in wanted
+        if not (tries := outbox.tries(notice.notice_id, channel.name)).sent and not tries.given_up
+    ]
+    due = [notice for notice, tries in open_tries if tries.next_time <= now]
+    again = [tries.next_time for _, tries in open_tries if tries.next_time > now]
+    records = outbox.of_channel(channel.name)
+    sent_times = {one.message: one.try_time for one in records if one.state == "sent"}
+    chosen = select(due, settings, now, list(sent_times.values()))
+    again += [chosen.next_time] if chosen.next_time is not None else []
+    message_id = f"{now:.3f}-{os.getpid()}"
+    claims = [
+        SendRecord(
+            notice=notice.notice_id,
+            channel=channel.name,
+            kind=notice.kind,
+            state="sending",
+            try_time=now,
+            message=message_id,
+            by=sender.name,
+        )
+        for notice in chosen.now
+    ]
+    mine = [(n, c) for n, c in zip(chosen.now, claims, strict=True) if outbox.claim(c)]
+    if len(mine) < len(claims):
+        again.append(now + _LOOK_AGAIN_SECONDS)
+    if not mine:
+        return None, min(again, default=None)
+    earlier = [outbox.tries(notice.notice_id, channel.name) for notice, _ in mine]
+    told = [notice for notice, _ in mine]
+    message = compose(told, facts, repeated=any(tries.lost for tries in earlier))
+    problem = None
+    try:
+        sender.send(channel, message, sender.environment)
+    except HpctrainError as error:
+        problem = str(error)
+        again.append(now + pause_seconds(1 + min(len(tries.records) for tries in earlier)))
+    state: SendState = "sent" if problem is None else "failed"
+    for _, claim in mine:
+        # Without this line the try counts as one whose end is unknown, and is repeated once.
+        with contextlib.suppress(OSError):
+            outbox.finish(claim.model_copy(update={"state": state, "problem": problem}))
+    result = NoticeResult(
+        run_id=facts.run_id,
+        channel=channel.name,
+        kinds=tuple(notice.kind for notice in told),
+        problem=problem,
+    )
+    return result, min(again, default=None)

@@ -1,0 +1,194 @@
+"""What leaves this machine: requests and mails, and no secret in errors, arguments, variables."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from email import message_from_bytes, policy
+from pathlib import Path
+
+import pytest
+from webhook_server import PATH, Webhook, sendmail_stand_in, webhook
+
+from hpctrain.errors import HpctrainError
+from hpctrain.notify import channels
+from hpctrain.notify.channels import NotSentError, send
+from hpctrain.notify.message_text import Message, compose, write_test_message
+from hpctrain.notify.notices import Notice, NoticeKind, RunFacts
+from hpctrain.notify.secret_values import SecretError
+from hpctrain.store.supervise_config import ChannelSettings
+
+FACTS = RunFacts("gpt-7f3a", "/runs", "ada", "a100x64", 1000)
+NOTICE = Notice(
+    "1-failed", NoticeKind.FAILED, 1.0, 7, "crash", "rank 1: a <b> ü", ("| b",), "stop: x", 30
+)
+MESSAGE = compose([NOTICE], FACTS)
+SECRET = "verysecretpath"
+
+
+@pytest.fixture
+def hook() -> Iterator[Webhook]:
+    with webhook() as found:
+        yield found
+
+
+def slack(file: Path, **more: object) -> ChannelSettings:
+    return ChannelSettings.model_validate(
+        {"name": "slack", "kind": "slack", "url_file": str(file), **more}
+    )
+
+
+def problem(channel: ChannelSettings, message: Message = MESSAGE, **environment: str) -> str:
+    """The error of a channel; it has no secret in it, and neither has its traceback."""
+    with pytest.raises((NotSentError, SecretError)) as caught:
+        send(channel, message, environment)
+    error: BaseException | None = caught.value
+    assert isinstance(error, HpctrainError)
+    words = f"{error} {error.hint}"
+    while error is not None:
+        assert SECRET not in repr(error), repr(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    assert SECRET not in words
+    return words
+
+
+def test_slack_gets_an_escaped_text(hook: Webhook, tmp_path: Path) -> None:
+    send(slack(hook.file(tmp_path)), MESSAGE, {})
+    ((headers, document),) = hook.received
+    assert headers["Content-Type"].startswith("application/json") and "Authorization" not in headers
+    assert document.keys() == {"text"}
+    assert "rank 1: a &lt;b&gt; ü" in document["text"]
+    assert "  hpctrain" not in document["text"], "this notice has no commands"
+
+
+def test_a_webhook_gets_a_document_and_its_token(hook: Webhook, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("verysecretpath-token\n")
+    token.chmod(0o600)
+    channel = ChannelSettings(name="webhook", kind="webhook", url_env="HOOK", token_file=str(token))
+    send(channel, MESSAGE, {"HOOK": hook.url})
+    ((headers, document),) = hook.received
+    assert headers["Authorization"] == "Bearer verysecretpath-token"
+    assert document["schema_version"] == 1 and document["run"] == "gpt-7f3a"
+    (notice,) = document["notices"]
+    assert (notice["kind"], notice["state"], notice["cause"]) == ("failed", "FAILED", "crash")
+    assert (notice["step"], notice["target_step"], notice["reason"]) == (30, 1000, NOTICE.reason)
+    send(channel, write_test_message(FACTS, "test on n1"), {"HOOK": hook.url})
+    assert hook.received[1][1]["test"] is True and hook.received[1][1]["notices"] == []
+
+
+@pytest.mark.parametrize("code", [400, 403, 404, 500, 503])
+def test_an_error_of_the_server_has_its_code_only(hook: Webhook, tmp_path: Path, code: int) -> None:
+    hook.answer = code
+    assert f"HTTP {code}" in problem(slack(hook.file(tmp_path)))
+
+
+def test_a_redirection_is_not_followed(hook: Webhook, tmp_path: Path) -> None:
+    hook.answer, hook.location = 302, f"{hook.url}/elsewhere"
+    assert "HTTP 302" in problem(slack(hook.file(tmp_path)))
+    assert len(hook.received) == 1
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        file = Webhook(unused.getsockname()[1]).file(tmp_path)
+        assert "Connection refused" in problem(slack(file))
+
+
+def test_a_server_that_hangs_delays_no_longer_than_the_limit(
+    hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook.hold = threading.Event()
+    monkeypatch.setattr(channels, "SEND_SECONDS", 0.2)
+    words = problem(slack(hook.file(tmp_path)))
+    assert "no answer" in words or "timed out" in words or "TimeoutError" in words
+
+
+def test_the_text_of_a_library_is_not_repeated(
+    hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def post(*words: object) -> None:
+        raise ValueError(f"URL can't contain control characters: {hook.url}")
+
+    monkeypatch.setattr(channels, "_post", post)
+    assert "it could not be sent: ValueError" in problem(slack(hook.file(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"http://hooks.example.org{PATH}", "begins with http://"),
+        ("", "is empty"),
+        (f"hooks.example.org{PATH}", "no address of a webhook"),
+        (f"https://hooks.example.org{PATH}\nanother", "no address of a webhook"),
+        (f"https://hooks.example.org:port{PATH}", "no address of a webhook"),
+        (f"file://{PATH}", "no address of a webhook"),
+        (f"https://[::1{PATH}", "no address of a webhook"),
+    ],
+)
+def test_what_is_no_address(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "url"
+    file.write_text(text)
+    file.chmod(0o600)
+    assert words in problem(slack(file))
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o622])
+def test_a_file_that_others_can_read_is_refused(hook: Webhook, tmp_path: Path, mode: int) -> None:
+    file = hook.file(tmp_path)
+    file.chmod(mode)
+    words = problem(slack(file))
+    assert f"mode {mode:04o}" in words and f"chmod 600 {file}" in words
+    assert hook.received == []
+
+
+def test_a_file_of_the_site_may_be_read_by_a_group(
+    hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = hook.file(tmp_path)
+    monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1)
+    file.chmod(0o640)
+    send(slack(file), MESSAGE, {})
+    for mode in (0o644, 0o660):
+        file.chmod(mode)
+        assert f"mode {mode:04o}" in problem(slack(file))
+
+
+def test_missing_secrets(tmp_path: Path) -> None:
+    assert "No such file" in problem(slack(tmp_path / "url"))
+    assert "is no file" in problem(slack(tmp_path))
+    channel = ChannelSettings(name="slack", kind="slack", url_env="HOOK")
+    assert "$HOOK, which is to have the address, is not set" in problem(channel, HOOK="")
+
+
+def test_a_mail_has_its_recipients_in_the_text(tmp_path: Path) -> None:
+    program = sendmail_stand_in(tmp_path)
+    channel = ChannelSettings(
+        name="mail", kind="mail", to=("ada@example.org", "grace"), sendmail=str(program)
+    )
+    send(channel, MESSAGE, {"PATH": os.environ["PATH"], "HOOK": SECRET})
+    assert (tmp_path / "argv.txt").read_text().split() == ["-t", "-i"]
+    assert SECRET not in (tmp_path / "environ").read_text()
+    mail = message_from_bytes((tmp_path / "mail.txt").read_bytes(), policy=policy.default)
+    assert (mail["To"], mail["Auto-Submitted"]) == ("ada@example.org, grace", "auto-generated")
+    assert mail["Subject"] == MESSAGE.subject and mail["Bcc"] is None
+    assert mail.get_content() == MESSAGE.text + "\n"
+
+
+def test_a_subject_adds_no_header(tmp_path: Path) -> None:
+    program = sendmail_stand_in(tmp_path)
+    channel = ChannelSettings(name="mail", kind="mail", to=("ada",), sendmail=str(program))
+    facts = RunFacts("gpt\nBcc: eve@example.org", "/runs", "ada", "a100x64", 1000)
+    send(channel, compose([NOTICE], facts), {})
+    assert "\nBcc:" not in (tmp_path / "mail.txt").read_text().partition("\n\n")[0]
+
+
+def test_a_sendmail_that_fails_or_is_missing(tmp_path: Path) -> None:
+    program = sendmail_stand_in(tmp_path, code=75)
+    channel = ChannelSettings(name="mail", kind="mail", to=("ada",), sendmail=str(program))
+    assert "exit code 75" in problem(channel)
+    program.unlink()
+    assert "No such file" in problem(channel)

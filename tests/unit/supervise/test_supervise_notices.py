@@ -1,0 +1,148 @@
+"""A whole attempt with a real webhook: what is told, once, and that nothing waits for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from supervise_facts import config
+from supervise_stage import Stage
+from webhook_server import Webhook, webhook
+
+from hpctrain.actions.notify import send_notices
+from hpctrain.actions.runs import RunFiles
+from hpctrain.notify import channels
+from hpctrain.slurm.records import RequeueAnswer
+from hpctrain.store.ledger import EventKind
+from hpctrain.store.notices import read_outbox
+from hpctrain.store.supervise_config import ChannelSettings, NotifySettings
+from hpctrain.supervise import notice_sender
+
+SECRET = "verysecretpath"
+
+
+@pytest.fixture
+def hook() -> Iterator[Webhook]:
+    with webhook() as found:
+        yield found
+
+
+def tell(stage: Stage, *on: str, storm_failures: int = 5, **channel: object) -> None:
+    """The run tells these events on one channel of kind slack."""
+    slack = ChannelSettings.model_validate({"name": "slack", "kind": "slack", **channel})
+    notify = NotifySettings(channels=(slack,), on=on or ("done", "failed", "held"))
+    more = {"notify": notify, "storm_failures": storm_failures}
+    stage.configure(config().model_copy(update=more))
+
+
+def nowhere(stage: Stage, secret: str = SECRET) -> list[str]:
+    """The files of the run and of its ranks that hold the secret."""
+    return [
+        str(path)
+        for path in stage.layout.directory.rglob("*")
+        if path.is_file() and secret.encode() in path.read_bytes()
+    ]
+
+
+def test_a_run_that_fails_for_good_is_told_once_with_what_to_do(
+    stage: Stage, hook: Webhook, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tell(stage, url_file=str(hook.file(tmp_path)))
+    assert stage.play("save:20 crash", "crash", "crash", "crash", "done") == 1
+    (text,) = hook.texts
+    stopped = stage.events(EventKind.ACTION)[-1]
+    assert text.startswith("r1 has FAILED and will not start again by itself (")
+    assert "Cause: crash: rank 0 failed: ValueError: bad batch" in text
+    assert f"Done by itself: stop: {stopped.reason}" in text
+    assert "newest checkpoint 20" in text
+    assert f"  hpctrain resume r1 --runs {tmp_path}" in text
+    assert send_notices([RunFiles(stage.layout)]) == (), "watch has nothing to add"
+    assert len(hook.received) == 1
+    assert nowhere(stage) == [] and SECRET not in "".join(capfd.readouterr())
+
+
+def test_what_a_run_tells_is_chosen(stage: Stage, hook: Webhook, tmp_path: Path) -> None:
+    tell(stage, "started", "restarted", "done", url_file=str(hook.file(tmp_path)))
+    assert stage.play("save:20 crash", "done") == 0
+    told = "\n".join(hook.texts)
+    assert told.count("r1 has started (") == 1
+    assert told.count("r1 has failed and is started again by itself (") == 1
+    assert told.count("r1 is DONE (") == 1
+
+
+def test_a_secret_in_a_variable_reaches_no_process_of_the_run(
+    stage: Stage, hook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK_URL", hook.url)
+    stage.environment["HOOK_URL"] = hook.url
+    tell(stage, url_env="HOOK_URL")
+    assert stage.play("done") == 0
+    assert len(hook.received) == 1
+    assert (stage.layout.directory / "environment-1.json").exists(), "that of the ranks"
+    assert nowhere(stage) == [] and "HOOK_URL" not in os.environ
+
+
+def test_a_webhook_that_hangs_delays_no_requeue(
+    stage: Stage, hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job asks Slurm for its requeue while the message is still on its way."""
+    monkeypatch.setattr(notice_sender, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(channels, "SEND_SECONDS", 300.0)
+    hook.hold = threading.Event()
+    requeue, states = stage.slurm.requeue, []
+
+    def look(job_id: int) -> RequeueAnswer:
+        hook.wait(lambda: bool(hook.received))
+        states.extend(one.state for one in read_outbox(stage.layout).of_channel("slack"))
+        return requeue(job_id)
+
+    monkeypatch.setattr(stage.slurm, "requeue", look)
+    tell(stage, "started", "requeued", url_file=str(hook.file(tmp_path)), storm_failures=2)
+    assert stage.play("crash", "crash", "done") == 0
+    assert stage.slurm.actions_at_requeue == [["relaunch", "requeue"]]
+    assert (states, len(hook.received)) == (["sending"], 1)
+
+
+def test_what_could_not_be_sent_is_sent_by_watch(
+    stage: Stage, hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(stage, url_file=str(hook.file(tmp_path)))
+    hook.answer = 503
+    assert stage.play("config") == 1
+    run = RunFiles(stage.layout)
+    assert send_notices([run]) == (), "not at once again"
+    later = read_outbox(stage.layout).of_channel("slack")[0].try_time + 61
+    monkeypatch.setattr("hpctrain.actions.notify.time.time", lambda: later)
+    (failed,) = send_notices([run])
+    assert failed.problem == "the server answers HTTP 503"
+    hook.answer = 200
+    monkeypatch.setattr("hpctrain.actions.notify.time.time", lambda: later + 121)
+    (sent,) = send_notices([run])
+    assert (sent.kinds, sent.problem) == (("failed",), None)
+    monkeypatch.setattr("hpctrain.actions.notify.time.time", lambda: later + 10**5)
+    assert send_notices([run]) == () and len(hook.received) == 3
+    assert len({text for text in hook.texts}) == 1, "the same message, whoever sends it"
+
+
+def test_a_supervisor_that_died_while_sending_is_followed_by_watch(
+    stage: Stage, hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can know whether its message arrived: it is repeated once, and says so."""
+    tell(stage, url_file=str(hook.file(tmp_path)))
+    stage.play("config")
+    (path,) = stage.layout.notices.iterdir()
+    path.write_text(path.read_text().replace('"state":"sent"', '"state":"sending"'))
+    run = RunFiles(stage.layout)
+    assert send_notices([run]) == ()
+    begun = read_outbox(stage.layout).of_channel("slack")[0].try_time
+    monkeypatch.setattr("hpctrain.actions.notify.time.time", lambda: begun + 301)
+    assert len(send_notices([run])) == 1
+    assert "may be a repetition" in hook.texts[1] and "may be" not in hook.texts[0]
+
+
+def test_a_run_that_tells_nobody_writes_nothing(stage: Stage) -> None:
+    assert stage.play("done") == 0
+    assert not stage.layout.notices.exists()
