@@ -1,0 +1,177 @@
+"""Follow the metrics of a run and write them, until it is told that the attempt ends.
+
+Belongs here: when what is written, and what a failure of one writer means for the other. Does not
+belong here: the writers (`event_files`, `wandb_run`), the process (`__main__`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from hpctrain.errors import HpctrainError
+from hpctrain.store.jobs import cancel_requested
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.store.tracking import TrackingConfig, tensorboard_directory
+from hpctrain.tracking.writer_lock import TrackingInUseError
+
+# So often metrics are read; plan/footprint/file_rows.py counts by it.
+FOLLOW_SECONDS = 10.0
+# So often rows become a segment that can be uploaded; at the end of an attempt the others do.
+SEGMENT_SECONDS = 3600.0
+_ENDS = frozenset({"stop", "finish"})
+
+
+class Writer(Protocol):
+    """Writes what has come since the last call. `last`: there is no other call."""
+
+    name: str
+
+    def write(self, *, last: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorboardWriter:
+    """Event files: rows at once, and a rewind when it happens."""
+
+    name = "TensorBoard"
+
+    def __init__(self, run: RunLayout, directory: Path) -> None:
+        from hpctrain.tracking.event_files import EventFiles
+
+        self._files = EventFiles(run, directory)
+
+    def write(self, *, last: bool) -> None:
+        self._files.write()
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class WandbWriter:
+    """The W&B run: settled rows, offline once an hour and at the end."""
+
+    name = "W&B"
+
+    def __init__(self, run: RunLayout, config: TrackingConfig) -> None:
+        from hpctrain.tracking.wandb_run import WandbRun
+
+        self._run = run
+        self._wandb = WandbRun(run, config)
+        # An attempt that was killed may have left rows.
+        self._due_at = time.monotonic()
+
+    def write(self, *, last: bool) -> None:
+        if not last and not self._wandb.online and time.monotonic() < self._due_at:
+            return
+        self._due_at = time.monotonic() + SEGMENT_SECONDS
+        self._wandb.write(over=run_is_over(self._run))
+
+    def close(self) -> None:
+        self._wandb.close()
+
+
+def writers(run: RunLayout, config: TrackingConfig) -> list[Callable[[], Writer]]:
+    """What makes the writers that the settings ask for; making one imports its package."""
+    made: list[Callable[[], Writer]] = []
+    directory = tensorboard_directory(run, config)
+    if directory is not None:
+        made.append(lambda: TensorboardWriter(run, directory))
+    if config.wandb is not None:
+        made.append(lambda: WandbWriter(run, config))
+    return made
+
+
+def run_is_over(run: RunLayout) -> bool:
+    """True once no job of the run trains it further, unless a person resumes it."""
+    if run.done.exists():
+        return True
+    events = Ledger(run.ledger).events()
+    if cancel_requested(events):
+        return True
+    for event in reversed(events):
+        if event.event in (EventKind.ATTEMPT_STARTED, EventKind.SUBMITTED):
+            return False
+        if event.event is EventKind.ACTION:
+            return event.action in _ENDS
+    return False
+
+
+class Follower:
+    """Calls all writers in turn. One that fails is left out from then on; the others go on.
+
+    An OSError may pass: the run directory may be away for a while. It counts if it is the last.
+    """
+
+    def __init__(self, makers: list[Callable[[], Writer]]) -> None:
+        self._makers = makers
+        self._writers: list[Writer] = []
+        self.failures: list[str] = []
+
+    def follow(self, wait: Callable[[float], bool]) -> None:
+        """Write until `wait`, called with seconds, returns True; then once more, and close.
+
+        Ends sooner if nothing can be written.
+        """
+        self._make(last=False)
+        while (self._writers or self._makers) and not wait(FOLLOW_SECONDS):
+            self._make(last=False)
+            self._write(last=False)
+        self.finish()
+
+    def finish(self) -> None:
+        """Write what there is and close all writers."""
+        self._make(last=True)
+        self._write(last=True)
+        for writer in self._writers:
+            self._try(writer.name, writer.close)
+        self._writers = []
+
+    def _make(self, *, last: bool) -> None:
+        makers, self._makers = self._makers, []
+        for make in makers:
+            try:
+                self._writers.append(make())
+            except TrackingInUseError as error:
+                if last:
+                    self.failures.append(f"{error}; {error.hint}")
+                else:  # the process of an earlier attempt may be about to end
+                    self._makers.append(make)
+            except ImportError as error:
+                self.failures.append(_not_installed(error))
+            except (HpctrainError, OSError) as error:
+                self.failures.append(str(error))
+
+    def _write(self, *, last: bool) -> None:
+        for writer in tuple(self._writers):
+
+            def write(writer: Writer = writer) -> None:
+                writer.write(last=last)
+
+            if not self._try(writer.name, write, passing=not last):
+                self._writers.remove(writer)
+
+    def _try(self, name: str, call: Callable[[], None], *, passing: bool = False) -> bool:
+        """Call a writer; False if it is of no use any more."""
+        try:
+            call()
+        except OSError as error:
+            if not passing:
+                self.failures.append(f"{name}: {error}")
+            return passing
+        except ImportError as error:
+            self.failures.append(_not_installed(error))
+            return False
+        except Exception as error:
+            # wandb raises errors of many classes, and none of them may keep the other from writing
+            self.failures.append(f"{name}: {type(error).__name__}: {error}")
+            return False
+        return True
+
+
+def _not_installed(error: ImportError) -> str:
+    return f"{error.name or error} is not installed"
