@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpctrain.actions.data import DatasetDescription, describe_dataset
+from hpctrain.actions.token_checks import token_problems
 from hpctrain.checkpoints.staged import open_staged, require_kind
 from hpctrain.engines.described import disagreements
 from hpctrain.engines.hugging_face import classes_of
@@ -20,10 +20,10 @@ from hpctrain.spec.loader import Loaded
 from hpctrain.spec.run import RunSpec
 from hpctrain.store.archives import read_heads
 from hpctrain.store.dataset_checks import Expected, problems_of
-from hpctrain.store.datasets import COLUMNS, bin_path, idx_path, npz_path
-from hpctrain.store.shares import HINT, parts_without_documents, parts_without_rows
+from hpctrain.store.datasets import COLUMNS, npz_path
+from hpctrain.store.shares import parts_without_rows, split_hint
 
-_HINT = "`hpctrain data prepare` makes them from text; paths count from here"
+_HINT = "`hpctrain data prepare` makes one from text; paths count from here"
 
 
 def check_inputs(spec: Loaded[RunSpec]) -> None:
@@ -52,11 +52,8 @@ def check_pretrained(spec: Loaded[RunSpec]) -> None:
 def check_samples(spec: Loaded[RunSpec]) -> None:
     """Raise InvalidInputError if data files are missing or do not fit the model."""
     data, model = spec.document.data, spec.document.model
-    tokens = data.format == "tokens"
-    if tokens:
-        prefixes = [Path(os.path.abspath(source.path)) for source in data.sources]
-        wanted = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
-        problems = [_missing_file(spec, str(path)) for path in wanted if not path.exists()]
+    if data.format == "tokens":
+        problems = list(token_problems(spec))
     else:
         expected = Expected(
             format=data.format,
@@ -65,37 +62,18 @@ def check_samples(spec: Loaded[RunSpec]) -> None:
             classes=classes_of(model),
             side=model.image,
         )
-        named = [(f"data.sources.{n}.path", one.path) for n, one in enumerate(data.sources)]
+        named = [(f"data.sources[{n}].path", one.path) for n, one in enumerate(data.sources)]
         named += [("data.validation", data.validation)] if data.validation is not None else []
         problems = [
             spec.problem(field, f"`{field}`: {problem}", problem.hint)
             for field, path in named
             for problem in problems_of(Path(os.path.abspath(path)), expected)
-        ]
-    problems = problems or list(_empty_documents(spec) if tokens else _empty_rows(spec))
+        ] or list(_empty_rows(spec))
     if data.tokenizer and not os.path.exists(data.tokenizer):
-        problems.append(_missing_file(spec, os.path.abspath(data.tokenizer)))
+        message = f"`data.tokenizer`: {os.path.abspath(data.tokenizer)} does not exist"
+        problems.append(spec.problem("data.tokenizer", message, _HINT))
     if problems:
         raise InvalidInputError(problems)
-
-
-def _missing_file(spec: Loaded[RunSpec], path: str) -> Problem:
-    return Problem(f"data file {path} does not exist", spec.file, hint=_HINT)
-
-
-def _empty_documents(spec: Loaded[RunSpec]) -> Iterator[Problem]:
-    """Report shares of `data.split` that are rounded to no document of a source."""
-    split = spec.document.data.split
-    for source in spec.document.data.sources:
-        try:
-            found = describe_dataset(Path(os.path.abspath(source.path)))
-        except InvalidInputError:
-            continue  # an index that is not Megatron's, such as a fork's
-        # Megatron's split counts sequences
-        count = found.sequences if isinstance(found, DatasetDescription) else 0
-        for part in parts_without_documents(split, count) if count else ():
-            message = f"leaves none of the {count} documents of {source.path} for {part}"
-            yield spec.problem("data.split", f"`data.split` {split} {message}", HINT)
 
 
 def _empty_rows(spec: Loaded[RunSpec]) -> Iterator[Problem]:
@@ -110,4 +88,6 @@ def _empty_rows(spec: Loaded[RunSpec]) -> Iterator[Problem]:
     for part in parts_without_rows(data.split, count):
         if part in read:
             message = f"leaves none of {count} samples for {part}"
-            yield spec.problem("data.split", f"`data.split` {data.split} {message}", HINT)
+            yield spec.problem(
+                "data.split", f"`data.split` {data.split} {message}", split_hint(count)
+            )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from token_files import write_pair
 
 from hpctrain.actions.input_checks import check_samples
 from hpctrain.errors import InvalidInputError
 from hpctrain.spec.loader import load_run_spec
-from hpctrain.store.shares import parts_without_documents, parts_without_rows
+from hpctrain.store.shares import parts_without_documents, parts_without_rows, split_hint
 
 WORDS = """\
 name: read
@@ -22,7 +23,7 @@ batch: {{global: 8, micro: 2}}
 budget: {{steps: 4}}
 optimizer: {{lr: 1e-3}}
 checkpoint: {{every_steps: 2}}
-engine: {{name: ddp}}
+engine: {engine}
 evaluation: {{every_steps: {every}}}
 data:
   format: {format}
@@ -39,19 +40,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pair(name: str, documents: int) -> None:
-    """Documents of two tokens of two bytes each, as megatron-core writes them."""
-    lengths, starts = [2] * documents, range(0, 4 * documents, 4)
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, documents + 1)
-    body = struct.pack(f"={documents}i{documents}q", *lengths, *starts)
-    bounds = struct.pack(f"={documents + 1}q", *range(documents + 1))
-    Path(f"{name}.idx").write_bytes(head + body + bounds)
-    Path(f"{name}.bin").write_bytes(bytes(4 * documents))
+    """Documents of two tokens."""
+    write_pair(Path(name), [2] * documents)
 
 
-def complaints(kind: str, split: str, every: str = "2") -> list[str]:
+def complaints(kind: str, split: str, every: str = "2", engine: str = "{name: ddp}") -> list[str]:
     family, shape = ("vit", "image: 8, patch: 4") if kind == "arrays" else ("gpt", "seq: 16")
     words = f"split: {split}" if split else ""
-    text = WORDS.format(family=family, shape=shape, every=every, format=kind, split=words)
+    text = WORDS.format(
+        family=family, shape=shape, every=every, format=kind, split=words, engine=engine
+    )
     Path("spec.yaml").write_text(text)
     try:
         check_samples(load_run_spec(Path("spec.yaml")))
@@ -71,14 +69,70 @@ def test_a_share_of_documents_that_is_rounded_to_none() -> None:
     assert len(complaints("tokens", "")) == 1, "the default share, too"
 
 
+FORK = "{name: megatron-lm, checkout: megatron}"
+
+
 def test_an_index_of_another_kind_is_left_to_who_reads_it() -> None:
     for name in ("one", "other"):
         Path(f"{name}.bin").touch()
         Path(f"{name}.idx").write_bytes(b"a fork's own")
-    assert complaints("tokens", '"98,2,0"') == []
+    assert complaints("tokens", '"98,2,0"', engine=FORK) == []
+    said = complaints("tokens", '"98,2,0"')
+    assert [one.partition(": `")[0] for one in said] == ["spec.yaml:11:20", "spec.yaml:11:33"]
+    assert all("is not a Megatron index" in one for one in said), said
     Path("other.idx").unlink()
+    (said_of_fork,) = complaints("tokens", '"98,2,0"', engine=FORK)
+    assert "does not exist" in said_of_fork
+
+
+def cut(name: str) -> None:
+    Path(name).write_bytes(Path(name).read_bytes()[:-4])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda: Path("one.bin").write_bytes(b""), "one.bin: has 0 bytes, but the .idx is of 1200"),
+        (lambda: cut("one.bin"), "one.bin: has 1196 bytes, but the .idx is of 1200 bytes"),
+        (lambda: cut("one.idx"), "one.idx: has 6038 bytes instead of 6042: it is cut off"),
+        (lambda: Path("one.idx").write_bytes(bytes(500)), "is not a Megatron index"),
+        (lambda: pair("one", 0), "one.bin has no tokens"),
+        (lambda: (Path("one.bin").unlink(), Path("one.bin").mkdir()), "one.bin is not a file"),
+        (lambda: Path("one.bin").write_bytes(b"\0\0\n\0" * 300), "one.bin has token id 10, and"),
+    ],
+)
+def test_damaged_tokens_are_refused(damage: Callable[[], object], words: str) -> None:
+    pair("one", 300)
+    pair("other", 300)
+    assert complaints("tokens", "") == []
+    damage()
+    (said,) = complaints("tokens", "")
+    assert said.startswith("spec.yaml:11:20: `data.sources[0].path`: "), said
+    assert words in said
+
+
+def test_one_wrong_id_at_the_end_of_a_large_file_is_found() -> None:
+    pair("one", 300)
+    pair("other", 1_000_000)
+    with Path("other.bin").open("r+b") as stream:
+        stream.seek(-2, 2)
+        stream.write(b"\x39\x30")
+    (said,) = complaints("tokens", "")
+    assert "other.bin has token id 12,345, and the model has 0 to 9" in said
+
+
+@pytest.mark.parametrize(("count", "split"), [(300, "90,10,0"), (4, "80,20,0"), (2, "50,50,0")])
+def test_a_hint_names_what_helps(count: int, split: str) -> None:
+    assert f"`data.split: {split}`" in split_hint(count)
+    assert parts_without_documents(split, count) == []
+
+
+def test_one_document_cannot_be_divided() -> None:
+    pair("one", 1)
+    pair("other", 300)
     (said,) = complaints("tokens", '"98,2,0"')
-    assert "does not exist" in said
+    assert "`data.split: 100,0,0` gives all to training" in said and "at least two" in said
+    assert complaints("tokens", '"100,0,0"') == []
 
 
 def test_a_share_of_samples_that_is_rounded_to_none() -> None:

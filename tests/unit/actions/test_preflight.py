@@ -1,0 +1,128 @@
+"""Nothing broken reaches the queue: one list of checks for `validate -p`, `plan` and `submit`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import hpctrain
+from token_files import write_tokens
+
+SPEC = """\
+name: small
+model: {layers: 4, hidden: 128, heads: 4, vocab: 512, seq: 128}
+data:
+  sources:
+    - path: data/text
+batch: {global: 8, micro: 2}
+budget: {steps: 60}
+parallel:
+  tp: 2
+  pp: 2
+precision: fp32
+optimizer: {lr: 1e-3}
+checkpoint: {every_steps: 20}
+resources: {gpus: 4}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write_tokens(tmp_path / "data/text")
+    file = tmp_path / "small.yaml"
+    file.write_text(SPEC)
+    return file
+
+
+def random_index() -> None:
+    Path("data/text.idx").write_bytes(random.Random(3).randbytes(500))
+
+
+def directory() -> None:
+    Path("data/text.bin").unlink()
+    Path("data/text.bin").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda: Path("data/text.bin").write_bytes(b""), "text.bin"),
+        (lambda: os.truncate("data/text.bin", 1000), "has 1000 bytes"),
+        (random_index, "is not a Megatron index"),
+        (directory, "is not a file"),
+    ],
+)
+@pytest.mark.parametrize("command", ["validate", "submit"])
+def test_damaged_data_ends_with_3_at_its_line(
+    spec: Path, damage: Callable[[], object], words: str, command: str
+) -> None:
+    damage()
+    more = ("-y",) if command == "submit" else ()
+    done = hpctrain(command, "-p", "sandbox", "small.yaml", *more)
+    assert done.exit_code == 3, done.transcript()
+    assert f"{spec.name}:5:13: `data.sources[0].path`: " in done.stderr and words in done.stderr
+    assert not Path("runs").exists(), "nothing is left of what was refused"
+
+
+def test_made_up_data_have_to_be_meant(spec: Path) -> None:
+    """A trial of a hundred steps needs no data; a longer run says so or has some."""
+    text = SPEC.replace("data:\n  sources:\n    - path: data/text\n", "")
+    spec.write_text(text)
+    assert "made up" in hpctrain("validate", "-p", "sandbox", "small.yaml").stdout
+    longer = ("-p", "sandbox", "small.yaml", "--set", "budget.steps=101")
+    refused = hpctrain("validate", *longer)
+    assert refused.exit_code == 3 and "101 steps would train on made-up samples" in refused.stderr
+    assert "data: {made_up: true}" in refused.stderr
+    assert hpctrain("validate", *longer, "--set", "data.made_up=true").exit_code == 0
+    planned = hpctrain("plan", *longer)
+    assert planned.exit_code == 0 and "Ready     no: data (1 problem)" in planned.stdout
+
+
+def test_layout_limits_and_data_are_told_at_once_with_their_places(spec: Path) -> None:
+    spec.write_text(SPEC.replace("tp: 2", "tp: 3").replace("data/text", "data/none"))
+    done = hpctrain("validate", "-p", "sandbox", "small.yaml", "--set", "resources.partition=none")
+    assert done.exit_code == 3
+    for words in (
+        "small.yaml:9:7: heads 4 is not divisible by tp 3",
+        "small.yaml:5:13: `data.sources[0].path`",
+        "--set resources.partition=none: cluster sandbox has no partition `none`",
+    ):
+        assert words in done.stderr, done.stderr
+    document = hpctrain("validate", "-p", "sandbox", "small.yaml", "--json").stdout
+    (plan, *_) = [c for c in json.loads(document)["checks"] if c["subject"] == "plan"]
+    assert plan["state"] == "fails" and plan["problems"][0]["line"] == 9
+
+
+@pytest.mark.parametrize("command", ["plan", "submit"])
+def test_plan_and_submit_place_a_layout_that_cannot_be(spec: Path, command: str) -> None:
+    spec.write_text(SPEC.replace("tp: 2", "tp: 3"))
+    more = ("-y",) if command == "submit" else ()
+    done = hpctrain(command, "-p", "sandbox", "small.yaml", *more)
+    assert done.exit_code == 4 and "small.yaml:9:7: heads 4 is not" in done.stderr
+
+
+def test_the_training_python_has_what_the_engine_imports(spec: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho '[\"torch\"]'\n")
+    python.chmod(0o755)
+    profile = tmp_path / "mine.yaml"
+    profile.write_text(f"extends: sandbox\nname: mine\nsoftware: {{python: {python}}}\n")
+    done = hpctrain("validate", "-p", str(profile), "small.yaml")
+    assert done.exit_code == 3, done.transcript()
+    assert f"{python}, which is to train, has no torch" in done.stderr
+    assert "pip install 'hpctrain[megatron]'" in done.stderr
+
+
+def test_plan_says_whether_it_could_be_submitted(spec: Path) -> None:
+    ready = hpctrain("plan", "-p", "sandbox", "small.yaml").stdout
+    assert "Ready     yes" in ready and "hpctrain submit -p sandbox small.yaml" in ready
+    Path("data/text.idx").unlink()
+    done = hpctrain("plan", "-p", "sandbox", "small.yaml")
+    assert done.exit_code == 0 and "Ready     no: data (1 problem)" in done.stdout
+    assert "hpctrain validate -p sandbox small.yaml" in done.stdout
