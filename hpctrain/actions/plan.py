@@ -6,13 +6,21 @@ Does not belong here: planning itself (`hpctrain.plan`), text.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.actions.forecasts import forecast_run
 from hpctrain.actions.prepare import load_inputs, load_knowledge
-from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError, UsageError
+from hpctrain.errors import (
+    DoesNotFitError,
+    HpctrainError,
+    LimitError,
+    RefusedPlanError,
+    UsageError,
+)
 from hpctrain.plan.alternatives import explain
 from hpctrain.plan.documents import Explanation, Goal, Plan
 from hpctrain.plan.forecast.budget import cheapest_plan, check_currency
@@ -23,22 +31,30 @@ from hpctrain.plan.forecast.documents import (
     RunFacts,
     SpotComparison,
 )
-from hpctrain.plan.forecast.predict import forecast
+from hpctrain.plan.forecast.facts import run_facts
 from hpctrain.plan.forecast.spot import compare_spot
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.planner import Decision, decide
 from hpctrain.plan.request import Knowledge, PlanRequest
+from hpctrain.spec.loader import Loaded
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Documents that are loaded once for any number of plans."""
+    """Documents that are loaded once for any number of plans; `source` knows places in the file."""
 
     spec: RunSpec
     profile: ClusterProfile
     knowledge: Knowledge
+    source: Loaded[RunSpec] | None = None
+
+    def placed(self, refusal: HpctrainError) -> HpctrainError:
+        """Return a refusal with the places of its fields, where the spec's file is known."""
+        if self.source is None or not isinstance(refusal, RefusedPlanError):
+            return refusal
+        return refusal.at(self.source.problem)
 
 
 @dataclass(frozen=True)
@@ -64,11 +80,16 @@ def load(spec: Path, profile: str, overrides: Sequence[str] = ()) -> Inputs:
     """Read everything. Raises InvalidInputError with the problems of both files at once."""
     loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
     knowledge = load_knowledge(loaded_profile)
-    return Inputs(loaded_spec.document, loaded_profile.document, knowledge)
+    return Inputs(loaded_spec.document, loaded_profile.document, knowledge, loaded_spec)
 
 
-def plan_option(inputs: Inputs, goal: Goal, gpus: int | None = None) -> Option:
-    """Plan on `gpus` GPUs (default: those of the spec), or record why that is impossible."""
+def plan_option(
+    inputs: Inputs, goal: Goal, gpus: int | None = None, before_seconds: float = math.inf
+) -> Option:
+    """Plan on `gpus` GPUs (default: those of the spec), or record why that is impossible.
+
+    No forecast is made of a plan that trains for longer than `before_seconds`.
+    """
     spec = inputs.spec if gpus is None else with_gpus(inputs.spec, gpus)
     start = time.perf_counter()
     try:
@@ -77,10 +98,10 @@ def plan_option(inputs: Inputs, goal: Goal, gpus: int | None = None) -> Option:
         return Option(spec.resources.gpus, refusal=error)
     seconds = time.perf_counter() - start
     facts = run_facts(spec, inputs.profile, decision.plan)
-    if facts is None:
+    if facts is None or facts.step_seconds * facts.train_steps > before_seconds:
         return Option(spec.resources.gpus, decision, seconds)
     try:
-        predicted = forecast(spec, inputs.profile, facts)
+        predicted = forecast_run(spec, inputs.profile, facts)
     except DoesNotFitError as error:
         return Option(spec.resources.gpus, decision, seconds, remark=str(error))
     return Option(spec.resources.gpus, decision, seconds, predicted)
@@ -105,36 +126,35 @@ def explanation(inputs: Inputs, option: Option, goal: Goal, top: int) -> Explana
     return explained.model_copy(update={"search_seconds": seconds})
 
 
+def freed(spec: RunSpec, given: Sequence[str] = ()) -> RunSpec:
+    """Leave layout and micro-batch to the search, but for the fields `given` by `--set`."""
+    changes: dict[str, object] = {}
+    if not any(field.partition(".")[0] == "parallel" for field in given):
+        changes["parallel"] = "auto"
+    if "batch.micro" not in given:
+        changes["batch"] = spec.batch.model_copy(update={"micro": "auto"})
+    return spec.model_copy(update=changes)
+
+
 def with_gpus(spec: RunSpec, gpus: int) -> RunSpec:
     """Copy a spec with another number of GPUs."""
     return spec.model_copy(update={"resources": spec.resources.model_copy(update={"gpus": gpus})})
-
-
-def run_facts(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> RunFacts | None:
-    """Collect the inputs of a forecast; None when no step time is known."""
-    if plan.step_seconds is None:
-        return None
-    partition = profile.slurm.partition(spec.resources.partition)
-    return RunFacts(
-        step_seconds=plan.step_seconds,
-        gpus=plan.layout.world_size,
-        nodes=plan.nodes.nodes,
-        parameters=plan.learned,
-        tokens_per_step=plan.batch.tokens_per_step,
-        train_steps=plan.batch.train_steps,
-        walltime=spec.resources.walltime or (partition.max_walltime if partition else None),
-    )
 
 
 def spot_comparison(inputs: Inputs, option: Option, budget: Budget | None) -> SpotComparison | None:
     """Compare spot with on demand for one option; None without spot price or forecast."""
     if option.decision is None or option.forecast is None:
         return None
-    spec = option.decision.request.spec
+    spec, known = option.decision.request.spec, option.forecast
     facts = run_facts(spec, inputs.profile, option.decision.plan)
     assert facts is not None
+
+    def predict(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Forecast:
+        same = facts.spot is (known.tariff == "spot")
+        return known if same else forecast_run(spec, profile, facts)
+
     try:
-        return compare_spot(spec, inputs.profile, facts, budget)
+        return compare_spot(spec, inputs.profile, facts, budget, predict)
     except DoesNotFitError:
         return None
 
@@ -150,8 +170,9 @@ def sizes_to_try(inputs: Inputs) -> tuple[int, ...]:
 
 
 def best_option(options: Sequence[Option], goal: Goal) -> Option:
-    """Choose the option to show: fastest, fewest GPU-hours, or most free memory.
+    """Choose the option to show: it ends first, has the fewest GPU-hours, or most free memory.
 
+    Where some have no forecast, the steps of all are compared.
     Raises the refusal of the last option when no size has a plan.
     """
     planned = [option for option in options if option.plan is not None]
@@ -160,9 +181,13 @@ def best_option(options: Sequence[Option], goal: Goal) -> Option:
         assert refusal is not None
         raise refusal
 
+    known = all(option.forecast is not None for option in planned)
+
     def cost(option: Option) -> float:
-        plan = option.plan
+        plan, forecast = option.plan, option.forecast
         assert plan is not None
+        if known and forecast is not None and goal != "memory":
+            return forecast.gpu_hours if goal == "gpu-hours" else forecast.days
         if goal == "memory" or plan.step_seconds is None:
             return float(max(stage.total_bytes for stage in plan.memory))
         return plan.step_seconds * (option.gpus if goal == "gpu-hours" else 1)

@@ -9,20 +9,44 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.actions.forecasts import (
+    LEAST_TRIALS,
+    policy_settings,
+    scenario_notes,
+    scenario_of,
+    trials_of,
+)
 from hpctrain.errors import UsageError
 from hpctrain.plan.forecast.published import RESTART_SECONDS
 from hpctrain.simulate.interval_choice import Choice, Goal, auto_interval_seconds, choose
 from hpctrain.simulate.scenario import MixName, Scenario
 from hpctrain.spec.profile.limits import PriceProfile
 from hpctrain.spec.run import SuperviseSpec
-from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.units import short_duration
 
 # A simulation should take seconds.
 _MOST_PLAYED = 200_000_000
+
+
+# Seconds, Daly's interval, or that of the spec.
+Interval = float | Literal["auto", "spec"]
+
+
+class Written(BaseModel):
+    """The combination that a spec has: the one that `plan` forecasts."""
+
+    model_config = ConfigDict(frozen=True)
+
+    spare_nodes: int
+    interval_seconds: float
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> Self:
+        return cls(spare_nodes=scenario.spare_nodes, interval_seconds=scenario.work_between_saves)
 
 
 class Simulation(BaseModel):
@@ -35,6 +59,7 @@ class Simulation(BaseModel):
     currency: str | None
     price_per_gpu_hour: float | None
     assumptions: tuple[str, ...]
+    written: Written | None = None
 
 
 class BareNumbers(BaseModel):
@@ -80,7 +105,7 @@ def scenario_of_numbers(given: BareNumbers) -> tuple[Scenario, tuple[str, ...]]:
         restart_seconds=given.restart_seconds,
         queue_wait_seconds=given.queue_wait_seconds,
         walltime_seconds=given.walltime_seconds,
-        supervise=_settings(SuperviseSpec(exclude_nodes="act"), "requeue"),
+        supervise=policy_settings(SuperviseSpec(exclude_nodes="act"), "requeue"),
     )
     return scenario, (f"causes: {scenario.failure_mix.source}",)
 
@@ -92,87 +117,68 @@ def scenario_of_spec(
     mix: MixName = "llama3",
     queue_wait_seconds: float = 0.0,
 ) -> tuple[Scenario, PriceProfile | None, tuple[str, ...]]:
-    """Build the scenario of a planned run with its forecast; returns also prices and notes.
+    """Build the scenario of a planned run, the one of its forecast; returns also prices and notes.
 
     Raises what `hpctrain plan` raises, and UsageError where no step time is predicted.
     """
     from hpctrain.actions import plan as planning
+    from hpctrain.plan.forecast.facts import run_facts
+    from hpctrain.plan.forecast.predict import forecast
+    from hpctrain.plan.planner import decide
+    from hpctrain.plan.request import PlanRequest
 
     inputs = planning.load(spec, profile, overrides)
-    option = planning.plan_option(inputs, "time")
-    if option.refusal is not None:
-        raise option.refusal
-    forecast, plan = option.forecast, option.plan
-    if forecast is None or plan is None:
-        reason = option.remark or "the profile does not contain the speed of its GPUs"
-        raise UsageError(f"there is no forecast to start from: {reason}")
     run, site = inputs.spec, inputs.profile
-    stops, saving = forecast.interruptions, forecast.checkpoint
-    preemption = stops.preemption_mtbf_seconds
-    partition = site.slurm.partition(run.resources.partition)
-    walltime = run.resources.walltime or (partition.max_walltime if partition else None)
-    scenario = Scenario(
-        nodes=forecast.nodes,
-        gpus_per_node=max(1, forecast.gpus // forecast.nodes),
-        spare_nodes=run.resources.spare_nodes,
-        cluster_nodes=max(site.nodes.count, forecast.nodes + run.resources.spare_nodes),
-        work_seconds=forecast.times.training_seconds + forecast.times.evaluation_seconds,
-        step_seconds=forecast.step_seconds,
-        interval_seconds=forecast.interval.seconds,
-        save_stall_seconds=saving.stall_seconds,
-        save_write_seconds=saving.write_seconds if saving.asynchronous else 0.0,
-        failures_per_node_day=86400 / (stops.failure_mtbf_seconds * forecast.nodes),
-        mix=mix,
-        stall_seconds=float(run.supervise.stall),
-        restart_seconds=stops.restart_seconds,
-        queue_wait_seconds=queue_wait_seconds,
-        walltime_seconds=math.inf if walltime is None else float(walltime),
-        preemptions_per_day=86400 / preemption if preemption else 0.0,
-        warned=stops.warned,
-        supervise=_settings(run.supervise, site.continuation),
-    )
-    # The simulation does not use the forecast's queue time.
-    kept = [str(note) for note in forecast.assumptions if note.kind != "queue"]
-    return scenario, site.prices, (*kept, f"causes: {scenario.failure_mix.source}")
-
-
-def _settings(spec: SuperviseSpec, continuation: str) -> SuperviseConfig:
-    """Collect the settings of the policy that matter to simulated runs."""
-    return SuperviseConfig.model_validate(
-        dict(
-            run_id="simulated",
-            target_step=1,
-            continuation=continuation,
-            failures_without_progress=spec.failures_without_progress,
-            stall_seconds=float(spec.stall),
-            setup_stall_seconds=float(spec.setup_stall),
-            kill_wait_seconds=30.0,
-            verify="auto",
-            budgets={str(cause): count for cause, count in spec.budgets.items()},
-            storm_failures=spec.storm_failures,
-            storm_window_seconds=float(spec.storm_window),
-            exclude_nodes=spec.exclude_nodes,
+    assert inputs.source is not None
+    with inputs.source.placing():
+        decision = decide(PlanRequest(run, site, inputs.knowledge, "time"))
+    facts = run_facts(run, site, decision.plan)
+    if facts is None:
+        raise UsageError(
+            "there is no forecast to start from: the profile does not contain the speed of its GPUs"
         )
-    )
+    expected = forecast(run, site, facts)
+    scenario = scenario_of(run, site, facts, expected, mix, queue_wait_seconds)
+    # The simulation does not use the queue time of the closed form.
+    kept = [str(note) for note in expected.assumptions if note.kind != "queue"]
+    notes = [str(note) for note in scenario_notes(site)]
+    return scenario, site.prices, (*kept, f"causes: {scenario.failure_mix.source}", *notes)
 
 
 def simulate(
     scenario: Scenario,
     spares: Sequence[int],
-    intervals: Sequence[float | None],
-    trials: int,
+    intervals: Sequence[Interval] | None,
+    trials: int | None,
     seed: int,
     goal: Goal = "gpu-hours",
     prices: PriceProfile | None = None,
     assumptions: Sequence[str] = (),
+    written: Written | None = None,
 ) -> Simulation:
-    """Play all combinations; an interval of None is Daly's.
+    """Play all combinations.
 
-    Raises UsageError for too many runs, and where the cluster has too few nodes.
+    By default Daly's interval and that of `written`, the combination of a spec, which is played in
+    any case unless the cluster has too few nodes; and as many trials as for a forecast. Raises
+    UsageError for an interval of a spec that is not there, for too many runs, and where the
+    cluster has too few nodes.
     """
+    compared: Sequence[Interval] = intervals or (("auto",) if written is None else ("spec", "auto"))
+    if "spec" in compared and written is None:
+        raise UsageError("--interval spec: there is no spec, only numbers")
+    if written is not None:
+        spares = sorted({*spares, written.spare_nodes})
+    trials = trials or trials_of(scenario) or LEAST_TRIALS
     spares, notes = _possible_spares(scenario, tuple(dict.fromkeys(spares)))
     seconds = list(
-        dict.fromkeys(auto_interval_seconds(scenario) if s is None else s for s in intervals)
+        dict.fromkeys(
+            auto_interval_seconds(scenario)
+            if one == "auto"
+            else scenario.work_between_saves
+            if one == "spec"
+            else one
+            for one in compared
+        )
     )
     runs = len(seconds) * len(spares) * trials
     failures = scenario.work_seconds / scenario.mttf_seconds
@@ -187,6 +193,7 @@ def simulate(
         currency=prices.currency if prices else None,
         price_per_gpu_hour=prices.on_demand if prices else None,
         assumptions=(*assumptions, *notes),
+        written=written,
     )
 
 

@@ -13,10 +13,10 @@ from hpctrain.plan.forecast.documents import (
     Forecast,
     SpotComparison,
 )
+from hpctrain.plan.forecast.sentences import days, days_column, days_range
 from hpctrain.units import short_bytes, short_duration
 
 _WIDTH, _INDENT = 80, 10
-_DAY_SECONDS = 86400
 # textwrap breaks at ASCII white space only.
 _TIE = "\N{NO-BREAK SPACE}"
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:d|h|min|s|ms|[KMGT]iB|[A-Z]{3}|GPUs|steps)\b)")
@@ -27,15 +27,17 @@ def forecast_lines(forecast: Forecast) -> list[str]:
     times = forecast.times
     slices = f" · {forecast.slices:,} time slices" if forecast.slices > 1 else ""
     time = (
-        f"{_days(times.total_seconds)} expected = {_days(times.training_seconds)} of training "
+        f"{days(times.total_seconds)} on average = {days(times.training_seconds)} of training "
         f"({forecast.steps:,} steps x {short_duration(forecast.step_seconds)}) at "
         f"{forecast.ettr:.1%} effective time{slices}"
     )
     overheads = [
-        f"{name} {_days(getattr(times, f'{name}_seconds'))}"
-        for name in ("evaluation", "saving", "redone", "starting", "waiting")
+        f"{name} {days(getattr(times, f'{name}_seconds'))}"
+        for name in ("evaluation", "saving", "redone", "starting", "detecting", "waiting")
         if getattr(times, f"{name}_seconds") >= 0.5
     ]
+    if times.repair_seconds >= 0.01 * times.total_seconds:
+        overheads[-1] += f", {days(times.repair_seconds)} of it for nodes to be repaired"
     cost = f"{forecast.gpu_hours:,.0f} GPU-hours on {forecast.gpus:,} GPUs"
     if forecast.cost is None:
         cost = f"{cost} (the profile has no prices)"
@@ -49,6 +51,7 @@ def forecast_lines(forecast: Forecast) -> list[str]:
         *_entry("Cost", cost),
         *_entry("Failures", _failures(forecast)),
         *_entry("Saves", _saves(forecast)),
+        *_entry("Played", _played(forecast)),
     ]
     for assumption in forecast.assumptions:
         lines += _entry("Assumed", str(assumption))
@@ -57,15 +60,28 @@ def forecast_lines(forecast: Forecast) -> list[str]:
     return lines
 
 
+def _played(forecast: Forecast) -> str:
+    spread = forecast.spread
+    if spread is None:
+        return "no run, for there would be too many interruptions: means by closed forms"
+    text = (
+        f"{spread.trials} runs with the supervisor's policy (seed {spread.seed}), 90 of 100 within "
+        f"{days_range(forecast)}; the step time is taken as predicted"
+    )
+    if spread.stopped:
+        text += f"; {spread.stopped:.0%} of them stop, most often: {spread.stop_reason}"
+    return text
+
+
 def spot_lines(comparison: SpotComparison) -> list[str]:
     """Format both tariffs in columns, then the recommendation."""
-    lines = [f"{'Tariff':<{_INDENT}}{'DAYS':>8}  {'GPU-HOURS':>11}  {'COST':>16}  {'STARTS':>7}"]
+    lines = [f"{'Tariff':<{_INDENT}}{'DAYS':>12}  {'GPU-HOURS':>11}  {'COST':>16}  {'STARTS':>7}"]
     for one in (comparison.on_demand, comparison.spot):
         if one is not None:
             cost = f"{one.cost.amount:,.0f} {one.cost.currency}" if one.cost else "-"
             lines.append(
-                f"{one.tariff:<{_INDENT}}{one.days:>8,.1f}  {one.gpu_hours:>11,.0f}  {cost:>16}  "
-                f"{one.starts:>7,.1f}"
+                f"{one.tariff:<{_INDENT}}{days_column(one):>12}  {one.gpu_hours:>11,.0f}  "
+                f"{cost:>16}  {one.starts:>7,.1f}"
             )
     lines += _entry("Take", f"{comparison.recommended}: {comparison.reason}")
     if comparison.spot is not None:
@@ -75,7 +91,7 @@ def spot_lines(comparison: SpotComparison) -> list[str]:
         elif limit == 0:
             break_even = "spot is cheaper however often nodes are taken away"
         else:
-            break_even = f"spot is cheaper while preemptions are rarer than one per {_days(limit)}"
+            break_even = f"spot is cheaper while preemptions are rarer than one per {days(limit)}"
         lines += _entry("", break_even)
         lines += [
             line
@@ -110,23 +126,23 @@ def _entry(label: str, text: str) -> list[str]:
 def _failures(forecast: Forecast) -> str:
     stops = forecast.interruptions
     text = (
-        f"{_count(forecast.failures)} expected, one per {_days(stops.failure_mtbf_seconds)} on "
+        f"{_count(forecast.failures)} expected, one per {days(stops.failure_mtbf_seconds)} on "
         f"{forecast.nodes:,} node{'s' if forecast.nodes > 1 else ''}"
     )
     if stops.preemption_mtbf_seconds is not None:
         text += (
             f" · {_count(forecast.preemptions)} preemptions, one per "
-            f"{_days(stops.preemption_mtbf_seconds)}"
+            f"{days(stops.preemption_mtbf_seconds)}"
         )
-    return f"{text} · {_days(stops.restart_seconds)} per restart"
+    return f"{text} · {days(stops.restart_seconds)} per restart"
 
 
 def _saves(forecast: Forecast) -> str:
     interval, checkpoint = forecast.interval, forecast.checkpoint
     text = (
         f"{short_bytes(checkpoint.total_bytes)} every {interval.steps:,} steps "
-        f"({_days(interval.seconds)}); best {interval.best_steps:,} (Young "
-        f"{_days(interval.young_seconds)}, Daly {_days(interval.daly_seconds)})"
+        f"({days(interval.seconds)}); best {interval.best_steps:,} (Young "
+        f"{days(interval.young_seconds)}, Daly {days(interval.daly_seconds)})"
     )
     write = f"{short_duration(checkpoint.write_seconds)} to write ({checkpoint.write_limit})"
     return f"{text} · {write}, stops training for {short_duration(checkpoint.stall_seconds)}"
@@ -135,11 +151,3 @@ def _saves(forecast: Forecast) -> str:
 def _count(number: float) -> str:
     """Format an expected number: two digits below ten."""
     return f"{number:.2g}" if 0.001 <= number < 10 else f"{number:,.0f}"
-
-
-def _days(seconds: float) -> str:
-    """Format as `short_duration`, but days without exponent and with a thousands separator."""
-    if seconds >= 2 * _DAY_SECONDS:
-        days = seconds / _DAY_SECONDS
-        return f"{days:,.1f} d" if days < 100 else f"{days:,.0f} d"
-    return short_duration(seconds)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.cli.options import json_option, profile_option, set_option
-from hpctrain.cli.output import json_out, say, table
+from hpctrain.cli.output import busy, json_out, say, table, warn
 
 if TYPE_CHECKING:
     from hpctrain.actions.plan import Inputs, Option
@@ -57,6 +58,12 @@ class GpuCounts(click.ParamType[tuple[int, ...]]):
 @click.option("--gpus", "sizes", type=GpuCounts(), help="Compare these numbers of GPUs.")
 @click.option("--budget", "money", metavar="AMOUNT", help="Cheapest plan within it: 200000usd.")
 @click.option("--deadline", metavar="DURATION", help="Cheapest plan that ends by then: 30d.")
+@click.option(
+    "--apply",
+    "write",
+    is_flag=True,
+    help="Choose layout and micro-batch, and the GPUs of --gpus or --budget; write them into SPEC.",
+)
 @click.option("--verify", is_flag=True, help="Compare with what megatron-core really builds.")
 @json_option
 def plan(
@@ -69,6 +76,7 @@ def plan(
     sizes: tuple[int, ...] | None,
     money: str | None,
     deadline: str | None,
+    write: bool,
     verify: bool,
     as_json: bool,
 ) -> None:
@@ -78,30 +86,47 @@ def plan(
     Examples:
       hpctrain plan --profile a100x64 examples/gpt175b.yaml
       hpctrain plan -p a100x64 examples/gpt175b.yaml --set parallel=auto --explain
+      hpctrain plan -p a100x64 examples/gpt175b.yaml --apply
       hpctrain plan -p a100x64 examples/gpt175b.yaml --gpus 128,256,512 --by gpu-hours
       hpctrain plan -p a100x64 examples/gpt175b.yaml --budget 900000usd --deadline 60d
     """
     from hpctrain.actions import plan as action
+    from hpctrain.actions.advice import advise
+    from hpctrain.cli.forecast_text import decision_lines
+    from hpctrain.cli.plan_text import answer_lines
+    from hpctrain.cli.preflight_text import ready_sentence
     from hpctrain.plan.forecast.budget import check_currency, parse_budget
 
     budget = parse_budget(money, deadline) if money or deadline else None
     inputs = action.load(spec, profile, overrides)
+    if write:
+        given = [override.partition("=")[0] for override in overrides]
+        inputs = replace(inputs, spec=action.freed(inputs.spec, given))
     if budget is not None:
         check_currency(budget, inputs.profile)
-    options, option, decision = _decided(inputs, goal, sizes, budget)
+    with busy("planning, and playing runs with failures ..."):
+        options, option, decision = _decided(inputs, goal, sizes, budget)
+        advice = None if options or option.forecast is None else advise(inputs, option, goal)
+    written = None
+    if write and (decision is None or decision.chosen is not None):
+        from hpctrain.actions.apply import apply_plan
+
+        written = apply_plan(spec, profile, option, overrides)  # a closed pipe must not prevent it
     explained = action.explanation(inputs, option, goal, top) if explain else None
     built = None
     if verify:
         from hpctrain.actions.verify import verify_plan
 
         assert option.decision is not None
-        built = verify_plan(option.decision.request.spec, option.decision.plan)
+        with busy("building the stages with megatron-core ..."):
+            built = verify_plan(option.decision.request.spec, option.decision.plan)
     if as_json:
         assert option.plan is not None
         json_out(
             "plan",
             option.plan,
             forecast=option.forecast,
+            advice=advice,
             spot=action.spot_comparison(inputs, option, budget),
             budget=decision,
             explanation=explained,
@@ -113,8 +138,14 @@ def plan(
 
             table(*option_rows(options))
             click.echo()
-        _print_option(inputs, option, budget, decision)
+        for line in decision_lines(decision) if decision else []:
+            click.echo(line)
+        ready = None if options or str(spec) == "-" else ready_sentence(spec, profile, overrides)
+        click.echo("\n".join(answer_lines(option, advice, ready)))
+        _print_option(inputs, option, budget)
         _print_more(explained, built)
+    if written is not None:
+        say(written)
     if decision is not None and decision.chosen is None:
         from hpctrain.errors import DoesNotFitError
 
@@ -134,7 +165,7 @@ def _decided(
     if sizes is None and budget is None:
         option = action.plan_option(inputs, goal)
         if option.refusal is not None:
-            raise option.refusal
+            raise inputs.placed(option.refusal)
         return [], option, None
     tried = sizes or action.sizes_to_try(inputs) or (inputs.spec.resources.gpus,)
     options = [action.plan_option(inputs, goal, gpus) for gpus in tried]
@@ -146,18 +177,14 @@ def _decided(
     return shown, chosen, decision
 
 
-def _print_option(
-    inputs: Inputs, option: Option, budget: Budget | None, decision: BudgetDecision | None
-) -> None:
-    """Print the budget's decision, the plan, its forecast, stages, reasons and warnings."""
+def _print_option(inputs: Inputs, option: Option, budget: Budget | None) -> None:
+    """Print the plan, its forecast, stages, reasons and warnings."""
     from hpctrain.actions.plan import spot_comparison
-    from hpctrain.cli.forecast_text import decision_lines, forecast_lines, spot_lines
+    from hpctrain.cli.forecast_text import forecast_lines, spot_lines
     from hpctrain.cli.plan_text import continuation_lines, plan_lines, stage_rows, wrapped
 
     made = option.plan
     assert made is not None
-    for line in decision_lines(decision) if decision else []:
-        click.echo(line)
     for line in (*plan_lines(made), *continuation_lines(inputs.spec, inputs.profile)):
         click.echo(line)
     for line in forecast_lines(option.forecast) if option.forecast else []:
@@ -171,7 +198,7 @@ def _print_option(
     for reason in made.reasons:
         click.echo("\n".join(wrapped(reason, "- ", "  ")))
     for warning in (*made.warnings, *([option.remark] if option.remark else [])):
-        say(f"warning: {warning}")
+        warn(warning)
 
 
 def _print_more(explained: Explanation | None, built: Verification | None) -> None:

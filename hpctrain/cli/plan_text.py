@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hpctrain.plan.documents import DEFAULT_ORDER, Plan, Prediction, Stage
+from hpctrain.plan.forecast.sentences import days, days_range, money_range
 from hpctrain.render.continuation import continuation_line, continuation_problems
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes, short_duration
 
-_COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
-_HEADERS = ("WEIGHT", "GRAD", "OPTIM", "ACTIV", "LOGITS", "BUFFER")
+if TYPE_CHECKING:
+    from hpctrain.actions.advice import Advice
+    from hpctrain.actions.plan import Option
+
+_COLUMNS = {  # of the stages: header -> its parts of `MemoryBreakdown`
+    "WEIGHT": ("weights",),
+    "GRAD": ("gradients",),
+    "OPTIM": ("optimizer",),
+    "ACTIV": ("activations",),
+    "BUFFER": ("logits", "buffers"),
+    "RESERV": ("reserved",),
+}
 _WIDTH, _INDENT = 80, 10
 _TIE = "\N{NO-BREAK SPACE}"  # textwrap breaks at ASCII white space only
 _TIED = re.compile(r"(?<=\d) (?=(?:%|d|h|min|s|ms|[KMGT]iB|B|GPUs?|x|nodes?)\b|%)|(?<=·) ")
@@ -27,9 +40,9 @@ def plan_lines(plan: Plan) -> list[str]:
     order = plan.layout.order
     spans = spans if order == DEFAULT_ORDER else f"{spans}; order {order}"
     peak = plan.memory[plan.peak_stage]
-    sizes = {name: getattr(peak, f"{name}_bytes") for name in _COMPONENTS}
-    ordered = sorted(sizes.items(), key=lambda item: -item[1])[:4]
-    largest = ", ".join(f"{name} {short_bytes(size)}" for name, size in ordered if size)
+    sizes = {name.removesuffix("_bytes"): size for name, size in peak.model_dump().items()}
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {short_bytes(size)}" for name, size in ordered if size)
     return [
         *entry(
             "Plan",
@@ -45,11 +58,46 @@ def plan_lines(plan: Plan) -> list[str]:
         *entry(
             "Memory",
             f"{short_bytes(peak.total_bytes)} of {short_bytes(plan.gpu_memory_bytes)} a GPU in "
-            f"stage {plan.peak_stage} ({largest})",
+            f"stage {plan.peak_stage} ({parts})",
         ),
         *(_step_lines(plan, plan.prediction) if plan.prediction else []),
         *entry("Run", _run(plan)),
     ]
+
+
+def answer_lines(
+    option: Option, advice: Sequence[Advice] | None, ready: str | None = None
+) -> list[str]:
+    """Answer first what everybody asks: does it fit, how long, how dear, is it the best?
+
+    `advice` is None where nothing else was looked at, `ready` where it was not asked whether the
+    run could be submitted.
+    """
+    plan, forecast = option.plan, option.forecast
+    assert plan is not None
+    peak = plan.memory[plan.peak_stage].total_bytes
+    free = 1 - peak / plan.gpu_memory_bytes
+    lines = entry(
+        "Fits",
+        f"yes: {short_bytes(peak)} of {short_bytes(plan.gpu_memory_bytes)} a GPU at most, "
+        f"{percent(free)} free",
+    )
+    last = [*(entry("Ready", ready) if ready else []), ""]
+    if forecast is None:
+        unknown = option.remark or "unknown: the profile does not have the speed of its GPUs"
+        return [*lines, *entry("Takes", unknown), *last]
+    training = days(forecast.times.training_seconds + forecast.times.evaluation_seconds)
+    mean = days(forecast.times.total_seconds)
+    lines += entry("Takes", f"{days_range(forecast)}, {mean} on average; {training} without stops")
+    hours = f"{forecast.gpu_hours:,.0f} GPU-hours"
+    money = money_range(forecast)
+    lines += entry("Costs", hours if money is None else f"{money}; {hours} on average")
+    for number, one in enumerate(advice or ()):
+        how = f": `{one.command}`" if one.command else ""
+        lines += entry("" if number else "Better", f"{one.sentence}{how}")
+    if advice is not None and not advice:
+        lines += entry("Better", "nothing found by other layouts or by fewer nodes")
+    return [*lines, *last]
 
 
 def continuation_lines(spec: RunSpec, profile: ClusterProfile) -> list[str]:
@@ -140,14 +188,17 @@ def _run(plan: Plan) -> str:
 
 
 def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Tabulate the stages; memory in GiB."""
-    headers = ["STAGE", "LAYERS", "PARAMS", *_HEADERS, "GiB"]
+    """Tabulate the stages; memory in GiB, the last column the sum of those before it."""
+    headers = ["STAGE", "LAYERS", "PARAMS", *_COLUMNS, "GiB"]
     rows: list[list[str]] = []
     for stage, memory in zip(plan.stages, plan.memory, strict=True):
-        sizes = [getattr(memory, f"{name}_bytes") / 2**30 for name in _COMPONENTS]
+        sizes = [
+            round(sum(getattr(memory, f"{name}_bytes") for name in names) / 2**30, 2)
+            for names in _COLUMNS.values()
+        ]
         rows.append(
             [str(stage.index), _layers(stage), short_count(stage.parameters_per_gpu)]
-            + [f"{size:.2f}" for size in (*sizes, memory.total_bytes / 2**30)]
+            + [f"{size:.2f}" for size in (*sizes, sum(sizes))]
         )
     return headers, rows
 

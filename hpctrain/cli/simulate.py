@@ -9,26 +9,33 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import ProfileName, Seconds, json_option, set_option
-from hpctrain.cli.output import json_out
+from hpctrain.cli.output import busy, json_out
 
 if TYPE_CHECKING:
+    from hpctrain.actions.simulate import Interval
     from hpctrain.simulate.interval_choice import Goal
     from hpctrain.simulate.scenario import MixName
 
 
 class IntervalList(Seconds):
-    """`10min,30min,auto`; auto is None."""
+    """`10min,spec,auto`: the spec's own interval, and Daly's."""
 
-    name = "duration|auto,..."
+    name = "duration|spec|auto,..."
 
     def convert(  # type: ignore[override]
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float | None, ...]:
+    ) -> tuple[Interval, ...]:
         if isinstance(value, tuple):
             return value
-        found: list[float | None] = []
-        for word in str(value).split(","):
-            seconds = None if word.strip() == "auto" else self._read(word, param, ctx)
+        found: list[Interval] = []
+        for word in (part.strip() for part in str(value).split(",")):
+            if word == "auto":
+                found.append("auto")
+                continue
+            if word == "spec":
+                found.append("spec")
+                continue
+            seconds = self._read(word, param, ctx)
             if seconds == 0:
                 self.fail("an interval must be above 0", param, ctx)
             found.append(seconds)
@@ -109,16 +116,12 @@ def number_options(function: Any) -> Any:
     "--interval",
     "intervals",
     type=IntervalList(),
-    default="auto",
-    show_default=True,
-    help="Times between checkpoints to compare; auto: Daly's.",
+    help="Times between checkpoints to compare; auto: Daly's.  [default: auto, and that of SPEC]",
 )
 @click.option(
     "--trials",
     type=click.IntRange(1, 100_000),
-    default=200,
-    show_default=True,
-    help="Lives of the run to draw for each pair.",
+    help="Lives of the run to draw for each pair.  [default: 200, fewer of long runs]",
 )
 @click.option(
     "--seed", type=int, default=1, show_default=True, help="The same seed draws the same lives."
@@ -140,8 +143,8 @@ def simulate(
     requeue_wait: float,
     causes: MixName,
     spares: tuple[int, ...],
-    intervals: tuple[float | None, ...],
-    trials: int,
+    intervals: tuple[Interval, ...] | None,
+    trials: int | None,
     seed: int,
     goal: Goal,
     as_json: bool,
@@ -174,7 +177,11 @@ def simulate(
             fields["walltime_seconds"] = math.inf
         bare = {"gpus": gpus, **fields, "mix": causes, "queue_wait_seconds": requeue_wait}
         scenario, notes = action.scenario_of_numbers(action.BareNumbers.model_validate(bare))
-    simulation = action.simulate(scenario, spares, intervals, trials, seed, goal, prices, notes)
+    written = None if spec is None else action.Written.of(scenario)
+    with busy("playing runs with failures ..."):
+        simulation = action.simulate(
+            *(scenario, spares, intervals, trials, seed, goal, prices, notes), written=written
+        )
     if as_json:
         json_out("simulation", simulation)
         return

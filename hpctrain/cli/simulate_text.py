@@ -37,7 +37,7 @@ def simulation_lines(simulation: Simulation) -> list[str]:
             f"{one.gpu_hours.mean:,.0f}",
             f"{one.stopped:.0%}",
         )
-        lines.append(_columns(cells) + ("  best" if index == choice.best else ""))
+        lines.append(_columns(cells) + _mark(simulation, index))
     lines += ["", *_entry("Best", "; ".join(choice.reasons))]
     # In a mean run, the largest first.
     total = sum(best.seconds.values())
@@ -69,6 +69,20 @@ def simulation_lines(simulation: Simulation) -> list[str]:
         f"{short_duration(choice.poisson_seconds)}, one attempt, is {choice.poisson_spares}",
     )
     return lines + [line for note in simulation.assumptions for line in _entry("Assumed", note)]
+
+
+def _mark(simulation: Simulation, index: int) -> str:
+    """Tell which row is the spec's own, and which is the best of several."""
+    one, written = simulation.choice.outcomes[index], simulation.written
+    marks = []
+    if written is not None and (one.spare_nodes, one.interval_seconds) == (
+        written.spare_nodes,
+        written.interval_seconds,
+    ):
+        marks.append("spec")
+    if index == simulation.choice.best and len(simulation.choice.outcomes) > 1:
+        marks.append("best")
+    return f"  {', '.join(marks)}" if marks else ""
 
 
 def _columns(cells: tuple[str, ...]) -> str:

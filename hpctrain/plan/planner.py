@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError
+from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError, Refusal
 from hpctrain.plan.abilities.low_precision import low_precision_problems
 from hpctrain.plan.abilities.sharding import sharding_problems
 from hpctrain.plan.abilities.trainable import untrainable
 from hpctrain.plan.cost.plan_memory import candidate_memory
 from hpctrain.plan.cost.prediction import predict
-from hpctrain.plan.divisors import powers_of_two_below
+from hpctrain.plan.divisors import or_list
 from hpctrain.plan.documents import Goal, NodeRequest, Plan
 from hpctrain.plan.explain import Facts, memory_refusal, proposal, reasons, warnings
 from hpctrain.plan.limits import (
@@ -37,7 +37,7 @@ from hpctrain.plan.mesh.rules import BATCH, MESH_RULES, RULES, layout_values, re
 from hpctrain.plan.mesh.stages import build_stages
 from hpctrain.plan.model.parameters import pad_vocab
 from hpctrain.plan.request import Knowledge, PlanRequest
-from hpctrain.plan.search.hints import larger_fit, nearest_fits, roomiest
+from hpctrain.plan.search.hints import fit_around, nearest_fits, roomiest, sizes_around
 from hpctrain.plan.search.layouts import Found, search
 from hpctrain.plan.search.ranking import preferred
 from hpctrain.plan.search.space import freedom_of
@@ -62,15 +62,15 @@ class Decision:
 class Refusals:
     """Why a request has no plan, one message each, by kind."""
 
-    site: Sequence[str]
-    size: Sequence[str]
-    precision: Sequence[str]
-    sharding: Sequence[str]
-    layout: Sequence[str]
-    memory: Sequence[str] = ()
+    site: Sequence[Refusal]
+    size: Sequence[Refusal]
+    precision: Sequence[Refusal]
+    sharding: Sequence[Refusal]
+    layout: Sequence[Refusal]
+    memory: Sequence[Refusal] = ()
 
     @property
-    def messages(self) -> list[str]:
+    def lines(self) -> list[Refusal]:
         own = (*self.precision, *self.sharding)
         return [*self.site, *self.size, *own, *self.layout, *self.memory]
 
@@ -97,7 +97,7 @@ def decide(request: PlanRequest) -> Decision:
     found: Found | None = None
     row: int | None = None
     sharding = sharding_problems(spec)
-    layout: list[str] = []
+    layout: list[Refusal] = []
     if spec.parallel != "auto":
         # what the engine lacks altogether makes the rules about sharding redundant
         rules = (*MESH_RULES, BATCH) if sharding else RULES
@@ -117,12 +117,12 @@ def decide(request: PlanRequest) -> Decision:
         found = search(request, freedom_of(request))
         row = _first_that_fits(found)
         if row is None:
-            refused = replace(refused, memory=[_memory_refusal(found)])
-    if found is None or row is None or refused.messages:
+            refused = replace(refused, memory=[Refusal(_memory_refusal(found), "parallel")])
+    if found is None or row is None or refused.lines:
         raise _refusal(request, refused)
     plan = _assemble(found, row)
     if too_long := gpu_hour_problems(spec, profile, plan.step_seconds):
-        raise LimitError("\n".join(too_long))
+        raise LimitError(too_long)
     return Decision(request, found, row, plan)
 
 
@@ -154,27 +154,48 @@ def _memory_refusal(found: Found) -> str:
 def _refusal(request: PlanRequest, refused: Refusals) -> HpctrainError:
     spec = request.spec
     kind = LimitError if refused.site else DoesNotFitError
-    only_site = list(refused.site) == refused.messages
+    only_site = list(refused.site) == refused.lines
     too_many = allowed_gpus(spec, request.profile) != spec.resources.gpus
     # a precision or sharding that is not to be had has its hint in its message
     hinted = not refused.precision and not refused.sharding and (too_many or not only_site)
-    return kind("\n".join(refused.messages), _hint(request) if hinted else None)
+    return kind(refused.lines, _hint(request) if hinted else None)
 
 
 def _hint(request: PlanRequest) -> str:
     """List layouts that fit: on the GPUs of the spec, on fewer if these are too many, or more."""
     spec, profile = request.spec, request.profile
     gpus, wanted = allowed_gpus(spec, profile), spec.resources.gpus
-    for number in (gpus, *powers_of_two_below(gpus)) if gpus != wanted else (gpus,):
+    limit = usable_gpus(spec, profile)
+    sizes = sizes_around(gpus, profile.gpu.per_node, limit)
+    fewer = [size for size in sizes if size < gpus] if gpus != wanted else []
+    for number in (gpus, *fewer):
         fitting = proposal(nearest_fits(request, number))
         if fitting is not None:
             return fitting if number == wanted else f"on {number} GPUs {fitting}"
-    limit = usable_gpus(spec, profile)
-    larger = larger_fit(request, limit)
-    if larger is not None:
-        needed = larger.layout.world_size
-        return f"no layout of {wanted} GPUs fits; {needed} GPUs would do: {larger}"
-    return f"no layout was found on up to {limit} GPUs, the most that one run may have here"
+    other = fit_around(request, sizes)
+    if other is not None:
+        needed = other.layout.world_size
+        return f"{needed} GPUs would do: {other}"
+    sharding = _sharding_engine(request, (gpus, *sizes))
+    if sharding is not None:
+        return sharding
+    tried = f" (tried: {or_list(sorted((gpus, *sizes)))})" if sizes else ""
+    return f"no number of GPUs that one run may have here helps{tried}: change model or batch"
+
+
+def _sharding_engine(request: PlanRequest, sizes: Sequence[int]) -> str | None:
+    """Propose the engine that shards where this one cannot, on the first size that suffices."""
+    spec = request.spec
+    name = spec.engine.abilities.sharding_alternative
+    if name is None:
+        return None
+    engine = spec.engine.model_copy(update={"name": name})
+    optimizer = spec.optimizer.model_copy(update={"zero": None})
+    changed = spec.model_copy(update={"engine": engine, "optimizer": optimizer})
+    found = fit_around(replace(request, spec=changed), sizes)
+    if found is None:
+        return None
+    return f"engine {name} shards the model, and {found.layout.world_size} GPUs would do: {found}"
 
 
 def _scattered_seconds(

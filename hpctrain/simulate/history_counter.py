@@ -39,6 +39,8 @@ class HistoryCounter:
 
     def history(self) -> History:
         """Return the policy's input. Simulated failures have no fingerprints and no steps."""
+        if not self._by_cause:
+            return History(0, 0, (), recent_failures=len(self._recent), ever_progressed=self._ever)
         return History(
             failures_without_progress=sum(
                 count for cause, count in self._by_cause.items() if cause in FAILURE_CAUSES

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.simulate.simulated_run import RunOutcome, SimulatedRun
+from hpctrain.simulate.simulated_run import Decisions, RunOutcome, SimulatedRun
 from hpctrain.spec.document import Document
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.telemetry.time_categories import Category
@@ -48,13 +48,18 @@ class Outcome(Document):
     lost_seconds: dict[str, float]
     failures: float
     requeues: float
+    launches: float
+    preemptions: float
+    repair_seconds: float
     stopped: float
     stop_reasons: tuple[str, ...]
 
 
 def simulate(scenario: Scenario, trials: int, seed: int) -> Outcome:
     """Simulate a scenario. The same seed gives the same numbers, on every machine."""
-    runs = [SimulatedRun(scenario, random.Random(f"{seed}/{n}")).run() for n in range(trials)]
+    decisions = Decisions(scenario)
+    draws = (random.Random(f"{seed}/{n}") for n in range(trials))
+    runs = [SimulatedRun(scenario, draw, decisions).run() for draw in draws]
     ended = [run for run in runs if run.stopped is None]
     shown = ended or runs
     held_gpus = scenario.held_gpus
@@ -71,6 +76,9 @@ def simulate(scenario: Scenario, trials: int, seed: int) -> Outcome:
         lost_seconds=_means([run.lost_seconds for run in shown]),
         failures=statistics.fmean(sum(run.failures.values()) for run in shown),
         requeues=statistics.fmean(run.requeues for run in shown),
+        launches=statistics.fmean(run.launches for run in shown),
+        preemptions=statistics.fmean(run.preemptions for run in shown),
+        repair_seconds=statistics.fmean(run.repair_seconds for run in shown),
         stopped=1 - len(ended) / trials,
         stop_reasons=tuple(reason for reason, _ in reasons.most_common(3)),
     )

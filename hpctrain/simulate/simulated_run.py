@@ -12,14 +12,13 @@ import math
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from functools import cache
 
 from hpctrain.simulate.failure_mixes import FailureKind
 from hpctrain.simulate.history_counter import HistoryCounter
 from hpctrain.simulate.scenario import Scenario
 from hpctrain.simulate.training_stretch import Cycle, Stretch
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Action, ActionKind, Situation, Verdict
+from hpctrain.supervise.judge.documents import Action, ActionKind, History, Situation, Verdict
 from hpctrain.supervise.judge.policy import decide
 from hpctrain.telemetry.time_categories import Category
 
@@ -31,12 +30,18 @@ NO_END = "the run makes no progress"
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Result of one run: seconds by category, losses by cause, counts, why it stopped (or None)."""
+    """Result of one run: seconds by category, losses by cause, counts, why it stopped (or None).
+
+    `repair_seconds` of the queueing are spent because too few nodes of the cluster work.
+    """
 
     seconds: dict[Category, float]
     lost_seconds: dict[Cause, float]
     failures: dict[str, int]
     requeues: int
+    launches: int
+    preemptions: int
+    repair_seconds: float
     stopped: str | None
 
     @property
@@ -61,16 +66,47 @@ class _LaunchEnd:
     kind: FailureKind | None = None
 
 
-@cache
-def _verdict(cause: Cause, requeued: bool, hard: bool) -> Verdict:
-    return Verdict(cause, str(cause).replace("_", " "), already_requeued=requeued, hard=hard)
+class Decisions:
+    """The policy's decisions about one scenario, each made once: runs are alike."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._known: dict[tuple[Cause, bool, bool, bool, bool, int, History], Action] = {}
+
+    def about(self, end: _LaunchEnd, excludes: bool, healthy: int, history: History) -> Action:
+        """Return what `supervise.judge.policy.decide` says."""
+        key = (end.cause, end.requeued, end.bad, end.keeps_nodes, excludes, healthy, history)
+        action = self._known.get(key)
+        if action is None:
+            action = self._known[key] = self._decide(end, excludes, healthy, history)
+        return action
+
+    def _decide(self, end: _LaunchEnd, excludes: bool, healthy: int, history: History) -> Action:
+        scenario = self._scenario
+        situation = Situation(
+            keeps_nodes=end.keeps_nodes,
+            allocated_nodes=scenario.nodes + scenario.spare_nodes,
+            healthy_nodes=healthy,
+            needed_nodes=scenario.nodes,
+            least_nodes=scenario.nodes,
+            exclude=("a broken node",) if excludes else (),
+        )
+        words = str(end.cause).replace("_", " ")
+        verdict = Verdict(end.cause, words, already_requeued=end.requeued, hard=end.bad)
+        return decide(verdict, history, situation, scenario.supervise)
 
 
 class SimulatedRun:
-    """The state of one simulated run; every random number comes from `rng`."""
+    """The state of one simulated run; every random number comes from `rng`.
 
-    def __init__(self, scenario: Scenario, rng: random.Random) -> None:
+    `decisions` may be shared by all runs of `scenario`.
+    """
+
+    def __init__(
+        self, scenario: Scenario, rng: random.Random, decisions: Decisions | None = None
+    ) -> None:
         self.scenario, self.rng = scenario, rng
+        self.decisions = decisions or Decisions(scenario)
         self.cycle = Cycle(
             scenario.work_between_saves,
             scenario.stall,
@@ -83,7 +119,8 @@ class SimulatedRun:
         self.failures: Counter[str] = Counter()
         self.repairs: list[float] = []
         self.now = self.saved = 0.0
-        self.requeues = 0
+        self.requeues = self.launches = self.preemptions = 0
+        self.repair_wait = 0.0
         self.blame: Cause | None = None
         self.healthy = 0
         self.bad: FailureKind | None = None
@@ -109,6 +146,9 @@ class SimulatedRun:
             lost_seconds=dict(self.lost),
             failures=dict(self.failures),
             requeues=self.requeues,
+            launches=self.launches,
+            preemptions=self.preemptions,
+            repair_seconds=self.repair_wait,
             stopped=stopped,
         )
 
@@ -125,6 +165,7 @@ class SimulatedRun:
         """Simulate one launch and return its end; None when the run is complete."""
         scenario, began = self.scenario, self.now
         resumed = self.saved
+        self.launches += 1
         fails_at = began + self._next(scenario.nodes * scenario.failures_per_second)
         if self.bad is not None:
             fails_at = min(fails_at, began + scenario.restart_seconds)
@@ -166,6 +207,7 @@ class SimulatedRun:
         if soft_limit <= min(fails_at, self.preempted_at):
             return _LaunchEnd(Cause.TIME_LIMIT, keeps_nodes=False)
         if self.preempted_at <= fails_at:
+            self.preemptions += 1
             return _LaunchEnd(Cause.PREEMPTED, keeps_nodes=False)
         # A broken node that is still in use fails as it did before.
         kind = self.bad or self.rng.choices(self.kinds, self.weights)[0]
@@ -178,6 +220,8 @@ class SimulatedRun:
 
     def _lose_spares(self, seconds: float) -> None:
         """Let idle spare nodes fail like others, which remains unnoticed until they are needed."""
+        if self.healthy == self.scenario.nodes:
+            return
         rate = self.scenario.failures_per_second * self.scenario.failure_mix.share_taking_nodes
         survives = math.exp(-rate * seconds)
         for _ in range(self.healthy - self.scenario.nodes):
@@ -207,31 +251,20 @@ class SimulatedRun:
         detected = end.bad and self.rng.random() < self.scenario.bad_nodes_found
         if detected:
             self._lose_node()
-        action = self._decide(end, excludes=end.bad and not detected)
+        excludes = end.bad and not detected
+        history = self.history_counter.history()
+        action = self.decisions.about(end, excludes, self.healthy, history)
         if action.kind in (ActionKind.STOP, ActionKind.HOLD):
             return action.reason
         if action.exclude:
             self._lose_node()
-        elif end.bad and not detected:
+        elif excludes:
             self.bad = end.kind
         if action.kind is ActionKind.RELAUNCH:
             self._spend(Category.RESTARTING, self.scenario.relaunch_seconds + action.delay_seconds)
             return None
         self._requeue(end)
         return None
-
-    def _decide(self, end: _LaunchEnd, *, excludes: bool) -> Action:
-        scenario = self.scenario
-        situation = Situation(
-            keeps_nodes=end.keeps_nodes,
-            allocated_nodes=scenario.nodes + scenario.spare_nodes,
-            healthy_nodes=self.healthy,
-            needed_nodes=scenario.nodes,
-            least_nodes=scenario.nodes,
-            exclude=("a broken node",) if excludes else (),
-        )
-        verdict = _verdict(end.cause, end.requeued, end.bad)
-        return decide(verdict, self.history_counter.history(), situation, scenario.supervise)
 
     def _requeue(self, end: _LaunchEnd) -> None:
         """Wait in the queue for a new allocation; a full cluster also waits for repairs."""
@@ -247,7 +280,9 @@ class SimulatedRun:
             surplus = scenario.cluster_nodes - scenario.nodes - scenario.spare_nodes
             missing = len(self.repairs) - surplus
             enough_nodes_at = sorted(self.repairs)[missing - 1] if missing > 0 else self.now
-        self._spend(Category.QUEUEING, max(wait, enough_nodes_at - self.now))
+        repair = max(0.0, enough_nodes_at - self.now - wait)
+        self.repair_wait += repair
+        self._spend(Category.QUEUEING, wait + repair)
         self._allocate()
 
     def _allocate(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.errors import Refusal
 from hpctrain.spec.run import ModelSpec, RunSpec
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def linear_widths(
     return widths
 
 
-def low_precision_problems(request: PlanRequest) -> list[str]:
+def low_precision_problems(request: PlanRequest) -> list[Refusal]:
     """List why this cluster cannot compute in the low precision of the spec.
 
     Without a known GPU nothing is checked but the software; the plan then has a warning.
@@ -103,20 +104,27 @@ def low_precision_problems(request: PlanRequest) -> list[str]:
     if recipe is None:
         return []
     if profile.gpu.emulated:
-        return [f"precision {spec.precision} needs GPUs, and profile {profile.name} has none"]
+        message = f"precision {spec.precision} needs GPUs, and profile {profile.name} has none"
+        return [Refusal(message, "precision")]
     problems = []
     if spec.engine.implementation == "local":
         problems.append(
-            f"precision {spec.precision} needs TransformerEngine, which profile {profile.name} "
-            "says is missing: set `precision: bf16`"
+            Refusal(
+                f"precision {spec.precision} needs TransformerEngine, which profile {profile.name} "
+                "says is missing: set `precision: bf16`",
+                "precision",
+            )
         )
     if gpu is None:
         return problems
     if spec.precision not in gpu.peak:
         known = [name for name in ("fp4", "fp8", "bf16", "fp16", "fp32") if name in gpu.peak]
         problems.append(
-            f"{gpu.name} has no {spec.precision} products (it has {', '.join(known)}): set "
-            f"`precision: {next(name for name in known if name != 'fp4')}`"
+            Refusal(
+                f"{gpu.name} has no {spec.precision} products (it has {', '.join(known)}): set "
+                f"`precision: {next(name for name in known if name != 'fp4')}`",
+                "precision",
+            )
         )
     elif gpu.generation not in RECIPE_GENERATIONS.get(recipe, (gpu.generation,)):
         able = [
@@ -128,7 +136,10 @@ def low_precision_problems(request: PlanRequest) -> list[str]:
         if spec.precision == "fp4":
             hint = "set `precision: fp8`"
         problems.append(
-            f"{recipe} scaling needs another generation of GPUs than {gpu.name} "
-            f"({gpu.generation}): {hint or 'set `precision: bf16`'}"
+            Refusal(
+                f"{recipe} scaling needs another generation of GPUs than {gpu.name} "
+                f"({gpu.generation}): {hint or 'set `precision: bf16`'}",
+                "precision",
+            )
         )
     return problems

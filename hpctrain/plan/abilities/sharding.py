@@ -7,12 +7,13 @@ trains (`trainable`).
 
 from __future__ import annotations
 
+from hpctrain.errors import Refusal
 from hpctrain.plan.divisors import or_list
 from hpctrain.spec.engines.registry import ENGINES
 from hpctrain.spec.run import RunSpec
 
 
-def sharding_problems(spec: RunSpec) -> list[str]:
+def sharding_problems(spec: RunSpec) -> list[Refusal]:
     """List the sharding and offload of the spec that the engine does not have.
 
     Settings that exclude each other are errors of the spec (`hpctrain.spec.engines`).
@@ -22,8 +23,11 @@ def sharding_problems(spec: RunSpec) -> list[str]:
     if zero is not None and zero not in stages:
         others = [name for name, other in ENGINES.items() if zero in other.zero_stages]
         problems.append(
-            f"engine {engine} has no ZeRO stage {zero}: set `optimizer.zero` to "
-            f"{or_list(stages)}, or `engine.name` to {' or '.join(others)}"
+            Refusal(
+                f"engine {engine} has no ZeRO stage {zero}: set `optimizer.zero` to "
+                f"{or_list(stages)}, or `engine.name` to {' or '.join(others)}",
+                "optimizer.zero",
+            )
         )
     elif (
         zero is not None
@@ -32,13 +36,26 @@ def sharding_problems(spec: RunSpec) -> list[str]:
     ):
         given = "true" if optimizer.distributed else "false"
         problems.append(
-            f"optimizer.zero {zero} contradicts `distributed: {given}`: remove one of them"
+            Refusal(
+                f"optimizer.zero {zero} contradicts `distributed: {given}`: remove one of them",
+                "optimizer.zero",
+            )
         )
     if optimizer.offload not in abilities.offloads:
-        problems.append(f"engine {engine} has no `optimizer.offload: {optimizer.offload}`")
+        problems.append(
+            Refusal(
+                f"engine {engine} has no `optimizer.offload: {optimizer.offload}`",
+                "optimizer.offload",
+            )
+        )
     if optimizer.shard_gpus is not None and not abilities.shards_over_part:
         able = " or ".join(name for name, other in ENGINES.items() if other.shards_over_part)
-        problems.append(f"optimizer.shard_gpus is for engine {able} (HSDP), not for {engine}")
+        problems.append(
+            Refusal(
+                f"optimizer.shard_gpus is for engine {able} (HSDP), not for {engine}",
+                "optimizer.shard_gpus",
+            )
+        )
     return problems
 
 

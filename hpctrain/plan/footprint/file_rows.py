@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+from hpctrain.plan.footprint.notice_rows import NOTICE_ROWS
 from hpctrain.plan.footprint.quantities import FileRow, Formula
+from hpctrain.plan.footprint.tracking_rows import TRACKING_ROWS
 
 # Patterns (fnmatch) of paths in the run directory, without the endings of temporary files. A path
 # belongs to the first place that has a pattern for it.
@@ -27,12 +29,19 @@ PLACES: dict[str, tuple[str, ...]] = {
     "metrics": ("metrics.jsonl",),
     "saves": ("saves.jsonl",),
     "rank times": ("ranks.json",),
-    "software": ("software.jsonl", "speed.jsonl"),
+    "software": ("software.jsonl", "software.lock", "speed.jsonl"),
+    "kept code": ("software", "software/*"),
     "skipped data": ("skips.json",),
     "done marker": ("done.json",),
     "exit records": ("exits", "exits/*"),
+    "evaluations": (
+        *("evaluation.json", "evaluation-*.sbatch", "evaluations.jsonl", "evaluations.lock"),
+        *("evaluations", "evaluations/*"),
+    ),
     "stacks": ("stacks", "stacks/*"),
     "logs": ("logs", "logs/*"),
+    "notices": ("notices", "notices/*"),
+    "tracking": ("tracking.json", "tracking", "tracking/*"),
     "traces": ("traces", "traces/*", "flops-*.txt"),
     "index cache": ("data-cache", "data-cache/*"),
     "node checks": (".preflight-*",),
@@ -50,7 +59,7 @@ KEPT_STACKS = 4
 _SNAPSHOT = "hpctrain.supervise.evidence.run_dir_snapshot:RunDirReader.read"
 _LAUNCH = "hpctrain.supervise.srun_launch:TrainerLauncher"
 _LOOP = "hpctrain.train.loop:Loop"
-_SUBMIT = "hpctrain.actions.submit:write_run_directory"
+_SUBMIT = "hpctrain.actions.run_directory:write_run_directory"
 _EXIT = "hpctrain.store.exit_records:write_exit_record"
 _READ_EXITS = "hpctrain.store.exit_records:read_exit_records"
 _PACK = "hpctrain.store.old_launches:pack_old_launches"
@@ -84,6 +93,17 @@ _RUN = (
         mkdir=Formula(1),
     ),
     FileRow("ledger", "run", "submit", _SUBMIT, inodes=Formula(1), open=Formula(4)),
+    FileRow(
+        "kept code",  # the directory, the archive and the link; imports from it are not counted
+        "run",
+        "submit",
+        "hpctrain.actions.kept_code:keep_code",
+        inodes=Formula(3),
+        open=Formula(3),
+        stat=Formula(1),
+        rename=Formula(2),
+        mkdir=Formula(1),
+    ),
     *(
         FileRow(
             place,
@@ -104,7 +124,7 @@ _RUN = (
         "run",
         "rank 0",
         "hpctrain.store.software:write_software",
-        inodes=Formula(1, speed_checks=1),
+        inodes=Formula(2, speed_checks=1),
     ),
     FileRow("checkpoints", "run", "rank 0", _PUBLISH, inodes=Formula(1)),  # Megatron's tracker
     FileRow(
@@ -130,6 +150,14 @@ _RUN = (
 )
 # -- each launch ---------------------------------------------------------------------------------
 _SUPERVISOR = (
+    FileRow(
+        "evaluations",
+        "launch",
+        "supervisor",
+        "hpctrain.supervise.evaluation_jobs:EvaluationThread.start",
+        stat=Formula(1),
+        varies=True,  # once per attempt
+    ),
     FileRow(
         "settings",
         "launch",
@@ -291,7 +319,7 @@ _RANKS = (
         "each rank",
         "hpctrain.train.entry:main",
         open=Formula(ranks=1),
-        stat=Formula(3, ranks=2),
+        stat=Formula(2, ranks=2),
     ),
     FileRow(
         "done marker", "launch", "each rank", "hpctrain.train.entry:main", open=Formula(ranks=1)
@@ -342,9 +370,34 @@ _RANKS = (
         "launch",
         "rank 0",
         "hpctrain.store.software:write_software",
-        open=Formula(2),
+        open=Formula(1),
     ),
-    FileRow("metrics", "launch", "rank 0", "hpctrain.train.report:Reporter", open=Formula(2)),
+    FileRow(
+        "software",  # read, and written by a launch before the first step
+        "launch",
+        "rank 0",
+        "hpctrain.store.software_lock:read_lock",
+        open=Formula(1),
+    ),
+    FileRow(
+        "metrics",  # a launch without a lock does not look: it writes one
+        "resume",
+        "rank 0",
+        "hpctrain.train.software_agreement:agree_on_software",
+        stat=Formula(1),
+    ),
+    FileRow(
+        "software",
+        "fresh",
+        "rank 0",
+        "hpctrain.store.software_lock:write_lock",
+        open=Formula(2),  # and software.jsonl, which is not there yet
+        rename=Formula(1),
+    ),
+    FileRow("metrics", "fresh", "rank 0", "hpctrain.train.report:Reporter", open=Formula(2)),
+    FileRow(  # before a file is made, whether the run's directory is there
+        "settings", "fresh", "rank 0", "hpctrain.train.report:Reporter", stat=Formula(1)
+    ),
     FileRow("requests", "launch", "rank 0", _LOOP, stat=Formula(1)),
     FileRow(
         "requests",
@@ -493,6 +546,14 @@ _TRAINING = (
         rename=Formula(retired=1),
         unlink=Formula(retired=2, retired_files=1),
     ),
+    # Of a run without evaluation jobs; their own files are those of what they run.
+    FileRow(
+        "evaluations",
+        "checkpoint",
+        "rank 0",
+        "hpctrain.train.saving.evaluated_checkpoints:steps_to_evaluate",
+        stat=Formula(1),
+    ),
     FileRow("epochs", "checkpoint", "rank 0", _PUBLISH, open=Formula(2)),
     FileRow("settings", "checkpoint", "rank 0", _SAVE, stat=Formula(2)),
     FileRow("requests", "checkpoint", "rank 0", _SAVE, stat=Formula(1)),
@@ -629,6 +690,8 @@ FILE_ROWS: tuple[FileRow, ...] = (
     *_RANKS,
     *_RESUME,
     *_TRAINING,
+    *NOTICE_ROWS,
     *_WATCHING,
     *_FAILURE,
+    *TRACKING_ROWS,
 )

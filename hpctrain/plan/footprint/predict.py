@@ -29,7 +29,9 @@ from hpctrain.plan.footprint.slurm_rows import (
     RPC_OF_COMMAND,
     SLURM_ROWS,
 )
+from hpctrain.plan.footprint.tracking_rows import TRACKING_ROWS
 from hpctrain.plan.forecast.documents import Forecast
+from hpctrain.spec.notify import joined_notify
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes, short_duration
@@ -43,7 +45,7 @@ STEP_BYTES, LAUNCH_BYTES_PER_RANK = 130 + 400, 2048
 # An index of a dataset of tokens: three arrays and a description, for each split.
 _FILES_PER_INDEX, _SPLITS = 4, 3
 _BY_RANKS: tuple[Actor, ...] = ("rank 0", "each rank", "agents")
-_BY_SUPERVISOR: tuple[Actor, ...] = ("supervisor",)
+_BY_SUPERVISOR: tuple[Actor, ...] = ("supervisor", "tracking")
 
 
 def run_size(
@@ -68,6 +70,7 @@ def run_size(
     tokens = spec.data.format == "tokens"
     sources = max(1, len(spec.data.sources))
     indexes = sources + (1 if sources > 1 else 0)  # and one of the blend
+    notify = joined_notify(spec.notify, profile.notify)
     return RunSize(
         ranks=ranks,
         nodes=nodes,
@@ -86,6 +89,10 @@ def run_size(
         speed_checks=1,
         start_seconds=START_SECONDS,
         refusal_seconds=float(profile.slurm.kill_wait) + KILL_SECONDS_BEYOND_KILL_WAIT,
+        channels=len(notify.channels) if notify is not None else 0,
+        tracked=int(spec.tracking.wanted),
+        tensorboard=int(bool(spec.tracking.tensorboard)),
+        wandb=int(spec.tracking.wandb is not None),
     )
 
 
@@ -113,7 +120,9 @@ def footprint(
         bytes=_bytes(size, rates, forecast),
         assumptions=(*assumptions, *_assumptions()),
         exceeded=(),
-        files=tuple(_file_line(row, size) for row in FILE_ROWS),
+        files=tuple(
+            _file_line(row, size) for row in FILE_ROWS if size.tracked or row not in TRACKING_ROWS
+        ),
         slurm=_slurm_lines(size),
     )
     exceeded = exceeded_limits(profile, predicted)
@@ -185,7 +194,7 @@ def _inodes(size: RunSize, rates: Rates) -> Inodes:
 
 
 def _launches_left(size: RunSize, rates: Rates, periods: float) -> float:
-    """Count what the launches of so many periods leave for good or until it is packed, at most.
+    """Count what so many periods with their launches leave for good or until it is packed, at most.
 
     Packing begins with more than twice as many launches as are kept; of these as many may have
     failed.
@@ -193,7 +202,8 @@ def _launches_left(size: RunSize, rates: Rates, periods: float) -> float:
     launches, failures = rates.launches * periods, rates.failures * periods
     unpacked = min(launches, 2.0 * size.kept_launches)
     return (
-        _made(size, ["launch"], ["the run"]) * launches
+        _made(size, ["second"]) * rates.period_seconds * periods  # segments for W&B
+        + _made(size, ["launch"], ["the run"]) * launches
         + _made(size, ["failure"], ["the run"]) * failures
         + _made(size, ["launch"], ["until packed"]) * unpacked
         + _made(size, ["failure"], ["until packed"]) * min(failures, unpacked)

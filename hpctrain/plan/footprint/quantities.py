@@ -30,7 +30,8 @@ Event = Literal[
     "refusal",
     "outage",
 ]
-Actor = Literal["submit", "supervisor", "rank 0", "each rank", "agents", "Slurm"]
+# `tracking`: the process beside training, on the node of the supervisor.
+Actor = Literal["submit", "supervisor", "tracking", "rank 0", "each rank", "agents", "Slurm"]
 # How long an inode stays: as long as the run directory; as its checkpoint is kept; four launches;
 # until its launch is old and packed (`hpctrain.store.old_launches`).
 Keeps = Literal["the run", "the checkpoint", "four launches", "until packed"]
@@ -49,7 +50,8 @@ class RunSize:
     `sizes`: smaller numbers of nodes that are prepared. `jobs`: submitted at once. `chain`: 1 if
     each job submits the next. `index_files`: of datasets of tokens. `speed_checks`: 1 if speed is
     measured before training. `start_seconds`: from srun to the first step. `refusal_seconds`: how
-    long a step that refuses to die is killed.
+    long a step that refuses to die is killed. `channels`: over which the run tells people.
+    `tracked`: 1 if metrics are copied to TensorBoard or W&B; `tensorboard`, `wandb`: 1 for each.
     """
 
     ranks: int
@@ -69,6 +71,10 @@ class RunSize:
     speed_checks: int
     start_seconds: float
     refusal_seconds: float
+    channels: int = 0
+    tracked: int = 0
+    tensorboard: int = 0
+    wandb: int = 0
 
     @property
     def archives(self) -> float:
@@ -103,6 +109,10 @@ class Formula:
     speed_checks: float = 0
     start_seconds: float = 0
     refusal_seconds: float = 0
+    channels: float = 0
+    tracked: float = 0
+    tensorboard: float = 0
+    wandb: float = 0
 
     def at(self, size: RunSize) -> float:
         """The count at this size."""

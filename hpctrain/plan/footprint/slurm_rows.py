@@ -39,7 +39,7 @@ _FACTS = "hpctrain.supervise.evidence.job_facts:job_facts"
 _BLAME = "hpctrain.supervise.decision_inputs:_planned"
 _REQUEUE = "hpctrain.supervise.act.requeue"
 _END = "hpctrain.supervise.act.execute:act"
-_SUBMIT = "hpctrain.actions.submit:submit_jobs"
+_SUBMIT = "hpctrain.actions.job_submission:submit_jobs"
 _SUCCESSOR = "hpctrain.supervise.act.successor"
 _ONE = Formula(1)
 _REFUSAL = Formula(SHORTER_PAUSES, refusal_seconds=1 / PAUSE_SECONDS)

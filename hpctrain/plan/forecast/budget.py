@@ -12,14 +12,15 @@ from typing import TypeVar
 
 from hpctrain.errors import UsageError
 from hpctrain.plan.forecast.documents import Budget, BudgetDecision, Forecast
+from hpctrain.plan.forecast.sentences import days, describe
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.units import Duration, Money
 
 Value = TypeVar("Value")
 
+# Where nothing comes near the limit, figures of what is missing say nothing.
+_ABSURD = 100
 _DAY_SECONDS = 86400
-# With less than this share of the deadline left over, an expected value is unreliable.
-_THIN_SHARE = 0.05
 
 
 def parse_budget(money: str | None, deadline: str | None) -> Budget:
@@ -65,6 +66,7 @@ def check_currency(budget: Budget, profile: ClusterProfile) -> None:
 def cheapest_plan(options: Sequence[Forecast], budget: Budget) -> BudgetDecision:
     """Choose the cheapest option that meets money and deadline, else report what is missing.
 
+    A limit is met where 95 of 100 played runs keep within it; without played runs, by the mean.
     `options` must not be empty, and must have costs in the budget's currency where the budget has
     money (`check_currency`). Without money the cheapest that meets the deadline is taken; where
     nothing has a price, the one with the fewest GPU-hours. Without any, the nearest option is the
@@ -82,8 +84,8 @@ def cheapest_plan(options: Sequence[Forecast], budget: Budget) -> BudgetDecision
         return BudgetDecision(chosen=chosen, nearest=chosen, meets=meets, lines=lines)
 
     def excess(option: Forecast) -> float:
-        late = _seconds(option) / budget.deadline - 1 if budget.deadline else 0.0
-        over = _price(option) / budget.money - 1 if budget.money else 0.0
+        late = option.most_seconds / budget.deadline - 1 if budget.deadline else 0.0
+        over = _most_money(option) / budget.money - 1 if budget.money else 0.0
         return max(0.0, late) + max(0.0, over)
 
     nearest = min(
@@ -94,7 +96,9 @@ def cheapest_plan(options: Sequence[Forecast], budget: Budget) -> BudgetDecision
         missing.append(_deadline_line(options, budget, budget.deadline))
     if budget.money is not None:
         missing.append(_money_line(options, budget, budget.money))
-    missing.append(f"nearest: {describe(options[nearest])}, {_overruns(options[nearest], budget)}")
+    if len(options) > 1:
+        line = f"nearest: {describe(options[nearest])}, {_overruns(options[nearest], budget)}"
+        missing.append(line)
     return BudgetDecision(chosen=None, nearest=nearest, meets=(), lines=tuple(missing))
 
 
@@ -102,16 +106,17 @@ def _price(option: Forecast) -> float:
     return option.cost.amount if option.cost else option.gpu_hours
 
 
-def _seconds(option: Forecast) -> float:
-    return option.times.total_seconds
-
-
 def _in_time(option: Forecast, budget: Budget) -> bool:
-    return budget.deadline is None or _seconds(option) <= budget.deadline
+    return budget.deadline is None or option.most_seconds <= budget.deadline
 
 
 def _paid(option: Forecast, budget: Budget) -> bool:
-    return budget.money is None or _price(option) <= budget.money
+    return budget.money is None or _most_money(option) <= budget.money
+
+
+def _most_money(option: Forecast) -> float:
+    assert option.most_cost is not None, "`check_currency` has seen prices"
+    return option.most_cost
 
 
 def _chosen_lines(options: Sequence[Forecast], chosen: int, budget: Budget) -> tuple[str, ...]:
@@ -119,13 +124,10 @@ def _chosen_lines(options: Sequence[Forecast], chosen: int, budget: Budget) -> t
     lines = [
         f"{describe(best)} is the cheapest of {_options(len(options))} that meets {_limits(budget)}"
     ]
-    if budget.deadline is not None:
-        left = float(budget.deadline) - _seconds(best)
-        if left < _THIN_SHARE * budget.deadline:
-            lines.append(
-                f"only {left / _DAY_SECONDS:.1f} d are left, and the forecast is a mean: "
-                "about every second run takes longer"
-            )
+    if best.spread is not None:
+        lines.append("met in 95 of 100 played runs; the step time is taken as predicted")
+    elif budget.deadline is not None:
+        lines.append("the forecast is a mean, no run was played: some runs take longer")
     return tuple(lines)
 
 
@@ -137,8 +139,11 @@ def _deadline_line(options: Sequence[Forecast], budget: Budget, deadline: Durati
         return (
             f"the deadline needs {least.gpus:,} GPUs: {describe(least)}, {_overruns(least, budget)}"
         )
-    fastest = min(options, key=_seconds)
-    needed = math.ceil(fastest.gpus * _seconds(fastest) / deadline)
+    fastest = min(options, key=lambda option: option.most_seconds)
+    times = fastest.most_seconds / deadline
+    if times > _ABSURD:
+        return f"the fastest, {describe(fastest)}, takes more than {_ABSURD} times as long"
+    needed = math.ceil(fastest.gpus * times)
     return (
         f"the deadline needs at least {needed:,} GPUs even if speed grew with their number; "
         f"the fastest is {describe(fastest)}, {_overruns(fastest, budget)}"
@@ -154,7 +159,7 @@ def _money_line(options: Sequence[Forecast], budget: Budget, money: float) -> st
             f"the budget pays for {most.gpus:,} GPUs: {describe(most)}, {_overruns(most, budget)}"
         )
     cheapest = min(options, key=_price)
-    share = money / _price(cheapest)
+    share = money / _most_money(cheapest)
     return (
         f"the budget pays for {share:.0%} of the run ({int(share * cheapest.tokens):,} of "
         f"{cheapest.tokens:,} tokens); the cheapest is {describe(cheapest)}, "
@@ -165,12 +170,21 @@ def _money_line(options: Sequence[Forecast], budget: Budget, money: float) -> st
 def _overruns(option: Forecast, budget: Budget) -> str:
     parts = []
     if budget.deadline is not None and not _in_time(option, budget):
-        late = _seconds(option) - budget.deadline
-        parts.append(f"{late / _DAY_SECONDS:,.1f} d late ({late / budget.deadline:.0%})")
+        late = option.most_seconds - budget.deadline
+        parts.append(f"{_up_to(option)}{days(late)} late{_share(late / budget.deadline)}")
     if budget.money is not None and not _paid(option, budget):
-        over = _price(option) - budget.money
-        parts.append(f"{over:,.0f} {budget.currency} over ({over / budget.money:.0%})")
+        over = _most_money(option) - budget.money
+        share = _share(over / budget.money)
+        parts.append(f"{_up_to(option)}{over:,.0f} {budget.currency} over{share}")
     return " and ".join(parts) or "which is within it"
+
+
+def _up_to(option: Forecast) -> str:
+    return "" if option.spread is None else "up to "
+
+
+def _share(overrun: float) -> str:
+    return f" ({overrun:.0%})" if overrun <= _ABSURD else ""
 
 
 def _limits(budget: Budget) -> str:
@@ -178,16 +192,11 @@ def _limits(budget: Budget) -> str:
     if budget.money is not None:
         parts.append(f"{budget.money:,.0f} {budget.currency}")
     if budget.deadline is not None:
-        parts.append(f"{budget.deadline / _DAY_SECONDS:,.3g} d")
+        long = budget.deadline >= 2 * _DAY_SECONDS
+        text = f"{budget.deadline / _DAY_SECONDS:,.4g} d" if long else days(budget.deadline)
+        parts.append(text)
     return " and ".join(parts) or "no limit"
 
 
 def _options(count: int) -> str:
     return f"{count} option{'s' if count != 1 else ''}"
-
-
-def describe(option: Forecast) -> str:
-    """Format an option: `512 GPUs on spot (28.1 d, 310,000 USD)`."""
-    money = f", {option.cost.amount:,.0f} {option.cost.currency}" if option.cost else ""
-    tariff = " on spot" if option.tariff == "spot" else ""
-    return f"{option.gpus:,} GPUs{tariff} ({option.days:,.1f} d{money})"

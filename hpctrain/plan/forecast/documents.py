@@ -13,7 +13,17 @@ from hpctrain.spec.document import Document
 from hpctrain.units import Duration
 
 Tariff = Literal["on demand", "spot"]
-AssumptionKind = Literal["node failures", "restart", "preemptions", "save", "queue", "price"]
+AssumptionKind = Literal[
+    "node failures",
+    "restart",
+    "preemptions",
+    "save",
+    "queue",
+    "price",
+    "repair",
+    "causes",
+    "continuation",
+]
 
 
 class RunFacts(Document):
@@ -81,14 +91,20 @@ class Interruptions(Document):
 
 
 class TimeShares(Document):
-    """Where the expected time goes, in seconds; the sum is the wall-clock time."""
+    """Where the expected time goes, in seconds; the sum is the wall-clock time.
+
+    `detecting_seconds` pass until a failure is seen, `waiting_seconds` without nodes, of which
+    `repair_seconds` because too few nodes of the cluster work.
+    """
 
     training_seconds: float
     evaluation_seconds: float
     saving_seconds: float
     redone_seconds: float
     starting_seconds: float
+    detecting_seconds: float = 0.0
     waiting_seconds: float
+    repair_seconds: float = 0.0
 
     @property
     def occupied_seconds(self) -> float:
@@ -97,7 +113,25 @@ class TimeShares(Document):
 
     @property
     def total_seconds(self) -> float:
-        return float(sum(getattr(self, name) for name in type(self).model_fields))
+        names = [name for name in type(self).model_fields if name != "repair_seconds"]  # waited
+        return float(sum(getattr(self, name) for name in names))
+
+
+class Spread(Document):
+    """What 90 of 100 runs keep within, as far as failures and preemptions go.
+
+    From `trials` played runs (`hpctrain.simulate`) drawn from `seed`; `stopped` is the share that
+    the supervisor gives up, for `stop_reason` most often. The step time is taken as predicted.
+    """
+
+    trials: int
+    seed: int
+    least_seconds: float = Field(description="5 % of the runs are shorter; wall-clock time")
+    most_seconds: float = Field(description="5 % of the runs are longer")
+    least_gpu_hours: float
+    most_gpu_hours: float
+    stopped: float
+    stop_reason: str | None
 
 
 class Cost(Document):
@@ -110,7 +144,10 @@ class Cost(Document):
 
 
 class Forecast(Document):
-    """Expected values for one plan. Times in seconds; `ettr` is training over allocated time."""
+    """Expected values for one plan. Times in seconds; `ettr` is training over allocated time.
+
+    Means of played runs where there is a `spread`, else of the closed forms of `attempts`.
+    """
 
     gpus: int
     nodes: int
@@ -132,6 +169,20 @@ class Forecast(Document):
     cost: Cost | None
     assumptions: tuple[Assumption, ...]
     warnings: tuple[str, ...]
+    spread: Spread | None = None
+
+    @property
+    def most_seconds(self) -> float:
+        """Wall-clock seconds that 95 of 100 runs keep within; the mean where none were played."""
+        return self.spread.most_seconds if self.spread else self.times.total_seconds
+
+    @property
+    def most_cost(self) -> float | None:
+        """Money that suffices in 95 of 100 runs; None without prices."""
+        if self.cost is None:
+            return None
+        hours = self.spread.most_gpu_hours if self.spread else self.gpu_hours
+        return hours * self.cost.per_gpu_hour
 
     @property
     def days(self) -> float:

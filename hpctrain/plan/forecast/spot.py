@@ -6,6 +6,7 @@ Belongs here: the comparison and its reason. Does not belong here: either foreca
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from hpctrain.errors import DoesNotFitError
 from hpctrain.plan.forecast.documents import (
@@ -22,26 +23,34 @@ from hpctrain.spec.profile.limits import ReliabilityProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 
+Predict = Callable[[RunSpec, ClusterProfile, RunFacts], Forecast]
+
 # Shortest interval of the search for the break-even preemption interval, and its bisections.
 _SHORTEST_SECONDS, _BISECTIONS = 60.0, 40
 
 
 def compare_spot(
-    spec: RunSpec, profile: ClusterProfile, facts: RunFacts, budget: Budget | None = None
+    spec: RunSpec,
+    profile: ClusterProfile,
+    facts: RunFacts,
+    budget: Budget | None = None,
+    predict: Predict = forecast,
 ) -> SpotComparison | None:
-    """Forecast both and recommend one; None where the profile has no spot price.
+    """Forecast both with `predict` and recommend one; None where the profile has no spot price.
+
+    The break-even is that of the closed forms, whatever `predict` does.
 
     The cheaper one that meets the deadline of `budget` is recommended; where neither meets it, the
     faster one.
     """
     if profile.prices is None or profile.prices.spot is None:
         return None
-    safe = forecast(spec, profile, facts.model_copy(update={"spot": False}))
+    safe = predict(spec, profile, facts.model_copy(update={"spot": False}))
     deadline = budget.deadline if budget else None
     taken: Forecast | None
     recommended: Tariff
     try:
-        taken = forecast(spec, profile, facts.model_copy(update={"spot": True}))
+        taken = predict(spec, profile, facts.model_copy(update={"spot": True}))
     except DoesNotFitError as error:
         taken, recommended, reason = None, "on demand", f"on spot, {error}"
     else:
@@ -51,7 +60,7 @@ def compare_spot(
         spot=taken,
         recommended=recommended,
         reason=reason,
-        break_even_preemption_seconds=_break_even(spec, profile, facts, _amount(safe)),
+        break_even_preemption_seconds=_break_even(spec, profile, facts),
     )
 
 
@@ -60,10 +69,10 @@ def _recommendation(
 ) -> tuple[Tariff, str]:
     currency, slower = safe.cost.currency if safe.cost else "", taken.days - safe.days
     saved = _amount(safe) - _amount(taken)
-    late = deadline is not None and taken.times.total_seconds > deadline
-    if late and deadline is not None and safe.times.total_seconds <= deadline:
+    late = deadline is not None and taken.most_seconds > deadline
+    if late and deadline is not None and safe.most_seconds <= deadline:
         return "on demand", (
-            f"spot would end {_days(taken.times.total_seconds - deadline)} after the deadline"
+            f"spot may end {_days(taken.most_seconds - deadline)} after the deadline"
         )
     if late and taken.days > safe.days:
         return "on demand", "neither meets the deadline, and on demand ends earlier"
@@ -78,9 +87,7 @@ def _recommendation(
     )
 
 
-def _break_even(
-    spec: RunSpec, profile: ClusterProfile, facts: RunFacts, on_demand: float
-) -> float | None:
+def _break_even(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> float | None:
     """Find the preemption interval, in seconds, at which spot and on demand cost the same.
 
     By bisection of its logarithm, because the cost on spot falls as preemptions become rarer. 0
@@ -90,6 +97,8 @@ def _break_even(
     reliability = profile.reliability or ReliabilityProfile(
         node_mtbf=Duration(node_mtbf_seconds(profile))
     )
+
+    on_demand = _amount(forecast(spec, profile, facts.model_copy(update={"spot": False})))
 
     def dearer(mtbf_seconds: float) -> bool:
         changed = reliability.model_copy(update={"preemption_mtbf": Duration(mtbf_seconds)})

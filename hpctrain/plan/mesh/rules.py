@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.errors import Refusal
 from hpctrain.plan.abilities.low_precision import (
     linear_widths,
     low_alignment,
@@ -95,13 +96,15 @@ class Rule:
     """A condition that every layout has to meet.
 
     `holds`: the mask of the layouts that keep it. `message`: about one layout that breaks it.
-    `after`: rules that have to hold before the message makes sense.
+    `after`: rules that have to hold before the message makes sense. `field` of the spec is where
+    the message points.
     """
 
     name: str
     holds: Callable[[RunSpec, ManyLayouts], Mask | bool]
     message: Callable[[PlanRequest, OneLayout], str]
     after: tuple[str, ...] = ()
+    field: str = "parallel"
 
 
 def allowed(spec: RunSpec, layouts: ManyLayouts, rules: Iterable[Rule]) -> Mask:
@@ -167,7 +170,7 @@ def _axis(name: Axis) -> Rule:
             owner = f"a {model.family}, planned with data parallelism only,"
         return f"{owner} has no {name}: remove `parallel.{name}` {getattr(at, name)}"
 
-    return Rule(f"engine has {name}", holds, message)
+    return Rule(f"engine has {name}", holds, message, field=f"parallel.{name}")
 
 
 def _width(name: str) -> Rule:
@@ -180,7 +183,7 @@ def _width(name: str) -> Rule:
         size = split_widths(request.spec.model)[name]
         return f"{name} {size} is not divisible by tp {at.tp}{_nearest_tp(request, at)}"
 
-    return Rule(f"tp divides {name}", holds, message)
+    return Rule(f"tp divides {name}", holds, message, field="parallel.tp")
 
 
 def _nearest_tp(request: PlanRequest, at: OneLayout) -> str:
@@ -351,6 +354,7 @@ MODEL_RULES: tuple[Rule, ...] = (
             f"kv_heads {request.spec.model.key_value_heads} is neither a multiple nor a divisor "
             f"of tp {at.tp}{_nearest_tp(request, at)}"
         ),
+        field="parallel.tp",
     ),
     Rule(
         "tp divides QKV",
@@ -360,11 +364,13 @@ MODEL_RULES: tuple[Rule, ...] = (
             f"{_nearest_tp(request, at)}"
         ),
         after=(*(rule.name for rule in _WIDTHS), "tp fits kv_heads"),
+        field="parallel.tp",
     ),
     Rule(
         "ep needs experts",
         lambda spec, at: (at.ep == 1) | (spec.model.moe is not None),
         lambda request, at: f"ep {at.ep} needs a model with experts",
+        field="parallel.ep",
     ),
     Rule(
         "ep divides experts",
@@ -373,6 +379,7 @@ MODEL_RULES: tuple[Rule, ...] = (
             f"experts {_experts(request.spec)} are not divisible by ep {at.ep}: "
             f"{_nearest_ep(at, _experts(request.spec))}"
         ),
+        field="parallel.ep",
     ),
     Rule(
         "etp divides moe.ffn",
@@ -380,6 +387,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda request, at: (
             f"moe.ffn {_expert_ffn(request.spec)} is not divisible by {_expert_split(at)}"
         ),
+        field="parallel.etp",
     ),
     Rule(
         # megatron-core adds up gradients of experts over other ranks than those of dense layers
@@ -387,11 +395,13 @@ MODEL_RULES: tuple[Rule, ...] = (
         "experts without ep are split as tp",
         lambda spec, at: (at.ep > 1) | (at.expert_tp == at.tp) | (spec.model.moe is None),
         lambda request, at: f"without ep, etp {at.etp} must be tp {at.tp}: leave `etp` out",
+        field="parallel.etp",
     ),
     Rule(  # transformer_config.py: "Bias in Moe is only supported when ETP==1"
         "experts with biases are whole",
         lambda spec, at: (at.expert_tp == 1) | (not spec.model.bias) | (spec.model.moe is None),
         lambda request, at: f"experts with biases cannot be split over {_expert_split(at)}",
+        field="parallel.etp",
     ),
     Rule(  # token_dispatcher.py: "Flex token dispatcher requires TPxEP > 1"
         "the flex dispatcher has several ranks",
@@ -399,11 +409,13 @@ MODEL_RULES: tuple[Rule, ...] = (
             (spec.engine.megatron.moe_token_dispatcher_type != "flex") | (at.expert_tp * at.ep > 1)
         ),
         lambda request, at: "the flex dispatcher needs ep or etp above 1: use ep",
+        field="engine.megatron.moe_token_dispatcher_type",
     ),
     Rule(  # megatron/core/transformer/moe/moe_layer.py, MoELayer.forward refuses to train
         "experts need sequence_parallel",
         lambda spec, at: (at.tp == 1) | (at.sequence_parallel > 0) | (spec.model.moe is None),
         lambda request, at: f"experts with tp {at.tp} need sequence_parallel",
+        field="parallel.sequence_parallel",
     ),
     Rule(  # each context parallel rank takes two of 2 x cp slices, to balance the causal mask
         "cp divides seq",
@@ -412,6 +424,7 @@ MODEL_RULES: tuple[Rule, ...] = (
             f"seq {request.spec.model.seq} is not divisible by 2 x cp {at.cp}: nearest cp "
             f"{or_list(nearest(at.cp, divisors(request.spec.model.seq // 2 or 1)))}"
         ),
+        field="parallel.cp",
     ),
     Rule(
         "tp divides the sequence",
@@ -421,8 +434,9 @@ MODEL_RULES: tuple[Rule, ...] = (
             f"nearest seq {or_list(multiples_around(request.spec.model.seq, at.tp * at.cp))}"
         ),
         after=("cp divides seq",),
+        field="parallel.tp",
     ),
-    Rule("stages hold the layers", _split_holds, _split_message),
+    Rule("stages hold the layers", _split_holds, _split_message, field="parallel.pp"),
     Rule(  # megatron/core/transformer/dot_product_attention.py asserts context_parallel_size == 1
         "cp needs TransformerEngine",
         lambda spec, at: (at.cp == 1) | (spec.engine.implementation != "local"),
@@ -430,6 +444,7 @@ MODEL_RULES: tuple[Rule, ...] = (
             f"cp {at.cp} needs TransformerEngine: the local implementation has no context "
             "parallel attention"
         ),
+        field="parallel.cp",
     ),
     Rule(
         # parallel_state.py, default_position_embedding_ranks: gradients of the copy behind the
@@ -441,6 +456,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda request, at: (
             f"mtp_layers behind pp {at.pp} need rotary positions: use pp 1 or `positions: rope`"
         ),
+        field="parallel.pp",
     ),
 )
 # Rules of settings that only some layouts can have.
@@ -450,6 +466,7 @@ OPTION_RULES: tuple[Rule, ...] = (
         lambda spec, at: _all_aligned(spec, at),
         _unaligned_message,
         after=tuple(rule.name for rule in MODEL_RULES),
+        field="precision",
     ),
     Rule(  # arguments.py: "can happen only when sequence parallelism is enabled"
         "userbuffers need sequence_parallel",
@@ -459,11 +476,13 @@ OPTION_RULES: tuple[Rule, ...] = (
         lambda request, at: (
             f"tp_comm_overlap needs tp above 1 with sequence_parallel, not tp {at.tp}"
         ),
+        field="engine.megatron.tp_comm_overlap",
     ),
     Rule(  # model_parallel_config.py: "when pipeline model parallel is not used"
         "a deferred weight gradient needs a pipeline",
         lambda spec, at: (not spec.engine.megatron.defer_embedding_wgrad_compute) | (at.pp > 1),
         lambda request, at: "defer_embedding_wgrad_compute needs pp above 1",
+        field="engine.megatron.defer_embedding_wgrad_compute",
     ),
     Rule(
         # a count above the layers of every chunk would be another word for all of them
@@ -475,11 +494,13 @@ OPTION_RULES: tuple[Rule, ...] = (
             + (f" x vpp {at.vpp}" if at.vpp > 1 else "")
         ),
         after=("stages hold the layers",),
+        field="recompute_layers",
     ),
     Rule(  # transformer_config.py: "no support for Pipeline parallelism with CPU offloading"
         "offloaded activations have no pipeline",
         lambda spec, at: (spec.activation_offload_layers == 0) | (at.pp == 1),
         lambda request, at: f"activation_offload_layers needs pp 1, not {at.pp}",
+        field="activation_offload_layers",
     ),
 )
 WORLD = Rule(
@@ -496,6 +517,7 @@ EXPERT_RANKS = Rule(
         f"tp x cp x dp {at.gpus // at.pp}: {_nearest_ep(at, at.gpus // at.pp // max(1, at.etp))}"
     ),
     after=(WORLD.name,),
+    field="parallel.ep",
 )
 MESH_RULES = (*MODEL_RULES, *OPTION_RULES, WORLD, EXPERT_RANKS)
 
@@ -509,6 +531,7 @@ BATCH = Rule(
     ),
     _batch_message,
     after=(WORLD.name, EXPERT_RANKS.name),
+    field="batch.global",
 )
 _MESH_NAMES = (*(rule.name for rule in MESH_RULES), BATCH.name)
 ORDER = Rule(
@@ -520,6 +543,7 @@ ORDER = Rule(
         f"use {DEFAULT_ORDER}"
     ),
     after=_MESH_NAMES,
+    field="parallel.order",
 )
 CANDIDATE_RULES: tuple[Rule, ...] = (
     BATCH,
@@ -532,6 +556,7 @@ CANDIDATE_RULES: tuple[Rule, ...] = (
         ),
         _unaligned_rows_message,
         after=(*_MESH_NAMES, "cp divides seq"),
+        field="batch.micro",
     ),
     Rule(
         "shards divide the replicas",
@@ -540,6 +565,7 @@ CANDIDATE_RULES: tuple[Rule, ...] = (
             f"shards of {at.shard_gpus} GPUs do not divide the {at.dp * at.cp} replicas (dp x cp)"
         ),
         after=_MESH_NAMES,
+        field="optimizer.shard_gpus",
     ),
     Rule(
         # deepspeed/runtime/pipe/engine.py: PipelineEngine asserts a stage below `gradients`,
@@ -548,6 +574,7 @@ CANDIDATE_RULES: tuple[Rule, ...] = (
         lambda spec, at: (at.zero < 2) | (at.pp == 1),
         lambda request, at: f"ZeRO stage {at.zero} cannot be combined with pp {at.pp}: use pp 1",
         after=_MESH_NAMES,
+        field="optimizer.zero",
     ),
     Rule(
         # what the trainer can (`trainable_deepspeed.untrainable_in_tensors`); a layout that a spec
@@ -561,11 +588,17 @@ CANDIDATE_RULES: tuple[Rule, ...] = (
         ),
         lambda request, at: f"ZeRO stage {at.zero} of DeepSpeed is not trained with tp {at.tp}",
         after=_MESH_NAMES,
+        field="parallel.tp",
     ),
 )
 RULES = (*MESH_RULES, *CANDIDATE_RULES)
 
 
-def refusals(request: PlanRequest, layout: OneLayout, rules: Sequence[Rule] = RULES) -> list[str]:
+def refusals(
+    request: PlanRequest, layout: OneLayout, rules: Sequence[Rule] = RULES
+) -> list[Refusal]:
     """List the messages about one layout: one for each rule that it breaks."""
-    return [rule.message(request, layout) for rule in broken_rules(request.spec, layout, rules)]
+    return [
+        Refusal(rule.message(request, layout), rule.field)
+        for rule in broken_rules(request.spec, layout, rules)
+    ]

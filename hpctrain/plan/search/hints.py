@@ -5,6 +5,8 @@ Belongs here: the distance between a candidate and the spec. Does not belong her
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hpctrain.plan.documents import RECOMPUTES
@@ -54,15 +56,29 @@ def distance(spec: RunSpec, columns: Columns) -> Floats:
     return np.asarray(total + tie_break - 0.001 * np.log2(columns.micro_batch), dtype=float)
 
 
-def larger_fit(request: PlanRequest, limit: int) -> Candidate | None:
-    """Find a candidate on more GPUs than in the spec, doubling up to `limit`; None if none."""
-    gpus, per_node = request.spec.resources.gpus * 2, request.profile.gpu.per_node
-    while gpus <= limit:
-        whole = gpus <= per_node or gpus % per_node == 0
-        fitting = nearest_fits(request, gpus, count=1) if whole else ()
+def sizes_around(gpus: int, per_node: int, limit: int) -> tuple[int, ...]:
+    """List other numbers of GPUs to try, up to `limit`, the nearest first, larger ones before.
+
+    Whole nodes 1, 2, 4, ... away, or parts of one node; halves, doubles, and the limit.
+    """
+    if gpus < per_node:
+        sizes = {*range(1, per_node), per_node}
+    else:
+        steps = [per_node << power for power in range(limit.bit_length())]
+        sizes = {gpus - step for step in steps} | {gpus + step for step in steps}
+        sizes |= {gpus >> power for power in range(1, gpus.bit_length())}
+    sizes |= {gpus << power for power in range(1, limit.bit_length())} | {limit}
+    possible = {n for n in sizes if 0 < n <= limit and n != gpus}
+    whole = {n for n in possible if n <= per_node or n % per_node == 0}
+    return tuple(sorted(whole, key=lambda n: (abs(n - gpus), -n)))
+
+
+def fit_around(request: PlanRequest, sizes: Sequence[int]) -> Candidate | None:
+    """Find a candidate on the first of `sizes` that has one; None if none has."""
+    for gpus in sizes:
+        fitting = nearest_fits(request, gpus, count=1)
         if fitting:
             return fitting[0]
-        gpus *= 2
     return None
 
 

@@ -111,7 +111,12 @@ def test_a_spec_brings_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     told = hpctrain("simulate", "-p", "a100x64", "examples/gpt175b.yaml", "--trials", "3", "--json")
     document = json.loads(told.stdout)["simulation"]
     assert document["scenario"]["nodes"] == 64 and document["currency"] == "USD"
-    assert [o["spare_nodes"] for o in document["choice"]["outcomes"]] == [0]
+    outcomes = document["choice"]["outcomes"]
+    assert [o["spare_nodes"] for o in outcomes] == [0, 0]
+    intervals = [o["interval_seconds"] for o in outcomes]
+    assert intervals[0] == document["written"]["interval_seconds"] != intervals[1], (
+        "the spec's, auto"
+    )
     assert any("has 64 nodes" in note for note in document["assumptions"])
 
 

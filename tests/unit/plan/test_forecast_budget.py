@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.plan.forecast.budget import cheapest_plan, check_currency, parse_budget
-from hpctrain.plan.forecast.documents import Budget, Forecast
+from hpctrain.plan.forecast.documents import Budget, Forecast, Spread
 from hpctrain.plan.forecast.predict import forecast
 from hpctrain.units import Duration
 
@@ -96,10 +96,39 @@ def test_spot_is_one_more_option() -> None:
     assert "on spot" in choose(both, deadline="60d").lines[0]
 
 
-def test_says_when_little_is_left() -> None:
+def test_says_what_a_mean_is_worth() -> None:
     limit = f"{OPTIONS[1].times.total_seconds * 1.01:.0f}s"
-    assert any("about every second run" in line for line in choose(deadline=limit).lines)
-    assert len(choose(deadline="40d").lines) == 1
+    assert any("no run was played" in line for line in choose(deadline=limit).lines)
+
+
+def test_a_limit_is_met_where_95_of_100_runs_keep_it() -> None:
+    """The mean is below both limits, and some runs are above them."""
+    mean = OPTIONS[1]
+    seconds, hours = mean.times.total_seconds, mean.gpu_hours
+    spread = Spread(
+        trials=200,
+        seed=1,
+        least_seconds=0.9 * seconds,
+        most_seconds=1.2 * seconds,
+        least_gpu_hours=0.95 * hours,
+        most_gpu_hours=1.1 * hours,
+        stopped=0.0,
+        stop_reason=None,
+    )
+    played = mean.model_copy(update={"spread": spread})
+    early, later = (f"{factor * seconds:.0f}s" for factor in (1.19, 1.21))
+    assert choose([played], deadline=early).chosen is None
+    assert choose([mean], deadline=early).chosen == 0
+    decision = choose([played], deadline=later)
+    assert decision.chosen == 0 and "95 of 100 played runs" in decision.lines[1]
+    assert choose([played], money=2 * hours * 1.09).chosen is None
+    assert choose([played], money=2 * hours * 1.11).chosen == 0
+
+
+def test_figures_of_what_is_hopeless_are_left_out() -> None:
+    text = "\n".join(choose(OPTIONS[3:], deadline="1s").lines)
+    assert "more than 100 times as long" in text and "%" not in text and "GPUs even if" not in text
+    assert "meets 1 s" in text
 
 
 def test_deadline_and_money_met_by_different_options() -> None:

@@ -13,7 +13,7 @@ from hpctrain.plan.documents import Plan
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.planner import make_plan
 from hpctrain.plan.request import PlanRequest
-from hpctrain.plan.search.hints import nearest_fits
+from hpctrain.plan.search.hints import nearest_fits, sizes_around
 from hpctrain.plan.search.layouts import Found, search
 from hpctrain.plan.search.space import freedom_of
 from hpctrain.spec.loader import find_profile, load_profile
@@ -114,12 +114,52 @@ def test_what_does_not_fit_is_itemised() -> None:
         "tp 8 · pp 2 · dp 1 needs 195.6 of 80.0 GiB per GPU in stage 0 "
         "(optimizer 122.7, gradients 40.9, weights 20.5, activations 9.0, "
     )
-    assert error.hint is not None and "64 GPUs would do" in error.hint
+    assert error.hint is not None and error.hint.startswith("48 GPUs would do: tp 8 · pp 6")
 
 
 def test_nothing_fits_on_a_small_cluster() -> None:
     error = refusal(run_spec(GPT175B, gpus=8, batch=64), cluster(nodes=1))
-    assert "up to 8 GPUs" in str(error.hint)
+    assert "no number of GPUs that one run may have here helps" in str(error.hint)
+    assert "(tried: 1, 2, 4 or 8)" in str(error.hint)
+
+
+@pytest.mark.parametrize("gpus", [496, 504])
+def test_a_hint_finds_the_size_that_the_refusal_names(gpus: int) -> None:
+    spec = run_spec(GPT175B, gpus=gpus, batch=1536, parallel=dict(tp=8, pp=8, vpp=3))
+    error = refusal(spec, cluster(nodes=64))
+    assert "nearest 448 or 512 GPUs" in str(error)
+    assert error.hint is not None and error.hint.startswith("512 GPUs would do: tp 8 · pp 8")
+
+
+def test_a_hint_names_the_nearest_size_not_a_power_of_two() -> None:
+    spec = run_spec(GPT175B, gpus=511, batch=1536, parallel="auto")
+    assert str(refusal(spec, cluster(nodes=64)).hint).startswith("512 GPUs would do:")
+
+
+def test_a_hint_names_an_engine_that_shards() -> None:
+    spec = run_spec(GPT175B | {"layers": 32, "hidden": 4096, "heads": 32}, gpus=1, batch=64)
+    ddp = spec.engine.model_copy(update={"name": "ddp"})
+    error = refusal(spec.model_copy(update={"engine": ddp}), cluster(nodes=1))
+    assert "engine fsdp shards the model, and 2 GPUs would do" in str(error.hint)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_node", "limit", "first", "last"),
+    [
+        (504, 8, 512, (512, 496, 488), 248),
+        (512, 8, 512, (504, 496, 480), 1),
+        (4, 8, 8, (5, 3), 8),
+        (1, 8, 64, (2, 3), 64),
+        (8, 8, 8, (4, 2, 1), 1),
+    ],
+)
+def test_sizes_to_try(
+    gpus: int, per_node: int, limit: int, first: tuple[int, ...], last: int
+) -> None:
+    sizes = sizes_around(gpus, per_node, limit)
+    assert sizes[: len(first)] == first and last in sizes and gpus not in sizes
+    assert all(n <= per_node or n % per_node == 0 for n in sizes) and max(sizes) <= limit
+    assert len(sizes) < 40
 
 
 @pytest.mark.parametrize(

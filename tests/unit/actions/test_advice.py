@@ -1,0 +1,48 @@
+"""What `plan` advises without being asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.actions.advice import Advice, advise
+from hpctrain.actions.plan import Inputs, freed, load, plan_option, with_gpus
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def inputs() -> Inputs:
+    return load(ROOT / "examples/gpt175b.yaml", "a100x64")
+
+
+def advice(inputs: Inputs) -> tuple[Advice, ...]:
+    return advise(inputs, plan_option(inputs, "time"), "time")
+
+
+def test_a_better_layout_and_a_node_left_free(inputs: Inputs) -> None:
+    """What the first says is what a plan of its own says."""
+    layout, size = advice(inputs)
+    assert layout.command == "hpctrain plan --apply" and "cheaper" in layout.sentence
+    assert layout.saves_seconds > 86400 and layout.saves_gpu_hours > 10_000
+    assert "takes all 64 nodes of a100x64" in size.sentence
+    assert size.command is not None and size.command.startswith("hpctrain plan --gpus 4")
+    assert size.saves_seconds > layout.saves_seconds
+    mine = plan_option(inputs, "time").forecast
+    other = plan_option(
+        Inputs(freed(inputs.spec), inputs.profile, inputs.knowledge), "time"
+    ).forecast
+    assert mine is not None and other is not None
+    assert layout.saves_gpu_hours == mine.gpu_hours - other.gpu_hours
+
+
+def test_the_best_plan_with_free_nodes_gets_none(inputs: Inputs) -> None:
+    spec = with_gpus(freed(inputs.spec), 256)
+    assert advice(Inputs(spec, inputs.profile, inputs.knowledge)) == ()
+
+
+def test_nothing_is_said_without_a_forecast() -> None:
+    tiny = load(ROOT / "examples/gpt-tiny.yaml", "sandbox")
+    option = plan_option(tiny, "time")
+    assert option.plan is not None and advise(tiny, option, "time") == ()
