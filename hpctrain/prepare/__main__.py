@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _log(line: str) -> None:
-    print(f"prepare_data: {line}", file=sys.stderr, flush=True)
+    print(f"data prepare: {line}", file=sys.stderr, flush=True)
 
 
 def _options(args: argparse.Namespace) -> PrepareOptions:

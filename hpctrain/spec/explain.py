@@ -24,7 +24,7 @@ from hpctrain.spec.fields import (
     split_branches,
     suggest_key,
 )
-from hpctrain.spec.other_names import known_elsewhere
+from hpctrain.spec.other_names import key_of_spec, known_elsewhere, known_secret
 from hpctrain.spec.positions import Parsed, Path, dotted, shown_value
 from hpctrain.spec.syntax import SourcePlace
 from hpctrain.units import Duration
@@ -71,6 +71,8 @@ _PATTERNS = {
     ),
     r"^[A-Za-z_][A-Za-z0-9_]*$": "expected the name of a variable such as `NCCL_DEBUG`",
     r"^[a-z][A-Za-z0-9_-]*$": "expected an argument without dashes such as `attention-backend`",
+    r"^[^/\\#?%:\x00-\x1f]+$": r"expected a name without any of `/\#?%:`",
+    r"^[^\x00-\x1f]+$": "expected text of one line",
     r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$": "expected three shares such as `98,2,0`",
 }
 
@@ -96,7 +98,7 @@ def explain(error: ValidationError, model: type[BaseModel], parsed: Parsed) -> l
             for member in members(annotation):
                 if is_model(member):
                     choices.insert(0, "a mapping")
-                elif member in (int, float, str):
+                elif member in (bool, int, float, str):
                     kind = "string" if member is str else str(member.__name__)
                     choices.insert(0, _EXPECTED[f"{kind}_type"])
             message = f"expected {' or '.join(choices)}, got {_describe(value)}"
@@ -118,7 +120,8 @@ def _has_enough(raw: dict[str, Any], path: Path, parsed: Parsed) -> bool:
 def _known_elsewhere(model: type[BaseModel], path: Path) -> str | None:
     from hpctrain.spec.profile import ClusterProfile
 
-    return known_elsewhere(path) if model is ClusterProfile else None
+    here = known_elsewhere(path) if model is ClusterProfile else key_of_spec(path)
+    return known_secret(path) or here
 
 
 def _takes(branch: str | None, union: Path, model: type[BaseModel], parsed: Parsed) -> bool:

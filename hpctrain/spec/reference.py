@@ -1,0 +1,252 @@
+"""Every field of run specs and cluster profiles, for people: type, default, meaning, engines.
+
+Read from the JSON Schema (`schema`), so that there is one description of a field. Belongs here:
+what is known of a field without any document. Does not belong here: layout of text, values of a
+file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, Literal
+
+from hpctrain.errors import UsageError
+from hpctrain.spec.engines.abilities import EngineAbilities
+from hpctrain.spec.engines.registry import ENGINES
+from hpctrain.spec.schema import schema_document
+
+Kind = Literal["spec", "profile"]
+# What stands for the name that a file gives to an entry, and for the number of an item.
+ANY = "*"
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field or section. `path` has `*` for names that the file chooses, `[]` for items.
+
+    `type` and `default` are words of YAML; `default` None: required, or a section. `engines`: those
+    that read it, empty if all do. `fields` are those of a section, by their paths.
+    """
+
+    path: str
+    type: str
+    default: str | None
+    required: bool
+    description: str
+    engines: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+@cache
+def fields_of(kind: Kind) -> Mapping[str, Field]:
+    """Return all fields and sections by their dotted paths, in the order of the document."""
+    schema = schema_document(kind)
+    found = _section(kind, "", schema, schema)
+    return {field.path: field for field in found}
+
+
+def find_field(path: str, kind: Kind | None = None) -> tuple[Kind, Field]:
+    """Look up a path as it is written in a file: `data.sources[0].path`, `model.layers`.
+
+    Raises UsageError with the nearest names for one that does not exist. Without `kind` the spec
+    comes before the profile.
+    """
+    kinds: tuple[Kind, ...] = ("spec", "profile") if kind is None else (kind,)
+    for one in kinds:
+        field = _matching(fields_of(one), _general(path))
+        if field is not None:
+            return one, field
+    names = [name for one in kinds for name in fields_of(one)]
+    ends = [name for name in names if name.rpartition(".")[2] == path.rpartition(".")[2]]
+    close = ends[:4] or get_close_matches(path, names, n=4)
+    hint = f"did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else None
+    where = "run specs" if kind == "spec" else "profiles" if kind else "specs and profiles"
+    raise UsageError(f"{where} have no field `{path}`", hint=hint)
+
+
+def names_below(prefix: str, kind: Kind = "spec") -> list[str]:
+    """List fields that a prefix may be completed to: those that hold a value, and sections."""
+    found = []
+    for path, field in fields_of(kind).items():
+        if path.startswith(prefix) and ANY not in path and "[]" not in path:
+            found.append(f"{path}." if field.fields else path)
+    return found
+
+
+def _general(path: str) -> str:
+    """Write an index as `[]`."""
+    parts = path.replace("[", ".[").split(".")
+    return ".".join("[]" if part.startswith("[") else part for part in parts).replace(".[]", "[]")
+
+
+def _matching(fields: Mapping[str, Field], path: str) -> Field | None:
+    if path in fields:
+        return fields[path]
+    words = path.split(".")
+    for known, field in fields.items():
+        # `environment.variables.PATH`: a name that the file chooses
+        named = field.type.startswith("names with") and not field.fields
+        other = [*known.split("."), *([ANY] if named and len(words) > known.count(".") + 1 else [])]
+        if len(other) == len(words) and all(
+            left in (ANY, right) for left, right in zip(other, words, strict=True)
+        ):
+            return field
+    return None
+
+
+def _section(
+    kind: Kind, above: str, node: dict[str, Any], schema: dict[str, Any]
+) -> Iterator[Field]:
+    # of a model, whose fields a preset may give: those of the other way to write one
+    several = [one for one in node.get("anyOf", ()) if "properties" not in one]
+    required = {name for one in (node, *several[1:]) for name in one.get("required", ())}
+    for name, own in node.get("properties", {}).items():
+        yield from _field(kind, f"{above}{name}", own, schema, required=name in required)
+
+
+def _field(
+    kind: Kind, path: str, node: dict[str, Any], schema: dict[str, Any], *, required: bool
+) -> Iterator[Field]:
+    inner = [*_inner(kind, path, node, schema)]
+    direct = [one.path for one in inner if _is_direct(path, one.path)]
+    default = None
+    if "default" in node and not direct:
+        default = _yaml(node["default"])
+    yield Field(
+        path=path,
+        type=_type(node, schema),
+        default=default,
+        required=required,
+        description=_description(node, schema),
+        engines=_engines(path) if kind == "spec" else (),
+        fields=tuple(direct),
+    )
+    yield from inner
+
+
+def _inner(kind: Kind, path: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[Field]:
+    """Yield the fields of sections that `node` may be, of its items, and of its named entries."""
+    for choice in _choices(node, schema):
+        if "properties" in choice:
+            yield from _section(kind, f"{path}.", choice, schema)
+        elif isinstance(choice.get("items"), dict):
+            yield from _inner(kind, f"{path}[]", choice["items"], schema)
+        elif isinstance(choice.get("additionalProperties"), dict):
+            yield from _inner(kind, f"{path}.{ANY}", choice["additionalProperties"], schema)
+
+
+def _is_direct(path: str, other: str) -> bool:
+    rest = other.removeprefix(path).replace("[].", "").removeprefix(".").removeprefix(f"{ANY}.")
+    return "." not in rest and "[" not in rest
+
+
+def _choices(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a node may be, references followed, without null."""
+    several = node.get("anyOf", [node])
+    return [_followed(one, schema) for one in several if one.get("type") != "null"]
+
+
+def _followed(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    reference = node.get("$ref")
+    if reference is None:
+        return node
+    found: dict[str, Any] = schema["$defs"][reference.rpartition("/")[2]]
+    return found
+
+
+def _description(node: dict[str, Any], schema: dict[str, Any]) -> str:
+    own = node.get("description")
+    if own:
+        return str(own)
+    return next((str(c["description"]) for c in _choices(node, schema) if "description" in c), "")
+
+
+def _type(node: dict[str, Any], schema: dict[str, Any]) -> str:
+    words = [_type_of(choice, schema) for choice in _choices(node, schema)]
+    return " or ".join(dict.fromkeys(words))
+
+
+def _type_of(node: dict[str, Any], schema: dict[str, Any]) -> str:
+    if "enum" in node:
+        return " | ".join(_yaml(value) for value in node["enum"])
+    if "const" in node:
+        return _yaml(node["const"])
+    if "properties" in node:
+        return "section"
+    if isinstance(node.get("items"), dict):
+        return f"list of {_type(node['items'], schema)}"
+    if "prefixItems" in node:
+        return f"list of {len(node['prefixItems'])}"
+    if isinstance(node.get("additionalProperties"), dict):
+        return f"names with {_type(node['additionalProperties'], schema)}"
+    kinds = node.get("type", "any")
+    if isinstance(kinds, list):  # a quantity: its comment says how it is written
+        return str(node.get("$comment") or " or ".join(kinds))
+    return f"{_PLAIN.get(kinds, kinds)}{_limits(node)}"
+
+
+_PLAIN = {
+    "string": "text",
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true | false",
+    "object": "names with values",
+    "array": "list",
+}
+_LIMITS = (
+    ("minimum", "at least"),
+    ("exclusiveMinimum", "above"),
+    ("maximum", "at most"),
+    ("exclusiveMaximum", "below"),
+)
+
+
+def _limits(node: dict[str, Any]) -> str:
+    parts = [f" {word} {node[key]:g}" for key, word in _LIMITS if key in node]
+    return ",".join(parts)
+
+
+def _yaml(value: Any) -> str:
+    """Write a value as it would stand in a file."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return value if value else '""'
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _reads(field: str) -> Any:
+    """Return the ability that an engine needs to read a field; None: all engines do."""
+    axes = {f"parallel.{axis}": axis for axis in ("tp", "pp", "vpp", "cp", "ep")}
+    if field in axes:
+        return lambda engine: axes[field] in engine.axes
+    abilities = {
+        "parallel.etp": lambda engine: engine.splits_experts,
+        "recompute_layers": lambda engine: engine.recomputes_some,
+        "activation_offload_layers": lambda engine: engine.offloads_activations,
+        "optimizer.shard_gpus": lambda engine: engine.shards_over_part,
+        "optimizer.zero": lambda engine: engine.shards,
+        "optimizer.offload": lambda engine: len(engine.offloads) > 1,
+    }
+    return abilities.get(field)
+
+
+def _engines(path: str) -> tuple[str, ...]:
+    words = path.split(".")
+    if words[0] == "engine" and len(words) > 1 and words[1] in ENGINES:
+        return (words[1],)
+    reads = _reads(path)
+    if reads is None:
+        return ()
+    able: list[EngineAbilities] = [engine for engine in ENGINES.values() if reads(engine)]
+    return tuple(engine.name for engine in able)

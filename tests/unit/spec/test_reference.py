@@ -1,0 +1,99 @@
+"""What `explain`, completion and the pages of the reference know of every field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from hpctrain.errors import UsageError
+from hpctrain.spec.positions import parse_yaml
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.reference import Kind, fields_of, find_field, names_below
+from hpctrain.spec.run import RunSpec
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCUMENTS: dict[Kind, type[BaseModel]] = {"spec": RunSpec, "profile": ClusterProfile}
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_every_field_is_there_in_order_and_says_what_it_means(kind: Kind) -> None:
+    fields = fields_of(kind)
+    first = [path for path in fields if "." not in path and "[" not in path]
+    model = DOCUMENTS[kind]
+    assert first == [field.alias or name for name, field in model.model_fields.items()]
+    for path, field in fields.items():
+        assert field.description and field.type, path
+        assert all(inner in fields for inner in field.fields)
+        assert not (field.required and field.default), path
+
+
+def paths(value: Any, above: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            path = f"{above}.{name}" if above else str(name)
+            yield path
+            yield from paths(inner, path)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            if isinstance(inner, dict):
+                yield from paths(inner, f"{above}[{number}]")
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("spec", path)
+        for path in sorted((ROOT / "examples").rglob("*.yaml"))
+        if "profile" not in path.name
+    ]
+    + [("profile", path) for path in sorted((ROOT / "cluster_profiles").glob("*.yaml"))],
+    ids=lambda value: value.parent.name + "/" + value.name if isinstance(value, Path) else value,
+)
+def test_every_field_of_a_file_is_found(kind: Kind, file: Path) -> None:
+    for path in paths(parse_yaml(file.read_text(), file.name).data):
+        assert find_field(path, kind)[0] == kind, path
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "type", "default", "engines"),
+    [
+        ("parallel.vpp", "spec", "whole number at least 1", "1", ("megatron", "megatron-lm")),
+        ("data.sources[3].weight", "spec", "number above 0", "1.0", ()),
+        ("checkpoint.keep", "spec", "whole number at least 1", "2", ()),
+        ("parallel", "spec", "section or auto", None, ()),
+        ("engine.deepspeed.adam", "spec", "auto | torch | deepspeed", "auto", ("deepspeed",)),
+        ("slurm.partitions[0].name", "profile", "text", None, ()),
+        (
+            "network.nic_bandwidth",
+            "profile",
+            "a bandwidth such as `300GB/s` or `200Gb/s`",
+            None,
+            (),
+        ),
+    ],
+)
+def test_known_fields(
+    path: str, kind: Kind, type: str, default: str | None, engines: tuple[str, ...]
+) -> None:
+    found_kind, field = find_field(path)
+    assert (found_kind, field.type, field.default) == (kind, type, default)
+    assert field.engines == engines
+
+
+def test_an_unknown_field_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"run specs have no field `batch\.mikro`") as refused:
+        find_field("batch.mikro", "spec")
+    assert str(refused.value.hint).startswith("did you mean `batch.micro`")
+    with pytest.raises(UsageError) as refused:
+        find_field("optimizer.layers")
+    assert "`model.layers`" in str(refused.value.hint), "the same name in another section"
+
+
+def test_names_complete_to_values_and_sections() -> None:
+    assert names_below("checkpoint.ev") == ["checkpoint.every_steps", "checkpoint.every"]
+    assert "checkpoint." in names_below("") and "seed" in names_below("")
+    assert not any("*" in name or "[]" in name for name in names_below(""))
