@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,10 +109,27 @@ def packed_logs(run: RunFiles) -> list[Path]:
     return log_archives(run.layout)
 
 
-def follow(newest_log: Callable[[], LogPart | None], over: Callable[[], bool]) -> Iterator[str]:
+def texts(parts: Sequence[LogPart], tail: int | None = None) -> Iterator[str]:
+    """Yield the texts of logs, or only the last `tail` lines of all of them. Raises OSError."""
+    if tail is None:
+        yield from (part.text() for part in parts)
+        return
+    last: list[str] = []
+    for part in reversed(parts):  # the newest has most of them
+        lines = part.text().splitlines(keepends=True)[len(last) - tail :]
+        last = lines + last
+        if len(last) >= tail:
+            break
+    yield "".join(last)
+
+
+def follow(
+    newest_log: Callable[[], LogPart | None], over: Callable[[], bool], tail: int | None = None
+) -> Iterator[str]:
     """Yield text as it appears in the newest log, moving on when a newer log appears.
 
-    Ends when `over()` is true and everything has been read.
+    Begins with the last `tail` lines of it. Ends when `over()` is true and everything has been
+    read.
     """
     current: _Growing | None = None
     while True:
@@ -122,6 +139,9 @@ def follow(newest_log: Callable[[], LogPart | None], over: Callable[[], bool]) -
             if current is not None:
                 yield from current.read()
             current = _Growing(newest)
+            if tail is not None:
+                yield "".join("".join(current.read()).splitlines(keepends=True)[-tail:])
+                tail = None
         if current is not None:
             yield from current.read()
         if last_round:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.job_queries import find_jobs, with_past
+from hpctrain.actions.queue_ahead import queue_ahead_seconds
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState, counted, judge, last_job_id, scattered_groups
 from hpctrain.checkpoints.publish import published_steps
@@ -30,8 +31,12 @@ _RECENT_STEPS = 21
 
 
 class RunStatus(BaseModel):
-    """One row of `hpctrain status`; times in seconds, None when unknown. `readable` is False for a
-    run that this user may not read or whose ledger is damaged."""
+    """One row of `hpctrain status`; times in seconds, None when unknown.
+
+    `at_risk_seconds`: training since the newest checkpoint, which a failure now would lose.
+    `eta_seconds`: of the steps alone; `queue_ahead_seconds`: waits in the queue until the last of
+    them. `readable` is False for a run that this user may not read or whose ledger is damaged.
+    """
 
     model_config = ConfigDict(frozen=True, defer_build=True)
 
@@ -49,6 +54,8 @@ class RunStatus(BaseModel):
     checkpoint_step: int | None = None
     updated_seconds_ago: float | None = None
     eta_seconds: float | None = None
+    queue_ahead_seconds: float | None = None
+    at_risk_seconds: float | None = None
     stale: bool = False
     readable: bool = True
 
@@ -139,6 +146,13 @@ def _status(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> Ru
         with contextlib.suppress(OSError):
             steps = published_steps(run.layout.checkpoints)
             checkpoint_step = max((n for n in steps if n <= checkpoint_step), default=None)
+    eta_seconds = left * rates.step_seconds if running and left and rates.step_seconds else None
+    ahead = at_risk = None
+    if eta_seconds is not None:
+        limit = queued.time_limit_seconds if queued else None
+        ahead = queue_ahead_seconds(events, eta_seconds, limit)
+    if running and step is not None and rates.step_seconds is not None:
+        at_risk = (step - (checkpoint_step or 0)) * rates.step_seconds
     return RunStatus(
         run_id=run.run_id,
         state=judged.state,
@@ -153,6 +167,8 @@ def _status(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> Ru
         mfu=rates.mfu,
         checkpoint_step=checkpoint_step,
         updated_seconds_ago=age,
-        eta_seconds=left * rates.step_seconds if running and left and rates.step_seconds else None,
+        eta_seconds=eta_seconds,
+        queue_ahead_seconds=ahead,
+        at_risk_seconds=at_risk,
         stale=running and age is not None and config is not None and age > config.stall_seconds,
     )

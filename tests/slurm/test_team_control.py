@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage
+from rehearsal import MADE_UP, PATIENCE_SECONDS, Rehearsal, Stage
 
 from hpctrain.actions import control
 from hpctrain.actions.describe import describe
@@ -15,7 +15,7 @@ _ENDLESS = "budget.steps=100000"
 
 
 def test_a_run_is_saved_held_resumed_stopped_and_resumed(stage: Stage) -> None:
-    rehearsal = stage.start("name=team", _ENDLESS, "checkpoint.every_steps=100000")
+    rehearsal = stage.start("name=team", _ENDLESS, MADE_UP, "checkpoint.every_steps=100000")
     rehearsal.wait_for_step(3)
     run, slurm = rehearsal.run, rehearsal.slurm
     asked_at_step = control.step_now(run.layout)

@@ -1,0 +1,114 @@
+"""Collects the first page about one run: state, plan against reality, loss, time, what to read.
+
+Belongs here: which facts the page has. Does not belong here: finding them (`status`, `goodput`,
+`logs`), text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from pydantic import BaseModel, ConfigDict
+
+from hpctrain.actions.evaluations import EvaluationRow, evaluation_rows
+from hpctrain.actions.goodput import Goodput, goodput
+from hpctrain.actions.logs import job_logs
+from hpctrain.actions.notify import NoticeState, notice_states
+from hpctrain.actions.run_documents import known_plan
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.status import RunStatus
+from hpctrain.formats import NewerFormatError
+from hpctrain.store.run_records import lineage, read_metrics
+from hpctrain.store.tracking import tracking_commands
+
+# More points than any terminal has columns of dots.
+_CURVE_POINTS = 400
+
+
+class CurvePoint(BaseModel):
+    """The mean loss of the steps up to and including `step`, since the point before."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    loss: float
+
+
+class Planned(BaseModel):
+    """What the plan promised: seconds of a step, and GPU-hours of all steps without any loss."""
+
+    model_config = ConfigDict(frozen=True)
+
+    layout: str
+    nodes: str
+    step_seconds: float | None
+    gpu_hours: float | None
+
+
+class RunPage(BaseModel):
+    """The page of one run; `log` is the newest log of the job, None before it has started.
+
+    `tracking`: the commands that show its curves elsewhere. `untold`: what people should have been
+    told and were not.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    status: RunStatus
+    directory: str
+    planned: Planned | None = None
+    goodput: Goodput | None = None
+    curve: tuple[CurvePoint, ...] = ()
+    log: str | None = None
+    tracking: tuple[str, ...] = ()
+    evaluations: tuple[EvaluationRow, ...] = ()
+    untold: tuple[NoticeState, ...] = ()
+
+
+def run_page(run: RunFiles, row: RunStatus) -> RunPage:
+    """Collect the page around the row of `status`; what cannot be read is left out."""
+    page = RunPage(status=row, directory=str(run.layout.directory))
+    if not row.readable:
+        return page
+    update: dict[str, object] = {}
+    with contextlib.suppress(NewerFormatError, OSError):
+        update["planned"] = _planned(run)
+        update["goodput"] = goodput(run)
+        update["curve"] = loss_curve(run)
+        update["evaluations"] = evaluation_rows(run)
+    with contextlib.suppress(OSError):
+        update["log"] = next((str(path) for path in reversed(job_logs(run))), None)
+        update["tracking"] = tuple(tracking_commands(run.layout))
+        update["untold"] = tuple(
+            one for one in notice_states(run) if one.problem and one.state != "sent"
+        )
+    return page.model_copy(update=update)
+
+
+def loss_curve(run: RunFiles, points: int = _CURVE_POINTS) -> tuple[CurvePoint, ...]:
+    """Summarize the losses of the steps that count, in at most so many points."""
+    rows = [row for row in lineage(read_metrics(run.layout)) if row.loss is not None]
+    size = max(1, -(-len(rows) // points))
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return tuple(
+        CurvePoint(
+            step=part[-1].step,
+            loss=sum(row.loss for row in part if row.loss is not None) / len(part),
+        )
+        for part in parts
+    )
+
+
+def _planned(run: RunFiles) -> Planned | None:
+    plan = known_plan(run.layout)
+    if plan is None:
+        return None
+    gpu_hours = None
+    if plan.step_seconds is not None:
+        gpu_hours = plan.step_seconds * plan.batch.train_steps * plan.layout.world_size / 3600
+    return Planned(
+        layout=str(plan.layout),
+        nodes=str(plan.nodes),
+        step_seconds=plan.step_seconds,
+        gpu_hours=gpu_hours,
+    )

@@ -1,0 +1,229 @@
+"""Formats the first page about one run, at most 80 columns wide.
+
+Belongs here: labels, the drawing of the loss, what to type next. Does not belong here: any number
+that is not in the document (`hpctrain.actions.run_page`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hpctrain.cli.evaluation_text import evaluation_lines
+from hpctrain.cli.notify_text import state_words
+from hpctrain.cli.output import coloured, paragraph
+from hpctrain.cli.status_text import COLOURS
+from hpctrain.units import short_duration
+
+if TYPE_CHECKING:
+    from hpctrain.actions.run_page import CurvePoint, RunPage
+
+_WIDTH, _MARGIN = 80, 11
+_CURVE_COLUMNS, _CURVE_LINES = 60, 6
+_MOST_EVALUATIONS = 6
+_MOST_UNTOLD = 3
+# Smaller differences from the plan are noise of a cluster.
+_NOTABLE = 0.05
+# State -> what people do next: the command behind `hpctrain`, and what it does.
+_LOOK = (("why {run}", "what happened, what comes next"),)
+_NEXT: dict[str, tuple[tuple[str, str], ...]] = {
+    "RUNNING": (
+        ("logs -f {run}", "follow the log"),
+        ("diagnose {run}", "why it is as fast as it is"),
+        ("stop {run}", "save, release the nodes and stop"),
+    ),
+    "PENDING": (
+        ("why {run}", "why it waits, and for how long"),
+        ("cancel {run}", "take it out of the queue"),
+    ),
+    "DONE": (
+        ("goodput {run}", "where the time went"),
+        ("checkpoints {run}", "what is saved"),
+        ("archive {run}", "pack it into one file"),
+    ),
+    "FAILED": (
+        *_LOOK,
+        ("logs --errors {run}", "the first errors of its ranks"),
+        ("resume {run}", "continue from the newest checkpoint"),
+    ),
+    "STOPPED": (*_LOOK, ("resume {run}", "continue from the newest checkpoint")),
+    "CANCELLED": (("resume {run}", "continue from the newest checkpoint"),),
+    "NOT SUBMITTED": (
+        ("resume {run}", "submit it"),
+        ("rm {run}", "remove it"),
+    ),
+    "UNKNOWN": _LOOK,
+}
+
+
+def page_lines(page: RunPage) -> Iterator[str]:
+    """Format the page: state, progress, plan, risk, time, log, loss, next commands."""
+    row = page.status
+    job = "" if row.job_id is None else f" · job {row.job_id}"
+    attempt = f" · attempt {row.attempts}" if row.attempts else ""
+    state = coloured(row.state.value, COLOURS.get(row.state.value))
+    yield f"{'Run':<{_MARGIN}}{row.run_id}"
+    yield f"{'State':<{_MARGIN}}{state}{job}{attempt}"
+    if row.reason:
+        yield from _entry("Reason", row.reason)
+    for label, words in (
+        ("Progress", _progress(page)),
+        ("Plan", _plan(page)),
+        ("Left", _left(page)),
+        ("Saved", _saved(page)),
+        ("Time", _time(page)),
+        ("Directory", page.directory),
+        ("Log", page.log),
+    ):
+        if words:
+            yield from _entry(label, words)
+    for number, untold in enumerate(page.untold[:_MOST_UNTOLD]):
+        yield from _entry("" if number else "Not told", state_words(untold))
+    if len(page.untold) > _MOST_UNTOLD:
+        more = len(page.untold) - _MOST_UNTOLD
+        yield from _entry("", f"and {more} more: `hpctrain notify {row.run_id}`")
+    for number, command in enumerate(page.tracking):  # whole, to be copied
+        yield f"{'' if number else 'Curves':<{_MARGIN}}{command}"
+    if len(page.curve) > 1:
+        yield ""
+        yield from curve_lines(page.curve)
+    if page.evaluations:
+        yield ""
+        yield from evaluation_lines(page.evaluations, _MOST_EVALUATIONS)
+    yield ""
+    commands = [(f"hpctrain {c.format(run=row.run_id)}", why) for c, why in _NEXT[row.state.value]]
+    width = max(len(command) for command, _ in commands)
+    for number, (command, why) in enumerate(commands):
+        line = f"{'' if number else 'Next':<{_MARGIN}}{command:<{width}}"
+        both = f"{line}  {why}"
+        yield both if len(both) <= _WIDTH else line.rstrip()
+
+
+def _progress(page: RunPage) -> str:
+    row = page.status
+    if row.step is None:
+        return ""
+    target = "" if row.target_step is None else f" of {row.target_step:,}"
+    share = f" ({row.step / row.target_step:.1%})" if row.target_step else ""
+    parts = [f"{row.step:,}{target} steps{share}"]
+    if row.loss is not None:
+        parts.append(f"loss {row.loss:.4f}")
+    if row.tokens_per_second is not None:
+        parts.append(f"{row.tokens_per_second:,.0f} tokens/s")
+    if row.updated_seconds_ago is not None and not row.state.over:
+        stale = ", longer than it may be silent" if row.stale else ""
+        parts.append(f"{short_duration(row.updated_seconds_ago)} ago{stale}")
+    return " · ".join(parts)
+
+
+def _plan(page: RunPage) -> str:
+    planned, measured = page.planned, page.status.step_seconds
+    if planned is None:
+        return ""
+    words = f"{planned.layout} on {planned.nodes}"
+    if planned.step_seconds is None:
+        return words
+    words += f" · {short_duration(planned.step_seconds)} a step planned"
+    if measured is None:
+        return words
+    ratio = measured / planned.step_seconds
+    words += f", {short_duration(measured)} measured"
+    if abs(ratio - 1) >= _NOTABLE:
+        words += f": {abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'}"
+    return words
+
+
+def _left(page: RunPage) -> str:
+    row = page.status
+    if not row.eta_seconds:
+        return ""
+    words = f"{short_duration(row.eta_seconds)} of steps"
+    if row.queue_ahead_seconds:
+        words += f", and about {short_duration(row.queue_ahead_seconds)} in the queue"
+    return words
+
+
+def _saved(page: RunPage) -> str:
+    row = page.status
+    if row.step is None:
+        return ""
+    words = "nothing yet" if row.checkpoint_step is None else f"step {row.checkpoint_step:,}"
+    if row.at_risk_seconds:
+        words += f" · lose {short_duration(row.at_risk_seconds)} if it dies now"
+    return words
+
+
+def _time(page: RunPage) -> str:
+    account = page.goodput
+    if account is None or account.wall_seconds <= 0:
+        return ""
+    failures = f"{account.failures} failure{'' if account.failures == 1 else 's'}"
+    parts = [short_duration(account.wall_seconds)]
+    if account.ettr is not None:
+        parts[0] += f", {account.ettr:.1%} of it productive"
+    parts.append(failures)
+    if account.gpu_hours is not None:
+        hours = f"{account.gpu_hours:,.1f} GPU-hours"
+        if page.planned is not None and page.planned.gpu_hours is not None:
+            hours += f", {page.planned.gpu_hours:,.1f} planned"
+        parts.append(hours)
+    return " · ".join(parts)
+
+
+def _entry(label: str, text: str) -> list[str]:
+    return paragraph(text, f"{label:<{_MARGIN}}", hang=_MARGIN)
+
+
+# -- the loss ----------------------------------------------------------------------------------
+
+
+def curve_lines(points: Sequence[CurvePoint]) -> Iterator[str]:
+    """Draw losses over steps with braille dots, or with asterisks where those cannot be printed."""
+    low, high = min(p.loss for p in points), max(p.loss for p in points)
+    first, last = points[0].step, points[-1].step
+    rows = _dots(points, low, high).splitlines() if _can_print_dots() else _stars(points, low, high)
+    top, bottom = f"{high:.4g}", f"{low:.4g}"
+    width = max(len("Loss"), len(top), len(bottom))
+    for number, row in enumerate(rows):
+        label = top if number == 0 else bottom if number == len(rows) - 1 else ""
+        label = "Loss" if number == 1 else label
+        yield f"{label:>{width}} {row}".rstrip()
+    right = f"{last:,}"
+    yield f"{'step':>{width}} {first:<{_CURVE_COLUMNS - len(right)},}{right}"
+
+
+def _can_print_dots() -> bool:
+    try:
+        "\N{BRAILLE PATTERN DOTS-1}".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _dots(points: Sequence[CurvePoint], low: float, high: float) -> str:
+    from plotille import Canvas
+
+    margin = (high - low) * 0.02 or 1.0
+    canvas = Canvas(
+        _CURVE_COLUMNS,
+        _CURVE_LINES,
+        xmin=points[0].step,
+        xmax=points[-1].step,
+        ymin=low - margin,
+        ymax=high + margin,
+    )
+    for before, after in itertools.pairwise(points):
+        canvas.line(before.step, before.loss, after.step, after.loss)
+    return str(canvas.plot())
+
+
+def _stars(points: Sequence[CurvePoint], low: float, high: float) -> list[str]:
+    grid = [[" "] * _CURVE_COLUMNS for _ in range(_CURVE_LINES)]
+    span, steps = (high - low) or 1.0, points[-1].step - points[0].step
+    for point in points:
+        column = round((point.step - points[0].step) / steps * (_CURVE_COLUMNS - 1))
+        line = round((high - point.loss) / span * (_CURVE_LINES - 1))
+        grid[line][column] = "*"
+    return ["".join(line) for line in grid]
