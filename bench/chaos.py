@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from bench.rehearsals import Stage, own_sandbox
+from bench.rehearsals import MADE_UP, Stage, own_sandbox
 
 import storm_report  # isort: skip
 from another_user import another_user_attending, public_directory  # isort: skip
@@ -117,7 +117,7 @@ def _shape(at_a_time: int) -> SandboxShape:
 def undisturbed(stage: Stage, steps: int) -> RunFiles:
     """The same run without any fault."""
     began_at = time.monotonic()
-    rehearsal = stage.start("name=undisturbed", f"budget.steps={steps}", *EVALUATIONS)
+    rehearsal = stage.start("name=undisturbed", f"budget.steps={steps}", MADE_UP, *EVALUATIONS)
     row = rehearsal.wait_until(lambda row: row.state.over, "over", 300.0 + steps)
     assert row.state is RunState.DONE, row
     _say(f"undisturbed: {time.monotonic() - began_at:.0f} s")

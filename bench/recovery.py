@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from bench.rehearsals import Rehearsal, Stage, own_stage
+from bench.rehearsals import MADE_UP, Rehearsal, Stage, own_stage
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
@@ -29,7 +29,7 @@ from hpctrain.store.run_records import read_metrics
 
 # Far more steps than the benchmark trains.
 STEPS = 100_000
-LONG = (f"budget.steps={STEPS}", "supervise.storm_failures=100000")
+LONG = (f"budget.steps={STEPS}", MADE_UP, "supervise.storm_failures=100000")
 # hpctrain.sandbox.config: cred_expire=5, and slurmctld adds a second.
 QUEUE_SECONDS = 6.0
 PATIENCE_SECONDS = 300.0

@@ -16,6 +16,7 @@ _TESTS = Path(__file__).resolve().parents[1] / "tests"
 _SLURM_TESTS = _TESTS / "slurm"
 sys.path[:0] = [str(_TESTS), str(_SLURM_TESTS), str(_SLURM_TESTS / "faults")]
 
+from rehearsal import MADE_UP as MADE_UP  # noqa: E402
 from rehearsal import Rehearsal as Rehearsal  # noqa: E402
 from rehearsal import Stage as Stage  # noqa: E402
 from rehearsal import own_sandbox  # noqa: E402

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from bench.pairs import ratio
-from bench.rehearsals import Rehearsal, Stage, own_stage
+from bench.rehearsals import MADE_UP, Rehearsal, Stage, own_stage
 from hpctrain.store.run_records import read_metrics
 
 LIMIT_BYTES = 60e6
@@ -90,7 +90,9 @@ def count(log: Path) -> int:
 
 def start(stage: Stage, shims: Path) -> Rehearsal:
     path = f"environment.variables.PATH={shims}:{os.environ['PATH']}"
-    return stage.start("name=cost", "budget.steps=1000000", "checkpoint.every_steps=1000", path)
+    return stage.start(
+        "name=cost", "budget.steps=1000000", MADE_UP, "checkpoint.every_steps=1000", path
+    )
 
 
 def main() -> int:

@@ -18,17 +18,21 @@ if TYPE_CHECKING:
     from hpctrain.actions.handle import Run, make_plan, open_run
     from hpctrain.actions.handle import submit_run as submit
     from hpctrain.actions.state import RunState
+    from hpctrain.actions.sweep import Sweep, open_sweep, sweep
 
 __all__ = [
     "Run",
     "RunState",
+    "Sweep",
     "__version__",
     "compare",
     "make_plan",
     "open_comparison",
     "open_run",
+    "open_sweep",
     "scale",
     "submit",
+    "sweep",
 ]
 
 _PLACES = {
@@ -40,7 +44,14 @@ _PLACES = {
     "open_run": ("hpctrain.actions.handle", "open_run"),
     "make_plan": ("hpctrain.actions.handle", "make_plan"),
     "submit": ("hpctrain.actions.handle", "submit_run"),
+    "Sweep": ("hpctrain.actions.sweep", "Sweep"),
+    "sweep": ("hpctrain.actions.sweep", "sweep"),
+    "open_sweep": ("hpctrain.actions.sweep", "open_sweep"),
 }
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
 
 
 def __getattr__(name: str) -> Any:

@@ -72,9 +72,14 @@ def fsync_file(path: Path) -> None:
 
 def replace_text(path: Path, text: str, *, mode: int = 0o644, durable: bool = True) -> None:
     """Replace the content of `path`: readers see the old or the new text, never a mixture."""
+    replace_bytes(path, text.encode(), mode=mode, durable=durable)
+
+
+def replace_bytes(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
+    """Replace the content of `path`, as `replace_text` does."""
     temporary = _temporary(path)
     try:
-        _write_new(temporary, text, mode=mode, durable=durable)
+        _write_new(temporary, data, mode=mode, durable=durable)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -189,6 +194,19 @@ class LineBuffer:
         return [line for line in self._waiting if line.encode() not in written]
 
 
+def replace_link(path: Path, target: str) -> None:
+    """Make `path` a symbolic link to `target`: it names the old or the new one, never nothing."""
+    temporary = _temporary(path)
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
 def create_exclusive(path: Path, text: str, *, mode: int = 0o644) -> bool:
     """Create `path` with `text`; return False if it already exists.
 
@@ -196,7 +214,7 @@ def create_exclusive(path: Path, text: str, *, mode: int = 0o644) -> bool:
     """
     temporary = _temporary(path)
     try:
-        _write_new(temporary, text, mode=mode, durable=True)
+        _write_new(temporary, text.encode(), mode=mode, durable=True)
         os.link(temporary, path)
     except FileExistsError:
         return False
@@ -212,11 +230,11 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{writer}.tmp")
 
 
-def _write_new(path: Path, text: str, *, mode: int, durable: bool) -> None:
+def _write_new(path: Path, data: bytes, *, mode: int, durable: bool) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, shared_mode(path.parent, mode))
     try:
-        _write_all(descriptor, text.encode())
+        _write_all(descriptor, data)
         if durable:
             os.fsync(descriptor)
     finally:

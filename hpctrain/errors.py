@@ -3,15 +3,17 @@
     HpctrainError                 1   unexpected: a bug of ours or of the environment
     |- UsageError                 2   the command line asks for something that makes no sense
     |- InvalidInputError          3   a spec, profile or data file is wrong (all problems at once)
-    |- DoesNotFitError            4   the plan does not fit the GPUs, the batch or the cluster
-    |- LimitError                 4   the plan violates a limit of the site
+    |- RefusedPlanError           4
+    |  |- DoesNotFitError         4   the plan does not fit the GPUs, the batch or the cluster
+    |  `- LimitError              4   the plan violates a limit of the site
     |- SlurmError                 5
     |  |- SlurmRefusedError       5   Slurm answered, and the answer was no
     |  `- SlurmUnreachableError   5   no answer within the time limit, or no Slurm at all
     |- NoSuchRunError             6
     |- RunFailedError             7   the run that was waited for has failed
     |- CheckpointError            7   checkpoints exist, but none of them can be used
-    `- StorageError               7   the run directory cannot be used at the moment (an OSError)
+    |- StorageError               7   the run directory cannot be used at the moment (an OSError)
+    `- NotConfirmedError          8   a person was asked, and said no
 
 Belongs here: exceptions and the position of a problem in a file. Does not belong here: printing
 or exiting (only `hpctrain.cli` does that). Imports nothing of ours.
@@ -19,7 +21,9 @@ or exiting (only `hpctrain.cli` does that). Imports nothing of ours.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class HpctrainError(Exception):
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # for tracebacks, where nobody asks for `hint`
 
 
 class UsageError(HpctrainError):
@@ -73,16 +79,47 @@ class InvalidInputError(HpctrainError):
         return all(problem.node_dependent for problem in self.problems)
 
 
-class DoesNotFitError(HpctrainError):
+class Refusal(str):
+    """One line of a refusal, and the dotted path of the field of the spec that it is about."""
+
+    field: str
+
+    def __new__(cls, message: str, field: str) -> Self:
+        """Make a line about `field`, which may be absent from the file."""
+        self = super().__new__(cls, message)
+        self.field = field
+        return self
+
+
+class RefusedPlanError(HpctrainError):
+    """A spec has no plan; one line for each reason."""
+
+    exit_code = 4
+
+    def __init__(self, reasons: str | Sequence[Refusal], hint: str | None = None) -> None:
+        """Take a message, or lines that know their fields."""
+        lines = () if isinstance(reasons, str) else tuple(reasons)
+        super().__init__("\n".join(lines) if lines else str(reasons), hint)
+        self.refusals = lines
+
+    def at(self, place: Callable[[str, str], Problem]) -> Self:
+        """Return the same with the place of each field before its line.
+
+        `place` makes a problem of a dotted path and a message (`spec.loader.Loaded.problem`).
+        """
+        if not self.refusals:
+            return self
+        placed = type(self)(self.refusals, self.hint)
+        placed.args = ("\n".join(str(place(one.field, one)) for one in self.refusals),)
+        return placed
+
+
+class DoesNotFitError(RefusedPlanError):
     """The plan does not fit the memory, the batch or the number of GPUs."""
 
-    exit_code = 4
 
-
-class LimitError(HpctrainError):
+class LimitError(RefusedPlanError):
     """The plan violates a limit that the site has set in its cluster profile."""
-
-    exit_code = 4
 
 
 class SlurmError(HpctrainError):
@@ -115,6 +152,12 @@ class CheckpointError(HpctrainError):
     """Checkpoints exist but none can be used, so starting from step 0 would lose work silently."""
 
     exit_code = 7
+
+
+class NotConfirmedError(HpctrainError):
+    """A person was asked whether to go on, and said no."""
+
+    exit_code = 8
 
 
 class StorageError(HpctrainError, OSError):

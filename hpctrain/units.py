@@ -64,21 +64,25 @@ class _Quantity(float):
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
         kinds = ["string", "number"] if "" in cls.suffixes else ["string"]
-        return {"type": kinds, "description": cls.examples}
+        # A field's own description replaces this one; the comment stays for `spec.reference`.
+        return {"type": kinds, "description": cls.examples, "$comment": cls.examples}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"
 
     def __str__(self) -> str:
-        """The largest suffix that gives an exact, short number; it can be parsed again."""
-        ordered = sorted(self.suffixes.items(), key=lambda item: -item[1])
+        """The largest suffix that gives an exact, short number; it can be parsed again.
+
+        Bytes (`GB/s`) come before bits (`Tb/s`), so that figures of one profile can be compared.
+        """
+        ordered = sorted(self.suffixes.items(), key=lambda item: ("b" in item[0], -item[1]))
         for suffix, scale in ordered:
             amount = float(self) / scale
             exact = amount == round(amount, 3) and amount * scale == float(self)
             short = exact and 1 <= amount < 1e9
             if suffix and short:
                 return f"{_digits(amount)}{suffix}"
-        suffix, scale = ordered[-1]
+        suffix, scale = min(ordered, key=lambda item: item[1])
         return f"{_digits(float(self) / scale)}{suffix}"
 
 
@@ -206,3 +210,10 @@ def short_duration(seconds: float) -> str:
         if seconds >= 2 * scale:
             return f"{seconds / scale:.3g} {suffix}"
     return f"{seconds:.3g} s"
+
+
+def short_hours(hours: float) -> str:
+    """Format GPU-hours with two digits or all before the point: `0.25`, `3.1`, `18,652`."""
+    if hours >= 10:
+        return f"{hours:,.0f}"
+    return f"{hours:.2g}" if hours >= 0.01 else f"{hours:.2f}"

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import struct
 import sys
+import termios
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from typing import TextIO
 
 from hpctrain.cli.main import run
 
@@ -31,15 +38,53 @@ class Outcome:
 def hpctrain(*arguments: str, stdin: str = "", debug: bool = False) -> Outcome:
     """Run `hpctrain ARGUMENTS` without a terminal."""
     stdout, stderr = io.StringIO(), io.StringIO()
-    with redirect_stdout(stdout), redirect_stderr(stderr), _stdin(stdin):
+    keyboard = io.TextIOWrapper(io.BytesIO(stdin.encode()))
+    with redirect_stdout(stdout), redirect_stderr(stderr), _standard_input(keyboard):
         exit_code = run(list(arguments), debug=debug)
     return Outcome(arguments, exit_code, stdout.getvalue(), stderr.getvalue())
 
 
+def on_terminal(columns: int, *arguments: str, typed: str = "") -> str:
+    """Run `hpctrain ARGUMENTS` on a pseudo-terminal of so many columns; return all that it shows.
+
+    `typed` is what a person answers. Line ends are those of a file; the codes of colours are kept.
+    The last line is the exit code.
+    """
+    leader, follower = pty.openpty()
+    os.write(leader, typed.encode())
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    shown: list[bytes] = []
+    reader = threading.Thread(target=_read_all, args=(leader, shown))
+    reader.start()
+    with (
+        open(os.dup(follower)) as keyboard,
+        open(follower, "w") as screen,
+        redirect_stdout(screen),
+        redirect_stderr(screen),
+        _standard_input(keyboard),
+    ):
+        exit_code = run(list(arguments))
+        screen.write(f"exit code {exit_code}\n")
+    reader.join()
+    os.close(leader)
+    return b"".join(shown).decode().replace("\r\n", "\n")
+
+
+def _read_all(descriptor: int, into: list[bytes]) -> None:
+    while True:
+        try:
+            data = os.read(descriptor, 65536)
+        except OSError:  # EIO: nobody has the other end any more
+            return
+        if not data:
+            return
+        into.append(data)
+
+
 @contextmanager
-def _stdin(text: str) -> Iterator[None]:
+def _standard_input(stream: TextIO) -> Iterator[None]:
     before = sys.stdin
-    sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()))
+    sys.stdin = stream
     try:
         yield
     finally:

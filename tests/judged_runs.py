@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.actions.prepare import prepare
+from hpctrain.actions.run_directory import write_run_directory
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.submit import write_run_directory
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import (
     RankTimes,

@@ -33,6 +33,7 @@ LONGEST_FILE, LONGEST_FUNCTION, NINE_OF_TEN_FUNCTIONS = 700, 100, 35
 # The same rooms as the contract "Planning, rendering and judging do no I/O" in setup.cfg.
 PURE = ("plan", "engines", "render", "spec", "comparison", "supervise/judge", "diagnose", "site")
 PURE_FILES = (
+    *("notify/message_text.py", "notify/notices.py", "notify/send_times.py"),
     *("nodes/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "store/jobs.py"),
     *(
         "actions/state.py",
@@ -56,11 +57,17 @@ THE_ONE_READER = "spec/loader.py"
 SPEAKERS = ("supervise/__main__.py", "supervise/job_log.py")
 # Another program: on each node it answers the supervisor's probe.
 SPEAKERS = (*SPEAKERS, "supervise/preflight.py")
+# A program that the script of an evaluation job calls.
+SPEAKERS = (*SPEAKERS, "supervise/evaluation_result.py")
 # A program for a node on which hpctrain is not installed.
 SPEAKERS = (*SPEAKERS, "nodes/survey.py")
+# A program beside training, which says on stderr what it could not write.
+SPEAKERS = (*SPEAKERS, "tracking/__main__.py")
 # Long-lived children: these modules watch over time limits and signals themselves.
 POPEN = ("slurm/process.py", "supervise/srun_process.py", "sandbox/processes.py")
 POPEN = (*POPEN, "supervise/evidence/probe.py")
+# The process that copies metrics, beside all launches of an attempt.
+POPEN = (*POPEN, "supervise/tracking_process.py")
 # A converter that runs while its rank goes on answering the others.
 POPEN = (*POPEN, "train/engines/deepspeed/universal_checkpoint.py")
 # The writer of checkpoints of a rank with a GPU: a child that ends with its rank.
@@ -73,6 +80,8 @@ ENGINE_ROOMS = ("spec/engines/", "engines/", "train/engines/")
 # Names that are an engine's and something else's.
 NOT_THE_ENGINE = {
     ("actions/verify.py", "megatron"): "the extra of pip that has megatron-core",
+    ("cli/failures.py", "megatron"): "a Python package, and the extra of pip that has it",
+    ("cli/failures.py", "deepspeed"): "a Python package, and the extra of pip that has it",
     ("prepare/tokenized_text.py", "megatron"): "the extra of pip that has the tokenizers",
     ("prepare/byte_tokenizer.py", "megatron"): "the extra of pip that has the tokenizers",
     ("train/startup.py", "megatron"): "the logger of the Python package",
@@ -285,7 +294,7 @@ def test_names_of_quantities_say_their_unit() -> None:
     allowed |= {("checkpoints/manifest.py", "time"), ("store/speed_checks.py", "time")}
     allowed |= {("nodes/record.py", "time"), ("nodes/blame.py", "time")}
     allowed.add(("telemetry/timeline.py", "time"))
-    allowed.add(("store/gpu_report.py", "time"))
+    allowed |= {("store/gpu_report.py", "time"), ("store/evaluations.py", "time")}
     # a group's number of ranks
     allowed |= {("plan/documents.py", "size"), ("train/datasets/share.py", "size")}
     allowed.add(("train/data.py", "size"))
@@ -540,7 +549,7 @@ def test_references_to_our_modules_resolve() -> None:
     for path in tracked_files():
         if path.suffix not in (".py", ".md") or path.name == "CHANGELOG.md":
             continue
-        for reference in re.findall(r"(?<![\w./-])hpctrain(?:\.\w+)+", path.read_text()):
+        for reference in re.findall(r"(?<![\w./-])hpctrain(?:\.[^\W\d]\w*)+", path.read_text()):
             names, place = reference.split(".")[1:], PACKAGE
             while names and (place / names[0]).is_dir():
                 place /= names.pop(0)

@@ -1,10 +1,10 @@
 """Fork launches of the trainer from one process that strace follows.
 
 Each line of the list names a `train.json`, the number of ranks, and the checkpoint to resume from
-or `-`. That is copied into the run before, and divided among the ranks. All launches are of epoch
-1. The calls of this process itself do not count: it writes its number beside the list. Belongs
-here: what happens inside the trace. Does not belong here: strace (`system_calls`), what is launched
-(`small_runs`).
+or `-`. That is copied into the run before, and divided among the ranks; metrics and records of
+software, too, come from the run that has saved it. All launches are of epoch 1. The calls of this
+process itself do not count: it writes its number beside the list. Belongs here: what happens inside
+the trace. Does not belong here: strace (`system_calls`), what is launched (`small_runs`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def main(arguments: list[str]) -> int:
     from bench import prefork
     from hpctrain.checkpoints.manifest import read_manifest
     from hpctrain.checkpoints.resume_shares import write_shares
+    from hpctrain.store.layout import RunLayout
     from hpctrain.train.job import read_config
     from hpctrain.train.startup import room_of
 
@@ -42,6 +43,9 @@ def main(arguments: list[str]) -> int:
             name = Path(resume).name
             directory = Path(config).parent / "checkpoints" / name
             shutil.copytree(resume, directory)
+            saved, run = RunLayout(Path(resume).parents[1]), RunLayout(Path(config).parent)
+            for record in (saved.metrics, saved.software, saved.software_lock):
+                shutil.copy(record, run.directory)
             manifest = read_manifest(directory)
             assert manifest is not None, f"{resume} has no manifest"
             write_shares(directory, manifest, int(ranks))  # as the supervisor does

@@ -18,6 +18,7 @@ from bench.gpu.one_node import link_checks
 from bench.gpu.planned_spec import planned_spec
 from bench.gpu.rung import ROOT, Found, NotRunError, Site, failed, not_run, passed
 from hpctrain.actions.handle import Run, open_run, submit_run
+from hpctrain.actions.kept_code import keep_code
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.profiles import load_named_profile
 from hpctrain.comparison.measure import TrialStep, counted_steps, spread_of, warm_up_steps
@@ -28,6 +29,7 @@ from hpctrain.spec.loader import load_run_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.store.gpu_report import RungCheck, StepTime
 from hpctrain.store.jobs import sbatch_options
+from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import read_metrics, read_saves
 from hpctrain.store.software import read_software
@@ -121,6 +123,7 @@ def write_link_job(site: Site, profile: ClusterProfile, directory: Path) -> Path
     template = _TEMPLATE % {"per_node": per_node, "emulated": emulated}
     (directory / "job.sbatch.j2").write_text(template)
     prepared = prepare(spec, site.profile, runs=directory, template_directory=directory)
+    keep_code(RunLayout(directory))  # as `submit` does: the script imports it
     script = directory / "job.sbatch"
     script.write_text(prepared.script)
     return script

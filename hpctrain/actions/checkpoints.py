@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.actions.evaluations import EvaluatedDocument, evaluation_rows
 from hpctrain.actions.run_documents import known_train_config
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import Checkpoint
@@ -125,7 +126,7 @@ class SaveInterval(BaseModel):
     advice: str
 
 
-class CheckpointReport(BaseModel):
+class CheckpointReport(EvaluatedDocument):
     """The output of `hpctrain checkpoints`; checkpoints newest first."""
 
     model_config = ConfigDict(frozen=True)
@@ -174,6 +175,10 @@ def report_checkpoints(
     measured = {save.step: save for save in saves}
     config = known_train_config(layout)
     reasons = _retention_reasons(layout, found, config, events)
+    evaluations = evaluation_rows(run)
+    for row in evaluations:
+        if row.state not in ("done", "failed"):
+            reasons.get(row.step, []).append(f"evaluation {row.name} {row.state}")
     rows = []
     for one in found:
         manifest, save = one.manifest, measured.get(one.step)
@@ -205,6 +210,7 @@ def report_checkpoints(
             free_bytes=free_bytes, fits=free_bytes // sizes[0] if sizes and sizes[0] else None
         ),
         interval=None if config is None else _interval(run, config, saves),
+        evaluations=evaluations,
     )
 
 

@@ -10,6 +10,7 @@ following them (`hpctrain.supervise`), printing.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,11 +18,11 @@ from dataclasses import dataclass, replace
 from hpctrain.actions.acceptances import Acceptance, accept
 from hpctrain.actions.describe import TAKE_BACK
 from hpctrain.actions.job_queries import jobs_of, record_found
+from hpctrain.actions.job_submission import resubmit
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
-from hpctrain.actions.submit import resubmit
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.errors import RunFailedError, SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.slurm.client import SlurmClient
@@ -102,9 +103,15 @@ def note(run: RunFiles, action: str, reason: str, job_id: int | None = None) -> 
 
 
 def ask(run: RunFiles, kind: RequestKind, reason: str = "", job_id: int | None = None) -> None:
-    """Record and make a request. Raises PermissionError if `control/` is not writable."""
+    """Record and make a request. Raises UsageError for a user who may not steer the run."""
+    run.refuse_unless_steerable(kind)
     note(run, kind, reason, job_id)
     make_request(run.layout, kind, reason)
+
+
+def _owns_jobs(run: RunFiles) -> bool:
+    """Whether Slurm lets this user hold, release and cancel the jobs of the run."""
+    return os.getuid() in (0, run.owner_id)
 
 
 def stop(
@@ -128,7 +135,7 @@ def stop(
     if not queue.only_waits and standing is not None and standing.kind in (kind, "stop-now"):
         return _asked_already(run, standing, queue.job_id)
     ask(run, kind, reason, queue.job_id)
-    if queue.only_waits:
+    if queue.only_waits and _owns_jobs(run):
         for job in queue.waiting:
             slurm.cancel_waiting(job.job_id)
         job_id, queue = queue.job_id, _queue(run, slurm)
@@ -146,7 +153,9 @@ def stop(
         if not queue.jobs:
             return _result(run, f"took run {_name(run)} out of the queue", _HOW_TO_CONTINUE)
     what = "it saves at the next step boundary and leaves"
-    if now:
+    if queue.only_waits and not _owns_jobs(run):
+        what = f"it does so when its job starts; {_ONLY_OWNER} take it out of the queue"
+    elif now:
         what = "it ends at once; steps since the newest checkpoint are lost"
     return _result(run, f"asked run {_name(run)} to stop", what, _HOW_TO_CONTINUE, queue=queue)
 
@@ -161,7 +170,7 @@ def hold(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> ControlResul
     queue = _queue(run, slurm)
     if queue.answered and not queue.jobs:
         raise _over(run, slurm, "hold")
-    if queue.only_waits:
+    if queue.only_waits and _owns_jobs(run):
         free = [job for job in queue.waiting if job.hold is None]
         if not free:
             message = f"Run {_name(run)} is held already ({queue.waiting[0].reason})"
@@ -193,6 +202,8 @@ def hold(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> ControlResul
     then = "it saves, leaves its nodes and waits in the queue, held"
     if config.continuation != "requeue":
         then = "it saves and stops, because its jobs are not requeued on this site"
+    if queue.only_waits and not _owns_jobs(run):
+        then = f"it does so when its job starts; {_ONLY_OWNER} hold it in the queue"
     return _result(run, f"asked run {_name(run)} to hold", then, _HOW_TO_CONTINUE, queue=queue)
 
 
@@ -249,12 +260,15 @@ def resume(
         if queue.active is not None:
             then = "if it has begun to leave, resume it again when it has stopped"
         return _result(run, message, then, queue=queue)
+    run.refuse_unless_writable("resume")
     accepted = accept(run, acceptance, reason)
     note(run, "resume", reason, queue.job_id)
     take_back(run.layout)
     if not queue.jobs:
+        again = any(event.event is EventKind.SUBMITTED for event in run.ledger.events())
         submitted = resubmit(run, slurm)
-        message = f"resubmitted run {_name(run)} as job {submitted.job_id}"
+        verb = "resubmitted" if again else "submitted"
+        message = f"{verb} run {_name(run)} as job {submitted.job_id}"
         return replace(_result(run, message, *accepted), job_id=submitted.job_id)
     for job in queue.jobs:
         if job.hold is not None:
@@ -330,6 +344,7 @@ def wait_for_save(
         sleep(0.5)
 
 
+_ONLY_OWNER = "only the owner of the job can"
 _HOW_TO_CONTINUE = "`hpctrain resume` continues it"
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from hpctrain.errors import InvalidInputError, LimitError
+from hpctrain.errors import InvalidInputError, LimitError, Refusal
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.profile import ClusterProfile
@@ -44,9 +44,12 @@ def staging_warnings(
     assert capacity is not None
     size_bytes = sum(os.path.getsize(path) for path in set(files) if os.path.exists(path))
     if size_bytes > capacity:
-        raise LimitError(
+        message = (
             f"`data.stage`: the data has {short_bytes(size_bytes)}, `software.scratch_capacity` of "
-            f"profile {site.name} is {short_bytes(capacity)}",
+            f"profile {site.name} is {short_bytes(capacity)}"
+        )
+        raise LimitError(
+            [Refusal(message, "data.stage")],
             hint="`data: {stage: false}` reads it where it is",
         )
     source = site.filesystem_of(PurePath(files[0])) if files else None
@@ -63,9 +66,12 @@ def staging_warnings(
         f"the read bandwidth of {source.name}"
     )
     if seconds > float(document.engine.startup_timeout):
-        raise LimitError(
+        message = (
             f"`data.stage`: {took}, which is longer than `engine.startup_timeout` "
-            f"({document.engine.startup_timeout})",
+            f"({document.engine.startup_timeout})"
+        )
+        raise LimitError(
+            [Refusal(message, "data.stage")],
             hint="a longer `engine.startup_timeout`, or `data: {stage: false}`",
         )
     if seconds < _WORTH_SAYING_SECONDS:

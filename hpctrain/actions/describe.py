@@ -6,16 +6,19 @@ Belongs here: reading the history from ledger and saves. Does not belong here: m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.actions.evaluations import EvaluatedDocument, evaluation_rows
+from hpctrain.actions.notify import NoticeState, notice_states
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import SaveRecord, read_saves
-from hpctrain.store.software import SoftwareRecord, read_software
+from hpctrain.store.software import SoftwareRecord, of_newest_launch, read_software
 from hpctrain.store.speed_checks import SpeedCheck, read_speed_checks
+from hpctrain.store.tracking import tracking_commands
 from hpctrain.supervise.judge.documents import ActionKind
 
 # What the ledger calls the withdrawal of pending requests.
@@ -25,6 +28,7 @@ _DONE_AT_ONCE = {
     EventKind.FRESH_START_ACCEPTED: "resume --from-scratch",
     EventKind.DATA_ACCEPTED: "resume --accept-data",
     EventKind.CLEANED: "clean",
+    EventKind.UPGRADED: "upgrade",
 }
 _ENDS = frozenset({ActionKind.STOP, ActionKind.FINISH, ActionKind.HOLD})
 
@@ -60,6 +64,7 @@ class AttemptStory(BaseModel):
     reason: str | None = None
     placement: str | None = None
     placement_details: tuple[str, ...] = ()
+    tracking_failure: str | None = None
 
 
 class CheckpointStory(BaseModel):
@@ -85,7 +90,16 @@ class RequestStory(BaseModel):
     answer_seconds: float | None = None
 
 
-class RunStory(BaseModel):
+class SoftwareChange(BaseModel):
+    """What a launch was the first to find otherwise than the one before, or than the run's lock."""
+
+    model_config = ConfigDict(frozen=True)
+
+    epoch: int
+    changes: tuple[str, ...]
+
+
+class RunStory(EvaluatedDocument):
     """A run from its ledger."""
 
     model_config = ConfigDict(frozen=True)
@@ -98,7 +112,10 @@ class RunStory(BaseModel):
     checkpoints: tuple[CheckpointStory, ...]
     asked: tuple[RequestStory, ...] = ()
     software: tuple[SoftwareRecord, ...] = ()
+    software_changes: tuple[SoftwareChange, ...] = ()
     speed: SpeedCheck | None = None
+    notices: tuple[NoticeState, ...] = ()
+    tracking: tuple[str, ...] = ()
 
 
 def describe(run: RunFiles) -> RunStory:
@@ -106,7 +123,7 @@ def describe(run: RunFiles) -> RunStory:
     found = checkpoints(run.layout.checkpoints)
     events = run.ledger.events()
     starts = [i for i, event in enumerate(events) if event.event is EventKind.ATTEMPT_STARTED]
-    checks = read_speed_checks(run.layout)
+    checks, software = read_speed_checks(run.layout), read_software(run.layout)
     ends = [*starts[1:], len(events)]  # one too many if nothing has started yet
     return RunStory(
         run_id=run.run_id,
@@ -126,9 +143,29 @@ def describe(run: RunFiles) -> RunStory:
             for item in found
         ),
         asked=tuple(request_history(events, read_saves(run.layout))),
-        software=tuple(read_software(run.layout)),
+        software=tuple(of_newest_launch(software)),
+        software_changes=tuple(software_changes(software)),
         speed=checks[-1] if checks else None,
+        notices=tuple(notice_states(run)),
+        tracking=tuple(tracking_commands(run.layout)),
+        evaluations=evaluation_rows(run),
     )
+
+
+def software_changes(records: Sequence[SoftwareRecord]) -> Iterator[SoftwareChange]:
+    """List the launches that began with another hpctrain or other software than those before."""
+    known: tuple[str, ...] = ()
+    code: str | None = None
+    launches = {record.epoch: record for record in reversed(records)}  # rank 0's is the first
+    for epoch, record in sorted(launches.items()):
+        found, facts = [], record.facts
+        own = f"{facts.hpctrain} ({facts.code})" if facts.code else facts.hpctrain
+        if code is not None and own != code:
+            found.append(f"hpctrain {code} -> {own}")
+        found += [change for change in record.changed if change not in (*known, *found)]
+        code, known = own, record.changed
+        if found:
+            yield SoftwareChange(epoch=epoch, changes=tuple(found))
 
 
 def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
@@ -151,6 +188,7 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
     actions = [event for event in events if event.event is EventKind.ACTION]
     last = actions[-1] if actions else next(iter(lost), None)
     placed = next((e for e in reversed(events) if e.event is EventKind.PLACED), None)
+    untracked = next((e for e in events if e.event is EventKind.TRACKING_FAILED), None)
     ends = {event.epoch: event for event in events if event.event is EventKind.LAUNCH_ENDED}
     launches = []
     for begin in events:
@@ -181,6 +219,7 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
         reason=last.reason if last else None,
         placement=placed.reason if placed else None,
         placement_details=placed.evidence if placed else (),
+        tracking_failure=untracked.reason if untracked else None,
     )
 
 

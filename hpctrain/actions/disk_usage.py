@@ -1,4 +1,4 @@
-"""Counts and removes files below a directory, and never follows a link out of it.
+"""Counts and removes files below a directory, never following a link out of it, and what is left.
 
 Belongs here: walking. Does not belong here: what may be removed (`clean`, `remove`).
 """
@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from hpctrain.site.facts import Directory
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,20 @@ def remove_tree(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path)  # does not follow links below, either
+
+
+def directory_facts(path: Path) -> Directory:
+    """Count what is left in the nearest directory that exists."""
+    absolute = Path(os.path.abspath(path))
+    nearest = next((one for one in (absolute, *absolute.parents) if one.is_dir()), Path("/"))
+    try:
+        left = os.statvfs(nearest)
+    except OSError:
+        return Directory(str(absolute), absolute.is_dir())
+    return Directory(
+        path=str(absolute),
+        exists=absolute.is_dir(),
+        free_bytes=left.f_bavail * left.f_frsize,
+        free_inodes=left.f_favail,
+        inodes=left.f_files,
+    )

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.actions.plan import run_facts
 from hpctrain.actions.prepare import Prepared, prepare
 from hpctrain.errors import DoesNotFitError
 from hpctrain.plan.footprint.documents import Footprint
 from hpctrain.plan.footprint.predict import footprint, run_size
 from hpctrain.plan.footprint.quantities import RunSize
 from hpctrain.plan.forecast.documents import Forecast
+from hpctrain.plan.forecast.facts import run_facts
 from hpctrain.plan.forecast.predict import forecast
 from hpctrain.render.srun_tasks import log_files
 from hpctrain.units import short_duration

@@ -20,13 +20,14 @@ from hpctrain.actions.cancel import cancel
 from hpctrain.actions.checkpoints import CheckpointReport, report_checkpoints
 from hpctrain.actions.describe import RunStory, describe
 from hpctrain.actions.diagnose import Diagnosis, diagnose
+from hpctrain.actions.job_submission import resubmit
 from hpctrain.actions.logs import logs_of
 from hpctrain.actions.poll_interval import poll_interval
 from hpctrain.actions.prepare import load_inputs, load_knowledge, prepare
 from hpctrain.actions.runs import RunFiles, find_run, runs_directory
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus, statuses
-from hpctrain.actions.submit import resubmit, submit
+from hpctrain.actions.submit import submit
 from hpctrain.actions.why import Why, why
 from hpctrain.errors import RunFailedError
 from hpctrain.plan.documents import Plan
@@ -144,7 +145,8 @@ def make_plan(spec: str | Path, profile: str, overrides: Sequence[str] = ()) -> 
 
     loaded_spec, loaded_profile = load_inputs(Path(spec), profile, overrides)
     knowledge = load_knowledge(loaded_profile)
-    return planner.make_plan(loaded_spec.document, loaded_profile.document, knowledge)
+    with loaded_spec.placing():
+        return planner.make_plan(loaded_spec.document, loaded_profile.document, knowledge)
 
 
 def submit_run(

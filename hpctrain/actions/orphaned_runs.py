@@ -96,7 +96,7 @@ def _orphan(run: WatchedRun, job: JobRecord | None, ended: tuple[Cause, str] | N
     newest_id = next(reversed(started_ids(recent) or submitted_ids(recent)))
     if ended is None:
         message = f"job {newest_id} is gone, and how it ended is unknown"
-        hint = f"`hpctrain resubmit {run.run_id}` continues"
+        hint = f"`hpctrain resume {run.run_id}` continues"
         return report_only(run, Symptom.VANISHED, f"{message}: {hint}", newest_id)
     if job is None:
         counts = [event.restart_count or 0 for event in recent if event.job_id == newest_id]

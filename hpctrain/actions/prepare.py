@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 from hpctrain.actions.container_paths import registry_warnings, unmounted_warnings
 from hpctrain.actions.data_staging import staging_warnings
 from hpctrain.actions.elastic_sizes import SizedConfig, smaller_sizes
+from hpctrain.actions.evaluation_files import profiles_of_jobs
 from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.actions.runs import new_run_id
 from hpctrain.actions.site_files import setup_file, site_templates, templates_digest
@@ -29,7 +30,7 @@ from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.speed_check import SpeedCheckConfig, speed_check_config
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, LimitError, Problem
+from hpctrain.errors import InvalidInputError, LimitError, Problem, Refusal
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
 from hpctrain.render.containers import container_problems, run_container
@@ -65,7 +66,8 @@ if TYPE_CHECKING:
 class Prepared:
     """A job that is ready to be submitted; `script` is the exact text, `signatures` is JSON.
 
-    `facts` and `template_directory` are the inputs of rendering.
+    `facts` and `template_directory` are the inputs of rendering. `evaluation_profiles`: the profile
+    in the partition of each evaluation job.
     """
 
     run_id: str
@@ -80,6 +82,7 @@ class Prepared:
     smaller: tuple[SizedConfig, ...] = ()
     signatures: str = ""
     prologue: str | None = None
+    evaluation_profiles: tuple[ClusterProfile, ...] = ()
 
 
 def load_inputs(
@@ -154,9 +157,22 @@ def prepare(
     python: str = sys.executable,
 ) -> Prepared:
     """Plan and render one run. Raises InvalidInputError, DoesNotFitError, LimitError."""
+    loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
+    with loaded_spec.placing():
+        prepared = _prepared(loaded_spec, loaded_profile, runs, template_directory, python)
+        others = profiles_of_jobs(loaded_spec, loaded_profile, profile)
+        return replace(prepared, evaluation_profiles=others)
+
+
+def _prepared(
+    loaded_spec: Loaded[RunSpec],
+    loaded_profile: Loaded[ClusterProfile],
+    runs: Path,
+    template_directory: Path | None,
+    python: str,
+) -> Prepared:
     from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
 
-    loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
     document, site = loaded_spec.document, loaded_profile.document
     refuse_untrainable(loaded_spec)
     impossible = container_problems(document, site)
@@ -242,9 +258,12 @@ def _refuse_ended_reservation(spec: RunSpec, profile: ClusterProfile, now: datet
     assert partition is not None, "the planner has checked the partition"
     limit, left = walltime(spec, profile, partition), max(0.0, (end - now).total_seconds())
     if float(limit) > left:
-        raise LimitError(
+        message = (
             f"walltime {limit.slurm()} is longer than reservation {profile.slurm.reservation} "
-            f"lasts, which ends in {short_duration(left)}: the job would never start",
+            f"lasts, which ends in {short_duration(left)}: the job would never start"
+        )
+        raise LimitError(
+            [Refusal(message, "resources.walltime")],
             hint="a shorter `resources.walltime`, or another `resources.reservation`",
         )
 
@@ -261,7 +280,7 @@ def _site_warnings(
     short = short_grace(spec, site, plan, partition)
     if short is not None and site.limits.short_grace == "refuse":
         hint = "save faster, take smaller steps, or another partition (`limits.short_grace`)"
-        raise LimitError(short, hint=hint)
+        raise LimitError([Refusal(short, "resources.partition")], hint=hint)
     container = run_container(spec, site)
     return (
         *filter(None, (short,)),
@@ -292,8 +311,14 @@ def _gpu_variables(gpu: Gpu | None, plan: Plan) -> tuple[GpuVariable, ...]:
 
 def with_free_run_id(prepared: Prepared, runs: Path) -> Prepared:
     """Give the job the next free run id: two submits of one spec may choose the same one."""
+    name = prepared.spec.document.name
+    run_id = new_run_id(runs, name, prepared.spec.digest, prepared.profile.digest)
+    return with_run_id(prepared, run_id)
+
+
+def with_run_id(prepared: Prepared, run_id: str) -> Prepared:
+    """Give the job another run id."""
     document, site = prepared.spec.document, prepared.profile.document
-    run_id = new_run_id(runs, document.name, prepared.spec.digest, prepared.profile.digest)
     facts = replace(prepared.facts, run_id=run_id, comment=run_comment(run_id))
     return replace(
         prepared,

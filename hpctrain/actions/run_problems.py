@@ -35,6 +35,8 @@ class Symptom(StrEnum):
     DELAYED = "requeue delay"
     EXCLUDED = "no node left"
     TOO_FEW_NODES = "too few nodes"
+    WAITS_LONG = "waits long"
+    DISK_LOW = "little disk left"
     STALLED = "stalled"
     STORM = "storm"
     CANCELLED = "cancelled"
@@ -60,13 +62,22 @@ class WatchRemedy(StrEnum):
 
 
 @dataclass(frozen=True)
+class DiskSpace:
+    """What the file system of a run has left, and what its newest checkpoint takes, in bytes."""
+
+    free_bytes: int
+    checkpoint_bytes: int
+
+
+@dataclass(frozen=True)
 class WatchedRun:
     """Snapshot of one run at the time `now`; times in seconds since the epoch.
 
     `events` reach back at least to the newest submission. `jobs` are the jobs of that generation
     that Slurm knows, ended ones included; `unrecorded` are those missing in the ledger.
     `signs_time` is the newest sign of life of trainer or supervisor, `alive_until` the latest time
-    at which the trainer's next one is due. `asked_by` is the author of a pending request.
+    at which the trainer's next one is due. `asked_by` is the author of a pending request. `disk`:
+    None where nobody is to be told about it.
     """
 
     run_id: str
@@ -79,6 +90,7 @@ class WatchedRun:
     asked_by: str | None = None
     unrecorded: tuple[JobRecord, ...] = ()
     alive_until: float = 0.0
+    disk: DiskSpace | None = None
 
     @property
     def past(self) -> History:

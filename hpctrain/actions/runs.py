@@ -13,6 +13,7 @@ from pathlib import Path
 from hpctrain.errors import NoSuchRunError, UsageError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Ledger
+from hpctrain.store.requests import user_name
 
 RUNS_VARIABLE = "HPCTRAIN_RUNS"
 
@@ -62,8 +63,7 @@ class RunFiles:
                 hint=f"name the directory behind it: `--runs DIRECTORY` for `hpctrain {verb}`",
             )
         if not os.access(self.layout.directory, os.W_OK | os.X_OK):
-            owner = _owner_name(self.layout.directory)
-            whose = f"belongs to {owner}" if owner else "you may only read"
+            whose = _whose(self.layout.directory)
             raise UsageError(f"you cannot {verb} run `{self.run_id}`, which {whose}")
 
     def refuse_unless_writable(self, verb: str) -> None:
@@ -72,12 +72,28 @@ class RunFiles:
         Its jobs are somebody else's, and only their owner can end or submit them.
         """
         if not os.access(self.layout.ledger, os.W_OK):
-            owner = _owner_name(self.layout.directory)
-            whose = f"belongs to {owner}" if owner else "you may only read"
+            whose = _whose(self.layout.directory)
+            hint = f"`hpctrain stop {self.run_id}` makes the request to the run, if you may"
+            if verb in ("resume", "submit"):
+                hint = "Slurm lets only the owner of a job release it or submit it again"
             raise UsageError(
                 f"you cannot {verb} run `{self.run_id}`, which {whose}",
-                hint=f"`hpctrain stop {self.run_id}` makes the request to the run, if you may",
+                hint=None if _is_read_only(self.layout.ledger) else hint,
             )
+
+    def refuse_unless_steerable(self, verb: str) -> None:
+        """Raise UsageError for a run whose `control/` this user may not write into."""
+        control = self.layout.control
+        if os.access(control, os.W_OK | os.X_OK):
+            return
+        me = user_name()
+        raise UsageError(
+            f"you cannot {verb} run `{self.run_id}`, which {_whose(self.layout.directory)}",
+            hint=None
+            if _is_read_only(control)
+            else f"its owner allows it with `setfacl -m u:{me}:rwx,d:u:{me}:rw {control}`, or for "
+            "a whole group and all runs with `run_access: group-control` in the profile",
+        )
 
 
 def all_runs(runs: Path) -> list[RunFiles]:
@@ -118,6 +134,21 @@ def _unreadable(directory: Path, problem: str | None) -> str:
     """Describe why a run cannot be read, with its owner if that can be found out."""
     owner = _owner_name(directory)
     return f"cannot be read: {problem}{f'; it belongs to {owner}' if owner else ''}"
+
+
+def _whose(directory: Path) -> str:
+    """Say why this user may not write: the file system, or the owner of the directory."""
+    if _is_read_only(directory):
+        return "is on a file system that is read-only here"
+    owner = _owner_name(directory)
+    return f"belongs to {owner}" if owner else "you may only read"
+
+
+def _is_read_only(path: Path) -> bool:
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
 
 
 def _owner_name(directory: Path) -> str | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.actions.disk_usage import directory_facts
 from hpctrain.actions.node_survey import survey_node
 from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.durable import replace_text
@@ -26,7 +27,7 @@ from hpctrain.site.detected import DetectedProfile, detected_profile
 from hpctrain.site.detected_partitions import refusal
 from hpctrain.site.differences import Difference, differences
 from hpctrain.site.doctor import SiteFinding, judge_site
-from hpctrain.site.facts import Directory, LoginFacts, SiteFacts
+from hpctrain.site.facts import LoginFacts, SiteFacts
 from hpctrain.site.hardware import NodeGroup, groups_of
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.cluster_queries import ClusterQueries
@@ -136,7 +137,7 @@ def login_facts(runs: Path) -> LoginFacts:
         user=_user(),
         python=tuple(sys.version_info[:3]),
         groups=tuple(_groups()),
-        runs=_directory(runs),
+        runs=directory_facts(runs),
         mounts=mounts(survey.text_of("/proc/mounts")),
         ports=rdma_ports(survey.infiniband()),
         default_interface=default_interface(survey.text_of("/proc/net/route")),
@@ -175,23 +176,6 @@ def _refuse_invalid(found: DetectedProfile) -> None:
         path = Path(directory) / f"{found.name}.yaml"
         path.write_text(found.text, encoding="utf-8")
         load_profile(path)
-
-
-def _directory(path: Path) -> Directory:
-    """Count what is left in the nearest directory that exists."""
-    absolute = Path(os.path.abspath(path))
-    nearest = next((one for one in (absolute, *absolute.parents) if one.is_dir()), Path("/"))
-    try:
-        left = os.statvfs(nearest)
-    except OSError:
-        return Directory(str(absolute), absolute.is_dir())
-    return Directory(
-        path=str(absolute),
-        exists=absolute.is_dir(),
-        free_bytes=left.f_bavail * left.f_frsize,
-        free_inodes=left.f_favail,
-        inodes=left.f_files,
-    )
 
 
 def _user() -> str:

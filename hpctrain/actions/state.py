@@ -32,6 +32,10 @@ from hpctrain.supervise.judge.job_end import SETUP_EXIT_CODE
 _NO_LOG_SIGNAL = 53
 
 
+# Of a run that nobody has given to Slurm yet.
+_PREPARED = "prepared: `hpctrain resume` submits it, or sbatch by hand"
+
+
 class RunState(StrEnum):
     """What a run is doing."""
 
@@ -88,7 +92,9 @@ def judge(
         return Judged(RunState.CANCELLED, "by its user")
     if last_job_id(events) is None and (answered or _has_no_job(events)):
         failures = [event for event in events if event.event is EventKind.SUBMIT_FAILED]
-        without = "the run directory was made, but sbatch did not finish"
+        without = _PREPARED
+        if any(event.event is EventKind.SUBMITTING for event in events):
+            without = "the run directory was made, but sbatch did not finish"
         return Judged(RunState.NOT_SUBMITTED, (failures[-1].reason or "") if failures else without)
     if not answered:
         return Judged(RunState.UNKNOWN, _why_unknown(events, elsewhere))
@@ -188,7 +194,7 @@ def _after_the_queue(job: JobRecord | None) -> Judged:
         return Judged(
             RunState.FAILED,
             f"the supervisor was killed by signal {job.exit_signal}; "
-            "`hpctrain resubmit` goes on from the newest checkpoint",
+            "`hpctrain resume` goes on from the newest checkpoint",
         )
     if job.exit_code == SETUP_EXIT_CODE:
         reason = (

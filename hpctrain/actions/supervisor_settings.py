@@ -2,24 +2,29 @@
 
 Belongs here: which field becomes which setting, and what follows from several of them. Does not
 belong here: the document (`hpctrain.store.supervise_config`), the trainer's settings
-(`hpctrain.engines.documents`), writing files (`hpctrain.actions.submit`).
+(`hpctrain.engines.documents`), writing files (`hpctrain.actions.run_directory`).
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of
 from hpctrain.engines.speed_check import speed_check_mode
 from hpctrain.plan.documents import Plan
+from hpctrain.render.containers import container_words, run_container
 from hpctrain.render.job_environment import submit_variables
 from hpctrain.render.script import walltime
 from hpctrain.render.warning_lead import warning_lead
+from hpctrain.spec.notify import NotifySpec, joined_notify
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.network import port_range
 from hpctrain.spec.run import RunSpec
 from hpctrain.store.supervise_config import (
+    ChannelSettings,
     GroupSettings,
+    NotifySettings,
     RollbackSettings,
     SuperviseConfig,
     TopologySettings,
@@ -79,7 +84,63 @@ def supervisor_settings(
         master_ports=port_range(profile.network.ports) if profile.network.ports else None,
         keep_launches=spec.logging.keep_launches,
         topology=topology_settings(profile, plan),
+        image=_image_file(spec, profile),
+        notify=notify_settings(joined_notify(spec.notify, profile.notify)),
+        tracking=spec.tracking.wanted,
     )
+
+
+def notify_settings(notify: NotifySpec | None) -> NotifySettings | None:
+    """Collect what the supervisor and `hpctrain watch` send; None where they send nothing.
+
+    Files are named by absolute paths. Mail of Slurm is an option of sbatch and no channel here.
+    """
+    if notify is None:
+        return None
+    channels: list[ChannelSettings] = []
+    for one in notify.channels:
+        if one.kind == "slurm":
+            continue
+        number = 1 + sum(channel.kind == one.kind for channel in channels)
+        files = {name: getattr(one, name) for name in ("url_file", "token_file")}
+        channels.append(
+            ChannelSettings(
+                name=one.kind if number == 1 else f"{one.kind}-{number}",
+                kind=one.kind,
+                **{
+                    name: os.path.abspath(os.path.expanduser(path))
+                    for name, path in files.items()
+                    if path is not None
+                },
+                url_env=one.url_env,
+                token_env=one.token_env,
+                to=one.to,
+                sendmail=one.sendmail,
+            )
+        )
+    if not channels:
+        return None
+    most_messages, window_seconds = notify.rate
+    limit = notify.queue_limit
+    return NotifySettings(
+        channels=tuple(channels),
+        on=notify.on,
+        quiet_minutes=notify.quiet_minutes,
+        time_zone=notify.time_zone or "UTC",
+        even_at_night=notify.even_at_night,
+        most_messages=most_messages,
+        window_seconds=window_seconds,
+        queue_limit_seconds=None if limit is None else float(limit),
+    )
+
+
+def _image_file(spec: RunSpec, profile: ClusterProfile) -> str | None:
+    """Name the image that the ranks start from: the imported file, where there is one."""
+    container = run_container(spec, profile)
+    if container is None:
+        return None
+    words = container_words(container, profile, ())
+    return container.image if words.image_import is None else words.image_import[-1]
 
 
 def topology_settings(profile: ClusterProfile, plan: Plan) -> TopologySettings | None:

@@ -19,11 +19,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpctrain.actions.job_queries import find_jobs, record_found
+from hpctrain.actions.job_submission import submit_jobs
 from hpctrain.actions.poll_interval import poll_interval
+from hpctrain.actions.run_directory import write_run_directory
 from hpctrain.actions.runs import RunFiles, new_run_id
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus, statuses
-from hpctrain.actions.submit import submit_jobs, write_run_directory
 from hpctrain.actions.trial_plans import Subject, TrialRequest, comparison_record, prepared_trial
 from hpctrain.actions.trial_results import read_comparison
 from hpctrain.comparison.documents import Comparison, ComparisonRecord

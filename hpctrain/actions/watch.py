@@ -19,7 +19,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.actions.evaluations import evaluations_of_runs, submit_evaluations
 from hpctrain.actions.job_queries import find_jobs, jobs_of, record_found, with_past
+from hpctrain.actions.job_submission import submit_jobs
+from hpctrain.actions.notify import disk_space, send_notices
 from hpctrain.actions.run_problems import (
     RunProblem,
     Symptom,
@@ -28,11 +31,11 @@ from hpctrain.actions.run_problems import (
     is_reported,
 )
 from hpctrain.actions.runs import RunFiles, all_runs
-from hpctrain.actions.submit import submit_jobs
 from hpctrain.actions.watch_rules import find_problems
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError, SlurmError, UsageError
 from hpctrain.formats import NewerFormatError
+from hpctrain.notify.delivery import NoticeResult
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.jobs import generation, job_ids
 from hpctrain.store.ledger import Event, EventKind
@@ -71,7 +74,9 @@ class WatchPass(BaseModel):
     """The result of a pass; `pass_time` in seconds since the epoch.
 
     `complete` is False if Slurm did not answer (`slurm_silent`) or a ledger could not be read.
-    `elsewhere` counts runs whose jobs are on another cluster, which a pass there checks.
+    `elsewhere` counts runs whose jobs are on another cluster, which a pass there checks. `notices`
+    are the messages that a pass with `act` has sent, or could not send.
+    `evaluations`: what was done about evaluation jobs, or would be, one sentence for each.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -85,6 +90,8 @@ class WatchPass(BaseModel):
     blind_because: tuple[str, ...] = ()
     slurm_silent: bool = False
     seen: tuple[WatchResult, ...] = ()
+    notices: tuple[NoticeResult, ...] = ()
+    evaluations: tuple[str, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -116,10 +123,11 @@ class _OpenRun:
 
 @dataclass
 class _Survey:
-    """What the run directories contain, before Slurm is queried."""
+    """What the run directories contain, before Slurm is queried; and runs that are done."""
 
     runs: int = 0
     open: list[_OpenRun] = field(default_factory=list)
+    done: list[RunFiles] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
 
 
@@ -178,6 +186,15 @@ def watch(
                     answer=answer,
                 )
             )
+        runs_told = [*survey.done, *(one.run for one in survey.open)] if act else []
+        notices = send_notices(runs_told, grace_seconds)
+        evaluations: tuple[str, ...] = ()
+        if not silence:
+            try:
+                evaluations = submit_evaluations(evaluations_of_runs(runs), slurm, act=act)
+            except SlurmError as error:
+                silence = f"Slurm does not answer: {error}"
+                blind = (*blind, silence)
     result = WatchPass(
         pass_time=time.time(),
         act=act,
@@ -188,10 +205,12 @@ def watch(
         blind_because=blind,
         slurm_silent=bool(silence),
         seen=tuple(seen),
+        notices=notices,
+        evaluations=evaluations,
     )
     if result.complete:
         path = heartbeat or heartbeat_path(runs)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make(path.parent)
         beat = WatchHeartbeat(
             pass_time=result.pass_time,
             host=os.uname().nodename,
@@ -215,6 +234,7 @@ def _read_runs(runs: Path) -> _Survey:
             survey.unreadable.append(f"run {run.run_id} {run.unreadable}")
             continue
         if run.layout.done.exists():
+            survey.done.append(run)
             continue
         try:
             size_bytes = run.layout.ledger.stat().st_size
@@ -295,6 +315,7 @@ def _find_new_problems(
             asked_by=request.by if request else None,
             unrecorded=mine.unrecorded,
             alive_until=alive_until,
+            disk=disk_space(layout, config),
         )
         problems = find_problems(watched)
         if any(p.remedy in (WatchRemedy.RESUBMIT, WatchRemedy.RELEASE) for p in problems):
@@ -354,7 +375,7 @@ def _only_one(runs: Path) -> Iterator[None]:
     It is never stale: the kernel frees it when its process ends (flock(2)), also on NFS.
     """
     directory = watch_directory(runs)
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make(directory)
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
@@ -369,6 +390,17 @@ def _only_one(runs: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _make(directory: Path) -> None:
+    """Make the directory of lock and heartbeat. Raises UsageError where that is impossible."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UsageError(
+            f"the heartbeat and the lock of `watch` need {directory}: {error.strerror}",
+            hint="`--heartbeat FILE` is enough for a pass without `--act`",
+        ) from error
 
 
 def heartbeat_age_seconds(path: Path) -> float | None:

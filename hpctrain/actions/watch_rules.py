@@ -30,12 +30,15 @@ from hpctrain.store.jobs import cancel_requested, generation
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import ActionKind, Verdict
+from hpctrain.units import short_bytes, short_duration
 
 # slurmctld(8) sets the start of a requeued job to cred_expire + 1 s, 121 s by default; a person
 # has requested a longer wait (job_mgr.c, batch_requeue_fini).
 _LONGEST_REQUEUE_DELAY_SECONDS = 300.0
 _SHORTEST_DELAY_SECONDS = 10.0
 _TOO_FEW_SECONDS = 1800.0
+# A checkpoint is written beside the newest one, and others write there, too.
+_CHECKPOINTS_FREE = 2.0
 _NO_NODE = (
     WaitReason.NODES_UNAVAILABLE,
     WaitReason.BAD_CONSTRAINTS,
@@ -88,6 +91,13 @@ def _running_problems(run: WatchedRun, job: JobRecord) -> list[RunProblem]:
     recent = run.now - run.last_failure_time < run.config.storm_window_seconds
     if recent and past.recent_failures >= run.config.storm_failures:
         return [report_only(run, Symptom.STORM, storm_message(run, past), job.job_id)]
+    disk = run.disk
+    if disk is not None and disk.free_bytes < _CHECKPOINTS_FREE * disk.checkpoint_bytes:
+        message = (
+            f"{short_bytes(disk.free_bytes)} are left where the run is, and its newest checkpoint "
+            f"takes {short_bytes(disk.checkpoint_bytes)}: a save may soon fail"
+        )
+        return [report_only(run, Symptom.DISK_LOW, message, job.job_id)]
     return []
 
 
@@ -165,5 +175,20 @@ def _too_few_nodes(run: WatchedRun, job: JobRecord) -> RunProblem | None:
     )
 
 
+def _waits_long(run: WatchedRun, job: JobRecord) -> RunProblem | None:
+    """Report a job that has waited longer than its user wants to wait without a word."""
+    notify = run.config.notify
+    limit_seconds = notify.queue_limit_seconds if notify is not None else None
+    waited_seconds = run.now - (job.submit_time or run.now)
+    if limit_seconds is None or waited_seconds < limit_seconds or job.hold is not None:
+        return None
+    reason = f" ({job.reason})" if job.reason else ""
+    message = (
+        f"it has waited {short_duration(waited_seconds)}, more than {short_duration(limit_seconds)}"
+        f"{reason}"
+    )
+    return report_only(run, Symptom.WAITS_LONG, message, job.job_id)
+
+
 # None of these applies to a job that its user or an administrator holds.
-_PENDING = (_launch_held, _no_node_left, _delayed, _too_few_nodes)
+_PENDING = (_launch_held, _no_node_left, _delayed, _too_few_nodes, _waits_long)

@@ -145,7 +145,7 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
         continuation=config.continuation,
         continuation_words=_CONTINUATION[config.continuation],
         ended=_last_end(events, past.same_fingerprint),
-        action=_last_action(events),
+        action=_last_action(_since_the_attempt_before(events)),
         checkpoint_step=checkpoint_step,
         budgets=tuple(budgets(past, config)),
         failures_without_progress=past.failures_without_progress,
@@ -157,6 +157,25 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
         ),
         foresight=tuple(ahead),
     )
+
+
+def _since_the_attempt_before(events: Sequence[Event]) -> Sequence[Event]:
+    """Leave out what was done about earlier attempts, if the last one was lost without a word."""
+    lost = [number for number, event in enumerate(events) if event.event in _ENDS][-1:]
+    if not lost or events[lost[0]].event is not EventKind.ATTEMPT_LOST:
+        return events
+    begun = [
+        number
+        for number, event in enumerate(events[: lost[0]])
+        if event.event is EventKind.ATTEMPT_STARTED
+    ]
+    # the one that tells of the loss may have begun before it did
+    own = [n for n in begun if _same_attempt(events[n], events[lost[0]])]
+    return events[own[-1] :] if own else events
+
+
+def _same_attempt(left: Event, right: Event) -> bool:
+    return (left.job_id, left.restart_count) == (right.job_id, right.restart_count)
 
 
 def _last_end(events: Sequence[Event], alike: int) -> LastEnd | None:

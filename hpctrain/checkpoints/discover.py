@@ -89,6 +89,18 @@ def checkpoints(root: Path, level: VerifyLevel = "size") -> list[Checkpoint]:
     return list(newest_first(root, level))
 
 
+def saving_epochs(root: Path) -> dict[int, int | None]:
+    """Read which launch has saved each published checkpoint; None where no manifest says so.
+
+    Raises OSError, and NewerFormatError for the manifest of a newer hpctrain.
+    """
+    found: dict[int, int | None] = {}
+    for step in published_steps(root):
+        manifest = read_manifest(root / checkpoint_name(step))
+        found[step] = manifest.epoch if manifest is not None else None
+    return found
+
+
 def good_steps(root: Path, most: int = 1) -> tuple[int, ...]:
     """The steps of at most `most` good checkpoints by names and sizes, newest first."""
     good = (one.step for one in newest_first(root) if one.good)

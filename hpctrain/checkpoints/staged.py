@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,7 +120,19 @@ def require_kind(staged: Staged, kind: Kind) -> None:
 
 def _missing(path: Path, words: str) -> InvalidInputError:
     hint = _HINT.format(path=path)
+    if not path.exists() and (meant := _similar(path)) is not None:
+        hint = f"did you mean {meant}? Else {hint}"
     return InvalidInputError([Problem(words, hint=hint, node_dependent=True)])
+
+
+def _similar(path: Path) -> Path | None:
+    """Find the directory beside `path` whose name is nearest to its own."""
+    try:
+        names = [one.name for one in path.parent.iterdir() if one.is_dir()]
+    except OSError:
+        return None
+    close = get_close_matches(path.name, names, n=1)
+    return path.parent / close[0] if close else None
 
 
 def _problem(words: str, hint: str) -> InvalidInputError:

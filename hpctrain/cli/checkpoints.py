@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.evaluation_text import evaluation_lines
 from hpctrain.cli.options import RunName, json_option, runs_option
 from hpctrain.cli.output import json_out, or_dash, paragraph, table
 from hpctrain.units import short_bytes, short_duration
@@ -73,6 +74,10 @@ def checkpoints(run: str, verify: bool, threads: int, runs: Path | None, as_json
             )
         else:
             click.echo("no checkpoint has been published yet")
+        if seen.evaluations:
+            click.echo()
+            for line in evaluation_lines(seen.evaluations):
+                click.echo(line)
         for line in _more_lines(seen):
             click.echo(line)
     if verify and seen.bad:

@@ -121,7 +121,7 @@ def compare(spec: Path, engines: str, variants: tuple[str, ...], **options: Any)
     def request(subject: Subject) -> TrialRequest:
         return engines_request(subject, engines, variants, options["steps"], options["walltime"])
 
-    _carry_out(spec, request, bool(engines or variants), options)
+    _carry_out(spec, request, bool(engines or variants), "--engines or --variant", options)
 
 
 @click.command()
@@ -147,11 +147,16 @@ def scale(spec: Path, gpus: tuple[int, ...] | None, weak: bool, **options: Any) 
         steps, walltime = options["steps"], options["walltime"]
         return sizes_request(subject, gpus or (), steps, walltime, weak=weak)
 
-    _carry_out(spec, request, gpus is not None, options)
+    _carry_out(spec, request, gpus is not None, "--gpus 1,2,4", options)
 
 
-def _carry_out(spec: Path, request: MakeRequest, asked: bool, options: dict[str, Any]) -> None:
-    """Start a new comparison, or continue the one in the directory `spec`."""
+def _carry_out(
+    spec: Path, request: MakeRequest, asked: bool, wanted: str, options: dict[str, Any]
+) -> None:
+    """Start a new comparison, or continue the one in the directory `spec`.
+
+    `asked`: whether an option says what to compare, `wanted` names these options.
+    """
     if spec.is_dir():
         if asked or options["profile"] or options["overrides"] or options["predict"]:
             raise click.UsageError("a comparison that exists has its variants, profile and fields")
@@ -163,8 +168,9 @@ def _carry_out(spec: Path, request: MakeRequest, asked: bool, options: dict[str,
         _run(ComparisonLayout(spec.absolute()), options)
         return
     if options["profile"] is None or not asked:
-        what = "--profile" if options["profile"] is None else "what to compare"
-        raise click.UsageError(f"Missing {what}: a spec needs both (see the examples of --help).")
+        if options["profile"] is None:
+            raise click.UsageError("a spec needs a cluster: --profile NAME")
+        raise click.UsageError(f"say what to compare: {wanted}, as in the examples of --help")
     from hpctrain.actions.compare import predict
     from hpctrain.actions.trial_plans import subject_of
 
@@ -182,8 +188,8 @@ def _carry_out(spec: Path, request: MakeRequest, asked: bool, options: dict[str,
     for one in record.trials:
         say(f"{one.name}: {'refused: ' + one.refusal if one.refusal else one.run_id}")
     jobs = sum(one.run_id is not None for one in record.trials)
-    if jobs and not confirm(f"Submit {jobs} jobs?", yes=options["yes"]):
-        raise click.Abort
+    if jobs:
+        confirm(f"Submit {jobs} jobs?", yes=options["yes"])
     _run(layout, options)
 
 

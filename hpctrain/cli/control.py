@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.cli.options import Decorated, RunName, confirm, runs_option, yes_option
-from hpctrain.cli.output import say
+from hpctrain.cli.output import paragraph, say
 
 if TYPE_CHECKING:
     from hpctrain.actions.control import ControlResult
@@ -47,8 +48,8 @@ def stop(run: str, graceful: bool, reason: str, runs: Path | None, yes: bool) ->
 
     found = _found(run, runs)
     question = f"Stop run `{found.run_id}` without a save?"
-    if not graceful and not confirm(question, yes=yes):
-        raise click.Abort
+    if not graceful:
+        confirm(question, yes=yes)
     _tell(control.stop(found, _slurm(), now=not graceful, reason=reason))
 
 
@@ -149,4 +150,4 @@ def _slurm() -> SlurmClient:
 
 
 def _tell(answer: ControlResult) -> None:
-    say(answer.message)
+    say("\n".join(paragraph(answer.message, "", hang=2)) if sys.stderr.isatty() else answer.message)

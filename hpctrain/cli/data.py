@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.options import ProfileName, json_option
-from hpctrain.cli.output import json_out, or_dash, say
+from hpctrain.cli.output import json_out, or_dash, paragraph, say
 from hpctrain.units import ByteSize, Duration
+
+if TYPE_CHECKING:
+    from hpctrain.store.datasets import DatasetSidecar
 
 PATH = click.Path(path_type=Path)
 FORMATS = ("tokens", "packed", "examples", "images", "arrays")
@@ -55,7 +58,7 @@ class Time(click.ParamType[Duration]):
             self.fail(str(error), param, ctx)
 
 
-@data.command()
+@data.command(short_help="Make a dataset from text, conversations or images")
 @click.argument("inputs", nargs=-1, type=PATH)
 @click.option("--output", "-o", type=PATH, required=True, help="Prefix of the dataset's files.")
 @click.option("--format", type=click.Choice(FORMATS), help="Default: tokens; of digits: arrays.")
@@ -120,7 +123,21 @@ def prepare(output: Path, as_json: bool, **options: Any) -> None:
     elif hasattr(report.dataset, "npz_bytes"):
         say(f"Dataset   {output}.npz, {report.dataset.samples:,} samples")
     else:
-        say(f"Dataset   {output}.bin and .idx")
+        _tell_tokens(output, report.dataset)
+
+
+def _tell_tokens(output: Path, dataset: DatasetSidecar) -> None:
+    """Print what was made, and what `data.split` has to be where documents are few."""
+    from hpctrain.spec.data import DataSpec
+    from hpctrain.store.shares import parts_without_documents, split_hint
+
+    count = f"{dataset.documents:,} documents, {dataset.tokens:,} tokens"
+    say(f"Dataset   {output}.bin and .idx: {count}")
+    split = DataSpec.model_fields["split"].default
+    if empty := parts_without_documents(split, dataset.documents):
+        few = f"too few documents for {empty[0]} with `data.split: {split}`, the default"
+        for line in paragraph(f"{few}; {split_hint(dataset.documents)}", "Note      ", hang=10):
+            say(line)
 
 
 def _request(output: Path, options: dict[str, Any]) -> Any:
@@ -154,7 +171,7 @@ def _prepared_on_slurm(
     return prepare_on_slurm(request, array, SlurmClient(), lambda line: click.echo(line, err=True))
 
 
-@data.command()
+@data.command(short_help="Show what is in a dataset")
 @click.argument("prefix", type=PATH)
 @json_option
 def show(prefix: Path, as_json: bool) -> None:
@@ -177,7 +194,7 @@ def show(prefix: Path, as_json: bool) -> None:
         click.echo(f"{name:10} {shown}")
 
 
-@data.command()
+@data.command(short_help="Read a whole dataset, and compare its digests")
 @click.argument("prefix", type=PATH)
 @json_option
 def verify(prefix: Path, as_json: bool) -> None:

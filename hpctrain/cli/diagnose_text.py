@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpctrain.cli.output import paragraph
+from hpctrain.units import short_bytes
 
 if TYPE_CHECKING:
     from hpctrain.actions.diagnose import Diagnosis
     from hpctrain.diagnose.findings import Price, TopicFinding
 
 _MARGIN, _INDENT = 8, "   "
-_GIB = 2**30
 
 
 def diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
@@ -66,8 +66,8 @@ def _finding_lines(number: int, finding: TopicFinding, step_seconds: float | Non
 
 def _price_text(price: Price) -> str:
     """Compare the predicted step and memory with those of the present plan."""
-    peak, peak_now = price.peak_bytes / _GIB, price.peak_bytes_now / _GIB
-    memory = f"{peak:.3g} GiB instead of {peak_now:.3g} GiB per GPU"
+    peak, peak_now = short_bytes(price.peak_bytes), short_bytes(price.peak_bytes_now)
+    memory = f"{peak} instead of {peak_now} per GPU"
     if price.step_seconds is None or not price.step_seconds_now:
         return memory
     change = price.step_seconds / price.step_seconds_now - 1

@@ -56,8 +56,7 @@ def clean(
     _show(plans)
     if dry_run or not any(plan.waste for plan in plans):
         return
-    if not confirm("Remove these files?", yes=yes):
-        raise click.Abort
+    confirm("Remove these files?", yes=yes)
     for run, plan in zip(found, plans, strict=True):
         if not plan.waste:
             continue
@@ -161,7 +160,6 @@ def rm(run: str, runs: Path | None, yes: bool) -> None:
     action.refuse_to_remove(found, slurm)
     usage = action.size_of(found)
     amount = _amount(usage.files, usage.size_bytes)
-    if not confirm(f"Remove run `{found.run_id}` ({amount}) for good?", yes=yes):
-        raise click.Abort
+    confirm(f"Remove run `{found.run_id}` ({amount}) for good?", yes=yes)
     action.remove(found, slurm)
     say(f"Removed run `{found.run_id}` ({amount})")

@@ -46,12 +46,14 @@ def goodput_lines(goodput: Goodput) -> list[str]:
     unsaved = f", {goodput.unsaved_steps:,} not saved yet" if goodput.unsaved_steps else ""
     lines = [
         f"{goodput.run_id}: {short_duration(wall)} {until}{gpus}{hours}",
-        f"{steps}{unsaved}; {goodput.attempts} attempts, {goodput.launches} launches",
+        f"{steps}{unsaved}; {_counted(goodput.attempts, 'attempt')}, "
+        f"{_counted(goodput.launches, 'launch', 'launches')}",
         "",
     ]
     for name, label in _LABELS.items():
         spent = goodput.seconds[name]
-        filled = max(round(spent / wall * _BAR), 1) if spent > 0 else 0  # visible if not zero
+        visible = f"{spent / wall:.2%}" != f"{0:.2%}"  # as the column beside it
+        filled = max(round(spent / wall * _BAR), 1) if visible else 0
         bar = f"{'#' * filled:<{_BAR}}"
         lines.append(f"{label:<14} {bar} {spent / wall:>7.2%}  {_time(spent):>10}".rstrip())
     lines += ["", *_ratios(goodput)]
@@ -80,7 +82,7 @@ def _ratios(goodput: Goodput) -> list[str]:
     )
     lines = [f"ETTR      {queue}"]
     lines += [f"Windows   {windows}"] if windows else []
-    failures = f"{goodput.failures} failure{'' if goodput.failures == 1 else 's'}"
+    failures = _counted(goodput.failures, "failure") if goodput.failures else "none"
     mttf = f", one per {short_duration(goodput.mttf_seconds)}" if goodput.mttf_seconds else ""
     lines.append(f"Failures  {failures}{mttf}")
     if goodput.recovery_median_seconds is not None and goodput.recovery_mean_seconds is not None:
@@ -88,6 +90,10 @@ def _ratios(goodput: Goodput) -> list[str]:
         mean = short_duration(goodput.recovery_mean_seconds)
         lines.append(f"Recovery  median {median}, mean {mean}, from the last sign to a new step")
     return lines
+
+
+def _counted(number: int, one: str, several: str = "") -> str:
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
 
 
 def _time(seconds: float) -> str:

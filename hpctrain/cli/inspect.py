@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from hpctrain.cli.options import ProfileName, json_option
-from hpctrain.cli.output import json_out, or_dash, table
+from hpctrain.cli.options import ProfileName, json_option, runs_option, set_option
+from hpctrain.cli.output import json_out, marked, or_dash, say, table
+
+if TYPE_CHECKING:
+    from hpctrain.errors import Problem
+    from hpctrain.spec.profile import ClusterProfile
 
 SPEC_ARGUMENT = click.Path(path_type=Path, allow_dash=True)
 
@@ -16,16 +20,42 @@ SPEC_ARGUMENT = click.Path(path_type=Path, allow_dash=True)
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=SPEC_ARGUMENT)
 @click.option("--as", "kind", type=click.Choice(["spec", "profile"]), help="What the files are.")
-def validate(files: tuple[Path, ...], kind: str | None) -> None:
+@click.option(
+    "--profile",
+    "-p",
+    type=ProfileName(),
+    help="Check all that `submit` checks: plan, data, software, space.",
+)
+@set_option
+@runs_option
+@json_option
+def validate(
+    files: tuple[Path, ...],
+    kind: str | None,
+    profile: str | None,
+    overrides: tuple[str, ...],
+    runs: Path | None,
+    as_json: bool,
+) -> None:
     """Check run specs and cluster profiles; every problem is shown with its place.
+
+    With a profile everything is checked that `submit` checks, and nothing is submitted.
 
     \b
     Examples:
       hpctrain validate examples/gpt175b.yaml
+      hpctrain validate examples/gpt175b.yaml -p a100x64
       hpctrain validate --as profile my_cluster.yaml
     """
+    if profile is not None:
+        if kind == "profile":
+            raise click.UsageError("`--profile` is for run specs, not for `--as profile`")
+        _examine(files, profile, overrides, runs, as_json=as_json)
+        return
+    if overrides or runs or as_json:
+        raise click.UsageError("`--set`, `--runs` and `--json` need `--profile`")
     from hpctrain.actions.validate import validate_file
-    from hpctrain.errors import InvalidInputError, Problem
+    from hpctrain.errors import InvalidInputError
 
     good: list[str] = []
     problems: list[Problem] = []
@@ -37,6 +67,41 @@ def validate(files: tuple[Path, ...], kind: str | None) -> None:
     if problems:
         raise InvalidInputError(problems)
     click.echo("\n".join(good))
+
+
+def _examine(
+    files: tuple[Path, ...],
+    profile: str,
+    overrides: tuple[str, ...],
+    runs: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the checks of each spec, then raise what `submit` would refuse it for."""
+    from hpctrain.actions.preflight import examine
+    from hpctrain.actions.runs import runs_directory
+    from hpctrain.errors import HpctrainError, InvalidInputError, Problem
+
+    errors: list[HpctrainError] = []
+    for file in files:
+        found = examine(file, profile, overrides, runs=runs_directory(runs))
+        if as_json:
+            json_out("checks", found.checks)
+        else:
+            click.echo(f"{file} on {profile}")
+            for check in found.checks:
+                click.echo("\n".join(marked(check.state, f"{check.subject}: {check.sentence}")))
+        try:
+            found.refuse()
+        except HpctrainError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    problems: list[Problem] = []
+    for one in errors:
+        problems += one.problems if isinstance(one, InvalidInputError) else [Problem(str(one))]
+    if problems:
+        raise InvalidInputError(problems)
 
 
 @click.command()
@@ -63,7 +128,12 @@ def profiles(name: str | None, as_json: bool) -> None:
         else:
             click.echo(write_resolved(loaded), nl=False)
         return
-    documents = [load_named_profile(n).document for n in profile_names(profile_search_path())]
+    documents, broken = _readable_profiles(profile_names(profile_search_path()))
+    for directory in profile_search_path():
+        if not directory.is_dir():
+            say(f"warning: {directory} in $HPCTRAIN_PROFILE_PATH is no directory")
+    for problem in broken:
+        say(f"warning: {problem}")
     if as_json:
         json_out("profiles", documents)
         return
@@ -79,6 +149,21 @@ def profiles(name: str | None, as_json: bool) -> None:
         for d in documents
     ]
     table(["NAME", "NODES", "GPUS", "MEMORY", "FABRIC", "DESCRIPTION"], rows)
+
+
+def _readable_profiles(names: list[str]) -> tuple[list[ClusterProfile], list[Problem]]:
+    """Read every profile; one that is wrong hides no other."""
+    from hpctrain.actions.profiles import load_named_profile
+    from hpctrain.errors import InvalidInputError
+
+    documents: list[ClusterProfile] = []
+    problems: list[Problem] = []
+    for name in names:
+        try:
+            documents.append(load_named_profile(name).document)
+        except InvalidInputError as error:
+            problems += error.problems
+    return documents, problems
 
 
 @click.command()

@@ -13,50 +13,72 @@ import sys
 
 import click
 
-from hpctrain.errors import HpctrainError, InvalidInputError
 from hpctrain.version import __version__
 
-# command -> (module, one line for `hpctrain --help`)
-COMMANDS: dict[str, tuple[str, str]] = {
-    "validate": ("inspect", "Check a run spec or a cluster profile"),
-    "plan": ("plan", "Choose a layout; predict memory, time and cost, without Slurm"),
-    "footprint": ("footprint", "Count files, metadata operations and Slurm RPCs before submitting"),
-    "submit": ("submit", "Plan, render and submit a run"),
-    "resubmit": ("submit", "Submit a stopped run again; it continues from its newest checkpoint"),
-    "status": ("runs", "Show what runs are doing"),
-    "describe": ("runs", "Show the history of a run: attempts, causes, actions"),
-    "goodput": ("goodput", "Show where the time of a run went, and what causes have cost"),
-    "compare": ("compare", "Run variants of a spec for a few steps each, and recommend one"),
-    "scale": ("compare", "Run a spec on several numbers of GPUs: speed-up, shares of the time"),
-    "diagnose": ("diagnose", "Explain why a run is as fast as it is, and what to change first"),
-    "simulate": ("simulate", "Simulate a run with failures: choose interval, spares and budgets"),
-    "calibrate": ("calibrate", "Turn measurements of a cluster into constants of the planner"),
-    "logs": ("runs", "Show or follow the logs of a run"),
-    "why": ("why", "Explain the state of a run, and what happens next"),
-    "checkpoints": ("checkpoints", "List a run's checkpoints, verify them, assess the interval"),
-    "stop": ("control", "Make a run save, release its nodes and stop"),
-    "save": ("control", "Make a run save a checkpoint and continue"),
-    "hold": ("control", "Make a run save, release its nodes and wait in the queue"),
-    "resume": ("control", "Continue a held, stopped or failed run"),
-    "cancel": ("runs", "Cancel a run for good"),
-    "watch": ("watch", "Check all runs once, from cron: find and revive lost ones"),
-    "nodes": ("nodes", "Show evidence against nodes, and hints for administrators"),
-    "clean": ("files", "Remove what runs do not need: remains of saves, old logs, stacks"),
-    "archive": ("files", "Pack a run into one tar file, with or without its checkpoints"),
-    "rm": ("files", "Remove a run for good"),
-    "profiles": ("inspect", "List cluster profiles, or show one"),
-    "profile": ("site", "Make a profile by asking the cluster, or compare one with it"),
-    "doctor": ("site", "Say what will work at this site, and what will not"),
-    "schema": ("inspect", "Print the JSON Schema of specs or profiles, for editors"),
-    "sandbox": ("sandbox", "A real multi-node Slurm in a directory"),
-    "convert": ("convert", "Convert weights: Hugging Face, megatron-core, checkpoints of runs"),
-    "data": ("data", "Prepare datasets from text, conversations and images"),
+# heading -> command -> (module, one line for `hpctrain --help`), in the order of a run's life
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "Before a run": {
+        "init": ("init", "Write a run spec to start from: a published model, or config.json"),
+        "validate": ("inspect", "Check specs and profiles; with -p, all that could end a run"),
+        "plan": ("plan", "Choose a layout; predict memory, time and cost, without Slurm"),
+        "footprint": ("footprint", "Count files, metadata operations and RPCs before submitting"),
+        "compare": ("compare", "Run variants of a spec for a few steps each, and recommend one"),
+        "scale": ("compare", "Run a spec on several numbers of GPUs: speed-up, shares of time"),
+        "simulate": ("simulate", "Play a run with failures: choose interval, spares, budgets"),
+    },
+    "Run": {
+        "submit": ("submit", "Plan, render and submit a run"),
+        "sweep": ("sweep", "Submit a run for each point of a grid; compare their results"),
+        "status": ("runs", "Show what runs are doing; with a name, a page about it"),
+        "logs": ("runs", "Show or follow the logs of a run, or only its errors"),
+        "watch": ("watch", "Look after all runs once, from cron: revive lost ones"),
+        "notify": ("notify", "Show whom a run tells about which events; send a test"),
+    },
+    "Steer": {
+        "save": ("control", "Make a run save a checkpoint and continue"),
+        "stop": ("control", "Make a run save, release its nodes and stop"),
+        "hold": ("control", "Make a run save, release its nodes and wait in the queue"),
+        "resume": ("control", "Continue a held, stopped, failed or cancelled run"),
+        "upgrade": ("upgrade", "Move a run to the hpctrain that is installed"),
+        "cancel": ("runs", "Cancel a run for good"),
+    },
+    "Understand": {
+        "why": ("why", "Explain the state of a run, and what happens next"),
+        "describe": ("runs", "Show the history of a run: attempts, causes, actions"),
+        "goodput": ("goodput", "Show where the time of a run went, and what causes have cost"),
+        "diagnose": ("diagnose", "Explain why a run is as fast as it is, and what to change"),
+        "checkpoints": ("checkpoints", "List checkpoints, verify them, assess the interval"),
+        "export": ("export", "Write a run's metrics for TensorBoard or W&B, or as CSV"),
+        "nodes": ("nodes", "Show evidence against nodes, and hints for administrators"),
+    },
+    "Tidy up": {
+        "clean": ("files", "Remove what runs do not need: remains of saves, old logs, stacks"),
+        "archive": ("files", "Pack a run into one tar file, with or without its checkpoints"),
+        "rm": ("files", "Remove a run for good"),
+    },
+    "Site": {
+        "profiles": ("inspect", "List cluster profiles, or show one"),
+        "profile": ("site", "Make a profile by asking the cluster, or compare one with it"),
+        "doctor": ("site", "Say what will work at this site, and what will not"),
+        "calibrate": ("calibrate", "Turn measurements of a cluster into constants of the planner"),
+        "sandbox": ("sandbox", "A real multi-node Slurm in a directory"),
+    },
+    "Make": {
+        "examples": ("reference", "List run specs to start from, or print one"),
+        "explain": ("reference", "Explain a field of specs and profiles"),
+        "data": ("data", "Prepare datasets from text, conversations and images"),
+        "convert": ("convert", "Convert weights: Hugging Face, megatron-core, checkpoints"),
+        "schema": ("inspect", "Print the JSON Schema of specs or profiles, for editors"),
+    },
 }
+# Former names, which scripts may have.
+_HIDDEN = {"resubmit": ("submit", "Submit a stopped run again, as `resume` does")}
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()} | _HIDDEN
 
 EXIT_CODES = """\b
 Exit codes: 0 ok · 1 unexpected error · 2 usage · 3 invalid spec or profile
 4 does not fit or violates limits · 5 Slurm refused or unreachable
-6 no such run · 7 run failed · 130 interrupted
+6 no such run · 7 run failed · 8 not confirmed · 130 interrupted
 """
 
 
@@ -64,7 +86,7 @@ class LazyGroup(click.Group):
     """A group whose commands live in modules that are imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [name for name in COMMANDS if name not in _HIDDEN]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
@@ -76,8 +98,11 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Short help from the table above, so that listing imports nothing."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for heading, group in GROUPS.items():
+            with formatter.section(heading):
+                rows = [(f"{name:<{width}}", text) for name, (_, text) in group.items()]
+                formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -86,7 +111,7 @@ class LazyGroup(click.Group):
         if name not in COMMANDS and not name.startswith("-"):
             import difflib
 
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            near = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
             suggestion = f" Did you mean '{near[0]}'?" if near else ""
             ctx.fail(f"No such command '{name}'.{suggestion}")
         return super().resolve_command(ctx, args)
@@ -117,6 +142,9 @@ def main() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     # Imports make hundreds of thousands of objects that stay; Python would look through them often.
     gc.set_threshold(50_000, 20, 20)
+    # Python has None for a stream that was closed when it began.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     debug = "--debug" in sys.argv or bool(os.environ.get("HPCTRAIN_DEBUG"))
     sys.exit(run(sys.argv[1:], debug=debug))
 
@@ -127,49 +155,13 @@ def run(arguments: list[str], *, debug: bool = False) -> int:
         cli.main(args=arguments, prog_name="hpctrain", standalone_mode=False)
         sys.stdout.flush()
         return 0
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        return 130
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
     except (BrokenPipeError, SystemExit):
         # No command exits by itself, but click and rich do so when the reader of a pipe has gone.
-        # Without this, Python would complain about the closed pipe while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from hpctrain.cli.failures import silence_stdout
+
+        silence_stdout()
         return 0
-    except HpctrainError as error:
-        if debug:
-            _show_traceback()
-        show_error(error)
-        return error.exit_code
-    except Exception as error:
-        if debug:
-            _show_traceback()
-        red, cyan = click.style("error: ", fg="red"), click.style("hint: ", fg="cyan")
-        click.echo(f"{red}unexpected {type(error).__name__}: {error}\n", err=True)
-        report = "run again with `--debug` and report the traceback"
-        click.echo(f"{cyan}this is a bug of hpctrain; {report}", err=True)
-        return 1
+    except (Exception, KeyboardInterrupt) as error:
+        from hpctrain.cli.failures import report
 
-
-def _show_traceback() -> None:
-    import traceback
-
-    traceback.print_exc()
-
-
-def show_error(error: HpctrainError) -> None:
-    """Print `error: ...`, one line per problem, then the hints after a blank line."""
-    hints: list[str]
-    if isinstance(error, InvalidInputError):
-        lines = [str(problem) for problem in error.problems]
-        hints = [problem.hint for problem in error.problems if problem.hint]
-    else:
-        lines, hints = str(error).splitlines(), [error.hint] if error.hint else []
-    for line in lines:
-        click.echo(click.style("error: ", fg="red") + line, err=True)
-    if hints:
-        click.echo(err=True)
-    for hint in dict.fromkeys(hints):
-        click.echo(click.style("hint: ", fg="cyan") + hint, err=True)
+        return report(error, debug=debug)

@@ -29,6 +29,25 @@ class ProfileName(click.ParamType[str]):
         return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
+class FieldName(click.ParamType[str]):
+    """A dotted field of a run spec, as `--set` and `explain` take it; completes `FIELD=VALUE`."""
+
+    name = "field"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from hpctrain.spec.reference import fields_of, names_below
+
+        field, equals, start = incomplete.partition("=")
+        if not equals:
+            return [CompletionItem(name) for name in names_below(field)]
+        known = fields_of("spec").get(field)
+        words = known.type.replace(" or ", " | ").split(" | ") if known else []
+        values = [word for word in words if " " not in word and word.startswith(start)]
+        return [CompletionItem(f"{field}={value}") for value in values]
+
+
 class RunName(click.ParamType[str]):
     """A run id or the start of one."""
 
@@ -76,6 +95,7 @@ def set_option(function: Decorated) -> Decorated:
     return click.option(
         "--set",
         "overrides",
+        type=FieldName(),
         multiple=True,
         metavar="FIELD=VALUE",
         help="Override one field of the spec, such as parallel.tp=8. May be repeated.",
@@ -100,14 +120,18 @@ def yes_option(function: Decorated) -> Decorated:
     return click.option("--yes", "-y", is_flag=True, help="Do not ask.")(function)
 
 
-def confirm(question: str, *, yes: bool) -> bool:
-    """Ask on a terminal. Raises UsageError without one, because nobody could answer."""
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask on a terminal.
+
+    Raises NotConfirmedError for a no, UsageError without a terminal, because nobody could answer.
+    """
     import sys
 
-    if yes:
-        return True
-    if not sys.stdin.isatty():
-        from hpctrain.errors import UsageError
+    from hpctrain.errors import NotConfirmedError, UsageError
 
+    if yes:
+        return
+    if not sys.stdin.isatty():
         raise UsageError("no terminal to ask on", hint="`-y` answers yes")
-    return click.confirm(question, err=True)
+    if not click.confirm(question, err=True):
+        raise NotConfirmedError("nothing was done")

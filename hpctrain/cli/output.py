@@ -5,16 +5,23 @@ Tables are plain columns like squeue's, so that they can be grepped; in a pipe t
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import click
 from pydantic import BaseModel
 
 SCHEMA_VERSION = 1
+_MARKS = {"works": "ok", "limited": "note", "fails": "FAILS", "unknown": "?"}
 _WIDTH = 80
-_IN_NUMBERS = str.maketrans("", "", ",./")  # `1,234`, `0.5` and `3/10` are numbers
+_NUMBER = re.compile(r"[\d,./]+(-[\d,./]+)?|-")  # `1,234`, `0.5`, `3/10`, `52-63`
+_SOON_SECONDS = 1.0
 
 
 def json_out(
@@ -38,30 +45,38 @@ def json_out(
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print columns; right-aligned where every cell is a number, cut only on a narrow terminal."""
-    numeric = [
-        all(row[column] == "-" or row[column].translate(_IN_NUMBERS).isdigit() for row in rows)
-        for column in range(len(headers))
-    ]
-    lines = _fitted_lines if sys.stdout.isatty() else _plain_lines
-    for line in lines(headers, rows, numeric):
+    numeric = [is_numeric([row[column] for row in rows]) for column in range(len(headers))]
+    if sys.stdout.isatty():
+        lines = _fitted_lines(headers, rows, numeric)
+    else:
+        lines = ["  ".join(line) for line in aligned([headers, *rows], numeric)]
+    for line in lines:
         click.echo(line.rstrip())
 
 
-def _plain_lines(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]
-) -> Iterator[str]:
-    """Format rows for pipes: one line per row, never cut.
+def is_numeric(column: Sequence[str]) -> bool:
+    """Return True for numbers, ranges of them and `-`, which are aligned on the right."""
+    return all(_NUMBER.fullmatch(cell) for cell in column)
+
+
+def aligned(rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> Iterator[list[str]]:
+    """Pad cells to the width of their columns: one line per row, never cut.
 
     This does without rich, whose import and rendering would be a third of the CPU time of
     `status`, which scripts call often.
     """
-    cells = [[" ".join(cell.splitlines()) for cell in row] for row in (headers, *rows)]
+    cells = [[" ".join(cell.splitlines()) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         columns = zip(row, widths, numeric, strict=True)
-        yield "  ".join(
-            c.rjust(width) if number else c.ljust(width) for c, width, number in columns
-        )
+        yield [c.rjust(width) if number else c.ljust(width) for c, width, number in columns]
+
+
+def coloured(text: str, colour: str | None) -> str:
+    """Colour a text for a terminal, unless $NO_COLOR is set (no-color.org)."""
+    if colour is None or os.environ.get("NO_COLOR"):
+        return text
+    return click.style(text, fg=colour)
 
 
 def _fitted_lines(
@@ -83,11 +98,41 @@ def _fitted_lines(
     return text.get().splitlines()
 
 
-def paragraph(text: str, first: str, *, hang: int) -> list[str]:
-    """Wrap a text to 80 columns: it begins with `first`, and further lines are indented."""
+@contextmanager
+def busy(text: str) -> Iterator[None]:
+    """Say on a terminal what takes longer than a second; the line is gone afterwards."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    line = text[: _WIDTH - 1]
+    shown = threading.Event()
+
+    def show() -> None:
+        shown.set()
+        click.echo(f"{line}\r", err=True, nl=False)
+
+    timer = threading.Timer(_SOON_SECONDS, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if shown.is_set():
+            click.echo(" " * len(line) + "\r", err=True, nl=False)
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal, or of $COLUMNS."""
+    return shutil.get_terminal_size((_WIDTH, 24)).columns
+
+
+def paragraph(text: str, first: str, *, hang: int, width: int = _WIDTH) -> list[str]:
+    """Wrap a text to `width` columns: it begins with `first`, and further lines are indented."""
     return textwrap.wrap(
         text,
-        _WIDTH,
+        width,
         initial_indent=first,
         subsequent_indent=" " * hang,
         break_long_words=False,
@@ -95,9 +140,21 @@ def paragraph(text: str, first: str, *, hang: int) -> list[str]:
     )
 
 
+def marked(state: str, text: str) -> list[str]:
+    """Wrap a finding behind the mark of its state: `works`, `limited`, `fails`, `unknown`."""
+    return paragraph(text, f"{_MARKS[state]:6}", hang=6)
+
+
 def say(text: str = "") -> None:
     """Print a message for people, on stderr."""
     click.echo(text, err=True)
+
+
+def warn(text: str) -> None:
+    """Print a warning on stderr: wrapped on a terminal, one line elsewhere."""
+    first = "warning: "
+    lines = paragraph(text, first, hang=len(first)) if sys.stderr.isatty() else [first + text]
+    say("\n".join(lines))
 
 
 def or_dash(value: object | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,22 +10,18 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import RunName, Seconds, confirm, json_option, runs_option, yes_option
-from hpctrain.cli.output import json_out, or_dash, say, table
+from hpctrain.cli.output import json_out, say, table, terminal_width
 
 if TYPE_CHECKING:
     from hpctrain.actions.status import RunStatus
-
-_HEADERS = (
-    *("RUN", "STATE", "JOB", "TRY", "STEP", "LOSS", "S/STEP", "TOK/S", "UPDATED", "LEFT"),
-    "REASON",
-)
 
 
 @click.command()
 @click.argument("names", nargs=-1, type=RunName(), metavar="[RUN]...")
 @click.option("--all", "-a", "show_all", is_flag=True, help="Finished runs as well.")
 @click.option("--last", "-n", type=click.IntRange(1), help="Only the newest N runs.")
-@click.option("--watch", "-w", is_flag=True, help="Show again and again.")
+@click.option("--follow", "-f", is_flag=True, help="Show again and again.")
+@click.option("--watch", "-w", is_flag=True, hidden=True, help="The former name of --follow.")
 @click.option(
     "--wait", is_flag=True, help="Wait until the runs are over; exit code 7 if one failed."
 )
@@ -32,7 +29,7 @@ _HEADERS = (
     "--every",
     type=Seconds(),
     metavar="DURATION",
-    help="Time between two looks of --watch and --wait; by default as often as the site allows.",
+    help="Time between two looks of --follow and --wait; by default as often as the site allows.",
 )
 @runs_option
 @json_option
@@ -40,6 +37,7 @@ def status(
     names: tuple[str, ...],
     show_all: bool,
     last: int | None,
+    follow: bool,
     watch: bool,
     wait: bool,
     every: float | None,
@@ -49,31 +47,28 @@ def status(
     """Show runs: state and reason, job, attempt, step, loss, rate, last sign of life, time left.
 
     \b
-    Without names: unfinished runs and the last finished one.
+    Without names: unfinished runs and the last finished one. With one name: a page about it.
     Examples:
       hpctrain status
       hpctrain status gpt175b-7f3a --json
       hpctrain status --wait gpt-tiny-1a2b
     """
-    if as_json and watch:
-        raise click.UsageError("--json and --watch exclude each other")
-    if every is not None and not (watch or wait):
-        raise click.UsageError("--every is the time between two looks of --watch or --wait")
-    pause_seconds = _pause_seconds(names, runs, every) if watch or wait else 0.0
+    follow = follow or watch
+    if as_json and follow:
+        raise click.UsageError("--json and --follow exclude each other")
+    if every is not None and not (follow or wait):
+        raise click.UsageError("--every is the time between two looks of --follow or --wait")
+    pause_seconds = _pause_seconds(names, runs, every) if follow or wait else 0.0
     while True:
         rows = _collect(names, show_all, last, runs)
         over = all(row.state.over for row in rows)
-        if watch:
+        if follow:
             click.clear()
-        if as_json and (over or not wait):
-            json_out("runs", rows)
-        elif (watch or over or not wait) and not rows:
-            say("no runs here yet; `hpctrain submit --help` shows how to start one")
-        elif watch or over or not wait:
-            table(_HEADERS, [_cells(row) for row in rows])
+        if follow or over or not wait:
+            _show(names, rows, runs, as_json=as_json)
         if wait and over:
             _fail_if_any_failed(rows)
-        if (wait and over) or not (wait or watch):
+        if (wait and over) or not (wait or follow):
             return
         time.sleep(pause_seconds)  # squeue(1), PERFORMANCE: no queries in a tight loop
 
@@ -85,6 +80,30 @@ def _pause_seconds(names: tuple[str, ...], runs: Path | None, every: float | Non
     directory = runs_directory(runs)
     found = [find_run(directory, name) for name in names] if names else all_runs(directory)
     return poll_interval(found, every)
+
+
+def _show(
+    names: tuple[str, ...], rows: list[RunStatus], runs: Path | None, *, as_json: bool
+) -> None:
+    """Print JSON, the page of one run that was named, or one line per run and what is below it."""
+    from hpctrain.cli.status_text import HEADERS, cells, people_lines
+
+    if as_json:
+        json_out("runs", rows)
+    elif not rows:
+        say("no runs here yet; `hpctrain submit --help` shows how to start one")
+    elif len(names) == 1:
+        from hpctrain.actions.run_page import run_page
+        from hpctrain.actions.runs import find_run, runs_directory
+        from hpctrain.cli.page_text import page_lines
+
+        for line in page_lines(run_page(find_run(runs_directory(runs), names[0]), rows[0])):
+            click.echo(line)
+    elif sys.stdout.isatty():
+        for line in people_lines(rows, terminal_width()):
+            click.echo(line)
+    else:
+        table(HEADERS, [cells(row) for row in rows])
 
 
 def _collect(
@@ -106,29 +125,6 @@ def _collect(
     rows = [row for row in rows if row.readable]
     newest_finished = [row for row in rows if row.state.over][-1:]
     return [row for row in rows if not row.state.over or row in newest_finished]
-
-
-def _cells(row: RunStatus) -> list[str]:
-    from hpctrain.units import short_duration
-
-    target = "-" if row.target_step is None else f"{row.target_step:,}"
-    step = None if row.step is None else f"{row.step:,}/{target}"
-    updated = None if row.updated_seconds_ago is None else short_duration(row.updated_seconds_ago)
-    if row.stale:
-        updated = f"{updated} stale"
-    return [
-        row.run_id,
-        row.state.value,
-        or_dash(row.job_id),
-        str(row.attempts),
-        or_dash(step),
-        or_dash(None if row.loss is None else f"{row.loss:.4f}"),
-        or_dash(None if row.step_seconds is None else f"{row.step_seconds:.3g}"),
-        or_dash(None if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"),
-        or_dash(updated),
-        or_dash(None if row.eta_seconds is None else short_duration(row.eta_seconds)),
-        or_dash(row.reason),
-    ]
 
 
 def _fail_if_any_failed(rows: list[RunStatus]) -> None:
@@ -170,37 +166,57 @@ def describe(run: str, runs: Path | None, as_json: bool) -> None:
 @click.argument("run", type=RunName())
 @click.option("--rank", type=click.IntRange(0), help="The log of this rank instead of the job's.")
 @click.option("--attempt", type=click.IntRange(1), help="Only this attempt, counted from 1.")
+@click.option("--tail", type=click.IntRange(1), metavar="N", help="Only the last N lines.")
+@click.option("--errors", is_flag=True, help="What ranks died of: one line for each error.")
 @click.option("--follow", "-f", is_flag=True, help="Continue until the run is over.")
 @runs_option
-def logs(run: str, rank: int | None, attempt: int | None, follow: bool, runs: Path | None) -> None:
+def logs(
+    run: str,
+    rank: int | None,
+    attempt: int | None,
+    tail: int | None,
+    errors: bool,
+    follow: bool,
+    runs: Path | None,
+) -> None:
     """Show the log of the job, or of one rank; of all attempts by default.
 
     \b
     Examples:
-      hpctrain logs gpt175b-7f3a
+      hpctrain logs gpt175b-7f3a --tail 100
       hpctrain logs gpt175b-7f3a --rank 0 -f
+      hpctrain logs gpt175b-7f3a --errors
     """
     from hpctrain.actions import logs as action
     from hpctrain.actions.runs import find_run, runs_directory
 
-    if attempt is not None and (rank is None or follow):
-        raise click.UsageError("--attempt goes with --rank and without --follow")
+    if attempt is not None and ((rank is None and not errors) or follow):
+        raise click.UsageError("--attempt goes with --rank or --errors, and without --follow")
+    if errors and (rank is not None or tail is not None or follow):
+        raise click.UsageError("--errors goes with no option but --attempt")
     found = find_run(runs_directory(runs), run)
+    if errors:
+        from hpctrain.actions.log_errors import launch_errors
+        from hpctrain.cli.logs_text import error_lines
+
+        for line in error_lines(launch_errors(found, attempt)):
+            click.echo(line)
+        return
     if follow:
-        _follow(found.run_id, rank, runs)
+        _follow(found.run_id, rank, runs, tail)
         return
     parts = action.logs_of(found, rank, attempt)
     if not parts:
         say(f"run `{found.run_id}` has no log yet")
-    for part in parts:
-        click.echo(part.text(), nl=False)
+    for text in action.texts(parts, tail):
+        click.echo(text, nl=False)
     packed = action.packed_logs(found) if rank is not None else []
     if packed:
         say(f"Logs of older launches are packed: {', '.join(map(str, packed))}")
 
 
-def _follow(run_id: str, rank: int | None, runs: Path | None) -> None:
-    """Print the newest log as it grows, until the run is over."""
+def _follow(run_id: str, rank: int | None, runs: Path | None, tail: int | None) -> None:
+    """Print the newest log as it grows, or from its last lines on, until the run is over."""
     from hpctrain.actions import logs as action
     from hpctrain.actions.poll_interval import poll_interval
     from hpctrain.actions.runs import find_run, runs_directory
@@ -224,7 +240,7 @@ def _follow(run_id: str, rank: int | None, runs: Path | None) -> None:
             clock["over"] = all(r.state.over for r in _collect((run_id,), False, None, runs))
         return bool(clock["over"])
 
-    for text in action.follow(newest, over):
+    for text in action.follow(newest, over, tail):
         click.echo(text, nl=False)
     _fail_if_any_failed(_collect((run_id,), False, None, runs))
 
@@ -234,7 +250,7 @@ def _follow(run_id: str, rank: int | None, runs: Path | None) -> None:
 @runs_option
 @yes_option
 def cancel(run: str, runs: Path | None, yes: bool) -> None:
-    """Cancel a run; it stays cancelled until somebody resubmits it.
+    """Cancel a run; it stays cancelled until somebody resumes it.
 
     \b
     Examples:
@@ -245,8 +261,7 @@ def cancel(run: str, runs: Path | None, yes: bool) -> None:
     from hpctrain.slurm.client import SlurmClient
 
     found = find_run(runs_directory(runs), run)
-    if not confirm(f"Cancel run `{found.run_id}`?", yes=yes):
-        raise click.Abort
+    confirm(f"Cancel run `{found.run_id}`?", yes=yes)
     cancelled = action.cancel(found, SlurmClient())
     if cancelled.already or cancelled.job_id is None:
         say(f"Run `{cancelled.run_id}` was cancelled already")

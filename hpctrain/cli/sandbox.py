@@ -33,6 +33,7 @@ def sandbox() -> None:
       hpctrain sandbox up --profile a100x64
       hpctrain sandbox up --slurm 24.11
       eval "$(hpctrain sandbox env)"; sinfo
+      hpctrain sandbox kill n1
       hpctrain sandbox down
     """
 
@@ -145,6 +146,46 @@ def down(directory: Path, keep: bool) -> None:
 
     Sandbox.open(directory).down(keep=keep)
     say("The sandbox is down")
+
+
+@sandbox.command("kill")
+@directory_option
+@click.option("--freeze", is_flag=True, help="Hang it instead: its processes stop, and stay.")
+@click.argument("node")
+def kill_node(directory: Path, freeze: bool, node: str) -> None:
+    """Kill a node, as a loss of power does: its daemon and all processes of jobs on it.
+
+    To rehearse a bad night. `sandbox revive` brings it back.
+
+    \b
+    Examples:
+      hpctrain sandbox kill n1
+      hpctrain sandbox kill n1 --freeze
+    """
+    from hpctrain.sandbox.faults import crash_node, freeze_node
+    from hpctrain.sandbox.sandbox import Sandbox
+
+    box = Sandbox.open(directory)
+    (freeze_node if freeze else crash_node)(box, node)
+    seconds = box.shape.slurmd_timeout_seconds
+    say(f"{node} {'hangs' if freeze else 'is dead'}; Slurm misses it after {seconds} s of silence")
+    say("To bring it back   hpctrain sandbox revive")
+
+
+@sandbox.command()
+@directory_option
+def revive(directory: Path) -> None:
+    """Start dead nodes again, thaw hanging ones, and return them to the scheduler.
+
+    \b
+    Examples:
+      hpctrain sandbox revive
+    """
+    from hpctrain.sandbox.repair import bring_back
+    from hpctrain.sandbox.sandbox import Sandbox
+
+    nodes = bring_back(Sandbox.open(directory))
+    say(f"Back again: {', '.join(nodes)}" if nodes else "No node was dead or hanging")
 
 
 @sandbox.command()

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import ProfileName, json_option, runs_option
-from hpctrain.cli.output import json_out, paragraph, say
+from hpctrain.cli.output import json_out, marked, paragraph, say
 
 if TYPE_CHECKING:
     from hpctrain.site.doctor import SiteFinding
-
-_MARKS = {"works": "ok", "limited": "note", "fails": "FAILS", "unknown": "?"}
 
 
 @click.group()
@@ -157,7 +155,7 @@ def doctor(name: str | None, runs: Path | None, as_json: bool) -> None:
 def _lines(findings: tuple[SiteFinding, ...], *, complete: bool) -> list[str]:
     lines = []
     for one in findings:
-        lines += paragraph(one.sentence, f"{_MARKS[one.state]:6}", hang=6)
+        lines += marked(one.state, one.sentence)
     for state, head in (
         ("limited", "What works with limits:"),
         ("unknown", "What could not be found out:"),

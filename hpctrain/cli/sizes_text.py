@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.actions.plan import Option
+from hpctrain.plan.forecast.sentences import days_column
 
 
 def option_rows(options: Sequence[Option]) -> tuple[list[str], list[list[str]]]:
@@ -23,7 +24,7 @@ def option_rows(options: Sequence[Option]) -> tuple[list[str], list[list[str]]]:
                 str(option.gpus),
                 f"{plan.step_seconds:.4g}" if plan.step_seconds else "-",
                 f"{100 * plan.prediction.mfu:.1f}" if plan.prediction else "-",
-                f"{forecast.days:.1f}" if forecast else "-",
+                days_column(forecast) if forecast else "-",
                 f"{forecast.gpu_hours:,.0f}" if forecast else "-",
                 f"{cost.amount:,.0f} {cost.currency}" if cost else "-",
                 str(plan.layout),

@@ -5,9 +5,15 @@ from __future__ import annotations
 import time
 
 from hpctrain.actions.describe import AttemptStory, RunStory
+from hpctrain.cli.evaluation_text import evaluation_lines
+from hpctrain.cli.notify_text import notice_lines
+from hpctrain.cli.output import paragraph
 from hpctrain.cli.software_text import software_lines
 from hpctrain.cli.speed_text import speed_lines
 from hpctrain.units import short_bytes, short_duration
+
+# Columns before the texts of an attempt.
+_TEXT = 12
 
 
 def story_lines(story: RunStory) -> list[str]:
@@ -20,23 +26,33 @@ def story_lines(story: RunStory) -> list[str]:
         lines += ["", "Requests"]
     for asked in story.asked:
         why = f": {asked.reason}" if asked.reason else ""
-        lines.append(
-            f"  {_clock(asked.asked_time)}  {asked.action} by {asked.user or 'somebody'}{why}"
-        )
+        who = asked.user or "somebody"
+        lines += _wrapped(f"  {_clock(asked.asked_time)}  ", f"{asked.action} by {who}{why}")
         if asked.answer is None or asked.answer_seconds is None:
             lines.append("    not followed yet")
         else:
-            lines.append(f"    {short_duration(asked.answer_seconds)} later  {asked.answer}")
+            lines += _wrapped(f"    {short_duration(asked.answer_seconds)} later  ", asked.answer)
     lines += ["", "Checkpoints"]
     for checkpoint in story.checkpoints:
         size = "-" if checkpoint.total_bytes is None else short_bytes(checkpoint.total_bytes)
         lines.append(f"  step {checkpoint.step:,}   {size}   {checkpoint.problem or 'good'}")
     if not story.checkpoints:
         lines.append("  none")
+    if story.notices:
+        lines += ["", *notice_lines(story.notices)]
+    if story.evaluations:
+        lines += ["", "Evaluations", *evaluation_lines(story.evaluations)]
     if story.software:
         lines += ["", *software_lines(story.software)]
+    if story.software_changes:
+        lines += ["", "Software has changed"]
+    for change in story.software_changes:
+        lines.append(f"  with launch {change.epoch}")
+        lines += [f"    {text}" for text in change.changes]
     if story.speed is not None:
         lines += ["", *speed_lines(story.speed)]
+    if story.tracking:
+        lines += ["", "Curves", *(f"  {command}" for command in story.tracking)]
     return lines
 
 
@@ -44,8 +60,9 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
     job = f"job {attempt.job_id}, restart {attempt.restart_count}"
     lines = [f"Attempt {number}  {_clock(attempt.start_time)}   {job}   nodes {attempt.nodes}"]
     if attempt.placement:
-        lines.append(f"  placed    {attempt.placement}")
-    lines += [f"            | {line}" for line in attempt.placement_details]
+        lines += _entry("placed", attempt.placement)
+    for line in attempt.placement_details:
+        lines += _detail(line)
     for launch in attempt.launches:
         steps = f"from step {launch.resume_step}"
         if launch.last_step is not None:
@@ -53,15 +70,30 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
         seconds = "" if launch.seconds is None else f"   {short_duration(launch.seconds)}"
         lines.append(f"  launch {launch.epoch}  {steps}{seconds}")
         if launch.cause:
-            lines.append(f"  ended     {launch.cause}: {launch.reason}")
-        lines += [f"            | {line}" for line in launch.evidence]
+            lines += _entry("ended", f"{launch.cause}: {launch.reason}")
+        for line in launch.evidence:
+            lines += _detail(line)
     if attempt.signals:
-        lines.append(f"  signals   {', '.join(attempt.signals)}")
+        lines += _entry("signals", ", ".join(attempt.signals))
     if attempt.stop_time:
-        lines.append(f"  stopped   {attempt.stop_time}")
+        lines += _entry("stopped", attempt.stop_time)
+    if attempt.tracking_failure:
+        lines += _entry("tracking", attempt.tracking_failure)
     if attempt.action:
-        lines.append(f"  then      {attempt.action}: {attempt.reason}")
+        lines += _entry("then", f"{attempt.action}: {attempt.reason}")
     return lines
+
+
+def _entry(label: str, text: str) -> list[str]:
+    return paragraph(text, f"  {label:<8}  ", hang=_TEXT)
+
+
+def _detail(text: str) -> list[str]:
+    return paragraph(text, f"{'':{_TEXT}}| ", hang=_TEXT + 2)
+
+
+def _wrapped(first: str, text: str) -> list[str]:
+    return paragraph(text, first, hang=len(first))
 
 
 def _clock(seconds: float) -> str:

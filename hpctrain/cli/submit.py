@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +18,11 @@ from hpctrain.cli.options import (
     set_option,
     yes_option,
 )
-from hpctrain.cli.output import say
+from hpctrain.cli.output import say, warn
 
 if TYPE_CHECKING:
-    from hpctrain.actions.submit import Submitted
+    from hpctrain.actions.job_submission import Submitted
+    from hpctrain.actions.runs import RunFiles
 
 
 @click.command()
@@ -29,6 +31,18 @@ if TYPE_CHECKING:
 @set_option
 @runs_option
 @click.option("--dry-run", is_flag=True, help="Print the script on stdout and stop.")
+@click.option(
+    "--prepare",
+    "prepare_run",
+    is_flag=True,
+    help="Write the run directory, submit nothing: for somebody who reads it and starts it.",
+)
+@click.option(
+    "--after",
+    "after_run",
+    type=RunName(),
+    help="Start when this run is done; if it fails, never. Instead of `after` in the spec.",
+)
 @click.option("--check", is_flag=True, help="Have Slurm validate the script (sbatch --test-only).")
 @click.option(
     "--template-dir",
@@ -43,6 +57,8 @@ def submit(
     overrides: tuple[str, ...],
     runs: Path | None,
     dry_run: bool,
+    prepare_run: bool,
+    after_run: str | None,
     check: bool,
     template_dir: Path | None,
     yes: bool,
@@ -54,41 +70,52 @@ def submit(
     Examples:
       hpctrain submit --profile a100x64 examples/gpt175b.yaml --dry-run
       hpctrain submit --profile a100x64 examples/gpt175b.yaml --check
+      hpctrain submit --profile a100x64 examples/gpt175b.yaml --prepare
       hpctrain submit --profile a100x64 examples/gpt175b.yaml -y
+      hpctrain submit --profile a100x64 fine-tune.yaml --after gpt175b-7b02
     """
     from hpctrain.actions import submit as action
     from hpctrain.actions.footprint import footprint_warnings
-    from hpctrain.actions.input_checks import check_inputs
+    from hpctrain.actions.preflight import examined
     from hpctrain.actions.prepare import prepare
-    from hpctrain.actions.runs import runs_directory
+    from hpctrain.actions.runs import find_run, runs_directory
     from hpctrain.cli.plan_text import continuation_lines, plan_lines
     from hpctrain.slurm.client import SlurmClient
 
-    if as_json and (dry_run or check):
+    if as_json and (dry_run or check or prepare_run):
         raise click.UsageError(
-            "--json describes a submission: it cannot be used with --dry-run or --check"
+            "--json describes a submission: it cannot be used with --dry-run, --prepare or --check"
         )
+    if after_run is not None and (dry_run or check or prepare_run):
+        raise click.UsageError("--after is about a submission, and nothing would be submitted")
+    if prepare_run and dry_run:
+        raise click.UsageError("--dry-run writes nothing, and --prepare writes: give one of them")
     directory = runs_directory(runs)
-    prepared = prepare(spec, profile, overrides, runs=directory, template_directory=template_dir)
+    after = find_run(directory, after_run) if after_run is not None else None
+    look = prepare if dry_run or check else examined
+    prepared = look(spec, profile, overrides, runs=directory, template_directory=template_dir)
     continuation = continuation_lines(prepared.spec.document, prepared.profile.document)
     for line in (*plan_lines(prepared.plan), *continuation):
         say(line)
     for warning in (*prepared.plan.warnings, *footprint_warnings(prepared)):
-        say(f"warning: {warning}")
+        warn(warning)
     if dry_run:
         click.echo(prepared.script, nl=False)
     if check:
         say(f"Slurm accepts the script: {action.check(prepared, SlurmClient()).text}")
+    if prepare_run:
+        written = action.prepare_only(prepared, directory)
+        _tell_prepared(written, prepared.spec.document.after)
+        return
     if dry_run or check:
         return
-    check_inputs(prepared.spec)
     partition = prepared.profile.document.slurm.partition(
         prepared.spec.document.resources.partition
     )
     assert partition is not None, "the planner has checked the partition"
-    if not confirm(f"Submit to partition `{partition.name}`?", yes=yes):
-        raise click.Abort
-    _announce(action.submit(prepared, directory, SlurmClient()), as_json=as_json)
+    confirm(f"Submit to partition `{partition.name}`?", yes=yes)
+    submitted = action.submit(prepared, directory, SlurmClient(), after)
+    _announce(submitted, as_json=as_json)
 
 
 @click.command()
@@ -103,14 +130,29 @@ def resubmit(run: str, runs: Path | None, yes: bool, as_json: bool) -> None:
     Examples:
       hpctrain resubmit gpt175b-7f3a
     """
-    from hpctrain.actions import submit as action
+    from hpctrain.actions.job_submission import resubmit as submit_again
     from hpctrain.actions.runs import find_run, runs_directory
     from hpctrain.slurm.client import SlurmClient
 
     found = find_run(runs_directory(runs), run)
-    if not confirm(f"Submit run `{found.run_id}` again?", yes=yes):
-        raise click.Abort
-    _announce(action.resubmit(found, SlurmClient()), as_json=as_json)
+    confirm(f"Submit run `{found.run_id}` again?", yes=yes)
+    _announce(submit_again(found, SlurmClient()), as_json=as_json)
+
+
+def _tell_prepared(run: RunFiles, after: str | None) -> None:
+    """Print the run id, and how an administrator starts it without hpctrain."""
+    from hpctrain.store.jobs import sbatch_options
+    from hpctrain.store.supervise_config import read_supervise_config
+
+    config = read_supervise_config(run.layout.supervise_config)
+    options = sbatch_options(run.layout.directory, array=config.continuation == "array")
+    click.echo(run.run_id)
+    say(f"Prepared run `{run.run_id}`, nothing is submitted")
+    say(f"To read    {run.layout.script}")
+    say(f"To submit  hpctrain resume {run.run_id}")
+    say(f"By hand    {shlex.join(['sbatch', *options, str(run.layout.script)])}")
+    if after is not None:
+        say(f"It is to wait for run `{after}`: `resume` sees to that, and sbatch by hand does not")
 
 
 def _announce(submitted: Submitted, *, as_json: bool) -> None:

@@ -119,13 +119,22 @@ def watch(
                 "told": one.answer or "nothing is done",
             }[one.outcome]
             click.echo(f"{one.run_id}  {one.symptom}: {one.reason}  [{deed}]")
+        for notice in result.notices:
+            if notice.problem is not None:
+                kinds = ", ".join(notice.kinds)
+                click.echo(
+                    f"{notice.run_id}  not told: {kinds}  [{notice.channel} FAILED: "
+                    f"{notice.problem}]"
+                )
+        for line in result.evaluations:
+            click.echo(line)
     if not result.complete:
         reasons = "; ".join(result.blind_because)
         kind = SlurmUnreachableError if result.slurm_silent else HpctrainError
         raise kind(f"this pass is incomplete: {reasons}", hint="no heartbeat was written")
     if result.failed:
         raise SlurmError("not everything could be done")
-    if not result.seen and sys.stderr.isatty():  # cron would mail the line
+    if not (result.seen or result.evaluations) and sys.stderr.isatty():  # cron would mail the line
         elsewhere = f", {result.elsewhere} on other clusters" if result.elsewhere else ""
         say(f"{result.runs} runs, {result.open_runs} of them not over{elsewhere}: nothing to do")
 

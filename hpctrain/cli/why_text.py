@@ -49,7 +49,8 @@ def why_lines(why: Why, now: float) -> list[str]:
             lines += _entry("  avoids", ", ".join(action.excluded))
         for observation in action.observed:
             lines += _entry("Observed", _observed(observation))
-    lines += _entry("Goes on", f"{why.continuation}: {why.continuation_words}")
+    if why.state != "DONE":
+        lines += _entry("Goes on", f"{why.continuation}: {why.continuation_words}")
     lines += ["", *_budget_lines(why)]
     if why.foresight:
         when = "after `hpctrain resume`, when" if why.state.over else "when"
@@ -114,7 +115,8 @@ def _budget_lines(why: Why) -> list[str]:
         lines += _paragraph(names, f"  {count:<18}")
     storm = why.storm
     window = short_duration(storm.window_seconds)
-    text = f"{storm.failures} failures in the last {window}; from {storm.threshold} on it waits"
+    failures = f"{storm.failures} failure{'' if storm.failures == 1 else 's'}"
+    text = f"{failures} in the last {window}; from {storm.threshold} on it waits"
     return [*lines, f"  {'storm':<18}{text}"]
 
 

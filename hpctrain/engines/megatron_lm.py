@@ -41,6 +41,10 @@ class MegatronLmConfig(MegatronConfig):
         return self.optimizer_cpu_offload
 
     @property
+    def checkout_directory(self) -> str | None:
+        return self.checkout
+
+    @property
     def needed_paths(self) -> tuple[str, ...]:
         """The program in the checkout."""
         return (str(PurePath(self.checkout, self.entry)),)

@@ -15,6 +15,7 @@ from hpctrain.plan.documents import Plan
 from hpctrain.spec.document import Document
 from hpctrain.spec.profiling import ProfileSpec
 from hpctrain.spec.run import RunSpec
+from hpctrain.spec.supervision import SoftwareMode
 from hpctrain.units import Duration
 
 _TIMES_INTERVAL_STEPS = 20
@@ -78,6 +79,8 @@ class TrainConfig(Document):
     loss_spike: float | None = None
     # steps between two reports of the compute time of each rank
     rank_times_interval_steps: int = _TIMES_INTERVAL_STEPS
+    # what is done when the software is not that of the first launch
+    software: SoftwareMode = "warn"
     # what is measured before the first step; None: nothing
     speed_check: SpeedCheckConfig | None = None
     # which steps of which ranks are traced
@@ -104,6 +107,11 @@ class TrainConfig(Document):
     def needed_paths(self) -> tuple[str, ...]:
         """Files and directories that every launch reads on every node, apart from data."""
         return ()
+
+    @property
+    def checkout_directory(self) -> str | None:
+        """The checkout whose code trains; None for an engine that is installed."""
+        return None
 
     @property
     def computes_on_host(self) -> bool:
@@ -191,6 +199,7 @@ def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         # the window begins after the first step and is reported one step after its last: short
         # runs report times and nodes of their ranks, too
         rank_times_interval_steps=max(1, min(_TIMES_INTERVAL_STEPS, plan.batch.train_steps - 2)),
+        software=spec.supervise.software,
         profile=spec.profile,
         model_flops_per_step=plan.model_flops_per_step,
         peak_flops_per_gpu=peak_flops_per_gpu,

@@ -38,7 +38,7 @@ def continuation_clause(profile: ClusterProfile) -> str:
         "chain": "each job submits the next one, which waits until it has ended",
         "singleton": f"{jobs} jobs of one name are submitted, and Slurm runs one at a time",
         "array": f"an array of {jobs} jobs is submitted, and Slurm runs one at a time",
-        "none": "the run stops, and `hpctrain resubmit` goes on",
+        "none": "the run stops, and `hpctrain resume` goes on",
     }[profile.continuation]
 
 

@@ -14,6 +14,7 @@ from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import Plan
 from hpctrain.printable_text import printable_line
 from hpctrain.render.software import cache_directories, per_rank_variables
+from hpctrain.spec.notify import joined_notify
 from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
 from hpctrain.spec.run import RunSpec
 
@@ -50,12 +51,22 @@ def submit_variables(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...] 
     """List the variables that sbatch inherits, and so the job does; None: all of them."""
     if profile.slurm.export == "all":
         return None
-    return tuple(dict.fromkeys((*INHERITED, *inherited_names(spec, profile))))
+    names = (*INHERITED, *inherited_names(spec, profile), *notify_names(spec, profile))
+    return tuple(dict.fromkeys(names))
 
 
 def inherited_names(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...]:
     """List the variables that site and spec name to be passed on, each once."""
     return tuple(dict.fromkeys((*profile.slurm.inherit, *spec.environment.inherit)))
+
+
+def notify_names(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...]:
+    """List the variables with secrets of `notify`, which the supervisor takes out of its own.
+
+    They are none of the run: no rank and no container gets them.
+    """
+    notify = joined_notify(spec.notify, profile.notify)
+    return () if notify is None else notify.secret_names
 
 
 def inheritance_note(spec: RunSpec, profile: ClusterProfile) -> str:
@@ -69,14 +80,22 @@ def inheritance_note(spec: RunSpec, profile: ClusterProfile) -> str:
 
 
 def inheritance_problems(spec: RunSpec, profile: ClusterProfile) -> list[str]:
-    """List names that the spec wants the job to inherit where the site lets it inherit nothing."""
-    names = inherited_names(spec, profile)
-    if profile.slurm.export != "none" or not names:
-        return []
-    return [
-        f"environment.inherit: jobs inherit nothing at {profile.name} (slurm.export none), so "
-        f"{', '.join(names)} would be missing: read it from a file in the job"
-    ]
+    """List names that the spec wants the job to inherit, and that it cannot inherit here."""
+    problems = []
+    names, secrets = inherited_names(spec, profile), notify_names(spec, profile)
+    if profile.slurm.export == "none" and names:
+        problems.append(
+            f"environment.inherit: jobs inherit nothing at {profile.name} (slurm.export none), so "
+            f"{', '.join(names)} would be missing: read it from a file in the job"
+        )
+    if secrets and (profile.slurm.export == "none" or profile.continuation == "chain"):
+        chain = "each job of a chain is submitted by the one before, which keeps no secret"
+        nothing = f"jobs inherit nothing at {profile.name} (slurm.export none)"
+        problems.append(
+            f"notify: {', '.join(secrets)} would be missing in a job, because "
+            f"{nothing if profile.slurm.export == 'none' else chain}: use `url_file`, `token_file`"
+        )
+    return problems
 
 
 def script_variables(

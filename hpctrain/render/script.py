@@ -28,6 +28,7 @@ from hpctrain.render.job_environment import (
     inheritance_note,
     inheritance_problems,
     inherited_names,
+    notify_names,
     script_variables,
 )
 from hpctrain.render.memory import memory_options, memory_problems
@@ -64,6 +65,7 @@ _TRAINER_VARIABLES = (
     "HPCTRAIN_PINNED_STEPS",
     "HPCTRAIN_VERSION",
     "HPCTRAIN_SPEED_CHECK",
+    "HPCTRAIN_IMAGE",
     "MASTER_ADDR",
     "MASTER_PORT",
 )
@@ -134,7 +136,8 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     python = profile.software.python or facts.python
     if python.startswith("-"):
         raise InvalidInputError([Problem(f"software.python: `{python}` reads as an option")])
-    check_variables((*spec.environment.variables, *inherited_names(spec, profile)))
+    inherited = (*inherited_names(spec, profile), *notify_names(spec, profile))
+    check_variables((*spec.environment.variables, *inherited))
     check_variables((variable.name for variable in profile.environment), site=True)
     constraint = job_constraint(spec, profile, plan)
     contradictions = [
@@ -151,7 +154,8 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     container = run_container(spec, profile)
     variables = script_variables(spec, profile, plan, facts.gpu_variables)
     names = (*(variable.name for variable in variables), *inherited_names(spec, profile))
-    words = container_words(container, profile, (*names, *_TRAINER_VARIABLES))
+    passed = dict.fromkeys((*names, "PYTHONPATH", *_TRAINER_VARIABLES))
+    words = container_words(container, profile, tuple(passed))
     return Script(
         # Comments end at a line break, so none may come in with a value.
         title=f"{printable_line(spec.name)} on {profile.name}: {plan.nodes}, "
@@ -237,7 +241,7 @@ def _directives(
 ) -> tuple[str, ...]:
     """List the options of the #SBATCH lines."""
     limit = walltime(spec, profile, partition)
-    nodes = node_options(spec, plan, _cpus_per_gpu(spec, profile))
+    nodes = node_options(spec, plan, cpus_per_gpu(spec, profile))
     one_gpu_per_task = "ntasks-per-node" in nodes and spec.launcher == "srun"
     options: dict[str, str | None] = {
         "job-name": facts.run_id,
@@ -249,7 +253,7 @@ def _directives(
         **topology_options(profile, plan, spec.resources.spare_nodes),
         "constraint": job_constraint(spec, profile, plan),
         **nodes,
-        **_gpu_request(profile, plan, counts_tasks=one_gpu_per_task),
+        **gpu_request(profile, plan, counts_tasks=one_gpu_per_task),
         **memory_options(spec, profile, plan),
         "time": limit.slurm(),
         "signal": f"B:USR1@{warning_lead(spec, profile, plan, limit).seconds}",
@@ -263,14 +267,14 @@ def _directives(
         f"--{name}" if value is None else f"--{name}={directive_value(name, value)}"
         for name, value in written_options(sbatch_options(spec, profile))
     ]
-    lines += _exclusive(profile, plan)
+    lines += exclusive_option(profile, plan)
     if survives_node_failure(spec, plan):
         lines.append("--no-kill")
     lines.append(requeue_flag(profile))
     return tuple(lines)
 
 
-def _exclusive(profile: ClusterProfile, plan: Plan) -> tuple[str, ...]:
+def exclusive_option(profile: ClusterProfile, plan: Plan) -> tuple[str, ...]:
     """Return the option that keeps others away; plain --exclusive would cost more than a part."""
     wanted = profile.slurm.exclusive
     if isinstance(wanted, str):
@@ -279,7 +283,7 @@ def _exclusive(profile: ClusterProfile, plan: Plan) -> tuple[str, ...]:
     return ("--exclusive",) if wanted and whole else ()
 
 
-def _cpus_per_gpu(spec: RunSpec, profile: ClusterProfile) -> int:
+def cpus_per_gpu(spec: RunSpec, profile: ClusterProfile) -> int:
     """Return the spec's number, else the share of a GPU in its node's CPUs.
 
     Slurm's default of 1 would bind all threads of a rank (NCCL's, the data loader's) to one core.
@@ -287,7 +291,7 @@ def _cpus_per_gpu(spec: RunSpec, profile: ClusterProfile) -> int:
     return spec.resources.cpus_per_gpu or max(1, profile.nodes.cpus // profile.gpu.per_node)
 
 
-def _gpu_request(
+def gpu_request(
     profile: ClusterProfile, plan: Plan, *, counts_tasks: bool
 ) -> dict[str, str | None]:
     """Choose the site's option that requests GPUs; `--gpus-per-task` needs a number of tasks."""
@@ -324,5 +328,5 @@ def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: SrunTasks) 
     if start.labelled:
         arguments.append("--label")
     # Not inherited from sbatch since 22.05 (srun(1)).
-    arguments.append(f"--cpus-per-task={_cpus_per_gpu(spec, profile) * start.gpus_per_task}")
+    arguments.append(f"--cpus-per-task={cpus_per_gpu(spec, profile) * start.gpus_per_task}")
     return tuple(arguments)

@@ -8,9 +8,19 @@ from __future__ import annotations
 
 from hpctrain.plan.documents import Plan
 from hpctrain.render.topology import topology_options
+from hpctrain.spec.notify import NoticeName, NotifySpec, joined_notify
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.spec.slurm_options import OptionValue
+
+# Slurm's types of mail, and the events of a run at which one is sent.
+_MAIL_TYPES: dict[str, frozenset[NoticeName]] = {
+    "BEGIN": frozenset({"started"}),
+    "END": frozenset({"done", "stopped"}),
+    "FAIL": frozenset({"failed"}),
+    "REQUEUE": frozenset({"requeued"}),
+    "INVALID_DEPEND": frozenset({"waiting"}),
+}
 
 
 def job_constraint(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> str | None:
@@ -32,7 +42,23 @@ def sbatch_options(spec: RunSpec, profile: ClusterProfile) -> dict[str, OptionVa
             site = options.get(name, ())
             names = site if isinstance(site, tuple) else (site,)
             options[name] = ",".join(map(str, (*names, wanted)))
-    return options
+    return options | mail_options(joined_notify(spec.notify, profile.notify))
+
+
+def mail_options(notify: NotifySpec | None) -> dict[str, OptionValue]:
+    """Return the options of the mail that Slurm sends; none without a channel of that kind.
+
+    Slurm knows the job only: its types of mail (sbatch(1), --mail-type) are those that come nearest
+    to the events of the run.
+    """
+    channel = (
+        next((one for one in notify.channels if one.kind == "slurm"), None) if notify else None
+    )
+    if notify is None or channel is None:
+        return {}
+    chosen = [word for word, kinds in _MAIL_TYPES.items() if not kinds.isdisjoint(notify.on)]
+    options: dict[str, OptionValue] = {"mail-type": ",".join(chosen or ["FAIL"])}
+    return options | ({"mail-user": channel.to[0]} if channel.to else {})
 
 
 def srun_options(spec: RunSpec, profile: ClusterProfile) -> dict[str, OptionValue]:

@@ -32,15 +32,22 @@ def render_script(script: Script, template_directory: Path | None = None) -> str
 
     Raises InvalidInputError for a directory without that file, and for a mistake in it.
     """
+    return render_template(TEMPLATE, template_directory, script)
+
+
+def render_template(
+    name: str, template_directory: Path | None, script: Script, **more: object
+) -> str:
+    """Render a template by its name; `more` are values besides `script`. Raises as above."""
     from jinja2 import FileSystemLoader
 
     if template_directory is None:
-        return template_environment().get_template(TEMPLATE).render(script=script)
+        return template_environment().get_template(name).render(script=script, **more)
     site = FileSystemLoader(template_directory)
     environment = template_environment(site)
     _refuse_missing(template_directory, site, environment)
     try:
-        return environment.get_template(TEMPLATE).render(script=script)
+        return environment.get_template(name).render(script=script, **more)
     except InvalidInputError:
         raise  # a value that no shell can take: not the template's mistake
     except Exception as error:  # a template can raise anything, such as ZeroDivisionError

@@ -38,16 +38,47 @@ def repair(sandbox: Sandbox, timeout_seconds: float = _IDLE_TIMEOUT_SECONDS) -> 
         raise SlurmUnreachableError(f"the nodes are not idle after {timeout_seconds:g} s: {states}")
 
 
-def revive(sandbox: Sandbox) -> None:
-    """Restart dead daemons and thaw frozen ones; jobs and their processes are not touched."""
+def revive(sandbox: Sandbox, *, rebooted: bool = False) -> tuple[str, ...]:
+    """Restart dead daemons and thaw frozen ones; jobs and their processes are not touched.
+
+    With `rebooted` nodes that were dead report a fresh boot, as after a loss of power. Returns the
+    nodes that were dead or frozen.
+    """
+    revived = []
     if not sandbox.daemon_is_alive("slurmctld"):
         restart_controller(sandbox)
     frozen = {daemon.name for daemon in sandbox.status().daemons if daemon.frozen}
     for node in sandbox.shape.node_names:
         if slurmd_name(node) in frozen:
             thaw_node(sandbox, node)
+            revived.append(node)
         if not sandbox.daemon_is_alive(slurmd_name(node)):
-            restart_node(sandbox, node, rebooted=False)
+            restart_node(sandbox, node, rebooted=rebooted)
+            revived.append(node)
+    return tuple(revived)
+
+
+def bring_back(sandbox: Sandbox, timeout_seconds: float = _IDLE_TIMEOUT_SECONDS) -> tuple[str, ...]:
+    """Revive as after a reboot, and return the nodes to the scheduler; jobs are not touched.
+
+    A node that rebooted under a job stays down until an administrator resumes it (slurm.conf(5),
+    ReturnToService). Returns the nodes that are back. Raises SlurmUnreachableError when Slurm does
+    not have them in time.
+    """
+    revived = revive(sandbox, rebooted=True)
+
+    def are_back() -> bool:
+        states = sandbox.node_states()
+        for node in revived:
+            if states.get(node, "").startswith(_UNUSABLE):
+                with _tolerating_slurm_errors():
+                    resume_node(sandbox, node)
+        return not any(states.get(node, "down").startswith(_UNUSABLE) for node in revived)
+
+    if not await_condition(are_back, timeout_seconds):
+        names = ", ".join(revived)
+        raise SlurmUnreachableError(f"not back after {timeout_seconds:g} s: {names}")
+    return revived
 
 
 def cancel_all_jobs(sandbox: Sandbox) -> None:

@@ -370,7 +370,7 @@ def _refusals(cluster: ClusterFacts) -> Iterator[SiteFinding]:
             "rate limit",
             "works",
             f"the controller takes {bucket} calls of a user at once and {refill} a second after "
-            "that (rl_enable): watch runs with one `status -w`, not many",
+            "that (rl_enable): watch runs with one `status -f`, not many",
             "SlurmctldParameters",
         )
 

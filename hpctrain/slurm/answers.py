@@ -12,6 +12,7 @@ from typing import TypeVar
 from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import parse
 from hpctrain.slurm.process import CommandResult
+from hpctrain.slurm.refusals import hint_about
 
 _Parsed = TypeVar("_Parsed")
 
@@ -28,8 +29,8 @@ def accepted(argv: Sequence[str], answer: CommandResult) -> CommandResult:
     words = answer.stderr.strip() or answer.stdout.strip()
     words = words or f"`{argv[0]}` ended with exit code {answer.returncode}"
     if parse.is_unreachable(words):
-        raise SlurmUnreachableError(words)
-    raise SlurmRefusedError(words)
+        raise SlurmUnreachableError(words, hint_about(words))
+    raise SlurmRefusedError(words, hint_about(words))
 
 
 def parsed(name: str, read: Callable[[], _Parsed]) -> _Parsed:

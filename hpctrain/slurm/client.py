@@ -70,6 +70,19 @@ class SlurmClient:
         answer = self._sbatch(["--parsable", *extra_args], script, variables)
         return parsed("sbatch", lambda: parse.submitted(answer.stdout, answer.stderr))
 
+    def submit_with(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        extra_args: Sequence[str] = (),
+        *,
+        variables: Collection[str] | None = None,
+    ) -> SubmittedJob:
+        """Submit a script with arguments of its own; see `submit`."""
+        argv = ["sbatch", "--parsable", *extra_args, os.path.abspath(script), *arguments]
+        answer = accepted(argv, self._call(argv, with_only(self._environment, variables), ""))
+        return parsed("sbatch", lambda: parse.submitted(answer.stdout, answer.stderr))
+
     def test_only(self, script: Path | str, extra_args: Sequence[str] = ()) -> TestOnlyAnswer:
         """Let the controller check a script without submitting it."""
         answer = self._sbatch(["--test-only", *extra_args], script, None)
@@ -275,13 +288,15 @@ class SlurmClient:
         exclude_nodes: Sequence[str] | None = None,
         requeue: bool | None = None,
         nodes: tuple[int, int] | None = None,
+        dependency: str | None = None,
     ) -> None:
         """Change a job.
 
         `start_now` ends the wait after a requeue, but only once the job is PENDING: while it is
         COMPLETING Slurm 22.05.8 accepts it and sets the whole wait again afterwards.
         `exclude_nodes` (only while pending, or completing after a requeue) replaces the list; an
-        empty one clears it. `nodes` are the least and the most nodes of a pending job.
+        empty one clears it. `nodes` are the least and the most nodes of a pending job. `dependency`
+        replaces what a pending job waits for (scontrol(1), Dependency).
         """
         changes = ["StartTime=now"] if start_now else []
         if exclude_nodes is not None:
@@ -290,6 +305,8 @@ class SlurmClient:
             changes.append(f"Requeue={int(requeue)}")
         if nodes is not None:
             changes.append(f"NumNodes={nodes[0]}-{nodes[1]}")
+        if dependency is not None:
+            changes.append(f"Dependency={dependency}")
         if changes:
             self._do(["scontrol", "update", f"JobId={job_id}", *changes])
 

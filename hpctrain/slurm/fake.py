@@ -44,6 +44,8 @@ class FakeSlurm:
         self.booted: dict[str, float] = {}
         self.options: dict[int, list[str]] = {}
         self.inherited: dict[int, tuple[str, ...] | None] = {}
+        self.arguments: dict[int, tuple[str, ...]] = {}
+        self.dependencies: dict[int, str] = {}
         self.leaf_of: dict[str, str] = {}
         self.refusal = ""
         self.away = False
@@ -76,6 +78,18 @@ class FakeSlurm:
             source="fake",
         )
         return SubmittedJob(job_id)
+
+    def submit_with(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        extra_args: Sequence[str] = (),
+        *,
+        variables: Collection[str] | None = None,
+    ) -> SubmittedJob:
+        job = FakeSlurm.submit(self, script, extra_args, variables=variables)
+        self.arguments[job.job_id] = tuple(arguments)
+        return job
 
     def test_only(self, script: Path | str, extra_args: Sequence[str] = ()) -> TestOnlyAnswer:
         self._present()
@@ -178,7 +192,11 @@ class FakeSlurm:
         exclude_nodes: Sequence[str] | None = None,
         requeue: bool | None = None,
         nodes: tuple[int, int] | None = None,
+        dependency: str | None = None,
     ) -> None:
+        if dependency is not None:
+            self._change(job_id)
+            self.dependencies[job_id] = dependency
         if start_now:
             self._change(job_id, reason="Resources")
         if exclude_nodes is not None:

@@ -54,6 +54,9 @@ class DataSpec(Document):
     sources: tuple[DataSource, ...] = Field(
         (), description="tokens: a blend; other formats: all of them, one behind the other"
     )
+    made_up: bool = Field(
+        False, description="Train on made-up samples, on purpose: a trial of cluster and layout"
+    )
     tokenizer: str | None = Field(None, description="Path of the tokenizer.json they were made by")
     split: str = Field(
         _SPLIT,
@@ -99,6 +102,8 @@ class DataSpec(Document):
             )
         if self.validation is not None and self.split != _SPLIT:
             raise ValueError("`validation` takes the place of `split`: give one of them")
+        if self.made_up and self.sources:
+            raise ValueError("`made_up` is for a run without `sources`: give one of them")
         if self.stage and not self.sources:
             raise ValueError("`stage` copies `sources`, and there are none")
         if self.stage and self.format == "images":

@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.errors import InvalidInputError, Problem, RefusedPlanError
 from hpctrain.spec.former_fields import rename_former_fields
 from hpctrain.spec.inheritance import PARTITION_SECTIONS, complete_partitions, merge
 from hpctrain.spec.overrides import OPTION, apply_overrides
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from hpctrain.spec.calibration import Calibration
     from hpctrain.spec.catalogue import GpuCatalogue
+    from hpctrain.spec.presets import ModelPresets
     from hpctrain.spec.profile import ClusterProfile
     from hpctrain.spec.run import RunSpec
 
@@ -39,6 +41,7 @@ PACKAGED_PROFILES = Path(__file__).resolve().parent.parent / "cluster_profiles"
 CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE = "gpus.yaml", "signatures.yaml", "xids.yaml"
 _NO_PROFILES = frozenset({CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE})
 CALIBRATION_SUFFIX = ".calibration.yaml"  # of the files that `hpctrain calibrate` writes
+_EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PACKAGED_CALIBRATION = Path(__file__).resolve().parent / "catalogue" / "calibration.yaml"
 PACKAGED_CATALOGUE = Path(__file__).resolve().parent / "catalogue" / CATALOGUE_FILE
 EXTENDS = "extends"
@@ -71,12 +74,26 @@ class Loaded(Generic[DocumentT]):
             return self.places[path].problem(message, hint)
         return Problem(message, file=self.file, hint=hint)
 
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        """Give the refusals of a plan that is made inside the places of their fields."""
+        try:
+            yield
+        except RefusedPlanError as error:
+            raise error.at(self.problem) from None
+
 
 def load_run_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[RunSpec]:
     """Read a run spec; `-` is standard input. Raises InvalidInputError with all problems."""
     from hpctrain.spec.run import RunSpec
 
-    return _load(RunSpec, path, overrides)
+    parsed = _parse(path)
+    if _names_a_preset(parsed):
+        from hpctrain.spec.presets import expand_preset
+
+        expand_preset(parsed, load_presets())
+    apply_overrides(parsed, overrides)
+    return _validated(RunSpec, parsed, _shown_name(path))
 
 
 def load_profile(path: Path | str, search_path: Sequence[Path] = ()) -> Loaded[ClusterProfile]:
@@ -327,6 +344,19 @@ def _is_profile(file: Path) -> bool:
     return file.name not in _NO_PROFILES and not file.name.endswith(CALIBRATION_SUFFIX)
 
 
+@cache
+def load_presets() -> ModelPresets:
+    """Load the published models, once per process."""
+    from hpctrain.spec.presets import CATALOGUE, ModelPresets
+
+    return load_packaged(ModelPresets, CATALOGUE)
+
+
+def _names_a_preset(parsed: Parsed) -> bool:
+    model = parsed.data.get("model") if isinstance(parsed.data, dict) else None
+    return isinstance(model, str) or (isinstance(model, dict) and "preset" in model)
+
+
 def _load(model: type[DocumentT], path: Path | str, overrides: Sequence[str]) -> Loaded[DocumentT]:
     parsed = _parse(path)
     apply_overrides(parsed, overrides)
@@ -406,6 +436,11 @@ def _read_text(path: Path | str, file: str) -> str:
         raise InvalidInputError([problem]) from None
 
 
+def _example_names() -> set[str]:
+    """Names of the packaged examples of one file, which `--help` names with their folder."""
+    return {example.stem for example in _EXAMPLES.glob("*.yaml")}
+
+
 def _unreadable(path: Path, error: OSError) -> Problem:
     from hpctrain.spec.fields import did_you_mean
 
@@ -415,7 +450,11 @@ def _unreadable(path: Path, error: OSError) -> Problem:
             beside = [other.name for other in path.parent.iterdir() if other.is_file()]
         except OSError:
             beside = []
-        return place.problem("no such file", did_you_mean(path.name, beside))
+        hint = did_you_mean(path.name, beside)
+        name = path.stem
+        if hint is None and name in _example_names():
+            hint = f"`hpctrain examples {name} > {path.name}` writes the example of that name"
+        return place.problem("no such file", hint)
     if isinstance(error, IsADirectoryError):
         return place.problem("is a directory", "give the YAML file inside it")
     return place.problem(f"cannot be read: {error.strerror or 'unknown reason'}")

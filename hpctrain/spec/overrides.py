@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from hpctrain.spec.positions import Parsed, Path, parse_yaml
 from hpctrain.spec.scalars import shorten
@@ -19,13 +19,26 @@ _PATH = re.compile(r"[^\s.\[\]=]+(?:\[\d{1,4}\])*(?:\.[^\s.\[\]=]+(?:\[\d{1,4}\]
 _PART = re.compile(r"[^.\[\]]+|\[\d+\]")
 
 
+class OptionText(str):
+    """One `PATH=VALUE` of another option than `--set`, which messages have to name."""
+
+    option: str
+
+    def __new__(cls, text: str, option: str) -> Self:
+        """Take the text and the name of its option."""
+        self = super().__new__(cls, text)
+        self.option = option
+        return self
+
+
 def apply_overrides(parsed: Parsed, overrides: Sequence[str]) -> None:
     """Put each `PATH=VALUE` into the document; errors are appended to `parsed.problems`."""
     for text in overrides:
-        place = SourcePlace(f"{OPTION} {shorten(_without_secrets(text))}")
+        option = text.option if isinstance(text, OptionText) else OPTION
+        place = SourcePlace(f"{option} {shorten(_without_secrets(text))}")
         name, equals, value_text = text.partition("=")
         if not equals or not _PATH.fullmatch(name):
-            hint = f"for example {OPTION} parallel.tp=8"
+            hint = f"for example {option} parallel.tp=8"
             parsed.problems.append(place.problem("expected PATH=VALUE", hint))
             continue
         read = parse_yaml(value_text, place.file) if value_text.strip() else Parsed()

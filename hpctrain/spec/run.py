@@ -19,16 +19,22 @@ from hpctrain.spec.document import Document
 from hpctrain.spec.engine import EngineSpec as EngineSpec
 from hpctrain.spec.engines.abilities import Choices
 from hpctrain.spec.engines.unread import unread_choices
+from hpctrain.spec.evaluation import EvaluationJobSpec as EvaluationJobSpec
+from hpctrain.spec.evaluation import EvaluationSpec as EvaluationSpec
 from hpctrain.spec.job_text import JobText
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
+from hpctrain.spec.notify import ChannelSpec as ChannelSpec
+from hpctrain.spec.notify import NotifySpec as NotifySpec
 from hpctrain.spec.profiling import ProfileSpec as ProfileSpec
 from hpctrain.spec.profiling import profile_contradictions
 from hpctrain.spec.secrets import HINT, secret_reason
 from hpctrain.spec.supervision import BudgetName as BudgetName
 from hpctrain.spec.supervision import RollbackSpec as RollbackSpec
 from hpctrain.spec.supervision import SuperviseSpec as SuperviseSpec
+from hpctrain.spec.tracking import TrackingSpec as TrackingSpec
+from hpctrain.spec.tracking import WandbSpec as WandbSpec
 from hpctrain.spec.tuning import LoraSpec as LoraSpec
 from hpctrain.spec.tuning import Task as Task
 from hpctrain.units import ByteSize, Duration, TokenCount
@@ -159,13 +165,6 @@ class CheckpointSpec(Document):
         if isinstance(self.every, Duration) and self.every <= 0:
             raise ValueError("every must be greater than 0")
         return self
-
-
-class EvaluationSpec(Document):
-    """Loss on validation data; off when `every_steps` is absent."""
-
-    every_steps: int | None = Field(None, ge=1, description="Evaluate after every so many steps")
-    batches: int = Field(8, ge=1, description="Global batches per evaluation")
 
 
 class ResourcesSpec(Document):
@@ -305,7 +304,19 @@ class RunSpec(Document):
     profile: ProfileSpec | None = Field(
         None, description="Traces of chosen steps and ranks; absent: none"
     )
+    tracking: TrackingSpec = TrackingSpec()
     supervise: SuperviseSpec = SuperviseSpec()
+    notify: NotifySpec | None = Field(
+        None,
+        description="Whom the run tells about its events; absent: as the profile says. What is set "
+        "here replaces the same field of the profile (docs/notifications.md)",
+    )
+    after: str | None = Field(
+        None,
+        min_length=1,
+        description="Id of another run, or the start of one: Slurm starts this run when that one "
+        "is done, and never if it fails; `submit --after` wins",
+    )
     seed: int = Field(
         1234, ge=0, lt=2**31, description="Seed of initial weights, data order and dropout"
     )

@@ -13,6 +13,12 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 def json_schema(kind: Literal["spec", "profile"]) -> str:
     """Write indented JSON with sorted keys and a final newline, deterministically."""
+    document = schema_document(kind)
+    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def schema_document(kind: Literal["spec", "profile"]) -> dict[str, Any]:
+    """Return the schema with the fields in the order of the document."""
     from hpctrain.spec.profile import ClusterProfile
     from hpctrain.spec.run import RunSpec
 
@@ -20,7 +26,29 @@ def json_schema(kind: Literal["spec", "profile"]) -> str:
     schema = model.model_json_schema(by_alias=True, mode="validation")
     title = "hpctrain run spec" if kind == "spec" else "hpctrain cluster profile"
     document = {**_tidy(schema), "$schema": _DIALECT, "title": title}
-    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    if kind == "spec":
+        _allow_presets(document)
+    return document
+
+
+def _allow_presets(document: dict[str, Any]) -> None:
+    """Let `model` be the name of a published model, or have one as its `preset`."""
+    from hpctrain.spec.loader import load_presets
+
+    names = [one.name for one in load_presets().presets]
+    shape, preset = document["properties"]["model"], {"enum": names}
+    meaning = "Published model whose fields are the defaults of the others (`hpctrain init --list`)"
+    document["properties"]["model"] = {
+        "anyOf": [shape, {"type": "string", **preset}],
+        "description": "Shape of the model: its fields, or the name of a published one",
+    }
+    section = document["$defs"]["ModelSpec"]
+    section["properties"] = {
+        "preset": {**preset, "description": meaning},
+        **section["properties"],
+    }
+    whole = {name: section.pop(name) for name in ("required", "allOf")}
+    section["anyOf"] = [{"required": ["preset"]}, whole]
 
 
 def _tidy(node: Any, *, names: bool = False) -> Any:

@@ -36,6 +36,10 @@ BudgetName = Literal[
 ]
 
 
+# What is done when an attempt finds other software than the run began with.
+SoftwareMode = Literal["locked", "warn", "any"]
+
+
 class RollbackSpec(Document):
     """What is done about a loss that is not finite or jumps."""
 
@@ -108,3 +112,9 @@ class SuperviseSpec(Document):
         "which the run cannot work as they are, are left in any case",
     )
     rollback: RollbackSpec = RollbackSpec()
+    software: SoftwareMode = Field(
+        "warn",
+        description="When an attempt finds other software than the run began with (Python, "
+        "packages, driver, NCCL, image, checkout): locked ends the run before it trains on; warn "
+        "says so and trains on; any only records it",
+    )

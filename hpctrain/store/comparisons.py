@@ -10,10 +10,10 @@ its run. Belongs here: paths and the lock. Does not belong here: what the record
 
 from __future__ import annotations
 
-import fcntl
-import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from hpctrain.store.submission_lock import try_lock
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,5 @@ class ComparisonLayout:
         return self.directory.parent
 
     def try_lock(self) -> int | None:
-        """A descriptor that holds the lock until it is closed; None while another process has it.
-
-        The kernel frees it when its process ends in any way (flock(2)), so it is never stale. On
-        a file system without locks everybody gets it.
-        """
-        descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except OSError:
-            pass
-        return descriptor
+        """Take the lock of the process that submits; see `submission_lock`."""
+        return try_lock(self.directory)

@@ -17,14 +17,21 @@ exits/e000001/left-startup             a rank of the launch was stopped before i
 stacks/e000001/rank-000003.txt         where each rank of a launch was when it hung
 ranks.json saves.jsonl skips.json      times of each rank, each save and its cost, data left out
 software.jsonl                         software and GPUs that each launch has found on its nodes
+software.lock                          what the run trains with, by name and version
+software/current                       hpctrain as it was submitted: link to hpctrain-0.1.0-1a2b.zip
 speed.jsonl                            speed of GPUs and links before the first step of a launch
 signatures.json                        the lines of logs and kernels that name a cause, and XIDs
 train-n000003.json                     the trainer's file for a launch on fewer nodes than planned
 ds_config.json ds_config-n000003.json  DeepSpeed's configuration, for people and its own tools
 flops-0000012.txt                      FLOPs of a step as DeepSpeed's profiler counts them
 traces/e000001-rank-000003-steps-10-12.json.gz  what happened in steps of a rank (`profile:`)
+tracking.json tracking/                what goes to TensorBoard and W&B, and their files
+evaluation.json evaluation-NAME.sbatch the evaluation jobs of the spec, and the script of each
+evaluations.jsonl evaluations.lock     what has happened to them; held by who submits them
+evaluations/NAME-12-a1.json            what a command has written about step 12, at its try 1
 logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.log, -nodeN.log,
                                        hosts-e000001.txt: nodes of a launch in an order of its own
+notices/EVENT.CHANNEL.01               each try to tell people about an event, and how it ended
 logs/archive-e000041.tar.gz            logs and exit records of old launches
 checkpoints/                           iter_0000012/ and iter_0000012.partial-e000003/
 """
@@ -37,6 +44,10 @@ from pathlib import Path
 
 from hpctrain.durable import make_private_directory
 from hpctrain.errors import StorageError
+
+# The set-group-ID bit: what is made below belongs to the same group.
+_GROUP_READS = 0o2750
+_GROUP_WRITES = 0o2770
 
 
 @dataclass(frozen=True)
@@ -131,6 +142,26 @@ class RunLayout:
         return self.directory / "software.jsonl"
 
     @property
+    def software_lock(self) -> Path:
+        """What the run trains with; a launch that finds something else says so."""
+        return self.directory / "software.lock"
+
+    @property
+    def kept_software(self) -> Path:
+        """Code that the run keeps for itself."""
+        return self.directory / "software"
+
+    @property
+    def current_code(self) -> Path:
+        """A link to the archive of hpctrain's code that the next attempt imports."""
+        return self.kept_software / "current"
+
+    @property
+    def checkout_changes(self) -> Path:
+        """What was not committed in the engine's checkout when the run was submitted."""
+        return self.kept_software / "checkout.patch"
+
+    @property
     def speed_checks(self) -> Path:
         return self.directory / "speed.jsonl"
 
@@ -183,12 +214,77 @@ class RunLayout:
         return self.traces / f"{name}.json.gz"
 
     @property
+    def tracking_config(self) -> Path:
+        return self.directory / "tracking.json"
+
+    @property
+    def tracking(self) -> Path:
+        """Files of TensorBoard and W&B, and of the process that writes them."""
+        return self.directory / "tracking"
+
+    @property
+    def tracking_log(self) -> Path:
+        return self.tracking / "follower.log"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files, unless the spec names a directory of its own."""
+        return self.tracking / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """Finished segments of the W&B run, which `wandb sync` takes as they are."""
+        return self.tracking / "wandb"
+
+    @property
+    def wandb_unfinished(self) -> Path:
+        """The segment that is being written."""
+        return self.tracking / "wandb-unfinished"
+
+    @property
+    def wandb_lock(self) -> Path:
+        return self.tracking / "wandb.lock"
+
+    @property
+    def wandb_position(self) -> Path:
+        return self.tracking / "wandb.json"
+
+    @property
+    def evaluation_config(self) -> Path:
+        return self.directory / "evaluation.json"
+
+    def evaluation_script(self, name: str) -> Path:
+        return self.directory / f"evaluation-{name}.sbatch"
+
+    @property
+    def evaluations(self) -> Path:
+        """Append-only events: submissions, starts, ends with their numbers."""
+        return self.directory / "evaluations.jsonl"
+
+    @property
+    def evaluations_lock(self) -> Path:
+        """Held by the process that submits evaluations."""
+        return self.directory / "evaluations.lock"
+
+    def evaluation_output(self, name: str, step: int, attempt: int) -> Path:
+        """Where a command writes; the script of the job makes the same path."""
+        return self.directory / "evaluations" / f"{name}-{step}-a{attempt}.json"
+
+    def evaluation_log(self, name: str, step: int, attempt: int, job_id: int | str) -> Path:
+        """The log of a job; `%j` as its id is Slurm's pattern for it."""
+        return self.logs / f"evaluation-{name}-{step}-a{attempt}-{job_id}.out"
+
+    @property
     def epochs(self) -> Path:
         return self.directory / "epochs"
 
     @property
     def exits(self) -> Path:
         return self.directory / "exits"
+
+    @property
+    def notices(self) -> Path:
+        return self.directory / "notices"
 
     @property
     def logs(self) -> Path:
@@ -266,9 +362,17 @@ class RunLayout:
             made /= name
             make_private_directory(made)
 
-    def create(self) -> None:
-        """Make the directory and its fixed sub-directories, private to the user (mode 700)."""
+    def create(self, group: int | None = None, *, group_controls: bool = False) -> None:
+        """Make the directory and its fixed sub-directories, private to the user (mode 700).
+
+        With a `group` (an id) its members may read; all that is written later follows the mode of
+        its directory (`durable.shared_mode`), and belongs to the same group. With `group_controls`
+        they may also make requests, as files in `control/`. Raises OSError.
+        """
         self.directory.mkdir(parents=True, mode=0o700)
+        if group is not None:
+            os.chown(self.directory, -1, group)
+            self.directory.chmod(_GROUP_READS)
         fixed = (
             self.control,
             self.epochs,
@@ -276,6 +380,9 @@ class RunLayout:
             self.logs,
             self.stacks,
             self.checkpoints,
+            self.kept_software,
         )
         for directory in fixed:
-            directory.mkdir(mode=0o700)
+            make_private_directory(directory)
+        if group is not None and group_controls:
+            self.control.chmod(_GROUP_WRITES)

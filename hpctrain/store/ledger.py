@@ -8,6 +8,7 @@ also while the file cannot be reached. Does not belong here: deciding anything.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 
@@ -52,7 +53,9 @@ class EventKind(StrEnum):
     FRESH_START_ACCEPTED = "fresh_start_accepted"
     DATA_ACCEPTED = "data_accepted"
     CLEANED = "cleaned"
+    UPGRADED = "upgraded"
     WATCH = "watch"
+    TRACKING_FAILED = "tracking_failed"
 
 
 class Event(Record):
@@ -61,7 +64,8 @@ class Event(Record):
     `cluster`: Slurm's ClusterName, where an event is about a job; None in ledgers of older
     versions. `answered` is False for a submission without an answer: Slurm may have the job.
     `symptom`: what `hpctrain watch` saw; None in ledgers of older versions. `groups_outside`: how
-    many groups of ranks a launch has under several leaves or in several blocks.
+    many groups of ranks a launch has under several leaves or in several blocks. `after_run`: the
+    run for whose end a submitted job waits.
     """
 
     event: EventKind
@@ -97,6 +101,7 @@ class Event(Record):
     answered: bool = True
     symptom: str | None = None
     groups_outside: int | None = None
+    after_run: str | None = None
 
 
 class Ledger:
@@ -146,7 +151,7 @@ class BufferedLedger(Ledger):
     Events that cannot be written wait in memory, in their order and with their times, and are
     written as soon as the file can be reached again. While it cannot be read, `events` answers
     with what was read last and what was appended since. At most `most_lines` wait; beyond them
-    `append` raises OSError.
+    `append` raises OSError. `listener` is called after events were written; it must return at once.
     """
 
     def __init__(self, run: RunLayout, most_lines: int = _MOST_LINES) -> None:
@@ -157,6 +162,7 @@ class BufferedLedger(Ledger):
         self._require = run.require
         self._known: bytes | None = None
         self._deferred = False
+        self.listener: Callable[[], None] = lambda: None
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -179,6 +185,7 @@ class BufferedLedger(Ledger):
         """End what `defer` began, and write what waits if possible."""
         self._deferred = False
         self._buffer.flush()
+        self.listener()
 
     def flush(self) -> OSError | None:
         """Write what waits, unless deferred; returns the error that keeps it from the file."""
@@ -221,3 +228,4 @@ class BufferedLedger(Ledger):
             self._buffer.keep(line)
         else:
             self._buffer.append(line)
+            self.listener()

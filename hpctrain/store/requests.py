@@ -54,6 +54,14 @@ class Request:
             return self.words
         return f"{self.owner or 'somebody'} (the file control/{self.kind})"
 
+    @property
+    def reason(self) -> str:
+        """The words without the name of their owner, which `make_request` puts in front."""
+        if self.words == self.owner:
+            return ""
+        inner = self.words.removeprefix(f"{self.owner} (")
+        return inner.removesuffix(")") if inner != self.words else self.words
+
 
 def request_path(run: RunLayout, kind: RequestKind) -> Path:
     """The file whose existence is the request."""

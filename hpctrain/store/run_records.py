@@ -304,6 +304,27 @@ def lineage(rows: Sequence[StepMetrics]) -> list[StepMetrics]:
     return kept
 
 
+def read_evaluations(run: RunLayout) -> list[StepMetrics]:
+    """Read the rows of steps that were evaluated, without parsing the others.
+
+    A loss of an evaluation that was completed later is in the row of its step, as `read_metrics`
+    has it, if that step was trained shortly before.
+    """
+    kept: list[bytes] = []
+    try:
+        with run.metrics.open("rb") as stream:
+            before = b""
+            for line in stream:
+                value = line.partition(b'"eval_loss":')[2].lstrip()
+                if value and not value.startswith(b"null"):
+                    kept += [before, line] if b'"learning_rate":' not in line else [line]
+                before = line
+    except FileNotFoundError:
+        return []
+    rows = _readable(run.metrics, kept)
+    return [row for row in rows if row.eval_loss is not None]
+
+
 def append_save(run: RunLayout, save: SaveRecord) -> None:
     _append(run.saves, save)
 

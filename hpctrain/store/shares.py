@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 PARTS = ("training", "validation", "test")
-HINT = "give it a larger share, or 0 and evaluate nothing: `data.split: 90,10,0`, `100,0,0`"
+EVALUATE_NOTHING = "`data.split: 100,0,0` gives all to training and evaluates nothing"
+# Shares of training, in percent, that `split_hint` tries.
+_TRAINING_SHARES = (90, 80, 50)
 
 
 def parts_without_documents(split: str, count: int) -> list[str]:
@@ -38,6 +40,16 @@ def parts_without_rows(split: str, count: int) -> list[str]:
         return list(PARTS)
     sizes = _sizes(end / total * count for end in accumulate(shares, initial=0.0))
     return [part for part in PARTS if not sizes[part]]
+
+
+def split_hint(count: int) -> str:
+    """Name values of `data.split` that leave nothing empty of `count` documents or samples."""
+    for share in _TRAINING_SHARES:
+        split = f"{share},{100 - share},0"
+        without = {*parts_without_documents(split, count), *parts_without_rows(split, count)}
+        if not without & {"training", "validation"}:
+            return f"`data.split: {split}` leaves some for both; {EVALUATE_NOTHING}"
+    return f"{EVALUATE_NOTHING}; to evaluate, at least two are needed"
 
 
 def _shares(split: str) -> list[float]:

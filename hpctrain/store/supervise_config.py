@@ -64,6 +64,42 @@ class TopologySettings(_Settings):
     scattered_step_seconds: float | None = None
 
 
+class ChannelSettings(_Settings):
+    """One way to tell people; the paths are absolute. `name` is unique among those of a run."""
+
+    name: str
+    kind: Literal["slack", "webhook", "mail"]
+    url_file: str | None = None
+    url_env: str | None = None
+    token_file: str | None = None
+    token_env: str | None = None
+    to: tuple[str, ...] = ()
+    sendmail: str = "/usr/sbin/sendmail"
+
+
+class NotifySettings(_Settings):
+    """Whom the run tells about which events; see `spec.notify.NotifySpec`.
+
+    `quiet_minutes` are begin and end of the quiet hours in minutes after midnight of `time_zone`.
+    At most `most_messages` are sent per channel within `window_seconds`.
+    """
+
+    channels: tuple[ChannelSettings, ...]
+    on: tuple[str, ...]
+    quiet_minutes: tuple[int, int] | None = None
+    time_zone: str = "UTC"
+    even_at_night: tuple[str, ...] = ()
+    most_messages: int = 6
+    window_seconds: float = 3600.0
+    queue_limit_seconds: float | None = None
+
+    @property
+    def secret_names(self) -> tuple[str, ...]:
+        """The variables that hold secrets of the channels."""
+        names = (name for one in self.channels for name in (one.url_env, one.token_env))
+        return tuple(name for name in names if name is not None)
+
+
 class SuperviseConfig(_Settings):
     """Written once at submit time; durations in seconds.
 
@@ -78,7 +114,9 @@ class SuperviseConfig(_Settings):
     neither leaves nor blocks, or the job has one node. The jobs of
     the run inherit `submit_variables` from where they are submitted; None: all. `master_address` is
     the form of MASTER_ADDR (`ip`, or a name with `{node}`), `master_ports` the first and the last
-    MASTER_PORT.
+    MASTER_PORT. `image` is the image of the container in which the ranks run, as the script names
+    it. `notify`: None where the run tells nobody. `tracking`: a process beside the launches copies
+    metrics to TensorBoard or W&B.
     """
 
     schema_version: Literal[1] = 1
@@ -114,6 +152,9 @@ class SuperviseConfig(_Settings):
     poll_seconds: float = DEFAULT_POLL_SECONDS
     keep_launches: int = 0
     topology: TopologySettings | None = None
+    image: str | None = None
+    notify: NotifySettings | None = None
+    tracking: bool = False
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:

@@ -8,6 +8,7 @@ an action (`judge.policy`), carrying it out (`act.execute`).
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import traceback
@@ -29,6 +30,7 @@ from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, mu
 from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.decision_inputs import allocation_of, assess, blame_lost_attempt
+from hpctrain.supervise.evaluation_jobs import EvaluationThread
 from hpctrain.supervise.evidence.failed_launch import (
     Prober,
     Traces,
@@ -54,6 +56,7 @@ from hpctrain.supervise.judge.launch_nodes import Allocation, Placement, place
 from hpctrain.supervise.judge.lost_attempts import why_ended
 from hpctrain.supervise.judge.node_order import NodePlacement, details, summary
 from hpctrain.supervise.judge.policy import decide
+from hpctrain.supervise.notice_sender import NoticeSender, without_secrets
 from hpctrain.supervise.restarted_job import stop_of_restarted_job
 from hpctrain.supervise.run_jobs import identity_of
 from hpctrain.supervise.srun_launch import Ended, TrainerLauncher
@@ -62,10 +65,13 @@ from hpctrain.supervise.step_ids import use_up_step_ids
 from hpctrain.supervise.storage_retry import retry_while_storage_fails
 from hpctrain.supervise.termination_guard import Guard
 from hpctrain.supervise.time_limit import JobTimeLimit, query_time_limit, too_late_for_launch
+from hpctrain.supervise.tracking_process import TrackingProcess
 
 _SLURM_TIMEOUT_SECONDS = 8.0
 # Pause between two storage faults, when the second interrupts the handling of the first.
 _FAULT_PAUSE_SECONDS = 1.0
+# A pass over evaluation jobs may ask for all jobs of the user.
+_POLLS_PER_EVALUATION_PASS = 3
 
 
 class Supervisor:
@@ -80,17 +86,28 @@ class Supervisor:
         prober: Prober = probe_job,
     ) -> None:
         run_layout = RunLayout(directory.resolve())
+        config = read_supervise_config(run_layout.supervise_config)
+        secrets = config.notify.secret_names if config.notify is not None else ()
+        with_secrets, environment = dict(environment), without_secrets(environment, secrets)
+        for name in secrets:
+            os.environ.pop(name, None)  # every process that is started below inherits this
         self.context = AttemptContext(
             run_layout=run_layout,
-            config=read_supervise_config(run_layout.supervise_config),
+            config=config,
             attempt=attempt_from(environment),
             ledger=BufferedLedger(run_layout),
             slurm=slurm or SlurmClient(timeout_seconds=_SLURM_TIMEOUT_SECONDS, shielded=True),
             signals=Signals(),
         )
+        self.notices = NoticeSender(self.context, with_secrets)
         self.launcher = TrainerLauncher(self.context, argv, environment, prober)
         self.prober = prober
         self.guard = Guard(self.context)
+        self._tracking = TrackingProcess(self.context, environment)
+        # A client of its own: its calls may wait for Slurm while the supervisor asks it, too.
+        client = slurm or SlurmClient(timeout_seconds=_SLURM_TIMEOUT_SECONDS, shielded=True)
+        pause_seconds = _POLLS_PER_EVALUATION_PASS * self.context.config.poll_seconds
+        self.evaluations = EvaluationThread(run_layout, client, pause_seconds)
         self._identity = identity_of(run_layout.directory)
         self._begun = self._opened = False
         self._lost: tuple[Event, Verdict] | None = None
@@ -104,8 +121,12 @@ class Supervisor:
         """
         self.context.signals.install()
         worker = _SupervisorThread(self._work)
+        self.notices.start()
         worker.start()
+        self.evaluations.start()
         self.guard.wait_for(worker)
+        self.notices.close()
+        self.evaluations.stop(last_pass=not self.context.signals.final)
         return worker.result()
 
     def _work(self) -> int:
@@ -134,6 +155,7 @@ class Supervisor:
             retry_while_storage_fails(self.context, flush)
         for line in ledger.waiting:
             log_message(f"not in the ledger: {line}")
+        self._tracking.finish()
         return code
 
     def _supervise(self) -> int:
@@ -147,6 +169,7 @@ class Supervisor:
                     if action is not None:
                         return act(self.context, action)
                     self._begun = True
+                    self._tracking.start()
                 if ended is None:
                     time_limit = query_time_limit(self.context)
                     forbidden = self._too_late_to_launch(time_limit)

@@ -32,6 +32,7 @@ from hpctrain.supervise.evidence.failed_launch import (
 from hpctrain.supervise.evidence.gather import gather
 from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
 from hpctrain.supervise.fresh_start import decisions_of, why_fresh_start
+from hpctrain.supervise.image_identity import image_identity
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import LaunchEvidence, Verdict
@@ -226,7 +227,7 @@ class TrainerLauncher:
         job_nodes: Sequence[str],
     ) -> dict[str, str]:
         """Set the variables of the trainer for this launch."""
-        context = self.context
+        context, image = self.context, self.context.config.image
         master = placement.nodes[0] if placement.nodes else context.attempt.node
         mttf_seconds, events = context.mttf_seconds(), context.ledger.events()
         replaceable = replaceable_nodes(
@@ -236,6 +237,7 @@ class TrainerLauncher:
             **self.environment,
             "HPCTRAIN_EPOCH": str(self.epoch),
             "HPCTRAIN_VERSION": __version__,  # that of the trainer's image may be another
+            **({"HPCTRAIN_IMAGE": image_identity(image)} if image else {}),
             "HPCTRAIN_RESUME": start.directory.name if start else "",
             "HPCTRAIN_PINNED_STEPS": " ".join(map(str, pinned_steps(events))),
             "HPCTRAIN_SPEED_CHECK": "off" if replaceable is None else str(replaceable),

@@ -58,7 +58,9 @@ def dump_header(rank: int, node: str, epoch: int, pid: int | None = None) -> str
     trainer. It comes last because it may contain spaces, and is escaped as faulthandler escapes
     paths (CPython: Python/traceback.c, _Py_DumpASCII).
     """
-    directory = os.path.dirname(os.path.dirname(__file__))
+    # as faulthandler writes it, which of code in an archive is not `__file__`
+    own = dump_header.__code__.co_filename
+    directory = os.path.dirname(os.path.dirname(own))
     package = directory.encode("ascii", "backslashreplace").decode().replace("\n", "\\x0a")
     return f"rank={rank} node={node} pid={pid or os.getpid()} epoch={epoch} package={package}\n"
 

@@ -13,8 +13,8 @@ from trial_runs import Trial, keep_quietest_window
 
 from hpctrain.actions.diagnose import diagnose
 from hpctrain.actions.prepare import prepare
+from hpctrain.actions.run_directory import write_run_directory
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.submit import write_run_directory
 from hpctrain.diagnose.findings import TopicFinding
 from hpctrain.train.datasets.token_samples import TokenSamples
 

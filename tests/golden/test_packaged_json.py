@@ -14,11 +14,13 @@ from hpctrain.spec.loader import (
     load_packaged,
     packaged_json,
 )
+from hpctrain.spec.presets import CATALOGUE as PACKAGED_PRESETS
 from hpctrain.supervise.catalogue import PACKAGED
 
 DOCUMENTS = (
     PACKAGED_CALIBRATION,
     PACKAGED_CATALOGUE,
+    PACKAGED_PRESETS,
     PACKAGED / "signatures.yaml",
     PACKAGED / "xids.yaml",
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import Outcome, hpctrain
+from command_line import Outcome, hpctrain, on_terminal
 from fabricated_runs import (
     LAUNCHED,
     NOW,
@@ -25,6 +25,7 @@ from judged_runs import GIB, has_saved, has_trained, has_window, submitted
 
 import hpctrain as package
 from hpctrain.actions.runs import find_run
+from hpctrain.site.facts import Directory
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
@@ -56,7 +57,9 @@ def without_place(outcome: Outcome, here: Path) -> str:
     ("profile", "example"),
     [("a100x64", "gpt175b"), ("a100x1", "llama7b"), ("sandbox", "gpt-tiny")],
 )
-def test_plan(golden: Golden, profile: str, example: str) -> None:
+def test_plan(golden: Golden, profile: str, example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Directory("/runs", True, free_bytes=100 << 40, free_inodes=10**9, inodes=10**9)
+    monkeypatch.setattr("hpctrain.actions.preflight.directory_facts", lambda path: left)
     outcome = hpctrain("plan", "--profile", profile, f"examples/{example}.yaml")
     golden(f"transcripts/plan-{example}.txt", outcome.transcript())
 
@@ -216,6 +219,43 @@ def test_status(golden: Golden, here: Path, slurm: FakeSlurm) -> None:
     golden("transcripts/status-json.txt", hpctrain("status", "-a", "--json").transcript())
     slurm.away = True
     golden("transcripts/status-away.txt", hpctrain("status", "-a").transcript())
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_status_on_a_terminal(
+    golden: Golden,
+    here: Path,
+    slurm: FakeSlurm,
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names and states are whole, reasons have lines of their own, states have colours."""
+    fabricate_all(here / "runs", slurm)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    names = sorted(path.name for path in (here / "runs").iterdir())
+    shown = on_terminal(columns, "status", "-a")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert max(map(len, plain.splitlines())) <= columns
+    lines = plain.splitlines()[1:-1]  # between headings and exit code
+    assert sorted(line.split()[0] for line in lines if line[0] != " ") == names
+    assert "\x1b[32mRUNNING" in shown and "\x1b[31mFAILED" in shown
+    golden(f"transcripts/status-terminal-{columns}.txt", plain)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert on_terminal(columns, "status", "-a") == plain
+    assert "\x1b" not in on_terminal(columns, "status", "nobody")
+
+
+def test_pages_of_runs(golden: Golden, here: Path, slurm: FakeSlurm) -> None:
+    """The first page about a run in each state."""
+    fabricate_all(here / "runs", slurm)
+    pages = [
+        hpctrain("status", name).transcript()
+        for name in sorted(path.name for path in (here / "runs").iterdir())
+    ]
+    text = "\n".join(pages)
+    assert max(map(len, text.splitlines())) <= 80
+    golden("transcripts/status-pages.txt", text.replace(str(here), "HERE"))
 
 
 def test_status_without_runs(golden: Golden) -> None:

@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from hpctrain.actions.bitwise import BitwiseComparison, compare_runs
-from hpctrain.actions.prepare import prepare
+from hpctrain.actions.prepare import Prepared, prepare
 from hpctrain.actions.runs import RunFiles, find_run
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus, statuses
@@ -89,6 +90,9 @@ engine: {{deterministic: true}}
 resources: {{gpus: 2, walltime: 00:30:00}}
 supervise: {{stall: 5min, setup_stall: 5min, learn_stalls: false}}
 """
+
+# A longer run than a trial of the cluster says that it means to train on made-up samples.
+MADE_UP = "data.made_up=true"
 
 # The interpreter that the profile names: only the trainer of a rehearsal with planned faults is
 # another one; supervisor and probes are what users run. The kernels' logs are files, too. Where the
@@ -508,6 +512,15 @@ class Stage:
         (self.directory / name / f"unmounted-{node}").unlink()
 
     def start(
+        self, *overrides: str, planned: Sequence[PlannedFault] = (), **more: Any
+    ) -> Rehearsal:
+        """Submit the rehearsal's spec; for `planned` and `more` see `prepared`."""
+        prepared, place = self.prepared(*overrides, planned=planned, **more)
+        submitted = submit(prepared, self.runs, self.slurm)
+        run = find_run(self.runs, submitted.run_id)
+        return Rehearsal(self.sandbox, self.slurm, run, submitted.job_id, place, tuple(planned))
+
+    def prepared(
         self,
         *overrides: str,
         planned: Sequence[PlannedFault] = (),
@@ -516,26 +529,27 @@ class Stage:
         held_at: str = "",
         strace: Sequence[str] = (),
         software: Callable[[str], Mapping[str, object]] = lambda _: {},
-    ) -> Rehearsal:
-        """Submit the rehearsal's spec; `planned` faults strike inside of the trainer.
+        profile: Mapping[str, object] | None = None,
+    ) -> tuple[Prepared, Path]:
+        """Plan the rehearsal's spec; `planned` faults strike inside of the trainer.
 
         `held_at` (see `held_ranks`) is for trainers that have no `planned` faults. `strace`: the
         words before the command of the supervisor. `software`: further fields of the
-        profile's section, by the interpreter.
+        profile's section, by the interpreter; `profile`: further fields of the profile.
         """
         name = next(word for word in overrides if word.startswith("name=")).removeprefix("name=")
         place = self.directory / name
         place.mkdir(exist_ok=True)
-        spec, profile = place / "rehearsal.yaml", place / "profile.yaml"
+        spec, site = place / "rehearsal.yaml", place / "profile.yaml"
         spec.write_text(SPEC)
         python = self._interpreter(place, planned, held_at, strace)
         shape = self.sandbox.shape
         more = software(str(python))
-        profile.write_text(profile_text(shape, str(python), continuation, gpus_per_node, more))
-        prepared = prepare(spec, str(profile), overrides, runs=self.runs)
-        submitted = submit(prepared, self.runs, self.slurm)
-        run = find_run(self.runs, submitted.run_id)
-        return Rehearsal(self.sandbox, self.slurm, run, submitted.job_id, place, tuple(planned))
+        text = profile_text(shape, str(python), continuation, gpus_per_node, more)
+        site.write_text(
+            text + "".join(f"{key}: {value}\n" for key, value in (profile or {}).items())
+        )
+        return prepare(spec, str(site), overrides, runs=self.runs), place
 
     def fill(self) -> None:
         """All nodes are taken until the test is over: what is submitted then waits."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rehearsal import Rehearsal, patient_client
+from token_files import write_tokens
 
 from hpctrain.actions.prepare import Prepared, prepare
 from hpctrain.actions.runs import find_run
@@ -28,8 +29,8 @@ from hpctrain.train.stand_in.rank import advance, initial_state, loss_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROFILE = "a100x64"
-# The files that examples/gpt175b.yaml and others name; no rank of the stand-in reads them.
-_DATA = ("web.bin", "web.idx", "books.bin", "books.idx", "tokenizer.json")
+# The data that examples/gpt175b.yaml and others name; no rank of the stand-in reads them.
+_DATA = ("web", "books")
 
 
 def shape_of(nodes: int, grace_seconds: int = 60) -> SandboxShape:
@@ -66,7 +67,8 @@ def start_stand_in(
     """
     (place / "data").mkdir()
     for name in _DATA:
-        (place / "data" / name).write_bytes(bytes(64))
+        write_tokens(place / "data" / name)
+    (place / "data" / "tokenizer.json").write_text("{}")
     python = write_stand_in_interpreter(place / "python", step_seconds)
     environment = {**os.environ, **sandbox.environment()}
     slurm = patient_client(environment | ({"PATH": path} if path else {}))

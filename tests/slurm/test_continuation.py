@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from rehearsal import PlannedFault, Rehearsal, Stage, held
+from rehearsal import MADE_UP, PlannedFault, Rehearsal, Stage, held
 from slurm_settings import grace
 from variants import varied
 
@@ -67,7 +67,7 @@ def test_the_next_job_goes_on_after_a_preemption(
 @pytest.mark.parametrize("mode", varied(["chain", "array"], "chain"))
 def test_scancel_of_the_running_job_ends_the_run(mode: str, stage: Stage) -> None:
     """Slurm would start the next job: a supervisor or the next job itself must end that."""
-    rehearsal = stage.start(f"name=scancel-{mode}", "budget.steps=4000", continuation=mode)
+    rehearsal = stage.start(f"name=scancel-{mode}", "budget.steps=4000", MADE_UP, continuation=mode)
     rehearsal.wait_for_step(1)
     first = f"{rehearsal.job_id}_1" if mode == "array" else str(rehearsal.job_id)
     stage.sandbox.command("scancel", first)
@@ -102,7 +102,9 @@ def test_a_chain_whose_supervisor_dies_with_its_cancelled_job_ends_too(stage: St
 
 
 def test_cancel_ends_every_job(stage: Stage) -> None:
-    rehearsal = stage.start("name=cancel-all", "budget.steps=4000", continuation="singleton")
+    rehearsal = stage.start(
+        "name=cancel-all", "budget.steps=4000", MADE_UP, continuation="singleton"
+    )
     rehearsal.wait_for_step(1)
     assert len(live_jobs(rehearsal)) == 8
     cancel(rehearsal.run, stage.slurm)

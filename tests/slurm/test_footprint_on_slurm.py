@@ -111,6 +111,8 @@ def test_operations_of_the_supervisor_are_below_the_prediction(traced: Traced) -
     unknown = []
     for call, count in calls_below(root, traced.traces, SUPERVISOR).items():
         place = place_of(settled(call.path))
+        if place == "kept code":  # the supervisor imports itself from there
+            continue
         found[call.operation] += count
         unknown += [call.path] if place is None else []
     assert not unknown

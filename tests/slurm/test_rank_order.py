@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from rehearsal import answer, own_sandbox, patient_client
 
+from hpctrain.actions.kept_code import keep_code
 from hpctrain.actions.prepare import Prepared, prepare
 from hpctrain.plan.documents import AxisPlacement
 from hpctrain.sandbox.from_profile import shape_from_profile
@@ -24,6 +25,7 @@ from hpctrain.sandbox.shape import SandboxShape, SwitchShape, default_shape
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.loader import find_profile, load_profile
+from hpctrain.store.layout import RunLayout
 
 HALLS = load_profile(find_profile("islands10b")).document
 LIMIT_SECONDS = 600
@@ -76,6 +78,7 @@ def mapping(script: str, directory: Path, box: Sandbox) -> Place:
     srun = launch[launch.index("srun") : launch.index("  /opt/python -m hpctrain.train")]
     said = """  sh -c 'echo "$SLURM_PROCID $SLURMD_NODENAME"'\n"""
     (directory / "logs").mkdir()
+    keep_code(RunLayout(directory))
     wait_till_free(box)
     (directory / "job.sbatch").write_text(f"{start}\n{srun}{said}")
     sbatch(box, "--wait", "job.sbatch", cwd=directory)

@@ -18,10 +18,12 @@ from pathlib import Path
 import pytest
 from rehearsal import own_sandbox
 
+from hpctrain.actions.kept_code import keep_code
 from hpctrain.actions.prepare import prepare
 from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.spec.loader import find_profile, load_profile
+from hpctrain.store.layout import RunLayout
 
 PROFILE = "islands10b"
 SITE = load_profile(find_profile(PROFILE)).document
@@ -65,6 +67,7 @@ def socket_of_each_rank(script: str, directory: Path, box: Sandbox) -> list[list
     start, _, launch = script.partition("\nexec ")
     srun = launch[launch.index("srun") : launch.index("  /opt/python -m hpctrain.train")]
     (directory / "logs").mkdir()
+    keep_code(RunLayout(directory))
     (directory / "job.sbatch").write_text(f"{start}\n{srun}  true\n")
     done = subprocess.run(
         ["sbatch", "--parsable", "job.sbatch"],

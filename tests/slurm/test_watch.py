@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsal import Rehearsal, Stage, answer, held
+from rehearsal import MADE_UP, Rehearsal, Stage, answer, held
 
 from hpctrain.actions.run_problems import Symptom
 from hpctrain.actions.runs import RunFiles
@@ -65,7 +65,7 @@ def test_what_its_user_has_cancelled_is_not_resurrected(stage: Stage) -> None:
 
 
 def test_a_held_run_stays_held(stage: Stage) -> None:
-    held = stage.start("name=held", "budget.steps=4000")
+    held = stage.start("name=held", "budget.steps=4000", MADE_UP)
     held.wait_for_step(1)
     stage.sandbox.command("scontrol", "requeuehold", str(held.job_id))
     held.wait_until(lambda row: row.state is RunState.PENDING, "pending")

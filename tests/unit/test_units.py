@@ -89,6 +89,8 @@ def test_what_is_printed_is_read_again(kind: type) -> None:
         (ByteSize(12345678901234567), "12345678901234568B"),
         (TokenCount(12345678901), "12345678.901k"),
         (FlopRate(1e6), "0.001GFLOP/s"),
+        (Bandwidth(300e9), "300GB/s"),  # not 2.4Tb/s, beside others in GB/s
+        (Bandwidth(25e9), "25GB/s"),
         (Duration(86400 * 2 + 5), "2-00:00:05"),
         (Duration(0), "0s"),
         (Duration(0.25), "0.25s"),

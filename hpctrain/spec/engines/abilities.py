@@ -103,6 +103,10 @@ class EngineAbilities:
     # as people write it
     title: str
 
+    # packages that its trainer imports, and the extra of hpctrain's distribution that installs them
+    packages: tuple[str, ...] = ("torch",)
+    extra: str | None = None
+
     # -- modules -----------------------------------------------------------------------------
     # `module:name` of the class of its train.json, below `hpctrain.engines.training.TrainConfig`
     document: str

@@ -46,6 +46,8 @@ def wrong_settings(engine: EngineSpec) -> Iterator[Contradiction]:
 ABILITIES = EngineAbilities(
     name="ddp",
     title="DDP",
+    packages=("torch", "transformers"),
+    extra="huggingface",
     document="hpctrain.engines.native:NativeConfig",
     fill="hpctrain.engines.native:native_config",
     assembly="hpctrain.train.engines.native.assembly",

@@ -102,6 +102,8 @@ def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradicti
 ABILITIES = EngineAbilities(
     name="deepspeed",
     title="DeepSpeed",
+    packages=("torch", "transformers", "deepspeed"),
+    extra="deepspeed",
     document="hpctrain.engines.deepspeed:DeepSpeedConfig",
     fill="hpctrain.engines.deepspeed:deepspeed_config",
     assembly="hpctrain.train.engines.deepspeed.assembly",

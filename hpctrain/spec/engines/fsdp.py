@@ -16,6 +16,8 @@ from hpctrain.spec.engines.abilities import (
 ABILITIES = EngineAbilities(
     name="fsdp",
     title="FSDP",
+    packages=("torch", "transformers"),
+    extra="huggingface",
     document="hpctrain.engines.native:NativeConfig",
     fill="hpctrain.engines.native:native_config",
     assembly="hpctrain.train.engines.native.assembly",

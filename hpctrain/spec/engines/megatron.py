@@ -91,6 +91,8 @@ def with_fp8_recipe(engine: EngineSpec, recipe: Fp8Recipe) -> EngineSpec:
 ABILITIES = EngineAbilities(
     name="megatron",
     title="megatron-core",
+    packages=("torch", "megatron.core"),
+    extra="megatron",
     document="hpctrain.engines.megatron:MegatronConfig",
     fill="hpctrain.engines.megatron:megatron_config",
     assembly="hpctrain.train.engines.megatron.assembly",

@@ -183,6 +183,7 @@ def profiler_arguments(steps: tuple[int, ...]) -> str:
 ABILITIES = EngineAbilities(
     name="megatron-lm",
     title="an external Megatron-LM",
+    packages=("torch",),
     document="hpctrain.engines.megatron_lm:MegatronLmConfig",
     fill="hpctrain.engines.megatron_lm:megatron_lm_config",
     program="hpctrain.train.engines.megatron_lm.program",

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator
 from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.document import Document
+from hpctrain.spec.notify import NotifySpec
 from hpctrain.spec.profile.hardware import (
     FilesystemProfile,
     GpuProfile,
@@ -63,10 +64,19 @@ class ClusterProfile(Document):
     continuation_jobs: int = Field(
         8, ge=2, le=1000, description="singleton, array: so many jobs are submitted at once"
     )
+    run_access: Literal["private", "group", "group-control"] = Field(
+        "private",
+        description="Who may read run directories: their user (private), or also the group of the "
+        "directory of runs, such as a project's (group). With group-control its members may save, "
+        "stop and hold the runs, too",
+    )
     speed_check: Literal["off", "report", "exclude"] | None = Field(
         None,
         description="What `supervise.speed_check.mode: auto` means here; absent: report, or off "
         "where GPUs are emulated. `locked: [supervise.speed_check.mode]` forces it",
+    )
+    notify: NotifySpec | None = Field(
+        None, description="Whom runs tell about their events when a spec does not say otherwise"
     )
     limits: LimitsProfile = LimitsProfile()
     prices: PriceProfile | None = Field(None, description="Absent: no costs are printed")

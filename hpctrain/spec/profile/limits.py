@@ -76,6 +76,12 @@ class ReliabilityProfile(Document):
     restart: Duration = Field(
         Duration(600), description="From a failure to the first new step, without queueing"
     )
+    repair: Duration | None = Field(
+        None,
+        gt=0,
+        description="From the loss of a node until it works again, for which a run on all nodes "
+        "waits; absent: a day is assumed",
+    )
     preemption_mtbf: Duration | None = Field(
         None, gt=0, description="Mean time between preemptions of one job on preemptible nodes"
     )

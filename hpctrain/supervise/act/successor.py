@@ -3,7 +3,7 @@
 A chain grows while it runs: each job submits the next one. Singletons and the elements of an array
 are all submitted at once, and here only cancelled. Belongs here: submitting, telling apart and
 cancelling the jobs of one run from inside one of them. Does not belong here: deciding to continue
-(`policy`), or the first submission (`hpctrain.actions.submit`).
+(`policy`), the first submission (`hpctrain.actions.job_submission`).
 """
 
 from __future__ import annotations

@@ -296,7 +296,7 @@ class LaunchWatch:
                     return
                 if event.event is EventKind.LAUNCH_STARTED:
                     break
-            user, reason = request.owner or None, request.words or None
+            user, reason = request.owner or None, request.reason or None
             self.context.note(EventKind.CONTROL, action=request.kind, user=user, reason=reason)
 
         if not self._stop_requested:

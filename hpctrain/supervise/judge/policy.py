@@ -231,7 +231,7 @@ def _leave_to_next_attempt(
     if situation.followed:
         reason = verdict.followed_by(f"the next job of the {chain} resumes")
         return _avoiding(Action(ActionKind.LEAVE, reason), situation, config)
-    decision = f"no job of the {chain} is left: `hpctrain resubmit` goes on"
+    decision = f"no job of the {chain} is left: `hpctrain resume` goes on"
     return Action(ActionKind.LEAVE, verdict.followed_by(decision, "; "), STOPPED_EXIT_CODE)
 
 

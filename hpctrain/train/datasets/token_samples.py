@@ -29,7 +29,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from hpctrain.engines.training import TrainConfig  # noqa: E402
 from hpctrain.errors import InvalidInputError, Problem  # noqa: E402
 from hpctrain.store.datasets import idx_path  # noqa: E402
-from hpctrain.store.shares import HINT, parts_without_documents  # noqa: E402
+from hpctrain.store.shares import EVALUATE_NOTHING, parts_without_documents  # noqa: E402
 from hpctrain.train.datasets.batches import Microbatch  # noqa: E402
 from hpctrain.train.datasets.index_cache import complete_files  # noqa: E402
 from hpctrain.train.datasets.sample_rows import check_vocabulary  # noqa: E402
@@ -152,7 +152,7 @@ def reading_copies(copies: Mapping[str, str]) -> Iterator[None]:
 
 def _empty(part: str, config: TrainConfig, what: str = "no documents") -> InvalidInputError:
     message = f"data_split {config.data_split} leaves {what} for {part}"
-    return InvalidInputError([Problem(message, hint=HINT)])
+    return InvalidInputError([Problem(message, hint=EVALUATE_NOTHING)])
 
 
 def dataset_settings(config: TrainConfig, cache: Path) -> GPTDatasetConfig:

@@ -31,6 +31,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.engine import Form, Position
 from hpctrain.train.job import Job
+from hpctrain.train.saving.evaluated_checkpoints import steps_to_evaluate
 from hpctrain.train.saving.save_problem import SaveProblem, SaveProblemKind
 from hpctrain.train.step_agreement import WriterState
 from hpctrain.train.storage import fence_of, outlast, stale_or
@@ -115,13 +116,14 @@ class Publisher:
     def _retire_old(self) -> None:
         """Delete old checkpoints, unless an earlier deletion is still running.
 
-        Kept are those pinned by the launcher, and the last one before each range of skipped data.
+        Kept are those pinned by the launcher, those that are still to be evaluated, and the last
+        one before each range of skipped data.
         """
         if not self._retiring.acquire(blocking=False):
             return
         try:
             config, root = self._job.config, self._job.run.checkpoints
-            pinned = set(self._job.launch.pinned_steps)
+            pinned = set(self._job.launch.pinned_steps) | steps_to_evaluate(self._job.run)
             if self._skips.skips:
                 steps = published_steps(root)
                 manifests = [read_manifest(root / checkpoint_name(step)) for step in steps]

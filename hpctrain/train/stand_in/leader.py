@@ -44,6 +44,7 @@ from hpctrain.train.entry import Ending, mark_done
 from hpctrain.train.faults import BadCheckpointError
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.report import Reporter, StepResult
+from hpctrain.train.saving.evaluated_checkpoints import steps_to_evaluate
 from hpctrain.train.saving.save_interval import SaveInterval
 from hpctrain.train.stacks import open_stack_dump
 from hpctrain.train.stand_in.failing import record_failures
@@ -266,7 +267,7 @@ class Leader:
         )
         self._interval.published(record)
         self._reporter.published(record)
-        config, pinned = job.config, set(job.launch.pinned_steps)
+        config, pinned = job.config, job.launch.pinned_steps | steps_to_evaluate(job.run)
         remove_rank_digests(root / checkpoint_name(step))
         self._retention.retire(config.keep_checkpoints, config.keep_every_steps, pinned)
         self._reporter.phase("training")

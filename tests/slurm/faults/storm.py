@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from oracle import EVALUATE_EVERY_STEPS
-from rehearsal import SAVE_EVERY_STEPS, PlannedFault
+from rehearsal import MADE_UP, SAVE_EVERY_STEPS, PlannedFault
 from strikes import BY_NAME, CANCELS, STRIKES, After, Strike
 from survival import newest_verified
 from targets import DeedKind, Field, Row, Target
@@ -227,7 +227,12 @@ class _Passage:
                 PlannedFault(epoch=0, rank=1, step=one.step + 2, do="await_word", text=str(number))
                 for number, one in enumerate(ordeal.chosen)
             ]
-        words = (f"name={ordeal.name}", f"budget.steps={self.steps}", *EVALUATIONS, *PATIENT)
+        words = (
+            f"name={ordeal.name}",
+            f"budget.steps={self.steps}",
+            MADE_UP,
+            *(*EVALUATIONS, *PATIENT),
+        )
         with self.field.with_controller():
             rehearsal = self.field.stage.start(*words, *self.overrides, planned=planned)
         self.fate.target = Target(self.field, rehearsal, random.Random(ordeal.seed), planned)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from another_user import another_user_attending
 from other_cluster import OtherCluster
-from rehearsal import Stage
+from rehearsal import MADE_UP, Stage
 from storm import EVALUATIONS, draw, rage, steps_for
 from storm_report import conclude
 from storm_witness import Witness
@@ -25,7 +25,7 @@ _COUNT, _RUNS, _GAP_STEPS = 10, 2, 9
 @pytest.fixture(scope="module")
 def evaluated(stage: Stage) -> RunFiles:
     """The undisturbed run of a storm; it evaluates, which changes nothing of what is trained."""
-    rehearsal = stage.start("name=evaluated", f"budget.steps={_steps()}", *EVALUATIONS)
+    rehearsal = stage.start("name=evaluated", f"budget.steps={_steps()}", MADE_UP, *EVALUATIONS)
     row = rehearsal.wait_till_over()
     assert row.state is RunState.DONE, rehearsal.logs()
     return rehearsal.run

@@ -28,11 +28,12 @@ from survival import Fault, Survival
 
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.control import resume, stop
+from hpctrain.actions.job_submission import resubmit
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.runs import RunFiles, all_runs
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
-from hpctrain.actions.submit import resubmit, submit
+from hpctrain.actions.submit import submit
 from hpctrain.actions.watch import watch
 from hpctrain.errors import SlurmUnreachableError, UsageError
 from hpctrain.sandbox import faults

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import shutil
-import struct
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from damaged_checkpoints import vouch
 from rehearsal import STEPS, PlannedFault, Rehearsal, Stage, held
 from slurm_settings import long_kill_wait
 from survival import Fault, Survival, flip_a_byte
+from token_files import write_tokens
 
 from hpctrain.actions import control
 from hpctrain.actions.acceptances import Acceptance
@@ -209,15 +208,3 @@ def go_on(rehearsal: Rehearsal, acceptance: Acceptance | None = None) -> None:
     )
     assert answer.job_id is not None
     rehearsal.job_id = answer.job_id
-
-
-def write_tokens(prefix: Path, seed: int = 1) -> None:
-    """Megatron's pair of files (megatron/core/datasets/indexed_dataset.py, _IndexWriter)."""
-    documents, length, dice = 50, 1000, random.Random(seed)
-    tokens = [dice.randrange(255) for _ in range(documents * length)]
-    prefix.with_suffix(".bin").write_bytes(struct.pack(f"<{len(tokens)}H", *tokens))
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1)
-    sizes = struct.pack(f"<{documents}i", *[length] * documents)
-    places = struct.pack(f"<{documents}q", *(2 * length * n for n in range(documents)))
-    ends = struct.pack(f"<{documents + 1}q", *range(documents + 1))
-    prefix.with_suffix(".idx").write_bytes(head + sizes + places + ends)

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, published, said
+from token_files import write_tokens
 
 from hpctrain.actions import control
 from hpctrain.actions.acceptances import Acceptance, accept
 from hpctrain.actions.data_records import identity_of, record_data
 from hpctrain.actions.describe import request_history
 from hpctrain.actions.prepare import prepare
+from hpctrain.actions.run_directory import write_run_directory
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.submit import submit, write_run_directory
+from hpctrain.actions.submit import submit
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError, UsageError
 from hpctrain.slurm.fake import FakeSlurm
@@ -113,8 +115,8 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFiles:
     """A run of the tiny example on a dataset of a few bytes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    for name in ("text.bin", "text.idx", "tokenizer.json"):
-        (tmp_path / "data" / name).write_text(name)
+    write_tokens(tmp_path / "data/text")
+    (tmp_path / "data/tokenizer.json").write_text("{}")
     prepared = prepare(ROOT / "examples/gpt-tiny.yaml", "sandbox", runs=tmp_path / "runs")
     run = RunFiles(write_run_directory(prepared, tmp_path / "runs"))
     record_data(run.layout)
@@ -126,8 +128,8 @@ def test_what_a_run_reads_is_recorded_at_submission(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    for name in ("text.bin", "text.idx", "tokenizer.json"):
-        (tmp_path / "data" / name).write_text(name)
+    write_tokens(tmp_path / "data/text")
+    (tmp_path / "data/tokenizer.json").write_text("{}")
     prepared = prepare(ROOT / "examples/gpt-tiny.yaml", "sandbox", runs=tmp_path / "runs")
     submitted = submit(prepared, tmp_path / "runs", FakeSlurm())  # type: ignore[arg-type]
     identity = read_identity(submitted.directory / "data.json")
@@ -139,7 +141,8 @@ def test_what_a_run_reads_is_recorded_at_submission(
 
 def test_accepted_data_are_recorded_anew(trained: RunFiles) -> None:
     (trained.layout.data_cache / "indexes").mkdir(parents=True)
-    (Path.cwd() / "data/text.idx").write_text("TEXT.idx")
+    index = Path.cwd() / "data/text.idx"
+    index.write_bytes(index.read_bytes()[::-1])
     words = accept(trained, DATA, "typos corrected")
     assert "continues with changed data" in words[0] and "text.idx" in words[0]
     (event,) = [e for e in trained.ledger.events() if e.event is EventKind.DATA_ACCEPTED]

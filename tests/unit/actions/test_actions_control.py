@@ -14,10 +14,10 @@ from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, publ
 from hpctrain.actions import control
 from hpctrain.actions.control import ControlResult
 from hpctrain.actions.describe import request_history
+from hpctrain.actions.job_submission import resubmit
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
-from hpctrain.actions.submit import resubmit
 from hpctrain.errors import RunFailedError, SlurmRefusedError, SlurmUnreachableError, UsageError
 from hpctrain.plan.planner import make_plan
 from hpctrain.slurm.fake import FakeSlurm

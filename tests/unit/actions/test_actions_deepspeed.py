@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.actions.elastic_sizes import smaller_sizes
 from hpctrain.actions.prepare import Prepared, load_knowledge, prepare
-from hpctrain.actions.submit import write_run_directory
+from hpctrain.actions.run_directory import write_run_directory
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.errors import InvalidInputError
 

@@ -16,12 +16,12 @@ from hpctrain.actions.bitwise import compare_runs
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.control import hold, resume, stop
 from hpctrain.actions.describe import describe
+from hpctrain.actions.job_submission import resubmit
 from hpctrain.actions.logs import LogPart, attempt_directories, follow, job_logs, rank_logs
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import all_runs, find_run, new_run_id, runs_directory
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
-from hpctrain.actions.submit import resubmit
 from hpctrain.errors import NoSuchRunError, SlurmUnreachableError, UsageError
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 from fabricated_runs import SUBMITTED, fabricate
+from token_files import write_tokens
 
+from hpctrain.actions.job_submission import resubmit
 from hpctrain.actions.prepare import Prepared, load_inputs, prepare
 from hpctrain.actions.profiles import profile_search_path
+from hpctrain.actions.run_directory import write_run_directory
 from hpctrain.actions.runs import RunFiles, all_runs
-from hpctrain.actions.submit import check, resubmit, submit, write_run_directory
+from hpctrain.actions.submit import check, submit
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import (
     InvalidInputError,
@@ -38,11 +41,11 @@ TINY = ROOT / "examples/gpt-tiny.yaml"
 
 @pytest.fixture
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
-    """The tiny example, ready, with empty data files."""
+    """The tiny example, ready, with a dataset."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    for name in ("text.bin", "text.idx", "tokenizer.json"):
-        (tmp_path / "data" / name).touch()
+    write_tokens(tmp_path / "data/text")
+    (tmp_path / "data/tokenizer.json").touch()
     return prepare(TINY, "sandbox", runs=tmp_path / "runs")
 
 
@@ -68,7 +71,7 @@ def test_the_run_directory_is_complete_before_sbatch(prepared: Prepared, tmp_pat
     slurm = Looking()
     submitted = submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
     documents = {"spec.yaml", "profile.yaml", "plan.json", "train.json", "supervise.json"}
-    directories = {"control", "epochs", "exits", "logs", "stacks", "checkpoints"}
+    directories = {"control", "epochs", "exits", "logs", "stacks", "checkpoints", "software"}
     documents |= {"signatures.json", "job.sbatch", "ledger.jsonl", "data.json"}
     assert slurm.seen == documents | directories
     assert slurm.ledger == [EventKind.RENDERED, EventKind.SUBMITTING]
@@ -99,16 +102,20 @@ def test_the_run_directory_is_private(prepared: Prepared, tmp_path: Path) -> Non
 
 
 def test_refused_by_slurm(prepared: Prepared, tmp_path: Path) -> None:
-    slurm = FakeSlurm()
+    """Nobody looks for a run that never was; one that Slurm refuses later keeps its history."""
+    slurm, runs = FakeSlurm(), tmp_path / "runs"
     slurm.refusal = "Invalid account"
     with pytest.raises(SlurmRefusedError, match="Invalid account"):
-        submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
-    run = RunFiles(RunLayout(tmp_path / "runs" / prepared.run_id))
-    assert run.layout.script.read_text() == prepared.script, "the directory stays"
+        submit(prepared, runs, slurm)  # type: ignore[arg-type]
+    assert list(runs.iterdir()) == []
+    slurm.refusal = ""
+    run = RunFiles(RunLayout(submit(prepared, runs, slurm).directory))  # type: ignore[arg-type]
+    slurm.records.clear()
+    slurm.refusal = "Invalid account"
+    with pytest.raises(SlurmRefusedError, match="Invalid account"):
+        resubmit(run, slurm)  # type: ignore[arg-type]
     last = run.ledger.events()[-1]
     assert (last.event, last.reason) == (EventKind.SUBMIT_FAILED, "Invalid account")
-    slurm.refusal = ""
-    assert resubmit(run, slurm).job_id == 1  # type: ignore[arg-type]
 
 
 def test_an_older_slurm_without_segments(prepared: Prepared, tmp_path: Path) -> None:

@@ -301,3 +301,34 @@ def test_a_stopped_run_is_foreseen_as_it_will_be_resumed(tmp_path: Path) -> None
     _, _, running = explain(tmp_path / "2", STARTED, *spent, launch(20, 2))
     (crashes,) = [one for one in running.foresight if Cause.CRASH in one.causes]
     assert crashes.action == "stop", crashes
+
+
+def test_a_lost_attempt_is_not_explained_by_what_was_done_about_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    """A node died under the second attempt; the requeue in the ledger is that of the first."""
+    attempt = dict(job_id=1, nodes="n0")
+    run = fabricate(
+        tmp_path,
+        entries=[
+            *SUBMITTED,
+            said(EventKind.ATTEMPT_STARTED, restart_count=0, **attempt),
+            launch(),
+            crash(cause="preempted"),
+            said(EventKind.ACTION, job_id=1, restart_count=0, action="requeue", reason="preempted"),
+            said(EventKind.ATTEMPT_STARTED, restart_count=1, **attempt),
+            launch(epoch=2),
+            said(EventKind.ATTEMPT_STARTED, restart_count=2, **attempt),
+            said(
+                EventKind.ATTEMPT_LOST,
+                job_id=1,
+                restart_count=1,
+                cause="node_failure",
+                reason="n0 went down",
+            ),
+        ],
+    )
+    told = why(run, FakeSlurm(), now=NOW)  # type: ignore[arg-type]
+    assert told.ended is not None and told.ended.cause == "node_failure"
+    assert told.action is None
+    assert not [line for line in why_lines(told, NOW) if line.startswith("Done")]

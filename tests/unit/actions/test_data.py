@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 import subprocess
 import sys
-from array import array
 from pathlib import Path
 
 import pytest
+from token_files import write_pair
 
 from hpctrain.actions.data import (
     DatasetDescription,
@@ -22,17 +21,6 @@ from hpctrain.actions.data import (
 )
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
 from hpctrain.store.datasets import SamplesSidecar
-
-
-def write_pair(prefix: Path, lengths: list[int], boundaries: list[int], *, dtype: int = 8) -> None:
-    """A .bin/.idx pair as megatron/core/datasets/indexed_dataset.py lays it out."""
-    token_bytes = {4: 4, 8: 2}[dtype]
-    offsets = [sum(lengths[:index]) * token_bytes for index in range(len(lengths))]
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, dtype, len(lengths), len(boundaries))
-    arrays = array("i", lengths), array("q", offsets), array("q", boundaries)
-    idx = head + b"".join(one.tobytes() for one in arrays)
-    prefix.with_name(prefix.name + ".idx").write_bytes(idx)
-    prefix.with_name(prefix.name + ".bin").write_bytes(bytes(sum(lengths) * token_bytes))
 
 
 @pytest.mark.parametrize(("dtype", "name", "token_bytes"), [(8, "uint16", 2), (4, "int32", 4)])

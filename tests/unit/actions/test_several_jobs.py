@@ -11,12 +11,13 @@ from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, Said, ended, fabricate
 
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.describe import describe
+from hpctrain.actions.job_submission import resubmit
 from hpctrain.actions.logs import attempt_directories, job_logs
 from hpctrain.actions.prepare import Prepared, prepare
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState, counted
 from hpctrain.actions.status import RunStatus, statuses
-from hpctrain.actions.submit import check, resubmit, submit
+from hpctrain.actions.submit import check, submit
 from hpctrain.errors import SlurmRefusedError, UsageError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm

@@ -81,6 +81,19 @@ def test_an_absent_directory(tmp_path: Path) -> None:
     assert f"--local-dir {tmp_path / 'nowhere'}" in hint and "on a node with internet" in hint
 
 
+def test_a_slip_of_the_pen_is_answered_with_the_directory_beside(tmp_path: Path) -> None:
+    complete(tmp_path / "llama-2-7b")
+    with pytest.raises(InvalidInputError) as refused:
+        open_staged(tmp_path / "lama-2-7b")
+    hint = refused.value.problems[0].hint
+    assert hint is not None and hint.startswith(
+        f"did you mean {tmp_path}/llama-2-7b? Else stage it"
+    )
+    with pytest.raises(InvalidInputError) as refused:
+        open_staged(tmp_path / "gpt")
+    assert "did you mean" not in str(refused.value.problems[0].hint)
+
+
 def test_each_engine_has_its_kind(tmp_path: Path) -> None:
     directory = complete(tmp_path / "gpt2")
     with pytest.raises(InvalidInputError, match="megatron-core cannot start from"):

@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
-from command_line import hpctrain
+from command_line import hpctrain, on_terminal
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate
+from token_files import write_tokens
 
+from hpctrain.cli.failures import EXTRAS
 from hpctrain.cli.main import cli
 from hpctrain.cli.output import json_out
 from hpctrain.errors import (
@@ -26,6 +29,7 @@ from hpctrain.errors import (
     InvalidInputError,
     LimitError,
     NoSuchRunError,
+    NotConfirmedError,
     Problem,
     RunFailedError,
     SlurmRefusedError,
@@ -44,11 +48,11 @@ GPT175B = ["--profile", "a100x64", "examples/gpt175b.yaml"]
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the examples and the data of the tiny one (empty files)."""
+    """A directory with the examples and the data of the tiny one."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "data").mkdir()
-    for name in ("text.bin", "text.idx", "tokenizer.json"):
-        (tmp_path / "data" / name).touch()
+    write_tokens(tmp_path / "data/text")
+    (tmp_path / "data/tokenizer.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -149,6 +153,55 @@ def test_exit_codes(
     assert outcome.stdout == "" and outcome.stderr
     wanted = debug and isinstance(error, Exception) and not isinstance(error, EOFError)
     assert ("Traceback" in outcome.stderr) == wanted
+
+
+ENVIRONMENT = [
+    (ModuleNotFoundError("x", name="matplotlib.pyplot"), 2, "pip install 'hpctrain[plots]'"),
+    (ModuleNotFoundError("x", name="hpctrain.nothing"), 1, "a bug of hpctrain"),
+    (MemoryError(), 7, "enough memory"),
+    (PermissionError(13, "Permission denied", "/a/b"), 7, "/a/b: Permission denied"),
+    (NotConfirmedError("nothing was done"), 8, "nothing was done"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "words"), ENVIRONMENT, ids=str)
+def test_what_the_machine_lacks_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, words: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("hpctrain.actions.runs.all_runs", fail)
+    outcome = hpctrain("status")
+    assert outcome.exit_code == code and words in outcome.stderr, outcome.stderr
+    assert ("a bug" in outcome.stderr) == (code == 1)
+
+
+def test_extras_are_those_of_the_package() -> None:
+    """The extra that a message names installs the package that is missing."""
+    text = (ROOT / "pyproject.toml").read_text()
+    offered = tomllib.loads(text)["project"]["optional-dependencies"]
+    distributions = {"PIL": "pillow", "sklearn": "scikit-learn", "megatron": "megatron-core"}
+    for name, extra in EXTRAS.items():
+        wanted = distributions.get(name, name)
+        assert any(re.split(r"[><=\[]", one)[0] == wanted for one in offered[extra]), name
+
+
+@pytest.mark.parametrize(("stdout", "code"), [(">/dev/full", 7), (">&-", 0)])
+def test_an_output_that_takes_nothing(stdout: str, code: int) -> None:
+    command = f'exec "$0" -c "$1" profiles {stdout}'
+    done = subprocess.run(
+        ["sh", "-c", command, *(PROGRAM[0], PROGRAM[2])], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code, done.stderr
+    assert "a bug" not in done.stderr and "Exception ignored" not in done.stderr
+    assert ("No space left on device" in done.stderr) == (code == 7)
+
+
+def test_a_no_is_no_interruption(here: Path, slurm: FakeSlurm) -> None:
+    shown = on_terminal(80, "submit", *TINY, typed="n\n")
+    assert "[y/N]" in shown and "nothing was done" in shown and "interrupted" not in shown
+    assert shown.endswith("exit code 8\n") and not (here / "runs").exists()
 
 
 def test_every_line_of_a_message_is_marked() -> None:
@@ -271,7 +324,8 @@ def test_values_of_inherited_variables_are_written_nowhere(
     outcome = hpctrain("submit", *TINY, "--set", setting, "-y", "--json")
     assert outcome.exit_code == 0, outcome.transcript()
     run = here / "runs" / json.loads(outcome.stdout)["submitted"]["run_id"]
-    texts = {path: path.read_text() for path in run.rglob("*") if path.is_file()}
+    # the code of hpctrain is an archive
+    texts = {path: path.read_text(errors="replace") for path in run.rglob("*") if path.is_file()}
     assert {"job.sbatch", "spec.yaml", "ledger.jsonl"} <= {path.name for path in texts}
     assert "WANDB_API_KEY" in texts[run / "job.sbatch"]
     everything = "\n".join((*texts.values(), *slurm.scripts.values(), outcome.transcript()))
@@ -284,7 +338,7 @@ def test_refused_by_slurm(here: Path) -> None:
     process = start("submit", *TINY, "-y", environment=environment)
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 5 and stdout == "" and words in stderr
-    assert hpctrain("status", "-a", "--json").stdout.count("NOT SUBMITTED") == 1
+    assert not list((here / "runs").iterdir()), "a submission that was refused is no run"
 
 
 def test_everything_but_slurm_works_without_slurm(here: Path) -> None:
@@ -333,7 +387,7 @@ def test_options_that_would_be_ignored_are_refused(here: Path) -> None:
 # -- a terminal ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 130), ("\x04", 130)])
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 8), ("\x04", 130)])
 def test_the_question_on_a_terminal(here: Path, answer: str, code: int) -> None:
     """Yes, no, and Ctrl-D, typed on a real pseudo terminal."""
     environment = stub_sbatch(here)
@@ -414,9 +468,9 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
     fabricate(here / "runs", "gpt-tiny-7f3a", stopped, steps=3)
     examples = {
         "plan": GPT175B,
+        "validate": TINY,
         "footprint": GPT175B,
         "submit": [*TINY, "-y"],
-        "resubmit": ["gpt-tiny-7f3a", "-y"],
         "status": ["-a"],
         "describe": ["gpt-tiny-7f3a"],
         "diagnose": ["gpt-tiny-7f3a"],
@@ -430,19 +484,35 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
         "compare": [*TINY, "--engines", "ddp,fsdp", "--predict"],
         "scale": [*TINY, "--gpus", "1,2", "--set", "parallel=auto", "--predict"],
     }
-    # tests/unit/actions/test_data.py, tests/unit/actions/test_calibrate.py, tests/engines,
-    # test_cli_site.py
+    # tests/unit/actions: test_data.py, test_calibrate.py, test_actions_notify.py, test_sweep.py;
+    # tests/engines, test_cli_site.py
     elsewhere = {"data prepare", "data show", "data verify", "calibrate", "convert"}
-    elsewhere |= {"profile check", "doctor"}
+    elsewhere |= {"profile check", "doctor", "notify", "sweep submit", "sweep status"}
     assert set(json_commands()) == examples.keys() | elsewhere
     for command, arguments in examples.items():
         outcome = hpctrain(command, *arguments, "--json")
         assert outcome.exit_code == 0, outcome.transcript()
         document = json.loads(outcome.stdout, parse_constant=pytest.fail)
-        more = {"forecast", "spot"} if command == "plan" else set()
+        more = {"forecast", "advice", "spot"} if command == "plan" else set()
         assert document["schema_version"] == 1 and len(document) == 2 + len(more), document.keys()
         assert more <= document.keys()
     assert len(json.loads(hpctrain("profiles", "--json").stdout)["profiles"]) == 6
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "hpctrain" in done.stdout
+
+
+def test_a_broken_profile_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bad.yaml").write_text("x: [")
+    monkeypatch.setenv("HPCTRAIN_PROFILE_PATH", f"{tmp_path}:{tmp_path}/none")
+    done = hpctrain("profiles")
+    assert done.exit_code == 0 and "a100x64" in done.stdout
+    assert f"warning: {tmp_path}/bad.yaml:1:5: not valid YAML" in done.stderr
+    assert f"warning: {tmp_path}/none in $HPCTRAIN_PROFILE_PATH is no directory" in done.stderr
 
 
 def test_status_waits_and_fails_with_the_run(

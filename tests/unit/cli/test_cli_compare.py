@@ -119,8 +119,8 @@ def test_exit_codes(slurm: FakeSlurm) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("compare", "tiny.yaml", "--engines", "ddp"), "Missing --profile"),
-        (("compare", "tiny.yaml", "-p", "sandbox"), "Missing what to compare"),
+        (("compare", "tiny.yaml", "--engines", "ddp"), "a spec needs a cluster: --profile"),
+        (("compare", "tiny.yaml", "-p", "sandbox"), "say what to compare: --engines or --variant"),
         (("compare", "tiny.yaml", "-p", "sandbox", "--engines", "ddq"), "did you mean `ddp`?"),
         (("scale", "tiny.yaml", "-p", "sandbox", "--gpus", "1,x"), "no list of GPU counts"),
         (NEW, "no terminal to ask on"),

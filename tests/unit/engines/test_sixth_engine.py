@@ -15,7 +15,7 @@ from toy_engine import ABILITIES as TOY
 from toy_engine_document import ToyConfig
 
 from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.actions.submit import write_run_directory
+from hpctrain.actions.run_directory import write_run_directory
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
 from hpctrain.comparison.variants import engine_overrides
 from hpctrain.engines.documents import parse_train_config

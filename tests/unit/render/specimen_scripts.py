@@ -18,6 +18,15 @@ PROFILE = load_profile(find_profile("sandbox")).document
 PYTHON = "/opt/hpctrain/bin/python3"
 
 
+def make_run_directory(directory: Path) -> None:
+    """What a script that is run here finds of its run: an archive of code, with nothing in it."""
+    kept = directory / "software"
+    kept.mkdir(exist_ok=True)
+    (kept / "kept.zip").touch()
+    (kept / "current").unlink(missing_ok=True)
+    (kept / "current").symlink_to("kept.zip")
+
+
 def with_values(
     section: dict[str, dict[str, object]], document: RunSpec | ClusterProfile
 ) -> RunSpec | ClusterProfile:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from specimen_scripts import PROFILE, SPEC, profile_with, render, spec_with
+from specimen_scripts import PROFILE, SPEC, make_run_directory, profile_with, render, spec_with
 from stand_ins import python_program
 
 from hpctrain.render.containers import container_problems, run_container
@@ -36,6 +36,7 @@ def arguments(directory: Path, container: dict[str, object], **variables: str) -
 
 
 def arguments_of(directory: Path, script: str, **variables: str) -> list[str]:
+    make_run_directory(directory)
     (directory / "job.sbatch").write_text(script)
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", **variables}
     done = subprocess.run(

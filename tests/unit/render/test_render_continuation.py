@@ -35,7 +35,7 @@ MODES = {
         {"--no-requeue", "--array=1-5%1", "--output=logs/slurm-%A_%a.out"},
         "an array of 5 jobs",
     ),
-    "none": ({"--no-requeue", "--output=logs/slurm-%j.out"}, "`hpctrain resubmit` goes on"),
+    "none": ({"--no-requeue", "--output=logs/slurm-%j.out"}, "`hpctrain resume` goes on"),
 }
 
 

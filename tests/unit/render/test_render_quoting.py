@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specimen_scripts import PROFILE, SPEC, profile_with, render, spec_with
+from specimen_scripts import PROFILE, SPEC, make_run_directory, profile_with, render, spec_with
 from stand_ins import python_program
 
 from hpctrain.errors import InvalidInputError
@@ -63,6 +63,7 @@ print(json.dumps(sys.argv[1:]), file=open("modules.jsonl", "a"))
 def run_script(directory: Path, script: str) -> dict[str, Any]:
     """Run it as Slurm would, and return what the interpreter has seen."""
     python_program(directory / "bin/module", MODULE_STUB)
+    make_run_directory(directory)
     (directory / "job.sbatch").write_text(script)
     environment = {
         "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",

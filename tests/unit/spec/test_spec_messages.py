@@ -20,10 +20,11 @@ WRONG_VALUES = [
     ("name: tiny", "name: tiny\ntp: 8", [
         "2:1: `tp`: unknown key | did you mean `parallel.tp`?"]),
     ("name: tiny", "name: tiny\nzzz: 8", [
-        "2:1: `zzz`: unknown key | known here: activation_offload_layers, batch, budget, "
+        "2:1: `zzz`: unknown key | known here: activation_offload_layers, after, batch, budget, "
         "checkpoint, container, data, engine, environment, evaluation, launcher, logging, lora, "
-        "model, name, optimizer, parallel, precision, profile, recompute, recompute_layers, "
-        "recompute_modules, resources, schedule, seed, supervise, task"]),
+        "model, name, notify, optimizer, parallel, precision, profile, recompute, "
+        "recompute_layers, recompute_modules, resources, schedule, seed, supervise, task, "
+        "tracking"]),
     ("name: tiny", "name: tiny\nlauncher: torchrum", [
         "2:11: `launcher`: expected `srun` or `torchrun`, got `torchrum`"
         " | did you mean `torchrun`?"]),
@@ -205,6 +206,14 @@ def test_missing_file_names_similar_ones(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="no such file") as caught:
         load_run_spec(tmp_path / "gpt157b.yaml")
     assert caught.value.problems[0].hint == "did you mean `gpt175b.yaml`?"
+
+
+def test_a_path_of_an_example_is_answered_with_the_command_that_writes_it(tmp_path: Path) -> None:
+    """`--help` names examples/gpt175b.yaml, which people with a wheel do not have."""
+    with pytest.raises(Exception, match="no such file") as caught:
+        load_run_spec(tmp_path / "examples" / "gpt175b.yaml")
+    hint = caught.value.problems[0].hint
+    assert hint == "`hpctrain examples gpt175b > gpt175b.yaml` writes the example of that name"
 
 
 def test_directory_and_missing_directory(tmp_path: Path) -> None:

@@ -165,7 +165,9 @@ def test_images_need_steps_and_an_engine_that_knows_them(tmp_path: Path, family:
 
 
 def test_schema_lets_editors_leave_out_what_follows_from_the_family() -> None:
-    schema = json.loads(json_schema("spec"))["$defs"]["ModelSpec"]
+    """A preset needs nothing else."""
+    preset, schema = json.loads(json_schema("spec"))["$defs"]["ModelSpec"]["anyOf"]
+    assert preset == {"required": ["preset"]}
     assert schema["required"] == ["layers", "vocab"]
     by_family = {
         tuple(rule["if"]["properties"]["family"]["enum"]): rule["else"]["required"]

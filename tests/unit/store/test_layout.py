@@ -19,7 +19,7 @@ def test_a_new_run_directory_is_private(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     directories = [run.directory, *run.directory.iterdir()]
-    assert len(directories) == 7
+    assert len(directories) == 8
     assert {stat.S_IMODE(path.stat().st_mode) for path in directories} == {0o700}
 
 

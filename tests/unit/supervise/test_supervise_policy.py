@@ -347,7 +347,7 @@ def test_the_last_job_of_a_chain_does_not_leave_as_if_all_were_well(name: str) -
     alone = replace(GONE, followed=False)
     action = first(Cause.TIME_LIMIT, alone, site(name))
     assert (action.kind, action.exit_code) == (ActionKind.LEAVE, 1)
-    assert "no job of the" in action.reason and "hpctrain resubmit" in action.reason
+    assert "no job of the" in action.reason and "hpctrain resume" in action.reason
 
 
 @pytest.mark.parametrize(

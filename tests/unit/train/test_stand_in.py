@@ -16,7 +16,7 @@ import pytest
 from trainer_contract import assert_done, assert_yielded
 
 from hpctrain.actions.prepare import prepare
-from hpctrain.actions.submit import write_run_directory
+from hpctrain.actions.run_directory import write_run_directory
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.train_json import train_config_of

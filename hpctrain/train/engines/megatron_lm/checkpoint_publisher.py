@@ -42,6 +42,7 @@ from hpctrain.store.run_records import SaveRecord
 from hpctrain.train.engines.megatron_lm.log_lines import read_save_begun, read_save_done
 from hpctrain.train.job import Job
 from hpctrain.train.report import RecordFile
+from hpctrain.train.saving.evaluated_checkpoints import steps_to_evaluate
 from hpctrain.train.storage import fence_of, outlast, stale_or
 
 # torch's file_system writer names a rank's files `__RANK_NUMBER.distcp`.
@@ -208,7 +209,10 @@ class CheckpointPublisher:
             if earlier is not None:
                 earlier.join()
             remove_rank_digests(self._root / checkpoint_name(step))
-            pinned = launch.pinned_steps
+            try:
+                pinned = launch.pinned_steps | steps_to_evaluate(run)
+            except OSError:
+                return  # left to the next checkpoint
             self._retention.retire(config.keep_checkpoints, config.keep_every_steps, pinned)
 
         retiring = threading.Thread(

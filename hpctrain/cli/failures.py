@@ -1,0 +1,99 @@
+"""Reports errors: what is wrong, where, and what to do, with the exit code of each kind.
+
+Belongs here: which exception a person is told how. Does not belong here: raising, finding commands
+(`main`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from hpctrain.cli.output import coloured
+from hpctrain.errors import HpctrainError, InvalidInputError
+
+_INTERRUPTED, _BUG, _USAGE, _ENVIRONMENT = 130, 1, 2, 7
+# Import name of a package that hpctrain can do without -> the extra of pyproject.toml that has it.
+EXTRAS = {
+    "torch": "megatron",
+    "megatron": "megatron",
+    "einops": "megatron",
+    "psutil": "megatron",
+    "tokenizers": "megatron",
+    "transformers": "huggingface",
+    "peft": "huggingface",
+    "safetensors": "huggingface",
+    "deepspeed": "deepspeed",
+    "PIL": "data",
+    "sklearn": "data",
+    "submitit": "data",
+    "matplotlib": "plots",
+}
+
+
+def report(error: BaseException, *, debug: bool) -> int:
+    """Tell what happened, on stderr; returns the exit code. `debug` shows the traceback."""
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return _INTERRUPTED
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    if isinstance(error, InvalidInputError):
+        hints = [problem.hint for problem in error.problems if problem.hint]
+        show([str(problem) for problem in error.problems], hints)
+        return error.exit_code
+    if isinstance(error, HpctrainError):
+        show(str(error).splitlines(), [error.hint] if error.hint else [])
+        return error.exit_code
+    return _unexpected(error)
+
+
+def _unexpected(error: BaseException) -> int:
+    """Tell apart what the machine lacks and what is a bug of hpctrain."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if name in EXTRAS:
+        hint = f"pip install 'hpctrain[{EXTRAS[name]}]'"
+        show(
+            [f"this needs the Python package {name}, which {sys.executable} does not have"], [hint]
+        )
+        return _USAGE
+    if isinstance(error, MemoryError):
+        show(["this machine has not enough memory for that"], ["`ulimit -v` shows a limit"])
+        return _ENVIRONMENT
+    if isinstance(error, OSError) and error.strerror:
+        silence_stdout()
+        where = f"{error.filename}: " if error.filename else ""
+        show([f"{where}{error.strerror}"], ["`--debug` shows during what"])
+        return _ENVIRONMENT
+    message = f"unexpected {type(error).__name__}: {error}"
+    show(
+        [message], ["this is a bug of hpctrain; run again with `--debug` and report the traceback"]
+    )
+    return _BUG
+
+
+def show(lines: list[str], hints: list[str]) -> None:
+    """Print `error: ...`, one line per problem, then the hints after a blank line."""
+    for line in lines:
+        click.echo(coloured("error: ", "red") + line, err=True)
+    if hints:
+        click.echo(err=True)
+    for hint in dict.fromkeys(hints):
+        click.echo(coloured("hint: ", "cyan") + hint, err=True)
+
+
+def silence_stdout() -> None:
+    """Print what is still buffered, or drop it where that fails: Python would complain at exit."""
+    try:
+        sys.stdout.flush()
+        return
+    except OSError:
+        descriptor = sys.stdout.fileno()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
