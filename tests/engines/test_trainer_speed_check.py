@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from deepspeed_trials import PLAIN_LLAMA, ZERO
-from throttled import throttled
+from late_products import late_products
 from trial_runs import GPT, MODULE_GPT, Trial
 
 from hpctrain.store.speed_checks import SpeedCheck, read_speed_checks
@@ -18,8 +18,8 @@ from hpctrain.train import speed_check, speed_measurements
 
 SLOW_RANK = 2
 LLAMA_MODEL = PLAIN_LLAMA["model"]
-# Ranks share the cores of a busy machine, on which one may get a tenth of another's time. A
-# throttled one gets less than a hundredth.
+# Ranks share the cores of a busy machine, on which one may get a tenth of another's time. Products
+# that begin late are a thousand times slower than those of a rank with a core of its own.
 CHECK: dict[str, Any] = dict(slow_gpu=0.05, slow_link=0.001, fabric="ethernet")
 
 
@@ -33,7 +33,7 @@ def checking(*axes: str, expected: float | None = None, **changes: Any) -> dict[
 def on_two_nodes(check: str = "0", slow: int | None = SLOW_RANK) -> Callable[[], None]:
     """A `prepare`: two ranks on each node; the products of one rank are slow.
 
-    Its messages are not: a hundred times slower ones would use up the time of the second round.
+    Its messages are not: so slow ones would use up the time of the second round.
     """
 
     def prepare() -> None:
@@ -42,7 +42,7 @@ def on_two_nodes(check: str = "0", slow: int | None = SLOW_RANK) -> Callable[[],
         real = speed_check.measure_products
 
         def measured(*given: Any) -> float:
-            with throttled() if rank == slow else nullcontext():
+            with late_products() if rank == slow else nullcontext():
                 return real(*given)
 
         speed_check.measure_products = measured

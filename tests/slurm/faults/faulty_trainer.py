@@ -184,19 +184,19 @@ def take_port(fault: Fault) -> None:
 
 
 def compute_slowly(fault: Fault) -> None:
-    """On the node `text` this process is stopped most of the time while it measures products."""
+    """On the node `text` every product that is measured begins late."""
     if os.environ["SLURMD_NODENAME"] != fault["text"]:
         return
     import_loop()
     sys.path.append(str(Path(__file__).resolve().parents[2]))
-    from throttled import throttled
+    from late_products import late_products
 
     from hpctrain.train import speed_check
 
     real = speed_check.measure_products
 
     def measured(*given: Any) -> float:
-        with throttled():
+        with late_products():
             return real(*given)
 
     speed_check.measure_products = measured
