@@ -127,6 +127,14 @@ def test_no_drawer_for_odds_and_ends() -> None:
     assert not bad, f"two files that share a helper are missing a noun: name it. {bad}"
 
 
+@pytest.mark.parametrize("directory", ["templates", "cluster_profiles", "examples"])
+def test_the_package_has_what_stands_beside_it_by_a_link(directory: str) -> None:
+    """A wheel copies what the link leads to; a file with the link's text gives it nothing."""
+    link = PACKAGE / directory
+    wish = f"hpctrain/{directory} has to be a symbolic link: `ln -s ../{directory} hpctrain/`"
+    assert link.is_symlink() and link.resolve() == ROOT / directory, wish
+
+
 def test_every_module_says_what_belongs_into_it() -> None:
     mute = [name(p) for p, tree in TREES.items() if tree.body and not ast.get_docstring(tree)]
     assert not mute, f"no module docstring: {mute}"
