@@ -2,6 +2,8 @@
 # `sh scripts/make TARGET` does the same on a machine that has no make yet.
 
 PYTHON := .venv/bin/python
+# Thousands of processes import the checkout: they keep its bytecode, whatever the caller's shell says.
+export PYTHONDONTWRITEBYTECODE :=
 # Test processes side by side; each has a Slurm of its own. Half of their time they wait for Slurm,
 # so four keep two cores busy.
 WORKERS ?= 4
@@ -23,6 +25,7 @@ demo: install  ## Train, preempt, resume and finish a real Megatron job on a rea
 	@$(PYTHON) scripts/demo.py
 
 test: install  ## All tests but variants: unit, golden, engines, Slurm; and the 15 slowest
+	@$(PYTHON) -m compileall -q -j 2 hpctrain tests bench
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rR -n $(WORKERS) --dist worksteal --durations=15
 
 unit: install  ## The fast tests only

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Protocol, cast
 
 import torch
@@ -41,6 +43,10 @@ from hpctrain.train.times import RankClock
 
 # Every rank would warn at import that TransformerEngine or Apex are missing.
 warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
+# Packages that megatron-core imports where they are installed, for logging that no rank does: 450
+# modules, which every rank would look for on a shared file system. `hpctrain.tracking` uses them in
+# a process of its own.
+_UNUSED_LOGGERS = ("wandb", "tensorboard")
 
 
 class Keeper(Protocol):
@@ -58,7 +64,13 @@ def room_of(config: TrainConfig) -> Room:
     """Import the room of the engine, and the engine with it."""
     assembly = abilities_of(config.engine).assembly
     assert assembly is not None, f"engine {config.engine} trains with a program of its own"
-    return cast(Room, resolve(assembly))
+    absent = [name for name in _UNUSED_LOGGERS if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent, cast(ModuleType, None)))  # an ImportError each
+    try:
+        return cast(Room, resolve(assembly))
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
 
 def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Loop:

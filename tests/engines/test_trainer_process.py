@@ -79,6 +79,27 @@ def test_as_srun_starts_it(trial: Callable[..., Trial]) -> None:
     assert made.exits()[0].node == "node0"
 
 
+# Prints what the rank has imported of packages that only the process beside training uses.
+_LOGGERS_IMPORTED = """
+import sys
+from pathlib import Path
+from hpctrain.train.job import read_config
+from hpctrain.train.startup import room_of
+
+room = room_of(read_config(Path(sys.argv[1])))
+print(room.__name__, sorted(name for name in sys.modules if name in ("wandb", "tensorboard")))
+import tensorboard, wandb
+"""
+
+
+def test_a_rank_imports_no_loggers(trial: Callable[..., Trial]) -> None:
+    """megatron-core would, wherever they are installed: on all ranks, for what none of them does."""
+    rank = _start(["-c", _LOGGERS_IMPORTED], trial().run.train_config, 0, 1)
+    output, problems = rank.communicate(timeout=LIMIT_SECONDS)
+    assert rank.returncode == 0, problems
+    assert output == "hpctrain.train.engines.megatron.assembly []\n"
+
+
 def test_a_signal_while_torch_is_imported(trial: Callable[..., Trial]) -> None:
     made = trial()
     program = _SIGNAL_WHILE_IMPORTING.replace("NAME", "SIGTERM")
