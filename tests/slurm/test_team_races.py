@@ -102,7 +102,9 @@ def test_one_holds_what_the_other_resumes_and_stops_what_the_other_cancels(
     assert row.state in (RunState.CANCELLED, RunState.STOPPED), raced.logs()
     assert not slurm.live_jobs_named(run.run_id)
     assert set(saved) <= set(published_steps(run.layout.checkpoints))
-    assert {"hold", "resume"} <= {one.action for one in describe(run).asked}
+    asked = {one.action for one in describe(run).asked}
+    # `resume` may come before the supervisor has obeyed: it takes the request back.
+    assert {"hold", "resume"} <= asked or "take back" in asked, asked
 
 
 def typed(ada: Bystander, words: Sequence[str]) -> tuple[int, str]:
