@@ -39,6 +39,8 @@ _GPT3 = (
 )
 _FINE_TUNING_TOKENS = 1e9
 _FINE_TUNING_RATE = 2e-5  # Touvron et al. 2023 (arXiv 2307.09288), section 3.1
+# A short budget takes smaller batches than these, for the sake of so many steps.
+_LEAST_STEPS = 500
 _IMAGE_STEPS, _IMAGE_BATCH, _IMAGE_RATE = 10_000, 1024, 1e-3
 
 
@@ -156,18 +158,23 @@ def _data(wishes: Wishes) -> Iterator[str]:
         yield f"  tokenizer: {_scalar(wishes.tokenizer)}"
 
 
-def _language(wishes: Wishes) -> Iterator[str]:
+def _training(wishes: Wishes) -> tuple[float, int, int, float]:
+    """Choose tokens of the run, sequences of a batch, steps, and the learning rate."""
     shape = wishes.model.shape
     parameters = total_parameters(shape)
     _, batch_tokens, rate = next(row for row in _GPT3 if parameters <= row[0])
+    tokens: float = TOKENS_PER_PARAMETER * parameters
     if wishes.model.pretrained:
         batch_tokens, rate = min(batch_tokens, 0.5e6), _FINE_TUNING_RATE
-    sequences = _power_of_two(batch_tokens / shape.seq, wishes.gpus)
-    fine_tuning = wishes.model.pretrained
-    tokens = wishes.tokens or (
-        _FINE_TUNING_TOKENS if fine_tuning else TOKENS_PER_PARAMETER * parameters
-    )
-    steps = max(1, round(tokens / (sequences * shape.seq)))
+        tokens = _FINE_TUNING_TOKENS
+    tokens = wishes.tokens or tokens
+    sequences = _power_of_two(min(batch_tokens, tokens / _LEAST_STEPS) / shape.seq, wishes.gpus)
+    return tokens, sequences, max(1, round(tokens / (sequences * shape.seq))), rate
+
+
+def _language(wishes: Wishes) -> Iterator[str]:
+    shape, fine_tuning = wishes.model.shape, wishes.model.pretrained
+    tokens, sequences, steps, rate = _training(wishes)
     yield "batch:"
     yield f"  global: {sequences:<15} # sequences in a step, {sequences * shape.seq:,} tokens"
     yield "  micro: auto"
@@ -178,11 +185,11 @@ def _language(wishes: Wishes) -> Iterator[str]:
         why = "as asked for"
     elif fine_tuning:
         why = "your choice: epochs times tokens of the data"
-    yield f"  tokens: {_tokens(tokens):<15} # {why}; {steps:,} steps"
+    yield f"  tokens: {_tokens(tokens):<15} # {why}; {steps:,} step{'' if steps == 1 else 's'}"
     yield ""
     yield "optimizer:"
     source = "of GPT-3 at this size (arXiv 2005.14165, table 2.1)"
-    if wishes.model.pretrained:
+    if fine_tuning:
         source = "for weights that are trained already"
     yield f"  lr: {rate:<19g} # {source}"
     yield f"  min_lr: {rate / 10:<15g} # a tenth of it at the end"
@@ -192,7 +199,7 @@ def _language(wishes: Wishes) -> Iterator[str]:
     yield ""
     yield "schedule:"
     yield "  style: cosine"
-    yield f"  warmup_steps: {max(1, min(2000, steps // 100))}"
+    yield f"  warmup_steps: {min(2000, steps // 100)}"
 
 
 def _images(wishes: Wishes) -> Iterator[str]:
@@ -215,8 +222,9 @@ def _images(wishes: Wishes) -> Iterator[str]:
 
 def _evaluation(wishes: Wishes) -> Iterator[str]:
     if wishes.data is not None:
+        steps = _IMAGE_STEPS if wishes.model.shape.reads_images else _training(wishes)[2]
         yield "evaluation:"
-        yield "  every_steps: 1000"
+        yield f"  every_steps: {max(1, min(1000, steps // 10))}"
         yield ""
 
 

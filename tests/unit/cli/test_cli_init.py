@@ -64,6 +64,20 @@ def test_budget_batch_and_rate_follow_the_size() -> None:
     assert tokens == pytest.approx(6e9, rel=0.01)
 
 
+@pytest.mark.parametrize("tokens", ["1", "500k", "40M"])
+def test_a_short_budget_has_a_small_batch(tokens: str) -> None:
+    """GPT-3's batches are those of 300 billion tokens; a first try on a laptop has fewer."""
+    Path("my-llama").mkdir()
+    Path("my-llama/config.json").write_text(json.dumps(CONFIG))
+    done = hpctrain("init", "-m", "my-llama", "--data", "x", "--tokens", tokens, "--gpus", "2")
+    assert done.exit_code == 0, done.transcript()
+    document = load_run_spec("my-llama.yaml").document
+    steps, least = document.train_steps, 1 if tokens == "1" else 250
+    assert steps >= least and document.batch.global_ >= 2
+    assert document.evaluation.every_steps is not None
+    assert document.evaluation.every_steps <= steps
+
+
 @pytest.mark.parametrize("with_weights", [False, True])
 def test_a_directory_of_hugging_face(with_weights: bool) -> None:
     Path("my-llama").mkdir()
