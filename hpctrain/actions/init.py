@@ -169,7 +169,7 @@ def _training(wishes: Wishes) -> tuple[float, int, int, float]:
         tokens = _FINE_TUNING_TOKENS
     tokens = wishes.tokens or tokens
     sequences = _power_of_two(min(batch_tokens, tokens / _LEAST_STEPS) / shape.seq, wishes.gpus)
-    return tokens, sequences, max(1, round(tokens / (sequences * shape.seq))), rate
+    return tokens, sequences, math.ceil(tokens / (sequences * shape.seq)), rate
 
 
 def _language(wishes: Wishes) -> Iterator[str]:

@@ -74,6 +74,7 @@ def test_a_short_budget_has_a_small_batch(tokens: str) -> None:
     document = load_run_spec("my-llama.yaml").document
     steps, least = document.train_steps, 1 if tokens == "1" else 250
     assert steps >= least and document.batch.global_ >= 2
+    assert f"; {steps:,} step" in Path("my-llama.yaml").read_text(), "as the comment says"
     assert document.evaluation.every_steps is not None
     assert document.evaluation.every_steps <= steps
 
