@@ -13,7 +13,7 @@ N ?= 100
 # Releases that `make test-slurms` runs on; Debian's packages of them are fetched into .slurm.
 SLURMS ?= 22.05 24.11 26.05
 SEED ?= 1
-.PHONY: help install demo test unit lint megatron-core-newest golden reliability test-slurms chaos many-ranks bench house gpu sandbox-down clean
+.PHONY: help install demo test unit lint megatron-core-newest golden reliability test-slurms chaos many-ranks bench house screens gpu sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -76,6 +76,9 @@ bench: install  ## Benchmarks and their tests; each prints ratios against a peer
 
 house: install  ## Measures of the code base; draws docs/rooms.md
 	@$(PYTHON) -m bench.house --pictures
+
+screens: install  ## Pictures of what people see on a terminal, into docs/images
+	@$(PYTHON) -m bench.screens
 
 # The user's own Python, which sees the GPUs. Nothing is installed by this target.
 gpu:  ## Rungs on real GPUs (docs/gpu.md): RUNG=1..6 GPUS=8 PROFILE=NAME SPEC=FILE PYTHON=python3

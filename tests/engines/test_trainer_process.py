@@ -93,7 +93,7 @@ import tensorboard, wandb
 
 
 def test_a_rank_imports_no_loggers(trial: Callable[..., Trial]) -> None:
-    """megatron-core would, wherever they are installed: on all ranks, for what none of them does."""
+    """megatron-core would, wherever they are installed, for what no rank does."""
     rank = _start(["-c", _LOGGERS_IMPORTED], trial().run.train_config, 0, 1)
     output, problems = rank.communicate(timeout=LIMIT_SECONDS)
     assert rank.returncode == 0, problems
