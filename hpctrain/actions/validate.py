@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 
@@ -15,14 +14,12 @@ def validate_file(path: Path, kind: str | None = None) -> str:
     from hpctrain.actions.profiles import profile_search_path
     from hpctrain.errors import InvalidInputError, Problem
     from hpctrain.render.continuation import continuation_problems
-    from hpctrain.spec.loader import load_profile, load_run_spec
+    from hpctrain.spec.loader import load_profile, load_run_spec, read_text
 
     if kind is None:
         # The unindented keys suffice; the loader reports all problems.
-        keys = set()
-        with contextlib.suppress(OSError):
-            lines = path.read_text(errors="replace").splitlines()
-            keys = {line.partition(":")[0] for line in lines if line and line[0].isalpha()}
+        lines = read_text(path).splitlines()
+        keys = {line.partition(":")[0] for line in lines if line and line[0].isalpha()}
         kind = "profile" if keys & {"nodes", "gpu", "nvlink", "slurm", "extends"} else "spec"
     if kind == "profile":
         profile = load_profile(path, profile_search_path())

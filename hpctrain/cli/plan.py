@@ -140,7 +140,8 @@ def plan(
             click.echo()
         for line in decision_lines(decision) if decision else []:
             click.echo(line)
-        ready = None if options or str(spec) == "-" else ready_sentence(spec, profile, overrides)
+        # What was piped in has no name to submit it by.
+        ready = None if options or not spec.is_file() else ready_sentence(spec, profile, overrides)
         click.echo("\n".join(answer_lines(option, advice, ready)))
         _print_option(inputs, option, budget)
         _print_more(explained, built)

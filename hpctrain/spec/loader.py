@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import select
+import stat
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,6 +40,9 @@ if TYPE_CHECKING:
 
 DocumentT = TypeVar("DocumentT", bound="BaseModel")
 MAX_FILE_BYTES = 2**20
+_WRITER_SECONDS, _POLL_SECONDS = 5.0, 0.05  # how long a pipe without a writer is waited for
+# What pipes and standard input had, for whoever reads the same document again: they have it once.
+_READ_ONCE: dict[object, bytes] = {}
 PACKAGED_PROFILES = Path(__file__).resolve().parent.parent / "cluster_profiles"
 # Files of a profile directory that are no profiles.
 CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE = "gpus.yaml", "signatures.yaml", "xids.yaml"
@@ -370,7 +377,7 @@ def _shown_name(path: Path | str) -> str:
 def _parse(path: Path | str) -> Parsed:
     """Parse one file. Raises InvalidInputError if there is nothing in it."""
     file = _shown_name(path)
-    parsed = parse_yaml(_read_text(path, file), file)
+    parsed = parse_yaml(read_text(path), file)
     if parsed.data is None:
         parsed.problems = parsed.problems or [SourcePlace(file, 1, 1).problem("the file is empty")]
         raise InvalidInputError(parsed.problems)
@@ -409,14 +416,11 @@ def _position(problem: Problem, file: str) -> tuple[bool, bool, str, int, int]:
     return problem.line is None, other, named, problem.line or 0, problem.column or 0
 
 
-def _read_text(path: Path | str, file: str) -> str:
-    """Read at most MAX_FILE_BYTES of a file. Raises InvalidInputError."""
+def read_text(path: Path | str) -> str:
+    """Read at most MAX_FILE_BYTES of a file; `-` is standard input. Raises InvalidInputError."""
+    file = _shown_name(path)
     try:
-        if file == "stdin":
-            raw = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
-        else:
-            with open(path, "rb") as stream:
-                raw = stream.read(MAX_FILE_BYTES + 1)
+        raw = _read_bytes(path)
     except OSError as error:
         raise InvalidInputError([_unreadable(Path(path), error)]) from None
     if len(raw) > MAX_FILE_BYTES:
@@ -434,6 +438,51 @@ def _read_text(path: Path | str, file: str) -> str:
             message, "save the file as UTF-8"
         )
         raise InvalidInputError([problem]) from None
+
+
+def _read_bytes(path: Path | str) -> bytes:
+    if str(path) == "-":
+        if sys.stdin not in _READ_ONCE:
+            _READ_ONCE[sys.stdin] = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
+        return _READ_ONCE[sys.stdin]
+    if stat.S_ISFIFO(os.stat(path).st_mode):
+        return _read_pipe(path)
+    with open(path, "rb") as stream:
+        return stream.read(MAX_FILE_BYTES + 1)
+
+
+def _read_pipe(path: Path | str) -> bytes:
+    """Read a pipe to its end, or return what it had before. Raises InvalidInputError.
+
+    A writer may take its time. Nobody who has it open is no writer: `open` would wait for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        key = status.st_dev, status.st_ino
+        deadline = time.monotonic() + (0 if key in _READ_ONCE else _WRITER_SECONDS)
+        raw, written = b"", False
+        while len(raw) <= MAX_FILE_BYTES:
+            try:
+                part = os.read(descriptor, MAX_FILE_BYTES + 1 - len(raw))
+            except BlockingIOError:  # somebody has it open, and has written nothing yet
+                written = True
+                select.select([descriptor], [], [])
+                continue
+            raw += part
+            if part:
+                continue
+            if raw or written or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+    finally:
+        os.close(descriptor)
+    if raw or written:
+        _READ_ONCE[key] = raw
+    elif key not in _READ_ONCE:
+        message = "a pipe into which nobody writes"
+        raise InvalidInputError([SourcePlace(str(path)).problem(message)])
+    return _READ_ONCE[key]
 
 
 def _example_names() -> set[str]:

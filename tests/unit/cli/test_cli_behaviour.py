@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -368,6 +369,24 @@ def test_spec_from_stdin(slurm: FakeSlurm) -> None:
     wrong = hpctrain("plan", "--profile", "sandbox", "-", stdin="name: [")
     assert wrong.exit_code == 3 and "error: stdin:1" in wrong.stderr
     assert hpctrain("validate", "-", stdin=text).exit_code == 0
+
+
+def test_spec_from_a_pipe(here: Path) -> None:
+    """`<(cat spec.yaml)` of a shell: the text is there once, and the commands look twice."""
+    for command in ("plan -p sandbox", "validate -p sandbox", "validate"):
+        read, write = os.pipe()
+        os.write(write, Path("examples/gpt-tiny.yaml").read_bytes())
+        os.close(write)
+        outcome = hpctrain(*command.split(), f"/dev/fd/{read}")
+        os.close(read)
+        assert outcome.exit_code == 0, outcome.transcript()
+        assert "Ready" not in outcome.stdout  # a command could not name what has been read
+
+
+def test_an_endless_file_is_read_in_part(here: Path) -> None:
+    limited = "ulimit -v 4000000; exec " + shlex.join([*PROGRAM, "validate", "/dev/zero"])
+    ended = subprocess.run(["sh", "-c", limited], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 3 and "larger than 1 MiB" in ended.stderr
 
 
 def test_options_that_would_be_ignored_are_refused(here: Path) -> None:

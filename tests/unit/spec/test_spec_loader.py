@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -235,3 +237,31 @@ def test_a_problem_is_placed_at_the_value_or_what_is_around_it(tmp_path: Path) -
     assert (absent.line, absent.hint) == (loaded.places["optimizer"].line, "add it")
     assert str(loaded.problem("precision", "wrong")) == "--set precision=fp32: wrong"
     assert str(loaded.problem("evaluation.batches", "wrong")) == "spec.yaml: wrong"
+
+
+def test_a_pipe_is_read_to_its_end_and_kept(tmp_path: Path) -> None:
+    """Commands load a spec more than once, and a pipe gives its text once."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def write() -> None:
+        with open(pipe, "w") as stream:
+            for line in VALID.splitlines(keepends=True):
+                stream.write(line)
+                stream.flush()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    first = load_run_spec(pipe)
+    writer.join()
+    assert load_run_spec(pipe).document == first.document
+
+
+def test_a_pipe_without_a_writer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpctrain.spec.loader._WRITER_SECONDS", 0.1)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InvalidInputError, match="a pipe into which nobody writes"):
+        load_run_spec(pipe)
