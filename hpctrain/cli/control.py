@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import Decorated, RunName, confirm, runs_option, yes_option
-from hpctrain.cli.output import paragraph, say
+from hpctrain.cli.output import busy, paragraph, say
 
 if TYPE_CHECKING:
     from hpctrain.actions.control import ControlResult
@@ -134,7 +134,9 @@ def resume(run: str, from_scratch: bool, accept_data: bool, reason: str, runs: P
 
     acceptance = Acceptance(from_scratch=from_scratch, data=accept_data)
     found = _found(run, runs)
-    _tell(control.resume(found, _slurm(), reason=reason, acceptance=acceptance))
+    with busy("checking what would end the run again, and asking Slurm ..."):
+        answer = control.resume(found, _slurm(), reason=reason, acceptance=acceptance)
+    _tell(answer)
 
 
 def _found(run: str, runs: Path | None) -> RunFiles:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from hpctrain.cli.options import RunName, confirm, runs_option, yes_option
-from hpctrain.cli.output import say, table
+from hpctrain.cli.output import busy, say, table
 
 if TYPE_CHECKING:
     from hpctrain.actions.clean import Cleaning
@@ -125,7 +125,8 @@ def archive(
 
     found = find_run(runs_directory(runs), run)
     path = output or action.default_output(found, with_checkpoints)
-    made = action.archive(found, SlurmClient(), path, with_checkpoints)
+    with busy(f"packing run {found.run_id}, and reading it back ..."):
+        made = action.archive(found, SlurmClient(), path, with_checkpoints)
     listing = made.listing
     say(f"Archived {_amount(len(listing.files), listing.size_bytes)} of run `{found.run_id}`")
     if listing.left_out_files:

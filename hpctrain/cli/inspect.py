@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from hpctrain.cli.options import ProfileName, json_option, runs_option, set_option
-from hpctrain.cli.output import json_out, marked, or_dash, say, table
+from hpctrain.cli.output import busy, json_out, marked, or_dash, say, table
 
 if TYPE_CHECKING:
     from hpctrain.errors import Problem
@@ -61,7 +61,8 @@ def validate(
     problems: list[Problem] = []
     for file in files:
         try:
-            good.append(f"{file}: ok ({validate_file(file, kind)})")
+            with busy(f"reading {file} ..."):
+                good.append(f"{file}: ok ({validate_file(file, kind)})")
         except InvalidInputError as error:
             problems.extend(error.problems)
     if problems:
@@ -84,7 +85,8 @@ def _examine(
 
     errors: list[HpctrainError] = []
     for file in files:
-        found = examine(file, profile, overrides, runs=runs_directory(runs))
+        with busy(f"planning {file}, and checking all that could end the run ..."):
+            found = examine(file, profile, overrides, runs=runs_directory(runs))
         if as_json:
             json_out("checks", found.checks)
         else:

@@ -18,7 +18,7 @@ from hpctrain.cli.options import (
     set_option,
     yes_option,
 )
-from hpctrain.cli.output import say, warn
+from hpctrain.cli.output import busy, say, warn
 
 if TYPE_CHECKING:
     from hpctrain.actions.job_submission import Submitted
@@ -93,7 +93,8 @@ def submit(
     directory = runs_directory(runs)
     after = find_run(directory, after_run) if after_run is not None else None
     look = prepare if dry_run or check else examined
-    prepared = look(spec, profile, overrides, runs=directory, template_directory=template_dir)
+    with busy("planning, and checking all that could end the run ..."):
+        prepared = look(spec, profile, overrides, runs=directory, template_directory=template_dir)
     continuation = continuation_lines(prepared.spec.document, prepared.profile.document)
     for line in (*plan_lines(prepared.plan), *continuation):
         say(line)
@@ -102,9 +103,12 @@ def submit(
     if dry_run:
         click.echo(prepared.script, nl=False)
     if check:
-        say(f"Slurm accepts the script: {action.check(prepared, SlurmClient()).text}")
+        with busy("asking Slurm ..."):
+            answer = action.check(prepared, SlurmClient())
+        say(f"Slurm accepts the script: {answer.text}")
     if prepare_run:
-        written = action.prepare_only(prepared, directory)
+        with busy("writing the run directory ..."):
+            written = action.prepare_only(prepared, directory)
         _tell_prepared(written, prepared.spec.document.after)
         return
     if dry_run or check:
@@ -114,7 +118,8 @@ def submit(
     )
     assert partition is not None, "the planner has checked the partition"
     confirm(f"Submit to partition `{partition.name}`?", yes=yes)
-    submitted = action.submit(prepared, directory, SlurmClient(), after)
+    with busy("writing the run directory, and submitting ..."):
+        submitted = action.submit(prepared, directory, SlurmClient(), after)
     _announce(submitted, as_json=as_json)
 
 
@@ -136,7 +141,9 @@ def resubmit(run: str, runs: Path | None, yes: bool, as_json: bool) -> None:
 
     found = find_run(runs_directory(runs), run)
     confirm(f"Submit run `{found.run_id}` again?", yes=yes)
-    _announce(submit_again(found, SlurmClient()), as_json=as_json)
+    with busy("submitting ..."):
+        submitted = submit_again(found, SlurmClient())
+    _announce(submitted, as_json=as_json)
 
 
 def _tell_prepared(run: RunFiles, after: str | None) -> None:

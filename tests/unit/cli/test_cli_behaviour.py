@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,6 +204,42 @@ def test_a_no_is_no_interruption(here: Path, slurm: FakeSlurm) -> None:
     shown = on_terminal(80, "submit", *TINY, typed="n\n")
     assert "[y/N]" in shown and "nothing was done" in shown and "interrupted" not in shown
     assert shown.endswith("exit code 8\n") and not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["validate", "examples/gpt-tiny.yaml"], "reading examples/gpt-tiny.yaml ..."),
+        (["validate", "-p", "sandbox", "examples/gpt-tiny.yaml"], "planning examples/gpt-tiny"),
+        (["submit", *TINY, "-y"], "planning, and checking all that could end the run ..."),
+        (["submit", *TINY, "-y"], "writing the run directory, and submitting ..."),
+        (["submit", *TINY, "--prepare"], "writing the run directory ..."),
+        (["submit", *TINY, "--check"], "asking Slurm ..."),
+        (["resume", "done-0001"], "checking what would end the run again"),
+        (["resubmit", "done-0001", "-y"], "submitting ..."),
+        (["archive", "done-0001"], "packing run done-0001, and reading it back ..."),
+    ],
+)
+def test_what_takes_long_says_so_on_a_terminal_only(
+    here: Path,
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    said: str,
+) -> None:
+    class Soon:
+        """A timer that is over at once."""
+
+        def __init__(self, _seconds: float, function: Callable[[], None]) -> None:
+            self.start = function
+
+        def cancel(self) -> None: ...
+        def join(self) -> None: ...
+
+    fabricate(here / "runs", "done-0001", SUBMITTED, done=True)
+    assert said not in hpctrain(*arguments).stderr
+    monkeypatch.setattr("hpctrain.cli.output.threading.Timer", Soon)
+    assert said in on_terminal(120, *arguments)
 
 
 def test_every_line_of_a_message_is_marked() -> None:
