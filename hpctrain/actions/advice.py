@@ -30,8 +30,13 @@ class Advice(Document):
     saves_gpu_hours: float
 
 
-def advise(inputs: Inputs, option: Option, goal: Goal) -> tuple[Advice, ...]:
-    """Compare the plan of `option` with the layout that is free, and with fewer nodes."""
+def advise(
+    inputs: Inputs, option: Option, goal: Goal, words: str | None = None
+) -> tuple[Advice, ...]:
+    """Compare the plan of `option` with the layout that is free, and with fewer nodes.
+
+    `words` give the same spec and profile to a command; without them no command is named.
+    """
     if option.decision is None or option.forecast is None:
         return ()
     spec = option.decision.request.spec
@@ -40,25 +45,25 @@ def advise(inputs: Inputs, option: Option, goal: Goal) -> tuple[Advice, ...]:
     if free != spec:
         other = plan_option(Inputs(free, inputs.profile, inputs.knowledge), goal)
         if other.forecast is not None and _better(other.forecast, option.forecast):
-            found.append(_layout(other, option))
+            found.append(_layout(other, option, words))
             best = other
-    found += _sizes(inputs, free, best, option, goal)
+    found += _sizes(inputs, free, best, option, goal, words)
     return tuple(found)
 
 
-def _layout(other: Option, option: Option) -> Advice:
+def _layout(other: Option, option: Option, words: str | None) -> Advice:
     assert other.plan and other.forecast and option.forecast
     chosen = f"{other.plan.layout}, micro {other.plan.batch.micro_batch}"
     return _advice(
         f"with layout and micro-batch free, {chosen}: {{gain}}",
-        "hpctrain plan --apply",
+        _apply(words),
         other.forecast,
         option.forecast,
     )
 
 
 def _sizes(
-    inputs: Inputs, free: RunSpec, best: Option, option: Option, goal: Goal
+    inputs: Inputs, free: RunSpec, best: Option, option: Option, goal: Goal, words: str | None
 ) -> Iterator[Advice]:
     """Yield what a full machine waits for, and the smaller number of GPUs that ends earliest."""
     mine, shown = best.forecast, option.forecast
@@ -66,9 +71,9 @@ def _sizes(
     smaller = [(one, one.forecast) for one in _smaller(inputs, free, mine, goal)]
     known = [(one, found) for one, found in smaller if found and _earlier(found, mine)]
     leader = min(known, key=lambda pair: pair[1].times.total_seconds, default=None)
-    words, waits = "", shown.times.repair_seconds
+    reason, waits = "", shown.times.repair_seconds
     if waits >= _WORTH * shown.times.total_seconds:
-        words = (
+        reason = (
             f"the run takes all {inputs.profile.nodes.count} nodes of {inputs.profile.name}, and "
             f"{days(waits)} pass until lost ones are repaired"
         )
@@ -77,14 +82,14 @@ def _sizes(
         left = mine.nodes - found.nodes
         fewer = f"{one.gpus:,} GPUs ({left} node{'s' if left > 1 else ''} less)"
         yield _advice(
-            f"{words}: {fewer} end {{gain}}" if words else f"{fewer} end {{gain}}",
-            f"hpctrain plan --gpus {one.gpus} --apply",
+            f"{reason}: {fewer} end {{gain}}" if reason else f"{fewer} end {{gain}}",
+            _apply(words, f"--gpus {one.gpus} "),
             found,
             shown,
         )
-    elif words:
+    elif reason:
         yield Advice(
-            sentence=f"{words}; a node left free would help",
+            sentence=f"{reason}; a node left free would help",
             command=None,
             saves_seconds=0.0,
             saves_gpu_hours=0.0,
@@ -113,7 +118,11 @@ def _earlier(other: Forecast, mine: Forecast) -> bool:
     return other.times.total_seconds < (1 - _WORTH) * mine.times.total_seconds
 
 
-def _advice(text: str, command: str, other: Forecast, mine: Forecast) -> Advice:
+def _apply(words: str | None, more: str = "") -> str | None:
+    return None if words is None else f"hpctrain plan {words} {more}--apply"
+
+
+def _advice(text: str, command: str | None, other: Forecast, mine: Forecast) -> Advice:
     seconds = mine.times.total_seconds - other.times.total_seconds
     hours = mine.gpu_hours - other.gpu_hours
     gains = [f"{days(abs(seconds))} {'earlier' if seconds > 0 else 'later'} ({days_range(other)})"]

@@ -1,4 +1,4 @@
-"""Formats why a plan was chosen, in lines of at most 80 columns.
+"""Formats why a plan was chosen, in lines of a width that the caller knows.
 
 Belongs here: sentences and columns. Does not belong here: which runners-up there are
 (`hpctrain.plan.alternatives`).
@@ -6,6 +6,7 @@ Belongs here: sentences and columns. Does not belong here: which runners-up ther
 
 from __future__ import annotations
 
+from hpctrain.cli.output import LINE_WIDTH
 from hpctrain.cli.plan_text import entry, seconds_text, wrapped
 from hpctrain.plan.documents import Change, Explanation, FrontPoint, RunnerUp
 from hpctrain.units import short_bytes
@@ -16,7 +17,7 @@ _FRONT_SHOWN = 6
 _MARGIN = 11
 
 
-def explanation_lines(explanation: Explanation) -> list[str]:
+def explanation_lines(explanation: Explanation, width: int = LINE_WIDTH) -> list[str]:
     """Format counts, the winner, other meshes, single changes, and the Pareto front."""
     winner, given = explanation.winner, explanation.given
     price = f"{short_bytes(winner.peak_bytes)} a GPU"
@@ -25,15 +26,20 @@ def explanation_lines(explanation: Explanation) -> list[str]:
     given_lines = []
     if given is not None:  # the spec's layout beside the one that `parallel: auto` would choose
         slower = "" if given.slower is None else f"{share(given.slower)}: "
-        given_lines = [*entry("Given", f"{slower}{given.description}"), *entry("", _loss(given))]
+        given_lines = [
+            *entry("Given", f"{slower}{given.description}", width),
+            *entry("", _loss(given), width),
+        ]
     return [
-        *entry("Search", counts_text(explanation)),
-        *entry("Winner", winner.description),
-        *entry("", price),
+        *entry("Search", counts_text(explanation), width),
+        *entry("Winner", winner.description, width),
+        *entry("", price, width),
         *given_lines,
-        *_section(f"Other meshes: the best of each of {explanation.groups:,}", explanation.others),
-        *_section("The winner with one thing changed", explanation.variants),
-        *_front_lines(explanation.front),
+        *_section(
+            f"Other meshes: the best of each of {explanation.groups:,}", explanation.others, width
+        ),
+        *_section("The winner with one thing changed", explanation.variants, width),
+        *_front_lines(explanation.front, width),
     ]
 
 
@@ -48,15 +54,15 @@ def counts_text(explanation: Explanation) -> str:
     )
 
 
-def _section(title: str, runners: tuple[RunnerUp, ...]) -> list[str]:
+def _section(title: str, runners: tuple[RunnerUp, ...], width: int) -> list[str]:
     """Format runners-up below a title, in two lines each: the layout, and what it loses."""
     indent = " " * _MARGIN
     lines = ["", title] if runners else []
     for one in runners:
         head = "no room" if one.shortage else "" if one.slower is None else share(one.slower)
         name = one.description if one.differs == str(one.layout) else one.differs
-        lines += wrapped(name, f"{head:>{_MARGIN - 2}}  ", indent)
-        lines += wrapped(_loss(one), indent, indent)
+        lines += wrapped(name, f"{head:>{_MARGIN - 2}}  ", indent, width)
+        lines += wrapped(_loss(one), indent, indent, width)
     return lines
 
 
@@ -88,7 +94,7 @@ def share(part: float) -> str:
     return f"{part:+.1%}"
 
 
-def _front_lines(front: tuple[FrontPoint, ...]) -> list[str]:
+def _front_lines(front: tuple[FrontPoint, ...], width: int) -> list[str]:
     """Format a few points of the Pareto front, from the fastest to the leanest."""
     if len(front) < 2:
         return []
@@ -98,5 +104,5 @@ def _front_lines(front: tuple[FrontPoint, ...]) -> list[str]:
     for number in chosen:
         point = front[number]
         head = f"{seconds_text(point.step_seconds):>9}  {short_bytes(point.peak_bytes):>9}  "
-        lines += wrapped(point.description, head, " " * len(head))
+        lines += wrapped(point.description, head, " " * len(head), width)
     return lines

@@ -1,4 +1,4 @@
-"""Formats a forecast as sentences and columns, at most 80 columns wide.
+"""Formats a forecast as sentences and columns, wrapped at a width that the caller knows.
 
 Belongs here: sentences and columns. Does not belong here: any number that is not in the documents.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import textwrap
 
+from hpctrain.cli.output import LINE_WIDTH
 from hpctrain.plan.forecast.documents import (
     BudgetDecision,
     Forecast,
@@ -16,20 +17,21 @@ from hpctrain.plan.forecast.documents import (
 from hpctrain.plan.forecast.sentences import days, days_column, days_range
 from hpctrain.units import short_bytes, short_duration
 
-_WIDTH, _INDENT = 80, 10
+_INDENT = 10
 # textwrap breaks at ASCII white space only.
 _TIE = "\N{NO-BREAK SPACE}"
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:d|h|min|s|ms|[KMGT]iB|[A-Z]{3}|GPUs|steps)\b)")
 
 
-def forecast_lines(forecast: Forecast) -> list[str]:
+def forecast_lines(forecast: Forecast, width: int = LINE_WIDTH) -> list[str]:
     """Format the block that `plan` shows below the plan itself."""
     times = forecast.times
     slices = f" · {forecast.slices:,} time slices" if forecast.slices > 1 else ""
+    waiting = f" + {days(times.waiting_seconds)} of waiting" if times.waiting_seconds >= 0.5 else ""
     time = (
         f"{days(times.total_seconds)} on average = {days(times.training_seconds)} of training "
         f"({forecast.steps:,} steps x {short_duration(forecast.step_seconds)}) at "
-        f"{forecast.ettr:.1%} effective time{slices}"
+        f"{forecast.ettr:.1%} effective time{waiting}{slices}"
     )
     overheads = [
         f"{name} {days(getattr(times, f'{name}_seconds'))}"
@@ -46,17 +48,17 @@ def forecast_lines(forecast: Forecast) -> list[str]:
         tariff = forecast.cost.tariff
         cost = f"{forecast.cost.amount:,.0f} {currency} = {cost} x {price:g} {currency} ({tariff})"
     lines = [
-        *_entry("Time", time),
-        *_entry("", " · ".join(overheads)),
-        *_entry("Cost", cost),
-        *_entry("Failures", _failures(forecast)),
-        *_entry("Saves", _saves(forecast)),
-        *_entry("Played", _played(forecast)),
+        *_entry("Time", time, width),
+        *_entry("", " · ".join(overheads), width),
+        *_entry("Cost", cost, width),
+        *_entry("Failures", _failures(forecast), width),
+        *_entry("Saves", _saves(forecast), width),
+        *_entry("Played", _played(forecast), width),
     ]
     for assumption in forecast.assumptions:
-        lines += _entry("Assumed", str(assumption))
+        lines += _entry("Assumed", str(assumption), width)
     for warning in forecast.warnings:
-        lines += _entry("Warning", warning)
+        lines += _entry("Warning", warning, width)
     return lines
 
 
@@ -73,7 +75,7 @@ def _played(forecast: Forecast) -> str:
     return text
 
 
-def spot_lines(comparison: SpotComparison) -> list[str]:
+def spot_lines(comparison: SpotComparison, width: int = LINE_WIDTH) -> list[str]:
     """Format both tariffs in columns, then the recommendation."""
     lines = [f"{'Tariff':<{_INDENT}}{'DAYS':>12}  {'GPU-HOURS':>11}  {'COST':>16}  {'STARTS':>7}"]
     for one in (comparison.on_demand, comparison.spot):
@@ -83,7 +85,7 @@ def spot_lines(comparison: SpotComparison) -> list[str]:
                 f"{one.tariff:<{_INDENT}}{days_column(one):>12}  {one.gpu_hours:>11,.0f}  "
                 f"{cost:>16}  {one.starts:>7,.1f}"
             )
-    lines += _entry("Take", f"{comparison.recommended}: {comparison.reason}")
+    lines += _entry("Take", f"{comparison.recommended}: {comparison.reason}", width)
     if comparison.spot is not None:
         limit = comparison.break_even_preemption_seconds
         if limit is None:
@@ -92,29 +94,29 @@ def spot_lines(comparison: SpotComparison) -> list[str]:
             break_even = "spot is cheaper however often nodes are taken away"
         else:
             break_even = f"spot is cheaper while preemptions are rarer than one per {days(limit)}"
-        lines += _entry("", break_even)
+        lines += _entry("", break_even, width)
         lines += [
             line
             for assumption in comparison.spot.assumptions
             if assumption not in comparison.on_demand.assumptions
-            for line in _entry("Assumed", str(assumption))
+            for line in _entry("Assumed", str(assumption), width)
         ]
     return lines
 
 
-def decision_lines(decision: BudgetDecision) -> list[str]:
+def decision_lines(decision: BudgetDecision, width: int = LINE_WIDTH) -> list[str]:
     """Format what the budget allows, or what is missing: one paragraph per statement."""
     lines = []
     for number, sentence in enumerate(decision.lines):
-        lines += _entry("Budget" if number == 0 else "", sentence)
+        lines += _entry("Budget" if number == 0 else "", sentence, width)
     return lines
 
 
-def _entry(label: str, text: str) -> list[str]:
+def _entry(label: str, text: str, width: int) -> list[str]:
     """Wrap a labelled paragraph; a number stays on one line with its unit."""
     lines = textwrap.wrap(
         _BEFORE_UNIT.sub(_TIE, text),
-        _WIDTH,
+        width,
         initial_indent=f"{label:<{_INDENT}}",
         subsequent_indent=" " * _INDENT,
         break_long_words=False,

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.options import ProfileName
-from hpctrain.cli.output import say, table
+from hpctrain.cli.output import line_width, say, table
 
 
 @click.command()
@@ -104,7 +104,8 @@ def _say_next(target: Path, profile: str | None) -> None:
     option = plan_option(inputs, "time")
     if option.refusal is not None:
         raise inputs.placed(option.refusal)
-    click.echo("\n".join(answer_lines(option, None)).rstrip(), err=True)
+    lines = answer_lines(option, None, width=line_width(sys.stderr))
+    click.echo("\n".join(lines).rstrip(), err=True)
 
 
 def _node_gpus(profile: str | None) -> int:

@@ -13,13 +13,14 @@ import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TextIO
 
 import click
 from pydantic import BaseModel
 
 SCHEMA_VERSION = 1
 _MARKS = {"works": "ok", "limited": "note", "fails": "FAILS", "unknown": "?"}
-_WIDTH = 80
+LINE_WIDTH = 80
 _NUMBER = re.compile(r"[\d,./]+(-[\d,./]+)?|-")  # `1,234`, `0.5`, `3/10`, `52-63`
 _SOON_SECONDS = 1.0
 
@@ -104,7 +105,7 @@ def busy(text: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    line = text[: _WIDTH - 1]
+    line = text[: LINE_WIDTH - 1]
     shown = threading.Event()
 
     def show() -> None:
@@ -125,10 +126,15 @@ def busy(text: str) -> Iterator[None]:
 
 def terminal_width() -> int:
     """Return the columns of the terminal, or of $COLUMNS."""
-    return shutil.get_terminal_size((_WIDTH, 24)).columns
+    return shutil.get_terminal_size((LINE_WIDTH, 24)).columns
 
 
-def paragraph(text: str, first: str, *, hang: int, width: int = _WIDTH) -> list[str]:
+def line_width(stream: TextIO) -> int:
+    """Return the columns to wrap at: 80 on a terminal; elsewhere lines are for grep, and whole."""
+    return LINE_WIDTH if stream.isatty() else sys.maxsize
+
+
+def paragraph(text: str, first: str, *, hang: int, width: int = LINE_WIDTH) -> list[str]:
     """Wrap a text to `width` columns: it begins with `first`, and further lines are indented."""
     return textwrap.wrap(
         text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import json_option, profile_option, set_option
-from hpctrain.cli.output import busy, json_out, say, table, warn
+from hpctrain.cli.output import busy, json_out, line_width, say, table, warn
 
 if TYPE_CHECKING:
     from hpctrain.actions.plan import Inputs, Option
@@ -94,11 +95,12 @@ def plan(
     from hpctrain.actions.advice import advise
     from hpctrain.cli.forecast_text import decision_lines
     from hpctrain.cli.plan_text import answer_lines
-    from hpctrain.cli.preflight_text import ready_sentence
+    from hpctrain.cli.preflight_text import input_words, ready_sentence
     from hpctrain.plan.forecast.budget import check_currency, parse_budget
 
     budget = parse_budget(money, deadline) if money or deadline else None
     inputs = action.load(spec, profile, overrides)
+    named = spec.is_file()  # what was piped in has no name for another command
     if write:
         given = [override.partition("=")[0] for override in overrides]
         inputs = replace(inputs, spec=action.freed(inputs.spec, given))
@@ -106,7 +108,10 @@ def plan(
         check_currency(budget, inputs.profile)
     with busy("planning, and playing runs with failures ..."):
         options, option, decision = _decided(inputs, goal, sizes, budget)
-        advice = None if options or option.forecast is None else advise(inputs, option, goal)
+        advice = None
+        if not options and option.forecast is not None:
+            words = input_words(spec, profile, overrides) if named else None
+            advice = advise(inputs, option, goal, words)
     written = None
     if write and (decision is None or decision.chosen is not None):
         from hpctrain.actions.apply import apply_plan
@@ -138,11 +143,10 @@ def plan(
 
             table(*option_rows(options))
             click.echo()
-        for line in decision_lines(decision) if decision else []:
+        for line in decision_lines(decision, line_width(sys.stdout)) if decision else []:
             click.echo(line)
-        # What was piped in has no name to submit it by.
-        ready = None if options or not spec.is_file() else ready_sentence(spec, profile, overrides)
-        click.echo("\n".join(answer_lines(option, advice, ready)))
+        ready = ready_sentence(spec, profile, overrides) if named and not options else None
+        click.echo("\n".join(answer_lines(option, advice, ready, line_width(sys.stdout))))
         _print_option(inputs, option, budget)
         _print_more(explained, built)
     if written is not None:
@@ -184,20 +188,21 @@ def _print_option(inputs: Inputs, option: Option, budget: Budget | None) -> None
     from hpctrain.cli.forecast_text import forecast_lines, spot_lines
     from hpctrain.cli.plan_text import continuation_lines, plan_lines, stage_rows, wrapped
 
-    made = option.plan
+    made, width = option.plan, line_width(sys.stdout)
     assert made is not None
-    for line in (*plan_lines(made), *continuation_lines(inputs.spec, inputs.profile)):
+    continuation = continuation_lines(inputs.spec, inputs.profile, width)
+    for line in (*plan_lines(made, width), *continuation):
         click.echo(line)
-    for line in forecast_lines(option.forecast) if option.forecast else []:
+    for line in forecast_lines(option.forecast, width) if option.forecast else []:
         click.echo(line)
     comparison = spot_comparison(inputs, option, budget)
     if comparison is not None:
-        click.echo("\n" + "\n".join(spot_lines(comparison)))
+        click.echo("\n" + "\n".join(spot_lines(comparison, width)))
     click.echo()
     table(*stage_rows(made))
     click.echo()
     for reason in made.reasons:
-        click.echo("\n".join(wrapped(reason, "- ", "  ")))
+        click.echo("\n".join(wrapped(reason, "- ", "  ", width)))
     for warning in (*made.warnings, *([option.remark] if option.remark else [])):
         warn(warning)
 
@@ -206,8 +211,8 @@ def _print_more(explained: Explanation | None, built: Verification | None) -> No
     from hpctrain.cli.explain_text import explanation_lines
 
     if explained is not None:
-        click.echo("\n" + "\n".join(explanation_lines(explained)))
+        click.echo("\n" + "\n".join(explanation_lines(explained, line_width(sys.stdout))))
     if built is not None:
         from hpctrain.cli.verify_text import verification_lines
 
-        click.echo("\n" + "\n".join(verification_lines(built)))
+        click.echo("\n" + "\n".join(verification_lines(built, line_width(sys.stdout))))

@@ -1,4 +1,4 @@
-"""Formats a plan as sentences and columns, at most 80 columns wide where that is possible."""
+"""Formats a plan as sentences and columns, wrapped at a width that the caller knows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hpctrain.cli.output import LINE_WIDTH
 from hpctrain.plan.documents import DEFAULT_ORDER, Plan, Prediction, Stage
 from hpctrain.plan.forecast.sentences import days, days_range, money_range
 from hpctrain.render.continuation import continuation_line, continuation_problems
@@ -26,13 +27,13 @@ _COLUMNS = {  # of the stages: header -> its parts of `MemoryBreakdown`
     "BUFFER": ("logits", "buffers"),
     "RESERV": ("reserved",),
 }
-_WIDTH, _INDENT = 80, 10
+_INDENT = 10
 _TIE = "\N{NO-BREAK SPACE}"  # textwrap breaks at ASCII white space only
 _TIED = re.compile(r"(?<=\d) (?=(?:%|d|h|min|s|ms|[KMGT]iB|B|GPUs?|x|nodes?)\b|%)|(?<=·) ")
 _AXIS = re.compile(r"\b(tp|pp|vpp|cp|ep|dp|micro|recompute|stage|zero|order) (?=\S)")
 
 
-def plan_lines(plan: Plan) -> list[str]:
+def plan_lines(plan: Plan, width: int = LINE_WIDTH) -> list[str]:
     """Format the summary that `plan` and `submit` show."""
     batch, learned = plan.batch, plan.learned_parameters
     learning = "" if learned is None else f", {short_count(learned)} of them learn"
@@ -48,25 +49,31 @@ def plan_lines(plan: Plan) -> list[str]:
             "Plan",
             f"{plan.run_name} -> {plan.profile_name} ({plan.nodes}), engine {plan.engine}, "
             f"{short_count(plan.parameters)} parameters{learning}",
+            width,
         ),
-        *entry("Layout", f"{plan.layout} ({spans})"),
+        *entry("Layout", f"{plan.layout} ({spans})", width),
         *entry(
             "Batch",
             f"{batch.global_batch:,} = micro {batch.micro_batch} x accumulation "
             f"{batch.accumulation} x dp {plan.layout.dp}, {per_step(plan):,} {plan.unit} a step",
+            width,
         ),
         *entry(
             "Memory",
             f"{short_bytes(peak.total_bytes)} of {short_bytes(plan.gpu_memory_bytes)} a GPU in "
             f"stage {plan.peak_stage} ({parts})",
+            width,
         ),
-        *(_step_lines(plan, plan.prediction) if plan.prediction else []),
-        *entry("Run", _run(plan)),
+        *(_step_lines(plan, plan.prediction, width) if plan.prediction else []),
+        *entry("Run", _run(plan), width),
     ]
 
 
 def answer_lines(
-    option: Option, advice: Sequence[Advice] | None, ready: str | None = None
+    option: Option,
+    advice: Sequence[Advice] | None,
+    ready: str | None = None,
+    width: int = LINE_WIDTH,
 ) -> list[str]:
     """Answer first what everybody asks: does it fit, how long, how dear, is it the best?
 
@@ -81,46 +88,51 @@ def answer_lines(
         "Fits",
         f"yes: {short_bytes(peak)} of {short_bytes(plan.gpu_memory_bytes)} a GPU at most, "
         f"{percent(free)} free",
+        width,
     )
-    last = [*(entry("Ready", ready) if ready else []), ""]
+    last = [*(entry("Ready", ready, width) if ready else []), ""]
     if forecast is None:
         unknown = option.remark or "unknown: the profile does not have the speed of its GPUs"
-        return [*lines, *entry("Takes", unknown), *last]
-    training = days(forecast.times.training_seconds + forecast.times.evaluation_seconds)
+        return [*lines, *entry("Takes", unknown, width), *last]
+    training = days(forecast.times.training_seconds)
     mean = days(forecast.times.total_seconds)
-    lines += entry("Takes", f"{days_range(forecast)}, {mean} on average; {training} without stops")
+    lines += entry(
+        "Takes", f"{days_range(forecast)}, {mean} on average; {training} of it training", width
+    )
     hours = f"{forecast.gpu_hours:,.0f} GPU-hours"
     money = money_range(forecast)
-    lines += entry("Costs", hours if money is None else f"{money}; {hours} on average")
+    lines += entry("Costs", hours if money is None else f"{money}; {hours} on average", width)
     for number, one in enumerate(advice or ()):
         how = f": `{one.command}`" if one.command else ""
-        lines += entry("" if number else "Better", f"{one.sentence}{how}")
+        lines += entry("" if number else "Better", f"{one.sentence}{how}", width)
     if advice is not None and not advice:
-        lines += entry("Better", "nothing found by other layouts or by fewer nodes")
+        lines += entry("Better", "nothing found by other layouts or by fewer nodes", width)
     return [*lines, *last]
 
 
-def continuation_lines(spec: RunSpec, profile: ClusterProfile) -> list[str]:
+def continuation_lines(
+    spec: RunSpec, profile: ClusterProfile, width: int = LINE_WIDTH
+) -> list[str]:
     """Describe how the run continues after an attempt that ends early, and what prevents it."""
     partition = profile.slurm.partition(spec.resources.partition)
     assert partition is not None, "the planner has checked the partition"
-    lines = entry("Continues", continuation_line(profile, partition))
+    lines = entry("Continues", continuation_line(profile, partition), width)
     for problem in continuation_problems(profile, partition):
-        lines.extend(entry("", problem))
+        lines.extend(entry("", problem, width))
     return lines
 
 
-def entry(label: str, text: str) -> list[str]:
+def entry(label: str, text: str, width: int = LINE_WIDTH) -> list[str]:
     """Wrap a labelled paragraph; numbers stay with their unit, names of axes with their size."""
-    return wrapped(text, f"{label:<{_INDENT}}", " " * _INDENT)
+    return wrapped(text, f"{label:<{_INDENT}}", " " * _INDENT, width)
 
 
-def wrapped(text: str, first: str, later: str) -> list[str]:
-    """Wrap a text into lines of at most 80 columns that begin with `first` and `later`."""
+def wrapped(text: str, first: str, later: str, width: int = LINE_WIDTH) -> list[str]:
+    """Wrap a text into lines of at most `width` columns that begin with `first` and `later`."""
     tied = _AXIS.sub(rf"\1{_TIE}", _TIED.sub(_TIE, text))
     lines = textwrap.wrap(
         tied,
-        _WIDTH,
+        width,
         initial_indent=first,
         subsequent_indent=later,
         break_long_words=False,
@@ -143,7 +155,7 @@ def per_step(plan: Plan) -> int:
     return batch.global_batch if plan.unit == "images" else batch.tokens_per_step
 
 
-def _step_lines(plan: Plan, prediction: Prediction) -> list[str]:
+def _step_lines(plan: Plan, prediction: Prediction, width: int) -> list[str]:
     """Format seconds, shares of the peak rate, and the parts of a step, the largest first."""
     seconds = prediction.parts.total_seconds
     rates = f"MFU {percent(prediction.mfu)}, HFU {percent(prediction.hfu)}"
@@ -156,8 +168,8 @@ def _step_lines(plan: Plan, prediction: Prediction) -> list[str]:
         if part >= 0.001 * seconds
     ]
     return [
-        *entry("Step", f"{seconds_text(seconds)} predicted, {rates}, {speed}"),
-        *entry("", ", ".join(shares)),
+        *entry("Step", f"{seconds_text(seconds)} predicted, {rates}, {speed}", width),
+        *entry("", ", ".join(shares), width),
     ]
 
 

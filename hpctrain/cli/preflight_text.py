@@ -16,8 +16,7 @@ from hpctrain.actions.runs import runs_directory
 def ready_sentence(spec: Path, profile: str, overrides: Sequence[str]) -> str:
     """Say whether the run could be submitted, and the command that follows."""
     checks = examine(spec, profile, overrides, runs=runs_directory(None)).checks
-    settings = [word for one in overrides for word in ("--set", one)]
-    words = shlex.join(["-p", profile, str(spec), *settings])
+    words = input_words(spec, profile, overrides)
     failing = [check for check in checks if check.state == "fails"]
     notes = [check.sentence for check in checks if check.state == "limited" and _is_input(check)]
     if failing:
@@ -25,6 +24,12 @@ def ready_sentence(spec: Path, profile: str, overrides: Sequence[str]) -> str:
         return f"no: {listed}; `hpctrain validate {words}` lists them"
     said = "".join(f"; {note}" for note in notes)
     return f"yes: `hpctrain submit {words}`{said}"
+
+
+def input_words(spec: Path, profile: str, overrides: Sequence[str]) -> str:
+    """Join the words that give the same documents to another command."""
+    settings = [word for one in overrides for word in ("--set", one)]
+    return shlex.join(["-p", profile, str(spec), *settings])
 
 
 def _is_input(check: Check) -> bool:

@@ -18,7 +18,7 @@ from hpctrain.cli.options import (
     set_option,
     yes_option,
 )
-from hpctrain.cli.output import busy, say, warn
+from hpctrain.cli.output import busy, line_width, say, warn
 
 if TYPE_CHECKING:
     from hpctrain.actions.job_submission import Submitted
@@ -95,8 +95,9 @@ def submit(
     look = prepare if dry_run or check else examined
     with busy("planning, and checking all that could end the run ..."):
         prepared = look(spec, profile, overrides, runs=directory, template_directory=template_dir)
-    continuation = continuation_lines(prepared.spec.document, prepared.profile.document)
-    for line in (*plan_lines(prepared.plan), *continuation):
+    width = line_width(sys.stderr)
+    continuation = continuation_lines(prepared.spec.document, prepared.profile.document, width)
+    for line in (*plan_lines(prepared.plan, width), *continuation):
         say(line)
     for warning in (*prepared.plan.warnings, *footprint_warnings(prepared)):
         warn(warning)

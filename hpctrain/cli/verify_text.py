@@ -1,24 +1,23 @@
-"""Formats the comparison of a plan with what megatron-core built, at most 80 columns wide."""
+"""Formats the comparison of a plan with what megatron-core built."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from textwrap import wrap
 
+from hpctrain.cli.output import LINE_WIDTH
 from hpctrain.engines.verification import Verification, VerifiedStage
 from hpctrain.units import short_bytes
 
-_WIDTH = 80
 
-
-def verification_lines(verification: Verification) -> list[str]:
+def verification_lines(verification: Verification, width: int = LINE_WIDTH) -> list[str]:
     """Format one line per stage, a verdict, and the remarks."""
     return [
         f"Verify    one rank of each stage, built by megatron-core "
         f"{verification.megatron_core_version} on no GPU",
         *_rows(verification.stages),
-        *_wrapped("", _verdict(verification)),
-        *(line for remark in verification.remarks for line in _wrapped("- ", remark)),
+        *_wrapped("", _verdict(verification), width),
+        *(line for remark in verification.remarks for line in _wrapped("- ", remark, width)),
     ]
 
 
@@ -68,5 +67,5 @@ def _excess(stage: VerifiedStage) -> int:
     return stage.planned_parameters - stage.built_parameters
 
 
-def _wrapped(bullet: str, text: str) -> list[str]:
-    return wrap(text, _WIDTH, initial_indent=bullet, subsequent_indent=" " * len(bullet))
+def _wrapped(bullet: str, text: str, width: int) -> list[str]:
+    return wrap(text, width, initial_indent=bullet, subsequent_indent=" " * len(bullet))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,20 @@ def inputs() -> Inputs:
 
 
 def advice(inputs: Inputs) -> tuple[Advice, ...]:
-    return advise(inputs, plan_option(inputs, "time"), "time")
+    return advise(inputs, plan_option(inputs, "time"), "time", "-p a100x64 gpt.yaml")
 
 
 def test_a_better_layout_and_a_node_left_free(inputs: Inputs) -> None:
     """What the first says is what a plan of its own says."""
     layout, size = advice(inputs)
-    assert layout.command == "hpctrain plan --apply" and "cheaper" in layout.sentence
+    assert (
+        layout.command == "hpctrain plan -p a100x64 gpt.yaml --apply"
+        and "cheaper" in layout.sentence
+    )
     assert layout.saves_seconds > 86400 and layout.saves_gpu_hours > 10_000
     assert "takes all 64 nodes of a100x64" in size.sentence
-    assert size.command is not None and size.command.startswith("hpctrain plan --gpus 4")
+    assert size.command is not None
+    assert re.fullmatch(r"hpctrain plan -p a100x64 gpt.yaml --gpus 4\d\d --apply", size.command)
     assert size.saves_seconds > layout.saves_seconds
     mine = plan_option(inputs, "time").forecast
     other = plan_option(

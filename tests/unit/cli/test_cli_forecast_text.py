@@ -76,10 +76,25 @@ def test_lines_fit_and_units_stay_with_their_numbers(name: str, changes: dict[st
     assert not re.search(r"e[+-]\d|nan|inf\b|\N{NO-BREAK SPACE}", "\n".join(lines))
 
 
+def test_the_sentence_about_time_adds_up() -> None:
+    """Waiting is no part of the allocated time, of which the percentage is."""
+    found = of_7b("a100x1", queue_seconds=86400.0)
+    text = " ".join(" ".join(forecast_lines(found)).split())
+    figures = re.search(
+        r"Time ([\d.]+) d on average = ([\d.]+) d of training .* at ([\d.]+)% effective time "
+        r"\+ ([\d.]+) d of waiting",
+        text,
+    )
+    assert figures is not None, text
+    total, training, percent, waiting = map(float, figures.groups())
+    assert abs(training / (percent / 100) + waiting - total) < 0.2
+
+
 def test_tells_the_numbers_of_the_document() -> None:
     found = of_7b()
     text = " ".join(" ".join(forecast_lines(found)).split())
     assert f"at {found.ettr:.1%} effective time" in text
+    assert "of waiting" not in text
     assert "(4,320 steps x 40 s)" in text and f"{found.slices} time slices" in text
     assert found.cost is not None
     assert f"{found.cost.amount:,.0f} USD = {found.gpu_hours:,.0f} GPU-hours" in text

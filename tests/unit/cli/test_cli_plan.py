@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-from command_line import Outcome, hpctrain
+from command_line import Outcome, hpctrain, on_terminal
 
 ROOT = Path(__file__).resolve().parents[3]
 GPT175B = str(ROOT / "examples/gpt175b.yaml")
@@ -38,8 +41,28 @@ def document(profile: str, spec: str, *options: str, code: int = 0) -> dict[str,
     ],
 )
 def test_lines_fit_into_80_columns(options: list[str]) -> None:
-    lines = plan(*options).stdout.splitlines()
+    lines = click.unstyle(on_terminal(80, "plan", "-p", *options)).splitlines()
     assert not [line for line in lines if len(line) > 80]
+
+
+def test_a_pipe_gets_whole_paragraphs() -> None:
+    told = plan("a100x64", GPT175B, *FREE, "--explain")
+    submitted = hpctrain("submit", "-p", "a100x64", GPT175B, "--dry-run")
+    for text in (told.stdout, submitted.stderr):
+        assert re.search(r"^Plan .* 174.6B parameters$", text, re.MULTILINE), text
+
+
+def test_advice_is_a_command_that_can_be_pasted(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(Path(GPT175B).read_text())
+    first = document("a100x64", str(own))["advice"][0]["command"]
+    assert first == f"hpctrain plan -p a100x64 {own} --apply"
+    assert hpctrain(*shlex.split(first)[1:]).exit_code == 0
+
+
+def test_before_and_below_the_plan_training_takes_as_long() -> None:
+    text = plan("a100x64", GPT175B).stdout
+    assert "; 43.2 d of it training" in text and "= 43.2 d of training" in text
 
 
 def test_explain_says_what_others_lose_and_how_long_it_took() -> None:
