@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 _RANK = re.compile(r"^(\[rank\d+\]: )+")  # torch.distributed puts it before a traceback's lines
@@ -55,8 +55,8 @@ def run_module(
 ) -> EndedProgram:
     """Run a program to its end, with `variables` added to the environment.
 
-    Raises HpctrainError when it cannot be started, lacks a package or exceeds the time limit. Any
-    other failure is for the caller to report.
+    Raises UsageError when a package is missing, HpctrainError when the program cannot be started or
+    exceeds the time limit. Any other failure is for the caller to report.
     """
     # -P: the working directory often contains files named like Python modules
     command = [program.python, "-P", "-m", program.module, *arguments]
@@ -78,7 +78,7 @@ def run_module(
     lines = [line for line in ended.stderr.splitlines() if line.strip()] or ["no message"]
     last_line = _RANK.sub("", lines[-1]).strip()
     if ended.returncode and (missing := _MISSING.search(last_line)):
-        raise HpctrainError(
+        raise UsageError(
             f"{program.name} needs the trainer's packages: {program.python} has no {missing[1]}",
             hint=f"pip install 'hpctrain[{program.extras}]'",
         )

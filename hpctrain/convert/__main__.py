@@ -14,8 +14,9 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 from hpctrain.checkpoints.manifest import checkpoint_name
@@ -34,15 +35,18 @@ def convert(source: Path, target: Path) -> ConversionReport:
         hint = f"give one of its checkpoints: {newest}"
         raise InvalidInputError([Problem("is a run", str(source), hint=hint)])
     run = RunLayout(source.parent.parent)
-    with _atomic_directory(target) as partial:
-        if source.parent == run.checkpoints and run.train_config.exists():
-            from hpctrain.convert.run_checkpoint import export
+    # A missing package and a source that is no model are told before anything is written.
+    write: Callable[[Path], ConversionReport]
+    if source.parent == run.checkpoints and run.train_config.exists():
+        from hpctrain.convert.run_checkpoint import export
 
-            report = export(source, partial)
-        else:
-            from hpctrain.convert.pretrained_weights import convert_staged
+        write = partial(export, source)
+    else:
+        from hpctrain.convert.pretrained_weights import convert_staged
 
-            report = convert_staged(open_staged(source), partial)
+        write = partial(convert_staged, open_staged(source))
+    with _atomic_directory(target) as directory:
+        report = write(directory)
     return report.model_copy(update={"target": str(target)})
 
 
@@ -52,13 +56,13 @@ def _atomic_directory(target: Path) -> Iterator[Path]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         hint = "give the name of a directory that is not there yet"
         raise InvalidInputError([Problem("exists already", str(target), hint=hint)])
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
+    unfinished = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    unfinished.mkdir(parents=True)
     try:
-        yield partial
-        partial.rename(target)
+        yield unfinished
+        unfinished.rename(target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def main(argv: Sequence[str]) -> int:

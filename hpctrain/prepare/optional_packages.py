@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import UsageError
 
 
-def missing_package(error: ImportError, extra: str) -> HpctrainError:
+def missing_package(error: ImportError, extra: str) -> UsageError:
     """Return the exception to raise; `extra` is the extra of `hpctrain` that installs it."""
-    return HpctrainError(
+    return UsageError(
         f"preparing a dataset needs a Python package that is not installed: {error}",
         hint=f"pip install 'hpctrain[{extra}]'",
     )

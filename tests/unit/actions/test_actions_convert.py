@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from stand_ins import python_program
 
 from hpctrain.actions.convert import convert_weights
-from hpctrain.errors import HpctrainError, InvalidInputError, Problem
+from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
 from hpctrain.store.conversions import ConversionFailure, ConversionReport
 
 REPORT = ConversionReport(
@@ -52,6 +53,17 @@ def test_other_endings(tmp_path: Path, body: str, words: str, hint: str) -> None
     with pytest.raises(HpctrainError, match=words) as caught:
         convert_weights(Path("a"), Path("b"), python=interpreter(tmp_path, body))
     assert hint in (caught.value.hint or "")
+
+
+def test_what_is_missing_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real program, in front of whose torch there is one that says it is not there."""
+    absent = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    (tmp_path / "torch.py").write_text(absent)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(UsageError, match="has no torch"):
+        convert_weights(tmp_path / "a", Path("/proc/b"))
 
 
 def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:

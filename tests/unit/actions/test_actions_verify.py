@@ -73,7 +73,7 @@ def test_missing_packages_are_named_with_what_to_install(
     with pytest.raises(HpctrainError, match="has no torch") as caught:
         verify_plan(*planned)
     assert caught.value.hint == "pip install 'hpctrain[megatron]'"
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(

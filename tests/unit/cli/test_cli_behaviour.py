@@ -179,6 +179,18 @@ def test_what_the_machine_lacks_is_no_bug(
     assert ("a bug" in outcome.stderr) == (code == 1)
 
 
+def test_data_without_the_packages_is_no_bug(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tokenizers", "torch"):
+        absent = f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')"
+        (here / f"{name}.py").write_text(absent)
+    (here / "a.txt").write_text("text")
+    monkeypatch.setenv("PYTHONPATH", f"{here}:{os.environ.get('PYTHONPATH', '')}")
+    outcome = hpctrain("data", "prepare", "a.txt", "--output", "out")
+    assert outcome.exit_code == 2, outcome.transcript()
+    assert "a Python package that is not installed" in outcome.stderr
+    assert "pip install 'hpctrain[megatron]'" in outcome.stderr
+
+
 def test_extras_are_those_of_the_package() -> None:
     """The extra that a message names installs the package that is missing."""
     text = (ROOT / "pyproject.toml").read_text()
