@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 import click
 
@@ -42,8 +43,6 @@ def report(error: BaseException, *, debug: bool) -> int:
         error.show()
         return error.exit_code
     if debug:
-        import traceback
-
         traceback.print_exception(error)
     if isinstance(error, InvalidInputError):
         hints = [problem.hint for problem in error.problems if problem.hint]
@@ -68,8 +67,9 @@ def _unexpected(error: BaseException) -> int:
         show(["this machine has not enough memory for that"], ["`ulimit -v` shows a limit"])
         return _ENVIRONMENT
     if isinstance(error, OSError) and error.strerror:
-        silence_stdout()
-        where = f"{error.filename}: " if error.filename else ""
+        printing = not silence_stdout() or _was_printing(error)
+        name = error.filename or ("standard output" if printing else None)
+        where = f"{name}: " if name else ""
         show([f"{where}{error.strerror}"], ["`--debug` shows during what"])
         return _ENVIRONMENT
     message = f"unexpected {type(error).__name__}: {error}"
@@ -77,6 +77,15 @@ def _unexpected(error: BaseException) -> int:
         [message], ["this is a bug of hpctrain; run again with `--debug` and report the traceback"]
     )
     return _BUG
+
+
+def _was_printing(error: BaseException) -> bool:
+    """Tell whether printing on stdout has failed: the error itself names no file."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    innermost = frames[-1] if frames else None
+    if innermost is None or innermost.f_code is not click.echo.__code__:
+        return False
+    return not innermost.f_locals["err"]
 
 
 def show(lines: list[str], hints: list[str]) -> None:
@@ -89,11 +98,15 @@ def show(lines: list[str], hints: list[str]) -> None:
         click.echo(coloured("hint: ", "cyan") + hint, err=True)
 
 
-def silence_stdout() -> None:
-    """Print what is still buffered, or drop it where that fails: Python would complain at exit."""
+def silence_stdout() -> bool:
+    """Print what is still buffered, or drop it where that fails: Python would complain at exit.
+
+    Returns whether it has been printed.
+    """
     try:
         sys.stdout.flush()
-        return
+        return True
     except OSError:
         descriptor = sys.stdout.fileno()
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return False

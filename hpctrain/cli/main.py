@@ -76,9 +76,11 @@ _HIDDEN = {"resubmit": ("submit", "Submit a stopped run again, as `resume` does"
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()} | _HIDDEN
 
 EXIT_CODES = """\b
-Exit codes: 0 ok · 1 unexpected error · 2 usage · 3 invalid spec or profile
-4 does not fit or violates limits · 5 Slurm refused or unreachable
-6 no such run · 7 run failed · 8 not confirmed · 130 interrupted
+Exit codes: 0 ok · 1 unexpected error · 2 usage, or a package is missing
+3 invalid spec or profile · 4 does not fit or violates limits
+5 Slurm refused or unreachable · 6 no such run
+7 the run has failed, or a file cannot be read or written
+8 not confirmed · 130 interrupted
 """
 
 

@@ -23,7 +23,7 @@ from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate
 from token_files import write_tokens
 
 from hpctrain.cli.failures import EXTRAS
-from hpctrain.cli.main import cli
+from hpctrain.cli.main import EXIT_CODES, cli
 from hpctrain.cli.output import json_out
 from hpctrain.errors import (
     DoesNotFitError,
@@ -209,7 +209,12 @@ def test_an_output_that_takes_nothing(stdout: str, code: int) -> None:
     )
     assert done.returncode == code, done.stderr
     assert "a bug" not in done.stderr and "Exception ignored" not in done.stderr
-    assert ("No space left on device" in done.stderr) == (code == 7)
+    assert ("standard output: No space left on device" in done.stderr) == (code == 7)
+
+
+def test_the_readme_has_the_meaning_of_7_that_help_has() -> None:
+    [meaning] = re.findall(r"^7 (.*)$", EXIT_CODES, re.MULTILINE)
+    assert f"| 7 | {meaning} |" in (ROOT / "README.md").read_text()
 
 
 def test_a_no_is_no_interruption(here: Path, slurm: FakeSlurm) -> None:
