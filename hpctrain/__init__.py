@@ -51,7 +51,7 @@ _PLACES = {
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 def __getattr__(name: str) -> Any:

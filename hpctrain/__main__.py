@@ -1,6 +1,6 @@
 """`python -m hpctrain`: the command line, where the script is not on the path."""
 
-from hpctrain.cli.main import main
+from hpctrain.cli.start import main
 
 if __name__ == "__main__":
     main()

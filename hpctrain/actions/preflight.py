@@ -330,6 +330,12 @@ def _space(prepared: Prepared, runs: Path) -> Check:
             "unknown",
             f"{runs} cannot be asked for what it has left",
         )
+    nearest = next((one for one in runs.absolute().parents if one.is_dir()), Path("/"))
+    keeps_files = left.free_bytes or left.free_inodes or left.inodes  # /proc does not
+    if not left.exists and not (keeps_files and os.access(nearest, os.W_OK)):
+        message = f"{runs} does not exist, and no directory can be made in {nearest}"
+        hint = "another directory: `--runs`, $HPCTRAIN_RUNS"
+        return _check("space", "fails", message, Problem(message, hint=hint))
     try:
         needed = footprint_of(prepared)
     except DoesNotFitError as error:

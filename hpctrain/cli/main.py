@@ -139,7 +139,7 @@ def cli(debug: bool) -> None:
 
 
 def main() -> None:
-    """Entry point of the `hpctrain` program."""
+    """Run the command line of this process, and exit (`start` calls it)."""
     # Looking for plugins of pydantic reads the metadata of every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     # Imports make hundreds of thousands of objects that stay; Python would look through them often.

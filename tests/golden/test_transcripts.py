@@ -320,6 +320,8 @@ def test_getting_rid_of_files(
 
 def test_public_surface(golden: Golden) -> None:
     """What `import hpctrain` promises to people who write Python."""
+    shown = [name for name in dir(package) if not name.startswith("__")]
+    assert shown == sorted(set(package.__all__) - {"__version__"})
     lines = []
     for name in sorted(package.__all__):
         item = getattr(package, name)

@@ -304,6 +304,27 @@ def test_interrupt_from_outside(here: Path) -> None:
     assert process.returncode == 130 and "Traceback" not in stderr
 
 
+def test_an_interrupt_during_the_imports(here: Path) -> None:
+    """The first of them is click: here one that takes long."""
+    (here / "click.py").write_text(
+        "import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(60)\n"
+    )
+    text = (ROOT / "pyproject.toml").read_text()
+    assert tomllib.loads(text)["project"]["scripts"] == {"hpctrain": "hpctrain.cli.start:main"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpctrain", "--version"],
+        env={**os.environ, "PYTHONPATH": f"{here}:{ROOT}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (here / "importing").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "")
+
+
 @pytest.mark.parametrize(
     "arguments", [["profiles"], ["schema", "spec"], ["submit", *GPT175B, "--dry-run"], ["--help"]]
 )
