@@ -39,8 +39,9 @@ def checkpoints(run: str, verify: bool, threads: int, runs: Path | None, as_json
     are kept, which are unfinished or in quarantine, free disk space, the cost of a save,
     and whether the interval between saves is a good one.
 
-    \b
     Nothing is moved or deleted.
+
+    \b
     Examples:
       hpctrain checkpoints gpt175b-7f3a
       hpctrain checkpoints gpt175b-7f3a --verify --threads 16

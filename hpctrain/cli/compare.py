@@ -111,9 +111,9 @@ def compare(spec: Path, engines: str, variants: tuple[str, ...], **options: Any)
 
     \b
     Examples:
-      hpctrain compare examples/gpt1300m.yaml -p a100x1 --engines fsdp,deepspeed:zero2 --predict
-      hpctrain compare examples/gpt1300m.yaml -p a100x1 --engines fsdp,deepspeed:zero3+offload
-      hpctrain compare llama.yaml -p a100x1 --engines fsdp --variant 'large: fsdp, batch.micro=4'
+      hpctrain compare gpt1300m.yaml -p a100x1 --engines fsdp,ddp --predict
+      hpctrain compare gpt1300m.yaml -p a100x1 --engines fsdp,deepspeed:zero3
+      hpctrain compare llama.yaml -p a100x1 --variant 'large: fsdp, batch.micro=4'
       hpctrain compare runs/compare-gpt1300m-52c1
     """
     from hpctrain.actions.compare import engines_request
@@ -137,9 +137,9 @@ def scale(spec: Path, gpus: tuple[int, ...] | None, weak: bool, **options: Any) 
 
     \b
     Examples:
-      hpctrain scale examples/gpt1300m.yaml -p a100x1 --gpus 2,4,8 --predict
-      hpctrain scale examples/gpt1300m.yaml -p a100x1 --gpus 1,2,4,8
-      hpctrain scale examples/gpt1300m.yaml -p a100x1 --gpus 1,2,4,8 --weak
+      hpctrain scale gpt1300m.yaml -p a100x1 --gpus 2,4,8 --predict
+      hpctrain scale gpt1300m.yaml -p a100x1 --gpus 1,2,4,8
+      hpctrain scale gpt1300m.yaml -p a100x1 --gpus 1,2,4,8 --weak
     """
     from hpctrain.actions.compare import sizes_request
 

@@ -37,9 +37,10 @@ def reason_option(function: Decorated) -> Decorated:
 def stop(run: str, graceful: bool, reason: str, runs: Path | None, yes: bool) -> None:
     """Make a run save, release its nodes and stop; `hpctrain resume` continues it.
 
-    \b
     A job that waits leaves the queue. For a run that trains, creating the file has the
     same effect: touch RUN/control/stop (or stop-now).
+
+    \b
     Examples:
       hpctrain stop gpt175b-7f3a --reason "maintenance at noon"
       hpctrain stop gpt175b-7f3a --now -y
@@ -62,8 +63,9 @@ def stop(run: str, graceful: bool, reason: str, runs: Path | None, yes: bool) ->
 def save(run: str, wait: bool, timeout: float | None, reason: str, runs: Path | None) -> None:
     """Make a run save a checkpoint at the next step boundary; training continues.
 
-    \b
     Creating the file has the same effect: touch RUN/control/save
+
+    \b
     Examples:
       hpctrain save gpt175b-7f3a
       hpctrain save gpt175b-7f3a --wait --timeout 600
@@ -96,9 +98,10 @@ def save(run: str, wait: bool, timeout: float | None, reason: str, runs: Path | 
 def hold(run: str, reason: str, runs: Path | None) -> None:
     """Make a run save, release its nodes and wait in the queue until `hpctrain resume`.
 
-    \b
     Where the site does not requeue, the run stops instead. For a run that trains,
     creating the file has the same effect: touch RUN/control/hold
+
+    \b
     Examples:
       hpctrain hold gpt175b-7f3a --reason "evaluation first"
     """
@@ -120,10 +123,11 @@ def hold(run: str, reason: str, runs: Path | None) -> None:
 def resume(run: str, from_scratch: bool, accept_data: bool, reason: str, runs: Path | None) -> None:
     """Continue a held, stopped or failed run from its newest checkpoint.
 
-    \b
     A held job is released, a run that is over is submitted again. If it is just leaving its
     nodes, this waits until it has left, at most a minute. Pending requests are withdrawn.
     What is accepted goes into the ledger.
+
+    \b
     Examples:
       hpctrain resume gpt175b-7f3a
       hpctrain resume gpt175b-7f3a --accept-data --reason "typos corrected"

@@ -20,17 +20,17 @@ def convert(source: Path, target: Path, as_json: bool) -> None:
     """Write the model of SOURCE to the new directory TARGET, in another form.
 
     \b
-    SOURCE                                      TARGET
-    Hugging Face directory (GPT-2, Llama)       for `model.pretrained` with megatron-core
-    what `convert` has made for megatron-core   Hugging Face directory
-    checkpoint of a run, RUN/checkpoints/iter_N Hugging Face directory; LoRA is merged
+    SOURCE                                     TARGET
+    Hugging Face directory (GPT-2, Llama)      megatron-core: `model.pretrained`
+    what `convert` has made for megatron-core  Hugging Face directory
+    RUN/checkpoints/iter_N of a run            Hugging Face directory, LoRA merged
 
     Weights keep their type (bf16 or fp32). Needs memory for the whole model, but no GPU.
 
     \b
     Examples:
       hpctrain convert models/llama-7b models/llama-7b-megatron
-      hpctrain convert runs/llama7b-7f3a/checkpoints/iter_0002000 models/llama-7b-tuned
+      hpctrain convert runs/llama7b-7f3a/checkpoints/iter_0002000 models/tuned
     """
     from hpctrain.actions.convert import convert_weights
 

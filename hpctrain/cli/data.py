@@ -91,7 +91,7 @@ def prepare(output: Path, as_json: bool, **options: Any) -> None:
     """Make a dataset from text, conversations or images; does nothing if it is there already.
 
     \b
-    tokens    text files or JSONL, for pretraining; trains a tokenizer unless one is given
+    tokens    text or JSONL, for pretraining; a tokenizer is trained or given
     packed    JSONL of conversations, for fine-tuning: only answers are learned
     examples  JSONL of texts with a label
     images    a directory with one directory per class: looked at, and listed
@@ -102,9 +102,9 @@ def prepare(output: Path, as_json: bool, **options: Any) -> None:
     \b
     Examples:
       hpctrain data prepare --builtin --vocab-size 1024 --output data/text
-      hpctrain data prepare --output data/books books/ --suffix .txt --vocab-size 32000
-      hpctrain data prepare --output data/web web/ --tokenizer llama/ --slurm -p a100x64 --jobs 64
-      hpctrain data prepare -o data/sft chats.jsonl --format packed --tokenizer llama/ --seq 4096
+      hpctrain data prepare -o data/books books/ --suffix .txt --vocab-size 32000
+      hpctrain data prepare -o data/web web/ --tokenizer llama/ --slurm -p a100x64
+      hpctrain data prepare -o sft a.jsonl --format packed --tokenizer t --seq 512
       hpctrain data prepare --builtin digits --output data/digits
     """
     on_slurm = {name: options.pop(name) for name in ("profile", "jobs", "partition", "time")}

@@ -20,9 +20,10 @@ def diagnose(run: str, no_prices: bool, runs: Path | None, as_json: bool) -> Non
     first, by gain: data loading, communication, slow ranks, the pipeline, gradient
     buckets, memory, saves, starts.
 
-    \b
     Reads the run directory only: times of all ranks, metrics, saves, plan, and traces
     where the spec asked for some, as with  --set profile.start=50 --set profile.count=2
+
+    \b
     Examples:
       hpctrain diagnose gpt175b-7f3a
       hpctrain diagnose gpt175b-7f3a --json

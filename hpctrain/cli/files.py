@@ -117,7 +117,7 @@ def archive(
     \b
     Examples:
       hpctrain archive gpt175b-7f3a
-      hpctrain archive gpt175b-7f3a --with-checkpoints last -o /archive/gpt175b.tar
+      hpctrain archive gpt175b-7f3a --with-checkpoints last -o /archive/gpt.tar
     """
     from hpctrain.actions import archive as action
     from hpctrain.actions.runs import find_run, runs_directory

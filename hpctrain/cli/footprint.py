@@ -32,8 +32,8 @@ def footprint(
 
     \b
     Examples:
-      hpctrain footprint --profile a100x64 examples/gpt175b.yaml
-      hpctrain footprint -p a100x64 examples/gpt175b.yaml --rows
+      hpctrain footprint --profile a100x64 gpt175b.yaml
+      hpctrain footprint -p a100x64 gpt175b.yaml --rows
     """
     from hpctrain.actions.footprint import predict_footprint
     from hpctrain.actions.runs import runs_directory

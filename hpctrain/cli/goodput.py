@@ -27,6 +27,8 @@ def goodput(run: str, runs: Path | None, as_json: bool) -> None:
       restarting     from the verdict to the next launch
       down           an attempt that was lost without a word
       held           stopped or held; not counted in ETTR
+
+    \b
     Examples:
       hpctrain goodput gpt175b-7f3a
       hpctrain goodput gpt175b-7f3a --json

@@ -40,7 +40,7 @@ def init(
     Examples:
       hpctrain init --list
       hpctrain init --model llama-3-8b --gpus 64 -p a100x64
-      hpctrain init mine.yaml --model models/llama-2-7b --data data/text --tokens 6B
+      hpctrain init my.yaml --model models/llama-2-7b --data data/text --tokens 6B
     """
     from hpctrain.actions.init import Wishes, named_model, spec_text
 

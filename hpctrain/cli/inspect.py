@@ -43,8 +43,8 @@ def validate(
 
     \b
     Examples:
-      hpctrain validate examples/gpt175b.yaml
-      hpctrain validate examples/gpt175b.yaml -p a100x64
+      hpctrain validate gpt175b.yaml
+      hpctrain validate gpt175b.yaml -p a100x64
       hpctrain validate --as profile my_cluster.yaml
     """
     if profile is not None:

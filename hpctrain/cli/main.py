@@ -18,7 +18,7 @@ from hpctrain.version import __version__
 # heading -> command -> (module, one line for `hpctrain --help`), in the order of a run's life
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Before a run": {
-        "init": ("init", "Write a run spec to start from: a published model, or config.json"),
+        "init": ("init", "Write a run spec to start from: a published model, config.json"),
         "validate": ("inspect", "Check specs and profiles; with -p, all that could end a run"),
         "plan": ("plan", "Choose a layout; predict memory, time and cost, without Slurm"),
         "footprint": ("footprint", "Count files, metadata operations and RPCs before submitting"),
@@ -52,7 +52,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "nodes": ("nodes", "Show evidence against nodes, and hints for administrators"),
     },
     "Tidy up": {
-        "clean": ("files", "Remove what runs do not need: remains of saves, old logs, stacks"),
+        "clean": ("files", "Remove what runs do not need: remains of saves, logs, stacks"),
         "archive": ("files", "Pack a run into one tar file, with or without its checkpoints"),
         "rm": ("files", "Remove a run for good"),
     },
@@ -131,9 +131,10 @@ def cli(debug: bool) -> None:
 
     \b
     Examples:
-      hpctrain plan --profile a100x64 examples/gpt175b.yaml
-      hpctrain submit --profile a100x64 examples/gpt175b.yaml --dry-run
-      hpctrain submit --profile a100x64 examples/gpt175b.yaml
+      hpctrain examples gpt175b > gpt175b.yaml
+      hpctrain plan --profile a100x64 gpt175b.yaml
+      hpctrain submit --profile a100x64 gpt175b.yaml --dry-run
+      hpctrain submit --profile a100x64 gpt175b.yaml
       hpctrain status
     """
 

@@ -34,7 +34,7 @@ def notify(
     Examples:
       hpctrain notify gpt175b-7f3a
       hpctrain notify gpt175b-7f3a --test
-      hpctrain notify examples/gpt175b.yaml -p a100x64 --test
+      hpctrain notify gpt175b.yaml -p a100x64 --test
     """
     from hpctrain.actions import notify as action
     from hpctrain.actions.runs import find_run, runs_directory

@@ -85,11 +85,12 @@ def plan(
 
     \b
     Examples:
-      hpctrain plan --profile a100x64 examples/gpt175b.yaml
-      hpctrain plan -p a100x64 examples/gpt175b.yaml --set parallel=auto --explain
-      hpctrain plan -p a100x64 examples/gpt175b.yaml --apply
-      hpctrain plan -p a100x64 examples/gpt175b.yaml --gpus 128,256,512 --by gpu-hours
-      hpctrain plan -p a100x64 examples/gpt175b.yaml --budget 900000usd --deadline 60d
+      hpctrain examples gpt175b > gpt175b.yaml
+      hpctrain plan --profile a100x64 gpt175b.yaml
+      hpctrain plan -p a100x64 gpt175b.yaml --set parallel=auto --explain
+      hpctrain plan -p a100x64 gpt175b.yaml --apply
+      hpctrain plan -p a100x64 gpt175b.yaml --gpus 128,256,512 --by gpu-hours
+      hpctrain plan -p a100x64 gpt175b.yaml --budget 900000usd --deadline 60d
     """
     from hpctrain.actions import plan as action
     from hpctrain.actions.advice import advise

@@ -37,7 +37,7 @@ def explain(field: str | None, kind: Kind | None, file: Path | None, profile: st
     Examples:
       hpctrain explain parallel.vpp
       hpctrain explain checkpoint
-      hpctrain explain batch.micro --in examples/gpt175b.yaml
+      hpctrain explain batch.micro --in gpt175b.yaml
       hpctrain explain network.nic_bandwidth -p a100x64
     """
     from hpctrain.cli.reference_text import field_lines, section_rows, value_lines

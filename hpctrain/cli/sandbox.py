@@ -148,7 +148,7 @@ def down(directory: Path, keep: bool) -> None:
     say("The sandbox is down")
 
 
-@sandbox.command("kill")
+@sandbox.command("kill", short_help="Kill a node, as a loss of power does.")
 @directory_option
 @click.option("--freeze", is_flag=True, help="Hang it instead: its processes stop, and stay.")
 @click.argument("node")
@@ -172,7 +172,7 @@ def kill_node(directory: Path, freeze: bool, node: str) -> None:
     say("To bring it back   hpctrain sandbox revive")
 
 
-@sandbox.command()
+@sandbox.command(short_help="Start dead nodes again, and thaw hanging ones.")
 @directory_option
 def revive(directory: Path) -> None:
     """Start dead nodes again, thaw hanging ones, and return them to the scheduler.
@@ -234,7 +234,7 @@ def run(directory: Path, command: tuple[str, ...]) -> None:
     \b
     Examples:
       hpctrain sandbox run squeue
-      hpctrain sandbox run -- hpctrain submit --profile sandbox examples/gpt-tiny.yaml
+      hpctrain sandbox run -- hpctrain submit --profile sandbox gpt-tiny.yaml
     """
     from hpctrain.sandbox.sandbox import Sandbox
 

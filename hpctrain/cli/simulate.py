@@ -157,8 +157,8 @@ def simulate(
 
     \b
     Examples:
-      hpctrain simulate -p a100x64 examples/gpt175b.yaml --spares 0,1,2
-      hpctrain simulate --gpus 16384 --node-failures-per-day 0.0038 --days 54 --spares 8,16,32
+      hpctrain simulate -p a100x64 gpt175b.yaml --spares 0,1,2
+      hpctrain simulate --gpus 16384 --node-failures-per-day 0.0038 --days 54
       hpctrain simulate --gpus 1024 --interval 10min,30min,1h,auto --spares 0,2
     """
     from hpctrain.actions import simulate as action

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 def profile() -> None:
     """Make a profile of a cluster by asking it, or compare a profile with it.
 
-    \b
     `hpctrain profiles` lists the profiles that there are.
+
+    \b
     Examples:
       hpctrain profile detect -o sites/ours.yaml
       hpctrain profile check ours
@@ -64,7 +65,7 @@ def detect(
     \b
     Examples:
       hpctrain profile detect
-      hpctrain profile detect --partition h100 --in-job --account proj1 -o h100.yaml
+      hpctrain profile detect --partition h100 --in-job --account me -o h100.yaml
     """
     from hpctrain.actions.runs import runs_directory
     from hpctrain.actions.site import detect as action
@@ -90,15 +91,16 @@ def detect(
         say(f"Wrote {output}")
 
 
-@profile.command()
+@profile.command(short_help="Compare a profile with the cluster: each difference.")
 @click.argument("name", type=ProfileName())
 @runs_option
 @json_option
 def check(name: str, runs: Path | None, as_json: bool) -> None:
     """Compare a profile with the cluster: each difference, and what it leads to.
 
-    \b
     Exit code 0: nothing that matters; 3: the profile is wrong; 5: no answer from Slurm.
+
+    \b
     Examples:
       hpctrain profile check ours
       hpctrain profile check sites/ours.yaml --json

@@ -68,10 +68,10 @@ def submit(
 
     \b
     Examples:
-      hpctrain submit --profile a100x64 examples/gpt175b.yaml --dry-run
-      hpctrain submit --profile a100x64 examples/gpt175b.yaml --check
-      hpctrain submit --profile a100x64 examples/gpt175b.yaml --prepare
-      hpctrain submit --profile a100x64 examples/gpt175b.yaml -y
+      hpctrain submit --profile a100x64 gpt175b.yaml --dry-run
+      hpctrain submit --profile a100x64 gpt175b.yaml --check
+      hpctrain submit --profile a100x64 gpt175b.yaml --prepare
+      hpctrain submit --profile a100x64 gpt175b.yaml -y
       hpctrain submit --profile a100x64 fine-tune.yaml --after gpt175b-7b02
     """
     from hpctrain.actions import submit as action

@@ -51,17 +51,18 @@ class SweepName(click.ParamType[str]):
 def sweep() -> None:
     """Run a spec for all combinations of some values, and compare the results.
 
-    \b
     `hpctrain sweep SPEC` is short for `hpctrain sweep submit SPEC`.
+
+    \b
     Examples:
-      hpctrain sweep gpt.yaml -p a100x64 --grid optimizer.lr=1e-4,3e-4,1e-3 --at-a-time 2
+      hpctrain sweep gpt.yaml -p a100x64 --grid batch.global=256,512 --at-a-time 2
       hpctrain sweep status
       hpctrain sweep status sweep-gpt-7f3a
       hpctrain sweep cancel sweep-gpt-7f3a
     """
 
 
-@sweep.command()
+@sweep.command(short_help="Plan and check all points, and submit a run for each.")
 @click.argument("spec", type=click.Path(path_type=Path))
 @profile_option
 @click.option(
@@ -116,12 +117,13 @@ def submit(
 ) -> None:
     """Plan and check all points, show their forecasts, and submit a run for each.
 
-    \b
     Given again, it submits the points that have no job yet, and no point twice.
+
+    \b
     Examples:
       hpctrain sweep gpt.yaml -p a100x64 --grid optimizer.lr=1e-4,3e-4 --dry-run
-      hpctrain sweep gpt.yaml -p a100x64 --grid optimizer.lr=1e-4,3e-4 --grid seed=1,2,3
-      hpctrain sweep gpt.yaml -p a100x64 --grid batch.global=256,512 --max-gpu-hours 500
+      hpctrain sweep gpt.yaml -p a100x1 --grid batch.global=64,128 --grid seed=1,2
+      hpctrain sweep gpt.yaml -p a100x64 --grid seed=1,2,3 --max-gpu-hours 500
     """
     from hpctrain.actions.runs import runs_directory
     from hpctrain.actions.sweep import submit_sweep
@@ -164,7 +166,7 @@ def _show_plan(plan: SweepPlan, at_a_time: int | None) -> None:
         say(line)
 
 
-@sweep.command()
+@sweep.command(short_help="Show the points of a sweep, the best result first.")
 @click.argument("name", required=False, type=SweepName())
 @click.option("--csv", "as_csv", is_flag=True, help="The table as comma-separated values.")
 @runs_option
@@ -172,8 +174,9 @@ def _show_plan(plan: SweepPlan, at_a_time: int | None) -> None:
 def status(name: str | None, as_csv: bool, runs: Path | None, as_json: bool) -> None:
     """Show the points of a sweep, the best result first; without a name, list the sweeps.
 
-    \b
     Sorted by the best evaluation loss, or by the training loss where nothing is evaluated.
+
+    \b
     Examples:
       hpctrain sweep status
       hpctrain sweep status sweep-gpt-7f3a
@@ -209,7 +212,7 @@ def status(name: str | None, as_csv: bool, runs: Path | None, as_json: bool) -> 
             click.echo(line)
 
 
-@sweep.command()
+@sweep.command(short_help="Cancel all runs of a sweep that are not over.")
 @click.argument("name", type=SweepName())
 @runs_option
 @yes_option

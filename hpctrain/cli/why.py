@@ -18,8 +18,9 @@ def why(run: str, runs: Path | None, as_json: bool) -> None:
     """Explain the state of a run: the last cause and the action taken, the budget of
     each cause, why it waits, and what happens at the next failure.
 
-    \b
     The last part applies the policy that the supervisor itself uses.
+
+    \b
     Examples:
       hpctrain why gpt175b-7f3a
       hpctrain why gpt175b-7f3a --json

@@ -34,6 +34,21 @@ def test_help(golden: Golden, path: tuple[str, ...]) -> None:
     golden(f"help/{'-'.join(('hpctrain', *path))}.txt", outcome.stdout)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [path for path in walk(cli) if path != ("status",)],
+    ids=lambda path: " ".join(path) or "hpctrain",
+)
+def test_help_fits_80_columns(path: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = hpctrain(*path, "--help").stdout
+    lines, commands = text.splitlines(), text.partition("\nCommands:\n")[2].splitlines()
+    assert not [line for line in lines if len(line) > 80]
+    assert not [line for line in commands if line.endswith("...")], "give it a `short_help`"
+    assert "\n\n  Examples:\n" in text
+    assert "examples/" not in text, "people with a wheel have no such directory"
+
+
 def test_every_option_is_explained() -> None:
     for path in walk(cli):
         command: click.Command = cli
