@@ -230,6 +230,11 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{writer}.tmp")
 
 
+def is_temporary(path: Path) -> bool:
+    """Whether a file is one that an interrupted replacement has left."""
+    return path.name.startswith(".") and path.name.endswith(".tmp")
+
+
 def _write_new(path: Path, data: bytes, *, mode: int, durable: bool) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, shared_mode(path.parent, mode))

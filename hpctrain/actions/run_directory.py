@@ -10,6 +10,7 @@ import grp
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from hpctrain.actions.evaluation_files import evaluation_files
@@ -18,7 +19,7 @@ from hpctrain.actions.prepare import Prepared
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.striping import stripe
 from hpctrain.actions.tracking_settings import tracking_settings
-from hpctrain.durable import replace_text
+from hpctrain.durable import is_temporary, replace_text
 from hpctrain.errors import UsageError
 from hpctrain.spec.resolved import write_resolved
 from hpctrain.store.layout import RunLayout
@@ -82,11 +83,23 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
     except UsageError:
         shutil.rmtree(layout.directory)
         raise
+    for path, text in _documents(prepared, layout):
+        replace_text(path, text, mode=0o600)
+    keep_code(layout)
+    if prepared.train.checkout_directory is not None:
+        keep_checkout_changes(layout, Path(prepared.train.checkout_directory))
+    digest = hashlib.sha256(prepared.script.encode()).hexdigest()
+    RunFiles(layout).ledger.append(EventKind.RENDERED, script_sha256=digest)
+    return layout
+
+
+def _documents(prepared: Prepared, layout: RunLayout) -> list[tuple[Path, str]]:
+    """List the files that are made of what was prepared, with their texts."""
     wanted = tracking_settings(layout, prepared.spec.document, prepared.plan)
     tracking = [] if wanted is None else [wanted]
     sizes = [(layout.ds_config, prepared.train)]
     sizes += [(layout.ds_config_for(one.shape.nodes), one.train) for one in prepared.smaller]
-    for path, text in (
+    return [
         (layout.spec, write_resolved(prepared.spec)),
         (layout.profile, write_resolved(prepared.profile)),
         (layout.plan, prepared.plan.model_dump_json(indent=1)),
@@ -106,11 +119,34 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
             for path, config in sizes
             if config.library_config is not None
         ),
-    ):
-        replace_text(path, text, mode=0o600)
-    keep_code(layout)
-    if prepared.train.checkout_directory is not None:
-        keep_checkout_changes(layout, Path(prepared.train.checkout_directory))
-    digest = hashlib.sha256(prepared.script.encode()).hexdigest()
-    RunFiles(layout).ledger.append(EventKind.RENDERED, script_sha256=digest)
-    return layout
+    ]
+
+
+def remove_half_written(prepared: Prepared, layout: RunLayout) -> None:
+    """Remove what an interrupted `write_run_directory` has left, so that it can be written anew.
+
+    Raises UsageError, and removes nothing, where there is anything that it does not write: without
+    a ledger a run that has trained looks like one that was never complete.
+    """
+    written = {path for path, _ in _documents(prepared, layout)}
+    foreign = next(_not_written(layout, written), None)
+    if foreign is None:
+        shutil.rmtree(layout.directory)
+        return
+    raise UsageError(
+        f"{layout.directory} has no {layout.ledger.name}, and `{foreign}` shows that more than a "
+        "submission has written there: nothing was removed",
+        hint=f"put {layout.ledger.name} back, or move the directory away",
+    )
+
+
+def _not_written(layout: RunLayout, written: set[Path]) -> Iterator[str]:
+    """Find what is in the directory of a run and is neither `written` nor kept code."""
+    if layout.directory.is_symlink():
+        yield str(layout.directory.readlink())
+    for path in layout.directory.rglob("*"):
+        directory = path.is_dir() and not path.is_symlink()
+        known = path in layout.fixed_directories if directory else path in written
+        kept = path.parent == layout.kept_software and not directory
+        if not known and not kept and not is_temporary(path):
+            yield str(path.relative_to(layout.directory))

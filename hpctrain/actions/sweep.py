@@ -16,7 +16,6 @@ Belongs here: that order, and the Python API. Does not belong here: planning the
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,12 @@ from hpctrain.actions.data_records import record_data
 from hpctrain.actions.job_queries import find_jobs, record_found
 from hpctrain.actions.job_submission import JobsBefore, after_of_spec, submit_jobs
 from hpctrain.actions.prepare import with_free_run_id, with_run_id
-from hpctrain.actions.run_directory import RunExistsError, reading_group, write_run_directory
+from hpctrain.actions.run_directory import (
+    RunExistsError,
+    reading_group,
+    remove_half_written,
+    write_run_directory,
+)
 from hpctrain.actions.runs import RunFiles, runs_directory
 from hpctrain.actions.submit import refuse_unsubmittable
 from hpctrain.actions.sweep_plans import SweepPlan, SweepRequest, is_written, plan_sweep
@@ -157,9 +161,9 @@ def _write_runs(plan: SweepPlan, record: SweepRecord, *, begun: bool) -> SweepRe
             continue
         run, own = RunLayout(layout.runs / point.run_id), prepared.get(point.name)
         if own is not None and not is_written(layout, point.run_id):
-            if begun and run.directory.exists():
-                shutil.rmtree(run.directory)
             own = with_run_id(own, point.run_id)
+            if begun and os.path.lexists(run.directory):
+                remove_half_written(own, run)
             while True:
                 try:
                     run = write_run_directory(own, layout.runs)

@@ -362,6 +362,19 @@ class RunLayout:
             made /= name
             make_private_directory(made)
 
+    @property
+    def fixed_directories(self) -> tuple[Path, ...]:
+        """The sub-directories that a run has from the beginning."""
+        return (
+            self.control,
+            self.epochs,
+            self.exits,
+            self.logs,
+            self.stacks,
+            self.checkpoints,
+            self.kept_software,
+        )
+
     def create(self, group: int | None = None, *, group_controls: bool = False) -> None:
         """Make the directory and its fixed sub-directories, private to the user (mode 700).
 
@@ -373,16 +386,7 @@ class RunLayout:
         if group is not None:
             os.chown(self.directory, -1, group)
             self.directory.chmod(_GROUP_READS)
-        fixed = (
-            self.control,
-            self.epochs,
-            self.exits,
-            self.logs,
-            self.stacks,
-            self.checkpoints,
-            self.kept_software,
-        )
-        for directory in fixed:
+        for directory in self.fixed_directories:
             make_private_directory(directory)
         if group is not None and group_controls:
             self.control.chmod(_GROUP_WRITES)

@@ -200,6 +200,44 @@ def test_a_crash_within_a_run_directory_is_healed(
     assert len(slurm.scripts) == 4 and {run.run_id for run in all_runs(RUNS)} == set(ids)
 
 
+def test_what_an_interrupted_submission_has_written_is_written_anew(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hpctrain.actions import run_directory as module
+
+    def dies(layout: RunLayout) -> str:
+        real(layout)
+        (layout.directory / ".data.json.node.7.7.tmp").touch()
+        raise KeyboardInterrupt
+
+    real = module.keep_code
+    monkeypatch.setattr(module, "keep_code", dies)
+    with pytest.raises(KeyboardInterrupt):
+        submitted(planned(), slurm)
+    monkeypatch.setattr(module, "keep_code", real)
+    submitted(planned(), slurm)
+    assert len(slurm.scripts) == 4 and not list(RUNS.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "left", ["checkpoints/iter_0000012/rank-0.pt", "metrics.jsonl", "logs/slurm-1.out", "notes.txt"]
+)
+def test_a_run_without_its_ledger_is_not_removed(left: str, slurm: FakeSlurm, here: Path) -> None:
+    layout = submitted(planned(), slurm)
+    run = RUNS / str(layout.read().points[1].run_id)
+    (run / "data.json").unlink()
+    (run / "ledger.jsonl").rename(here / "ledger.jsonl")
+    (run / left).parent.mkdir(exist_ok=True)
+    (run / left).touch()
+    with pytest.raises(UsageError, match=f"{run.name} has no ledger.jsonl") as caught:
+        submitted(planned(), slurm)
+    assert "nothing was removed" in str(caught.value) and (run / left).exists()
+    assert caught.value.hint == "put ledger.jsonl back, or move the directory away"
+    assert len(slurm.scripts) == 4, "and nothing is submitted"
+    (here / "ledger.jsonl").rename(run / "ledger.jsonl")
+    assert submit_sweep(planned(), slurm).new == 0  # type: ignore[arg-type]
+
+
 def test_a_run_id_that_another_submission_takes_is_left_to_it(slurm: FakeSlurm) -> None:
     plan = planned("seed=1,2")
     taken = plan.new[0].run_id
