@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,8 @@ from hpctrain.store.sweeps import SweepLayout, SweepRecord, find_sweep
 from hpctrain.supervise.run_jobs import RunJobs
 
 Report = Callable[[str], None]
+# For one sbatch, which a slow controller may keep waiting.
+_SECONDS_TO_STOP = 120
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,8 @@ def submit_sweep(
     try:
         begun = layout.record.exists()
         record = layout.read() if begun else plan.record
+        if layout.is_cancelled(record):
+            raise UsageError(f"sweep `{record.sweep_id}` was cancelled: nothing was submitted")
         if at_a_time is not None:
             record = record.model_copy(update={"at_a_time": at_a_time})
         layout.write(record)
@@ -154,12 +158,14 @@ def _write_runs(plan: SweepPlan, record: SweepRecord, *, begun: bool) -> SweepRe
 
     `begun`: an earlier call has written the record, and may have died within a run directory.
     """
-    layout, points = plan.layout, list(record.points)
+    layout = plan.layout
     prepared = {one.point.name: one.prepared for one in plan.new}
-    for number, point in enumerate(points):
+    for number, point in enumerate(record.points):
         if point.run_id is None:
             continue
         run, own = RunLayout(layout.runs / point.run_id), prepared.get(point.name)
+        if own is None and not is_written(layout, point.run_id):
+            continue  # removed
         if own is not None and not is_written(layout, point.run_id):
             own = with_run_id(own, point.run_id)
             if begun and os.path.lexists(run.directory):
@@ -170,8 +176,7 @@ def _write_runs(plan: SweepPlan, record: SweepRecord, *, begun: bool) -> SweepRe
                     break
                 except RunExistsError:  # another submission has just taken the run id
                     own = with_free_run_id(own, layout.runs)
-                    points[number] = point.model_copy(update={"run_id": own.run_id})
-                    record = record.model_copy(update={"points": tuple(points)})
+                    record = record.with_point(number, run_id=own.run_id)
                     layout.write(record)
         if not run.data_identity.exists():
             record_data(run)
@@ -181,38 +186,66 @@ def _write_runs(plan: SweepPlan, record: SweepRecord, *, begun: bool) -> SweepRe
 def _submit(
     layout: SweepLayout, record: SweepRecord, slurm: SlurmClient, report: Report
 ) -> SubmittedSweep:
-    runs = list(runs_of_sweep(layout, record).values())
-    found = find_jobs(runs, slurm)
+    runs = {
+        run_id: run
+        for run_id, run in runs_of_sweep(layout, record).items()
+        if is_written(layout, run_id)
+    }
+    found = find_jobs(list(runs.values()), slurm)
     if not all(one.answered for one in found.values()):
         raise SlurmUnreachableError(
             "Slurm does not answer, so it is unknown which points have jobs: nothing was submitted",
             hint="the same command continues",
         )
+    needed = {run_id for run_id, run in runs.items() if _needs_job(run, found[run_id])}
+    record = _with_submitted(layout, record, runs.keys() - needed)
     after: tuple[JobsBefore, ...] = ()
-    if runs and any(_needs_job(run, found[run.run_id]) for run in runs):
-        after = after_of_spec(load_run_spec(runs[0].layout.spec), layout.runs, slurm)
+    if needed:
+        spec = next(iter(runs.values())).layout.spec
+        after = after_of_spec(load_run_spec(spec), layout.runs, slurm)
     live: list[tuple[int, ...]] = []
     new = 0
-    for number, run in enumerate(runs):
-        before = None
+    for number, run_id in enumerate(point.run_id for point in record.points if point.run_id):
+        if run_id not in needed:  # it has had a job; its directory may be gone
+            jobs = found[run_id].live if run_id in found else ()
+            live.append(tuple(dict.fromkeys(job.submitted_id for job in jobs)))
+            continue
+        run, before = runs[run_id], None
         if record.at_a_time is not None:
             lane = live[number % record.at_a_time :: record.at_a_time]
             newest = next((ids for ids in reversed(lane) if ids), ())
             before = JobsBefore("afterany", newest) if newest else None
+        done = len(runs) - len(needed) + new
+        if layout.is_cancelled(record):
+            raise UsageError(
+                f"sweep `{record.sweep_id}` was cancelled: {done} of {len(runs)} runs were "
+                "submitted, and no more are"
+            )
         waits = (*after, *([before] if before is not None else []))
-        if not _needs_job(run, found[run.run_id]):
-            live.append(tuple(dict.fromkeys(job.submitted_id for job in found[run.run_id].live)))
-            continue
         try:
             job_id = submit_jobs(run, slurm, *waits)
         except SlurmError as error:
-            text = f"{number} of {len(runs)} runs are submitted, `{run.run_id}` is not: {error}"
+            text = f"{done} of {len(runs)} runs are submitted, `{run_id}` is not: {error}"
             raise type(error)(text, hint="the same command continues with it") from error
         new += 1
+        record = _with_submitted(layout, record, {run_id})
         live.append(tuple(submitted_ids(generation(run.ledger.events()))) or (job_id,))
         behind = f", after {', '.join(map(str, before.job_ids))}" if before else ""
-        report(f"{run.run_id}: job {job_id}{behind}")
+        report(f"{run_id}: job {job_id}{behind}")
     return SubmittedSweep(layout, record, len(runs), new)
+
+
+def _with_submitted(
+    layout: SweepLayout, record: SweepRecord, run_ids: Collection[str]
+) -> SweepRecord:
+    """Record that these runs have had a job: what is removed later is not submitted again."""
+    changed = record
+    for number, point in enumerate(record.points):
+        if point.run_id in run_ids and not point.submitted:
+            changed = changed.with_point(number, submitted=True)
+    if changed is not record:
+        layout.write(changed)
+    return changed
 
 
 def _needs_job(run: RunFiles, found: RunJobs) -> bool:
@@ -237,14 +270,42 @@ class CancelledSweep:
     failed: tuple[tuple[str, str], ...]
 
 
-def cancel_sweep(layout: SweepLayout, slurm: SlurmClient) -> CancelledSweep:
+def cancel_sweep(
+    layout: SweepLayout, slurm: SlurmClient, *, sleep: Callable[[float], None] = time.sleep
+) -> CancelledSweep:
     """Cancel every run that is not over, those that wait first, and submit no further point.
 
-    Raises UsageError for a sweep of somebody else, SlurmUnreachableError when Slurm is away.
+    A process that submits points stops at the next one, and this waits for that. Raises UsageError
+    for a sweep of somebody else and when that process does not stop, SlurmUnreachableError when
+    Slurm is away.
     """
     record = layout.read()
     if not os.access(layout.directory, os.W_OK):
         raise UsageError(f"you cannot cancel sweep `{record.sweep_id}`, which you may only read")
+    layout.cancel_request.touch(mode=0o600)
+    lock = _lock_of_submitter(layout, sleep)
+    try:
+        return _cancel(layout, slurm)
+    finally:
+        os.close(lock)
+
+
+def _lock_of_submitter(layout: SweepLayout, sleep: Callable[[float], None]) -> int:
+    """Wait until nobody submits points of the sweep. Raises UsageError when that takes long."""
+    for _ in range(_SECONDS_TO_STOP):
+        lock = layout.try_lock()
+        if lock is not None:
+            return lock
+        sleep(1.0)
+    raise UsageError(
+        f"another process submits a run of sweep `{layout.directory.name}`, and has not ended "
+        f"within {_SECONDS_TO_STOP} s: nothing was cancelled, and no further run is submitted",
+        hint="the same command tries again",
+    )
+
+
+def _cancel(layout: SweepLayout, slurm: SlurmClient) -> CancelledSweep:
+    record = layout.read()
     rows = sweep_table(layout, slurm).rows
     if record.cancelled_time is None:
         layout.write(record.model_copy(update={"cancelled_time": time.time()}))
@@ -252,7 +313,7 @@ def cancel_sweep(layout: SweepLayout, slurm: SlurmClient) -> CancelledSweep:
     states = {row.run_id: row.state for row in rows if row.run_id is not None}
     cancelled, over, failed = [], [], []
     for run_id in reversed(list(runs)):  # else the end of one would start the next of its lane
-        if states[run_id] in ("DONE", "FAILED", "CANCELLED", "STOPPED", "NOT SUBMITTED"):
+        if states[run_id] in ("DONE", "FAILED", "CANCELLED", "STOPPED", "NOT SUBMITTED", "REMOVED"):
             over.append(run_id)
             continue
         try:

@@ -8,6 +8,7 @@ submitting (`sweep`), states (`sweep_table`).
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -70,7 +71,10 @@ class SweepRequest:
 
 @dataclass(frozen=True)
 class PlannedPoint:
-    """One point: its run if it can run, else the error; `existing` if its run is there already."""
+    """One point: its run if it can run, else the error; `existing` if its run is there already.
+
+    `removed`: its run has had a job, and its directory is gone.
+    """
 
     point: GridPoint
     prepared: Prepared | None = None
@@ -78,6 +82,7 @@ class PlannedPoint:
     error: HpctrainError | None = None
     run_id: str | None = None
     existing: bool = False
+    removed: bool = False
 
     @property
     def runs(self) -> bool:
@@ -201,7 +206,7 @@ def _layout_and_record(
             f"sweep `{name}` is there already, of another spec, profile or grid",
             hint="`--name` another one",
         )
-    if record.cancelled_time is not None:
+    if layout.is_cancelled(record):
         raise UsageError(
             f"sweep `{name}` was cancelled",
             hint="`hpctrain resume RUN` continues one of its runs; `--name` makes another sweep",
@@ -220,12 +225,23 @@ def _digest(
 
 
 def _known_point(point: GridPoint, known: SweepPoint, layout: SweepLayout) -> PlannedPoint | None:
-    """Take a point over from the record; None if its run directory is still to be written."""
+    """Take a point over from the record; None if its run directory is still to be written.
+
+    Raises UsageError for the directory of a run that has had a job and has no ledger any more.
+    """
     if known.run_id is None:
         error = UsageError(known.refusal or "refused when the sweep was begun")
         return PlannedPoint(point, error=error)
     if not is_written(layout, known.run_id):
-        return None
+        directory = layout.runs / known.run_id
+        if not known.submitted:
+            return None
+        if os.path.lexists(directory):
+            raise UsageError(
+                f"{directory} has no ledger.jsonl, and its run has had a job",
+                hint="put ledger.jsonl back, or move the directory away",
+            )
+        return PlannedPoint(point, run_id=known.run_id, removed=True)
     return PlannedPoint(point, gpu_hours=known.gpu_hours, run_id=known.run_id, existing=True)
 
 

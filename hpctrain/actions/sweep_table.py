@@ -24,10 +24,11 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import lineage, read_evaluations
 from hpctrain.store.supervise_config import known_supervise_config
-from hpctrain.store.sweeps import SweepLayout, SweepRecord, all_sweeps
+from hpctrain.store.sweeps import SweepLayout, SweepPoint, SweepRecord, all_sweeps
 from hpctrain.supervise.judge.documents import ActionKind
 
 _REFUSED = "REFUSED"
+_REMOVED = "REMOVED"
 
 
 class SweepRow(BaseModel):
@@ -114,7 +115,7 @@ def sweep_table(layout: SweepLayout, slurm: SlurmClient) -> SweepTable:
             values=point.values,
             name=point.name,
             run_id=point.run_id,
-            state=RunState.NOT_SUBMITTED.value,
+            state=_without_directory(point),
             reason="its run directory is not there",
             forecast_gpu_hours=point.gpu_hours,
         )
@@ -130,7 +131,7 @@ def sweep_table(layout: SweepLayout, slurm: SlurmClient) -> SweepTable:
         fields=record.fields,
         short_fields=tuple(short_fields(record.fields)),
         at_a_time=record.at_a_time,
-        cancelled=record.cancelled_time is not None,
+        cancelled=layout.is_cancelled(record),
         sorted_by="evaluation loss" if evaluated else "training loss",
         gpu_hours=sum(row.gpu_hours or 0.0 for row in rows),
         forecast_gpu_hours=sum(known) if len(known) == len(forecasts) else None,
@@ -156,7 +157,7 @@ def sweep_summaries(runs: Path, slurm: SlurmClient) -> list[SweepSummary]:
         for point in record.points:
             state = _REFUSED
             if point.run_id is not None:
-                state = states.get(point.run_id, RunState.NOT_SUBMITTED.value)
+                state = states.get(point.run_id, _without_directory(point))
             counts[state] = counts.get(state, 0) + 1
         found.append(
             SweepSummary(
@@ -167,6 +168,11 @@ def sweep_summaries(runs: Path, slurm: SlurmClient) -> list[SweepSummary]:
             )
         )
     return found
+
+
+def _without_directory(point: SweepPoint) -> str:
+    """Name the state of a point whose run directory is not there."""
+    return _REMOVED if point.submitted else RunState.NOT_SUBMITTED.value
 
 
 def _present(runs: dict[str, RunFiles]) -> dict[str, RunFiles]:

@@ -44,6 +44,8 @@ def _planned_cells(one: PlannedPoint) -> list[str]:
         return [one.prepared.run_id, f"{plan.layout} on {plan.nodes}", _hours(one.gpu_hours)]
     if one.existing:
         return [one.run_id or one.point.name, "there already", _hours(one.gpu_hours)]
+    if one.removed:
+        return [one.run_id or one.point.name, "removed", "-"]
     return [one.point.name, "cannot run", "-"]
 
 

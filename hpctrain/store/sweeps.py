@@ -1,7 +1,8 @@
 """The directory of a sweep, beside the directories of its runs.
 
 sweep.json    the points, the ids of their runs, refusals, forecasts
-lock          held by the process that submits the points
+lock          held by the process that submits the points, or cancels them
+cancel        there once somebody cancels the sweep: whoever submits points stops at the next one
 
 It has no ledger, so that it is no run; everything that happens to a point is in the directory of
 its run. Belongs here: the record, its paths, finding sweeps. Does not belong here: the states of
@@ -31,6 +32,8 @@ class SweepPoint(RecordPart):
 
     `values` has one text for each field of the sweep. `run_id` is absent for a point that cannot
     run, and `refusal` is the reason. `gpu_hours` is the forecast, absent where none can be made.
+    `submitted`: its run has had a job, so it is not submitted again, whatever becomes of its
+    directory; false in records of older versions until the sweep is continued.
     """
 
     values: tuple[str, ...]
@@ -38,12 +41,14 @@ class SweepPoint(RecordPart):
     run_id: str | None = None
     gpu_hours: float | None = None
     refusal: str | None = None
+    submitted: bool = False
 
 
 class SweepRecord(Record):
     """What was requested, and the run of each point.
 
-    Written before the first run directory, and again when a point takes another run id.
+    Written before the first run directory, and again when a point takes another run id or has got
+    a job.
     `digest` covers everything that decides the runs: the same request continues the same sweep.
     Times are seconds since the epoch; `cancelled_time` is absent for a sweep that nobody has
     cancelled.
@@ -59,6 +64,12 @@ class SweepRecord(Record):
     points: tuple[SweepPoint, ...]
     at_a_time: int | None = None
     cancelled_time: float | None = None
+
+    def with_point(self, number: int, **changes: object) -> SweepRecord:
+        """Change one point."""
+        points = list(self.points)
+        points[number] = points[number].model_copy(update=changes)
+        return self.model_copy(update={"points": tuple(points)})
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,15 @@ class SweepLayout:
         """Where the runs of its points are."""
         return self.directory.parent
 
+    @property
+    def cancel_request(self) -> Path:
+        """Exists once somebody cancels the sweep; a file, so that no lock has to be waited for."""
+        return self.directory / "cancel"
+
+    def is_cancelled(self, record: SweepRecord) -> bool:
+        """Whether no further point is to be submitted."""
+        return record.cancelled_time is not None or self.cancel_request.exists()
+
     def create(self, group: int | None) -> None:
         """Make the directory, private to the user; with a `group` its members may read it."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -84,7 +104,7 @@ class SweepLayout:
             self.directory.chmod(_GROUP_READS)
 
     def try_lock(self) -> int | None:
-        """Take the lock of the process that submits; see `submission_lock`."""
+        """Take the lock of the process that submits or cancels; see `submission_lock`."""
         return try_lock(self.directory)
 
     def write(self, record: SweepRecord) -> None:

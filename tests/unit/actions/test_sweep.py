@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -219,12 +221,42 @@ def test_what_an_interrupted_submission_has_written_is_written_anew(
     assert len(slurm.scripts) == 4 and not list(RUNS.rglob("*.tmp"))
 
 
+def forget_submissions(layout: SweepLayout) -> None:
+    """As older versions have written the record."""
+    record = json.loads(layout.record.read_text())
+    for point in record["points"]:
+        del point["submitted"]
+    layout.record.write_text(json.dumps(record))
+
+
+def test_a_point_that_was_removed_is_left_alone(slurm: FakeSlurm) -> None:
+    layout = submitted(planned(at_a_time=1), slurm, 1)
+    forget_submissions(layout)
+    assert submit_sweep(planned(), slurm).new == 0  # type: ignore[arg-type]
+    gone = RUNS / str(layout.read().points[1].run_id)
+    slurm.records[2] = replace(slurm.records[2], state=JobState.COMPLETED)
+    (gone / "ledger.jsonl").rename(gone / "moved")
+    with pytest.raises(UsageError, match="has no ledger.jsonl, and its run has had a job"):
+        planned()
+    shutil.rmtree(gone)
+    again = planned()
+    assert not again.new and [one.removed for one in again.points] == [False, True, False, False]
+    done = submit_sweep(again, slurm)  # type: ignore[arg-type]
+    assert (done.new, done.submitted) == (0, 3) and len(slurm.scripts) == 4 and not gone.exists()
+    rows = {row.run_id: row.state for row in sweep_table(layout, slurm).rows}  # type: ignore[arg-type]
+    assert rows[gone.name] == "REMOVED"
+    assert "1 removed" in command("sweep", "status").stdout
+    dry = command("sweep", "tiny.yaml", "-p", "sandbox", "--grid", GRID[0], "--grid", GRID[1], "-y")
+    assert f"{gone.name}  removed" in dry.stderr and "0 of 3 runs submitted now" in dry.stderr
+
+
 @pytest.mark.parametrize(
     "left", ["checkpoints/iter_0000012/rank-0.pt", "metrics.jsonl", "logs/slurm-1.out", "notes.txt"]
 )
 def test_a_run_without_its_ledger_is_not_removed(left: str, slurm: FakeSlurm, here: Path) -> None:
     layout = submitted(planned(), slurm)
     run = RUNS / str(layout.read().points[1].run_id)
+    forget_submissions(layout)
     (run / "data.json").unlink()
     (run / "ledger.jsonl").rename(here / "ledger.jsonl")
     (run / left).parent.mkdir(exist_ok=True)
@@ -465,13 +497,11 @@ def test_one_squeue_for_all(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_run_that_was_removed_is_a_row_all_the_same(slurm: FakeSlurm) -> None:
-    import shutil
-
     layout = submitted(planned(), slurm)
     gone = layout.read().points[0].run_id
     shutil.rmtree(RUNS / str(gone))
     rows = sweep_table(layout, slurm).rows  # type: ignore[arg-type]
-    assert next(row.state for row in rows if row.run_id == gone) == "NOT SUBMITTED"
+    assert next(row.state for row in rows if row.run_id == gone) == "REMOVED"
 
 
 # Cancelling, and the rest of the command line -----------------------------------------------------
@@ -488,6 +518,39 @@ def test_cancel_ends_those_that_wait_first_and_stays(slurm: FakeSlurm) -> None:
     with pytest.raises(UsageError, match="was cancelled"):
         planned(at_a_time=1)
     assert cancel_sweep(layout, slurm).cancelled == ()  # type: ignore[arg-type]
+
+
+def test_a_submission_in_progress_stops_when_the_sweep_is_cancelled(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, cancelled = planned(), []
+    real = slurm.submit
+
+    def cancelled_meanwhile(*args: object, **more: object) -> SubmittedJob:
+        if len(slurm.scripts) == 1:
+            with pytest.raises(UsageError, match="another process submits a run of sweep"):
+                cancel_sweep(plan.layout, slurm, sleep=cancelled.append)  # type: ignore[arg-type]
+        return real(*args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(slurm, "submit", cancelled_meanwhile)
+    with pytest.raises(UsageError, match=r"was cancelled: 2 of 4 runs were submitted"):
+        submitted(plan, slurm)
+    assert len(slurm.scripts) == 2 and set(cancelled) == {1.0}
+    with pytest.raises(UsageError, match="was cancelled: nothing was submitted"):
+        submitted(plan, slurm)
+    with pytest.raises(UsageError, match="was cancelled"):
+        planned()
+    done = cancel_sweep(plan.layout, slurm)  # type: ignore[arg-type]
+    assert len(done.cancelled) == 2 and len(done.over) == 2
+    assert plan.layout.read().cancelled_time is not None
+
+
+def test_a_cancel_waits_for_the_submission_in_progress(slurm: FakeSlurm) -> None:
+    layout = submitted(planned("seed=1,2"), slurm)
+    lock = layout.try_lock()
+    assert lock is not None
+    done = cancel_sweep(layout, slurm, sleep=lambda seconds: os.close(lock))  # type: ignore[arg-type]
+    assert len(done.cancelled) == 2
 
 
 def test_the_command_line(slurm: FakeSlurm) -> None:
