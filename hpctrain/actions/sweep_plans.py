@@ -335,6 +335,7 @@ def _refuse(plan: SweepPlan, request: SweepRequest, site: ClusterProfile, runs: 
         for one in plan.refused
         if one.error is not None and not isinstance(one.error, UsageError)
     }
+    _refuse_equal(plan)
     runnable = sum(one.runs for one in plan.points)
     if new_refusals and not (request.skip_refused and runnable):
         raise _all_problems(new_refusals, len(plan.points), runnable)
@@ -348,6 +349,21 @@ def _refuse(plan: SweepPlan, request: SweepRequest, site: ClusterProfile, runs: 
     _refuse_space(plan, runs)
     if request.most_gpu_hours is not None:
         _refuse_budget(plan, request.most_gpu_hours)
+
+
+def _refuse_equal(plan: SweepPlan) -> None:
+    """Raise UsageError for two points whose values are the same, however they are written."""
+    seen: dict[str, str] = {}
+    for one in plan.new:
+        assert one.prepared is not None
+        spec = one.prepared.spec.document.model_dump_json(exclude={"name"})
+        here = label(plan.axes, one.point.values)
+        if spec in seen:
+            raise UsageError(
+                f"{OPTION}: {seen[spec]} and {here} are the same point",
+                hint="leave one of them out",
+            )
+        seen[spec] = here
 
 
 def _all_problems(

@@ -68,7 +68,7 @@ def parse_grid(texts: Sequence[str]) -> tuple[GridAxis, ...]:
     for text in texts:
         field, equals, rest = text.partition("=")
         field = field.strip()
-        values = tuple(value.strip() for value in _split(rest))
+        values = tuple(value.strip() for value in _split(text, rest))
         if not equals or not field or not all(values):
             raise UsageError(
                 f"{OPTION} {text}: expected FIELD=VALUE,VALUE",
@@ -102,23 +102,38 @@ def parse_grid(texts: Sequence[str]) -> tuple[GridAxis, ...]:
     return tuple(axes)
 
 
-def _split(text: str) -> list[str]:
-    """Split at commas that are in no brackets and no quotes."""
-    parts, depth, quote = [""], 0, ""
+def _split(option: str, text: str) -> list[str]:
+    """Split at commas that are in no brackets and no quotes.
+
+    Raises UsageError, about the whole option, for one of these that is not closed or not opened.
+    """
+    parts, closing, quote = [""], "", ""
     for letter in text:
         if quote:
             quote = "" if letter == quote else quote
         elif letter in "'\"":
             quote = letter
         elif letter in _OPENED:
-            depth += 1
+            closing += _CLOSED[_OPENED.index(letter)]
         elif letter in _CLOSED:
-            depth -= 1
-        elif letter == "," and depth == 0:
+            if not closing.endswith(letter):
+                raise _unbalanced(option, f"`{letter}` closes nothing that is open")
+            closing = closing[:-1]
+        elif letter == "," and not closing:
             parts.append("")
             continue
         parts[-1] += letter
+    if quote or closing:
+        raise _unbalanced(option, f"a `{quote or closing[-1]}` is missing at the end")
     return parts
+
+
+def _unbalanced(option: str, problem: str) -> UsageError:
+    return UsageError(
+        f"{OPTION} {option}: {problem}",
+        hint="brackets and quotes keep a value with commas together; one that is part of a value "
+        "stands in quotes of the other kind",
+    )
 
 
 def grid_points(axes: Sequence[GridAxis], run_name: str) -> tuple[GridPoint, ...]:

@@ -139,6 +139,18 @@ def test_points_that_cannot_run_are_left_out_only_on_request(slurm: FakeSlurm) -
         planned("batch.global=7,9", skip_refused=True)
 
 
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ("optimizer.lr=1e-4,0.0001", "optimizer.lr=1e-4 and optimizer.lr=0.0001 are the same"),
+        ("optimizer.lr=1e-4,3e-4,1.0e-4", "optimizer.lr=1e-4 and optimizer.lr=1.0e-4 are the same"),
+    ],
+)
+def test_equal_points_are_refused_however_they_are_written(grid: str, words: str) -> None:
+    with pytest.raises(UsageError, match=f"--grid: {words}"):
+        planned(grid, skip_refused=True)
+
+
 class Dying(FakeSlurm):
     """Dies at a submission: before sbatch, or after it, before anybody has read its answer."""
 
@@ -236,7 +248,7 @@ def test_a_point_that_was_removed_is_left_alone(slurm: FakeSlurm) -> None:
     gone = RUNS / str(layout.read().points[1].run_id)
     slurm.records[2] = replace(slurm.records[2], state=JobState.COMPLETED)
     (gone / "ledger.jsonl").rename(gone / "moved")
-    with pytest.raises(UsageError, match="has no ledger.jsonl, and its run has had a job"):
+    with pytest.raises(UsageError, match=r"has no ledger\.jsonl, and its run has had a job"):
         planned()
     shutil.rmtree(gone)
     again = planned()

@@ -42,6 +42,10 @@ def test_commas_in_lists_and_quotes_do_not_separate() -> None:
         (["name=a,b"], "names of the runs are made from their values"),
         (["seed=1,2", "seed=3"], "`seed` is given twice"),
         (["seed=1,2,1"], "`1` is there twice"),
+        (["parallel.stages=[1,2,[2,1]"], r"a `\]` is missing at the end"),
+        (["parallel.stages=[1,2],2,1]"], r"`\]` closes nothing that is open"),
+        (["model={a: [1}]"], "`}` closes nothing that is open"),
+        (["data.path='a,b"], "a `'` is missing at the end"),
         (["seed=" + ",".join(map(str, range(1001)))], "1,001 points"),
     ],
 )
