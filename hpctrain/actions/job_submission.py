@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +21,26 @@ from hpctrain.errors import (
     NoSuchRunError,
     RunFailedError,
     SlurmError,
+    SlurmRefusedError,
     SlurmUnreachableError,
     UsageError,
 )
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import Loaded, load_run_spec
 from hpctrain.spec.run import RunSpec
-from hpctrain.store.jobs import generation, sbatch_options, submitted_ids
+from hpctrain.store.jobs import (
+    awaited_run,
+    generation,
+    sbatch_options,
+    submitted_ids,
+    was_put_back,
+)
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import take_back
 from hpctrain.store.supervise_config import SuperviseConfig, read_supervise_config
+
+# A supervisor finds within seconds that the run it waits for is not done.
+_SECONDS_TO_PUT_BACK = 30
 
 
 @dataclass(frozen=True)
@@ -153,25 +164,43 @@ def after_of_spec(spec: Loaded[RunSpec], runs: Path, slurm: SlurmClient) -> tupl
 def _lead_followers(run: RunFiles, slurm: SlurmClient, job_id: int) -> None:
     """Have runs that wait for an earlier job of `run` wait for this one.
 
-    Without that they would never begin: their job has ended, and not well. What cannot be changed
-    is recorded in the ledger of the follower; the submission itself has succeeded.
+    Without that they would never begin: their job waits for one that has ended, or it has begun
+    too early and holds itself in the queue. What cannot be changed is recorded in the ledger of
+    the follower; the submission itself has succeeded.
     """
     if len({*submitted_ids(run.ledger.events())}) < 2:
         return
     for other in all_runs(run.layout.directory.parent):
         if other.unreadable or other.layout.done.exists() or other.owner_id != os.getuid():
             continue
-        recent = generation(other.ledger.events())
-        waits = [e for e in recent if e.event is EventKind.SUBMITTED and e.after_run == run.run_id]
-        begun = any(event.event is EventKind.ATTEMPT_STARTED for event in recent)
-        if not waits or begun or waits[-1].job_id is None:
+        events = other.ledger.events()
+        ids = submitted_ids(generation(events))
+        if awaited_run(events) != run.run_id or not ids:
             continue
         try:
-            slurm.update_job(waits[-1].job_id, dependency=f"afterok:{job_id}")
+            _lead(other, slurm, ids[0], job_id)
             reason = f"waits for job {job_id} of run {run.run_id} now"
         except SlurmError as error:
             reason = f"could not be made to wait for job {job_id} of run {run.run_id}: {error}"
-        other.ledger.append(EventKind.OBSERVED, job_id=waits[-1].job_id, reason=reason)
+        other.ledger.append(EventKind.OBSERVED, job_id=ids[0], reason=reason)
+
+
+def _lead(follower: RunFiles, slurm: SlurmClient, waiting_id: int, job_id: int) -> None:
+    """Make a waiting job wait for another one; one that has just begun puts itself back first.
+
+    Raises SlurmError.
+    """
+    for last in (False,) * _SECONDS_TO_PUT_BACK + (True,):
+        try:
+            slurm.update_job(waiting_id, dependency=f"afterok:{job_id}")
+            break
+        except SlurmRefusedError:
+            job = slurm.jobs([waiting_id]).get(waiting_id)
+            if last or job is None or not job.state.is_active:
+                raise
+            time.sleep(1.0)
+    if was_put_back(follower.ledger.events()):
+        slurm.release(waiting_id)
 
 
 def _sbatch(
@@ -182,10 +211,11 @@ def _sbatch(
     after: Sequence[JobsBefore] = (),
 ) -> int:
     cluster = None
+    after_run = next((one.run_id for one in after if one.run_id), None)
     with contextlib.suppress(SlurmError):  # the error of sbatch is clearer
         cluster = slurm.cluster_name()
     if successor_of is None:
-        run.ledger.append(EventKind.SUBMITTING, cluster=cluster)
+        run.ledger.append(EventKind.SUBMITTING, cluster=cluster, after_run=after_run)
     try:
         options = sbatch_options(run.layout.directory, array=config.continuation == "array")
         options += [f"--dependency={','.join(map(str, after))}"] if after else []
@@ -208,6 +238,6 @@ def _sbatch(
         job_id=submitted.job_id,
         successor_of=successor_of,
         cluster=submitted.cluster or cluster,
-        after_run=next((one.run_id for one in after if one.run_id), None),
+        after_run=after_run,
     )
     return submitted.job_id

@@ -14,6 +14,7 @@ from hpctrain.actions.job_holds import BY_SLURM, hold_text
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import (
+    awaited_run,
     being_submitted,
     cancel_confirmed,
     cancel_requested,
@@ -21,6 +22,7 @@ from hpctrain.store.jobs import (
     last_submission,
     started_ids,
     submitted_ids,
+    was_put_back,
 )
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.judge.causes import Cause
@@ -152,8 +154,10 @@ def _in_queue(events: Sequence[Event], job: JobRecord) -> Judged:
     reason = job.reason or "waiting"
     if job.hold is not None and job.hold in BY_SLURM:
         reason = f"{hold_text(job.hold).short} ({reason})"
-    recent = _since_submission(events)
-    if any(event.event is EventKind.ACTION for event in recent):
+    recent, awaited = _since_submission(events), awaited_run(events)
+    if awaited is not None and was_put_back(events):
+        reason = f"run `{awaited}` has to be done first; {reason}"
+    elif any(event.event is EventKind.ACTION for event in recent):
         starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
         same = not starts or job.belongs_to({starts[-1].job_id or 0})
         causes = [e.cause for e in events if e.event is EventKind.LAUNCH_ENDED and e.cause]

@@ -114,6 +114,33 @@ def _last_cancel(events: Sequence[Event]) -> EventKind | None:
     return cancels[-1] if cancels else None
 
 
+def awaited_run(events: Sequence[Event]) -> str | None:
+    """The id of the run that has to be done before this one is launched.
+
+    None if it waits for none, or no longer: it was launched, or a person has resumed it after it
+    was put back into the queue because the other was not done.
+    """
+    awaited, put_back = None, False
+    for event in events:
+        if event.event is EventKind.SUBMITTING:
+            awaited, put_back = event.after_run, False
+        elif event.event is EventKind.SUBMITTED and event.successor_of is None:
+            awaited = event.after_run or awaited
+        elif event.event is EventKind.OBSERVED and event.after_run is not None:
+            put_back = True
+        elif event.event is EventKind.LAUNCH_STARTED or (
+            put_back and event.event is EventKind.CONTROL and event.action == "resume"
+        ):
+            awaited = None
+    return awaited
+
+
+def was_put_back(events: Sequence[Event]) -> bool:
+    """Whether the newest job has begun too early, and holds itself in the queue since."""
+    recent = generation(events)
+    return any(one.event is EventKind.OBSERVED and one.after_run is not None for one in recent)
+
+
 def successor_ids(events: Sequence[Event], job_id: int) -> list[int]:
     """The jobs that were submitted to continue after `job_id`."""
     return submitted_ids([event for event in events if event.successor_of == job_id])

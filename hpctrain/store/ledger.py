@@ -65,7 +65,7 @@ class Event(Record):
     versions. `answered` is False for a submission without an answer: Slurm may have the job.
     `symptom`: what `hpctrain watch` saw; None in ledgers of older versions. `groups_outside`: how
     many groups of ranks a launch has under several leaves or in several blocks. `after_run`: the
-    run for whose end a submitted job waits.
+    run for whose end a submitted job waits; of an observation: that it began before that end.
     """
 
     event: EventKind

@@ -28,6 +28,7 @@ from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise.act.execute import act
 from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, must_leave
 from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
+from hpctrain.supervise.awaited_run import wait_for_unfinished_run
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.decision_inputs import allocation_of, assess, blame_lost_attempt
 from hpctrain.supervise.evaluation_jobs import EvaluationThread
@@ -291,7 +292,8 @@ class Supervisor:
         """Return what to do instead of the first launch, if a launch is not wanted.
 
         The run may be done, a person may have requested a stop, the run may have been stopped and
-        not resumed since, or attempts may be lost repeatedly without a new checkpoint.
+        not resumed since, it may wait for a run that is not done, or attempts may be lost
+        repeatedly without a new checkpoint.
         """
         context = self.context
         if context.run_layout.done.exists():
@@ -302,9 +304,9 @@ class Supervisor:
             verdict = replace(verdict, reason=f"{verdict.reason} before this attempt")
             situation = assess(context, allocation_of(context), verdict)
             return decide(verdict, self._history(), situation, context.config)
-        stopped = stop_of_restarted_job(context)
-        if stopped is not None:
-            return stopped
+        instead = stop_of_restarted_job(context) or wait_for_unfinished_run(context)
+        if instead is not None:
+            return instead
         if self._lost is not None:
             start, verdict = self._lost
             situation = assess(context, allocation_of(context), verdict)

@@ -7,6 +7,7 @@ import re
 import pytest
 from rehearsal import PlannedFault, Rehearsal, Stage, held, waits_for
 
+from hpctrain.actions.control import resume, stop
 from hpctrain.actions.job_submission import resubmit
 from hpctrain.actions.runs import find_run
 from hpctrain.actions.state import RunState
@@ -68,6 +69,31 @@ def test_it_never_begins_when_the_other_fails(stage: Stage) -> None:
     assert first.status().state is RunState.DONE
     (began,) = [event.time for event in follower.events(EventKind.ATTEMPT_STARTED)]
     assert began > [event.time for event in first.events(EventKind.LAUNCH_ENDED)][-1]
+
+
+def test_it_does_not_begin_when_the_other_is_stopped_and_begins_when_that_is_done(
+    stage: Stage,
+) -> None:
+    first = stage.start("name=first", planned=held(1, 14))
+    first.wait_for_step(13)
+    follower = second(stage, first, "follower", field=True)
+    stop(first.run, stage.slurm, now=True)
+    assert first.wait_till_over().state is RunState.STOPPED, first.logs()
+
+    # For Slurm the job of the first has ended well, so it starts the one of the follower.
+    row = follower.wait_until(lambda row: "held" in row.reason, "put back")
+    assert row.state is RunState.PENDING and not follower.events(EventKind.LAUNCH_STARTED)
+    (action,) = follower.events(EventKind.ACTION)
+    assert f"run `{first.run.run_id}`, for which this one waits, is not done" in str(action.reason)
+
+    resume(first.run, stage.slurm)
+    row = follower.wait_until(lambda row: "ependency" in row.reason, "made to wait")
+    assert first.wait_till_over().state is RunState.DONE, first.logs()
+    row = follower.wait_till_over()
+    assert row.state is RunState.DONE and row.step == 12, follower.logs()
+    (done,) = [event.time for event in first.events(EventKind.LAUNCH_ENDED)][-1:]
+    (launched,) = [event.time for event in follower.events(EventKind.LAUNCH_STARTED)]
+    assert launched > done
 
 
 def test_a_run_that_is_done_is_not_waited_for(stage: Stage) -> None:

@@ -14,6 +14,7 @@ from hpctrain.actions.runs import RunFiles, find_run
 from hpctrain.errors import SlurmRefusedError
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
+from hpctrain.store.jobs import awaited_run
 from hpctrain.store.ledger import EventKind
 
 RUNS = Path("runs")
@@ -81,13 +82,76 @@ def test_followers_wait_for_the_new_job_of_a_run(slurm: FakeSlurm) -> None:
     first = submitted("name=first")
     follower = submitted("name=second", "--set", f"after={first.run_id}")
     begun = submitted("name=third", "--set", f"after={first.run_id}")
-    begun.ledger.append(EventKind.ATTEMPT_STARTED, job_id=3, restart_count=0)
+    begun.ledger.append(EventKind.LAUNCH_STARTED, job_id=3, restart_count=0)
     assert slurm.dependencies == {}
     slurm.records[1] = replace(slurm.records[1], state=JobState.FAILED)
     assert resubmit(first, slurm).job_id == 4  # type: ignore[arg-type]
     assert slurm.dependencies == {2: "afterok:4"}, "not of one that has begun"
     (noted,) = [e for e in follower.ledger.events() if e.event is EventKind.OBSERVED]
     assert noted.reason == f"waits for job 4 of run {first.run_id} now"
+
+
+def put_back(follower: RunFiles, first: RunFiles, slurm: FakeSlurm, job_id: int) -> None:
+    """What the supervisor of a follower does that finds the other run not done."""
+    follower.ledger.append(EventKind.ATTEMPT_STARTED, job_id=job_id, restart_count=0)
+    follower.ledger.append(EventKind.OBSERVED, job_id=job_id, after_run=first.run_id, reason="x")
+    slurm.records[job_id] = replace(
+        slurm.records[job_id], state=JobState.PENDING, reason="JobHeldUser"
+    )
+
+
+def test_a_follower_that_was_put_back_is_released_to_wait_again(slurm: FakeSlurm) -> None:
+    first = submitted("name=first")
+    follower = submitted("name=second", "--set", f"after={first.run_id}")
+    alone = submitted("name=third", "--set", f"after={first.run_id}")
+    for number, run in ((2, follower), (3, alone)):
+        put_back(run, first, slurm, number)
+    assert f"run `{first.run_id}` has to be done first; JobHeldUser" in command("status").stdout
+    told = command("resume", alone.run_id)
+    assert told.exit_code == 0 and slurm.records[3].hold is None, told.stderr
+    slurm.records[1] = replace(slurm.records[1], state=JobState.COMPLETED)
+    assert resubmit(first, slurm).job_id == 4  # type: ignore[arg-type]
+    assert slurm.dependencies == {2: "afterok:4"}, "a person has begun the third without the first"
+    assert slurm.records[2].hold is None
+
+
+def test_a_follower_that_has_just_begun_is_put_back_first(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = submitted("name=first")
+    follower = submitted("name=second", "--set", f"after={first.run_id}")
+    slurm.records[1] = replace(slurm.records[1], state=JobState.COMPLETED)
+    slurm.records[2] = replace(slurm.records[2], state=JobState.RUNNING)
+    real, pauses = slurm.update_job, []
+
+    def while_pending(job_id: int, **changes: object) -> None:
+        if slurm.records[job_id].state is JobState.RUNNING:
+            raise SlurmRefusedError("Job is no longer pending execution")
+        real(job_id, **changes)  # type: ignore[arg-type]
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            put_back(follower, first, slurm, 2)
+
+    monkeypatch.setattr(slurm, "update_job", while_pending)
+    monkeypatch.setattr("hpctrain.actions.job_submission.time.sleep", pause)
+    resubmit(first, slurm)  # type: ignore[arg-type]
+    assert slurm.dependencies == {2: "afterok:3"} and slurm.records[2].hold is None
+    assert pauses == [1.0, 1.0]
+
+
+def test_a_follower_whose_job_nobody_recorded_waits_all_the_same(slurm: FakeSlurm) -> None:
+    first = submitted("name=first")
+    follower = submitted("name=second", "--set", f"after={first.run_id}")
+    lines = follower.layout.ledger.read_text().splitlines()
+    assert '"submitted"' in lines[-1]
+    follower.layout.ledger.write_text("\n".join(lines[:-1]) + "\n")  # its client has died
+    follower.ledger.append(EventKind.ADOPTED, job_id=2)
+    assert awaited_run(follower.ledger.events()) == first.run_id
+    slurm.records[1] = replace(slurm.records[1], state=JobState.FAILED)
+    resubmit(first, slurm)  # type: ignore[arg-type]
+    assert slurm.dependencies == {2: "afterok:3"}
 
 
 def test_a_follower_that_cannot_be_changed_keeps_no_run_from_its_job(
