@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hpctrain.errors import Refusal
 from hpctrain.plan.documents import Plan
+from hpctrain.render.job_environment import notify_names
 from hpctrain.render.memory import memory_options
 from hpctrain.render.quoting import directive_value, sh
 from hpctrain.render.script import Script, cpus_per_gpu, exclusive_option, gpu_request
@@ -33,6 +34,7 @@ class EvaluationCommand:
 
     name: str
     python: str
+    secrets: tuple[str, ...]
     srun: tuple[str, ...]
     words: tuple[str, ...]
 
@@ -73,7 +75,8 @@ def evaluation_script(
     python = script.supervisor[0]
     cpus = job.cpus or max(1, job.gpus * cpus_per_gpu(spec, other))
     srun = ("srun", "--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus}", "--export=ALL")
-    command = EvaluationCommand(job.name, python, srun, tuple(map(placed_word, job.command)))
+    secrets, words = notify_names(spec, other), tuple(map(placed_word, job.command))
+    command = EvaluationCommand(job.name, python, secrets, srun, words)
     own = replace(
         script,
         title=f"evaluation {job.name} of {script.title}",

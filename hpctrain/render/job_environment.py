@@ -55,6 +55,15 @@ def submit_variables(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...] 
     return tuple(dict.fromkeys(names))
 
 
+def evaluation_variables(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...] | None:
+    """List the variables that evaluation jobs inherit; None: all of them.
+
+    They have no supervisor that takes out the secrets of `notify`, and tell nobody.
+    """
+    names, secrets = submit_variables(spec, profile), notify_names(spec, profile)
+    return None if names is None else tuple(name for name in names if name not in secrets)
+
+
 def inherited_names(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...]:
     """List the variables that site and spec name to be passed on, each once."""
     return tuple(dict.fromkeys((*profile.slurm.inherit, *spec.environment.inherit)))

@@ -77,10 +77,12 @@ class SlurmClient:
         extra_args: Sequence[str] = (),
         *,
         variables: Collection[str] | None = None,
+        without: Collection[str] = (),
     ) -> SubmittedJob:
-        """Submit a script with arguments of its own; see `submit`."""
+        """Submit a script with arguments of its own, and `without` some variables; see `submit`."""
         argv = ["sbatch", "--parsable", *extra_args, os.path.abspath(script), *arguments]
-        answer = accepted(argv, self._call(argv, with_only(self._environment, variables), ""))
+        environment = with_only(self._environment, variables, without)
+        answer = accepted(argv, self._call(argv, environment, ""))
         return parsed("sbatch", lambda: parse.submitted(answer.stdout, answer.stderr))
 
     def test_only(self, script: Path | str, extra_args: Sequence[str] = ()) -> TestOnlyAnswer:
