@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from hpctrain.checkpoints.discover import saving_epochs
@@ -58,6 +59,10 @@ class EvaluationPass:
     silent_seconds: float = _SILENT_SECONDS
     lines: list[str] = field(default_factory=list)
     refused: bool = False
+
+    def __post_init__(self) -> None:
+        # Slurm resolves a relative log below `--chdir`, which is the run directory itself.
+        self.run = RunLayout(Path(os.path.abspath(self.run.directory)))
 
     def make(self) -> None:
         """Submit what is wanted and has no job; record jobs that are lost.

@@ -64,6 +64,17 @@ def test_each_checkpoint_is_submitted_once_with_its_arguments(run: RunLayout) ->
     assert passed(run, slurm) == [] and len(slurm.scripts) == 2
 
 
+def test_a_relative_directory_of_runs_is_resolved_for_slurm(
+    run: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`watch` has `runs/RUN`, and Slurm would look for the log below the new work directory."""
+    monkeypatch.chdir(run.directory.parent)
+    slurm = FakeSlurm()
+    passed(RunLayout(Path(run.run_id)), slurm, "watch")
+    log = run.directory / "logs/evaluation-score-4-a1-%j.out"
+    assert {f"--chdir={run.directory}", f"--output={log}"} <= set(slurm.options[1])
+
+
 def test_an_announcement_without_an_answer_is_looked_up(run: RunLayout) -> None:
     slurm = FakeSlurm()
     passed(run, slurm)
