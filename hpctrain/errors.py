@@ -8,6 +8,7 @@
     |  `- LimitError              4   the plan violates a limit of the site
     |- SlurmError                 5
     |  |- SlurmRefusedError       5   Slurm answered, and the answer was no
+    |  |  `- AccessDeniedError    5   not for this user, or not from this host
     |  `- SlurmUnreachableError   5   no answer within the time limit, or no Slurm at all
     |- NoSuchRunError             6
     |- RunFailedError             7   the run that was waited for has failed
@@ -130,6 +131,10 @@ class SlurmError(HpctrainError):
 
 class SlurmRefusedError(SlurmError):
     """Slurm answered no; the message holds Slurm's own words."""
+
+
+class AccessDeniedError(SlurmRefusedError):
+    """Slurm does not take this from this user, or not from this host: waiting does not help."""
 
 
 class SlurmUnreachableError(SlurmError):

@@ -29,6 +29,7 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import CheckpointError
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.epochs import current_epoch
+from hpctrain.store.evaluations import needed_steps
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event
 from hpctrain.store.run_records import (
@@ -176,8 +177,10 @@ def report_checkpoints(
     config = known_train_config(layout)
     reasons = _retention_reasons(layout, found, config, events)
     evaluations = evaluation_rows(run)
+    epochs = {one.step: one.manifest.epoch if one.manifest else None for one in found}
+    needed = needed_steps(layout, epochs) if evaluations else set()
     for row in evaluations:
-        if row.state not in ("done", "failed"):
+        if row.state not in ("done", "failed") and row.step in needed:
             reasons.get(row.step, []).append(f"evaluation {row.name} {row.state}")
     rows = []
     for one in found:

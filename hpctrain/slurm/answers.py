@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
+from hpctrain.errors import (
+    AccessDeniedError,
+    SlurmError,
+    SlurmRefusedError,
+    SlurmUnreachableError,
+)
 from hpctrain.slurm import parse
 from hpctrain.slurm.process import CommandResult
 from hpctrain.slurm.refusals import hint_about
@@ -30,7 +35,13 @@ def accepted(argv: Sequence[str], answer: CommandResult) -> CommandResult:
     words = words or f"`{argv[0]}` ended with exit code {answer.returncode}"
     if parse.is_unreachable(words):
         raise SlurmUnreachableError(words, hint_about(words))
-    raise SlurmRefusedError(words, hint_about(words))
+    raise refusal(words)
+
+
+def refusal(words: str) -> SlurmRefusedError:
+    """Return the error of a refusal in these words."""
+    kind = AccessDeniedError if parse.is_access_denied(words) else SlurmRefusedError
+    return kind(words, hint_about(words))
 
 
 def parsed(name: str, read: Callable[[], _Parsed]) -> _Parsed:

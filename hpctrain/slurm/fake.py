@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
+from hpctrain.slurm.answers import refusal
 from hpctrain.slurm.parse import node_state
 from hpctrain.slurm.records import (
     JobRecord,
@@ -95,7 +96,7 @@ class FakeSlurm:
     def test_only(self, script: Path | str, extra_args: Sequence[str] = ()) -> TestOnlyAnswer:
         self._present()
         if self.refusal:
-            raise SlurmRefusedError(self.refusal)
+            raise refusal(self.refusal)
         return TestOnlyAnswer("Job would start")
 
     def jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:

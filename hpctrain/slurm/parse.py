@@ -57,6 +57,7 @@ _UNREACHABLE = (
 
 # src/common/slurm_errno.c
 _UNKNOWN_JOB = "Invalid job id"
+_ACCESS_DENIED = "Access/permission denied"
 _REQUEUE_REFUSALS = {
     "Job is pending execution": RequeueResult.ALREADY_PENDING,
     "presently disabled": RequeueResult.DISABLED,
@@ -255,6 +256,12 @@ def requeue_result(returncode: int, text: str) -> RequeueResult:
 def is_unknown_job(text: str) -> bool:
     """True if the controller refused because it does not know the job (any more)."""
     return _UNKNOWN_JOB in text
+
+
+def is_access_denied(text: str) -> bool:
+    """True if the controller denies access, as it does to hosts that may not submit (slurm.conf(5),
+    AllocNodes)."""
+    return _ACCESS_DENIED in text
 
 
 def is_unreachable(text: str) -> bool:

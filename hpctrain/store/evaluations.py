@@ -25,8 +25,14 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import Record, parse_record
 
 MOST_ATTEMPTS = 2
-# So often may a login node try what Slurm refuses, before the evaluation counts as failed.
-_MOST_REFUSALS = 2
+# A login node tries what Slurm refuses for so long, and so often, before it counts as failed.
+_REFUSED_SECONDS = 24 * 3600.0
+_LEAST_REFUSALS = 10
+# Between two tries of what is refused: from the first pause, each is twice the one before.
+_FIRST_PAUSE_SECONDS = 60.0
+_LONGEST_PAUSE_SECONDS = 1800.0
+# So many checkpoints, the newest, are kept for a job that Slurm refuses.
+MOST_KEPT_FOR_REFUSED = 4
 Kind = Literal["submitting", "submitted", "refused", "started", "ended", "lost"]
 Who = Literal["supervisor", "watch", "job"]
 State = Literal["waiting", "submitting", "submitted", "running", "done", "failed", "refused"]
@@ -74,6 +80,31 @@ class EvaluationEvent(Record):
 
 
 @dataclass(frozen=True)
+class Refusals:
+    """What sbatch has refused of one job to one submitter, since it has taken the job last."""
+
+    count: int
+    first_time: float
+    last_time: float
+
+    @property
+    def final(self) -> bool:
+        """True if they have lasted for so long that nobody waits any more."""
+        return (
+            self.last_time - self.first_time >= _REFUSED_SECONDS and self.count >= _LEAST_REFUSALS
+        )
+
+    @property
+    def next_time(self) -> float:
+        """When the job is tried again: the pause grows with each refusal."""
+        doublings = min(self.count - 1, 10)
+        return self.last_time + min(_FIRST_PAUSE_SECONDS * 2**doublings, _LONGEST_PAUSE_SECONDS)
+
+
+RefusalsByJob = dict[tuple[str, Who], Refusals]
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """What the lines about one evaluation say together; `since_time` is that of the newest."""
 
@@ -85,8 +116,8 @@ class Evaluation:
     job_id: int | None = None
     metrics: Mapping[str, float] | None = None
     reason: str = ""
-    refusals: int = 0
     refused_by: Who | None = None
+    refused_for_good: bool = False
     since_time: float = 0.0
 
     @property
@@ -95,7 +126,7 @@ class Evaluation:
         if self.state == "done":
             return True
         if self.state == "refused":
-            return self.refused_by == "watch" and self.refusals >= _MOST_REFUSALS
+            return self.refused_for_good
         return self.state == "failed" and self.attempt >= MOST_ATTEMPTS
 
     @property
@@ -124,18 +155,35 @@ def append_event(run: RunLayout, event: EvaluationEvent) -> None:
 
 
 def read_evaluations_of(run: RunLayout) -> dict[Key, Evaluation]:
-    """Read what has happened, by name, step and epoch. A line that was cut off is left out."""
+    """Read what has happened, by name, step and epoch."""
+    return read_history(run)[0]
+
+
+def read_history(run: RunLayout) -> tuple[dict[Key, Evaluation], RefusalsByJob]:
+    """Read what has happened, and the refusals of jobs. A line that was cut off is left out."""
     try:
         lines = run.evaluations.read_bytes().splitlines()
     except FileNotFoundError:
-        return {}
+        return {}, {}
     found: dict[Key, Evaluation] = {}
+    refusals: RefusalsByJob = {}
     for line in lines:
         event = parse_record(run.evaluations, line, EvaluationEvent)
-        if event is not None:
-            key = event.name, event.step, event.epoch
-            found[key] = _after(found.get(key) or Evaluation(*key), event)
-    return found
+        if event is None:
+            continue
+        key = event.name, event.step, event.epoch
+        found[key] = _after(found.get(key) or Evaluation(*key), event)
+        if event.kind == "submitted":
+            refusals = {one: those for one, those in refusals.items() if one[0] != event.name}
+        elif event.kind == "refused":
+            now = Refusals(1, event.time, event.time)
+            if (before := refusals.get((event.name, event.by))) is not None:
+                now = replace(before, count=before.count + 1, last_time=event.time)
+            refusals[event.name, event.by] = now
+            # a supervisor's refusal proves nothing: a login node may be allowed what it is not
+            if found[key].state == "refused" and event.by == "watch" and now.final:
+                found[key] = replace(found[key], refused_for_good=True)
+    return found, refusals
 
 
 def _after(before: Evaluation, event: EvaluationEvent) -> Evaluation:
@@ -144,10 +192,8 @@ def _after(before: Evaluation, event: EvaluationEvent) -> Evaluation:
         return before
     now = replace(before, attempt=event.attempt, since_time=event.time)
     if event.kind == "refused":
-        count = before.refusals + 1 if before.refused_by == event.by else 1
-        return replace(
-            now, state="refused", reason=event.reason or "", refused_by=event.by, refusals=count
-        )
+        reason = event.reason or ""
+        return replace(now, state="refused", reason=reason, refused_by=event.by)
     if event.kind in ("submitting", "submitted", "started"):
         state: State = "running" if event.kind == "started" else event.kind
         if event.kind == "submitted" and before.attempt == event.attempt:
@@ -181,20 +227,25 @@ def parse_metrics(path: Path) -> tuple[dict[str, float] | None, str]:
 def needed_steps(run: RunLayout, epochs: Mapping[int, int | None]) -> set[int]:
     """List the steps, of those on disk, whose evaluations are not settled: they must stay.
 
+    While Slurm refuses a job, only the newest that wait for it: all would fill the disk.
     `epochs` are the launches that have saved the checkpoints, by step. Raises OSError and
     NewerFormatError, after which nothing may be deleted.
     """
     settings = read_settings(run)
     if settings is None:
         return set()
-    known = read_evaluations_of(run)
-    return {
-        step
-        for step, epoch in epochs.items()
-        for job in settings.jobs
-        if epoch is not None and settings.wants(job, step)
-        if not ((found := known.get((job.name, step, epoch))) and found.settled)
-    }
+    known, refusals = read_history(run)
+    refused = {name for name, _ in refusals}
+    needed: set[int] = set()
+    without_job: dict[str, list[int]] = {}
+    for job, one in waiting_evaluations(settings, known, epochs):
+        if one.open or job.name not in refused:
+            needed.add(one.step)
+        else:
+            without_job.setdefault(job.name, []).append(one.step)
+    for steps in without_job.values():
+        needed.update(steps[-MOST_KEPT_FOR_REFUSED:])
+    return needed
 
 
 def waiting_evaluations(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.checkpoints.discover import saving_epochs
-from hpctrain.errors import HpctrainError, SlurmError, SlurmRefusedError
+from hpctrain.errors import AccessDeniedError, HpctrainError, SlurmError, SlurmRefusedError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.evaluations import (
@@ -32,6 +32,7 @@ from hpctrain.store.evaluations import (
     Kind,
     append_event,
     read_evaluations_of,
+    read_history,
     read_settings,
     submission_lock,
     waiting_evaluations,
@@ -51,14 +52,19 @@ Submitter = Literal["supervisor", "watch"]
 
 @dataclass
 class EvaluationPass:
-    """One look at a run: what was submitted, what Slurm has refused, in words."""
+    """One look at a run; `lines`: what was submitted, what Slurm has refused, in words.
+
+    A refused job is left alone for a while, by the name of the job: others may have another
+    partition. `forbidden` are jobs that nobody may submit from this host.
+    """
 
     run: RunLayout
     slurm: SlurmClient
     by: Submitter
     silent_seconds: float = _SILENT_SECONDS
+    forbidden: set[str] = field(default_factory=set)
     lines: list[str] = field(default_factory=list)
-    refused: bool = False
+    _refused: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         # Slurm resolves a relative log below `--chdir`, which is the run directory itself.
@@ -75,15 +81,18 @@ class EvaluationPass:
         with submission_lock(self.run) as mine:
             if not mine:
                 return
-            known = read_evaluations_of(self.run)
+            known, refusals = read_history(self.run)
+            self._refused = {
+                name
+                for (name, by), those in refusals.items()
+                if by == self.by and time.time() < those.next_time
+            }
             waiting = waiting_evaluations(settings, known, saving_epochs(self.run.checkpoints))
             jobs: list[JobRecord] = []
             if any(one.open for _, one in waiting):
                 jobs = list(self.slurm.jobs_of_users({os.getuid()}).values())
             for job, one in waiting:
                 self._look_at(settings, job, one, jobs)
-                if self.refused:
-                    return
 
     def _look_at(
         self,
@@ -124,6 +133,8 @@ class EvaluationPass:
     def _submit(
         self, settings: EvaluationSettings, job: EvaluationJob, one: Evaluation, attempt: int
     ) -> None:
+        if job.name in self._refused | self.forbidden:
+            return
         self._note("submitting", one, attempt)
         directory = self.run.directory
         log = str(self.run.evaluation_log(one.name, one.step, attempt, "JOB")).replace("%", "%%")
@@ -143,7 +154,9 @@ class EvaluationPass:
                 without=notify.secret_names if notify is not None else (),
             ).job_id
         except SlurmRefusedError as error:
-            self.refused = True
+            self._refused.add(job.name)
+            if isinstance(error, AccessDeniedError):
+                self.forbidden.add(job.name)
             self._note("refused", one, attempt, reason=str(error))
             self.lines.append(f"evaluation {one.name} of step {one.step} refused: {error}")
             return
@@ -176,8 +189,8 @@ class EvaluationPass:
 class EvaluationThread:
     """Makes passes beside the training, in a thread that the end of the process does not wait for.
 
-    A refusal of sbatch (a site may forbid it on compute nodes) ends the passes of this attempt:
-    `hpctrain watch` submits from a login node.
+    A job that sbatch does not take from this host (a site may forbid it on compute nodes) is not
+    tried again in this attempt: `hpctrain watch` submits from a login node.
     """
 
     def __init__(
@@ -190,7 +203,8 @@ class EvaluationThread:
         self._run, self._slurm, self._log = run, slurm, log
         self._pause_seconds = max(_LEAST_PAUSE_SECONDS, pause_seconds)
         self._stopping = threading.Event()
-        self._refused = False
+        self._forbidden: set[str] = set()
+        self._broken = False
         self._said = ""
         self._thread: threading.Thread | None = None
 
@@ -221,22 +235,24 @@ class EvaluationThread:
             self._pass()
 
     def _pass(self) -> None:
-        if self._refused:
+        if self._broken:
             return
-        one = EvaluationPass(self._run, self._slurm, "supervisor")
+        forbidden = set(self._forbidden)
+        one = EvaluationPass(self._run, self._slurm, "supervisor", forbidden=self._forbidden)
         problem = ""
         try:
             one.make()
         except (SlurmError, HpctrainError, OSError) as error:
             problem = f"evaluations: {error}"
         except Exception as error:  # a bug of ours, which must not harm the training
-            self._refused = True
+            self._broken = True
             problem = f"evaluations: unexpected {type(error).__name__}: {error}"
         for line in one.lines:
             self._log(line)
         if problem and problem != self._said:
             self._log(problem)
         self._said = problem
-        if one.refused:
-            self._refused = True
-            self._log("sbatch is refused here: `hpctrain watch --act` submits evaluations instead")
+        for name in sorted(self._forbidden - forbidden):
+            self._log(
+                f"not from this host: `hpctrain watch --act` submits evaluations {name} instead"
+            )

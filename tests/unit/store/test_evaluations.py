@@ -22,6 +22,7 @@ from hpctrain.store.evaluations import (
 from hpctrain.store.layout import RunLayout
 
 KEY = ("score", 8, 1)
+JOBS = (("score", 4), ("other", 20))
 
 
 @pytest.fixture
@@ -76,14 +77,44 @@ def test_a_failure_is_tried_once_more(run: RunLayout) -> None:
 
 
 def test_refusals_end_it_only_from_a_login_node(run: RunLayout) -> None:
-    for _ in range(3):
-        note(run, "submitting")
-        note(run, "refused", reason="no")
+    hours = [float(hour) for hour in range(26)]
+    for hour in hours:
+        note(run, "submitting", time=hour * 3600)
+        note(run, "refused", reason="no", time=hour * 3600)
         assert now(run).state == "refused" and not now(run).settled
-    note(run, "refused", by="watch", reason="no")
-    assert not now(run).settled
-    note(run, "refused", by="watch", reason="no")
+    for hour in hours:
+        assert not now(run).settled, f"after {hour} hours"
+        note(run, "refused", by="watch", reason="no", time=hour * 3600)
+        if hour >= 24:
+            break
     assert now(run).settled
+    note(run, "refused", by="watch", reason="no", time=25 * 3600.0, step=12)
+    assert read_evaluations_of(run)["score", 12, 1].settled, "it is the job that is refused"
+
+
+def test_a_day_between_few_refusals_proves_nothing(run: RunLayout) -> None:
+    for day in range(9):
+        note(run, "refused", by="watch", reason="no", time=day * 86400.0)
+    assert not now(run).settled
+    note(run, "submitted", job_id=1, step=12)
+    note(run, "refused", by="watch", reason="no", time=10 * 86400.0)
+    assert not now(run).settled, "another one of that job was taken meanwhile"
+
+
+def test_few_checkpoints_are_kept_for_a_job_that_is_refused(run: RunLayout) -> None:
+    epochs: dict[int, int | None] = dict.fromkeys(range(4, 44, 4), 1)
+    jobs = tuple(EvaluationJob(name=name, every_steps=every) for name, every in JOBS)
+    settings = EvaluationSettings(jobs=jobs, last_step=100)
+    run.evaluation_config.write_text(settings.model_dump_json())
+    note(run, "submitting", step=4)
+    note(run, "submitted", step=4, job_id=1)
+    assert needed_steps(run, epochs) == set(epochs)
+    note(run, "submitting")
+    note(run, "refused", reason="no")
+    assert needed_steps(run, epochs) == {4, 20, 28, 32, 36, 40}, "a job, another job, the newest"
+    note(run, "submitting")
+    note(run, "submitted", job_id=2)
+    assert needed_steps(run, epochs) == set(epochs)
 
 
 def test_a_line_that_was_cut_off_is_left_out(run: RunLayout) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fabricated_runs import SUBMITTED, fabricate, published
+from fabricated_runs import NOW, SUBMITTED, fabricate, published
 
-from hpctrain.errors import SlurmUnreachableError
+from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.process import Command, CommandResult
+from hpctrain.slurm.records import TestOnlyAnswer
 from hpctrain.slurm.states import JobState
 from hpctrain.store.evaluations import (
     EvaluationJob,
@@ -27,6 +30,20 @@ from hpctrain.store.supervise_config import (
 )
 from hpctrain.supervise.evaluation_jobs import EvaluationPass, EvaluationThread
 from hpctrain.supervise.evaluation_result import record
+
+
+class Limited(FakeSlurm):
+    """Jobs named `full` are above a limit of the moment."""
+
+    def __init__(self, full: str) -> None:
+        super().__init__()
+        self.full, self.refused = full, list[str]()
+
+    def test_only(self, script: Path | str, extra_args: Sequence[str] = ()) -> TestOnlyAnswer:
+        if self.full and str(script).endswith(f"evaluation-{self.full}.sbatch"):
+            self.refused.append(str(script))
+            raise SlurmRefusedError("QOSMaxSubmitJobPerUserLimit")
+        return super().test_only(script, extra_args)
 
 
 @pytest.fixture
@@ -104,7 +121,9 @@ def test_a_job_that_ended_without_a_word_is_lost_and_tried_once_more(run: RunLay
     assert len(slurm.scripts) == 3, "twice, and no more"
 
 
-def test_sbatch_refuses_here_and_not_on_a_login_node(run: RunLayout) -> None:
+def test_sbatch_refuses_here_and_not_on_a_login_node(
+    run: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slurm = FakeSlurm()
     slurm.refusal = "Access/permission denied"
     said: list[str] = []
@@ -112,10 +131,39 @@ def test_sbatch_refuses_here_and_not_on_a_login_node(run: RunLayout) -> None:
     thread._pass()
     thread._pass()
     assert states(run) == {4: "refused"}, "one is enough to know"
-    assert any("hpctrain watch --act" in line for line in said)
+    assert sum("hpctrain watch --act" in line for line in said) == 1
+    tomorrow = time.time() + 86400.0
+    with monkeypatch.context() as later:
+        later.setattr("time.time", lambda: tomorrow)
+        thread._pass()
+    assert len(run.evaluations.read_text().splitlines()) == 2, "not again in this attempt"
     slurm.refusal = ""
     passed(run, slurm, "watch")
     assert states(run) == {4: "submitted", 8: "submitted"}
+
+
+@pytest.mark.parametrize("by", ["supervisor", "watch"])
+def test_a_refusal_is_of_one_job_and_for_a_while(
+    run: RunLayout, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """The limit of one QOS: the other job goes on, and the refused one is tried again later."""
+    two = tuple(EvaluationJob(name=name, every_steps=None) for name in ("score", "other"))
+    run.evaluation_config.write_text(EvaluationSettings(jobs=two, last_step=8).model_dump_json())
+    run.evaluation_script("other").write_text("#!/bin/sh\n")
+    slurm, now, tried = Limited("score"), NOW, list[float]()
+    monkeypatch.setattr("time.time", lambda: now)
+    for _ in range(200):
+        before = len(slurm.refused)
+        passed(run, slurm, by, silent=1e9)
+        tried += [now - NOW] * (len(slurm.refused) - before)
+        now += 30.0
+    assert len([job for job in slurm.records.values() if "-other-" in str(job.name)]) == 2
+    assert tried == [0.0, 60.0, 180.0, 420.0, 900.0, 1860.0, 3660.0, 5460.0], "once, ever rarer"
+    slurm.full = ""
+    for _ in range(60):
+        passed(run, slurm, by, silent=1e9)
+        now += 30.0
+    assert {one.state for one in read_evaluations_of(run).values()} == {"submitted"}
 
 
 def test_nothing_reaches_the_training(run: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
