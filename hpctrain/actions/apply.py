@@ -14,8 +14,8 @@ from typing import Any
 
 from hpctrain.actions.plan import Option, load, plan_option
 from hpctrain.durable import replace_text
-from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.plan.documents import DEFAULT_ORDER
+from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
+from hpctrain.plan.documents import DEFAULT_ORDER, Plan
 
 # (mapping, sequence, offset) as files are indented; the one that changes fewest lines is taken.
 _INDENTS = tuple(
@@ -48,7 +48,8 @@ def apply_plan(spec: Path, profile: str, option: Option, overrides: Sequence[str
     """Write layout, micro-batch and number of GPUs of `option` into the file.
 
     Returns a sentence about it. Raises UsageError for a spec that is not a file that can be
-    written, HpctrainError, and the file is as it was, if it would not plan the same.
+    written; and, with the file as it was, UsageError where only `overrides` make it plan so, and
+    HpctrainError if it would not plan the same for another reason.
     """
     if str(spec) == "-" or not spec.is_file():
         raise UsageError(f"--apply writes into a file, and {spec} is none")
@@ -64,11 +65,40 @@ def apply_plan(spec: Path, profile: str, option: Option, overrides: Sequence[str
         replace_text(target, after, mode=mode)
     except OSError as error:
         raise UsageError(f"--apply: {spec} cannot be written: {error.strerror}") from error
+    try:
+        _check_written(spec, profile, option, overrides)
+    except HpctrainError:
+        replace_text(target, before, mode=mode)
+        raise
+    return f"{spec}: wrote {', '.join(f'`{change}`' for change in changes)}"
+
+
+def _check_written(spec: Path, profile: str, option: Option, overrides: Sequence[str]) -> None:
+    """Raise UsageError or HpctrainError unless the file plans as `option`, also on its own."""
     again = plan_option(load(spec, profile, overrides), "time")
     if again.plan is None or option.plan is None or again.plan.layout != option.plan.layout:
-        replace_text(target, before, mode=mode)
         raise HpctrainError(f"{spec} is unchanged: it would plan {again.plan or again.refusal}")
-    return f"{spec}: wrote {', '.join(f'`{change}`' for change in changes)}"
+    absent = [name for one in overrides if not _is_written(name := one.partition("=")[0])]
+    if not absent:
+        return
+    try:
+        alone = plan_option(load(spec, profile), "time")
+        if alone.plan is not None and _figures(alone.plan) == _figures(again.plan):
+            return
+        reason = str(alone.refusal or "it would plan other batches or another memory")
+    except InvalidInputError as error:
+        reason = str(error)
+    named = " and ".join(f"`--set {name}`" for name in absent)
+    hint = f"{named} {'is' if len(absent) == 1 else 'are'} not in the file: write it there first"
+    raise UsageError(f"{spec} is unchanged: without {named}, {reason}", hint=hint)
+
+
+def _is_written(field: str) -> bool:
+    return field.partition(".")[0] == "parallel" or field in ("batch.micro", "resources.gpus")
+
+
+def _figures(plan: Plan) -> tuple[object, ...]:
+    return plan.layout, plan.batch, plan.memory
 
 
 def changed_text(text: str, fields: Mapping[str, Any]) -> str:

@@ -61,6 +61,29 @@ def test_a_number_of_gpus_is_written_and_what_set_gives_is_kept(spec: Path) -> N
     assert hpctrain("plan", "-p", "a100x64", str(spec)).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("model.layers=24", "resources.gpus=64"),  # the file's 96 layers do not fit
+        ("model.layers=48",),  # they fit, with other memory than was shown
+    ],
+)
+def test_a_layout_that_only_set_makes_possible_is_not_written(
+    spec: Path, given: tuple[str, ...]
+) -> None:
+    before = spec.read_bytes()
+    settings = [word for one in given for word in ("--set", one)]
+    done = hpctrain("plan", "-p", "a100x64", str(spec), *settings, "--apply")
+    assert done.exit_code == 2, done.transcript()
+    assert "`--set model.layers` is not in the file: write it there first" in done.stderr
+    assert spec.read_bytes() == before
+
+
+def test_settings_that_change_no_plan_do_not_matter(spec: Path) -> None:
+    done = hpctrain("plan", "-p", "a100x64", str(spec), "--set", "name=other", "--apply")
+    assert done.exit_code == 0 and "wrote `parallel.tp" in done.stderr, done.transcript()
+
+
 def test_a_budget_that_nothing_meets_writes_nothing(spec: Path) -> None:
     before = spec.read_bytes()
     done = hpctrain("plan", "-p", "a100x64", str(spec), "--budget", "1usd", "--apply")
