@@ -8,6 +8,7 @@ making one on a cluster (see `data_on_slurm`).
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
 import struct
 import subprocess
@@ -189,20 +190,15 @@ def describe_dataset(prefix: Path) -> DatasetDescription | SamplesDescription:
     This takes as long for a terabyte as for a kilobyte. Raises InvalidInputError when a
     file is missing, is not Megatron's or no archive, or the two do not belong together by size.
     """
-    if npz_path(prefix).exists() and not idx_path(prefix).exists():
-        path = npz_path(prefix)
-        return SamplesDescription(
-            prefix=str(prefix),
-            arrays={
-                name: f"{head.dtype} {' x '.join(map(str, head.shape))}"
-                for name, head in read_heads(path).items()
-            },
-            npz_bytes=path.stat().st_size,
-            sidecar=read_samples_sidecar(path),
-        )
     try:
+        if npz_path(prefix).exists() and not idx_path(prefix).exists():
+            return _describe_samples(prefix)
+        for path in (idx_path(prefix), bin_path(prefix)):
+            if path.exists() and not path.is_file():
+                raise InvalidInputError([Problem("is not a file", file=str(path))])
         idx_bytes = idx_path(prefix).stat().st_size
-        bin_bytes = bin_path(prefix).stat().st_size
+        with bin_path(prefix).open("rb") as stream:  # closed files have sizes, too
+            bin_bytes = os.fstat(stream.fileno()).st_size
         dtype_code, sequences, boundaries = _read_head(idx_path(prefix), idx_bytes)
         dtype, token_bytes = _DTYPES[dtype_code]
         tokens = 0  # up to the end of the last sequence
@@ -231,6 +227,19 @@ def describe_dataset(prefix: Path) -> DatasetDescription | SamplesDescription:
         bin_bytes=bin_bytes,
         idx_bytes=idx_bytes,
         sidecar=_read_sidecar(prefix),
+    )
+
+
+def _describe_samples(prefix: Path) -> SamplesDescription:
+    path = npz_path(prefix)
+    return SamplesDescription(
+        prefix=str(prefix),
+        arrays={
+            name: f"{head.dtype} {' x '.join(map(str, head.shape))}"
+            for name, head in read_heads(path).items()
+        },
+        npz_bytes=path.stat().st_size,
+        sidecar=read_samples_sidecar(path),
     )
 
 

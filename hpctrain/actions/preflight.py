@@ -165,14 +165,28 @@ def input_checks(
     )
 
 
-def _tried(subject: str, words: str, check: Callable[[], None]) -> Check:
+def _tried(
+    spec: Loaded[RunSpec], field: str, words: str, check: Callable[[Loaded[RunSpec]], None]
+) -> Check:
+    """Run one check of what `field` names; a file that cannot be read is a problem of the field."""
+    subject = "weights" if field == "model.pretrained" else "data"
     try:
-        check()
+        check(spec)
     except InvalidInputError as error:
-        count = len(error.problems)
-        sentence = str(error.problems[0]) if count == 1 else f"{count} problems"
-        return _check(subject, "fails", sentence, *error.problems)
+        return _failed(subject, *error.problems)
+    except OSError as error:
+        where = f"{error.filename} " if error.filename else ""
+        message = f"`{field}`: {where}cannot be read: {error.strerror or error}"
+        return _failed(subject, spec.problem(field, message))
     return _check(subject, "works", words)
+
+
+def _failed(subject: str, *problems: Problem) -> Check:
+    """Make a check of problems: one in its own words, more of them by their number."""
+    count = len(problems)
+    return _check(
+        subject, "fails", str(problems[0]) if count == 1 else f"{count} problems", *problems
+    )
 
 
 def _data(spec: Loaded[RunSpec]) -> Check:
@@ -180,7 +194,7 @@ def _data(spec: Loaded[RunSpec]) -> Check:
     if data.sources:
         count = len(data.sources)
         words = f"{count} {'source' if count == 1 else 'sources'} of {data.format}"
-        return _tried("data", words, lambda: check_samples(spec))
+        return _tried(spec, "data.sources", words, check_samples)
     if data.made_up or steps <= MADE_UP_STEPS:
         return _check("data", "limited", "made up: the spec has no `data.sources`")
     message = f"`data` has no sources, so {steps:,} steps would train on made-up samples"
@@ -193,7 +207,7 @@ def _weights(spec: Loaded[RunSpec]) -> Iterator[Check]:
     weights = spec.document.model.pretrained
     if weights is not None:
         words = f"{weights} has the model of the spec"
-        yield _tried("weights", words, lambda: check_pretrained(spec))
+        yield _tried(spec, "model.pretrained", words, check_pretrained)
 
 
 def _software(spec: Loaded[RunSpec], profile: Loaded[ClusterProfile], python: str) -> Check:

@@ -20,6 +20,7 @@ from hpctrain.store.datasets import bin_path, idx_path
 from hpctrain.store.shares import parts_without_documents, split_hint
 
 _MISSING = "`hpctrain data prepare` makes them from text; paths count from here"
+CLOSED = "whoever submits reads it, and so do the nodes: `namei -l FILE` shows who may"
 _OTHER_VOCABULARY = "`model.vocab` is the size of the vocabulary that the data was made with"
 # So many places of a file, evenly spread, and so many tokens at each.
 _PLACES, _TOKENS_EACH = 64, 4096
@@ -33,11 +34,15 @@ def token_problems(spec: Loaded[RunSpec]) -> Iterator[Problem]:
     undivided: list[Problem] = []
     for number, source in enumerate(document.data.sources):
         prefix, field = Path(os.path.abspath(source.path)), f"data.sources[{number}].path"
-        missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+        missing = [
+            (path, state)
+            for path in (bin_path(prefix), idx_path(prefix))
+            if (state := _unusable(path)) is not None
+        ]
         if missing:
-            for path in missing:
-                state = "is not a file" if path.exists() else "does not exist"
-                yield spec.problem(field, f"`{field}`: {path} {state}", _MISSING)
+            for path, state in missing:
+                hint = CLOSED if state.startswith("cannot") else _MISSING
+                yield spec.problem(field, f"`{field}`: {path} {state}", hint)
             continue
         try:
             found = describe_dataset(prefix)
@@ -51,11 +56,27 @@ def token_problems(spec: Loaded[RunSpec]) -> Iterator[Problem]:
         if found.tokens == 0:
             yield spec.problem(field, f"`{field}`: {bin_path(prefix)} has no tokens")
             continue
-        message = _foreign_ids(bin_path(prefix), found, document.model.vocab)
+        try:
+            message = _foreign_ids(bin_path(prefix), found, document.model.vocab)
+        except OSError as error:
+            message = f"{bin_path(prefix)} cannot be read: {error.strerror}"
+            yield spec.problem(field, f"`{field}`: {message}")
+            continue
         if message is not None:
             yield spec.problem(field, f"`{field}`: {message}", _OTHER_VOCABULARY)
         undivided += _undivided(spec, source.path, found.sequences)
     yield from undivided
+
+
+def _unusable(path: Path) -> str | None:
+    """Describe why a file cannot be opened; None if it can."""
+    try:
+        if not path.is_file():
+            return "is not a file" if path.exists() else "does not exist"
+        with path.open("rb"):
+            return None
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def _undivided(spec: Loaded[RunSpec], source: str, count: int) -> Iterator[Problem]:

@@ -34,6 +34,14 @@ class Expected:
 
 def problems_of(path: Path, expected: Expected) -> list[Problem]:
     """List everything that is wrong with one source; empty when the model can read it."""
+    try:
+        return _problems_of(path, expected)
+    except OSError as error:  # a directory that is closed
+        words = f"cannot be read: {error.strerror}"
+        return [Problem(words, str(error.filename or path), node_dependent=True)]
+
+
+def _problems_of(path: Path, expected: Expected) -> list[Problem]:
     if expected.format == "images" and path.is_dir():
         return list(_folder_problems(path, expected))
     file = npz_path(path)

@@ -20,7 +20,7 @@ from hpctrain.actions.data import (
     verify_dataset,
 )
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
-from hpctrain.store.datasets import SamplesSidecar
+from hpctrain.store.datasets import SamplesSidecar, bin_path
 
 
 @pytest.mark.parametrize(("dtype", "name", "token_bytes"), [(8, "uint16", 2), (4, "int32", 4)])
@@ -86,6 +86,14 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     (tmp_path / f"text{missing}").unlink()
     with pytest.raises(InvalidInputError, match=f"text{missing}: cannot be read: No such file"):
         describe_dataset(tmp_path / "text")
+
+
+def test_a_directory_is_not_a_file(tmp_path: Path) -> None:
+    write_pair(tmp_path / "data", [3, 5])
+    bin_path(tmp_path / "data").unlink()
+    bin_path(tmp_path / "data").mkdir()
+    with pytest.raises(InvalidInputError, match=r"data\.bin: is not a file"):
+        describe_dataset(tmp_path / "data")
 
 
 def test_a_prefix_with_suffix_gets_a_hint(tmp_path: Path) -> None:

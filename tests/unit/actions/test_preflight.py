@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from another_user import AnotherUser, public_directory
 from command_line import hpctrain
 from token_files import write_tokens
 
@@ -126,3 +128,56 @@ def test_plan_says_whether_it_could_be_submitted(spec: Path) -> None:
     done = hpctrain("plan", "-p", "sandbox", "small.yaml")
     assert done.exit_code == 0 and "Ready     no: data (1 problem)" in done.stdout
     assert "hpctrain validate -p sandbox small.yaml" in done.stdout
+
+
+def files_closed(place: Path) -> None:
+    (place / "data/text.bin").chmod(0)
+
+
+def directory_closed(place: Path) -> None:
+    (place / "data").chmod(0o700)
+
+
+@pytest.mark.parametrize("close", [files_closed, directory_closed])
+def test_data_that_somebody_may_not_read_are_a_problem_at_their_line(
+    close: Callable[[Path], None], another_user: AnotherUser
+) -> None:
+    with public_directory() as place:
+        (place / "data").mkdir()
+        write_tokens(place / "data/text")
+        spec = place / "small.yaml"
+        spec.write_text(SPEC.replace("data/text", str(place / "data/text")))
+        close(place)
+        done = another_user.hpctrain("validate", "-p", "sandbox", str(spec))
+        assert done.exit_code == 3, done.transcript()
+        assert "FAILS data: " in done.stdout and "software: " in done.stdout
+        assert "small.yaml:5:13: `data.sources[0].path`: " in done.stderr
+        assert "text.bin cannot be read: Permission denied" in done.stderr
+        shown = another_user.hpctrain("data", "show", str(place / "data/text"))
+        assert shown.exit_code == 3 and "cannot be read: Permission denied" in shown.stderr
+
+
+def test_arrays_in_a_closed_directory_are_a_problem_at_their_line(
+    another_user: AnotherUser,
+) -> None:
+    with public_directory() as place:
+        (place / "data").mkdir(mode=0o700)
+        spec = place / "small.yaml"
+        source = f"format: packed\n  sources:\n    - path: {place}/data/text"
+        spec.write_text(SPEC.replace("sources:\n    - path: data/text", source))
+        done = another_user.hpctrain("validate", "-p", "sandbox", str(spec))
+        assert done.exit_code == 3, done.transcript()
+        assert "small.yaml:6:13: `data.sources[0].path`: " in done.stderr
+        assert "cannot be read: Permission denied" in done.stderr
+
+
+def test_a_read_that_fails_midway_leaves_the_other_checks(
+    spec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", "data/text.bin")
+
+    monkeypatch.setattr("hpctrain.actions.preflight.check_samples", fail)
+    done = hpctrain("validate", "-p", "sandbox", "small.yaml")
+    assert done.exit_code == 3 and "software: " in done.stdout
+    assert "small.yaml:5:5: `data.sources`: data/text.bin cannot be read: Input" in done.stderr
