@@ -140,7 +140,9 @@ class DataSpec(Document):
 class BatchSpec(Document):
     """How many sequences make one optimizer step."""
 
-    global_: int = Field(alias="global", ge=1, description="Sequences per step, over all GPUs")
+    global_: int = Field(
+        alias="global", ge=1, le=1_000_000_000, description="Sequences per step, over all GPUs"
+    )
     micro: int | Literal["auto"] = Field("auto", description="Sequences per GPU and microbatch")
 
     @model_validator(mode="after")

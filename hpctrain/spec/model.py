@@ -19,17 +19,25 @@ from hpctrain.spec.document import Document
 RESNET_FEATURES = {18: 512, 34: 512, 50: 2048, 101: 2048, 152: 2048}
 RESNET_STRIDE = 32  # pixels of the image for one position of the last feature map
 
+# Far above any model, and low enough that counting layers and divisors ends at once.
+MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 10_000, 65_536, 10_000_000
+MOST_TOKENS, MOST_PIXELS = 1_000_000_000, 65_536
+
 Family = Literal["gpt", "llama", "bert", "distilbert", "vit", "resnet"]
 
 
 class MoeSpec(Document):
     """Mixture of experts in place of the MLP: every token goes to `top_k` of `experts` MLPs."""
 
-    experts: int = Field(ge=2, description="Routed experts of one layer")
+    experts: int = Field(ge=2, le=65_536, description="Routed experts of one layer")
     top_k: int = Field(ge=1, description="Experts that each token is sent to")
-    ffn: int = Field(ge=8, description="MLP size of one expert")
-    shared_ffn: int = Field(0, ge=0, description="MLP size of the shared experts together")
-    dense_layers: int = Field(0, ge=0, description="First layers that keep the dense MLP")
+    ffn: int = Field(ge=8, le=MOST_WIDTH, description="MLP size of one expert")
+    shared_ffn: int = Field(
+        0, ge=0, le=MOST_WIDTH, description="MLP size of the shared experts together"
+    )
+    dense_layers: int = Field(
+        0, ge=0, le=MOST_LAYERS, description="First layers that keep the dense MLP"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -71,23 +79,36 @@ class ModelSpec(Document):
     )
     family: Family = Field("gpt", description="Preset of the choices below")
     layers: int = Field(
-        ge=1, description="Number of transformer layers; resnet: 18, 34, 50, 101 or 152"
+        ge=1,
+        le=MOST_LAYERS,
+        description="Number of transformer layers; resnet: 18, 34, 50, 101 or 152",
     )
-    hidden: int = Field(ge=8, description="Hidden size; resnet: follows from `layers`")
+    hidden: int = Field(
+        ge=8, le=MOST_WIDTH, description="Hidden size; resnet: follows from `layers`"
+    )
     ffn: int | None = Field(
-        None, ge=8, description="MLP size; with gelu 4 x hidden, with swiglu required"
+        None,
+        ge=8,
+        le=MOST_WIDTH,
+        description="MLP size; with gelu 4 x hidden, with swiglu required",
     )
-    heads: int = Field(ge=1, description="Attention heads; resnet: none")
-    kv_heads: int | None = Field(None, ge=1, description="Key/value heads (GQA); default: heads")
-    head_dim: int | None = Field(None, ge=1, description="Default: hidden / heads")
+    heads: int = Field(ge=1, le=MOST_HEADS, description="Attention heads; resnet: none")
+    kv_heads: int | None = Field(
+        None, ge=1, le=MOST_HEADS, description="Key/value heads (GQA); default: heads"
+    )
+    head_dim: int | None = Field(None, ge=1, le=MOST_WIDTH, description="Default: hidden / heads")
     vocab: int = Field(
-        ge=2, description="Vocabulary size of the tokenizer, before padding; vit, resnet: classes"
+        ge=2,
+        le=MOST_TOKENS,
+        description="Vocabulary size of the tokenizer, before padding; vit, resnet: classes",
     )
     classes: int | None = Field(
         None, ge=2, description="Classes of whole texts, for `task: classification`"
     )
     seq: int = Field(
-        ge=2, description="Sequence length in tokens; vit, resnet: follows from `image`"
+        ge=2,
+        le=MOST_TOKENS,
+        description="Sequence length in tokens; vit, resnet: follows from `image`",
     )
     activation: Literal["gelu", "gelu_tanh", "swiglu", "squared_relu"] | None = Field(
         None, description="llama: swiglu, others: gelu; OpenAI's GPT-2 has gelu_tanh"
@@ -109,8 +130,12 @@ class ModelSpec(Document):
     dropout: float = Field(0.0, ge=0, lt=1, description="Hidden and attention dropout")
     moe: MoeSpec | None = Field(None, description="Mixture of experts; absent: dense MLPs")
     mla: MlaSpec | None = Field(None, description="Multi-head latent attention; absent: MHA or GQA")
-    mtp_layers: int = Field(0, ge=0, description="Multi-token prediction layers behind the model")
-    image: int = Field(224, ge=8, description="vit, resnet: pixels of one side of the image")
+    mtp_layers: int = Field(
+        0, ge=0, le=MOST_LAYERS, description="Multi-token prediction layers behind the model"
+    )
+    image: int = Field(
+        224, ge=8, le=MOST_PIXELS, description="vit, resnet: pixels of one side of the image"
+    )
     patch: int = Field(16, ge=1, description="vit: pixels of one side of a patch")
 
     @model_validator(mode="before")

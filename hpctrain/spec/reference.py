@@ -64,11 +64,16 @@ def find_field(path: str, kind: Kind | None = None) -> tuple[Kind, Field]:
         field = _matching(fields_of(one), _general(path))
         if field is not None:
             return one, field
+    where = "run specs" if kind == "spec" else "profiles" if kind else "specs and profiles"
+    other: Kind = "profile" if kind == "spec" else "spec"
+    if kind is not None and _matching(fields_of(other), _general(path)) is not None:
+        owner = "run specs" if other == "spec" else "profiles"
+        hint = f"it is a field of {owner}: `hpctrain explain {path}`"
+        raise UsageError(f"{where} have no field `{path}`", hint=hint)
     names = [name for one in kinds for name in fields_of(one)]
     ends = [name for name in names if name.rpartition(".")[2] == path.rpartition(".")[2]]
     close = ends[:4] or get_close_matches(path, names, n=4)
     hint = f"did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else None
-    where = "run specs" if kind == "spec" else "profiles" if kind else "specs and profiles"
     raise UsageError(f"{where} have no field `{path}`", hint=hint)
 
 
@@ -210,7 +215,7 @@ _LIMITS = (
 
 
 def _limits(node: dict[str, Any]) -> str:
-    parts = [f" {word} {node[key]:g}" for key, word in _LIMITS if key in node]
+    parts = [f" {word} {node[key]:.15g}" for key, word in _LIMITS if key in node]
     return ",".join(parts)
 
 

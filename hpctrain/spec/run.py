@@ -39,6 +39,8 @@ from hpctrain.spec.tuning import LoraSpec as LoraSpec
 from hpctrain.spec.tuning import Task as Task
 from hpctrain.units import ByteSize, Duration, TokenCount
 
+# Far above any machine, and low enough that the divisors of every number in reach are soon tried.
+MOST_GPUS = 10_000_000
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
 Launcher = Literal["srun", "torchrun"]
@@ -170,7 +172,7 @@ class CheckpointSpec(Document):
 class ResourcesSpec(Document):
     """What to ask Slurm for."""
 
-    gpus: int = Field(ge=1, description="Number of GPUs in all")
+    gpus: int = Field(ge=1, le=MOST_GPUS, description="Number of GPUs in all")
     walltime: Duration | None = Field(
         # above 0, because sbatch(1) takes `--time=0` for no limit at all
         None,

@@ -20,7 +20,7 @@ _STRIPE_UNIT_BYTES = 64 << 10
 class NodeProfile(Document):
     """Everything on a node that is not a GPU."""
 
-    count: int = Field(ge=1, description="Number of nodes")
+    count: int = Field(ge=1, le=1_000_000, description="Number of nodes")
     cpus: int = Field(ge=1, description="As Slurm counts them (CPUs=)")
     memory: ByteSize = Field(gt=0, description="Main memory that jobs may use")
     prefix: str = Field("n", description="Host names are prefix + number")
@@ -30,7 +30,7 @@ class GpuProfile(Document):
     """The accelerators of one node."""
 
     type: str = Field(description="Name in Slurm's GRES, for example a100")
-    per_node: int = Field(ge=1, description="GPUs of one node")
+    per_node: int = Field(ge=1, le=1_000, description="GPUs of one node")
     memory: ByteSize = Field(gt=0, description="As the driver reports it")
     reserved: ByteSize = Field(
         ByteSize(2 * 2**30), description="CUDA context, NCCL and library workspaces"

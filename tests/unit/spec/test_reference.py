@@ -93,6 +93,18 @@ def test_an_unknown_field_is_answered_with_the_nearest() -> None:
     assert "`model.layers`" in str(refused.value.hint), "the same name in another section"
 
 
+@pytest.mark.parametrize(
+    ("path", "kind", "owner"),
+    [("resources.walltime", "profile", "run specs"), ("nodes.count", "spec", "profiles")],
+)
+def test_a_field_of_the_other_kind_is_answered_with_its_kind(
+    path: str, kind: Kind, owner: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        find_field(path, kind)
+    assert refused.value.hint == f"it is a field of {owner}: `hpctrain explain {path}`"
+
+
 def test_names_complete_to_values_and_sections() -> None:
     assert names_below("checkpoint.ev") == ["checkpoint.every_steps", "checkpoint.every"]
     assert "checkpoint." in names_below("") and "seed" in names_below("")

@@ -72,3 +72,26 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
     for problem in problems_of(tmp_path, text, "\x1b[1m=2"):
         assert str(problem).isprintable()
         assert (problem.hint or "").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("field", "old"),
+    [
+        ("layers", "layers: 4"),
+        ("hidden", "hidden: 128"),
+        ("heads", "heads: 4"),
+        ("vocab", "vocab: 1024"),
+        ("seq", "seq: 128"),
+        ("global", "global: 8"),
+        ("gpus", "gpus: 4"),
+    ],
+)
+def test_a_number_that_would_be_counted_for_ever_is_refused_at_its_place(
+    tmp_path: Path, field: str, old: str
+) -> None:
+    """Layers are counted one by one, and of widths and GPUs every divisor is tried."""
+    assert old in VALID
+    text = VALID.replace(old, f"{field}: 1000000000000")
+    [line] = shown(tmp_path, problems_of(tmp_path, text))
+    assert f".{field}`: must be at most 10" in line or ".heads`: must be at most 65536" in line
+    assert line[0].isdigit(), line

@@ -54,6 +54,7 @@ def test_schema_states_types_and_choices() -> None:
     model = schema["$defs"]["ModelSpec"]["properties"]
     assert model["layers"] == {
         "description": "Number of transformer layers; resnet: 18, 34, 50, 101 or 152",
+        "maximum": 10_000,
         "minimum": 1,
         "type": "integer",
     }
