@@ -35,6 +35,16 @@ def current_archive(run: RunLayout) -> str | None:
         return None
 
 
+def is_current(run: RunLayout, digest: str | None) -> bool:
+    """Whether code of this digest, as in an archive's name, is what the next attempt imports.
+
+    True, too, where the run keeps no code: every attempt imports what is installed.
+    """
+    name = current_archive(run)
+    parsed = None if name is None else parse_archive_name(name)
+    return parsed is None or parsed[1] == digest
+
+
 def use_archive(run: RunLayout, name: str) -> None:
     """Make the next attempt import this archive. Raises OSError."""
     replace_link(run.current_code, name)

@@ -21,6 +21,7 @@ from hpctrain.engines.needed_software import LibraryName, SoftwareNeed
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.engines.registry import abilities_of, resolve
+from hpctrain.store.kept_code import is_current
 from hpctrain.store.software import Library, SoftwareFacts, SoftwareRecord, write_software
 from hpctrain.store.software_lock import changes, read_lock, write_lock
 from hpctrain.train import software
@@ -185,15 +186,19 @@ def _judge_as_leader(ranks: Sequence[RankSoftware], job: Job) -> _Judgement:
 
 
 def _changes_of_run(facts: SoftwareFacts, job: Job) -> tuple[str, ...]:
-    """Compare with the lock of the run, or write it: until a step is done, this launch decides."""
+    """Compare with the lock of the run, or write it: until a step is done, this launch decides.
+
+    `hpctrain upgrade` removes the lock for the next attempt, whose code it has chosen. A launch of
+    an attempt that began before, with the code before, leaves writing it to that one.
+    """
 
     def compared() -> tuple[str, ...]:
         now = found_software(facts, job.launch.epoch, job.config.checkout_directory)
         lock = read_lock(job.run)
-        if lock is not None and job.run.metrics.exists():
-            return changes(lock, now)
-        write_lock(job.run, now)
-        return ()
+        if not job.run.metrics.exists() or (lock is None and is_current(job.run, facts.code)):
+            write_lock(job.run, now)
+            return ()
+        return () if lock is None else changes(lock, now)
 
     return outlast(job.run, compared)
 

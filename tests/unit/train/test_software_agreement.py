@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from hpctrain.errors import InvalidInputError
+from hpctrain.store.kept_code import archive_name, use_archive
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.software import (
     Library,
@@ -15,7 +18,10 @@ from hpctrain.store.software import (
     read_software,
     write_software,
 )
+from hpctrain.store.software_lock import read_lock
+from hpctrain.train import software_agreement
 from hpctrain.train.faults import RefusedElsewhereError
+from hpctrain.train.job import Job
 from hpctrain.train.software import LibraryProblem
 from hpctrain.train.software_agreement import (
     Needs,
@@ -176,3 +182,19 @@ def test_no_refusal_raises_nothing() -> None:
     refuse([], "n0")
     with pytest.raises(RefusedElsewhereError):
         refuse([Refusal(message="m", hint=None, nodes=("n1",), everywhere=False)], "n0")
+
+
+def test_the_lock_after_an_upgrade_is_of_the_code_that_it_chose(tmp_path: Path) -> None:
+    """An attempt goes on with the code it began with: its launches write no lock for the next."""
+    run = RunLayout(tmp_path / "run-7f3a")
+    run.create()
+    run.metrics.touch()
+    old, new = "0" * 12, "1" * 12
+    config = SimpleNamespace(checkout_directory=None)
+    job = cast(Job, SimpleNamespace(run=run, launch=SimpleNamespace(epoch=3), config=config))
+    for code, locked in ((old, None), (new, new), (old, new)):
+        use_archive(run, archive_name("0.2.0", new))
+        found = software_agreement._changes_of_run(GOOD.model_copy(update={"code": code}), job)
+        lock = read_lock(run)
+        assert (lock and lock.parts["hpctrain"]) == (locked and f"0.1.0 ({locked})")
+    assert found == (f"hpctrain 0.1.0 ({new}) -> 0.1.0 ({old})",)
