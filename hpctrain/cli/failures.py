@@ -68,8 +68,8 @@ def _unexpected(error: BaseException) -> int:
         return _ENVIRONMENT
     if isinstance(error, OSError) and error.strerror:
         printing = not silence_stdout() or _was_printing(error)
-        name = error.filename or ("standard output" if printing else None)
-        where = f"{name}: " if name else ""
+        file = error.filename or ("standard output" if printing else None)
+        where = f"{file}: " if file else ""
         show([f"{where}{error.strerror}"], ["`--debug` shows during what"])
         return _ENVIRONMENT
     message = f"unexpected {type(error).__name__}: {error}"

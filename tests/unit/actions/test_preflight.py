@@ -181,3 +181,10 @@ def test_a_read_that_fails_midway_leaves_the_other_checks(
     done = hpctrain("validate", "-p", "sandbox", "small.yaml")
     assert done.exit_code == 3 and "software: " in done.stdout
     assert "small.yaml:5:5: `data.sources`: data/text.bin cannot be read: Input" in done.stderr
+
+
+def test_a_place_in_which_no_directory_can_be_made_is_no_full_one(spec: Path) -> None:
+    done = hpctrain("validate", "-p", "sandbox", "small.yaml", "--runs", "/proc/x")
+    assert done.exit_code == 3, done.transcript()
+    assert "/proc/x does not exist, and no directory can be made in /proc" in done.stderr
+    assert "checkpoint.keep" not in done.stderr
