@@ -67,7 +67,10 @@ class EvaluatedDocument(BaseModel):
 
 def evaluation_rows(run: RunFiles) -> tuple[EvaluationRow, ...]:
     """List results and states by step and name, those of checkpoints that wait as well."""
-    settings = read_settings(run.layout)
+    try:
+        settings = read_settings(run.layout)
+    except OSError:  # of another user, or for a moment: nothing is decided by these rows
+        return ()
     if settings is None:
         return ()
     known = read_evaluations_of(run.layout)

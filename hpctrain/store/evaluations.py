@@ -98,7 +98,7 @@ class Refusals:
     def next_time(self) -> float:
         """When the job is tried again: the pause grows with each refusal."""
         doublings = min(self.count - 1, 10)
-        return self.last_time + min(_FIRST_PAUSE_SECONDS * 2**doublings, _LONGEST_PAUSE_SECONDS)
+        return self.last_time + min(_FIRST_PAUSE_SECONDS * 2.0**doublings, _LONGEST_PAUSE_SECONDS)
 
 
 RefusalsByJob = dict[tuple[str, Who], Refusals]
@@ -136,10 +136,13 @@ class Evaluation:
 
 
 def read_settings(run: RunLayout) -> EvaluationSettings | None:
-    """Read the settings; None for a run without evaluation jobs. Raises NewerFormatError."""
+    """Read the settings; None for a run without evaluation jobs.
+
+    Raises NewerFormatError, and OSError: what cannot be read now may ask for evaluations.
+    """
     try:
         text = run.evaluation_config.read_bytes()
-    except OSError:
+    except FileNotFoundError:
         return None
     try:
         return EvaluationSettings.model_validate_json(text)

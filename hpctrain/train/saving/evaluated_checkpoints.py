@@ -16,11 +16,17 @@ from hpctrain.store.layout import RunLayout
 def steps_to_evaluate(run: RunLayout) -> set[int]:
     """List the steps whose evaluations have no result yet; all where that cannot be read.
 
-    Raises OSError.
+    Raises OSError where not even the checkpoints can be listed.
     """
-    if not run.evaluation_config.exists():
-        return set()
     try:
-        return needed_steps(run, saving_epochs(run.checkpoints))
-    except NewerFormatError:
+        run.evaluation_config.stat()  # `exists` would take any error for an absence
+    except FileNotFoundError:
+        return set()
+    except OSError:
+        return set(published_steps(run.checkpoints))
+    try:
+        epochs = saving_epochs(run.checkpoints)
+        unread = {step for step, epoch in epochs.items() if epoch is None}
+        return needed_steps(run, epochs) | unread
+    except (OSError, NewerFormatError):
         return set(published_steps(run.checkpoints))
