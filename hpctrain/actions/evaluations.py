@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
+from hpctrain.actions.job_queries import find_jobs
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import saving_epochs
 from hpctrain.errors import HpctrainError, SlurmError, SlurmUnreachableError
@@ -26,6 +27,7 @@ from hpctrain.store.evaluations import (
     waiting_evaluations,
 )
 from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import Event
 from hpctrain.store.run_records import Progress, read_record
 from hpctrain.supervise.evaluation_jobs import EvaluationPass
 
@@ -115,9 +117,12 @@ def submit_evaluations(
 ) -> tuple[str, ...]:
     """Submit what no supervisor submits any more, and record lost jobs; returns lines for people.
 
-    Without `act` the lines say what would be done. Raises SlurmUnreachableError.
+    Evaluations of another cluster are left to a pass there. Without `act` the lines say what would
+    be done. Raises SlurmUnreachableError.
     """
     lines: list[str] = []
+    waiting: list[tuple[RunFiles, list[EvaluationRow]]] = []
+    events: dict[str, Sequence[Event]] = {}
     for run in runs:
         if run.unreadable or not run.layout.evaluation_config.exists():
             continue
@@ -125,16 +130,25 @@ def submit_evaluations(
             continue
         try:
             waits = [row for row in evaluation_rows(run) if row.state not in ("done", "failed")]
-            if not waits:
-                continue
-            if not act:
-                new = [row for row in waits if row.state == "waiting"]
-                lines += [
-                    f"{run.run_id}  evaluation {row.name} of step {row.step}: would submit"
-                    for row in new
-                ]
-                continue
-            one = EvaluationPass(run.layout, slurm, "watch")
+            if waits:
+                events[run.run_id] = run.ledger.events()
+                waiting.append((run, waits))
+        except (HpctrainError, OSError) as error:
+            lines.append(f"{run.run_id}  evaluations: {error}")
+    found = find_jobs([run for run, _ in waiting], slurm, events, silent=False)
+    for run, waits in waiting:
+        jobs = found[run.run_id]
+        if not act:
+            new = [row for row in waits if row.state == "waiting" and jobs.elsewhere is None]
+            lines += [
+                f"{run.run_id}  evaluation {row.name} of step {row.step}: would submit"
+                for row in new
+            ]
+            continue
+        try:
+            here = jobs.here or slurm.cluster_name()
+            home = jobs.elsewhere or here
+            one = EvaluationPass(run.layout, slurm, "watch", cluster=here, home=home)
             one.make()
             lines += [f"{run.run_id}  {line}" for line in one.lines]
         except SlurmUnreachableError:

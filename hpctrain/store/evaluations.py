@@ -64,7 +64,10 @@ class EvaluationSettings(BaseModel):
 
 
 class EvaluationEvent(Record):
-    """One line. `time` is seconds since the epoch; `metrics` is absent where there are none."""
+    """One line. `time` is seconds since the epoch; `metrics` is absent where there are none.
+
+    `cluster`: that of the Slurm to which a job is submitted; None in lines of older versions.
+    """
 
     kind: Kind
     name: str
@@ -74,6 +77,7 @@ class EvaluationEvent(Record):
     time: float
     by: Who
     job_id: int | None = None
+    cluster: str | None = None
     exit_code: int | None = None
     metrics: dict[str, float] | None = None
     reason: str | None = None
@@ -114,6 +118,7 @@ class Evaluation:
     state: State = "waiting"
     attempt: int = 0
     job_id: int | None = None
+    cluster: str | None = None
     metrics: Mapping[str, float] | None = None
     reason: str = ""
     refused_by: Who | None = None
@@ -202,7 +207,8 @@ def _after(before: Evaluation, event: EvaluationEvent) -> Evaluation:
         if event.kind == "submitted" and before.attempt == event.attempt:
             # the job may have begun, and ended, before its client recorded it
             state = "submitted" if before.state in ("submitting", "refused") else before.state
-        return replace(now, state=state, job_id=event.job_id or before.job_id)
+        cluster = event.cluster or before.cluster
+        return replace(now, state=state, job_id=event.job_id or before.job_id, cluster=cluster)
     if event.metrics is not None:
         return replace(now, state="done", metrics=event.metrics, job_id=event.job_id, reason="")
     job_id = event.job_id or before.job_id

@@ -55,13 +55,17 @@ class EvaluationPass:
     """One look at a run; `lines`: what was submitted, what Slurm has refused, in words.
 
     A refused job is left alone for a while, by the name of the job: others may have another
-    partition. `forbidden` are jobs that nobody may submit from this host.
+    partition. `forbidden` are jobs that nobody may submit from this host. `cluster` is the one that
+    Slurm's client asks, `home` that of the run, None if not known: evaluations of another cluster
+    are left alone, whose jobs this one does not know.
     """
 
     run: RunLayout
     slurm: SlurmClient
     by: Submitter
     silent_seconds: float = _SILENT_SECONDS
+    cluster: str | None = None
+    home: str | None = None
     forbidden: set[str] = field(default_factory=set)
     lines: list[str] = field(default_factory=list)
     _refused: set[str] = field(default_factory=set)
@@ -89,10 +93,17 @@ class EvaluationPass:
             }
             waiting = waiting_evaluations(settings, known, saving_epochs(self.run.checkpoints))
             jobs: list[JobRecord] = []
-            if any(one.open for _, one in waiting):
+            if any(one.open and not self._is_elsewhere(one) for _, one in waiting):
                 jobs = list(self.slurm.jobs_of_users({os.getuid()}).values())
             for job, one in waiting:
+                if self._is_elsewhere(one):
+                    continue
                 self._look_at(settings, job, one, jobs)
+
+    def _is_elsewhere(self, one: Evaluation) -> bool:
+        """Return True if its job is on another cluster, or is to be submitted there."""
+        where = (one.cluster if one.open else None) or self.home
+        return None not in (where, self.cluster) and where != self.cluster
 
     def _look_at(
         self,
@@ -181,6 +192,7 @@ class EvaluationPass:
             "attempt": attempt,
             "time": time.time(),
             "by": self.by,
+            "cluster": self.cluster if kind in ("submitting", "submitted") else None,
             **more,
         }
         append_event(self.run, EvaluationEvent.model_validate(event))
@@ -199,8 +211,9 @@ class EvaluationThread:
         slurm: SlurmClient,
         pause_seconds: float,
         log: Callable[[str], None] = log_message,
+        cluster: str | None = None,
     ) -> None:
-        self._run, self._slurm, self._log = run, slurm, log
+        self._run, self._slurm, self._log, self._cluster = run, slurm, log, cluster
         self._pause_seconds = max(_LEAST_PAUSE_SECONDS, pause_seconds)
         self._stopping = threading.Event()
         self._forbidden: set[str] = set()
@@ -238,7 +251,13 @@ class EvaluationThread:
         if self._broken:
             return
         forbidden = set(self._forbidden)
-        one = EvaluationPass(self._run, self._slurm, "supervisor", forbidden=self._forbidden)
+        one = EvaluationPass(
+            self._run,
+            self._slurm,
+            "supervisor",
+            cluster=self._cluster,
+            forbidden=self._forbidden,
+        )
         problem = ""
         try:
             one.make()

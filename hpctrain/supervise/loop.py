@@ -108,7 +108,9 @@ class Supervisor:
         # A client of its own: its calls may wait for Slurm while the supervisor asks it, too.
         client = slurm or SlurmClient(timeout_seconds=_SLURM_TIMEOUT_SECONDS, shielded=True)
         pause_seconds = _POLLS_PER_EVALUATION_PASS * self.context.config.poll_seconds
-        self.evaluations = EvaluationThread(run_layout, client, pause_seconds)
+        self.evaluations = EvaluationThread(
+            run_layout, client, pause_seconds, cluster=self.context.attempt.cluster
+        )
         self._identity = identity_of(run_layout.directory)
         self._begun = self._opened = False
         self._lost: tuple[Event, Verdict] | None = None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import hpctrain
 from fabricated_runs import SUBMITTED, fabricate, published
 
+from hpctrain.actions.runs import RunFiles
 from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.states import JobState
 from hpctrain.store.evaluations import (
     EvaluationEvent,
     EvaluationJob,
@@ -18,6 +22,7 @@ from hpctrain.store.evaluations import (
     append_event,
 )
 from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import Progress, write_record
 
 
@@ -103,3 +108,45 @@ def test_watch_without_slurm_says_so(slurm: FakeSlurm, run: RunLayout) -> None:
     hpctrain("watch", "--act")
     slurm.away = True
     assert hpctrain("watch", "--act").exit_code == 5
+
+
+def test_watch_of_another_cluster_leaves_evaluations_alone(
+    slurm: FakeSlurm, run: RunLayout
+) -> None:
+    """Two clusters share the directory of runs; the jobs of one are unknown to the other."""
+    RunFiles(run).ledger.append(EventKind.SUBMITTED, job_id=7, cluster="fake")
+    elsewhere = {**slurm.settings, "ClusterName": "elsewhere"}
+    here, slurm.settings = slurm.settings, elsewhere
+    assert "evaluation" not in hpctrain("watch").stdout
+    assert "evaluation" not in hpctrain("watch", "--act").stdout and not slurm.scripts
+    slurm.settings = here
+    assert "evaluation arc of step 12: job 1" in hpctrain("watch", "--act").stdout
+    before, record = run.evaluations.read_text(), slurm.records.pop(1)
+    assert '"cluster":"fake"' in before
+    slurm.settings = elsewhere
+    for _ in range(2):
+        assert "evaluation" not in hpctrain("watch", "--act").stdout
+    assert run.evaluations.read_text() == before and len(slurm.scripts) == 1
+
+    RunFiles(run).ledger.append(EventKind.SUBMITTED, job_id=8, cluster="elsewhere")
+    assert "evaluation" not in hpctrain("watch", "--act").stdout, "the run has moved, its job not"
+    slurm.settings, slurm.records[1] = here, replace(record, state=JobState.TIMEOUT)
+    run.evaluations.write_text(re.sub(r'"time":\d+', '"time":1', before))
+    hpctrain("watch", "--act")
+    assert '"kind":"lost"' in run.evaluations.read_text(), "whoever has the job sees its end"
+    assert slurm.arguments == {1: ("12", "1", "1")}, "the second try: on the cluster of the run"
+    slurm.settings, slurm.records = elsewhere, {}
+    hpctrain("watch", "--act")
+    assert slurm.arguments[1] == ("12", "1", "2")
+
+
+def test_lines_without_a_cluster_are_those_of_the_run(slurm: FakeSlurm, run: RunLayout) -> None:
+    RunFiles(run).ledger.append(EventKind.SUBMITTED, job_id=7, cluster="elsewhere")
+    note(run, "submitting", 12, by="watch", time=1.0)
+    note(run, "submitted", 12, by="watch", job_id=3, time=1.0)
+    before = run.evaluations.read_text()
+    hpctrain("watch", "--act")
+    assert run.evaluations.read_text() == before
+    slurm.settings = {**slurm.settings, "ClusterName": "elsewhere"}
+    hpctrain("watch", "--act")
+    assert '"kind":"lost"' in run.evaluations.read_text()
