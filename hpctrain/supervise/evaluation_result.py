@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.store.evaluations import (
     EvaluationEvent,
     append_event,
@@ -38,6 +39,12 @@ def record(arguments: Sequence[str], run: RunLayout, job_id: int) -> int:
         by="job",
         job_id=job_id,
     )
+    replaced = _replaced_by(run, int(step), int(epoch))
+    if replaced is not None:
+        reason = f"launch {replaced} has saved step {step} again: this job was for launch {epoch}"
+        append_event(run, event.model_copy(update={"kind": "ended", "reason": reason}))
+        print(f"hpctrain: evaluation {name}: {reason}", file=sys.stderr)
+        return FAILED_EXIT_CODE
     if what == "started":
         append_event(run, event)
         return 0
@@ -55,6 +62,15 @@ def record(arguments: Sequence[str], run: RunLayout, job_id: int) -> int:
         print(f"hpctrain: evaluation {name} of step {step}: {reason}", file=sys.stderr)
         return FAILED_EXIT_CODE
     return 0
+
+
+def _replaced_by(run: RunLayout, step: int, epoch: int) -> int | None:
+    """Return the other launch that has saved the checkpoint on disk, as after a rollback.
+
+    None if it is the one of `epoch`, or if nothing says so: the command sees what is there.
+    """
+    manifest = read_manifest(run.checkpoints / checkpoint_name(step))
+    return None if manifest is None or manifest.epoch == epoch else manifest.epoch
 
 
 if __name__ == "__main__":

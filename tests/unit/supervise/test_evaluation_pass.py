@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from fabricated_runs import NOW, SUBMITTED, fabricate, published
 
+from hpctrain.actions.runs import RunFiles
 from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
@@ -231,3 +233,26 @@ def test_the_job_records_its_own_end(run: RunLayout, capsys: pytest.CaptureFixtu
     (run.directory / "evaluations/score-8-a1.json").write_text('{"loss": 2}')
     assert record(["ended", "score", "8", "1", "1", "0"], run, 9) == 0
     assert read_evaluations_of(run)["score", 8, 1].metrics == {"loss": 2.0}
+
+
+@pytest.mark.parametrize("when", ["before it starts", "while it runs"])
+def test_a_checkpoint_that_was_saved_again_is_not_evaluated_as_the_old_one(
+    run: RunLayout, capsys: pytest.CaptureFixture[str], when: str
+) -> None:
+    passed(run, FakeSlurm())
+    words = ["score", "4", "1", "1"]
+    if when == "while it runs":
+        assert record(["started", *words], run, 1) == 0
+    shutil.rmtree(run.checkpoints / "iter_0000004")
+    published(RunFiles(run), 4, epoch=2)
+    (run.directory / "evaluations").mkdir()
+    run.evaluation_output("score", 4, 1).write_text('{"loss": 2}')
+    told = ["ended", *words, "0"] if when == "while it runs" else ["started", *words]
+    assert record(told, run, 1) == 1
+    reason = "launch 2 has saved step 4 again: this job was for launch 1"
+    assert reason in capsys.readouterr().err
+    old = read_evaluations_of(run)["score", 4, 1]
+    assert (old.state, old.reason, old.metrics) == ("failed", reason, None)
+    slurm = FakeSlurm()
+    passed(run, slurm, silent=1e9)
+    assert slurm.arguments == {1: ("4", "2", "1")}, "the new one, and the old one no more"
