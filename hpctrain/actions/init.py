@@ -1,7 +1,8 @@
 """Writes a commented run spec to start from: a published model or a `config.json`, data, GPUs.
 
 Belongs here: which fields a first spec has, and their values. Does not belong here: asking
-(`hpctrain.cli.init`), published shapes (`hpctrain.spec.presets`), planning.
+(`hpctrain.cli.init`), published shapes (`hpctrain.spec.presets`), planning
+(`hpctrain.actions.plan`, which is asked how many GPUs suffice).
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import json
 import math
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from hpctrain.actions.plan import load, plan_option
 from hpctrain.engines.described import described, family_described
 from hpctrain.errors import InvalidInputError, Problem, UsageError
+from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES
 from hpctrain.spec.fields import did_you_mean
@@ -140,6 +144,21 @@ def spec_text(wishes: Wishes) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def fitting_gpus(wishes: Wishes, profile: str) -> int:
+    """Double the GPUs of `wishes` until their spec plans; unchanged where no number helps."""
+    with TemporaryDirectory() as directory:
+        file, gpus = Path(directory, "spec.yaml"), wishes.gpus
+        while True:
+            file.write_text(spec_text(replace(wishes, gpus=gpus)), encoding="utf-8")
+            inputs = load(file, profile)
+            # of runs that last longer than nothing, no forecast is made
+            if plan_option(inputs, "time", before_seconds=0).plan is not None:
+                return gpus
+            gpus *= 2
+            if gpus > usable_gpus(inputs.spec, inputs.profile):
+                return wishes.gpus
 
 
 def _data(wishes: Wishes) -> Iterator[str]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.cli.options import ProfileName
-from hpctrain.cli.output import line_width, say, table
+from hpctrain.cli.output import busy, line_width, say, table
+
+if TYPE_CHECKING:
+    from hpctrain.actions.init import Wishes
 
 
 @click.command()
@@ -17,7 +22,9 @@ from hpctrain.cli.output import line_width, say, table
 @click.option("--data", metavar="PREFIX", help="Tokens: prefix of .bin and .idx.  [default: none]")
 @click.option("--tokenizer", metavar="FILE", help="The tokenizer that the data was made with.")
 @click.option("--tokens", metavar="COUNT", help="How long: 100B.  [default: 20 a parameter]")
-@click.option("--gpus", type=click.IntRange(1), help="[default: one node of the profile]")
+@click.option(
+    "--gpus", type=click.IntRange(1), help="[default: one node; more if the model needs it]"
+)
 @click.option("--engine", metavar="NAME", help="[default: by the model]")
 @click.option("--name", help="Name of the runs.  [default: that of the model]")
 @click.option("--profile", "-p", type=ProfileName(), help="Plan the spec at once on this cluster.")
@@ -61,11 +68,15 @@ def init(
             err=True,
         )
         data = answer or None
+    wishes = Wishes(
+        chosen, gpus or _node_gpus(profile), data, tokenizer, _tokens(tokens), engine, name
+    )
     if gpus is None:
-        gpus = _node_gpus(profile)
+        if profile is not None:
+            wishes = _enlarged(wishes, profile)
         if asking:
-            gpus = click.prompt("GPUs", default=gpus, type=click.IntRange(1), err=True)
-    wishes = Wishes(chosen, gpus, data, tokenizer, _tokens(tokens), engine, name)
+            gpus = click.prompt("GPUs", default=wishes.gpus, type=click.IntRange(1), err=True)
+            wishes = replace(wishes, gpus=gpus)
     text = spec_text(wishes)
     if str(file) == "-":
         click.echo(text, nl=False)
@@ -74,6 +85,17 @@ def init(
     _write(target, text)
     click.echo(target)
     _say_next(target, profile)
+
+
+def _enlarged(wishes: Wishes, profile: str) -> Wishes:
+    """Take more than one node where one is too small for the model, and say so."""
+    from hpctrain.actions.init import fitting_gpus
+
+    with busy("looking for the number of GPUs that suffices ..."):
+        gpus = fitting_gpus(wishes, profile)
+    if gpus != wishes.gpus:
+        say(f"{wishes.model.name} does not fit {wishes.gpus} GPUs: the spec takes {gpus}")
+    return replace(wishes, gpus=gpus)
 
 
 def _write(target: Path, text: str) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import hpctrain, on_terminal
 
+from hpctrain.actions.init import Wishes, fitting_gpus, named_model, spec_text
+from hpctrain.actions.plan import load, plan_option
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.loader import load_presets, load_run_spec
 
@@ -35,6 +38,25 @@ def test_every_published_model_is_a_spec_that_plans(preset: str) -> None:
     assert done.exit_code == 0, done.transcript()
     assert done.stdout == f"{preset}.yaml\n" and "Fits      yes" in done.stderr
     assert load_run_spec(f"{preset}.yaml").document.resources.gpus == 256
+
+
+@pytest.mark.parametrize("preset", [one.name for one in load_presets().presets])
+def test_without_a_number_every_published_model_gets_gpus_that_suffice(preset: str) -> None:
+    wishes = Wishes(named_model(preset), 8)
+    gpus = fitting_gpus(wishes, "a100x64")
+    assert gpus == {"llama-3-70b": 16, "gpt3-175b": 64, "llama-3-405b": 128}.get(preset, gpus)
+    Path("spec.yaml").write_text(spec_text(replace(wishes, gpus=gpus)))
+    planned = plan_option(load(Path("spec.yaml"), "a100x64"), "time", before_seconds=0)
+    assert planned.plan is not None, planned.refusal
+
+
+def test_more_than_a_node_is_taken_and_said_where_nobody_gave_a_number() -> None:
+    done = hpctrain("init", "-m", "llama-3-70b", "-p", "a100x64")
+    assert done.exit_code == 0, done.transcript()
+    assert "llama-3-70b does not fit 8 GPUs: the spec takes 16" in done.stderr
+    assert load_run_spec("llama-3-70b.yaml").document.resources.gpus == 16
+    given = hpctrain("init", "given.yaml", "-m", "llama-3-70b", "-p", "a100x64", "--gpus", "8")
+    assert given.exit_code == 4 and load_run_spec("given.yaml").document.resources.gpus == 8
 
 
 def test_the_whole_way_of_a_newcomer() -> None:
