@@ -73,8 +73,10 @@ def _sizes(
     leader = min(known, key=lambda pair: pair[1].times.total_seconds, default=None)
     reason, waits = "", shown.times.repair_seconds
     if waits >= _WORTH * shown.times.total_seconds:
+        count = inputs.profile.nodes.count
+        taken = f"all {count}" if shown.nodes == count else f"{shown.nodes} of the {count}"
         reason = (
-            f"the run takes all {inputs.profile.nodes.count} nodes of {inputs.profile.name}, and "
+            f"the run takes {taken} nodes of {inputs.profile.name}, and "
             f"{days(waits)} pass until lost ones are repaired"
         )
     if leader is not None:

@@ -42,6 +42,12 @@ def test_a_better_layout_and_a_node_left_free(inputs: Inputs) -> None:
     assert layout.saves_gpu_hours == mine.gpu_hours - other.gpu_hours
 
 
+def test_nodes_that_are_left_free_are_not_counted(inputs: Inputs) -> None:
+    spec = with_gpus(freed(inputs.spec), 504)
+    said = advice(Inputs(spec, inputs.profile, inputs.knowledge))
+    assert any("the run takes 63 of the 64 nodes of a100x64" in one.sentence for one in said), said
+
+
 def test_the_best_plan_with_free_nodes_gets_none(inputs: Inputs) -> None:
     spec = with_gpus(freed(inputs.spec), 256)
     assert advice(Inputs(spec, inputs.profile, inputs.knowledge)) == ()
