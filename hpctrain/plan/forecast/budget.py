@@ -80,7 +80,8 @@ def cheapest_plan(options: Sequence[Forecast], budget: Budget) -> BudgetDecision
     )
     if meets:
         chosen = min(meets, key=lambda number: (_price(options[number]), options[number].days))
-        lines = _chosen_lines(options, chosen, budget)
+        fastest = min(meets, key=lambda number: options[number].times.total_seconds)
+        lines = _chosen_lines(options, chosen, fastest, budget)
         return BudgetDecision(chosen=chosen, nearest=chosen, meets=meets, lines=lines)
 
     def excess(option: Forecast) -> float:
@@ -96,9 +97,11 @@ def cheapest_plan(options: Sequence[Forecast], budget: Budget) -> BudgetDecision
         missing.append(_deadline_line(options, budget, budget.deadline))
     if budget.money is not None:
         missing.append(_money_line(options, budget, budget.money))
-    if len(options) > 1:
-        line = f"nearest: {describe(options[nearest])}, {_overruns(options[nearest], budget)}"
-        missing.append(line)
+    named = describe(options[nearest])
+    if len(options) > 1 and not any(named in line for line in missing):
+        missing.append(f"nearest: {named}, {_overruns(options[nearest], budget)}")
+    elif budget.deadline is not None and budget.money is not None:
+        missing.append(f"nearest: {named.partition(' (')[0]}")
     return BudgetDecision(chosen=None, nearest=nearest, meets=(), lines=tuple(missing))
 
 
@@ -119,11 +122,15 @@ def _most_money(option: Forecast) -> float:
     return option.most_cost
 
 
-def _chosen_lines(options: Sequence[Forecast], chosen: int, budget: Budget) -> tuple[str, ...]:
-    best = options[chosen]
+def _chosen_lines(
+    options: Sequence[Forecast], chosen: int, fastest: int, budget: Budget
+) -> tuple[str, ...]:
+    best, quick = options[chosen], options[fastest]
     lines = [
         f"{describe(best)} is the cheapest of {_options(len(options))} that meets {_limits(budget)}"
     ]
+    if quick.times.total_seconds < best.times.total_seconds:
+        lines.append(f"the fastest of those that meet it: {describe(quick)}")
     if best.spread is not None:
         lines.append("met in 95 of 100 played runs; the step time is taken as predicted")
     elif budget.deadline is not None:

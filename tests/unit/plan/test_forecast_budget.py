@@ -90,6 +90,25 @@ def test_takes_the_cheapest_that_meets_both() -> None:
     assert choose(money=1e9).chosen == 0
 
 
+def test_names_the_fastest_that_meets_the_limits_too() -> None:
+    """Money alone says nothing of time: 512 GPUs are paid for as well."""
+    decision = choose(money=1e9)
+    assert decision.chosen == 0 and decision.lines[1].startswith("the fastest of those")
+    assert (
+        f"512 GPUs ({OPTIONS[3].days:.1f} d, " in decision.lines[1] and "USD" in decision.lines[1]
+    )
+    assert not any("fastest" in line for line in choose(money=200_000, deadline="32d").lines)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"money": 40_000}, {"deadline": "5d"}, {"money": 185_000, "deadline": "20d"}]
+)
+def test_an_option_is_told_once_where_nothing_meets_the_limits(limits: dict[str, Any]) -> None:
+    text = "\n".join(choose(**limits).lines)
+    for one in OPTIONS:
+        assert text.count(f"{one.gpus} GPUs (") <= 1, text
+
+
 def test_spot_is_one_more_option() -> None:
     both = [option(128), option(128, spot=True)]
     assert choose(both, deadline="60d").chosen == 1
@@ -141,7 +160,7 @@ def test_deadline_and_money_met_by_different_options() -> None:
     assert f"{late:.1f} d late ({late / 20:.0%})" in text
     over = OPTIONS[2].cost.amount - 185_000 if OPTIONS[2].cost else 0
     assert f"{over:,.0f} USD over ({over / 185_000:.0%})" in text
-    assert decision.nearest == 2 and decision.lines[-1].startswith("nearest: 256 GPUs")
+    assert decision.nearest == 2 and decision.lines[-1] == "nearest: 256 GPUs"
 
 
 def test_deadline_that_nothing_meets() -> None:
