@@ -11,7 +11,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from hpctrain.actions.token_checks import token_problems
+from hpctrain.actions.tokenizer_checks import tokenizer_problems
 from hpctrain.checkpoints.staged import open_staged, require_kind
 from hpctrain.engines.described import disagreements
 from hpctrain.engines.hugging_face import classes_of
@@ -20,10 +23,14 @@ from hpctrain.spec.loader import Loaded
 from hpctrain.spec.run import RunSpec
 from hpctrain.store.archives import read_heads
 from hpctrain.store.dataset_checks import Expected, problems_of
-from hpctrain.store.datasets import COLUMNS, npz_path
+from hpctrain.store.datasets import (
+    COLUMNS,
+    DatasetSidecar,
+    SamplesSidecar,
+    npz_path,
+    sidecar_path,
+)
 from hpctrain.store.shares import parts_without_rows, split_hint
-
-_HINT = "`hpctrain data prepare` makes one from text; paths count from here"
 
 
 def check_inputs(spec: Loaded[RunSpec]) -> None:
@@ -69,11 +76,28 @@ def check_samples(spec: Loaded[RunSpec]) -> None:
             for field, path in named
             for problem in problems_of(Path(os.path.abspath(path)), expected)
         ] or list(_empty_rows(spec))
-    if data.tokenizer and not os.path.exists(data.tokenizer):
-        message = f"`data.tokenizer`: {os.path.abspath(data.tokenizer)} does not exist"
-        problems.append(spec.problem("data.tokenizer", message, _HINT))
+    problems += tokenizer_problems(spec)
     if problems:
         raise InvalidInputError(problems)
+
+
+def sidecar_notes(spec: Loaded[RunSpec]) -> Iterator[str]:
+    """Yield what lies where `data prepare` writes a sidecar, and is none.
+
+    It is no problem: files of text are often named so, and data of others have no sidecar.
+    """
+    tokens = spec.document.data.format == "tokens"
+    for source in spec.document.data.sources:
+        file = sidecar_path(Path(os.path.abspath(source.path)))
+        try:
+            content = file.read_bytes()
+            (DatasetSidecar if tokens else SamplesSidecar).model_validate_json(content)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            yield f"{file} cannot be read: {error.strerror}"
+        except ValidationError:
+            yield f"{file} is not as `data prepare` writes it, and was not compared with the data"
 
 
 def _empty_rows(spec: Loaded[RunSpec]) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.disk_usage import directory_facts
 from hpctrain.actions.footprint import footprint_of
-from hpctrain.actions.input_checks import check_pretrained, check_samples
+from hpctrain.actions.input_checks import check_pretrained, check_samples, sidecar_notes
 from hpctrain.actions.notify import channel_problems
 from hpctrain.actions.prepare import Prepared, load_inputs, prepare
 from hpctrain.actions.supervisor_settings import notify_settings
@@ -194,7 +194,9 @@ def _data(spec: Loaded[RunSpec]) -> Check:
     if data.sources:
         count = len(data.sources)
         words = f"{count} {'source' if count == 1 else 'sources'} of {data.format}"
-        return _tried(spec, "data.sources", words, check_samples)
+        found = _tried(spec, "data.sources", words, check_samples)
+        notes = list(sidecar_notes(spec)) if found.state == "works" else []
+        return _check("data", "limited", "; ".join([words, *notes])) if notes else found
     if data.made_up or steps <= MADE_UP_STEPS:
         return _check("data", "limited", "made up: the spec has no `data.sources`")
     message = f"`data` has no sources, so {steps:,} steps would train on made-up samples"

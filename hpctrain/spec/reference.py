@@ -68,8 +68,10 @@ def find_field(path: str, kind: Kind | None = None) -> tuple[Kind, Field]:
     other: Kind = "profile" if kind == "spec" else "spec"
     if kind is not None and _matching(fields_of(other), _general(path)) is not None:
         owner = "run specs" if other == "spec" else "profiles"
-        elsewhere = f"it is a field of {owner}: `hpctrain explain {path}`"
-        raise UsageError(f"{where} have no field `{path}`", hint=elsewhere)
+        raise UsageError(
+            f"{where} have no field `{path}`",
+            hint=f"it is a field of {owner}: `hpctrain explain {path}`",
+        )
     names = [name for one in kinds for name in fields_of(one)]
     ends = [name for name in names if name.rpartition(".")[2] == path.rpartition(".")[2]]
     close = ends[:4] or get_close_matches(path, names, n=4)

@@ -45,7 +45,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     write_tokens(tmp_path / "data/text")
-    (tmp_path / "data/tokenizer.json").touch()
+    (tmp_path / "data/tokenizer.json").write_text("{}")
     return prepare(TINY, "sandbox", runs=tmp_path / "runs")
 
 

@@ -188,3 +188,50 @@ def test_a_place_in_which_no_directory_can_be_made_is_no_full_one(spec: Path) ->
     assert done.exit_code == 3, done.transcript()
     assert "/proc/x does not exist, and no directory can be made in /proc" in done.stderr
     assert "checkpoint.keep" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("not JSON", "tokenizer.json is no tokenizer: "),
+        ("\0\xff", "tokenizer.json is no tokenizer: "),
+        (json.dumps({"model": {"vocab": {"a": 0, "b": 512}}}), "vocabulary of 513 tokens, the mod"),
+        (json.dumps({"model": {"vocab": [["a", 0.0]] * 600}}), "vocabulary of 600 tokens"),
+        (
+            json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 700}]}),
+            "vocabulary of 701 tokens",
+        ),
+    ],
+)
+def test_a_tokenizer_that_is_none_or_of_another_model(spec: Path, content: str, words: str) -> None:
+    spec.write_text(SPEC.replace("data:\n", "data:\n  tokenizer: data/tokenizer.json\n"))
+    Path("data/tokenizer.json").write_text(content, encoding="latin-1")
+    done = hpctrain("validate", "-p", "sandbox", "small.yaml")
+    assert done.exit_code == 3, done.transcript()
+    assert "small.yaml:4:14: `data.tokenizer`: " in done.stderr and words in done.stderr
+    for fitting in ('{"model": {"vocab": {"a": 0, "b": 511}}}', "{}"):
+        Path("data/tokenizer.json").write_text(fitting)
+        assert hpctrain("validate", "-p", "sandbox", "small.yaml").exit_code == 0
+
+
+def test_a_tokenizer_that_somebody_may_not_read(another_user: AnotherUser) -> None:
+    with public_directory() as place:
+        (place / "data").mkdir()
+        write_tokens(place / "data/text")
+        tokenizer = place / "tokenizer.json"
+        tokenizer.touch(mode=0)
+        spec = place / "small.yaml"
+        text = SPEC.replace("data/text", str(place / "data/text"))
+        spec.write_text(text.replace("data:\n", f"data:\n  tokenizer: {tokenizer}\n"))
+        done = another_user.hpctrain("validate", "-p", "sandbox", str(spec))
+        assert done.exit_code == 3, done.transcript()
+        assert f"`data.tokenizer`: {tokenizer} cannot be read: Permission denied" in done.stderr
+
+
+def test_a_broken_sidecar_is_noted(spec: Path) -> None:
+    Path("data/text.json").write_text('{"documents": ')
+    done = hpctrain("validate", "-p", "sandbox", "small.yaml")
+    assert done.exit_code == 0, done.transcript()
+    said = " ".join(done.stdout.split())
+    assert "note data: 1 source of tokens; " in said
+    assert "text.json is not as `data prepare` writes it" in said
