@@ -372,21 +372,13 @@ def _refused(error: HpctrainError, spec: Loaded[RunSpec]) -> Check:
     """Make a check of what planning refuses; each reason at its field."""
     if isinstance(error, RefusedPlanError) and error.refusals:
         hints = [error.hint, *[None] * (len(error.refusals) - 1)]
-        return _check(
+        return _failed(
             _PLAN,
-            "fails",
-            error.refusals[0],
             *(
                 spec.problem(one.field, one, hint)
                 for one, hint in zip(error.refusals, hints, strict=True)
             ),
         )
     if isinstance(error, InvalidInputError):
-        return _check(
-            _PLAN,
-            "fails",
-            str(error.problems[0]),
-            *error.problems,
-        )
-    problem = Problem(str(error), hint=error.hint)
-    return _check(_PLAN, "fails", str(error), problem)
+        return _failed(_PLAN, *error.problems)
+    return _failed(_PLAN, Problem(str(error), hint=error.hint))

@@ -12,7 +12,7 @@ import traceback
 
 import click
 
-from hpctrain.cli.output import coloured
+from hpctrain.cli.output import coloured, paragraph, terminal_width
 from hpctrain.errors import HpctrainError, InvalidInputError
 
 _INTERRUPTED, _BUG, _USAGE, _ENVIRONMENT = 130, 1, 2, 7
@@ -91,11 +91,19 @@ def _was_printing(error: BaseException) -> bool:
 def show(lines: list[str], hints: list[str]) -> None:
     """Print `error: ...`, one line per problem, then the hints after a blank line."""
     for line in lines:
-        click.echo(coloured("error: ", "red") + line, err=True)
+        _echo("error: ", "red", line)
     if hints:
         click.echo(err=True)
     for hint in dict.fromkeys(hints):
-        click.echo(coloured("hint: ", "cyan") + hint, err=True)
+        _echo("hint: ", "cyan", hint)
+
+
+def _echo(mark: str, colour: str, text: str) -> None:
+    """Print a line on stderr; one that a terminal would break is wrapped between words."""
+    width = terminal_width()
+    if sys.stderr.isatty() and len(mark) + len(text) > width:
+        text = "\n".join(paragraph(text, mark, hang=len(mark), width=width)).removeprefix(mark)
+    click.echo(coloured(mark, colour) + text, err=True)
 
 
 def silence_stdout() -> bool:

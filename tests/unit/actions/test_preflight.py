@@ -99,6 +99,7 @@ def test_layout_limits_and_data_are_told_at_once_with_their_places(spec: Path) -
     document = hpctrain("validate", "-p", "sandbox", "small.yaml", "--json").stdout
     (plan, *_) = [c for c in json.loads(document)["checks"] if c["subject"] == "plan"]
     assert plan["state"] == "fails" and plan["problems"][0]["line"] == 9
+    assert "FAILS plan: 6 problems" in done.stdout and "FAILS data: 2 problems" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["plan", "submit"])

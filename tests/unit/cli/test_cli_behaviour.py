@@ -686,3 +686,19 @@ def test_a_schema_is_an_object_that_editors_can_read(kind: str) -> None:
     schema = json.loads(hpctrain("schema", kind).stdout)
     assert schema["type"] == "object"
     assert "name" in schema["properties"]
+
+
+def test_errors_and_hints_are_wrapped_between_words_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = on_terminal(60, "init", "-m", "no-such-model-of-anybody-at-all")
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 60 and lines[0].startswith("error: `no-such-model")
+    assert all(
+        line.startswith(("error: ", "hint: ", "       ", "      ", "exit")) or not line
+        for line in lines
+    ), shown
+    done = hpctrain("init", "-m", "no-such-model-of-anybody-at-all")
+    assert max(map(len, done.stderr.splitlines())) > 60, "one line elsewhere, for programs"
