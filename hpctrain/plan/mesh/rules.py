@@ -245,11 +245,9 @@ def _world_message(request: PlanRequest, at: OneLayout) -> str:
     per_node, total = profile.gpu.per_node, profile.gpu_count
     part_of_node = range(at.model_gpus, per_node + 1, at.model_gpus)
     whole_nodes = multiples_around(at.gpus, lcm(at.model_gpus, per_node), limit=total)
-    proposal = or_list(nearest(at.gpus, (*part_of_node, *whole_nodes)))
-    return (
-        f"{at.gpus} GPUs cannot be divided into groups of {product} = {at.model_gpus}: "
-        f"nearest {proposal} GPUs"
-    )
+    near = nearest(at.gpus, (*part_of_node, *whole_nodes))
+    message = f"{at.gpus} GPUs cannot be divided into groups of {product} = {at.model_gpus}"
+    return f"{message}: nearest {or_list(near)} GPUs" if near else message
 
 
 def _batch_message(request: PlanRequest, at: OneLayout) -> str:

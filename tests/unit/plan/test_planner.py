@@ -105,6 +105,13 @@ def test_refusals_name_numbers_and_nearest_values(
         assert word in message
 
 
+def test_where_no_number_of_gpus_helps_none_is_named() -> None:
+    spec = run_spec(GPT_TINY, gpus=8, batch=8, parallel=dict(tp=4, pp=4))
+    message = str(refusal(spec, cluster(nodes=1)))
+    assert "8 GPUs cannot be divided into groups of tp 4 x pp 4 = 16" in message
+    assert "none" not in message
+
+
 def test_what_does_not_fit_is_itemised() -> None:
     # per GPU of stage 0: 10,979,500,032 parameters (48 layers of 226,576,896 + ends), 2 / 4 / 12
     # bytes each: 20.5, 40.9 and 122.7 GiB
@@ -389,7 +396,7 @@ def test_every_combination_is_planned_consistently_or_refused_with_words() -> No
         run_spec(GPT_TINY, gpus=8, parallel=dict(tp=2, pp=2, stages=(0, 4))),
         run_spec(GPT_TINY, gpus=8, parallel=dict(pp=8, count_embedding=True, count_loss=True)),
         run_spec(GPT_TINY, gpus=10**6, parallel=dict(tp=2)),
-        run_spec({**GPT_TINY, "layers": 10**6}, gpus=512, batch=512),
+        run_spec({**GPT_TINY, "layers": 10**4}, gpus=512, batch=512),
         run_spec({**GPT_TINY, "vocab": 10**9, "seq": 10**6}, gpus=8, batch=8),
     ],
 )
