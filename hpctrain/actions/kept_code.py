@@ -17,12 +17,13 @@ import stat
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType
 
 from hpctrain.durable import make_private_directory, replace_bytes
-from hpctrain.store.kept_code import archive_name, use_archive
+from hpctrain.store.kept_code import archive_name, parse_archive_name, use_archive
 from hpctrain.store.layout import RunLayout
 from hpctrain.version import __version__
 
@@ -31,6 +32,7 @@ _ROOMS = (
     *("checkpoints", "engines", "nodes", "notify", "plan", "prepare", "slurm", "spec", "store"),
     *("supervise", "tracking", "train"),
 )
+_INSIDE = "hpctrain/"
 # importlib.util.MAGIC_NUMBER, flags 1 (hash-based, unchecked: PEP 552), then the source's hash.
 _UNCHECKED = (1).to_bytes(4, "little")
 # Of a compiled file beside its source: magic number, flags 0, time and size of the source.
@@ -44,13 +46,14 @@ _GIT_SECONDS = 30.0
 def keep_code(run: RunLayout) -> str:
     """Put the code of this hpctrain into the run, for its next attempt; return the archive's name.
 
-    An archive is read-only and never changes: what an attempt has begun with stays. Raises OSError.
+    An archive is read-only and never changes: what an attempt has begun with stays. One that is
+    damaged is written anew. Raises OSError.
     """
     package = Path(__file__).parents[1]
-    name = archive_name(__version__, _digest(package))
+    name = archive_name(__version__, _digest(_texts(package)))
     make_private_directory(run.kept_software)  # beside a script that is no run's, too
     target = run.kept_software / name
-    if not target.exists():
+    if not (target.exists() and _is_whole(target.read_bytes(), name)):
         replace_bytes(target, _archive(package, name), mode=0o600)
     use_archive(run, name)
     return name
@@ -74,14 +77,35 @@ def _sources(package: Path) -> Iterator[Path]:
         yield from sorted((package / room).rglob("*.py"))
 
 
-def _digest(package: Path) -> str:
+def _texts(package: Path) -> Iterator[tuple[str, bytes]]:
+    """Read the modules, by their paths in the package."""
+    for path in _sources(package):
+        yield path.relative_to(package).as_posix(), path.read_bytes()
+
+
+def _digest(texts: Iterable[tuple[str, bytes]]) -> str:
     """Identify the code by its text, and by the Python that has compiled it (hex)."""
     found = hashlib.sha256((sys.implementation.cache_tag or "").encode())
-    for path in _sources(package):
-        text = path.read_bytes()
-        found.update(f"{path.relative_to(package)} {len(text)}\n".encode())
+    for path, text in texts:
+        found.update(f"{path} {len(text)}\n".encode())
         found.update(text)
     return found.hexdigest()
+
+
+def _is_whole(data: bytes, name: str) -> bool:
+    """Whether an archive has the code of its name, every part as it was written."""
+    parsed = parse_archive_name(name)
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            texts = [
+                (path.removeprefix(_INSIDE), archive.read(path))
+                for path in archive.namelist()
+                if path.endswith(".py")
+            ]
+            whole = archive.testzip() is None
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError):
+        return False
+    return whole and parsed is not None and name == archive_name(parsed[0], _digest(texts))
 
 
 def _archive(package: Path, name: str) -> bytes:
@@ -91,7 +115,7 @@ def _archive(package: Path, name: str) -> bytes:
         status = os.stat(cached)
         if status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             data = cached.read_bytes()
-            if zipfile.is_zipfile(io.BytesIO(data)):
+            if _is_whole(data, name):
                 return data
     data = _packed(package, name)
     with contextlib.suppress(OSError):
@@ -117,10 +141,9 @@ def _packed(package: Path, name: str) -> bytes:
     """
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in _sources(package):
-            inside = f"hpctrain/{path.relative_to(package).as_posix()}"
-            text = path.read_bytes()
-            compiled = _renamed(_compiled(path, text), f"{name}/{inside}")
+        for path, text in _texts(package):
+            inside = _INSIDE + path
+            compiled = _renamed(_compiled(package / path, text), f"{name}/{inside}")
             head = importlib.util.MAGIC_NUMBER + _UNCHECKED + importlib.util.source_hash(text)
             for entry, data in (
                 (inside, text),

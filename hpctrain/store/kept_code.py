@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 from hpctrain.durable import replace_link
 from hpctrain.store.layout import RunLayout
@@ -43,6 +44,19 @@ def is_current(run: RunLayout, digest: str | None) -> bool:
     name = current_archive(run)
     parsed = None if name is None else parse_archive_name(name)
     return parsed is None or parsed[1] == digest
+
+
+def unread_archive(run: RunLayout, python_path: str, module: str) -> Path | None:
+    """Return the archive from which this process should have imported hpctrain, and has not.
+
+    `python_path` is PYTHONPATH, which begins with the archive in the job of a run that keeps its
+    code; `module` is the file of any module. Python passes over an archive that it cannot read, and
+    takes whatever hpctrain is installed. None: everything is as it should be.
+    """
+    first = Path(python_path.partition(":")[0])
+    if first.parent != run.kept_software.resolve() or Path(module).is_relative_to(first):
+        return None
+    return first
 
 
 def use_archive(run: RunLayout, name: str) -> None:

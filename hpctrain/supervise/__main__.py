@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError, RunFailedError, UsageError
 
 
 def parse(arguments: list[str]) -> tuple[Path, list[str]]:
@@ -27,11 +27,20 @@ def main() -> int:
     try:
         run_directory, argv = parse(sys.argv[1:])
         from hpctrain.slurm.client import SlurmClient
+        from hpctrain.store.kept_code import unread_archive
         from hpctrain.store.layout import RunLayout
         from hpctrain.supervise.loop import Supervisor
         from hpctrain.supervise.settings import end_without_settings, wait_for_settings
 
-        if not wait_for_settings(RunLayout(run_directory).supervise_config, early):
+        run = RunLayout(run_directory.absolute())
+        unread = unread_archive(run, os.environ.get("PYTHONPATH", ""), __file__)
+        if unread is not None:
+            raise RunFailedError(
+                f"{unread}, the code of hpctrain that the run keeps, cannot be read",
+                hint=f"`hpctrain upgrade {run.run_id}` puts the installed hpctrain into its place, "
+                f"`hpctrain resume {run.run_id}` goes on",
+            )
+        if not wait_for_settings(run.supervise_config, early):
             return end_without_settings(os.environ, SlurmClient(shielded=True))
         return Supervisor(run_directory, argv, os.environ).run()
     except HpctrainError as error:

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,56 @@ def test_a_cache_that_others_can_write_is_not_trusted(run: RunLayout, cache: Pat
     other.create()
     keep_code(other)
     assert other.current_code.read_bytes() == good
+
+
+def cut(archive: Path) -> None:
+    archive.write_bytes(archive.read_bytes()[:-1000])
+
+
+def emptied(archive: Path) -> None:
+    archive.write_bytes(b"PK\x05\x06" + bytes(18))
+
+
+def flipped(archive: Path) -> None:
+    data = bytearray(archive.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    archive.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [cut, emptied, flipped])
+def test_a_damaged_archive_is_written_anew(
+    run: RunLayout, cache: Path, damage: Callable[[Path], None]
+) -> None:
+    """Also where the one that is kept for further submissions is damaged."""
+    name = keep_code(run)
+    good = run.current_code.read_bytes()
+    for archive in (cache / name, run.kept_software / name):
+        damage(archive)
+    assert keep_code(run) == name
+    done = in_archive(run.current_code.resolve(), "import hpctrain; print(hpctrain.__file__)")
+    assert name in done.stdout and len(run.current_code.read_bytes()) == len(good)
+
+
+def test_a_job_takes_no_other_code_for_an_archive_that_cannot_be_read(run: RunLayout) -> None:
+    """Python would pass over it, and import whatever is installed by now."""
+    keep_code(run)
+    archive = run.current_code.resolve()
+    installed = Path(kept_code.__file__).parents[2]
+    argv = ["-P", "-m", "hpctrain.supervise", "--run-directory", ".", "--", "srun"]
+    for damage in (emptied, cut, flipped):
+        keep_code(run)
+        damage(archive)
+        done = subprocess.run(
+            [sys.executable, *argv],
+            env={**os.environ, "PYTHONPATH": f"{archive}:{installed}"},
+            cwd=run.directory,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode, "it has begun with other code"
+        if damage is not flipped:  # which ends the import
+            assert done.returncode == 7 and f"error: {archive}, the code of" in done.stderr
+            assert f"`hpctrain upgrade {run.run_id}`" in done.stderr
 
 
 def test_a_home_without_room_does_not_matter(
