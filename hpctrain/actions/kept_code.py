@@ -103,7 +103,7 @@ def _is_whole(data: bytes, name: str) -> bool:
                 if path.endswith(".py")
             ]
             whole = archive.testzip() is None
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError):
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError):
         return False
     return whole and parsed is not None and name == archive_name(parsed[0], _digest(texts))
 
