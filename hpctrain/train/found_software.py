@@ -1,8 +1,9 @@
 """Everything that a launch trains with, by name, for the comparison with the run's lock.
 
-Rank 0 finds it for all: ranks that differ are refused before (`software_agreement`). Belongs here:
-the names, and reading the installed packages and the engine's checkout. Does not belong here:
-finding facts by importing (`software`), comparing (`hpctrain.store.software_lock`).
+Rank 0 finds it for all: ranks that differ in what numbers or messages depend on are refused before
+(`software_agreement`). Belongs here: the names, and reading the installed packages and the engine's
+checkout. Does not belong here: finding facts by importing (`software`), comparing
+(`hpctrain.store.software_lock`).
 """
 
 from __future__ import annotations

@@ -178,6 +178,8 @@ def _judge_as_leader(ranks: Sequence[RankSoftware], job: Job) -> _Judgement:
     outlast(job.run, lambda: write_software(job.run, records))
     for remark in dict.fromkeys(remark for rank in ranks for remark in rank.facts.remarks):
         print(f"warning: {remark}", flush=True)
+    for message in unequal_nodes(ranks):
+        print(f"warning: {message}", flush=True)
     if changed and job.config.software == "locked":
         refusals = (_not_as_locked(changed, job.run.run_id),)
     elif changed and job.config.software == "warn":
@@ -397,13 +399,42 @@ def _major(version: str) -> int:
     return int(version.split(".")[0])
 
 
+# What must be the same on all nodes, for numbers or messages between them would differ, and what
+# only leads to a warning: nodes are upgraded one after the other.
+_SAME: Mapping[str, Callable[[SoftwareFacts], str | None]] = {
+    "torch": lambda facts: facts.torch,
+    "NCCL": lambda facts: facts.nccl,
+    "megatron-core": lambda facts: facts.megatron_core,
+    "TransformerEngine": lambda facts: facts.transformer_engine.version,
+    "the code of hpctrain": lambda facts: facts.code,
+}
+_ALIKE: Mapping[str, Callable[[SoftwareFacts], str | None]] = {
+    "Python": lambda facts: facts.python,
+    "driver": lambda facts: facts.driver,
+}
+
+
 def _differences(ranks: Sequence[RankSoftware]) -> Iterator[Refusal]:
-    """Find nodes whose libraries are not those of most nodes: their numbers would differ."""
-    read: Mapping[str, Callable[[SoftwareFacts], str | None]] = {
-        "torch": lambda facts: facts.torch,
-        "megatron-core": lambda facts: facts.megatron_core,
-        "TransformerEngine": lambda facts: facts.transformer_engine.version,
-    }
+    """Find nodes whose libraries are not those of most nodes."""
+    for message, nodes in _odd_nodes(ranks, _SAME):
+        yield Refusal(
+            message=message,
+            hint="install the same software on all nodes",
+            nodes=nodes,
+            everywhere=False,
+        )
+
+
+def unequal_nodes(ranks: Sequence[RankSoftware]) -> Iterator[str]:
+    """Describe what differs between nodes and ends nothing."""
+    for message, nodes in _odd_nodes(ranks, _ALIKE):
+        yield f"{message}: {', '.join(nodes)}"
+
+
+def _odd_nodes(
+    ranks: Sequence[RankSoftware], read: Mapping[str, Callable[[SoftwareFacts], str | None]]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield a message and nodes for everything that some nodes have otherwise than most."""
     for name, value_of in read.items():
         nodes: dict[str, set[str]] = {}
         for rank in ranks:
@@ -413,9 +444,4 @@ def _differences(ranks: Sequence[RankSoftware]) -> Iterator[Refusal]:
         usual = max(nodes, key=lambda value: len(nodes[value]))
         others = sorted(set().union(*(nodes[value] for value in nodes if value != usual)))
         versions = ", ".join(sorted(value for value in nodes if value != usual))
-        yield Refusal(
-            message=f"{name} is {versions} there, and {usual} on the other nodes",
-            hint="install the same software on all nodes",
-            nodes=tuple(others),
-            everywhere=False,
-        )
+        yield f"{name} is {versions} there, and {usual} on the other nodes", tuple(others)

@@ -30,6 +30,7 @@ from hpctrain.train.software_agreement import (
     judge,
     records_of,
     refuse,
+    unequal_nodes,
 )
 
 GOOD = SoftwareFacts(
@@ -154,6 +155,20 @@ def test_the_odd_version_is_the_one_of_fewer_nodes() -> None:
     (refusal,) = judge(ranks(n0=odd, n1=GOOD, n2=GOOD), NEEDS)
     assert refusal.nodes == ("n0",)
     assert refusal.message == "megatron-core is 0.17.0 there, and 0.16.1 on the other nodes"
+
+
+@pytest.mark.parametrize("facts", [{"nccl": "2.27.5"}, {"code": "0123456789ab"}])
+def test_messages_and_code_of_hpctrain_are_the_same_on_all_nodes(facts: dict[str, str]) -> None:
+    found = ranks(n0=GOOD, n1=changed(**facts), n2=GOOD)
+    (refusal,) = judge(found, NEEDS)
+    assert refusal.nodes == ("n1",) and list(unequal_nodes(found)) == []
+
+
+def test_nodes_may_be_upgraded_one_after_the_other() -> None:
+    found = ranks(n0=GOOD, n1=changed(driver="590.1"), n2=GOOD)
+    assert list(judge(found, NEEDS)) == []
+    message = "driver is 590.1 there, and 580.65.06 on the other nodes: n1"
+    assert list(unequal_nodes(found)) == [message]
 
 
 def test_without_gpus_nothing_about_them_is_needed() -> None:
