@@ -16,6 +16,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -60,13 +61,33 @@ def keep_code(run: RunLayout) -> str:
 
 
 def keep_checkout_changes(run: RunLayout, checkout: Path) -> None:
-    """Keep what is not committed in the engine's checkout, where git can tell. Raises OSError."""
-    words = ("git", "-C", str(checkout), "diff", "--binary", "HEAD")
-    try:
-        found = subprocess.run(words, capture_output=True, timeout=_GIT_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    if found.returncode == 0 and found.stdout:
+    """Keep what is not committed in the engine's checkout, new files too, where git can tell.
+
+    The checkout stays as it is, with its index. Raises OSError.
+    """
+    # Who trains with a colleague's checkout runs its code anyway (git-config(1), safe.directory).
+    git = ("git", "-C", str(checkout), "-c", f"safe.directory={checkout.resolve()}")
+    with tempfile.TemporaryDirectory() as scratch:
+        variables = {**os.environ, "GIT_INDEX_FILE": f"{scratch}/index"}
+        found = None
+        for words in (
+            ("read-tree", "HEAD"),
+            ("add", "--intent-to-add", "."),
+            ("diff", "--binary", "HEAD"),
+        ):
+            try:
+                found = subprocess.run(
+                    [*git, *words],
+                    capture_output=True,
+                    timeout=_GIT_SECONDS,
+                    check=False,
+                    env=variables,
+                )
+            except (OSError, subprocess.TimeoutExpired):
+                return
+            if found.returncode != 0:
+                return
+    if found is not None and found.stdout:
         replace_bytes(run.checkout_changes, found.stdout, mode=0o600)
 
 

@@ -7,8 +7,9 @@ code (`kept_code`), comparing the software of attempts (`hpctrain.train.software
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from hpctrain.actions.kept_code import keep_code
+from hpctrain.actions.kept_code import keep_checkout_changes, keep_code
 from hpctrain.actions.runs import RunFiles
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.errors import UsageError
@@ -52,9 +53,12 @@ def upgrade(run: RunFiles, reason: str = "") -> Upgrade:
     # What the next attempt will read with the new code.
     read_supervise_config(layout.supervise_config)
     run.ledger.events()
-    for path in (layout.train_config, *sorted(layout.directory.glob("train-n*.json"))):
+    config = train_config_of(layout.train_config, layout.train_config.read_bytes())
+    for path in sorted(layout.directory.glob("train-n*.json")):
         train_config_of(path, path.read_bytes())
     after = keep_code(layout)
+    if config.checkout_directory is not None:
+        keep_checkout_changes(layout, Path(config.checkout_directory))
     layout.software_lock.unlink(missing_ok=True)
     found = Upgrade(run.run_id, _code_words(before), _code_words(after))
     run.ledger.append(

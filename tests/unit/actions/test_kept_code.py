@@ -193,8 +193,16 @@ def test_what_is_not_committed_in_a_checkout_is_kept(run: RunLayout, tmp_path: P
     keep_checkout_changes(run, checkout)
     assert not run.checkout_changes.exists(), "everything is committed"
     (checkout / "model.py").write_text("layers = 2\n")
+    (checkout / "kernels").mkdir()
+    (checkout / "kernels/new.py").write_text("fast = True\n")
+    before = (checkout / ".git/index").read_bytes()
     keep_checkout_changes(run, checkout)
-    assert "+layers = 2" in run.checkout_changes.read_text()
+    kept = run.checkout_changes.read_text()
+    assert "+layers = 2" in kept and "+fast = True" in kept
+    assert (checkout / ".git/index").read_bytes() == before
+    for words in (("stash", "-q", "-u"), ("apply", str(run.checkout_changes))):
+        subprocess.run([*git, *words], check=True)
+    assert (checkout / "kernels/new.py").read_text() == "fast = True\n", "it can be made again"
 
 
 def test_a_run_of_an_older_hpctrain_cannot_be_moved(run: RunLayout) -> None:
