@@ -98,6 +98,46 @@ def test_nobody_listens(tmp_path: Path) -> None:
         assert "Connection refused" in problem(slack(file))
 
 
+def test_no_proxy_gets_what_stays_on_this_machine(
+    hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would read address and token in the clear."""
+    with webhook() as proxy:
+        for variable in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy"):
+            monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy.port}")
+        for variable in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(variable, raising=False)
+        send(slack(hook.file(tmp_path)), MESSAGE, {})
+        assert (len(hook.received), proxy.received) == (1, [])
+
+
+def test_https_takes_the_proxy_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By CONNECT: the proxy learns the host, and neither path nor token."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        proxy = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setenv("https_proxy", proxy)
+        for variable in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(variable, raising=False)
+        seen: list[bytes] = []
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                seen.append(connection.recv(4096))
+                connection.sendall(b"HTTP/1.1 403 Forbidden\r\n\r\n")
+
+        thread = threading.Thread(target=refuse, daemon=True)
+        thread.start()
+        file = tmp_path / "url"
+        file.write_text(f"https://hooks.example.org{PATH}\n")
+        file.chmod(0o600)
+        problem(slack(file))
+        thread.join(60)
+    assert seen[0].startswith(b"CONNECT hooks.example.org:443 ") and SECRET.encode() not in seen[0]
+
+
 def test_a_server_that_hangs_delays_no_longer_than_the_limit(
     hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
