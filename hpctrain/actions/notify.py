@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 _PASS_SECONDS = 60.0
 
 
-# failed: it will be tried again.
-NoticeOutcome = Literal["sent", "failed", "waits", "given up"]
+# failed: it will be tried again. unknown: it may have arrived, and is repeated once.
+NoticeOutcome = Literal["sent", "failed", "unknown", "waits", "given up"]
 
 
 class ChannelTest(BaseModel):
@@ -160,6 +160,8 @@ def notice_states(run: RunFiles, now: float | None = None) -> list[NoticeState]:
                 state = "given up"
             elif last is not None and last.state == "failed" and wanted:
                 state = "failed"
+            elif last is not None and last.unconfirmed and wanted:
+                state = "unknown"
             states.append(
                 NoticeState(
                     kind=notice.kind,

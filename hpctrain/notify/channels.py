@@ -1,7 +1,8 @@
 """Send one message over one channel: an HTTP request, or a program like sendmail.
 
-Belongs here: the forms of the requests and mails, time limits, and what an answer means. Does not
-belong here: words (`message_text`), repeating (`delivery`).
+Belongs here: the forms of the requests and mails, time limits, what an answer means, and what none
+means: a message whose body has left may have arrived. Does not belong here: words (`message_text`),
+repeating (`delivery`).
 
 No error contains an address or a token: only a code, the name of an error, or the words of the
 operating system. A redirection is not followed, because it would take the token along.
@@ -13,7 +14,7 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from hpctrain.errors import HpctrainError
 from hpctrain.notify.message_text import Message, for_slack
@@ -33,29 +34,60 @@ _HINTS = {
 
 
 class NotSentError(HpctrainError):
-    """A message was not taken; the text contains no secret."""
+    """A message was not taken, for certain; the text contains no secret."""
+
+
+class OutcomeUnknownError(HpctrainError):
+    """A message was on its way and nobody has confirmed it; the text contains no secret."""
+
+
+class _Handover:
+    """The moment from which on a message may arrive. Thread-safe.
+
+    Looking up a name may take longer than a try: what has not begun by then never begins.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun = self._given_up = False
+
+    def begin(self) -> None:
+        """Allow the message to leave. Raises NotSentError when it is too late."""
+        with self._lock:
+            if self._given_up:
+                raise NotSentError("it was too late to send it")
+            self._begun = True
+
+    def error(self, words: str) -> HpctrainError:
+        """Build the error of a try that has no answer; nothing leaves after it."""
+        with self._lock:
+            self._given_up = True
+            if self._begun:
+                return OutcomeUnknownError(f"{words}, so the message may have arrived")
+            return NotSentError(words)
 
 
 def send(channel: ChannelSettings, message: Message, environment: Mapping[str, str]) -> None:
-    """Send within `SEND_SECONDS`. Raises NotSentError, SecretError."""
+    """Send within `SEND_SECONDS`. Raises NotSentError, OutcomeUnknownError, SecretError."""
     failed: list[HpctrainError] = []
+    handover = _Handover()
 
     def attempt() -> None:
         try:
             if channel.kind == "mail":
-                _mail(channel, message, environment)
+                _mail(channel, message, environment, handover)
             else:
-                _post(channel, message, environment)
+                _post(channel, message, environment, handover)
         except (NotSentError, SecretError) as error:
             failed.append(error)
         except Exception as error:  # texts of libraries may contain the address
-            failed.append(NotSentError(f"it could not be sent: {_safe_words(error)}"))
+            failed.append(handover.error(_safe_words(error)))
 
     thread = threading.Thread(target=attempt, daemon=True, name=f"send-{channel.name}")
     thread.start()
     thread.join(SEND_SECONDS)
     if thread.is_alive():
-        raise NotSentError(f"no answer within {SEND_SECONDS:.0f} s")
+        raise handover.error(f"no answer within {SEND_SECONDS:.0f} s")
     if failed:
         raise failed[0]
 
@@ -63,13 +95,23 @@ def send(channel: ChannelSettings, message: Message, environment: Mapping[str, s
 def _safe_words(error: Exception) -> str:
     reason = getattr(error, "reason", None)
     cause = reason if isinstance(reason, Exception) else error
+    if isinstance(cause, TimeoutError):
+        return f"no answer within {SEND_SECONDS:.0f} s"
+    if isinstance(cause, ConnectionResetError):  # http.client.RemoteDisconnected is one, too
+        return "the server has closed the connection without an answer"
+    if isinstance(cause, subprocess.TimeoutExpired):
+        return f"{cause.cmd[0]} does not end"
     if isinstance(cause, OSError) and cause.strerror:
-        return cause.strerror
-    return type(cause).__name__
+        return f"it could not be sent: {cause.strerror}"
+    return f"it could not be sent: {type(cause).__name__}"
 
 
-def _post(channel: ChannelSettings, message: Message, environment: Mapping[str, str]) -> None:
-    import http.client
+def _post(
+    channel: ChannelSettings,
+    message: Message,
+    environment: Mapping[str, str],
+    handover: _Handover,
+) -> None:
     import urllib.error
     import urllib.request
 
@@ -80,32 +122,42 @@ def _post(channel: ChannelSettings, message: Message, environment: Mapping[str, 
     body = message.document
     if channel.kind == "slack":
         body = json.dumps({"text": for_slack(message.text)})
+    data = body.encode()
+
+    def leaving() -> Iterator[bytes]:
+        """The body, which http.client takes when it is connected and has sent the headers."""
+        handover.begin()
+        yield data
+
     headers = {
         "Content-Type": "application/json; charset=utf-8",
+        "Content-Length": str(len(data)),
         "User-Agent": f"hpctrain/{__version__}",
     }
     if (token := token_of(channel, environment)) is not None:
         headers["Authorization"] = f"Bearer {token}"
     request = urllib.request.Request(
-        url_of(channel, environment), body.encode(), headers, method="POST"
+        url_of(channel, environment), leaving(), headers, method="POST"
     )
     # https: the default context checks certificate and name; proxies are those of the environment.
     # http is for this machine only (`url_of`): a proxy would get address and token in the clear.
     direct = [urllib.request.ProxyHandler({})] if request.type == "http" else []
     opener = urllib.request.build_opener(NoRedirection(), *direct)
     try:
-        with opener.open(request, timeout=SEND_SECONDS) as answer:
-            answer.read(1)
+        opener.open(request, timeout=SEND_SECONDS).close()  # 2xx: whatever else follows
     except urllib.error.HTTPError as error:
         code = error.code
         error.close()
         hint = f" ({_HINTS[code]})" if code in _HINTS else ""
         raise NotSentError(f"the server answers HTTP {code}{hint}") from None
-    except (http.client.RemoteDisconnected, ConnectionResetError):
-        raise NotSentError("the server has closed the connection without an answer") from None
 
 
-def _mail(channel: ChannelSettings, message: Message, environment: Mapping[str, str]) -> None:
+def _mail(
+    channel: ChannelSettings,
+    message: Message,
+    environment: Mapping[str, str],
+    handover: _Handover,
+) -> None:
     """Hand a mail to sendmail: recipients stand in the text and not in argv (sendmail(8), -t)."""
     from email import policy
     from email.message import EmailMessage
@@ -121,6 +173,7 @@ def _mail(channel: ChannelSettings, message: Message, environment: Mapping[str, 
     mail.set_content(message.text)
     kept = {name: environment[name] for name in ("HOME", "PATH", "LANG", "USER", "TZ")
             if name in environment}  # fmt: skip
+    handover.begin()
     try:
         done = subprocess.run(
             [channel.sendmail, "-t", "-i"],
@@ -130,8 +183,6 @@ def _mail(channel: ChannelSettings, message: Message, environment: Mapping[str, 
             timeout=SEND_SECONDS - 1.0,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        raise NotSentError(f"{channel.sendmail} does not end") from None
     except OSError as error:
         raise NotSentError(f"{channel.sendmail}: {error.strerror}") from None
     if done.returncode != 0:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.errors import HpctrainError
-from hpctrain.notify.channels import send
+from hpctrain.notify.channels import OutcomeUnknownError, send
 from hpctrain.notify.message_text import Message, compose
 from hpctrain.notify.notices import Notice, RunFacts, notices_of
 from hpctrain.notify.send_times import select
@@ -25,6 +25,7 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event
 from hpctrain.store.notices import (
     EXPIRES_SECONDS,
+    LOST_SECONDS,
     Outbox,
     SendRecord,
     SendState,
@@ -148,7 +149,9 @@ def _deliver_on(
     due = [notice for notice, tries in open_tries if tries.next_time <= now]
     again = [tries.next_time for _, tries in open_tries if tries.next_time > now]
     records = outbox.of_channel(channel.name)
-    sent_times = {one.message: one.try_time for one in records if one.state == "sent"}
+    sent_times = {
+        one.message: one.try_time for one in records if one.state == "sent" or one.unconfirmed
+    }
     chosen = select(due, settings, now, list(sent_times.values()))
     again += [chosen.next_time] if chosen.next_time is not None else []
     message_id = f"{now:.3f}-{os.getpid()}"
@@ -173,12 +176,15 @@ def _deliver_on(
     told = [notice for notice, _ in mine]
     message = compose(told, facts, repeated=any(tries.lost for tries in earlier))
     problem = None
+    state: SendState = "sent"
     try:
         sender.send(channel, message, sender.environment)
+    except OutcomeUnknownError as error:
+        problem, state = str(error), "sending"
+        again.append(now + LOST_SECONDS)
     except HpctrainError as error:
-        problem = str(error)
+        problem, state = str(error), "failed"
         again.append(now + pause_seconds(1 + min(len(tries.records) for tries in earlier)))
-    state: SendState = "sent" if problem is None else "failed"
     for _, claim in mine:
         # Without this line the try counts as one whose end is unknown, and is repeated once.
         with contextlib.suppress(OSError):

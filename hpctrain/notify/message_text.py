@@ -45,7 +45,7 @@ _HEADLINES: dict[NoticeKind, tuple[str, str]] = {
     NoticeKind.DISK_LOW: ("has little disk left", "RUNNING"),
 }
 _ON_REQUEST = (NoticeKind.HELD, NoticeKind.STOPPED)
-_REPEATED = "This message may be a repetition: its first sender ended before it could record it."
+_REPEATED = "This message may be a repetition: nobody knows whether the first one has arrived."
 
 
 class NoticeDocument(BaseModel):

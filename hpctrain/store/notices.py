@@ -5,10 +5,12 @@ makes `notices/EVENT.CHANNEL.01` first, exclusively, sends it; the file says `se
 that how it ended. So each event is sent once per channel.
 
 At least once and at most once cannot both be had: a sender that dies between sending and recording
-leaves `sending`, and nobody can know whether the message has arrived. Such a try is repeated once,
-later, and the message says that it may be a repetition: a message that comes twice costs a glance,
-one that is missing costs the night. A second such try is not repeated. A try that failed for
-certain is repeated with growing pauses until `EXPIRES_SECONDS` after the event.
+leaves `sending`, and nobody can know whether the message has arrived. The same is true of one that
+got no answer: its file keeps `sending` and has a `problem`, which earlier versions understand, too.
+Such a try is repeated once, later, and the message says that it may be a repetition: a message that
+comes twice costs a glance, one that is missing costs the night. A second such try is not repeated.
+A try that failed for certain is repeated with growing pauses until `EXPIRES_SECONDS` after the
+event.
 
 Belongs here: these files, and which try may be made when. Does not belong here: which events there
 are (`hpctrain.notify.notices`), quiet hours and rates (`hpctrain.notify.send_times`), sending.
@@ -31,7 +33,7 @@ from hpctrain.store.run_records import Record, parse_record
 EXPIRES_SECONDS = 3 * 86400.0
 # A sender takes seconds. Beyond this it has died; clocks of hosts differ, and NFS shows an old file
 # for up to a minute (nfs(5), acregmax).
-_LOST_SECONDS = 300.0
+LOST_SECONDS = 300.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 60.0, 6 * 3600.0
 _MOST_TRIES = 20
 _MOST_LOST_TRIES = 2
@@ -42,8 +44,9 @@ SendState = Literal["sending", "sent", "failed"]
 class SendRecord(Record):
     """One try to send one notice on one channel, in a file of its own.
 
-    `message` is equal for the notices that one message has told. `problem`: why it failed, without
-    address and token. `by`: who sent it, such as `job 12 on n1` or `watch on login1`.
+    `message` is equal for the notices that one message has told. `problem`: why it failed, or why
+    nobody knows, without address and token. `by`: who sent it, such as `job 12 on n1` or `watch on
+    login1`.
     """
 
     notice: str
@@ -54,6 +57,11 @@ class SendRecord(Record):
     message: str
     by: str
     problem: str | None = None
+
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether its sender lives and does not know whether the message has arrived."""
+        return self.state == "sending" and self.problem is not None
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ class Tries:
             return 0.0
         last = self.records[-1]
         if last.state == "sending":
-            return last.try_time + _LOST_SECONDS
+            return last.try_time + LOST_SECONDS
         return last.try_time + pause_seconds(len(self.records))
 
 

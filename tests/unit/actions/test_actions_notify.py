@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -347,6 +348,19 @@ def test_the_page_of_a_run_shows_what_has_not_arrived(hook: Webhook, tmp_path: P
     send_notices([run])
     page = hpctrain("status", "small-0001", "--runs", str(runs)).stdout
     assert "Not told" in page and "slack  stopped" in page and "HTTP 404" in page
+
+
+def test_a_message_without_an_answer_is_shown_as_unknown(
+    hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tmp_path / "runs"
+    run = fabricate(runs, "small-0001", BEGUN)
+    telling(run, channels=slack(hook, tmp_path), on=["started"])
+    hook.hold = threading.Event()
+    monkeypatch.setattr("hpctrain.notify.channels.SEND_SECONDS", 2.0)
+    send_notices([run])
+    shown = hpctrain("notify", "small-0001", "--runs", str(runs)).stdout
+    assert "slack  started unknown, 1 try: no answer" in shown and "may have arrived" in shown
 
 
 def test_a_run_that_tells_nobody(tmp_path: Path) -> None:

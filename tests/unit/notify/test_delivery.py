@@ -12,7 +12,7 @@ import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, Said, ended, fabricate, said
 
 from hpctrain.actions.runs import RunFiles
-from hpctrain.notify.channels import NotSentError
+from hpctrain.notify.channels import NotSentError, OutcomeUnknownError
 from hpctrain.notify.delivery import Delivery, Sender, deliver
 from hpctrain.notify.message_text import Message
 from hpctrain.store.ledger import Event, EventKind
@@ -37,11 +37,12 @@ STOP = (
 
 
 class Post:
-    """What was sent, by channel; channels in `down` refuse."""
+    """What was sent, by channel; channels in `down` refuse, those in `slow` take it silently."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, str]] = []
         self.down: set[str] = set()
+        self.slow: set[str] = set()
         self.lock = threading.Lock()
 
     def __call__(
@@ -51,6 +52,8 @@ class Post:
             raise NotSentError("it is down")
         with self.lock:
             self.sent.append((channel.name, message.text))
+        if channel.name in self.slow:
+            raise OutcomeUnknownError("no answer, so the message may have arrived")
 
 
 def clock(hour: int, minute: int = 0) -> float:
@@ -175,6 +178,32 @@ def test_a_sender_that_cannot_record_its_success_is_followed_once(
     assert len(told.post.sent) == 2 and "may be a repetition" in told.post.sent[1][1]
     records = read_outbox(told.run.layout).of_channel("slack")
     assert [one.state for one in records] == ["sending", "sending"]
+
+
+def test_a_message_without_an_answer_is_repeated_once_and_says_so(tmp_path: Path) -> None:
+    told = Told(tmp_path, "slack")
+    told.post.slow = {"slack"}
+    told.write(clock(12), *SUBMITTED, STARTED, LAUNCHED)
+    first = told.look(clock(12) + 1)
+    assert first.next_time == clock(12) + 301
+    assert (first.results[0].problem or "").endswith("may have arrived")
+    for minutes in range(1, 80 * 60, 10):
+        told.look(clock(12) + 1 + 60 * minutes)
+    assert len(told.post.sent) == 2
+    assert ["may be a repetition" in text for _, text in told.post.sent] == [False, True]
+
+
+def test_an_answer_to_the_repetition_ends_it(tmp_path: Path) -> None:
+    told = Told(tmp_path, "slack")
+    told.post.slow = {"slack"}
+    told.write(clock(12), *SUBMITTED, STARTED, LAUNCHED)
+    told.look(clock(12) + 1)
+    told.post.slow, told.post.down = set(), {"slack"}
+    told.look(clock(12) + 400)
+    told.post.down = set()
+    for minutes in range(10, 600, 10):
+        told.look(clock(12) + 60 * minutes)
+    assert ["may be a repetition" in text for _, text in told.post.sent] == [False, True]
 
 
 def test_nothing_is_sent_where_nothing_can_be_recorded(

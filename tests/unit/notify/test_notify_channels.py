@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from email import message_from_bytes, policy
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from webhook_server import PATH, Webhook, sendmail_stand_in, webhook
 
 from hpctrain.errors import HpctrainError
 from hpctrain.notify import channels
-from hpctrain.notify.channels import NotSentError, send
+from hpctrain.notify.channels import NotSentError, OutcomeUnknownError, send
 from hpctrain.notify.message_text import Message, compose, write_test_message
 from hpctrain.notify.notices import Notice, NoticeKind, RunFacts
 from hpctrain.notify.secret_values import SecretError
@@ -41,8 +41,25 @@ def slack(file: Path, **more: object) -> ChannelSettings:
 
 
 def problem(channel: ChannelSettings, message: Message = MESSAGE, **environment: str) -> str:
-    """The error of a channel; it has no secret in it, and neither has its traceback."""
-    with pytest.raises((NotSentError, SecretError)) as caught:
+    """The error of a channel that has certainly not told it."""
+    return words_of((NotSentError, SecretError), channel, message, environment)
+
+
+def doubt(channel: ChannelSettings) -> str:
+    """The error of a channel that may have told it."""
+    words = words_of((OutcomeUnknownError,), channel, MESSAGE, {})
+    assert "may have arrived" in words
+    return words
+
+
+def words_of(
+    kinds: tuple[type[HpctrainError], ...],
+    channel: ChannelSettings,
+    message: Message,
+    environment: Mapping[str, str],
+) -> str:
+    """The words of an error; it has no secret in it, and neither has its traceback."""
+    with pytest.raises(kinds) as caught:
         send(channel, message, environment)
     error: BaseException | None = caught.value
     assert isinstance(error, HpctrainError)
@@ -142,9 +159,46 @@ def test_a_server_that_hangs_delays_no_longer_than_the_limit(
     hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook.hold = threading.Event()
+    monkeypatch.setattr(channels, "SEND_SECONDS", 2.0)
+    assert "no answer within" in doubt(slack(hook.file(tmp_path)))
+    assert len(hook.received) == 1, "it has arrived"
+
+
+def test_a_server_that_closes_the_connection_may_have_the_message(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        seen: list[bytes] = []
+
+        def take() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while MESSAGE.text[:20].encode() not in b"".join(seen):
+                    seen.append(connection.recv(4096))
+
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        file = Webhook(listener.getsockname()[1]).file(tmp_path)
+        assert "closed the connection without an answer" in doubt(slack(file))
+        thread.join(60)
+
+
+def test_what_has_not_left_in_time_never_leaves(
+    hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that is looked up for minutes: the caller has given up, and the connection comes."""
+    looked_up, found = threading.Event(), socket.create_connection
+
+    def slow(*words: object, **named: object) -> socket.socket:
+        looked_up.wait(60)
+        return found(*words, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "create_connection", slow)
     monkeypatch.setattr(channels, "SEND_SECONDS", 0.2)
-    words = problem(slack(hook.file(tmp_path)))
-    assert "no answer" in words or "timed out" in words or "TimeoutError" in words
+    assert "no answer within" in problem(slack(hook.file(tmp_path)))
+    late = [one for one in threading.enumerate() if one.name == "send-slack"]
+    looked_up.set()
+    for thread in late:
+        thread.join(60)
+    assert hook.received == []
 
 
 def test_the_text_of_a_library_is_not_repeated(
@@ -232,3 +286,14 @@ def test_a_sendmail_that_fails_or_is_missing(tmp_path: Path) -> None:
     assert "exit code 75" in problem(channel)
     program.unlink()
     assert "No such file" in problem(channel)
+
+
+def test_a_sendmail_that_does_not_end_may_have_queued_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "sendmail"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(channels, "SEND_SECONDS", 1.2)
+    channel = ChannelSettings(name="mail", kind="mail", to=("ada",), sendmail=str(program))
+    doubt(channel)
