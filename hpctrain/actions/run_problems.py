@@ -20,6 +20,7 @@ from hpctrain.supervise.judge.policy import decide
 
 # A storm is over this long after its last failure: the first delay of a relaunch in `policy`.
 _STORM_PAUSE_SECONDS = 300.0
+_TOLD_AGAIN_SECONDS = 86400.0
 
 
 class Symptom(StrEnum):
@@ -129,17 +130,54 @@ class RunProblem:
 
 
 def is_reported(run: WatchedRun, problem: RunProblem) -> bool:
-    """Return True if the ledger has this report and no other event of the run after it."""
+    """Whether the newest report of this problem and job still stands: then it is not told again.
+
+    What else happens in the run does not end a problem. A problem whose end no event shows, such as
+    a full disk, is told again after a day, if the run has gone on meanwhile. A remedy is never a
+    repetition: what was only told before may be possible now.
+    """
+    if problem.remedy is not WatchRemedy.TELL:
+        return False
+    report, later = None, list[Event]()
     for event in reversed(run.events):
         if event.event is not EventKind.WATCH:
-            return False
-        if (
+            later.append(event)
+        elif (
             event.symptom == problem.symptom
             and event.action == WatchRemedy.TELL
             and event.job_id == problem.job_id
         ):
-            return True
-    return False
+            report = event
+            break
+    if report is None:
+        return False
+    if later and run.now - report.time >= _TOLD_AGAIN_SECONDS:
+        return False
+    return not _has_ended(run, problem, report, later)
+
+
+def _has_ended(run: WatchedRun, problem: RunProblem, report: Event, later: Sequence[Event]) -> bool:
+    """Whether a problem was over between its report and now, so that this is another one."""
+    if problem.symptom is Symptom.STALLED:
+        return bool(later) or (run.signs_time or 0.0) > report.time
+    if problem.symptom is Symptom.STORM:
+        return any(
+            event.cause
+            and history(
+                [one for one in run.events if one.time <= event.time],
+                run.config.storm_window_seconds,
+            ).recent_failures
+            < run.config.storm_failures
+            for event in later
+        )
+    if problem.symptom is Symptom.DISK_LOW:
+        return False
+    # The job waits, or it has ended.
+    return any(
+        (event.event is EventKind.ATTEMPT_STARTED and event.job_id == problem.job_id)
+        or (event.event is EventKind.CONTROL and event.action == "resume")
+        for event in later
+    )
 
 
 def report_only(

@@ -52,6 +52,8 @@ GRACE_SECONDS = 120.0
 WATCH_DIRECTORY = ".watch"
 # This much of a ledger is read first; it mostly contains the newest submission.
 _TAIL_BYTES = 16384
+# The first two depend on budgets; what is told may have been told before the end that was read.
+_NEED_WHOLE_LEDGER = (WatchRemedy.RESUBMIT, WatchRemedy.RELEASE, WatchRemedy.TELL)
 # A trainer counts as silent after it has missed this many progress records.
 _SIGNS_MISSED = 5
 
@@ -317,12 +319,15 @@ def _find_new_problems(
             alive_until=alive_until,
             disk=disk_space(layout, config),
         )
-        problems = find_problems(watched)
-        if any(p.remedy in (WatchRemedy.RESUBMIT, WatchRemedy.RELEASE) for p in problems):
-            # These depend on budgets, which need the whole ledger.
-            problems = find_problems(replace(watched, events=one.run.ledger.events()))
-        found.extend((one, problem) for problem in problems if not is_reported(watched, problem))
+        problems = _unreported(watched)
+        if any(p.remedy in _NEED_WHOLE_LEDGER for p in problems):
+            problems = _unreported(replace(watched, events=one.run.ledger.events()))
+        found.extend((one, problem) for problem in problems)
     return found
+
+
+def _unreported(watched: WatchedRun) -> list[RunProblem]:
+    return [one for one in find_problems(watched) if not is_reported(watched, one)]
 
 
 def _apply_remedy(one: _OpenRun, problem: RunProblem, slurm: SlurmClient) -> tuple[str, str]:

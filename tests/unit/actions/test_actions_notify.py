@@ -144,6 +144,27 @@ def test_a_disk_that_fills_up_is_told(
     assert "3.0 TiB are left" in hook.texts[0] and "hpctrain clean" in hook.texts[0]
 
 
+def test_a_disk_that_stays_full_is_told_once_whatever_happens(
+    hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its report is further back than the end of the ledger that is read first."""
+    runs = tmp_path / "runs"
+    run = fabricate(runs, entries=BEGUN, steps=30)
+    published(run, 30)
+    telling(run, channels=slack(hook, tmp_path))
+    low = DiskSpace(free_bytes=3 << 40, checkpoint_bytes=2 << 40)
+    monkeypatch.setattr("hpctrain.actions.watch.disk_space", lambda *words: low)
+    running = JobRecord(1, state=JobState.RUNNING, start_time=time.time())
+    for number in range(5):
+        watch(runs, client(running), act=True)
+        run.ledger.append(EventKind.LAUNCH_STARTED, job_id=1, epoch=number + 2, resume_step=30)
+    for _ in range(100):
+        run.ledger.append(EventKind.OBSERVED, job_id=1, reason="x" * 200)
+    run.ledger.append(EventKind.SUBMITTED, job_id=1)
+    watch(runs, client(running), act=True)
+    assert len(hook.received) == 1
+
+
 def test_a_broken_channel_holds_up_a_pass_once(hook: Webhook, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     hook.answer = 500

@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, Said, ended, said
 
-from hpctrain.actions.run_problems import RunProblem, Symptom, WatchedRun, WatchRemedy, is_reported
+from hpctrain.actions.run_problems import (
+    DiskSpace,
+    RunProblem,
+    Symptom,
+    WatchedRun,
+    WatchRemedy,
+    is_reported,
+)
 from hpctrain.actions.watch_rules import find_problems
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
@@ -456,3 +463,62 @@ def test_what_was_told_is_not_told_again_before_something_happens() -> None:
     assert [is_reported(one, stalled) for one in (first, again, later, other)] == [
         *(False, True, False, False)
     ]
+
+
+TELL_DISK = said(EventKind.WATCH, action="tell", symptom=Symptom.DISK_LOW)
+LOW = DiskSpace(free_bytes=3 << 40, checkpoint_bytes=2 << 40)
+
+
+def test_another_event_does_not_end_what_lasts() -> None:
+    """A launch frees no disk; a day later it is told again, while the run goes on."""
+    later = look((*BEGUN, TELL_DISK, LAUNCHED, LAUNCHED), RUNNING, disk=LOW, signs_time=NOW)
+    low = only(later)
+    assert low.symptom is Symptom.DISK_LOW and is_reported(later, low)
+    tomorrow = replace(later, now=NOW + 86400.0)
+    assert not is_reported(tomorrow, low)
+    idle = replace(tomorrow, events=events((*BEGUN, TELL_DISK)))
+    assert is_reported(idle, low), "nothing has happened since"
+    assert not is_reported(later, replace(low, job_id=2)), "another job"
+
+
+def test_a_job_that_is_held_again_is_told_again() -> None:
+    told = said(EventKind.WATCH, action="tell", symptom=Symptom.ENVIRONMENT_HELD)
+    elsewhere = said(EventKind.ATTEMPT_STARTED, job_id=2)
+    save = said(EventKind.CONTROL, action="save")
+    resumed = said(EventKind.CONTROL, action="resume")
+    stands = [(told,), (told, elsewhere), (told, save)]
+    over = [(told, STARTED), (told, resumed)]
+    held = only(look(REQUEUED, HELD_ENVIRONMENT))
+    for more, expected in [*((one, True) for one in stands), *((one, False) for one in over)]:
+        seen = look((*REQUEUED, *more), HELD_ENVIRONMENT)
+        assert is_reported(seen, held) is expected, more
+    other = replace(held, job_id=2)
+    assert not is_reported(look((*REQUEUED, told), HELD_ENVIRONMENT), other), "a new job"
+
+
+def test_a_stall_after_a_sign_of_life_is_another_one() -> None:
+    told = said(EventKind.WATCH, action="tell", symptom=Symptom.STALLED)
+    seen = look((*BEGUN, told), RUNNING, signs_time=NOW - 5000)
+    stalled = only(seen)
+    assert is_reported(seen, stalled)
+    assert not is_reported(replace(seen, now=NOW + 9000, signs_time=NOW), stalled)
+
+
+def test_a_storm_is_told_once_while_it_lasts() -> None:
+    told = said(EventKind.WATCH, action="tell", symptom=Symptom.STORM)
+    failure = said(EventKind.LAUNCH_ENDED, epoch=9, cause="crash", reason="boom")
+    lasting = look((*BEGUN, *STORM, told, failure, failure), RUNNING, signs_time=NOW)
+    storm = RunProblem(RUN, Symptom.STORM, WatchRemedy.TELL, "5 failures", 1)
+    assert is_reported(lasting, storm)
+    calm = [*lasting.events[:-1], lasting.events[-1].model_copy(update={"time": NOW - 10})]
+    assert not is_reported(replace(lasting, events=calm), storm), "an hour without a failure"
+
+
+def test_what_was_only_told_is_done_once_it_may_be() -> None:
+    """A storm of failures is waited out; its report does not keep the run from going on."""
+    told = said(EventKind.WATCH, action="tell", symptom=Symptom.ORPHANED)
+    entries = (*BEGUN, *STORM, said(EventKind.ACTION, action="requeue", reason="storm"), told)
+    settings = dict(storm_window_seconds=1e6, failures_without_progress=99)
+    calm = look(entries, job(JobState.COMPLETED, end_time=NOW - 3600), **settings)
+    found = only(calm)
+    assert found.remedy is WatchRemedy.RESUBMIT and not is_reported(calm, found)
