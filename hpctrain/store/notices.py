@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -66,9 +66,14 @@ class SendRecord(Record):
 
 @dataclass(frozen=True)
 class Tries:
-    """All tries for one notice on one channel, the oldest first."""
+    """All tries for one notice on one channel, the oldest first.
+
+    `unreadable`: how many more have a file without a record, such as an empty one after a crash of
+    the file system.
+    """
 
     records: tuple[SendRecord, ...] = ()
+    unreadable: int = 0
 
     @property
     def sent(self) -> bool:
@@ -77,11 +82,12 @@ class Tries:
     @property
     def lost(self) -> int:
         """Tries of which nobody knows how they ended: older ones, that still say `sending`."""
-        return sum(one.state == "sending" for one in self.records)
+        return self.unreadable + sum(one.state == "sending" for one in self.records)
 
     @property
     def given_up(self) -> bool:
-        return len(self.records) >= _MOST_TRIES or self.lost >= _MOST_LOST_TRIES
+        tries = self.unreadable + len(self.records)
+        return tries >= _MOST_TRIES or self.lost >= _MOST_LOST_TRIES
 
     @property
     def next_time(self) -> float:
@@ -96,13 +102,20 @@ class Tries:
 
 @dataclass(frozen=True)
 class Outbox:
-    """What has been sent about a run, as it was when it was read."""
+    """What has been sent about a run, as it was when it was read.
+
+    `numbers`: the highest number of a file by the rest of its name, readable or not: its name is
+    taken.
+    """
 
     run: RunLayout
     found: Mapping[tuple[str, str], Tries] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     def tries(self, notice: str, channel: str) -> Tries:
-        return self.found.get((notice, channel), Tries())
+        tries = self.found.get((notice, channel), Tries())
+        taken = self.numbers.get(_stem(notice, channel), 0)
+        return replace(tries, unreadable=max(0, taken - len(tries.records)))
 
     def of_channel(self, channel: str) -> list[SendRecord]:
         """All tries on a channel, in the order of their times."""
@@ -124,13 +137,18 @@ class Outbox:
         replace_text(self._path(record), _text(record), mode=0o600)
 
     def _path(self, record: SendRecord) -> Path:
-        number = len(self.tries(record.notice, record.channel).records) + 1
-        return self.run.notices / f"{record.notice}.{record.channel}.{number:02d}"
+        stem = _stem(record.notice, record.channel)
+        return self.run.notices / f"{stem}.{self.numbers.get(stem, 0) + 1:02d}"
 
 
 def pause_seconds(tries: int) -> float:
     """How long to wait after so many tries have failed."""
     return min(_FIRST_PAUSE_SECONDS * float(2 ** (tries - 1)), _LONGEST_PAUSE_SECONDS)
+
+
+def _stem(notice: str, channel: str) -> str:
+    """Name the files of all tries for one notice on one channel, without their number."""
+    return f"{notice}.{channel}"
 
 
 def _text(record: SendRecord) -> str:
@@ -144,11 +162,15 @@ def read_outbox(run: RunLayout) -> Outbox:
     except FileNotFoundError:
         return Outbox(run)
     found: dict[tuple[str, str], list[SendRecord]] = {}
+    numbers: dict[str, int] = {}
     for name in names:
-        record = None if name.startswith(".") else _read(run, name)
-        if record is not None:
+        stem, _, number = name.rpartition(".")
+        if name.startswith(".") or not number.isdecimal():
+            continue
+        numbers[stem] = max(numbers.get(stem, 0), int(number))
+        if (record := _read(run, name)) is not None:
             found.setdefault((record.notice, record.channel), []).append(record)
-    return Outbox(run, {key: Tries(tuple(records)) for key, records in found.items()})
+    return Outbox(run, {key: Tries(tuple(records)) for key, records in found.items()}, numbers)
 
 
 def _read(run: RunLayout, name: str) -> SendRecord | None:

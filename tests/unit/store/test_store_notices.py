@@ -78,6 +78,24 @@ def test_a_sender_that_died_is_followed_once(run: RunLayout) -> None:
     assert second.lost == 2 and second.given_up
 
 
+@pytest.mark.parametrize("text", ["", '{"notice": "5-fa'])
+def test_a_file_without_a_record_does_not_block_its_notice(run: RunLayout, text: str) -> None:
+    """Nobody knows what became of it: as of a sender that died, it is followed once."""
+    tried(run, "sent")
+    (path,) = run.notices.iterdir()
+    path.write_text(text)
+    outbox = read_outbox(run)
+    tries = outbox.tries("5-failed", "slack")
+    assert (tries.lost, tries.given_up, tries.next_time) == (1, False, 0.0)
+    assert outbox.claim(record()) and not outbox.claim(record(by="another"))
+    outbox.finish(record("sent"))
+    after = read_outbox(run).tries("5-failed", "slack")
+    assert after.sent and path.read_text() == text
+    for one in run.notices.iterdir():
+        one.write_text(text)
+    assert read_outbox(run).tries("5-failed", "slack").given_up
+
+
 def test_files_are_private_or_shared_like_the_run(run: RunLayout) -> None:
     tried(run, "sent")
     modes = {path.stat().st_mode & 0o777 for path in run.notices.iterdir()}
