@@ -41,14 +41,15 @@ def select(
 
     `message_times`: when the channel's earlier messages were sent. In quiet hours only the kinds of
     `even_at_night` are sent. A message that ends a run is sent whatever the rate is, and takes
-    along what the rate has held back.
+    along what the rate has held back. Times later than `now`, of before a clock was put back, count
+    for nothing.
     """
     until = quiet_until(settings, now)
     loud = [n for n in notices if until is None or n.kind in settings.even_at_night]
     quiet_time = until if len(loud) < len(notices) else None
     if not loud:
         return Selection((), quiet_time)
-    recent = sorted(t for t in message_times if t > now - settings.window_seconds)
+    recent = sorted(t for t in message_times if now - settings.window_seconds < t <= now)
     full = len(recent) >= settings.most_messages
     if full and not any(notice.kind in FINAL_KINDS for notice in loud):
         free_time = recent[-settings.most_messages] + settings.window_seconds

@@ -206,6 +206,29 @@ def test_an_answer_to_the_repetition_ends_it(tmp_path: Path) -> None:
     assert ["may be a repetition" in text for _, text in told.post.sent] == [False, True]
 
 
+def test_an_empty_record_is_followed_by_a_message_that_may_be_a_repetition(tmp_path: Path) -> None:
+    told = Told(tmp_path, "slack")
+    told.write(clock(12), *SUBMITTED, STARTED, LAUNCHED)
+    told.look(clock(12) + 1)
+    (path,) = told.run.layout.notices.iterdir()
+    path.write_text("")
+    for minutes in range(1, 600, 10):
+        told.look(clock(12) + 60 * minutes)
+    assert ["may be a repetition" in text for _, text in told.post.sent] == [False, True]
+
+
+def test_a_clock_that_was_put_back_holds_nothing_up(tmp_path: Path) -> None:
+    """Messages of the future are no reason to wait until then."""
+    told = Told(tmp_path, "slack", most_messages=2)
+    told.write(clock(17), *SUBMITTED, STARTED)
+    for minute in (0, 10):
+        told.write(clock(17, minute), *CRASH)
+        told.look(clock(17, minute) + 1)
+    told.write(clock(12), *CRASH)
+    told.look(clock(12) + 1)
+    assert len(told.post.sent) == 3
+
+
 def test_nothing_is_sent_where_nothing_can_be_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
