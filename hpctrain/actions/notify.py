@@ -103,7 +103,7 @@ def send_notices(runs: Sequence[RunFiles], grace_seconds: float = 0.0) -> tuple[
         except (OSError, HpctrainError):
             continue  # the pass itself reports what cannot be read
         results += found
-        failed = {one.channel for one in found if one.problem is not None}
+        failed = {one.channel for one in found if one.problem is not None and not one.unrecorded}
         broken |= {key for key, name in channels.items() if name in failed}
     return tuple(results)
 

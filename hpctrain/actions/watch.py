@@ -210,18 +210,23 @@ def watch(
         notices=notices,
         evaluations=evaluations,
     )
-    if result.complete:
-        path = heartbeat or heartbeat_path(runs)
-        _make(path.parent)
-        beat = WatchHeartbeat(
-            pass_time=result.pass_time,
-            host=os.uname().nodename,
-            act=act,
-            runs=result.runs,
-            open_runs=result.open_runs,
-            sightings=len(seen),
-        )
+    if not result.complete:
+        return result
+    path = heartbeat or heartbeat_path(runs)
+    _make(path.parent)
+    beat = WatchHeartbeat(
+        pass_time=result.pass_time,
+        host=os.uname().nodename,
+        act=act,
+        runs=result.runs,
+        open_runs=result.open_runs,
+        sightings=len(seen),
+    )
+    try:
         replace_text(path, beat.model_dump_json() + "\n")
+    except OSError as error:  # what the pass has found is shown all the same
+        blind = (f"{path} cannot be written: {error.strerror}",)
+        return result.model_copy(update={"complete": False, "blind_because": blind})
     return result
 
 
@@ -335,23 +340,26 @@ def _apply_remedy(one: _OpenRun, problem: RunProblem, slurm: SlurmClient) -> tup
     run, ledger, job_id = one.run, one.run.ledger, problem.job_id
     if run.layout.ledger.stat().st_size != one.ledger_bytes or read_request(run.layout):
         return "told", "the run has changed meanwhile; the next pass looks again"
-    if problem.lost is not None:
-        lost = problem.lost
+    try:
+        if problem.lost is not None:
+            lost = problem.lost
+            ledger.append(
+                EventKind.ATTEMPT_LOST,
+                job_id=lost.job_id,
+                restart_count=lost.restart_count,
+                cause=lost.cause,
+                reason=lost.reason,
+            )
         ledger.append(
-            EventKind.ATTEMPT_LOST,
-            job_id=lost.job_id,
-            restart_count=lost.restart_count,
-            cause=lost.cause,
-            reason=lost.reason,
+            EventKind.CANCELLED if problem.remedy is WatchRemedy.NOTE else EventKind.WATCH,
+            job_id=job_id,
+            action=problem.remedy,
+            reason=f"{problem.symptom}: {problem.message}",
+            symptom=problem.symptom,
+            user=user_name(),
         )
-    ledger.append(
-        EventKind.CANCELLED if problem.remedy is WatchRemedy.NOTE else EventKind.WATCH,
-        job_id=job_id,
-        action=problem.remedy,
-        reason=f"{problem.symptom}: {problem.message}",
-        symptom=problem.symptom,
-        user=user_name(),
-    )
+    except OSError as error:
+        return "failed", f"{run.layout.ledger} cannot be written: {error.strerror}"
     if problem.remedy in (WatchRemedy.TELL, WatchRemedy.NOTE):
         return "told", ""
     try:

@@ -12,14 +12,14 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.errors import HpctrainError
 from hpctrain.notify.channels import OutcomeUnknownError, send
 from hpctrain.notify.message_text import Message, compose
-from hpctrain.notify.notices import Notice, RunFacts, notices_of
+from hpctrain.notify.notices import Notice, NoticeKind, RunFacts, notices_of
 from hpctrain.notify.send_times import select
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event
@@ -41,7 +41,10 @@ _LOOK_AGAIN_SECONDS = 1.0
 
 
 class NoticeResult(BaseModel):
-    """How a channel has taken notices of a run; `problem` is None if it has."""
+    """How a channel has taken notices of a run; `problem` is None if it has.
+
+    `unrecorded`: the channel was not asked, because the try could not be recorded.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -49,6 +52,7 @@ class NoticeResult(BaseModel):
     channel: str
     kinds: tuple[str, ...]
     problem: str | None = None
+    unrecorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,17 @@ class Delivery:
 class Sender:
     """Who makes passes: `name` for the record, the variables that may hold secrets.
 
-    `grace_seconds`: events of a supervisor that are younger are left to it.
+    `grace_seconds`: events of a supervisor that are younger are left to it. `told`: the notices and
+    channels that this process has told, for one that lives as long as its run. It tells that the
+    run has failed also where that cannot be recorded, once: a disk that is full or away may be the
+    reason, and nobody else could tell. None: nothing is sent that cannot be recorded.
     """
 
     name: str
     environment: Mapping[str, str]
     send: Send = send
     grace_seconds: float = 0.0
+    told: set[tuple[str, str]] | None = None
 
 
 def sender_name(what: str) -> str:
@@ -103,10 +111,7 @@ def deliver(
     now: float,
     unusable: frozenset[str] = frozenset(),
 ) -> Delivery:
-    """Send what is due on every channel but those of `unusable`.
-
-    Raises OSError when the run directory cannot be read or written: then nothing is sent.
-    """
+    """Send what is due on every channel but those of `unusable`."""
     settings = config.notify
     if settings is None:
         return Delivery()
@@ -119,14 +124,17 @@ def deliver(
     ]
     if not wanted:
         return Delivery()
-    outbox = read_outbox(run)
+    try:
+        outbox = read_outbox(run)
+    except OSError as error:
+        outbox = Outbox(run, error=error)
     results: list[NoticeResult] = []
     times: list[float] = []
     for channel in settings.channels:
         if channel.name in unusable:
             continue
-        result, next_time = _deliver_on(channel, settings, facts, wanted, outbox, sender, now)
-        results += [result] if result is not None else []
+        found, next_time = _deliver_on(channel, settings, facts, wanted, outbox, sender, now)
+        results += found
         times += [next_time] if next_time is not None else []
     return Delivery(tuple(results), min(times, default=None))
 
@@ -139,12 +147,13 @@ def _deliver_on(
     outbox: Outbox,
     sender: Sender,
     now: float,
-) -> tuple[NoticeResult | None, float | None]:
+) -> tuple[list[NoticeResult], float | None]:
     """Send what is due on one channel; the second value is when to look again."""
     open_tries = [
         (notice, tries)
         for notice in wanted
         if not (tries := outbox.tries(notice.notice_id, channel.name)).sent and not tries.given_up
+        if (notice.notice_id, channel.name) not in (sender.told or ())
     ]
     due = [notice for notice, tries in open_tries if tries.next_time <= now]
     again = [tries.next_time for _, tries in open_tries if tries.next_time > now]
@@ -154,27 +163,27 @@ def _deliver_on(
     }
     chosen = select(due, settings, now, list(sent_times.values()))
     again += [chosen.next_time] if chosen.next_time is not None else []
-    message_id = f"{now:.3f}-{os.getpid()}"
-    claims = [
-        SendRecord(
-            notice=notice.notice_id,
-            channel=channel.name,
-            kind=notice.kind,
-            state="sending",
-            try_time=now,
-            message=message_id,
-            by=sender.name,
+    claims = _claim(chosen.now, channel, outbox, sender, now)
+    results = []
+    if claims.error is not None and claims.left:
+        words = claims.error.strerror or str(claims.error)
+        results.append(
+            NoticeResult(
+                run_id=facts.run_id,
+                channel=channel.name,
+                kinds=tuple(notice.kind for notice in claims.left),
+                problem=f"this cannot be recorded in its directory: {words}",
+                unrecorded=True,
+            )
         )
-        for notice in chosen.now
-    ]
-    mine = [(n, c) for n, c in zip(chosen.now, claims, strict=True) if outbox.claim(c)]
-    if len(mine) < len(claims):
+    elif claims.left:
         again.append(now + _LOOK_AGAIN_SECONDS)
-    if not mine:
-        return None, min(again, default=None)
-    earlier = [outbox.tries(notice.notice_id, channel.name) for notice, _ in mine]
-    told = [notice for notice, _ in mine]
-    message = compose(told, facts, repeated=any(tries.lost for tries in earlier))
+    told = [notice for notice, _ in (*claims.recorded, *claims.unrecorded)]
+    if not told:
+        return results, min(again, default=None)
+    earlier = [outbox.tries(notice.notice_id, channel.name) for notice in told]
+    repeated = bool(claims.unrecorded) or any(tries.lost for tries in earlier)
+    message = compose(told, facts, repeated=repeated)
     problem = None
     state: SendState = "sent"
     try:
@@ -185,14 +194,67 @@ def _deliver_on(
     except HpctrainError as error:
         problem, state = str(error), "failed"
         again.append(now + pause_seconds(1 + min(len(tries.records) for tries in earlier)))
-    for _, claim in mine:
-        # Without this line the try counts as one whose end is unknown, and is repeated once.
-        with contextlib.suppress(OSError):
-            outbox.finish(claim.model_copy(update={"state": state, "problem": problem}))
-    result = NoticeResult(
-        run_id=facts.run_id,
-        channel=channel.name,
-        kinds=tuple(notice.kind for notice in told),
-        problem=problem,
+    if sender.told is not None and state != "failed":
+        recorded = claims.recorded if state == "sent" else []
+        mine = (*recorded, *claims.unrecorded)
+        sender.told.update((notice.notice_id, channel.name) for notice, _ in mine)
+    for records_of, write in (
+        (claims.recorded, outbox.finish),
+        (claims.unrecorded, outbox.claim),  # the disk may be back
+    ):
+        for _, claim in records_of:
+            # Without this line the try counts as one whose end is unknown, and is repeated once.
+            with contextlib.suppress(OSError):
+                write(claim.model_copy(update={"state": state, "problem": problem}))
+    results.append(
+        NoticeResult(
+            run_id=facts.run_id,
+            channel=channel.name,
+            kinds=tuple(notice.kind for notice in told),
+            problem=problem,
+        )
     )
-    return result, min(again, default=None)
+    return results, min(again, default=None)
+
+
+@dataclass(frozen=True)
+class _Claims:
+    """Which notices this sender may send, with their records; the others are `left`.
+
+    `unrecorded`: it may although that could not be recorded, because of `error`.
+    """
+
+    recorded: list[tuple[Notice, SendRecord]]
+    unrecorded: list[tuple[Notice, SendRecord]]
+    left: list[Notice]
+    error: OSError | None
+
+
+def _claim(
+    notices: Sequence[Notice], channel: ChannelSettings, outbox: Outbox, sender: Sender, now: float
+) -> _Claims:
+    """Claim each notice for this sender."""
+    message_id = f"{now:.3f}-{os.getpid()}"
+    claims, failure = _Claims([], [], [], None), None
+    for notice in notices:
+        record = SendRecord(
+            notice=notice.notice_id,
+            channel=channel.name,
+            kind=notice.kind,
+            state="sending",
+            try_time=now,
+            message=message_id,
+            by=sender.name,
+        )
+        try:
+            if outbox.claim(record):
+                claims.recorded.append((notice, record))
+            else:
+                claims.left.append(notice)
+        except OSError as error:
+            failure = error
+            if sender.told is not None and notice.kind is NoticeKind.FAILED:
+                claims.unrecorded.append((notice, record))
+            else:
+                claims.left.append(notice)
+    return replace(claims, error=failure)

@@ -105,12 +105,13 @@ class Outbox:
     """What has been sent about a run, as it was when it was read.
 
     `numbers`: the highest number of a file by the rest of its name, readable or not: its name is
-    taken.
+    taken. `error`: what kept it from being read; then nothing can be claimed.
     """
 
     run: RunLayout
     found: Mapping[tuple[str, str], Tries] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
+    error: OSError | None = None
 
     def tries(self, notice: str, channel: str) -> Tries:
         tries = self.found.get((notice, channel), Tries())
@@ -126,9 +127,11 @@ class Outbox:
     def claim(self, record: SendRecord) -> bool:
         """Take the right to make the next try; False if another sender has it.
 
-        Raises OSError when the run directory cannot be written: then nothing may be sent, because
-        nobody would know.
+        Raises OSError when the run directory cannot be read or written: then nobody can know who
+        else sends it.
         """
+        if self.error is not None:
+            raise self.error
         self.run.make_directory(self.run.notices)
         return create_exclusive(self._path(record), _text(record), mode=0o600)
 

@@ -8,12 +8,13 @@ to look, and for how long the end of a job waits. Does not belong here: what is 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping
 
 from hpctrain.notify.delivery import Sender, deliver, sender_name
-from hpctrain.store.ledger import Ledger
+from hpctrain.store.ledger import Event, Ledger
 from hpctrain.supervise.context import AttemptContext, log_message
 
 # For how long an ending job waits for its last message: longer than one channel takes. The nodes
@@ -36,9 +37,9 @@ class NoticeSender:
 
     def __init__(self, context: AttemptContext, environment: Mapping[str, str]) -> None:
         self._context = context
-        self._sender = Sender(sender_name(f"job {context.job_id}"), dict(environment))
-        # Only what is in the file counts: `hpctrain watch` reads the same events there.
+        self._sender = Sender(sender_name(f"job {context.job_id}"), dict(environment), told=set())
         self._ledger = Ledger(context.run_layout.ledger)
+        self._read: list[Event] = []
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         if context.config.notify is not None:
@@ -73,9 +74,8 @@ class NoticeSender:
         """Send what is due; return when to look again. A problem is logged and ends nothing."""
         context = self._context
         try:
-            events = self._ledger.events()
             delivery = deliver(
-                context.run_layout, context.config, events, self._sender, time.time()
+                context.run_layout, context.config, self._events(), self._sender, time.time()
             )
         except Exception as error:  # whatever it is, the run goes on; texts may contain anything
             log_message(f"nobody was told: {type(error).__name__}")
@@ -85,3 +85,13 @@ class NoticeSender:
             outcome = "told" if one.problem is None else f"NOT told: {one.problem}"
             log_message(f"{one.channel}: {told}: {outcome}")
         return delivery.next_time
+
+    def _events(self) -> list[Event]:
+        """What is in the file, where `hpctrain watch` reads the same, and what waits to be there.
+
+        Of a run that ends because its disk is full or away the file does not have the end.
+        """
+        waiting = self._context.ledger.waiting_events()
+        with contextlib.suppress(OSError):
+            self._read = self._ledger.events() or self._read
+        return [*self._read, *(event for event in waiting if event not in self._read)]

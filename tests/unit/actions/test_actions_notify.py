@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -163,6 +164,36 @@ def test_a_disk_that_stays_full_is_told_once_whatever_happens(
     run.ledger.append(EventKind.SUBMITTED, job_id=1)
     watch(runs, client(running), act=True)
     assert len(hook.received) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS])
+def test_a_pass_says_what_it_cannot_write(
+    hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    runs = tmp_path / "runs"
+    for name in ("r1", "r2"):
+        stopped = (*BEGUN, *ended("crash", "boom", "stop"))
+        telling(fabricate(runs, name, stopped), channels=slack(hook, tmp_path), on=["stopped"])
+    fabricate(runs, "r3", BEGUN)
+
+    def full(*words: object, **named: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        for name in ("store.notices.create_exclusive", "actions.watch.replace_text"):
+            patch.setattr(f"hpctrain.{name}", full)
+        patch.setattr("hpctrain.store.ledger.append_line", full)
+        dead = JobRecord(1, state=JobState.NODE_FAIL, restart_count=0, end_time=1.0)
+        patch.setattr("hpctrain.slurm.client.SlurmClient", lambda *words: client(dead))
+        done = hpctrain("watch", "--act", "--grace", "0s", "--runs", str(runs))
+    words = os.strerror(number)
+    assert done.exit_code == 1 and hook.received == []
+    for name in ("r1", "r2"):
+        line = f"{name}  not told: stopped  [slack FAILED: this cannot be recorded in its directory"
+        assert f"{line}: {words}]" in done.stdout
+    assert f"resubmit FAILED: {runs}/r3/ledger.jsonl cannot be written: {words}" in done.stdout
+    assert f"heartbeat.json cannot be written: {words}" in done.stderr.replace("\n", " ")
+    assert len(watch(runs, client(), act=True, grace_seconds=0.0).notices) == 2
 
 
 def test_a_broken_channel_holds_up_a_pass_once(hook: Webhook, tmp_path: Path) -> None:

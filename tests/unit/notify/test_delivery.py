@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Mapping
 from datetime import datetime
@@ -229,16 +231,64 @@ def test_a_clock_that_was_put_back_holds_nothing_up(tmp_path: Path) -> None:
     assert len(told.post.sent) == 3
 
 
+def refuse(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Nothing can be made in the run directory any more."""
+
+    def away(*words: object, **named: object) -> bool:
+        raise OSError(number, os.strerror(number))
+
+    patch.setattr("hpctrain.store.notices.create_exclusive", away)
+
+
 def test_nothing_is_sent_where_nothing_can_be_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`watch` begins anew in each pass, and would send it in each."""
     told = Told(tmp_path, "slack")
-    told.write(clock(12), *SUBMITTED, STARTED, LAUNCHED)
+    told.write(clock(12), *SUBMITTED, STARTED, LAUNCHED, *STOP)
+    refuse(monkeypatch, errno.EDQUOT)
+    (result,) = told.look(clock(12) + 1).results
+    assert told.post.sent == [] and result.unrecorded and result.kinds == ("started", "failed")
+    assert "Disk quota exceeded" in (result.problem or "")
 
-    def away(*words: object, **named: object) -> bool:
-        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("hpctrain.store.notices.create_exclusive", away)
-    with pytest.raises(OSError):
-        told.look(clock(12) + 1)
-    assert told.post.sent == []
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_supervisor_tells_once_that_its_run_has_failed_where_it_cannot_record_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    told = Told(tmp_path, "slack")
+    job = Sender("job 1", {}, told.post, told=set())
+    told.write(clock(12), *SUBMITTED, STARTED, LAUNCHED, *STOP)
+
+    def look(seconds: float) -> Delivery:
+        return deliver(told.run.layout, told.config, told.events, job, clock(12) + seconds)
+
+    with monkeypatch.context() as patch:
+        refuse(patch, number)
+        told.post.down = {"slack"}
+        assert [one.problem for one in look(1).results][1] == "it is down", "tried again later"
+        told.post.down = set()
+        for seconds in (62, 400, 4000):
+            look(seconds)
+        ((_, text),) = told.post.sent
+        assert "has FAILED" in text and "has started" not in text
+        assert "may be a repetition" in text, "another job may have told it"
+    look(5000)
+    assert len(told.post.sent) == 2 and "has FAILED" not in told.post.sent[1][1], "the rest"
+
+
+def test_a_supervisor_tells_its_failure_where_the_records_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(tmp_path, "slack")
+    told.write(clock(12), *SUBMITTED, STARTED, LAUNCHED, *STOP)
+
+    def stale(run: object) -> object:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr("hpctrain.notify.delivery.read_outbox", stale)
+    assert told.look(clock(12) + 1).results[0].unrecorded and told.post.sent == []
+    job = Sender("job 1", {}, told.post, told=set())
+    for _ in range(2):
+        deliver(told.run.layout, told.config, told.events, job, clock(12) + 1)
+    assert len(told.post.sent) == 1

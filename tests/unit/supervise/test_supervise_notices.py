@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -141,6 +142,31 @@ def test_a_supervisor_that_died_while_sending_is_followed_by_watch(
     monkeypatch.setattr("hpctrain.actions.notify.time.time", lambda: begun + 301)
     assert len(send_notices([run])) == 1
     assert "may be a repetition" in hook.texts[1] and "may be" not in hook.texts[0]
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS])
+def test_a_run_that_fails_with_its_disk_is_told(
+    stage: Stage, hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Neither its end nor the message can be recorded, so that `watch` could not tell it."""
+
+    def full(*words: object, **named: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    tell(stage, url_file=str(hook.file(tmp_path)))
+    supervisor = stage.supervisor("await:full config")
+
+    def fill() -> None:
+        monkeypatch.setattr("hpctrain.durable.append_line", full)
+        monkeypatch.setattr("hpctrain.store.notices.create_exclusive", full)
+        (stage.layout.directory / "full").touch()
+
+    monkeypatch.setattr("hpctrain.supervise.storage_retry._PATIENCE_SECONDS", 1.0)
+    stage.once(lambda: stage.events(EventKind.LAUNCH_STARTED), fill)
+    assert supervisor.run() == 1
+    assert stage.actions == [], "the file does not have it"
+    (text,) = hook.texts
+    assert "has FAILED" in text and "may be a repetition" in text
 
 
 def test_a_run_that_tells_nobody_writes_nothing(stage: Stage) -> None:
