@@ -64,14 +64,14 @@ def _accept_fresh_start(run: RunFiles, reason: str) -> str:
     if good and not (ends and ends[-1].cause in _OF_CHECKPOINTS):
         raise UsageError(
             f"run `{run.run_id}` has a good checkpoint of step {good[0]:,}",
-            hint=f"`hpctrain resume {run.run_id}` continues from it; a new run starts at step 0",
+            hint=f"`{run.command('resume')}` continues from it; a new run starts at step 0",
         )
     known = known_steps(run.layout, events)
     lost = max(known.saved_step, known.trained)
     if not lost and not good:
         raise UsageError(
             f"run `{run.run_id}` has not trained a step: there is nothing to give up",
-            hint=f"`hpctrain resume {run.run_id}`",
+            hint=f"`{run.command('resume')}`",
         )
     run.ledger.append(
         EventKind.FRESH_START_ACCEPTED,
@@ -97,7 +97,7 @@ def _accept_data(run: RunFiles, reason: str) -> str:
     if not changed:
         raise UsageError(
             f"the data of run `{run.run_id}` are as they were recorded",
-            hint=f"`hpctrain resume {run.run_id}`",
+            hint=f"`{run.command('resume')}`",
         )
     run.ledger.append(
         EventKind.DATA_ACCEPTED,

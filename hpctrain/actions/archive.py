@@ -104,7 +104,7 @@ def archive(
         if job is not None:
             raise UsageError(
                 f"run `{run.run_id}` cannot be archived: {job}, and its files change",
-                hint=f"`hpctrain stop {run.run_id}` makes it save and stop",
+                hint=f"`{run.command('stop')}` makes it save and stop",
             )
     if directory.resolve() in output.resolve().parents:
         raise UsageError(f"{output} lies in the run that is to be archived")
@@ -196,7 +196,7 @@ def _wanted_checkpoints(run: RunFiles, which: WithCheckpoints) -> frozenset[Path
     if good is None:
         raise UsageError(
             f"run `{run.run_id}` has no good checkpoint to archive",
-            hint=f"`hpctrain checkpoints {run.run_id}`; `--with-checkpoints none` goes without",
+            hint=f"`{run.command('checkpoints')}`; `--with-checkpoints none` goes without",
         )
     return frozenset({good.directory})
 

@@ -66,7 +66,7 @@ def cancel(
         reason = f": {row.reason}" if row.reason else ""
         raise UsageError(
             f"run `{run.run_id}` is {row.state}, so there is nothing to cancel{reason}",
-            hint=f"`hpctrain resume {run.run_id}` would continue it",
+            hint=f"`{run.command('resume')}` would continue it",
         )
     # One line for each job, because every supervisor looks for a cancel of its own job.
     active = [job for job in live if job.state.is_active]
@@ -109,7 +109,7 @@ def _live(run: RunFiles, slurm: SlurmClient) -> list[JobRecord]:
     if not found.answered:
         raise SlurmUnreachableError(
             f"Slurm does not answer, so nothing of run `{run.run_id}` was cancelled",
-            hint=f"try again, or `hpctrain stop {run.run_id}`: the run itself follows that",
+            hint=f"try again, or `{run.command('stop')}`: the run itself follows that",
         )
     record_found(run, found)
     ending = (JobState.COMPLETING,)
@@ -136,7 +136,7 @@ def _withdraw(
         ids = ", ".join(map(str, cancelled))
         message = f"run `{run.run_id}`: job {ids} was cancelled, others perhaps not: {error}"
     kind = SlurmRefusedError if isinstance(error, SlurmRefusedError) else SlurmUnreachableError
-    return kind(message, hint=f"`hpctrain cancel {run.run_id}` again")
+    return kind(message, hint=f"`{run.command('cancel')}` again")
 
 
 def _wait_for_end(

@@ -195,7 +195,7 @@ def hold(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> ControlResul
     if standing is not None and standing.kind == "stop-now":
         raise UsageError(
             f"run {_name(run)} was asked to stop at once by {standing.by}",
-            hint=f"`hpctrain resume {run.run_id}` when it has stopped",
+            hint=f"`{run.command('resume')}` when it has stopped",
         )
     config = read_supervise_config(run.layout.supervise_config)
     ask(run, "hold", reason, queue.job_id)
@@ -246,7 +246,7 @@ def resume(
         if acceptance.anything:
             raise UsageError(
                 f"run {_name(run)} has a job in the queue, which would continue as it is",
-                hint=f"`hpctrain stop {run.run_id}` first",
+                hint=f"`{run.command('stop')}` first",
             )
         standing = read_request(run.layout)
         state = "running" if queue.active is not None else "waiting in the queue"
@@ -401,5 +401,5 @@ def _over(run: RunFiles, slurm: SlurmClient, verb: str) -> UsageError:
     reason = f": {row.reason}" if row.reason else ""
     return UsageError(
         f"run {_name(run)} is {row.state}, so there is nothing to {verb}{reason}",
-        hint=f"`hpctrain resume {run.run_id}` submits it again",
+        hint=f"`{run.command('resume')}` submits it again",
     )

@@ -72,7 +72,7 @@ def resubmit(run: RunFiles, slurm: SlurmClient) -> Submitted:
         job = found.live[0]
         raise UsageError(
             f"run `{run.run_id}` has job {job.job_id} in state {job.state.name}",
-            hint=f"`hpctrain cancel {run.run_id}` first",
+            hint=f"`{run.command('cancel')}` first",
         )
     take_back(run.layout)  # an old request must not stop the new job
     after: tuple[JobsBefore, ...] = ()
@@ -140,7 +140,7 @@ def job_to_wait_for(run: RunFiles, slurm: SlurmClient) -> JobsBefore | None:
     if not found.live:
         raise UsageError(
             f"run `{run.run_id}` is not done and has no job to wait for",
-            hint=f"`hpctrain resume {run.run_id}` first",
+            hint=f"`{run.command('resume')}` first",
         )
     return JobsBefore("afterok", (found.live[0].job_id,), run.run_id)
 

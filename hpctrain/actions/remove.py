@@ -31,16 +31,16 @@ def refuse_to_remove(run: RunFiles, slurm: SlurmClient) -> None:
         raise UsageError(f"run `{run.run_id}` cannot be removed: you may not write into {parent}")
     job = why_in_use(run, slurm)
     if job is not None:
-        hint = f"`hpctrain cancel {run.run_id}` ends it for good"
+        hint = f"`{run.command('cancel')}` ends it for good"
         raise UsageError(f"run `{run.run_id}` cannot be removed: {job}", hint=hint)
     request = read_request(run.layout)
     if request is not None and request.kind == "hold":
-        hint = f"`hpctrain cancel {run.run_id}` first"
+        hint = f"`{run.command('cancel')}` first"
         raise UsageError(f"run `{run.run_id}` cannot be removed: {request.by} holds it", hint=hint)
     if being_submitted(run.ledger.events()):
         raise UsageError(
             f"run `{run.run_id}` cannot be removed: somebody is submitting it",
-            hint=f"`hpctrain why {run.run_id}` says whether that client is gone",
+            hint=f"`{run.command('why')}` says whether that client is gone",
         )
 
 

@@ -6,6 +6,7 @@ Belongs here: which directory a name means. Does not belong here: Slurm or the s
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,15 @@ RUNS_VARIABLE = "HPCTRAIN_RUNS"
 def runs_directory(given: Path | None = None) -> Path:
     """Choose the directory of runs: the given one, else $HPCTRAIN_RUNS, else ./runs."""
     return given or Path(os.environ.get(RUNS_VARIABLE) or "runs")
+
+
+def command_in(runs: Path, words: str, name: str) -> str:
+    """Complete the command `hpctrain WORDS NAME`, as somebody has to type it here.
+
+    It has `--runs` for a directory of runs that hpctrain does not choose by itself.
+    """
+    where = [] if runs.absolute() == runs_directory().absolute() else ["--runs", str(runs)]
+    return shlex.join(["hpctrain", *words.split(), name, *where])
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,10 @@ class RunFiles:
     def owner_id(self) -> int:
         """The user id whose jobs the run has: that of the owner of its directory."""
         return self.layout.directory.stat().st_uid
+
+    def command(self, words: str) -> str:
+        """Complete the command `hpctrain WORDS` about this run, as somebody has to type it here."""
+        return command_in(self.layout.directory.parent, words, self.run_id)
 
     def refuse_unreadable(self) -> None:
         """Raise UsageError for a run that cannot be read."""
@@ -73,7 +87,7 @@ class RunFiles:
         """
         if not os.access(self.layout.ledger, os.W_OK):
             whose = _whose(self.layout.directory)
-            hint = f"`hpctrain stop {self.run_id}` makes the request to the run, if you may"
+            hint = f"`{self.command('stop')}` makes the request to the run, if you may"
             if verb in ("resume", "submit"):
                 hint = "Slurm lets only the owner of a job release it or submit it again"
             raise UsageError(

@@ -83,9 +83,7 @@ def save(run: str, wait: bool, timeout: float | None, reason: str, runs: Path | 
         try:
             step = control.wait_for_save(found, _slurm(), after_step, timeout)
         except TimeoutError as error:
-            hint = (
-                f"the request stands; `hpctrain checkpoints {found.run_id}` shows when it is done"
-            )
+            hint = f"the request stands; `{found.command('checkpoints')}` shows when it is done"
             raise RunFailedError(str(error), hint=hint) from error
         say(f"Checkpoint of step {step:,} is published")
         click.echo(step)

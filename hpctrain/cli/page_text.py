@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.actions.runs import command_in
 from hpctrain.cli.evaluation_text import evaluation_lines
 from hpctrain.cli.notify_text import state_words
 from hpctrain.cli.output import coloured, paragraph
@@ -26,33 +28,34 @@ _MOST_EVALUATIONS = 6
 _MOST_UNTOLD = 3
 # Smaller differences from the plan are noise of a cluster.
 _NOTABLE = 0.05
-# State -> what people do next: the command behind `hpctrain`, and what it does.
-_LOOK = (("why {run}", "what happened, what comes next"),)
+# State -> what people do next: the command before the name of the run, and what it does.
+_WHY = "why"
+_LOOK = ((_WHY, "what happened, what comes next"),)
 _NEXT: dict[str, tuple[tuple[str, str], ...]] = {
     "RUNNING": (
-        ("logs -f {run}", "follow the log"),
-        ("diagnose {run}", "why it is as fast as it is"),
-        ("stop {run}", "save, release the nodes and stop"),
+        ("logs -f", "follow the log"),
+        ("diagnose", "why it is as fast as it is"),
+        ("stop", "save, release the nodes and stop"),
     ),
     "PENDING": (
-        ("why {run}", "why it waits, and for how long"),
-        ("cancel {run}", "take it out of the queue"),
+        (_WHY, "why it waits, and for how long"),
+        ("cancel", "take it out of the queue"),
     ),
     "DONE": (
-        ("goodput {run}", "where the time went"),
-        ("checkpoints {run}", "what is saved"),
-        ("archive {run}", "pack it into one file"),
+        ("goodput", "where the time went"),
+        ("checkpoints", "what is saved"),
+        ("archive", "pack it into one file"),
     ),
     "FAILED": (
         *_LOOK,
-        ("logs --errors {run}", "the first errors of its ranks"),
-        ("resume {run}", "continue from the newest checkpoint"),
+        ("logs --errors", "the first errors of its ranks"),
+        ("resume", "continue from the newest checkpoint"),
     ),
-    "STOPPED": (*_LOOK, ("resume {run}", "continue from the newest checkpoint")),
-    "CANCELLED": (("resume {run}", "continue from the newest checkpoint"),),
+    "STOPPED": (*_LOOK, ("resume", "continue from the newest checkpoint")),
+    "CANCELLED": (("resume", "continue from the newest checkpoint"),),
     "NOT SUBMITTED": (
-        ("resume {run}", "submit it"),
-        ("rm {run}", "remove it"),
+        ("resume", "submit it"),
+        ("rm", "remove it"),
     ),
     "UNKNOWN": _LOOK,
 }
@@ -83,7 +86,8 @@ def page_lines(page: RunPage) -> Iterator[str]:
         yield from _entry("" if number else "Not told", state_words(untold))
     if len(page.untold) > _MOST_UNTOLD:
         more = len(page.untold) - _MOST_UNTOLD
-        yield from _entry("", f"and {more} more: `hpctrain notify {row.run_id}`")
+        notify = command_in(Path(page.directory).parent, "notify", row.run_id)
+        yield from _entry("", f"and {more} more: `{notify}`")
     for number, command in enumerate(page.tracking):  # whole, to be copied
         yield f"{'' if number else 'Curves':<{_MARGIN}}{command}"
     if len(page.curve) > 1:
@@ -93,12 +97,23 @@ def page_lines(page: RunPage) -> Iterator[str]:
         yield ""
         yield from evaluation_lines(page.evaluations, _MOST_EVALUATIONS)
     yield ""
-    commands = [(f"hpctrain {c.format(run=row.run_id)}", why) for c, why in _NEXT[row.state.value]]
-    width = max(len(command) for command, _ in commands)
-    for number, (command, why) in enumerate(commands):
-        line = f"{'' if number else 'Next':<{_MARGIN}}{command:<{width}}"
-        both = f"{line}  {why}"
-        yield both if len(both) <= _WIDTH else line.rstrip()
+    yield from next_lines(Path(page.directory), row.state.value, _MARGIN)
+
+
+def next_lines(directory: Path, state: str, margin: int, *, explained: bool = False) -> list[str]:
+    """Format what to type next about a run in a state; `explained`: `why` has been typed."""
+    commands = [
+        (command_in(directory.parent, words, directory.name), what)
+        for words, what in _NEXT[state]
+        if not (explained and words == _WHY)
+    ]
+    width = max((len(command) for command, _ in commands), default=0)
+    lines = []
+    for number, (command, what) in enumerate(commands):
+        line = f"{'' if number else 'Next':<{margin}}{command:<{width}}"
+        both = f"{line}  {what}"
+        lines.append(both if len(both) <= _WIDTH else line.rstrip())
+    return lines
 
 
 def _progress(page: RunPage) -> str:

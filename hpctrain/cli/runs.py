@@ -270,6 +270,6 @@ def cancel(run: str, runs: Path | None, yes: bool) -> None:
     jobs = f"job {cancelled.job_id}" + (f" and {others} more of it" if others >= 1 else "")
     if cancelled.still:
         say(f"Slurm accepted to cancel run `{cancelled.run_id}` ({jobs}), which has not ended yet:")
-        say(f"`hpctrain status {cancelled.run_id}` shows when it has ended")
+        say(f"`{found.command('status')}` shows when it has ended")
         return
     say(f"Cancelled run `{cancelled.run_id}` ({jobs})")

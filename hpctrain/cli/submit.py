@@ -157,13 +157,15 @@ def _tell_prepared(run: RunFiles, after: str | None) -> None:
     click.echo(run.run_id)
     say(f"Prepared run `{run.run_id}`, nothing is submitted")
     say(f"To read    {run.layout.script}")
-    say(f"To submit  hpctrain resume {run.run_id}")
+    say(f"To submit  {run.command('resume')}")
     say(f"By hand    {shlex.join(['sbatch', *options, str(run.layout.script)])}")
     if after is not None:
         say(f"It is to wait for run `{after}`: `resume` sees to that, and sbatch by hand does not")
 
 
 def _announce(submitted: Submitted, *, as_json: bool) -> None:
+    from hpctrain.actions.runs import command_in
+
     if as_json:
         import json
 
@@ -174,6 +176,6 @@ def _announce(submitted: Submitted, *, as_json: bool) -> None:
     say(f"Submitted run `{submitted.run_id}` as job {submitted.job_id}")
     if sys.stderr.isatty():
         say()
-        say(f"To follow     hpctrain logs -f {submitted.run_id}")
-        say(f"To see state  hpctrain status {submitted.run_id}")
-        say(f"To cancel     hpctrain cancel {submitted.run_id}")
+        for label, words in (("follow", "logs -f"), ("see state", "status"), ("cancel", "cancel")):
+            command = command_in(submitted.directory.parent, words, submitted.run_id)
+            say(f"To {label:<11}{command}")

@@ -125,7 +125,7 @@ def submit(
       hpctrain sweep gpt.yaml -p a100x1 --grid batch.global=64,128 --grid seed=1,2
       hpctrain sweep gpt.yaml -p a100x64 --grid seed=1,2,3 --max-gpu-hours 500
     """
-    from hpctrain.actions.runs import runs_directory
+    from hpctrain.actions.runs import command_in, runs_directory
     from hpctrain.actions.sweep import submit_sweep
     from hpctrain.actions.sweep_plans import SweepRequest, plan_sweep
     from hpctrain.slurm.client import SlurmClient
@@ -141,8 +141,9 @@ def submit(
         skip_refused=skip_refused,
         template_directory=template_dir,
     )
+    directory = runs_directory(runs)
     with busy("planning all points ..."):
-        plan = plan_sweep(request, runs_directory(runs))
+        plan = plan_sweep(request, directory)
     _show_plan(plan, at_a_time)
     if dry_run:
         if as_json:
@@ -155,8 +156,9 @@ def submit(
         json_out("sweep", done.record)
     else:
         click.echo(plan.layout.directory.name)
-    say(f"Sweep `{plan.layout.directory.name}`: {done.new} of {done.submitted} runs submitted now")
-    say(f"To see results  hpctrain sweep status {plan.layout.directory.name}")
+    sweep_name = plan.layout.directory.name
+    say(f"Sweep `{sweep_name}`: {done.new} of {done.submitted} runs submitted now")
+    say(f"To see results  {command_in(directory, 'sweep status', sweep_name)}")
 
 
 def _show_plan(plan: SweepPlan, at_a_time: int | None) -> None:

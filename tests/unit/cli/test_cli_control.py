@@ -278,3 +278,19 @@ def test_these_commands_import_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "[]\n", done.stdout
+
+
+# -- commands to type next ---------------------------------------------------------------------
+
+
+def test_printed_commands_have_the_directory_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only then: hpctrain finds runs by $HPCTRAIN_RUNS without being told."""
+    other = tmp_path / "other runs"
+    command = fabricate(other).command("resume")
+    assert command == f"hpctrain resume gpt-tiny-7f3a --runs '{other}'"
+    told = hpctrain("status", "gpt-tiny-7f3a", "--runs", str(other)).stdout
+    assert f"hpctrain why gpt-tiny-7f3a --runs '{other}'" in told
+    monkeypatch.setenv("HPCTRAIN_RUNS", str(other))
+    assert "--runs" not in hpctrain("status", "gpt-tiny-7f3a").stdout
