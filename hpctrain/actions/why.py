@@ -86,6 +86,7 @@ class Why(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     run_id: str
+    directory: str
     state: RunState
     state_reason: str
     job_id: int | None
@@ -135,6 +136,7 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
     recent = [event for event in events if event.event in _ENDS and event.time >= now - window]
     return Why(
         run_id=run.run_id,
+        directory=str(run.layout.directory),
         state=row.state,
         state_reason=row.reason,
         job_id=row.job_id,

@@ -10,9 +10,11 @@ from __future__ import annotations
 import textwrap
 import time
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.cli.output import paragraph
+from hpctrain.cli.page_text import next_lines
 from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
@@ -29,11 +31,12 @@ _SWITCHES = (
 
 
 def why_lines(why: Why, now: float) -> list[str]:
-    """Format the last events of a run, its remaining budgets, and the policy's next actions."""
+    """Format why a run is in its state and what to type, then what the policy allows and does."""
     job = "" if why.job_id is None else f", job {why.job_id}"
-    reason = f": {why.state_reason}" if why.state_reason else ""
     number = f", attempt {why.attempts}" if why.attempts else ""
-    lines = _entry("Run", f"{why.run_id} {why.state}{reason}{job}{number}")
+    lines = _entry("Run", f"{why.run_id} {why.state}{job}{number}")
+    if why.state_reason:
+        lines += _entry("Reason", why.state_reason)
     if why.waiting:
         lines += _entry("Waits", why.waiting)
     if why.placement:
@@ -41,17 +44,24 @@ def why_lines(why: Why, now: float) -> list[str]:
     for request in why.requests:
         lines += _entry("Asked", f"{request}; not followed yet")
     lines += _end_lines(why.ended, now)
+    if why.state.over:
+        lines += next_lines(Path(why.directory), why.state.value, _MARGIN, explained=True)
+    for number, line in enumerate(why.ended.evidence if why.ended else ()):
+        lines.append(f"{'' if number else 'Evidence':<{_MARGIN}}| {line}")
     if action := why.action:
-        lines += _entry("Done", f"{action.action}: {action.reason}{_after(action.delay_seconds)}")
+        done = action.action
+        if action.reason != why.state_reason:
+            done += f": {action.reason}"
+        lines += _entry("Done", f"{done}{_after(action.delay_seconds)}")
         if action.result:
             lines += _entry("  answer", action.result)
         if action.excluded:
             lines += _entry("  avoids", ", ".join(action.excluded))
         for observation in action.observed:
             lines += _entry("Observed", _observed(observation))
-    if why.state != "DONE":
+    if not why.state.over:
         lines += _entry("Goes on", f"{why.continuation}: {why.continuation_words}")
-    lines += ["", *_budget_lines(why)]
+    lines += ["", "Policy", *_budget_lines(why)]
     if why.foresight:
         when = "after `hpctrain resume`, when" if why.state.over else "when"
         lines += ["", f"Next, {when}"]
@@ -84,7 +94,7 @@ def _end_lines(ended: LastEnd | None, now: float) -> list[str]:
         lines += _entry("  stopped", ended.stop_time)
     if ended.launches_alike > 1:
         lines += _entry("  alike", f"the last {ended.launches_alike} launches ended the same way")
-    return [*lines, *(f"{'':{_MARGIN}}| {line}" for line in ended.evidence)]
+    return lines
 
 
 def _observed(observation: str) -> str:

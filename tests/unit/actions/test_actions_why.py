@@ -225,6 +225,31 @@ def _joined(told: Why) -> list[str]:
     return lines
 
 
+def test_a_failed_run_tells_cause_rank_and_what_to_type_first(tmp_path: Path) -> None:
+    """Before all that is general, and nothing of how it would go on: it does not."""
+    reason = "rank 3 failed: boom; failure 3 of 3"
+    stop = said(EventKind.ACTION, action="stop", reason=reason)
+    run = fabricate(tmp_path, entries=[*SUBMITTED, STARTED, LAUNCHED, crash(), stop])
+    lines = why_lines(why(run, FakeSlurm(), NOW), NOW)  # type: ignore[arg-type]
+    first = lines[: lines.index("")]
+    assert [line[:10].strip() for line in first] == [
+        *("Run", "Reason", "Ended", "cause", "suspect", "Next", "", "Evidence", "Done"),
+    ]
+    assert first[0].endswith(" FAILED, job 1, attempt 1") and first[1].endswith(reason)
+    assert first[4] == "  suspect rank 3, node n1"
+    for line, command in zip(first[5:7], ("logs --errors", "resume"), strict=True):
+        assert line[10:].startswith(f"hpctrain {command} {run.run_id} --runs {tmp_path}")
+    assert lines[lines.index("") + 1] == "Policy"
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_a_run_that_is_over_does_not_go_on(tmp_path: Path, exit_code: int) -> None:
+    stop = said(EventKind.ACTION, action="stop", reason="asked to stop", exit_code=exit_code)
+    over = explain(tmp_path, STARTED, LAUNCHED, crash(), stop, state=JobState.FAILED)[2]
+    assert over.state in ("STOPPED", "FAILED")
+    assert not [line for line in why_lines(over, NOW) if line.startswith("Goes on")]
+
+
 def test_a_storm_that_has_passed_is_none(tmp_path: Path) -> None:
     run, slurm, told = explain(tmp_path, STARTED, LAUNCHED, crash())
     assert told.storm.failures == 1
