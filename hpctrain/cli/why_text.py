@@ -46,8 +46,8 @@ def why_lines(why: Why, now: float) -> list[str]:
     lines += _end_lines(why.ended, now)
     if why.state.over:
         lines += next_lines(Path(why.directory), why.state.value, _MARGIN, explained=True)
-    for number, line in enumerate(why.ended.evidence if why.ended else ()):
-        lines.append(f"{'' if number else 'Evidence':<{_MARGIN}}| {line}")
+    for index, line in enumerate(why.ended.evidence if why.ended else ()):
+        lines.append(f"{'' if index else 'Evidence':<{_MARGIN}}| {line}")
     if action := why.action:
         done = action.action
         if action.reason != why.state_reason:
