@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import RunName, Seconds, confirm, json_option, runs_option, yes_option
-from hpctrain.cli.output import json_out, say, table, terminal_width
+from hpctrain.cli.output import busy, json_out, say, table, terminal_width
 
 if TYPE_CHECKING:
     from hpctrain.actions.status import RunStatus
@@ -46,8 +46,9 @@ def status(
 ) -> None:
     """Show runs: state and reason, job, attempt, step, loss, rate, last sign of life, time left.
 
-    \b
     Without names: unfinished runs and the last finished one. With one name: a page about it.
+
+    \b
     Examples:
       hpctrain status
       hpctrain status gpt175b-7f3a --json
@@ -60,7 +61,8 @@ def status(
         raise click.UsageError("--every is the time between two looks of --follow or --wait")
     pause_seconds = _pause_seconds(names, runs, every) if follow or wait else 0.0
     while True:
-        rows = _collect(names, show_all, last, runs)
+        with busy("asking Slurm, and reading the runs ..."):
+            rows = _collect(names, show_all, last, runs)
         over = all(row.state.over for row in rows)
         if follow:
             click.clear()
@@ -111,6 +113,7 @@ def _collect(
 ) -> list[RunStatus]:
     """Determine the state of the selected runs: by default the unfinished and the last finished."""
     from hpctrain.actions.runs import all_runs, find_run, runs_directory
+    from hpctrain.actions.state import RunState
     from hpctrain.actions.status import statuses
     from hpctrain.slurm.client import SlurmClient
 
@@ -124,7 +127,11 @@ def _collect(
         say(f"{hidden} {'run' if hidden == 1 else 'runs'} cannot be read; `-a` shows whose")
     rows = [row for row in rows if row.readable]
     newest_finished = [row for row in rows if row.state.over][-1:]
-    return [row for row in rows if not row.state.over or row in newest_finished]
+    shown = [row for row in rows if not row.state.over or row in newest_finished]
+    failed = sum(row.state is RunState.FAILED for row in rows if row not in shown)
+    if failed:
+        say(f"{failed} more {'run has' if failed == 1 else 'runs have'} failed; `-a` shows them")
+    return shown
 
 
 def _fail_if_any_failed(rows: list[RunStatus]) -> None:

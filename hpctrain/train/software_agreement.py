@@ -197,10 +197,11 @@ def _changes_of_run(facts: SoftwareFacts, job: Job) -> tuple[str, ...]:
     def compared() -> tuple[str, ...]:
         now = found_software(facts, job.launch.epoch, job.config.checkout_directory)
         lock = read_lock(job.run)
-        if not job.run.metrics.exists() or (lock is None and is_current(job.run, facts.code)):
+        if lock is not None and job.run.metrics.exists():
+            return changes(lock, now)
+        if is_current(job.run, facts.code):
             write_lock(job.run, now)
-            return ()
-        return () if lock is None else changes(lock, now)
+        return ()
 
     return outlast(job.run, compared)
 

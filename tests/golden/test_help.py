@@ -34,11 +34,7 @@ def test_help(golden: Golden, path: tuple[str, ...]) -> None:
     golden(f"help/{'-'.join(('hpctrain', *path))}.txt", outcome.stdout)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in walk(cli) if path != ("status",)],
-    ids=lambda path: " ".join(path) or "hpctrain",
-)
+@pytest.mark.parametrize("path", list(walk(cli)), ids=lambda path: " ".join(path) or "hpctrain")
 def test_help_fits_80_columns(path: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = hpctrain(*path, "--help").stdout

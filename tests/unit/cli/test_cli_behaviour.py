@@ -19,7 +19,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from command_line import hpctrain, on_terminal
-from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate
+from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, said
 from token_files import write_tokens
 
 from hpctrain.cli.failures import EXTRAS
@@ -40,6 +40,7 @@ from hpctrain.errors import (
 )
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
+from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import StepMetrics
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -522,6 +523,17 @@ def test_status_when_slurm_is_away_still_shows_progress(here: Path, slurm: FakeS
     slurm.away = True
     shown = hpctrain("status").stdout
     assert "UNKNOWN" in shown and "23/60" in shown and "Slurm does not answer" in shown
+
+
+def test_status_says_that_more_runs_have_failed(here: Path, slurm: FakeSlurm) -> None:
+    """Only the newest of those that are over is a row."""
+    over = [*SUBMITTED, said(EventKind.ACTION, action="stop", cause="gpu_oom", exit_code=1)]
+    for number in range(3):
+        fabricate(here / "runs", f"gpt-tiny-000{number}", over)
+    shown = hpctrain("status")
+    assert shown.stdout.count("FAILED") == 1, shown.transcript()
+    assert "2 more runs have failed; `-a` shows them" in shown.stderr
+    assert "more runs" not in hpctrain("status", "-a").stderr
 
 
 def test_loss_that_is_not_a_number(here: Path, slurm: FakeSlurm, capsys: object) -> None:
