@@ -34,6 +34,9 @@ def convert(source: Path, target: Path) -> ConversionReport:
         newest = whole_run.checkpoints / checkpoint_name(steps[-1]) if steps else "it has none yet"
         hint = f"give one of its checkpoints: {newest}"
         raise InvalidInputError([Problem("is a run", str(source), hint=hint)])
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        hint = "give the name of a directory that is not there yet"
+        raise InvalidInputError([Problem("exists already", str(target), hint=hint)])
     run = RunLayout(source.parent.parent)
     # A missing package and a source that is no model are told before anything is written.
     write: Callable[[Path], ConversionReport]
@@ -53,9 +56,6 @@ def convert(source: Path, target: Path) -> ConversionReport:
 @contextlib.contextmanager
 def _atomic_directory(target: Path) -> Iterator[Path]:
     """Make a directory that is renamed to `target` at the end, or removed on an error."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        hint = "give the name of a directory that is not there yet"
-        raise InvalidInputError([Problem("exists already", str(target), hint=hint)])
     unfinished = target.with_name(f"{target.name}.partial-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:

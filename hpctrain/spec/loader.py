@@ -459,7 +459,7 @@ def _read_pipe(path: Path | str) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
-        key = status.st_dev, status.st_ino
+        key = os.path.realpath(path), status.st_dev, status.st_ino
         deadline = time.monotonic() + (0 if key in _READ_ONCE else _WRITER_SECONDS)
         raw, written = b"", False
         while len(raw) <= MAX_FILE_BYTES:
