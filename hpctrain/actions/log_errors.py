@@ -19,7 +19,7 @@ from hpctrain.store.launch_logs import ATTEMPT_NAME
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import ExitRecord
 from hpctrain.supervise.catalogue import load_signatures
-from hpctrain.supervise.evidence.log_scan import LaunchRanks, Scanner, read_signatures
+from hpctrain.supervise.evidence.log_scan import TRACEBACK, LaunchRanks, Scanner, read_signatures
 from hpctrain.supervise.judge.documents import LogFinding
 
 # What differs between ranks that died of the same: numbers and addresses.
@@ -68,8 +68,15 @@ def launch_errors(run: RunFiles, attempt: int | None = None) -> LaunchErrors:
     ends = [] if epoch is None else read_exit_records(run.layout, epoch)
     ranks = LaunchRanks({e.rank: e.node for e in ends}, {e.rank: e.time for e in ends})
     scanner = Scanner(read_signatures(run.layout.signatures) or load_signatures())
-    found = scanner.logs(directory, -1, ranks)
-    told = [finding for finding in found if finding.role != "advice"]
+    found = scanner.logs(directory, -1, ranks, tracebacks=True)
+    # What a rank recorded of its end says more than a traceback, and one that ended well had none.
+    recorded = {end.rank for end in ends if end.message or not end.exit_code}
+    told = [
+        finding
+        for finding in found
+        if finding.role != "advice"
+        and (finding.signature != TRACEBACK or finding.rank not in recorded)
+    ]
     errors = [*_of_records(ends, told), *_grouped(told)]
     return LaunchErrors(
         directory=str(directory),

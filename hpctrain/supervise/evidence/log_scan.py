@@ -23,11 +23,12 @@ from pydantic import ValidationError
 
 from hpctrain.store.launch_logs import LOG_NAME, LabelledLines
 from hpctrain.supervise.evidence.line_times import line_time
+from hpctrain.supervise.evidence.tracebacks import final_exception
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import LogFinding
 from hpctrain.supervise.judge.signatures import Match, Matcher, Signatures, Where
 
-UNREAD = "logs_unread"
+UNREAD, TRACEBACK = "logs_unread", "traceback"
 # CSI and OSC sequences (ECMA-48): colours, and titles of terminals.
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\))")
 _LONGEST_EVIDENCE = 400
@@ -120,14 +121,18 @@ class Scanner:
         after_step: int,
         ranks: LaunchRanks | None = None,
         limits: ScanLimits | None = None,
+        *,
+        tracebacks: bool = False,
     ) -> tuple[LogFinding, ...]:
         """Match the logs of the newest step beyond `after_step`; findings are in the order of time.
 
+        With `tracebacks` a rank that ended with an exception, and has no line that matches, is a
+        finding with the signature `TRACEBACK`: for people, since the exception names no cause.
         Never raises and takes at most about `limits.seconds`. What could not be read in time is
         an advice finding with the signature `UNREAD`.
         """
         limits = limits or ScanLimits()
-        work = _Reading(self, directory, after_step, ranks or LaunchRanks(), limits)
+        work = _Reading(self, directory, after_step, ranks or LaunchRanks(), limits, tracebacks)
         return work.run()
 
     def _text(
@@ -170,9 +175,10 @@ class _Reading:
         after_step: int,
         ranks: LaunchRanks,
         limits: ScanLimits,
+        tracebacks: bool,
     ) -> None:
         self._scanner, self._directory, self._after_step = scanner, directory, after_step
-        self._ranks, self._limits = ranks, limits
+        self._ranks, self._limits, self._tracebacks = ranks, limits, tracebacks
         self._lock = threading.Lock()
         self._waiting: deque[tuple[int | None, str]] = deque()
         self._found: list[LogFinding] = []
@@ -260,7 +266,13 @@ class _Reading:
         known = -1 if rank is None else rank
         node, at = self._ranks.nodes.get(known), self._ranks.ended_at.get(known, modified_at)
         text = raw.decode("utf-8", errors="replace")
-        return self._scanner._text(text, "rank", rank, node, at)
+        found = tuple(self._scanner._text(text, "rank", rank, node, at))
+        yield from found
+        if self._tracebacks and rank is not None and not found:
+            line = final_exception(text)
+            if line is not None:
+                evidence = line[:_LONGEST_EVIDENCE]
+                yield LogFinding(TRACEBACK, Cause.CRASH, "root", evidence, rank, node, at)
 
 
 def _texts(raw: bytes, rank: int | None) -> list[tuple[int | None, bytes]]:

@@ -75,6 +75,47 @@ def test_a_rank_that_only_recorded_its_end(run: RunFiles) -> None:
     assert error.ranks == (3, 4) and error.nodes == ("n0",) and "expected 3" in error.line
 
 
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    main()
+    ~~~~^^
+{error}
+"""
+
+
+def test_a_rank_that_died_of_an_exception_and_recorded_nothing(run: RunFiles) -> None:
+    """A user's own program, or one that died while it imported; torch labels its lines."""
+    error = "my.ShardError: shard {rank} has no end"
+    for node, log in enumerate(sorted((run.layout.logs / "1.0").iterdir())):
+        text = TRACEBACK.format(error=error.format(rank=8 * node))
+        lines = [f"{8 * node}: [rank{8 * node}]: {line}\n" for line in text.splitlines()]
+        gone_on = [f"{8 * node + 1}: {line}\n" for line in text.splitlines()]
+        gone_on += [f"{8 * node + 1}: step {step} loss 2.5\n" for step in range(50)]
+        log.write_text("".join([*lines, *gone_on]) if node < 2 else "")
+    well = ExitRecord(epoch=1, rank=8, node="n1", outcome="done", step=4, exit_code=0, time=NOW)
+    write_exit_record(run.layout, 0, well)
+    (found,) = launch_errors(run).errors
+    assert found.ranks == (0,) and found.line == error.format(rank=0) and found.cause == "crash"
+
+
+@pytest.mark.parametrize("end", ["done", "crash"])
+def test_a_record_says_more_than_a_traceback(run: RunFiles, end: str) -> None:
+    for log in (run.layout.logs / "1.0").iterdir():
+        log.write_text("")
+    text = TRACEBACK.format(error="my.ShardError: no end")
+    (run.layout.logs / "1.0" / "step0-rank0003.log").write_text(text)
+    crash = {"exit_code": 1, "message": "my.ShardError: of shard 7"} if end == "crash" else {}
+    record = ExitRecord(
+        **{"epoch": 1, "rank": 3, "node": "n0", "outcome": end, "step": 4, "exit_code": 0, **crash},
+        time=NOW,
+    )
+    write_exit_record(run.layout, 0, record)
+    assert [found.line for found in launch_errors(run).errors] == (
+        ["my.ShardError: of shard 7"] if end == "crash" else []
+    )
+
+
 def test_options_that_make_no_sense(run: RunFiles) -> None:
     runs = ("--runs", str(run.layout.directory.parent))
     for wrong in (["--errors", "--rank", "0"], ["--errors", "-f"], ["--attempt", "1"]):
