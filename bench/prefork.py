@@ -7,6 +7,7 @@ here: starting and waiting. Does not belong here: a launcher for users (srun is 
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import signal
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpctrain.engines.module import ModuleConfig
 from hpctrain.supervise.srun_process import reserve_port
 from hpctrain.train.stop import StopSignals
 
@@ -81,8 +83,15 @@ def start(
     from hpctrain.train.job import read_config
     from hpctrain.train.startup import room_of
 
-    room_of(read_config(config))  # the imports that the ranks share
-    import_reader(read_config(config))
+    # The imports that the ranks share. torch's optimizers import torch._dynamo.
+    document = read_config(config)
+    room_of(document)
+    import_reader(document)
+    importlib.import_module("torch._dynamo")
+    if isinstance(document, ModuleConfig):
+        from hpctrain.train.engines.models.build import import_classes
+
+        import_classes(document)
 
     def work() -> None:
         stop = StopSignals()

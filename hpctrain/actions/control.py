@@ -398,8 +398,9 @@ def _asked_already(run: RunFiles, standing: Request, job_id: int | None) -> Cont
 
 def _over(run: RunFiles, slurm: SlurmClient, verb: str) -> UsageError:
     row = statuses([run], slurm)[0]
-    reason = f": {row.reason}" if row.reason else ""
+    reason = f": {row.reason}" if row.reason and row.state is not RunState.PREPARED else ""
+    again = "" if row.state.without_job else " again"
     return UsageError(
         f"run {_name(run)} is {row.state}, so there is nothing to {verb}{reason}",
-        hint=f"`{run.command('resume')}` submits it again",
+        hint=f"`{run.command('resume')}` submits it{again}",
     )

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.actions.evaluations import EvaluatedDocument, evaluation_rows
 from hpctrain.actions.notify import NoticeState, notice_states
 from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.state import RunState, judge
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import SaveRecord, read_saves
@@ -100,7 +101,7 @@ class SoftwareChange(BaseModel):
 
 
 class RunStory(EvaluatedDocument):
-    """A run from its ledger."""
+    """A run from its ledger; `state` is None where only Slurm could tell (see `status`)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -108,6 +109,8 @@ class RunStory(EvaluatedDocument):
     directory: str
     script: str
     done: bool
+    state: RunState | None
+    reason: str | None
     attempts: tuple[AttemptStory, ...]
     checkpoints: tuple[CheckpointStory, ...]
     asked: tuple[RequestStory, ...] = ()
@@ -121,7 +124,8 @@ class RunStory(EvaluatedDocument):
 def describe(run: RunFiles) -> RunStory:
     """Describe the run's history; reads the run directory only."""
     found = checkpoints(run.layout.checkpoints)
-    events = run.ledger.events()
+    events, done = run.ledger.events(), run.layout.done.exists()
+    judged = judge(events, done=done, queued=None, answered=False)
     starts = [i for i, event in enumerate(events) if event.event is EventKind.ATTEMPT_STARTED]
     checks, software = read_speed_checks(run.layout), read_software(run.layout)
     ends = [*starts[1:], len(events)]  # one too many if nothing has started yet
@@ -129,7 +133,9 @@ def describe(run: RunFiles) -> RunStory:
         run_id=run.run_id,
         directory=str(run.layout.directory),
         script=str(run.layout.script),
-        done=run.layout.done.exists(),
+        done=done,
+        state=None if judged.state is RunState.UNKNOWN else judged.state,
+        reason=judged.reason or None if judged.state is not RunState.UNKNOWN else None,
         attempts=tuple(
             _attempt(events[start:end], events[end:])
             for start, end in zip(starts, ends, strict=False)

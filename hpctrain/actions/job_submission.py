@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -168,7 +168,8 @@ def _lead_followers(run: RunFiles, slurm: SlurmClient, job_id: int) -> None:
     too early and holds itself in the queue. What cannot be changed is recorded in the ledger of
     the follower; the submission itself has succeeded.
     """
-    if len({*submitted_ids(run.ledger.events())}) < 2:
+    old = {*submitted_ids(run.ledger.events())} - {job_id}
+    if not old:
         return
     for other in all_runs(run.layout.directory.parent):
         if other.unreadable or other.layout.done.exists() or other.owner_id != os.getuid():
@@ -178,21 +179,30 @@ def _lead_followers(run: RunFiles, slurm: SlurmClient, job_id: int) -> None:
         if awaited_run(events) != run.run_id or not ids:
             continue
         try:
-            _lead(other, slurm, ids[0], job_id)
+            _lead(other, slurm, ids[0], job_id, old)
             reason = f"waits for job {job_id} of run {run.run_id} now"
         except SlurmError as error:
             reason = f"could not be made to wait for job {job_id} of run {run.run_id}: {error}"
         other.ledger.append(EventKind.OBSERVED, job_id=ids[0], reason=reason)
 
 
-def _lead(follower: RunFiles, slurm: SlurmClient, waiting_id: int, job_id: int) -> None:
-    """Make a waiting job wait for another one; one that has just begun puts itself back first.
+def _lead(
+    follower: RunFiles, slurm: SlurmClient, waiting_id: int, job_id: int, old: Collection[int]
+) -> None:
+    """Make a waiting job wait for another one instead of `old`, and for what else it waits for.
 
-    Raises SlurmError.
+    One that has just begun puts itself back first. Raises SlurmError.
     """
+    waiting = slurm.show_job(waiting_id)
+    before = {f":{one}" for one in old}
+    kept = [
+        term
+        for term in (waiting.dependencies if waiting is not None else ())
+        if not any(term.endswith(one) for one in before)
+    ]
     for last in (False,) * _SECONDS_TO_PUT_BACK + (True,):
         try:
-            slurm.update_job(waiting_id, dependency=f"afterok:{job_id}")
+            slurm.update_job(waiting_id, dependency=",".join([f"afterok:{job_id}", *kept]))
             break
         except SlurmRefusedError:
             job = slurm.jobs([waiting_id]).get(waiting_id)

@@ -5,6 +5,7 @@ Belongs here: which directory a name means. Does not belong here: Slurm or the s
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import stat
@@ -56,6 +57,11 @@ class RunFiles:
         """The user id whose jobs the run has: that of the owner of its directory."""
         return self.layout.directory.stat().st_uid
 
+    @property
+    def owner_name(self) -> str | None:
+        """The user whose jobs the run has; None where that cannot be found out."""
+        return _owner_name(self.layout.directory)
+
     def command(self, words: str) -> str:
         """Complete the command `hpctrain WORDS` about this run, as somebody has to type it here."""
         return command_in(self.layout.directory.parent, words, self.run_id)
@@ -63,10 +69,13 @@ class RunFiles:
     def refuse_unreadable(self) -> None:
         """Raise UsageError for a run that cannot be read."""
         if self.unreadable:
-            raise UsageError(
-                f"run `{self.run_id}` {self.unreadable}",
-                hint="its owner can share it: see section Teams of the README",
+            me, directory = user_name(), shlex.quote(str(self.layout.directory.absolute()))
+            shared = (
+                f"its owner shares it with `setfacl -R -m u:{me}:rX,d:u:{me}:rX {directory}`, or "
+                "all runs with a group by `run_access: group` in the profile"
             )
+            hint = shared if self.owner_name not in (None, me) else None
+            raise UsageError(f"run `{self.run_id}` {self.unreadable}", hint=hint)
 
     def refuse_unless_removable(self, verb: str) -> None:
         """Raise UsageError for a run whose files this user may not remove."""
@@ -78,7 +87,8 @@ class RunFiles:
             )
         if not os.access(self.layout.directory, os.W_OK | os.X_OK):
             whose = _whose(self.layout.directory)
-            raise UsageError(f"you cannot {verb} run `{self.run_id}`, which {whose}")
+            word = "remove" if verb == "rm" else verb
+            raise UsageError(f"you cannot {word} run `{self.run_id}`, which {whose}")
 
     def refuse_unless_writable(self, verb: str) -> None:
         """Raise UsageError for a run whose ledger this user may not write into.
@@ -166,11 +176,20 @@ def _is_read_only(path: Path) -> bool:
 
 
 def _owner_name(directory: Path) -> str | None:
+    try:
+        return _name_of(directory.stat().st_uid)
+    except OSError:
+        return None
+
+
+@functools.cache
+def _name_of(user_id: int) -> str | None:
+    """Ask once for each user: a site may have its accounts in a directory service."""
     import pwd
 
     try:
-        return pwd.getpwuid(directory.stat().st_uid).pw_name
-    except (OSError, KeyError):
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:
         return None
 
 

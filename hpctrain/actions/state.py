@@ -34,10 +34,6 @@ from hpctrain.supervise.judge.job_end import SETUP_EXIT_CODE
 _NO_LOG_SIGNAL = 53
 
 
-# Of a run that nobody has given to Slurm yet.
-_PREPARED = "prepared: `hpctrain resume` submits it, or sbatch by hand"
-
-
 class RunState(StrEnum):
     """What a run is doing."""
 
@@ -47,6 +43,7 @@ class RunState(StrEnum):
     FAILED = "FAILED"
     STOPPED = "STOPPED"
     CANCELLED = "CANCELLED"
+    PREPARED = "PREPARED"
     NOT_SUBMITTED = "NOT SUBMITTED"
     UNKNOWN = "UNKNOWN"
 
@@ -54,6 +51,11 @@ class RunState(StrEnum):
     def over(self) -> bool:
         """True when nothing more will happen by itself."""
         return self not in (RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN)
+
+    @property
+    def without_job(self) -> bool:
+        """True when Slurm never had a job of it: nobody has asked it to, or it refused."""
+        return self in (RunState.PREPARED, RunState.NOT_SUBMITTED)
 
 
 @dataclass(frozen=True)
@@ -93,16 +95,22 @@ def judge(
     if cancel_confirmed(events):
         return Judged(RunState.CANCELLED, "by its user")
     if last_job_id(events) is None and (answered or _has_no_job(events)):
-        failures = [event for event in events if event.event is EventKind.SUBMIT_FAILED]
-        without = _PREPARED
-        if any(event.event is EventKind.SUBMITTING for event in events):
-            without = "the run directory was made, but sbatch did not finish"
-        return Judged(RunState.NOT_SUBMITTED, (failures[-1].reason or "") if failures else without)
+        return _without_job(events)
     if not answered:
         return Judged(RunState.UNKNOWN, _why_unknown(events, elsewhere))
     if cancel_requested(events):
         return Judged(RunState.CANCELLED, "by its user")
     return _after_the_queue(queued)
+
+
+def _without_job(events: Sequence[Event]) -> Judged:
+    failures = [event for event in events if event.event is EventKind.SUBMIT_FAILED]
+    if failures:
+        return Judged(RunState.NOT_SUBMITTED, failures[-1].reason or "")
+    if any(event.event is EventKind.SUBMITTING for event in events):
+        reason = "the run directory was made, but sbatch did not finish"
+        return Judged(RunState.NOT_SUBMITTED, reason)
+    return Judged(RunState.PREPARED, "`hpctrain resume` submits it, or sbatch by hand")
 
 
 def _why_unknown(events: Sequence[Event], elsewhere: str | None) -> str:

@@ -36,6 +36,7 @@ class RunStatus(BaseModel):
     `at_risk_seconds`: training since the newest checkpoint, which a failure now would lose.
     `eta_seconds`: of the steps alone; `queue_ahead_seconds`: waits in the queue until the last of
     them. `readable` is False for a run that this user may not read or whose ledger is damaged.
+    `owner` is the user whose jobs the run has.
     """
 
     model_config = ConfigDict(frozen=True, defer_build=True)
@@ -58,6 +59,7 @@ class RunStatus(BaseModel):
     at_risk_seconds: float | None = None
     stale: bool = False
     readable: bool = True
+    owner: str | None = None
 
 
 def statuses(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[RunStatus]:
@@ -96,7 +98,13 @@ def statuses(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[RunStatus]:
             except NewerFormatError as error:
                 reason = str(error)
         rows.append(
-            RunStatus(run_id=run.run_id, state=RunState.UNKNOWN, reason=reason, readable=False)
+            RunStatus(
+                run_id=run.run_id,
+                state=RunState.UNKNOWN,
+                reason=reason,
+                readable=False,
+                owner=run.owner_name,
+            )
         )
     return rows
 
@@ -171,4 +179,5 @@ def _status(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> Ru
         queue_ahead_seconds=ahead,
         at_risk_seconds=at_risk,
         stale=running and age is not None and config is not None and age > config.stall_seconds,
+        owner=run.owner_name,
     )

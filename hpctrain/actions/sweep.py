@@ -33,9 +33,10 @@ from hpctrain.actions.run_directory import (
     write_run_directory,
 )
 from hpctrain.actions.runs import RunFiles, runs_directory
+from hpctrain.actions.state import RunState
 from hpctrain.actions.submit import refuse_unsubmittable
 from hpctrain.actions.sweep_plans import SweepPlan, SweepRequest, is_written, plan_sweep
-from hpctrain.actions.sweep_table import SweepTable, runs_of_sweep, sweep_table
+from hpctrain.actions.sweep_table import REMOVED, SweepTable, runs_of_sweep, sweep_table
 from hpctrain.errors import (
     SlurmError,
     SlurmUnreachableError,
@@ -51,6 +52,7 @@ from hpctrain.supervise.run_jobs import RunJobs
 Report = Callable[[str], None]
 # For one sbatch, which a slow controller may keep waiting.
 _SECONDS_TO_STOP = 120
+_OVER = {REMOVED, *(state.value for state in RunState if state.over)}
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,7 @@ def _cancel(layout: SweepLayout, slurm: SlurmClient) -> CancelledSweep:
     states = {row.run_id: row.state for row in rows if row.run_id is not None}
     cancelled, over, failed = [], [], []
     for run_id in reversed(list(runs)):  # else the end of one would start the next of its lane
-        if states[run_id] in ("DONE", "FAILED", "CANCELLED", "STOPPED", "NOT SUBMITTED", "REMOVED"):
+        if states[run_id] in _OVER:
             over.append(run_id)
             continue
         try:

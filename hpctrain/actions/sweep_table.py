@@ -28,7 +28,7 @@ from hpctrain.store.sweeps import SweepLayout, SweepPoint, SweepRecord, all_swee
 from hpctrain.supervise.judge.documents import ActionKind
 
 _REFUSED = "REFUSED"
-_REMOVED = "REMOVED"
+REMOVED = "REMOVED"
 
 
 class SweepRow(BaseModel):
@@ -172,7 +172,7 @@ def sweep_summaries(runs: Path, slurm: SlurmClient) -> list[SweepSummary]:
 
 def _without_directory(point: SweepPoint) -> str:
     """Name the state of a point whose run directory is not there."""
-    return _REMOVED if point.submitted else RunState.NOT_SUBMITTED.value
+    return REMOVED if point.submitted else RunState.NOT_SUBMITTED.value
 
 
 def _present(runs: dict[str, RunFiles]) -> dict[str, RunFiles]:

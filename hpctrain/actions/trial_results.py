@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus
 from hpctrain.comparison.agreement import agreement_of
 from hpctrain.comparison.documents import (
@@ -111,7 +110,7 @@ def _read_trial(
             peak_bytes=times.peak_memory_bytes,
         )
     refused = any(event.event is EventKind.SUBMIT_FAILED for event in events)
-    waits = row.state is RunState.NOT_SUBMITTED and not refused
+    waits = row.state.without_job and not refused
     ends = [str(e.cause) for e in events if e.event is EventKind.LAUNCH_ENDED]
     measured = measure(steps, warm_up_steps(record.steps), one.global_batch, ranks)
     gpu_hours, cost = _costs(one, record, measured.step_seconds.mean if measured else None)

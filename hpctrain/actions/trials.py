@@ -161,10 +161,10 @@ class TrialRunner:
         return len(chosen)
 
     def _waits(self, row: RunStatus) -> bool:
-        return row.state is RunState.NOT_SUBMITTED and row.run_id not in self._tried
+        return row.state.without_job and row.run_id not in self._tried
 
     def _is_over(self, row: RunStatus) -> bool:
-        if row.state is RunState.NOT_SUBMITTED:
+        if row.state.without_job:
             return row.run_id in self._tried
         if row.state is not RunState.UNKNOWN:
             self._silent_since.pop(row.run_id, None)

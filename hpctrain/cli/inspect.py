@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -84,6 +85,7 @@ def _examine(
     from hpctrain.errors import HpctrainError, InvalidInputError, Problem
 
     errors: list[HpctrainError] = []
+    in_one_place = sys.stdout.isatty() and sys.stderr.isatty()
     for file in files:
         with busy(f"planning {file}, and checking all that could end the run ..."):
             found = examine(file, profile, overrides, runs=runs_directory(runs))
@@ -92,7 +94,10 @@ def _examine(
         else:
             click.echo(f"{file} on {profile}")
             for check in found.checks:
-                click.echo("\n".join(marked(check.state, f"{check.subject}: {check.sentence}")))
+                # The error below has the same sentence, with its place in the file and a hint.
+                twice = in_one_place and check.problems
+                sentence = "see below" if twice else check.sentence
+                click.echo("\n".join(marked(check.state, f"{check.subject}: {sentence}")))
         try:
             found.refuse()
         except HpctrainError as error:

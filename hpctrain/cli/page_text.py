@@ -17,6 +17,7 @@ from hpctrain.cli.evaluation_text import evaluation_lines
 from hpctrain.cli.notify_text import state_words
 from hpctrain.cli.output import coloured, paragraph
 from hpctrain.cli.status_text import COLOURS
+from hpctrain.store.requests import user_name
 from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _NOTABLE = 0.05
 # State -> what people do next: the command before the name of the run, and what it does.
 _WHY = "why"
 _LOOK = ((_WHY, "what happened, what comes next"),)
+_WITHOUT_JOB = (("resume", "submit it"), ("rm", "remove it"))
 _NEXT: dict[str, tuple[tuple[str, str], ...]] = {
     "RUNNING": (
         ("logs -f", "follow the log"),
@@ -53,10 +55,8 @@ _NEXT: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "STOPPED": (*_LOOK, ("resume", "continue from the newest checkpoint")),
     "CANCELLED": (("resume", "continue from the newest checkpoint"),),
-    "NOT SUBMITTED": (
-        ("resume", "submit it"),
-        ("rm", "remove it"),
-    ),
+    "PREPARED": _WITHOUT_JOB,
+    "NOT SUBMITTED": _WITHOUT_JOB,
     "UNKNOWN": _LOOK,
 }
 
@@ -71,6 +71,8 @@ def page_lines(page: RunPage) -> Iterator[str]:
     yield f"{'State':<{_MARGIN}}{state}{job}{attempt}"
     if row.reason:
         yield from _entry("Reason", row.reason)
+    if row.owner not in (None, user_name()):
+        yield f"{'Owner':<{_MARGIN}}{row.owner}"
     for label, words in (
         ("Progress", _progress(page)),
         ("Plan", _plan(page)),

@@ -96,9 +96,9 @@ def answer_lines(
         return [*lines, *entry("Takes", unknown, width), *last]
     training = days(forecast.times.training_seconds)
     mean = days(forecast.times.total_seconds)
-    lines += entry(
-        "Takes", f"{days_range(forecast)}, {mean} on average; {training} of it training", width
-    )
+    took = days_range(forecast)
+    average = "" if took == mean else f", {mean} on average"
+    lines += entry("Takes", f"{took}{average}; {training} of it training", width)
     hours = f"{forecast.gpu_hours:,.0f} GPU-hours"
     money = money_range(forecast)
     lines += entry("Costs", hours if money is None else f"{money}; {hours} on average", width)

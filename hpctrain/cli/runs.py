@@ -62,11 +62,13 @@ def status(
     pause_seconds = _pause_seconds(names, runs, every) if follow or wait else 0.0
     while True:
         with busy("asking Slurm, and reading the runs ..."):
-            rows = _collect(names, show_all, last, runs)
+            rows, notes = _collect(names, show_all, last, runs)
         over = all(row.state.over for row in rows)
         if follow:
             click.clear()
         if follow or over or not wait:
+            for note in notes:
+                say(note)
             _show(names, rows, runs, as_json=as_json)
         if wait and over:
             _fail_if_any_failed(rows)
@@ -93,7 +95,7 @@ def _show(
     if as_json:
         json_out("runs", rows)
     elif not rows:
-        say("no runs here yet; `hpctrain submit --help` shows how to start one")
+        return
     elif len(names) == 1:
         from hpctrain.actions.run_page import run_page
         from hpctrain.actions.runs import find_run, runs_directory
@@ -110,8 +112,11 @@ def _show(
 
 def _collect(
     names: tuple[str, ...], show_all: bool, last: int | None, runs: Path | None
-) -> list[RunStatus]:
-    """Determine the state of the selected runs: by default the unfinished and the last finished."""
+) -> tuple[list[RunStatus], list[str]]:
+    """Determine the state of the selected runs, and say what is left out.
+
+    By default these are the unfinished runs, those that are only prepared, and the last finished.
+    """
     from hpctrain.actions.runs import all_runs, find_run, runs_directory
     from hpctrain.actions.state import RunState
     from hpctrain.actions.status import statuses
@@ -119,19 +124,26 @@ def _collect(
 
     directory = runs_directory(runs)
     found = [find_run(directory, name) for name in names] if names else all_runs(directory)
+    if not found:
+        return [], ["no runs here yet; `hpctrain submit --help` shows how to start one"]
     rows = statuses(found[-last:] if last else found, SlurmClient())
     if names or show_all or last:
-        return rows
+        return rows, []
+    notes = []
     hidden = sum(not row.readable for row in rows)
     if hidden:
-        say(f"{hidden} {'run' if hidden == 1 else 'runs'} cannot be read; `-a` shows whose")
+        whose = "`-a` shows whose they are" if hidden > 1 else "`-a` shows whose it is"
+        notes.append(f"{hidden} {'run' if hidden == 1 else 'runs'} cannot be read; {whose}")
     rows = [row for row in rows if row.readable]
-    newest_finished = [row for row in rows if row.state.over][-1:]
-    shown = [row for row in rows if not row.state.over or row in newest_finished]
-    failed = sum(row.state is RunState.FAILED for row in rows if row not in shown)
+    ended = [row for row in rows if row.state.over and row.state is not RunState.PREPARED]
+    older = {row.run_id: row.state for row in ended[:-1]}
+    shown = [row for row in rows if row.run_id not in older]
+    failed = sum(state is RunState.FAILED for state in older.values())
     if failed:
-        say(f"{failed} more {'run has' if failed == 1 else 'runs have'} failed; `-a` shows them")
-    return shown
+        notes.append(
+            f"{failed} more {'run has' if failed == 1 else 'runs have'} failed; `-a` shows them"
+        )
+    return shown, notes
 
 
 def _fail_if_any_failed(rows: list[RunStatus]) -> None:

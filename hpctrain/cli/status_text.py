@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.cli.output import aligned, coloured, is_numeric, or_dash, paragraph
+from hpctrain.store.requests import user_name
 from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
@@ -19,15 +20,22 @@ HEADERS = (
     *("RUN", "STATE", "JOB", "TRY", "STEP", "LOSS", "S/STEP", "TOK/S", "UPDATED", "LEFT"),
     "REASON",
 )
+# Only on terminals, and only where some runs are other people's.
+_USER = "USER"
 # What a terminal that is too narrow does without, first to last. RUN is what people type, STATE is
 # what they ask for; REASON has lines of its own.
-_DROPPED = ("TRY", "TOK/S", "S/STEP", "JOB", "UPDATED", "LOSS", "LEFT", "STEP")
+_DROPPED = ("TRY", "TOK/S", "S/STEP", "JOB", "UPDATED", "LOSS", "LEFT", _USER, "STEP")
+_TIMES = ("UPDATED", "LEFT")
+_ALL = ("RUN", "STATE", _USER, *HEADERS[2:-1])
 _GAP = "  "
+# A longer name than this takes no columns from all rows: it has a line of its own.
+_LONG_NAME = 32
 COLOURS = {
     "RUNNING": "green",
     "PENDING": "yellow",
     "DONE": "cyan",
     "FAILED": "red",
+    "PREPARED": "yellow",
     "NOT SUBMITTED": "red",
     "STOPPED": "yellow",
     "UNKNOWN": "magenta",
@@ -58,12 +66,21 @@ def cells(row: RunStatus) -> list[str]:
 
 def people_lines(rows: Sequence[RunStatus], width: int) -> Iterator[str]:
     """Format rows for a terminal of so many columns; names and states are never cut."""
-    body = [dict(zip(HEADERS, cells(row), strict=True)) for row in rows]
-    shown = _columns(body, width)
-    numeric = [is_numeric([one[name] for one in body]) for name in shown]
+    me = user_name()
+    others = any(row.owner not in (None, me) for row in rows)
+    body = [
+        {**dict(zip(HEADERS, cells(row), strict=True)), _USER: row.owner or "-" if others else "-"}
+        for row in rows
+    ]
+    shown, longest = _columns(body, width)
+    for one in body:
+        one["RUN"] = "" if len(one["RUN"]) > longest else one["RUN"]
+    numeric = [name in _TIMES or is_numeric([one[name] for one in body]) for name in shown]
     grid = aligned([shown, *([one[name] for name in shown] for one in body)], numeric)
     yield _GAP.join(next(grid)).rstrip()
-    for row, line in zip(rows, grid, strict=True):
+    for row, one, line in zip(rows, body, grid, strict=True):
+        if not one["RUN"]:
+            yield row.run_id
         state = shown.index("STATE")
         line[state] = coloured(line[state], COLOURS.get(row.state.value))
         yield _GAP.join(line).rstrip()
@@ -84,18 +101,26 @@ def sentences(row: RunStatus) -> Iterator[str]:
         )
 
 
-def _columns(body: Sequence[dict[str, str]], width: int) -> list[str]:
-    """Choose columns: none that is empty, and no more than fit."""
+def _columns(body: Sequence[dict[str, str]], width: int) -> tuple[list[str], int]:
+    """Choose columns: none that is empty, and no more than fit; and the longest name inside them.
+
+    A name that is much longer than others would leave no room for anything else in all rows.
+    """
     fixed = ("RUN", "STATE")
-    widths = {name: max(len(name), *(len(one[name]) for one in body)) for name in HEADERS}
+    widths = {name: max(len(name), *(len(one[name]) for one in body)) for name in _ALL}
     shown = [
-        name
-        for name in HEADERS[:-1]
-        if name in fixed or any(one[name] not in ("-", "0") for one in body)
+        name for name in _ALL if name in fixed or any(one[name] not in ("-", "0") for one in body)
     ]
+
+    def needed() -> int:
+        return sum(widths[name] + len(_GAP) for name in shown) - len(_GAP)
+
+    longest = max(_LONG_NAME, width - needed() + widths["RUN"])
+    short = [len(one["RUN"]) for one in body if len(one["RUN"]) <= longest]
+    widths["RUN"] = max(len("RUN"), *short, 0)
     for name in _DROPPED:
-        if sum(widths[one] + len(_GAP) for one in shown) - len(_GAP) <= width:
+        if needed() <= width:
             break
         if name in shown:
             shown.remove(name)
-    return shown
+    return shown, longest

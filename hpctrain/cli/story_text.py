@@ -18,7 +18,11 @@ _TEXT = 12
 
 def story_lines(story: RunStory) -> list[str]:
     """Format attempts in order, each with its launches, then requests and checkpoints."""
-    lines = [f"Run        {story.run_id}" + ("   done" if story.done else "")]
+    lines = [f"Run        {story.run_id}"]
+    if story.state is not None:
+        lines.append(f"State      {story.state}")
+    if story.reason:
+        lines += _wrapped("Reason     ", story.reason)
     lines.append(f"Directory  {story.directory}")
     for number, attempt in enumerate(story.attempts, 1):
         lines += ["", *_attempt_lines(number, attempt)]

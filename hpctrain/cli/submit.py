@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import stat
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,6 +158,8 @@ def _tell_prepared(run: RunFiles, after: str | None) -> None:
     click.echo(run.run_id)
     say(f"Prepared run `{run.run_id}`, nothing is submitted")
     say(f"To read    {run.layout.script}")
+    if not run.layout.directory.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        say("           only you can read it; `run_access: group` in the profile shares runs")
     say(f"To submit  {run.command('resume')}")
     say(f"By hand    {shlex.join(['sbatch', *options, str(run.layout.script)])}")
     if after is not None:

@@ -140,7 +140,8 @@ class SlurmClient:
         return tuple(int(job_id) for (job_id,) in rows)
 
     def show_job(self, job_id: int) -> JobRecord | None:
-        """Query one job with its excluded nodes; None when the controller does not know it.
+        """Query one job with its excluded nodes and what it waits for; None when the controller
+        does not know it.
 
         Not by `scontrol show job`, because a job name may have the form of its `Key=value` text.
         squeue's -O has no field for excluded nodes in 22.05, its -o has.
@@ -148,11 +149,14 @@ class SlurmClient:
         record = self.jobs([job_id]).get(job_id)
         if record is None:
             return None
-        argv = ["squeue", "--states=all", f"--jobs={job_id}", f"--format=%A{parse.UNIT}%x"]
-        excluded = dict(
-            line.split(parse.UNIT) for line in _answered(argv, self._ask(argv)).splitlines()
-        )
-        return replace(record, exclude_nodes=excluded.get(str(job_id)))
+        fields = parse.UNIT.join(("%A", "%x", "%E"))
+        argv = ["squeue", "--states=all", f"--jobs={job_id}", f"--format={fields}"]
+        for line in _answered(argv, self._ask(argv)).splitlines():
+            number, excluded, dependency = line.split(parse.UNIT)
+            if number == str(job_id):
+                waits_for = parse.dependencies(dependency)
+                return replace(record, exclude_nodes=excluded, dependencies=waits_for)
+        return record
 
     def history(self, ids: Collection[int]) -> dict[int, JobRecord]:
         """Query the last attempt of each job in the accounting database; without one, query what

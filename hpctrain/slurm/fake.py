@@ -114,7 +114,11 @@ class FakeSlurm:
         return tuple(record.job_id for record in live if record.name == name)
 
     def show_job(self, job_id: int) -> JobRecord | None:
-        return self.jobs([job_id]).get(job_id)
+        record = self.jobs([job_id]).get(job_id)
+        if record is None:
+            return None
+        waits_for = tuple(filter(None, self.dependencies.get(job_id, "").split(",")))
+        return replace(record, dependencies=waits_for)
 
     def history(self, ids: Collection[int]) -> dict[int, JobRecord]:
         return self.jobs(ids)

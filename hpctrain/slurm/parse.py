@@ -253,6 +253,15 @@ def requeue_result(returncode: int, text: str) -> RequeueResult:
     return RequeueResult.UNREACHABLE if is_unreachable(text) else RequeueResult.REFUSED
 
 
+def dependencies(text: str) -> tuple[str, ...]:
+    """Read what a job still waits for, all of it: squeue(1), `%E`, `(null)` for nothing.
+
+    `afterok:7(unfulfilled),afterany:9(unfulfilled)` are `afterok:7` and `afterany:9`.
+    """
+    terms = re.sub(r"\([a-z]+\)", "", text.strip())
+    return tuple(term for term in terms.split(",") if term)
+
+
 def is_unknown_job(text: str) -> bool:
     """True if the controller refused because it does not know the job (any more)."""
     return _UNKNOWN_JOB in text

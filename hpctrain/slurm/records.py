@@ -26,7 +26,7 @@ class JobRecord:
     none. `array_job_id` is the id that sbatch has printed: that of the whole array for an element
     of one, else `job_id`. `node_count` of a pending job is the least it asks for. `cluster` is
     Slurm's ClusterName, `work_directory` where the script runs (sbatch(1), --chdir). `source` names
-    the command that reported it.
+    the command that reported it. `dependencies` are what it still waits for, such as `afterok:12`.
     """
 
     job_id: int
@@ -46,6 +46,7 @@ class JobRecord:
     exit_signal: int | None = None
     requeue: bool | None = None
     exclude_nodes: str | None = None
+    dependencies: tuple[str, ...] = ()
     comment: str | None = None
     array_job_id: int | None = None
     node_count: int | None = None

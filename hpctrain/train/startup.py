@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Protocol, cast
 
 import torch
@@ -37,6 +35,7 @@ from hpctrain.train.saving.digest_check import DigestCheck
 from hpctrain.train.saving.save_interval import SaveInterval
 from hpctrain.train.saving.saver import Saver
 from hpctrain.train.software_agreement import agree_on_software
+from hpctrain.train.spared_imports import hidden
 from hpctrain.train.speed_check import check_speed, watch_network
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import RankClock
@@ -64,13 +63,8 @@ def room_of(config: TrainConfig) -> Room:
     """Import the room of the engine, and the engine with it."""
     assembly = abilities_of(config.engine).assembly
     assert assembly is not None, f"engine {config.engine} trains with a program of its own"
-    absent = [name for name in _UNUSED_LOGGERS if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(absent, cast(ModuleType, None)))  # an ImportError each
-    try:
+    with hidden(*_UNUSED_LOGGERS):
         return cast(Room, resolve(assembly))
-    finally:
-        for name in absent:
-            del sys.modules[name]
 
 
 def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Loop:

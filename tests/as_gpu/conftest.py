@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="needs the megatron extra")
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 
 # Before any test module imports megatron-core: the CPU layer must come first.
-from fresh_process import FreshProcess
+from fresh_process import IMPORTS, FreshProcess
 
 import hpctrain.train.engines.megatron.assembly
 
@@ -24,6 +24,6 @@ assert hpctrain.train.engines.megatron.assembly is not None
 def engine_process() -> Iterator[FreshProcess]:
     """A process in which TransformerEngine is the stub."""
     stubs = Path(__file__).parents[1] / "stubs"
-    process = FreshProcess([stubs], ["hpctrain.train.engines.megatron.assembly", "trial_runs"])
+    process = FreshProcess([stubs], IMPORTS)
     yield process
     process.close()

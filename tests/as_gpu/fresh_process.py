@@ -21,6 +21,14 @@ from typing import Any
 
 _TESTS = Path(__file__).resolve().parents[1]
 LIMIT_SECONDS = 240
+# What forks share that train with megatron-core: its room, the reader of tokens, and what torch's
+# optimizers import at their first step.
+IMPORTS = [
+    "hpctrain.train.engines.megatron.assembly",
+    "hpctrain.train.datasets.token_samples",
+    "torch._dynamo",
+    "trial_runs",
+]
 
 
 class RemoteError(AssertionError):

@@ -19,7 +19,7 @@ import fake_cuda_guard
 import fake_cuda_steps
 import pytest
 import settings_sweep
-from fresh_process import FreshProcess
+from fresh_process import IMPORTS, FreshProcess
 from trial_runs import MODULE_GPT, MODULE_LLAMA
 from variants import varied
 
@@ -67,7 +67,7 @@ def gpu_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FreshProce
     fake_cuda_guard.build(library)
     process = FreshProcess(
         [Path(__file__).parents[1] / "stubs"],
-        ["fake_cuda:install", "hpctrain.train.engines.megatron.assembly", "trial_runs"],
+        ["fake_cuda:install", *IMPORTS],
         **{fake_cuda_guard.VARIABLE: str(library)},
     )
     yield process

@@ -14,13 +14,13 @@ import settings_sweep
 from fresh_process import FreshProcess
 
 STUBS = [Path(__file__).parents[1] / name for name in ("stubs", "stubs_apex")]
-IMPORTS = ["hpctrain.train.engines.megatron.assembly", "settings_sweep", "fake_worlds"]
+NEEDED = ["hpctrain.train.engines.megatron.assembly", "settings_sweep", "fake_worlds"]
 
 
 @pytest.fixture(scope="module")
 def apex_process() -> Iterator[FreshProcess]:
     """A process that has Apex's extension, too."""
-    process = FreshProcess(STUBS, IMPORTS)
+    process = FreshProcess(STUBS, NEEDED)
     yield process
     process.close()
 

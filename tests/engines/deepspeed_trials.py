@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 from trial_runs import MODULE_GPT, MODULE_LLAMA, Trial, make_trial
-
-from hpctrain.train.engines.models import transformers_library
-
-# Once here and not in every rank, which takes seconds of each.
-for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM"):
-    transformers_library.class_named(name)
-with transformers_library.hide_optional_packages():
-    importlib.import_module("peft")
 
 # fp32 rounding of a mean over other partial sums, after six steps
 ROUNDING = 5e-6

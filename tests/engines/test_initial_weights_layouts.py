@@ -21,7 +21,6 @@ from hpctrain.train.engines.models import initialisers
 from hpctrain.train.engines.models.allocation import allocate
 from hpctrain.train.engines.models.build import build_module
 from hpctrain.train.engines.models.initialisers import initial_weight
-from hpctrain.train.engines.models.transformers_library import class_named
 from hpctrain.train.rank_environment import read_launch
 
 CPU = torch.device("cpu")
@@ -38,8 +37,6 @@ TENSORS: dict[str, Any] = dict(ZERO, **LLAMA, tensor_parallel=2, data_parallel_s
 THREE: dict[str, Any] = dict(
     ZERO, **LLAMA, zero_stage=3, data_parallel_size=3, global_batch_size=12
 )
-for name in ("ResNetForImageClassification", "ViTForImageClassification"):
-    class_named(name)  # once here and not in every rank
 
 
 def over(ranks: int, base: dict[str, Any] = FSDP, shards: int | None = None) -> dict[str, Any]:

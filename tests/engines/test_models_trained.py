@@ -17,9 +17,6 @@ from trial_runs import LIMIT_SECONDS, MODULE_GPT, MODULE_LLAMA, Trial, largest_d
 from variants import varied
 
 from hpctrain.convert.__main__ import convert
-from hpctrain.train.engines.models.transformers_library import class_named
-
-class_named("LlamaForCausalLM")  # imports once what every forked rank needs
 
 # fp32 rounding of a mean over other partial sums
 ROUNDING = 5e-6

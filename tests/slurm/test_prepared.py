@@ -9,7 +9,6 @@ import subprocess
 from rehearsal import Rehearsal, Stage
 
 from hpctrain.actions.control import resume
-from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
 from hpctrain.actions.submit import prepare_only
@@ -21,7 +20,8 @@ SHORT = ("budget.steps=12", "checkpoint.every_steps=4")
 def test_it_is_started_by_hand(stage: Stage) -> None:
     prepared, place = stage.prepared("name=by-hand", *SHORT)
     run = prepare_only(prepared, stage.runs)
-    assert state_of(run, stage) == (RunState.NOT_SUBMITTED, True)
+    (row,) = statuses([run], stage.slurm)
+    assert row.state is RunState.PREPARED
     mode = stat.S_IMODE(run.layout.script.stat().st_mode)
     assert mode == 0o600 and stat.S_IMODE(run.layout.directory.stat().st_mode) == 0o700
     options = sbatch_options(run.layout.directory)
@@ -43,8 +43,3 @@ def test_it_is_submitted_by_resume(stage: Stage) -> None:
     rehearsal = Rehearsal(stage.sandbox, stage.slurm, run, job_id, place, ())
     row = rehearsal.wait_until(lambda row: row.state.over, "over")
     assert (row.state, row.step) == (RunState.DONE, 12)
-
-
-def state_of(run: RunFiles, stage: Stage) -> tuple[RunState, bool]:
-    (row,) = statuses([run], stage.slurm)
-    return row.state, "prepared: " in row.reason

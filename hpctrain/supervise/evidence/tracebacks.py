@@ -23,10 +23,8 @@ def final_exception(text: str) -> str | None:
     """
     if _HEAD not in text:
         return None
-    last: re.Match[str] | None = None
     plain = _LABEL.sub("", text)
-    for last in _TRACEBACK.finditer(plain):
-        pass
-    if last is None or plain.count("\n", last.end()) > _MOST_LINES_AFTER:
+    found = list(_TRACEBACK.finditer(plain))
+    if not found or plain.count("\n", found[-1].end()) > _MOST_LINES_AFTER:
         return None
-    return last["error"].strip()
+    return found[-1]["error"].strip()

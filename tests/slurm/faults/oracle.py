@@ -27,7 +27,7 @@ _LONGEST_LOOK_SECONDS = 3.0
 _CLOCK_SECONDS = 0.5
 # Metrics that could not be written follow within a second of a file system that is back.
 _LATE_SECONDS = 5.0
-_OVER = ("DONE", "FAILED", "STOPPED", "CANCELLED", "NOT SUBMITTED")
+_OVER = ("DONE", "FAILED", "STOPPED", "CANCELLED", "PREPARED", "NOT SUBMITTED")
 Statement = Mapping[str, Any]
 
 
@@ -206,6 +206,6 @@ def _of_deeds(said: Statement, after: Truth, deeds: Sequence[Deed]) -> list[str]
         return ["said to be CANCELLED, and nobody has cancelled it"]
     if state == "STOPPED" and not kinds & {DeedKind.STOPPED, DeedKind.HELD}:
         return ["said to be STOPPED, and nobody has asked for that"]
-    if state == "NOT SUBMITTED" and after.jobs:
-        return ["said to be NOT SUBMITTED, and Slurm has a job of it"]
+    if state in ("PREPARED", "NOT SUBMITTED") and after.jobs:
+        return [f"said to be {state}, and Slurm has a job of it"]
     return []

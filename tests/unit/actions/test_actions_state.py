@@ -93,7 +93,7 @@ ROWS: list[tuple[tuple[Said, ...], dict[str, object], RunState, str]] = [
     (BEGUN, dict(queued=KILLED), RunState.FAILED, "killed by signal 9"),
     (SUBMITTED[:2], {}, RunState.NOT_SUBMITTED, "sbatch did not finish"),
     ((*SUBMITTED[:2], REFUSED), {}, RunState.NOT_SUBMITTED, "Invalid account"),
-    ((), {}, RunState.NOT_SUBMITTED, "prepared: `hpctrain resume` submits it"),
+    ((), {}, RunState.PREPARED, "`hpctrain resume` submits it"),
 ]
 
 

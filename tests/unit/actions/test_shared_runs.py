@@ -76,7 +76,8 @@ def test_a_run_of_somebody_else_is_not_removed(runs: Path, another_user: Another
     for words in TAKING:
         told = another_user.hpctrain(words[0], "shared", *words[1:], "--runs", str(runs))
         assert told.exit_code == 2, told.transcript()
-        assert f"you cannot {words[0]} run `shared-0001`, which belongs to root" in told.stderr
+        verb = "remove" if words[0] == "rm" else words[0]
+        assert f"you cannot {verb} run `shared-0001`, which belongs to root" in told.stderr
         assert "unexpected" not in told.stderr
     assert content(runs) == before
 
@@ -102,6 +103,8 @@ def test_a_private_run_is_shown_with_its_owner(runs: Path, another_user: Another
     for words in (("describe", "closed"), ("rm", "closed", "-y"), ("stop", "closed")):
         told = another_user.hpctrain(*words, "--runs", str(runs))
         assert told.exit_code == 2 and "it belongs to root" in told.stderr, told.transcript()
+        shares = f"setfacl -R -m u:{another_user.name}:rX,d:u:{another_user.name}:rX {runs}/closed-"
+        assert shares in told.stderr, "what its owner types"
     watched = another_user.hpctrain("watch", "--runs", str(runs))
     assert watched.exit_code == 2 and "hint: `--heartbeat FILE`" in watched.stderr
 

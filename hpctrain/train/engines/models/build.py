@@ -18,7 +18,7 @@ from hpctrain.engines.module import ModuleConfig
 from hpctrain.spec.model import ModelSpec
 from hpctrain.train.engines.models.allocation import allocate
 from hpctrain.train.engines.models.initialisers import recording
-from hpctrain.train.engines.models.lora import add_adapters
+from hpctrain.train.engines.models.lora import add_adapters, import_peft
 from hpctrain.train.engines.models.pretrained import load_model
 from hpctrain.train.engines.models.transformers_library import class_named, unset_weights
 from hpctrain.train.pretrained_checks import open_weights
@@ -57,6 +57,15 @@ def build_module(config: ModuleConfig, *, device: torch.device, initialize: bool
         return module.to(device)
     allocate(module, device, draw=initialize)
     return module
+
+
+def import_classes(config: ModuleConfig) -> None:
+    """Import the modules that building this model needs, so that forked ranks share them."""
+    class_named(_CONFIGURATIONS[config.model.family])
+    class_named(_MODELS[config.model.family, config.task])
+    unset_weights()
+    if config.lora is not None:
+        import_peft()
 
 
 def starts_whole(config: ModuleConfig) -> bool:

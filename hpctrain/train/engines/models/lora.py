@@ -18,13 +18,18 @@ from hpctrain.train.engines.models.blocks import blocks_of
 from hpctrain.train.engines.models.transformers_library import hide_optional_packages
 
 
+def import_peft() -> Any:
+    """Import peft without what it would import only because it is installed."""
+    with hide_optional_packages():
+        return importlib.import_module("peft")
+
+
 def add_adapters(config: ModuleConfig, lora: LoraSpec, module: Any) -> Any:
     """Return `module` with adapters, which alone are trainable; of a classifier, its head is too.
 
     The head is new for the task, so its weights are not worth freezing.
     """
-    with hide_optional_packages():
-        peft = importlib.import_module("peft")
+    peft = import_peft()
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+
+from hpctrain.train.spared_imports import hidden
 
 # Read when huggingface_hub is imported (constants.py): no run uses the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,16 +23,9 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 _OPTIONAL = ("torchvision", "scipy", "deepspeed")
 
 
-@contextmanager
-def hide_optional_packages() -> Iterator[None]:
+def hide_optional_packages() -> AbstractContextManager[None]:
     """Hide optional packages from imports inside the block, unless they are imported already."""
-    hidden = [name for name in _OPTIONAL if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
+    return hidden(*_OPTIONAL)
 
 
 def class_named(name: str) -> Any:

@@ -9,7 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpctrain.train.engines.megatron.core_versions.record import CoreName, CoreVersion
+from hpctrain.train.engines.megatron.core_versions.record import (
+    LIBRARIES_OF_TOKENIZERS,
+    CoreName,
+    CoreVersion,
+)
+from hpctrain.train.spared_imports import hidden
 
 _COMMON_FILE = "common.pt"
 _COMMON_KEY = "common_state"  # of newer versions (0.19.2: serialization.py, save)
@@ -19,9 +24,10 @@ def null_tokenizer(token_ids: int) -> Any:
     """Make a tokenizer that only has a size; the id that ends documents is not counted in it."""
     from megatron.core.tokenizers import MegatronTokenizer
 
-    return MegatronTokenizer.from_pretrained(
-        metadata_path={"library": "null"}, vocab_size=token_ids - 1
-    )
+    with hidden(*LIBRARIES_OF_TOKENIZERS):
+        return MegatronTokenizer.from_pretrained(
+            metadata_path={"library": "null"}, vocab_size=token_ids - 1
+        )
 
 
 def load_options(directory: Path) -> dict[str, Any]:

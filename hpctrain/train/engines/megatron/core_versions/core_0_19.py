@@ -10,16 +10,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpctrain.train.engines.megatron.core_versions.record import CoreName, CoreVersion
+from hpctrain.train.engines.megatron.core_versions.record import (
+    LIBRARIES_OF_TOKENIZERS,
+    CoreName,
+    CoreVersion,
+)
+from hpctrain.train.spared_imports import hidden
 
 
 def null_tokenizer(token_ids: int) -> Any:
     """Make a tokenizer that only has a size; the id that ends documents is counted in it."""
     from megatron.core.tokenizers import MegatronTokenizer
 
-    return MegatronTokenizer.from_pretrained(
-        metadata_path={"library": "null-text"}, vocab_size=token_ids
-    )
+    with hidden(*LIBRARIES_OF_TOKENIZERS):
+        return MegatronTokenizer.from_pretrained(
+            metadata_path={"library": "null-text"}, vocab_size=token_ids
+        )
 
 
 def load_options(directory: Path) -> dict[str, Any]:

@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# What its tokenizers import where it is installed, and the one without texts does not need:
+# transformers alone is a second of processor time and 1,100 files of metadata.
+LIBRARIES_OF_TOKENIZERS = ("transformers", "sentencepiece", "tiktoken")
+
 
 @dataclass(frozen=True)
 class CoreName:
