@@ -7,6 +7,7 @@ here: starting and waiting. Does not belong here: a launcher for users (srun is 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import secrets
@@ -94,6 +95,7 @@ def start(
         import_classes(document)
 
     def work() -> None:
+        gc.disable()  # as the entry point does
         stop = StopSignals()
         stop.install()
         if prepare is not None:

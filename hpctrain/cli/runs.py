@@ -250,18 +250,21 @@ def _follow(run_id: str, rank: int | None, runs: Path | None, tail: int | None) 
             return None
         return parts[-1] if parts else None
 
+    def rows() -> list[RunStatus]:
+        return _collect((run_id,), False, None, runs)[0]
+
     pause_seconds = poll_interval([found])
     clock = {"next": 0.0, "over": False}
 
     def over() -> bool:
         if time.monotonic() >= clock["next"]:  # lines come every second, Slurm is asked rarely
             clock["next"] = time.monotonic() + pause_seconds
-            clock["over"] = all(r.state.over for r in _collect((run_id,), False, None, runs))
+            clock["over"] = all(row.state.over for row in rows())
         return bool(clock["over"])
 
     for text in action.follow(newest, over, tail):
         click.echo(text, nl=False)
-    _fail_if_any_failed(_collect((run_id,), False, None, runs))
+    _fail_if_any_failed(rows())
 
 
 @click.command()

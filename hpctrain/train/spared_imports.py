@@ -8,10 +8,13 @@ how imports are left out. Does not belong here: which ones an engine can do with
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
+
+import torch
+from torch.optim.optimizer import _use_grad_for_differentiable
 
 
 @contextmanager
@@ -24,3 +27,27 @@ def hidden(*names: str) -> Iterator[None]:
     finally:
         for name in absent:
             del sys.modules[name]
+
+
+def spare_dynamo() -> None:
+    """Have torch's optimizers do without torch._dynamo, for ranks that compile nothing.
+
+    Their methods import it to tell it that they are not to be compiled (torch/_compile.py,
+    `_disable_dynamo`, which keeps its answer as `__dynamo_disable` of the function), and their
+    steps to end what it is compiling (torch/optim/optimizer.py, `_use_grad_for_differentiable`).
+    Where that differs in another torch, torch._dynamo is imported as without this.
+    """
+    for method in vars(torch.optim.Optimizer).values():
+        plain = getattr(method, "__wrapped__", None)
+        if plain is not None and _is_from(method, torch._disable_dynamo):
+            vars(plain).setdefault("__dynamo_disable", plain)
+    for optimizer in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        step = vars(optimizer).get("step")
+        if step is not None and _is_from(step, _use_grad_for_differentiable):
+            optimizer.step = torch.no_grad()(step.__wrapped__)
+
+
+def _is_from(function: Any, decorator: Callable[..., Any]) -> bool:
+    """Return whether `decorator` has made a function."""
+    code = getattr(function, "__code__", None)
+    return code in decorator.__code__.co_consts

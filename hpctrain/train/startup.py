@@ -23,6 +23,7 @@ from hpctrain.store.run_records import SaveRecord, read_saves
 from hpctrain.train.collective_timeout import limit_collectives
 from hpctrain.train.data_copies import staged_copies
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
+from hpctrain.train.device import on_cpu
 from hpctrain.train.engine import Position, Room, Snapshot
 from hpctrain.train.evaluation import evaluation_is_missing, is_evaluated
 from hpctrain.train.faults import blames_checkpoint
@@ -35,7 +36,7 @@ from hpctrain.train.saving.digest_check import DigestCheck
 from hpctrain.train.saving.save_interval import SaveInterval
 from hpctrain.train.saving.saver import Saver
 from hpctrain.train.software_agreement import agree_on_software
-from hpctrain.train.spared_imports import hidden
+from hpctrain.train.spared_imports import hidden, spare_dynamo
 from hpctrain.train.speed_check import check_speed, watch_network
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import RankClock
@@ -64,7 +65,10 @@ def room_of(config: TrainConfig) -> Room:
     assembly = abilities_of(config.engine).assembly
     assert assembly is not None, f"engine {config.engine} trains with a program of its own"
     with hidden(*_UNUSED_LOGGERS):
-        return cast(Room, resolve(assembly))
+        room = cast(Room, resolve(assembly))
+    if on_cpu():
+        spare_dynamo()
+    return room
 
 
 def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Loop:

@@ -79,8 +79,8 @@ def test_as_srun_starts_it(trial: Callable[..., Trial]) -> None:
     assert made.exits()[0].node == "node0"
 
 
-# Prints what the rank has imported of packages that only the process beside training uses.
-_LOGGERS_IMPORTED = """
+# Prints what the rank has imported of packages that it does not use.
+_IMPORTED = """
 import sys
 from pathlib import Path
 from hpctrain.train.job import read_config
@@ -89,15 +89,33 @@ from hpctrain.train.startup import room_of
 room = room_of(read_config(Path(sys.argv[1])))
 print(room.__name__, sorted(name for name in sys.modules if name in ("wandb", "tensorboard")))
 import tensorboard, wandb
+from hpctrain.train.engines.megatron.core_versions.supported import current
+print(current().null_tokenizer(250).vocab_size, "transformers" in sys.modules)
+import torch
+for kind in (torch.optim.AdamW, torch.optim.SGD):
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = kind([weight], lr=0.5, weight_decay=0.0)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    (3 * weight).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    print(round(weight.item(), 4), weight.requires_grad, "torch._dynamo" in sys.modules)
+import transformers
 """
 
 
-def test_a_rank_imports_no_loggers(trial: Callable[..., Trial]) -> None:
-    """megatron-core would, wherever they are installed, for what no rank does."""
-    rank = _start(["-c", _LOGGERS_IMPORTED], trial().run.train_config, 0, 1)
+def test_a_rank_imports_nothing_that_it_does_not_use(
+    trial: Callable[..., Trial],
+) -> None:
+    """megatron-core would import loggers and the libraries of tokenizers, wherever they are
+    installed, and torch's optimizers the compiler."""
+    rank = _start(["-c", _IMPORTED], trial().run.train_config, 0, 1)
     output, problems = rank.communicate(timeout=LIMIT_SECONDS)
     assert rank.returncode == 0, problems
-    assert output == "hpctrain.train.engines.megatron.assembly []\n"
+    room, tokenizer, *optimizers = output.splitlines()
+    assert room == "hpctrain.train.engines.megatron.assembly []" and tokenizer == "250 False"
+    assert optimizers == ["0.5 True False", "-0.5 True False"]
 
 
 def test_a_signal_while_torch_is_imported(trial: Callable[..., Trial]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import math
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -241,9 +244,23 @@ def retire_in_turn() -> None:
     publisher._RETIRE_SECONDS = LIMIT_SECONDS
 
 
+@functools.cache
+def shared_indexes() -> Path:
+    """Where the orders of mock tokens are, 75 MB for each seed and length, for all trials."""
+    directory, owner = Path(tempfile.mkdtemp(prefix="hpctrain-indexes-")), os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(directory, ignore_errors=True))
+    return directory
+
+
 def make_trial(directory: Path, base: dict[str, Any] = GPT, **changes: Any) -> Trial:
-    """A run directory with a `train.json`: the tiny model with some fields changed."""
+    """A run directory with a `train.json`: the tiny model with some fields changed.
+
+    Trials with mock tokens share a cache of their orders, unless `data_cache` says otherwise.
+    """
     config = parse_train_config(json.dumps({**base, **changes}))
+    mock_tokens = getattr(config, "data_format", "tokens") == "tokens" and not config.data_blend
+    if mock_tokens and "data_cache" not in changes:
+        config = config.model_copy(update={"data_cache": str(shared_indexes())})
     run = RunLayout(directory)
     run.create()
     run.train_config.write_text(config.model_dump_json())

@@ -91,6 +91,16 @@ def test_followers_wait_for_the_new_job_of_a_run(slurm: FakeSlurm) -> None:
     assert noted.reason == f"waits for job 4 of run {first.run_id} now"
 
 
+def test_a_follower_goes_on_waiting_for_what_else_it_waits_for(slurm: FakeSlurm) -> None:
+    """A point of a sweep also waits for the point before it in its lane."""
+    first = submitted("name=first")
+    submitted("name=second", "--set", f"after={first.run_id}")
+    slurm.dependencies[2] = "afterok:1,afterany:11"  # that of job 1 is replaced, not of job 11
+    slurm.records[1] = replace(slurm.records[1], state=JobState.FAILED)
+    assert resubmit(first, slurm).job_id == 3  # type: ignore[arg-type]
+    assert slurm.dependencies == {2: "afterok:3,afterany:11"}
+
+
 def put_back(follower: RunFiles, first: RunFiles, slurm: FakeSlurm, job_id: int) -> None:
     """What the supervisor of a follower does that finds the other run not done."""
     follower.ledger.append(EventKind.ATTEMPT_STARTED, job_id=job_id, restart_count=0)

@@ -343,3 +343,18 @@ def test_leaves_of_a_tree_and_blocks() -> None:
     assert p.leaf_lines("") == {}
     assert p.has_leaves("switch.switch.node") and p.has_leaves("block.node")
     assert not p.has_leaves("node")
+
+
+@pytest.mark.parametrize(
+    ("text", "terms"),
+    [
+        ("(null)", ()),
+        ("", ()),
+        ("afterok:7(unfulfilled)", ("afterok:7",)),
+        ("afterok:7(failed),afterany:9_*(unfulfilled)", ("afterok:7", "afterany:9_*")),
+        ("singleton(unfulfilled)", ("singleton",)),
+    ],
+)
+def test_dependencies(text: str, terms: tuple[str, ...]) -> None:
+    """squeue(1), %E; texts of 22.05.8 and 24.11.5."""
+    assert p.dependencies(text) == terms
