@@ -141,6 +141,7 @@ def _trial(directory: Path, ranks: int, **changes: object) -> Trial:
         "global_batch_size": 12 if 12 % ranks == 0 else ranks,
         "train_steps": 2 * _SAVE_STEPS,
         "save_interval_steps": _SAVE_STEPS,
+        "data_cache": None,  # its own, whose files are counted
     }
     made = make_trial(directory, **settings, **changes)
     # as the supervisor leaves them before it starts ranks

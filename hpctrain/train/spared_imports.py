@@ -13,9 +13,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, cast
 
-import torch
-from torch.optim.optimizer import _use_grad_for_differentiable
-
 
 @contextmanager
 def hidden(*names: str) -> Iterator[None]:
@@ -37,6 +34,9 @@ def spare_dynamo() -> None:
     steps to end what it is compiling (torch/optim/optimizer.py, `_use_grad_for_differentiable`).
     Where that differs in another torch, torch._dynamo is imported as without this.
     """
+    import torch  # here: data preparation hides packages, too, and does without torch
+    from torch.optim.optimizer import _use_grad_for_differentiable
+
     for method in vars(torch.optim.Optimizer).values():
         plain = getattr(method, "__wrapped__", None)
         if plain is not None and _is_from(method, torch._disable_dynamo):

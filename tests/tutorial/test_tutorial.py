@@ -56,6 +56,7 @@ class Reader:
             group = grp.getgrgid(self.colleague.account.pw_gid).gr_name
             found |= {group: "llm", self.colleague.name: "ada", f"by {ours}": "by ben"}
             found |= {f"belongs to {ours}": "belongs to ben", f" {ours} ": " ben "}
+            found |= {f"Owner      {ours}": "Owner      ben"}
         return found
 
     def follow(self, block: Block) -> None:

@@ -317,6 +317,8 @@ def test_an_interrupt_during_the_imports(here: Path) -> None:
         env={**os.environ, "PYTHONPATH": f"{here}:{ROOT}"},
         stderr=subprocess.PIPE,
         text=True,
+        # a shell's background command, as these tests may be, ignores it and hands that on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (here / "importing").exists():
         assert process.poll() is None
