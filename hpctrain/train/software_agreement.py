@@ -30,6 +30,7 @@ from hpctrain.train.faults import RefusedElsewhereError
 from hpctrain.train.found_software import found_software
 from hpctrain.train.job import Job
 from hpctrain.train.software import LibraryFindings, LibraryProblem
+from hpctrain.train.spared_imports import UNUSED_LOGGERS, hidden
 from hpctrain.train.storage import outlast
 
 # Sockets and files that a rank needs beside one socket to each other rank.
@@ -151,7 +152,8 @@ def library_findings(engine: str) -> LibraryFindings:
     place = abilities_of(engine).library_check
     if place is None:
         return LibraryFindings()
-    findings: LibraryFindings = resolve(place)()
+    with hidden(*UNUSED_LOGGERS):  # the check may be what imports the library
+        findings: LibraryFindings = resolve(place)()
     return findings
 
 

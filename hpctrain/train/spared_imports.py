@@ -13,6 +13,11 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, cast
 
+# Packages that megatron-core imports where they are installed, for logging that no rank does: 450
+# modules, which every rank would look for on a shared file system. `hpctrain.tracking` uses them in
+# a process of its own.
+UNUSED_LOGGERS = ("wandb", "tensorboard")
+
 
 @contextmanager
 def hidden(*names: str) -> Iterator[None]:
@@ -45,6 +50,21 @@ def spare_dynamo() -> None:
         step = vars(optimizer).get("step")
         if step is not None and _is_from(step, _use_grad_for_differentiable):
             optimizer.step = torch.no_grad()(step.__wrapped__)
+
+
+def use_deterministic_algorithms(*, compiled: bool) -> None:
+    """Have torch use deterministic algorithms only, and raise where it has none.
+
+    torch's own function also imports torch._inductor, a thousand modules, to set its
+    `deterministic` (torch/__init__.py). That is for what is `compiled`; where nothing is, only the
+    flag of the operations is set.
+    """
+    import torch
+
+    if compiled:
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch._C._set_deterministic_algorithms(True, warn_only=False)
 
 
 def _is_from(function: Any, decorator: Callable[..., Any]) -> bool:

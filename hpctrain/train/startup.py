@@ -36,17 +36,18 @@ from hpctrain.train.saving.digest_check import DigestCheck
 from hpctrain.train.saving.save_interval import SaveInterval
 from hpctrain.train.saving.saver import Saver
 from hpctrain.train.software_agreement import agree_on_software
-from hpctrain.train.spared_imports import hidden, spare_dynamo
+from hpctrain.train.spared_imports import (
+    UNUSED_LOGGERS,
+    hidden,
+    spare_dynamo,
+    use_deterministic_algorithms,
+)
 from hpctrain.train.speed_check import check_speed, watch_network
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import RankClock
 
 # Every rank would warn at import that TransformerEngine or Apex are missing.
 warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
-# Packages that megatron-core imports where they are installed, for logging that no rank does: 450
-# modules, which every rank would look for on a shared file system. `hpctrain.tracking` uses them in
-# a process of its own.
-_UNUSED_LOGGERS = ("wandb", "tensorboard")
 
 
 class Keeper(Protocol):
@@ -64,7 +65,7 @@ def room_of(config: TrainConfig) -> Room:
     """Import the room of the engine, and the engine with it."""
     assembly = abilities_of(config.engine).assembly
     assert assembly is not None, f"engine {config.engine} trains with a program of its own"
-    with hidden(*_UNUSED_LOGGERS):
+    with hidden(*UNUSED_LOGGERS):
         room = cast(Room, resolve(assembly))
     if on_cpu():
         spare_dynamo()
@@ -188,6 +189,6 @@ def _configure_libraries(config: TrainConfig, *, leads: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-        torch.use_deterministic_algorithms(True)
+        use_deterministic_algorithms(compiled=not on_cpu())
     if not leads:
         logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from trial_runs import LIMIT_SECONDS, MODULE_GPT, Trial
 
 from bench import prefork
@@ -116,6 +117,33 @@ def test_a_rank_imports_nothing_that_it_does_not_use(
     room, tokenizer, *optimizers = output.splitlines()
     assert room == "hpctrain.train.engines.megatron.assembly []" and tokenizer == "250 False"
     assert optimizers == ["0.5 True False", "-0.5 True False"]
+
+
+# Runs the rank, and says at its end what it has imported of that.
+_WHOLE = """
+import os, runpy, sys
+
+def leave(code, real=os._exit):
+    named = ("wandb", "tensorboard", "transformers", "torch._dynamo", "torch._inductor")
+    deterministic = sys.modules["torch"].are_deterministic_algorithms_enabled()
+    print("imported", [name for name in named if name in sys.modules], deterministic, flush=True)
+    real(code)
+
+os._exit = leave
+sys.argv = ["train", sys.argv[1]]
+runpy.run_module("hpctrain.train", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_whole_run_imports_nothing_of_that(
+    trial: Callable[..., Trial], deterministic: bool
+) -> None:
+    made = trial(train_steps=2, save_interval_steps=1, deterministic_mode=deterministic)
+    rank = _start(["-c", _WHOLE], made.run.train_config, 0, 1)
+    output, problems = rank.communicate(timeout=LIMIT_SECONDS)
+    assert rank.returncode == 0, problems
+    assert output.splitlines()[-1] == f"imported [] {deterministic}"
 
 
 def test_a_signal_while_torch_is_imported(trial: Callable[..., Trial]) -> None:
