@@ -5,11 +5,13 @@ Does not belong here: the course of one run (see `simulated_run`).
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from hpctrain.simulate.scenario import Scenario
@@ -55,8 +57,25 @@ class Outcome(Document):
     stop_reasons: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A scenario as a key: by its text, because documents with tables have no hash."""
+
+    text: str
+    scenario: Scenario = field(compare=False)
+
+
 def simulate(scenario: Scenario, trials: int, seed: int) -> Outcome:
-    """Simulate a scenario. The same seed gives the same numbers, on every machine."""
+    """Simulate a scenario. The same seed gives the same numbers, on every machine.
+
+    An outcome is kept, and given again: most points of a sweep are the same run to a forecast.
+    """
+    return _simulated(_Asked(repr(scenario), scenario), trials, seed)
+
+
+@functools.lru_cache(maxsize=256)
+def _simulated(asked: _Asked, trials: int, seed: int) -> Outcome:
+    scenario = asked.scenario
     decisions = Decisions(scenario)
     draws = (random.Random(f"{seed}/{n}") for n in range(trials))
     runs = [SimulatedRun(scenario, draw, decisions).run() for draw in draws]
