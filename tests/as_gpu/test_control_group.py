@@ -51,7 +51,7 @@ def measured(size: int, directory: Path) -> list[dict[str, Any]]:
     return [json.loads((directory / str(rank)).read_text()) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [256])
+@pytest.mark.parametrize("size", [64, pytest.param(256, marks=pytest.mark.variant)])
 def test_many_ranks_agree(size: int, tmp_path: Path) -> None:
     rows = measured(size, tmp_path / "ranks")
     wanted = [vote == control_ranks.STOPPING_VOTE for vote in range(control_ranks.VOTES)]

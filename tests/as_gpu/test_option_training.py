@@ -74,9 +74,7 @@ def option_trial(tmp_path: Path, engine_process: FreshProcess) -> Callable[..., 
     return make
 
 
-@pytest.mark.parametrize(
-    "name", varied(OPTIONS, "fp8, delayed, dp2", "fp8, experts", "experts' activation again")
-)
+@pytest.mark.parametrize("name", varied(OPTIONS, "fp8, delayed, dp2", "experts' activation again"))
 def test_an_option_is_trained_and_resumed(
     name: str, option_trial: Callable[..., EngineTrial]
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from newest_core import DIRECTORY, NEWEST, environment_of_newest
+from variants import varied
 
 from hpctrain.train import software
 
@@ -39,7 +40,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("group", list(GROUPS))
+@pytest.mark.parametrize("group", varied(GROUPS, "checkpoints"))
 def test_same_tests_pass_with_the_newest(group: str, tmp_path: Path) -> None:
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     ended = subprocess.run(

@@ -78,7 +78,9 @@ def test_a_resume_is_exact(
     assert resumed.exact == {step: row for step, row in whole.exact.items() if step > 2}
 
 
-@pytest.mark.parametrize(("stage", "ranks", "now"), [(1, 1, 2), (3, 4, 3)])
+@pytest.mark.parametrize(
+    ("stage", "ranks", "now"), [pytest.param(1, 1, 2, marks=pytest.mark.variant), (3, 4, 3)]
+)
 def test_other_ranks_go_on_within_rounding(
     stage: int, ranks: int, now: int, trial: Callable[..., Trial], saved: Callable[[int], Trial]
 ) -> None:

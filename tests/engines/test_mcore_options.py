@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from newest_core import NEWEST
 from trial_runs import GPT, LLAMA, Trial, largest_difference
+from variants import varied
 
 from hpctrain.store.run_records import TrainerExit
 from hpctrain.train import software
@@ -158,7 +159,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     return made
 
 
-@pytest.mark.parametrize("name", ETP_LAYOUTS)
+@pytest.mark.parametrize("name", varied(ETP_LAYOUTS, "tp2 dp2 ep2 etp2"))
 def test_experts_split_over_ranks_equal_one_process(
     name: str, one_process: Trial, trial: Callable[..., Trial]
 ) -> None:

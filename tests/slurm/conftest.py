@@ -23,6 +23,7 @@ from rehearsal import (
     own_sandbox,
     wait_till_remembered,
 )
+from variants import varied
 
 from hpctrain.actions.runs import RunFiles, find_run
 from hpctrain.actions.state import RunState
@@ -92,11 +93,17 @@ def newer_slurm(pytestconfig: pytest.Config) -> Path:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """What asks for a Slurm with accounting runs on each newer one, or on that of `--slurm`."""
+    """What asks for a Slurm with accounting runs on each newer one, or on that of `--slurm`.
+
+    Whole runs with faults run on the newest one alone, on the others as variants.
+    """
     if "_sandbox_with_accounting" in metafunc.fixturenames:
         given: str | None = metafunc.config.getoption("--slurm")
         names = NEWER if given is None else (given,)
-        metafunc.parametrize("_sandbox_with_accounting", names, indirect=True, scope="session")
+        always = names if "accounting_stage" not in metafunc.fixturenames else names[-1:]
+        metafunc.parametrize(
+            "_sandbox_with_accounting", varied(names, *always), indirect=True, scope="session"
+        )
 
 
 @pytest.fixture(scope="session")

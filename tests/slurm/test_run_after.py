@@ -71,6 +71,7 @@ def test_it_never_begins_when_the_other_fails(stage: Stage) -> None:
     assert began > [event.time for event in first.events(EventKind.LAUNCH_ENDED)][-1]
 
 
+@pytest.mark.variant("test_it_begins_when_the_other_is_done_and_not_when_it_is_requeued")
 def test_it_does_not_begin_when_the_other_is_stopped_and_begins_when_that_is_done(
     stage: Stage,
 ) -> None:
@@ -96,6 +97,7 @@ def test_it_does_not_begin_when_the_other_is_stopped_and_begins_when_that_is_don
     assert launched > done
 
 
+@pytest.mark.variant("test_it_begins_when_the_other_is_done_and_not_when_it_is_requeued")
 def test_a_run_that_is_done_is_not_waited_for(stage: Stage) -> None:
     first = stage.start("name=over", *SHORT)
     assert first.wait_till_over().state is RunState.DONE
