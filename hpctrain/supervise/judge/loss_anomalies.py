@@ -34,7 +34,7 @@ def decide_numerics(
     if not rollback.act:
         return Action(
             ActionKind.STOP,
-            verdict.followed_by("again at the same step: the run's own", ", "),
+            verdict.followed_by("again at the same step, so the run itself is its cause", ", "),
             _STOPPED_EXIT_CODE,
             observed=(f"would {plan}",),
         )
