@@ -48,7 +48,6 @@ def test_layouts_of_one_node_equal_one_gpu(site: Site, monkeypatch: pytest.Monke
     assert found["tp4 sp against one GPU"] == ("not_run", "needs 4 GPUs")
 
 
-@pytest.mark.variant("test_layouts_of_one_node_equal_one_gpu")
 def test_a_layout_that_trains_another_model_fails(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -423,3 +423,15 @@ def test_a_month_of_a_large_run() -> None:
         "work_seconds": 50.0 * DAY,
     })  # fmt: skip
     assert simulate(given, 20, seed=1).failures > 350
+
+
+def test_what_was_played_is_given_again_and_nothing_else_is() -> None:
+    first = simulate(scenario(), 3, seed=1)
+    assert simulate(scenario(), 3, seed=1) is first
+    others = [
+        simulate(scenario(), 4, seed=1),
+        simulate(scenario(), 3, seed=2),
+        simulate(scenario(relaunch_seconds=7.0), 3, seed=1),
+        simulate(scenario(supervise=settings(budgets={"crash": 0})), 3, seed=1),
+    ]
+    assert all(other is not first for other in others)
