@@ -170,6 +170,10 @@ class RunLayout:
         return self.directory / "ranks.json"
 
     @property
+    def communication(self) -> Path:
+        return self.directory / "communication.json"
+
+    @property
     def saves(self) -> Path:
         return self.directory / "saves.jsonl"
 
