@@ -2,8 +2,8 @@
 
 Names follow OpenMetrics (prometheus/OpenMetrics, specification/OpenMetrics.md): a unit is the end
 of the name, counters are exposed with `_total`, info metrics with `_info`. A name here is without
-both. Every family has the label `run`; info families carry what other exporters' series are joined by.
-No family has a label for ranks, so a run has at most as many series of a family as it has nodes.
+both. Every family has the label `run`; info families carry what other exporters' series are joined
+by. None has a label for ranks, so a run has at most as many series of a family as it has nodes.
 Belongs here: the one table of them. Does not belong here: their values (`samples`), text formats
 (`exposition`).
 """
