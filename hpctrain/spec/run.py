@@ -49,13 +49,19 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class BudgetSpec(Document):
-    """How long to train: either steps or tokens."""
+    """How long to train, either steps or tokens; and what that may take."""
 
     steps: int | None = Field(None, ge=1, description="Optimizer steps")
     tokens: TokenCount | None = Field(
         None,
         gt=0,
         description="Tokens to train on, for example 300B",
+    )
+    gpu_hours: float | None = Field(
+        None,
+        gt=0,
+        description="GPU-hours that the run may take, failures included. Metrics, alerts and "
+        "reports compare with it, by default with the plan; nothing is stopped",
     )
 
     @model_validator(mode="after")
