@@ -22,6 +22,7 @@ from hpctrain.spec.engines.unread import unread_choices
 from hpctrain.spec.evaluation import EvaluationJobSpec as EvaluationJobSpec
 from hpctrain.spec.evaluation import EvaluationSpec as EvaluationSpec
 from hpctrain.spec.job_text import JobText
+from hpctrain.spec.metrics import MetricsSpec as MetricsSpec
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
@@ -313,6 +314,7 @@ class RunSpec(Document):
         None, description="Traces of chosen steps and ranks; absent: none"
     )
     tracking: TrackingSpec = TrackingSpec()
+    metrics: MetricsSpec = MetricsSpec()
     supervise: SuperviseSpec = SuperviseSpec()
     notify: NotifySpec | None = Field(
         None,

@@ -23,6 +23,7 @@ from hpctrain.spec.profile.hardware import (
     NvlinkProfile,
 )
 from hpctrain.spec.profile.limits import LimitsProfile, PriceProfile, ReliabilityProfile
+from hpctrain.spec.profile.metrics import MetricsProfile
 from hpctrain.spec.profile.network import NetworkProfile
 from hpctrain.spec.profile.slurm import SlurmProfile
 from hpctrain.spec.profile.software import FabricVariable, SoftwareProfile
@@ -78,6 +79,7 @@ class ClusterProfile(Document):
     notify: NotifySpec | None = Field(
         None, description="Whom runs tell about their events when a spec does not say otherwise"
     )
+    metrics: MetricsProfile = MetricsProfile()
     limits: LimitsProfile = LimitsProfile()
     prices: PriceProfile | None = Field(None, description="Absent: no costs are printed")
     reliability: ReliabilityProfile | None = Field(
