@@ -1,7 +1,7 @@
 """Be a process beside training: give way to it, and end with whoever started this process.
 
 Belongs here: priority, signals, and the wait for the end. Does not belong here: what such a process
-does (`hpctrain.tracking`, `hpctrain.cli.attempt_exporter`), starting it (`hpctrain.supervise`).
+does (`hpctrain.tracking`, `hpctrain.actions.attempt_exporter`), starting it (`hpctrain.supervise`).
 """
 
 from __future__ import annotations

@@ -63,6 +63,8 @@ SPEAKERS = (*SPEAKERS, "supervise/evaluation_result.py")
 SPEAKERS = (*SPEAKERS, "nodes/survey.py")
 # A program beside training, which says on stderr what it could not write.
 SPEAKERS = (*SPEAKERS, "tracking/__main__.py")
+# Another one, which exports metrics.
+SPEAKERS = (*SPEAKERS, "actions/attempt_exporter.py")
 # Long-lived children: these modules watch over time limits and signals themselves.
 POPEN = ("slurm/process.py", "supervise/srun_process.py", "sandbox/processes.py")
 POPEN = (*POPEN, "supervise/evidence/probe.py")

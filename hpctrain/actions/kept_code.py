@@ -32,6 +32,8 @@ from hpctrain.version import __version__
 _ROOMS = (
     *("checkpoints", "engines", "nodes", "notify", "plan", "prepare", "slurm", "spec", "store"),
     *("supervise", "tracking", "train"),
+    # what exports metrics from a job (`attempt_exporter`)
+    *("actions", "diagnose", "observe", "render", "telemetry"),
 )
 _INSIDE = "hpctrain/"
 # importlib.util.MAGIC_NUMBER, flags 1 (hash-based, unchecked: PEP 552), then the source's hash.

@@ -3,7 +3,7 @@
 They can harm nothing: each is a process of its own, with the least priority, that the kernel kills
 first; it writes files that training does not. If one fails, the log and the ledger have one line
 about it, and the attempt goes on. Belongs here: starting and ending them. Does not belong here:
-what they write (`hpctrain.tracking`, `hpctrain.cli.attempt_exporter`).
+what they write (`hpctrain.tracking`, `hpctrain.actions.attempt_exporter`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def metrics_program(context: AttemptContext) -> SideProgram | None:
         return None
     return SideProgram(
         name="metrics",
-        module="hpctrain.cli.attempt_exporter",
+        module="hpctrain.actions.attempt_exporter",
         options=(),
         log=context.run_layout.metrics_log,
         failed=EventKind.METRICS_FAILED,

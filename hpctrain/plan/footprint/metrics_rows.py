@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hpctrain.plan.footprint.quantities import FileRow, Formula
 
-# As often as hpctrain/cli/attempt_exporter.py reads the run directory.
+# As often as hpctrain/actions/attempt_exporter.py reads the run directory.
 PASS_SECONDS = 15.0
 _SUPERVISOR = "hpctrain.supervise.side_processes:SideProcess"
 _OUTLETS = "hpctrain.actions.metrics_outlets:published_endpoint"
@@ -26,7 +26,7 @@ _OPENED = {
     "rank times": 1,
     "communication": 1,
 }
-_LOOKED_AT = ("ledger", "checkpoints")
+_LOOKED_AT = ("ledger", "settings", "checkpoints")
 
 METRICS_ROWS: tuple[FileRow, ...] = (
     FileRow(

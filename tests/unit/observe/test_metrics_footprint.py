@@ -10,7 +10,7 @@ from pathlib import Path
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate
 
 from bench.footprint.system_calls import calls_below, strace_command
-from hpctrain.cli import attempt_exporter
+from hpctrain.actions import attempt_exporter
 from hpctrain.plan.footprint import metrics_rows
 from hpctrain.plan.footprint.file_rows import place_of
 from hpctrain.plan.footprint.quantities import OPERATIONS, Operation
