@@ -1,4 +1,4 @@
-"""`python -m hpctrain.actions.attempt_exporter --run-directory DIRECTORY`: metrics from inside a job.
+"""`python -m hpctrain.actions.attempt_exporter --run-directory DIRECTORY`: metrics from in a job.
 
 It runs beside training until its stdin is closed, which also happens when whoever started it is
 killed, and asks Slurm nothing. Where metrics go is in `supervise.json`: a file for the

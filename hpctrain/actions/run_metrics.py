@@ -220,11 +220,14 @@ def _put_progress(
     progress: Progress | None,
 ) -> None:
     row, config = observed.row, submitted.config
-    out.put("step", row.step)
+    # A sign of life comes at most once a second, a row with each step.
+    newest = rows[-1] if rows else None
+    epoch = progress.epoch if progress is not None else 0
+    out.put("step", row.step if newest is None or newest.epoch < epoch else newest.step)
     out.put("target_step", row.target_step)
     out.put("eta_seconds", row.eta_seconds)
-    if rows:
-        out.put("last_step_timestamp_seconds", rows[-1].time)
+    if newest is not None:
+        out.put("last_step_timestamp_seconds", newest.time)
     if progress is not None and row.state is RunState.RUNNING:
         out.put("sign_of_life_timestamp_seconds", progress.time)
         if config is not None:
