@@ -140,6 +140,7 @@ class AttemptExporter:
         now = time.time() if now is None else now
         run = self._metrics.run
         with contextlib.suppress(OSError, NewerFormatError):
+            run.layout.require()
             events, jobs = run.ledger.events(), RunJobs((self._job,))
             row = status_row(run, events, jobs)
             return list(self._metrics.samples(ObservedRun(run, row, events, jobs), now))

@@ -30,6 +30,7 @@ DEFAULT_ADDRESS = "127.0.0.1:9847"
 # node_exporter runs as a user of its own, and reads files with this ending only.
 _TEXTFILE_MODE, _TEXTFILE_ENDING = 0o644, ".prom"
 _TEXTFILE_PREFIX = "hpctrain-"
+_FILE_SD_DIRECTORY = ".file_sd"
 # A file that its writer has not replaced for so long is of a job that was killed.
 _ABANDONED_SECONDS = 900.0
 
@@ -115,7 +116,7 @@ def published_endpoint(run: RunLayout, target: str) -> Iterator[None]:
     `file_sd_configs` may be one. Raises OSError if the run directory is away.
     """
     text = json.dumps([{"targets": [target], "labels": {}}])
-    discovered = run.discovered_endpoint
+    discovered = run.directory.parent / _FILE_SD_DIRECTORY / f"{run.run_id}.json"
     replace_text(run.metrics_endpoint, text, mode=0o600, durable=False)
     with contextlib.suppress(OSError):  # the directory of runs may be somebody else's
         discovered.parent.mkdir(exist_ok=True)

@@ -177,11 +177,6 @@ class RunLayout:
         return self.directory / "metrics-endpoint.json"
 
     @property
-    def discovered_endpoint(self) -> Path:
-        """The same beside the runs, where one pattern finds those of all runs."""
-        return self.directory.parent / ".file_sd" / f"{self.run_id}.json"
-
-    @property
     def metrics_log(self) -> Path:
         """What the process that exports metrics beside training could not do."""
         return self.logs / "metrics.log"
