@@ -21,10 +21,10 @@ from hpctrain.sandbox.monitoring import (
     MonitorFiles,
     Monitoring,
     monitor_argv,
-    monitor_port,
+    ready_page,
 )
 from hpctrain.sandbox.paths import SandboxPaths
-from hpctrain.sandbox.ports import Ports, is_served
+from hpctrain.sandbox.ports import Ports, answers, is_served
 from hpctrain.sandbox.processes import (
     Process,
     all_processes,
@@ -95,7 +95,7 @@ class DaemonLauncher:
         return record
 
     def monitor(self, name: str, ports: Ports, monitoring: Monitoring) -> DaemonRecord:
-        """Start one of MONITORS and wait until it listens."""
+        """Start one of MONITORS and wait until it is ready."""
         argv = monitor_argv(name, MonitorFiles(self.paths), ports, monitoring)
         files = (str(self.paths.pid_file(name)), str(self.paths.log(name)))
         more = {_MONITOR_VARIABLE: name}
@@ -105,11 +105,11 @@ class DaemonLauncher:
         directory = monitoring.programs / "root" / "usr" / "bin"
         self._launch(name, [*_IN_BACKGROUND, *_WITH_FILES, *files, *argv], more, directory)
         record = self._await(name, argv)
-        port = monitor_port(name, ports)
+        page = ready_page(name, ports)
         await_condition(
-            lambda: is_served(port) or not is_alive(record.identity), _START_TIMEOUT_SECONDS
+            lambda: answers(page) or not is_alive(record.identity), _START_TIMEOUT_SECONDS
         )
-        if not is_served(port):
+        if not answers(page):
             raise SlurmError(f"{name} does not answer: {log_tail(self.paths.log(name))}")
         return record
 

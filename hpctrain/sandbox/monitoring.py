@@ -19,7 +19,6 @@ from pathlib import Path
 from hpctrain.sandbox.debian_prometheus import PrometheusPrograms
 from hpctrain.sandbox.paths import SandboxPaths
 from hpctrain.sandbox.ports import Ports
-from hpctrain.store.layout import RunLayout
 
 # In the order of their start: who is asked comes before who asks.
 MONITORS = ("exporter", "node_exporter", "alertmanager", "prometheus")
@@ -123,7 +122,7 @@ def prometheus_yaml(files: MonitorFiles, ports: Ports, monitoring: Monitoring) -
 
 def job_endpoints(runs: Path) -> Path:
     """Return the directory in which jobs name the endpoints that they have opened."""
-    return RunLayout(runs / "any").discovered_endpoint.parent
+    return runs / ".file_sd"
 
 
 def _job(name: str, port: int) -> dict[str, object]:
@@ -204,6 +203,12 @@ def monitor_port(name: str, ports: Ports) -> int:
         "alertmanager": ports.alertmanager,
         "prometheus": ports.prometheus,
     }[name]
+
+
+def ready_page(name: str, ports: Ports) -> str:
+    """Return the page that one of MONITORS answers with 200 from when on it is of use."""
+    page = "-/ready" if name in ("prometheus", "alertmanager") else "metrics"
+    return f"http://{loopback(monitor_port(name, ports))}/{page}"
 
 
 def monitor_addresses(ports: Ports) -> dict[str, str]:

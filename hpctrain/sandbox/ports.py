@@ -1,4 +1,4 @@
-"""Find free TCP ports on the loopback device for the daemons of one sandbox."""
+"""Find free TCP ports on the loopback device for the daemons of one sandbox, and who answers."""
 
 from __future__ import annotations
 
@@ -97,6 +97,24 @@ def is_served(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(_CONNECT_TIMEOUT_SECONDS)
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def answers(page: str) -> bool:
+    """Check that a page of this machine is answered with 200."""
+    import http.client
+    from urllib.parse import urlsplit
+
+    address = urlsplit(page)
+    connection = http.client.HTTPConnection(
+        address.hostname or "", address.port, timeout=_CONNECT_TIMEOUT_SECONDS
+    )
+    try:
+        connection.request("GET", address.path)
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def are_free(ports: Ports) -> bool:

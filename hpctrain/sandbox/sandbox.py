@@ -174,8 +174,8 @@ class Sandbox:
                 self._stop()
                 raise
 
-    def monitor(self, monitoring: Monitoring) -> None:
-        """Watch runs with Prometheus from now on, also after later starts.
+    def monitor(self, monitoring: Monitoring | None) -> None:
+        """Watch runs with Prometheus from now on, also after later starts; None: no longer.
 
         Does nothing when it does so already, with the same settings. Raises UsageError when the
         sandbox is not up, SlurmError when a monitor does not start; no monitor runs then.
@@ -186,6 +186,8 @@ class Sandbox:
             if self.state.monitoring == monitoring:
                 return
             self._stop_monitors()
+            if monitoring is None:
+                return
             try:
                 self._start_monitors(monitoring)
             except BaseException:
