@@ -18,10 +18,19 @@ from typing import Any
 
 import pytest
 from fetched_prometheus import fetched_prometheus
-from rehearsal import PATIENCE_SECONDS, PlannedFault, Rehearsal, Stage, own_sandbox
+from rehearsal import (
+    PATIENCE_SECONDS,
+    PlannedFault,
+    Rehearsal,
+    Stage,
+    own_sandbox,
+    wait_till_remembered,
+    waits_for,
+)
 from webhook_server import Webhook, webhook
 
 from hpctrain.actions.state import RunState
+from hpctrain.sandbox.faults import kill_controller, restart_controller
 from hpctrain.sandbox.monitoring import MONITORS, Monitoring, job_endpoints
 from hpctrain.sandbox.processes import kill
 from hpctrain.sandbox.repair import revive
@@ -184,6 +193,24 @@ def test_a_dead_exporter_is_told_and_revived(watched: Watched) -> None:
     revive(sandbox)
     assert sandbox.is_up()
     watched.wait("HpctrainWatcherBlind", "resolved", blind="exporter")
+
+
+def test_a_slurm_that_does_not_answer_is_told(watched: Watched) -> None:
+    """The states of runs are unknown then; none is taken for one that has ended or hangs."""
+    sandbox = watched.stage.sandbox
+    rehearsal = watched.stage.start("name=unseen", planned=waits_for("go", 14))
+    rehearsal.wait_for_step(13)
+    watch(watched)
+    watched.wait_for("hpctrain_exporter_slurm_up == 1")
+    wait_till_remembered(sandbox)
+    kill_controller(sandbox)
+    watched.wait("HpctrainWatcherBlind", "firing", blind="slurm")
+    restart_controller(sandbox)
+    watched.wait("HpctrainWatcherBlind", "resolved", blind="slurm")
+    rehearsal.say("go")
+    assert rehearsal.wait_till_over().state is RunState.DONE, rehearsal.logs()
+    told = {one["labels"]["alertname"] for _, doc in watched.hook.received for one in doc["alerts"]}
+    assert told <= {"HpctrainWatcherBlind", "HpctrainBudgetNearlyUsed"}, told
 
 
 def test_down_ends_the_monitors_and_keeps_their_settings() -> None:
