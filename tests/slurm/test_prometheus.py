@@ -32,7 +32,7 @@ from webhook_server import Webhook, webhook
 from hpctrain.actions.state import RunState
 from hpctrain.sandbox.faults import kill_controller, restart_controller
 from hpctrain.sandbox.monitoring import MONITORS, Monitoring, job_endpoints
-from hpctrain.sandbox.processes import kill
+from hpctrain.sandbox.processes import find_process, kill
 from hpctrain.sandbox.repair import revive
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import default_shape
@@ -96,8 +96,9 @@ def watched(stage: Stage) -> Iterator[Watched]:
     fetched_prometheus()
     with webhook() as hook:
         yield Watched(stage, hook)
+        pids = monitors_of(stage.sandbox).values()
         stage.sandbox.monitor(None)
-    assert not monitors_of(stage.sandbox)
+    assert not any(map(find_process, pids))
     assert stage.sandbox.is_up(), "Slurm was left alone"
 
 
@@ -228,6 +229,7 @@ def test_down_ends_the_monitors_and_keeps_their_settings() -> None:
         watched = Watched(Stage(box, runs), Webhook(0))
         first = float(watched.wait_for('timestamp(up{job="prometheus"})')[0]["value"][1])
         box.down(keep=True)
+        assert not any(map(find_process, before.values()))
         assert box.health() == "down" and not box.state.daemons
         box.up(PATIENCE_SECONDS)
         assert set(monitors_of(box)) == set(MONITORS)
