@@ -31,7 +31,7 @@ from webhook_server import Webhook, webhook
 
 from hpctrain.actions.state import RunState
 from hpctrain.sandbox.faults import kill_controller, restart_controller
-from hpctrain.sandbox.monitoring import MONITORS, Monitoring, job_endpoints
+from hpctrain.sandbox.monitoring import MONITORS, Monitoring, alerts_page, job_endpoints
 from hpctrain.sandbox.processes import find_process, kill
 from hpctrain.sandbox.repair import revive
 from hpctrain.sandbox.sandbox import Sandbox
@@ -226,6 +226,8 @@ def test_down_ends_the_monitors_and_keeps_their_settings() -> None:
         assert set(before) == set(MONITORS) and all(before.values())
         box.monitor(settings)
         assert monitors_of(box) == before, "the same settings: nothing was started again"
+        with urllib.request.urlopen(alerts_page(box.state.ports), timeout=60) as page:
+            assert "HpctrainRunHangs" in page.read().decode()
         watched = Watched(Stage(box, runs), Webhook(0))
         first = float(watched.wait_for('timestamp(up{job="prometheus"})')[0]["value"][1])
         box.down(keep=True)
