@@ -18,16 +18,15 @@ from markupsafe import Markup, escape
 
 from hpctrain.report.scales import (
     Format,
-    Point,
     Scale,
     clock,
     compact_number,
     is_drawable,
     log_scale,
     scale_of,
-    thinned,
     time_scale,
 )
+from hpctrain.telemetry.thinning import Point, thinned
 
 # Units of a curve's own coordinates, which are stretched to its place.
 _CURVE_WIDTH = 2000
@@ -402,9 +401,8 @@ def timeline(
         return nothing(f"{label}: nothing has happened yet.")
     scale = time_scale(end)
     height = _ROW_PIXELS * len(rows)
-    drawn = [
-        _x_ticks(scale, Axis(unit or "time since the first submission", clock), height, grid=True)
-    ]
+    axis = Axis(unit or "time since the first submission", clock)
+    drawn = [_x_ticks(scale, axis, height, grid=True)]
     for number, row in enumerate(rows):
         top = number * _ROW_PIXELS
         drawn.append(_row_label(row.label, top + 17, row.detail))

@@ -1,16 +1,14 @@
 """Where a number lies on an axis, which ticks it has, and how it is written. Pure.
 
-Belongs here: ranges, ticks, number formats of axes, and curves of at most so many points. Does not
-belong here: what is drawn (`charts`).
+Belongs here: ranges, ticks, number formats of axes. Does not belong here: what is drawn (`charts`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-Point = tuple[float, float | None]
 Format = Callable[[float], str]
 
 # A number beyond it has no ticks: the distance of two would not be a finite number.
@@ -118,10 +116,8 @@ def time_scale(seconds: float, ticks: int = 6) -> Scale:
     """Choose the axis of elapsed time from 0, with ticks at whole seconds, minutes, hours, days."""
     span = seconds if is_drawable(seconds) and seconds > 0 else 1.0
     fitting = (step for step in _TIME_STEPS if span / step <= ticks)
-    step = next(fitting, None)
-    if step is None:
-        step = nice_step(span / _DAY_SECONDS, ticks) * _DAY_SECONDS
-        step = max(_DAY_SECONDS, step)
+    days = max(1.0, nice_step(span / _DAY_SECONDS, ticks))
+    step = next(fitting, days * _DAY_SECONDS)
     return Scale(0.0, span, _multiples(0.0, span, step))
 
 
@@ -138,35 +134,3 @@ def clock(seconds: float) -> str:
         elif words:
             break
     return " ".join(words[:2]) or "0 s"
-
-
-def thinned(points: Sequence[Point], buckets: int = 600) -> list[Point]:
-    """Keep the first, lowest, highest and last point of each part of a curve, so spikes survive.
-
-    Parts have the same width in x. A point without a value stays as one gap per part.
-    """
-    if len(points) <= 4 * buckets:
-        return list(points)
-    first, last = points[0][0], points[-1][0]
-    width = (last - first) / buckets or 1.0
-    kept: list[Point] = []
-    start = 0
-    while start < len(points):
-        number = int((points[start][0] - first) / width)
-        end = start
-        low = high = gap = None
-        while end < len(points) and int((points[end][0] - first) / width) == number:
-            value = points[end][1]
-            if value is None or not is_drawable(value):
-                gap = end
-            else:
-                if low is None or value < (points[low][1] or 0.0):
-                    low = end
-                if high is None or value > (points[high][1] or 0.0):
-                    high = end
-            end += 1
-        chosen = {start, end - 1, low, high, gap} - {None}
-        kept += [points[index] for index in sorted(index for index in chosen if index is not None)]
-        # A curve that turns back begins another part.
-        start = end
-    return kept
