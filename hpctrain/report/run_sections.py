@@ -120,7 +120,7 @@ def tiles_of(report: RunReport) -> list[Tile]:
             Tile(
                 f"{unit.capitalize()}/s",
                 compact_number(report.speed.tokens_per_second),
-                "whole run, median",
+                "median",
             )
         )
     if spent is not None and spent.wall_seconds > 0:
