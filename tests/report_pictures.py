@@ -33,7 +33,13 @@ def main() -> None:
         large = reported(directory, "gpt175b", of=LARGE, done=True)
         first = reported(directory, "llama-lr2e-5", steps=3000, done=True)
         second = reported(
-            directory, "llama-lr4e-5", steps=3000, changes=("optimizer.lr=4e-5",), seed=3, done=True
+            directory,
+            "llama-lr4e-5",
+            steps=3000,
+            changes=("optimizer.lr=4e-5",),
+            seed=3,
+            done=True,
+            loss_factor=0.93,
         )
         pages = {"one": directory / "one.html", "both": directory / "both.html"}
         pages["one"].write_text(write_page(collect_reports([large], None)))

@@ -49,21 +49,23 @@ def reported(
     changes: Sequence[str] = (),
     seed: int = 7,
     done: bool = False,
+    loss_factor: float = 1.0,
 ) -> RunFiles:
     """A run of three attempts that has reached `steps`, which is its target if it is `done`."""
     budget = ("budget.tokens=null", f"budget.steps={steps}") if done else ()
     run, _ = submitted(runs, of[0], of[1], (*of[2], f"name={name}", *changes, *budget))
     plan = known_plan(run.layout)
     assert plan is not None and plan.step_seconds is not None
-    _Story(run, plan, random.Random(seed)).write(steps, done=done)
+    _Story(run, plan, random.Random(seed), loss_factor).write(steps, done=done)
     return run
 
 
 class _Story:
     """Writes the records of one run, launch by launch."""
 
-    def __init__(self, run: RunFiles, plan: Plan, dice: random.Random) -> None:
+    def __init__(self, run: RunFiles, plan: Plan, dice: random.Random, factor: float) -> None:
         self._run, self._layout, self._plan, self._dice = run, run.layout, plan, dice
+        self._loss_factor = factor
         self._time = START
         self._step_seconds = (plan.step_seconds or 1.0) * 1.06
 
@@ -133,7 +135,7 @@ class _Story:
     def _row(self, step: int, epoch: int, seconds: float) -> StepMetrics:
         plan, dice = self._plan, self._dice
         total = plan.batch.train_steps
-        loss = 1.9 + 8.6 * (step + 3) ** -0.28 + dice.gauss(0, 0.025)
+        loss = 1.9 + self._loss_factor * 8.6 * (step + 3) ** -0.28 + dice.gauss(0, 0.025)
         if step % 977 == 500:
             loss += 1.6
         rate = 1e-4 * min(1, step / (total * 0.01)) * (0.55 + 0.45 * math.cos(step / total * 3))
