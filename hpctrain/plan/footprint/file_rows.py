@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from hpctrain.plan.footprint.notice_rows import NOTICE_ROWS
 from hpctrain.plan.footprint.quantities import FileRow, Formula
+from hpctrain.plan.footprint.script_rows import SCRIPT_ROWS
 from hpctrain.plan.footprint.tracking_rows import TRACKING_ROWS
 
 # Patterns (fnmatch) of paths in the run directory, without the endings of temporary files. A path
@@ -94,17 +95,6 @@ _RUN = (
         mkdir=Formula(1),
     ),
     FileRow("ledger", "run", "submit", _SUBMIT, inodes=Formula(1), open=Formula(4)),
-    FileRow(
-        "kept scripts",  # the directory and the script; a script that was edited is one more
-        "run",
-        "submit",
-        "hpctrain.store.kept_scripts:keep_script",
-        inodes=Formula(2),
-        open=Formula(2),
-        stat=Formula(1),
-        rename=Formula(1),
-        mkdir=Formula(1),
-    ),
     FileRow(
         "kept code",  # the directory, the archive and the link; imports from it are not counted
         "run",
@@ -702,6 +692,7 @@ FILE_ROWS: tuple[FileRow, ...] = (
     *_RANKS,
     *_RESUME,
     *_TRAINING,
+    *SCRIPT_ROWS,
     *NOTICE_ROWS,
     *_WATCHING,
     *_FAILURE,

@@ -121,3 +121,13 @@ def test_the_page_is_printed_in_light_colours(browser: Chromium, pages: list[Pat
     )
     assert browser.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
     browser.call("Emulation.setEmulatedMedia", media="")
+
+
+def test_narrow_charts_have_fewer_ticks(browser: Chromium, pages: list[Path]) -> None:
+    shown = """[...document.querySelector('#learning svg.chart').querySelectorAll('.tick')]
+        .filter(tick => tick.getBoundingClientRect().width > 0).length"""
+    found = []
+    for width in (400, 1400):
+        browser.open(pages[0], width=width, dark=False)
+        found.append(browser.evaluate(shown))
+    assert found[0] < found[1]

@@ -194,3 +194,11 @@ def test_the_page_of_a_long_run_is_small(report: RunReport) -> None:
              "tokens_per_second", "mfu")  # fmt: skip
     curves = report.curves.model_copy(update=dict.fromkeys(names, points))
     assert len(write_page([report.model_copy(update={"curves": curves})])) < 700_000
+
+
+def test_speed_is_that_of_usual_steps(report: RunReport) -> None:
+    """The first step of each launch takes three times as long."""
+    assert report.curves is not None and report.speed is not None
+    slowest = max(value for _, value in report.curves.step_seconds if value is not None)
+    assert slowest < 1.2 * report.speed.step_seconds
+    assert report.speed.steps == 600 - 3
