@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import click
@@ -35,7 +37,6 @@ def report(names: tuple[str, ...], output: Path | None, offline: bool, runs: Pat
     """
     from hpctrain.actions.report import collect_reports
     from hpctrain.actions.runs import find_run, runs_directory
-    from hpctrain.durable import replace_text
     from hpctrain.report.page import write_page
     from hpctrain.slurm.client import SlurmClient
 
@@ -46,5 +47,17 @@ def report(names: tuple[str, ...], output: Path | None, offline: bool, runs: Pat
         click.echo(page, nl=False)
         return
     path = output or Path(f"{found[0].run_id}.html")
-    replace_text(path, page, mode=0o600)
+    _write_private(path, page)
     click.echo(path)
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Replace a file that only its owner may read, also where a directory shares its files."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -33,6 +33,7 @@ def run(*words: str, runs: Path) -> str:
 def test_the_page_is_a_private_file_with_the_name_of_the_run(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tmp_path.chmod(0o2770)  # what is made here belongs to a group, and mostly may be read by it
     monkeypatch.chdir(tmp_path)
     old = os.umask(0)
     try:
