@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from hpctrain.plan.footprint.metrics_rows import METRICS_ROWS
 from hpctrain.plan.footprint.notice_rows import NOTICE_ROWS
 from hpctrain.plan.footprint.quantities import FileRow, Formula
+from hpctrain.plan.footprint.script_rows import SCRIPT_ROWS
 from hpctrain.plan.footprint.tracking_rows import TRACKING_ROWS
 
 # Patterns (fnmatch) of paths in the run directory, without the endings of temporary files. A path
@@ -23,6 +24,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         *("supervise.json", "signatures.json", "data.json", "job.sbatch"),
         *("ds_config.json", "ds_config-n*.json", "archive.json", "prologue.sh"),
     ),
+    "kept scripts": ("scripts", "scripts/*"),
     "ledger": ("ledger.jsonl",),
     "epochs": ("epochs", "epochs/*"),
     "requests": ("control", "control/*"),
@@ -693,6 +695,7 @@ FILE_ROWS: tuple[FileRow, ...] = (
     *_RANKS,
     *_RESUME,
     *_TRAINING,
+    *SCRIPT_ROWS,
     *NOTICE_ROWS,
     *_WATCHING,
     *_FAILURE,
