@@ -66,8 +66,8 @@ SPEAKERS = (*SPEAKERS, "tracking/__main__.py")
 # Long-lived children: these modules watch over time limits and signals themselves.
 POPEN = ("slurm/process.py", "supervise/srun_process.py", "sandbox/processes.py")
 POPEN = (*POPEN, "supervise/evidence/probe.py")
-# The process that copies metrics, beside all launches of an attempt.
-POPEN = (*POPEN, "supervise/tracking_process.py")
+# The processes that copy and export metrics, beside all launches of an attempt.
+POPEN = (*POPEN, "supervise/side_processes.py")
 # A converter that runs while its rank goes on answering the others.
 POPEN = (*POPEN, "train/engines/deepspeed/universal_checkpoint.py")
 # The writer of checkpoints of a rank with a GPU: a child that ends with its rank.
@@ -301,7 +301,7 @@ def test_names_of_quantities_say_their_unit() -> None:
     allowed = {("store/ledger.py", "time"), ("store/run_records.py", "time")}
     allowed |= {("checkpoints/manifest.py", "time"), ("store/speed_checks.py", "time")}
     allowed |= {("nodes/record.py", "time"), ("nodes/blame.py", "time")}
-    allowed.add(("telemetry/timeline.py", "time"))
+    allowed |= {("telemetry/timeline.py", "time"), ("store/communication.py", "time")}
     allowed |= {("store/gpu_report.py", "time"), ("store/evaluations.py", "time")}
     # a group's number of ranks
     allowed |= {("plan/documents.py", "size"), ("train/datasets/share.py", "size")}
@@ -527,8 +527,11 @@ ONLY_READ: dict[EventKind, str] = {}
 
 
 def test_every_kind_of_event_has_a_writer() -> None:
-    """The kind is an argument of a call that writes, or one of two that are chosen for it."""
-    writers = {"append", "note", "_note"}
+    """The kind is an argument of a call that writes, or one of two that are chosen for it.
+
+    A program beside training has the kind that is written when it fails.
+    """
+    writers = {"append", "note", "_note", "SideProgram"}
     written = set()
     for tree in TREES.values():
         for node in ast.walk(tree):

@@ -66,6 +66,7 @@ class AttemptStory(BaseModel):
     placement: str | None = None
     placement_details: tuple[str, ...] = ()
     tracking_failure: str | None = None
+    metrics_failure: str | None = None
 
 
 class CheckpointStory(BaseModel):
@@ -195,6 +196,7 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
     last = actions[-1] if actions else next(iter(lost), None)
     placed = next((e for e in reversed(events) if e.event is EventKind.PLACED), None)
     untracked = next((e for e in events if e.event is EventKind.TRACKING_FAILED), None)
+    unexported = next((e for e in events if e.event is EventKind.METRICS_FAILED), None)
     ends = {event.epoch: event for event in events if event.event is EventKind.LAUNCH_ENDED}
     launches = []
     for begin in events:
@@ -226,6 +228,7 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
         placement=placed.reason if placed else None,
         placement_details=placed.evidence if placed else (),
         tracking_failure=untracked.reason if untracked else None,
+        metrics_failure=unexported.reason if unexported else None,
     )
 
 

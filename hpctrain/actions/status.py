@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
@@ -62,11 +63,30 @@ class RunStatus(BaseModel):
     owner: str | None = None
 
 
+@dataclass(frozen=True)
+class ObservedRun:
+    """One run at one moment: its row, its ledger, and its jobs as Slurm knows them.
+
+    `jobs` is None for a run that is done, because no query was made, and `events` is empty for one
+    that cannot be read.
+    """
+
+    run: RunFiles
+    row: RunStatus
+    events: Sequence[Event] = ()
+    jobs: RunJobs | None = None
+
+
 def statuses(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[RunStatus]:
     """Find the status of each run, in the given order; at most one squeue and one sacct.
 
     A run that cannot be read has a row with the reason.
     """
+    return [observed.row for observed in observe(runs, slurm)]
+
+
+def observe(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[ObservedRun]:
+    """Find the status of each run with what it was judged by; at most one squeue and one sacct."""
     events: dict[str, list[Event]] = {}
     unreadable = {run.run_id: run.unreadable for run in runs if run.unreadable}
     for run in runs:
@@ -88,25 +108,25 @@ def statuses(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[RunStatus]:
     with contextlib.suppress(SlurmError):
         past = slurm.past_jobs(gone)
         jobs = {one: with_past(jobs[one], one, events[one], past) for one in jobs}
-    rows: list[RunStatus] = []
+    observed: list[ObservedRun] = []
     for run in runs:
         reason = unreadable.get(run.run_id)
         if reason is None:
+            known, found = events[run.run_id], jobs.get(run.run_id)
             try:
-                rows.append(_status(run, events[run.run_id], jobs.get(run.run_id)))
+                observed.append(ObservedRun(run, status_row(run, known, found), known, found))
                 continue
             except NewerFormatError as error:
                 reason = str(error)
-        rows.append(
-            RunStatus(
-                run_id=run.run_id,
-                state=RunState.UNKNOWN,
-                reason=reason,
-                readable=False,
-                owner=run.owner_name,
-            )
+        row = RunStatus(
+            run_id=run.run_id,
+            state=RunState.UNKNOWN,
+            reason=reason,
+            readable=False,
+            owner=run.owner_name,
         )
-    return rows
+        observed.append(ObservedRun(run, row))
+    return observed
 
 
 def _with_placement(reason: str, events: Sequence[Event]) -> str:
@@ -116,7 +136,7 @@ def _with_placement(reason: str, events: Sequence[Event]) -> str:
     return f"{reason}; spread too far, see why" if reason else "spread too far, see why"
 
 
-def _status(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> RunStatus:
+def status_row(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> RunStatus:
     """Build the row of one run; `found` is None for a run that is done: no query was made."""
     jobs = found or RunJobs()
     queued = counted(jobs.jobs)

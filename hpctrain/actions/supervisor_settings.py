@@ -24,6 +24,7 @@ from hpctrain.spec.run import RunSpec
 from hpctrain.store.supervise_config import (
     ChannelSettings,
     GroupSettings,
+    MetricsSettings,
     NotifySettings,
     RollbackSettings,
     SuperviseConfig,
@@ -87,6 +88,20 @@ def supervisor_settings(
         image=_image_file(spec, profile),
         notify=notify_settings(joined_notify(spec.notify, profile.notify)),
         tracking=spec.tracking.wanted,
+        metrics=metrics_settings(spec, profile),
+    )
+
+
+def metrics_settings(spec: RunSpec, profile: ClusterProfile) -> MetricsSettings | None:
+    """Collect where the job exports metrics; None where it does not."""
+    textfile = profile.metrics.textfile if spec.metrics.textfile else None
+    if textfile is None and not spec.metrics.endpoint:
+        return None
+    return MetricsSettings(
+        textfile=textfile,
+        endpoint=spec.metrics.endpoint,
+        ports=port_range(profile.metrics.ports) if profile.metrics.ports else None,
+        address=profile.metrics.address,
     )
 
 

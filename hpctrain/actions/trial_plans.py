@@ -178,12 +178,6 @@ def comparison_record(
     comparison_id: str | None,
 ) -> ComparisonRecord:
     """Record the whole comparison."""
-    prices, price = subject.site.prices, None
-    if prices is not None:  # spot where the partition can be preempted, as in the forecast
-        partition = subject.site.slurm.partition(subject.run.resources.partition)
-        preemptible = partition is not None and partition.preemption.mode != "off"
-        amount = prices.spot if preemptible and prices.spot else prices.on_demand
-        price = (amount, prices.currency)
     return ComparisonRecord(
         kind=request.kind,
         comparison_id=comparison_id,
@@ -193,6 +187,6 @@ def comparison_record(
         weak=request.weak,
         unit="images" if subject.run.model.reads_images else "tokens",
         gpu_memory_bytes=round(subject.site.gpu.memory),
-        price_per_gpu_hour=price,
+        price_per_gpu_hour=subject.site.gpu_hour_price(subject.run.resources.partition),
         trials=trials,
     )

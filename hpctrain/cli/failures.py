@@ -31,6 +31,8 @@ EXTRAS = {
     "sklearn": "data",
     "submitit": "data",
     "matplotlib": "plots",
+    "prometheus_client": "metrics",
+    "textual": "top",
 }
 
 

@@ -32,6 +32,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "status": ("runs", "Show what runs are doing; with a name, a page about it"),
         "logs": ("runs", "Show or follow the logs of a run, or only its errors"),
         "watch": ("watch", "Look after all runs once, from cron: revive lost ones"),
+        "exporter": ("exporter", "Export metrics of runs for Prometheus"),
         "notify": ("notify", "Show whom a run tells about which events; send a test"),
     },
     "Steer": {

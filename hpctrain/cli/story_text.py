@@ -83,6 +83,8 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
         lines += _entry("stopped", attempt.stop_time)
     if attempt.tracking_failure:
         lines += _entry("tracking", attempt.tracking_failure)
+    if attempt.metrics_failure:
+        lines += _entry("metrics", attempt.metrics_failure)
     if attempt.action:
         lines += _entry("then", f"{attempt.action}: {attempt.reason}")
     return lines

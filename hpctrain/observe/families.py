@@ -61,7 +61,7 @@ RUN_FAMILIES: tuple[Family, ...] = (
     _run(
         "last_step_timestamp_seconds",
         "gauge",
-        "When the newest launch finished its last step (Unix time).",
+        "When the run last finished a step (Unix time).",
         "seconds",
     ),
     _run(

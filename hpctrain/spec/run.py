@@ -22,6 +22,7 @@ from hpctrain.spec.engines.unread import unread_choices
 from hpctrain.spec.evaluation import EvaluationJobSpec as EvaluationJobSpec
 from hpctrain.spec.evaluation import EvaluationSpec as EvaluationSpec
 from hpctrain.spec.job_text import JobText
+from hpctrain.spec.metrics import MetricsSpec as MetricsSpec
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
@@ -49,13 +50,19 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class BudgetSpec(Document):
-    """How long to train: either steps or tokens."""
+    """How long to train, either steps or tokens; and what that may take."""
 
     steps: int | None = Field(None, ge=1, description="Optimizer steps")
     tokens: TokenCount | None = Field(
         None,
         gt=0,
         description="Tokens to train on, for example 300B",
+    )
+    gpu_hours: float | None = Field(
+        None,
+        gt=0,
+        description="GPU-hours that the run may take, failures included. Metrics, alerts and "
+        "reports compare with it, by default with the plan; nothing is stopped",
     )
 
     @model_validator(mode="after")
@@ -307,6 +314,7 @@ class RunSpec(Document):
         None, description="Traces of chosen steps and ranks; absent: none"
     )
     tracking: TrackingSpec = TrackingSpec()
+    metrics: MetricsSpec = MetricsSpec()
     supervise: SuperviseSpec = SuperviseSpec()
     notify: NotifySpec | None = Field(
         None,

@@ -23,6 +23,8 @@ speed.jsonl                            speed of GPUs and links before the first 
 signatures.json                        the lines of logs and kernels that name a cause, and XIDs
 train-n000003.json                     the trainer's file for a launch on fewer nodes than planned
 ds_config.json ds_config-n000003.json  DeepSpeed's configuration, for people and its own tools
+communication.json                     messages between ranks in one measured step
+metrics-endpoint.json                  where the running job serves metrics, if it does
 flops-0000012.txt                      FLOPs of a step as DeepSpeed's profiler counts them
 traces/e000001-rank-000003-steps-10-12.json.gz  what happened in steps of a rank (`profile:`)
 tracking.json tracking/                what goes to TensorBoard and W&B, and their files
@@ -168,6 +170,16 @@ class RunLayout:
     @property
     def rank_times(self) -> Path:
         return self.directory / "ranks.json"
+
+    @property
+    def metrics_endpoint(self) -> Path:
+        """Where the running job serves metrics, as a document of Prometheus' file_sd."""
+        return self.directory / "metrics-endpoint.json"
+
+    @property
+    def metrics_log(self) -> Path:
+        """What the process that exports metrics beside training could not do."""
+        return self.logs / "metrics.log"
 
     @property
     def communication(self) -> Path:

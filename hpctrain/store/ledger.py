@@ -56,6 +56,7 @@ class EventKind(StrEnum):
     UPGRADED = "upgraded"
     WATCH = "watch"
     TRACKING_FAILED = "tracking_failed"
+    METRICS_FAILED = "metrics_failed"
 
 
 class Event(Record):

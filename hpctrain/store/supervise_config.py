@@ -100,6 +100,19 @@ class NotifySettings(_Settings):
         return tuple(name for name in names if name is not None)
 
 
+class MetricsSettings(_Settings):
+    """Where a job exports metrics: a directory of node_exporter, an endpoint, or both.
+
+    `ports`: the first and the last that the endpoint may take; None: any. `address`: what it
+    listens on; None: every address of its node.
+    """
+
+    textfile: str | None = None
+    endpoint: bool = False
+    ports: tuple[int, int] | None = None
+    address: str | None = None
+
+
 class SuperviseConfig(_Settings):
     """Written once at submit time; durations in seconds.
 
@@ -116,7 +129,7 @@ class SuperviseConfig(_Settings):
     the form of MASTER_ADDR (`ip`, or a name with `{node}`), `master_ports` the first and the last
     MASTER_PORT. `image` is the image of the container in which the ranks run, as the script names
     it. `notify`: None where the run tells nobody. `tracking`: a process beside the launches copies
-    metrics to TensorBoard or W&B.
+    metrics to TensorBoard or W&B; `metrics`: another one exports them from the job.
     """
 
     schema_version: Literal[1] = 1
@@ -155,6 +168,7 @@ class SuperviseConfig(_Settings):
     image: str | None = None
     notify: NotifySettings | None = None
     tracking: bool = False
+    metrics: MetricsSettings | None = None
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:

@@ -60,13 +60,13 @@ from hpctrain.supervise.judge.policy import decide
 from hpctrain.supervise.notice_sender import NoticeSender, without_secrets
 from hpctrain.supervise.restarted_job import stop_of_restarted_job
 from hpctrain.supervise.run_jobs import identity_of
+from hpctrain.supervise.side_processes import SideProcesses
 from hpctrain.supervise.srun_launch import Ended, TrainerLauncher
 from hpctrain.supervise.srun_process import Signals
 from hpctrain.supervise.step_ids import use_up_step_ids
 from hpctrain.supervise.storage_retry import retry_while_storage_fails
 from hpctrain.supervise.termination_guard import Guard
 from hpctrain.supervise.time_limit import JobTimeLimit, query_time_limit, too_late_for_launch
-from hpctrain.supervise.tracking_process import TrackingProcess
 
 _SLURM_TIMEOUT_SECONDS = 8.0
 # Pause between two storage faults, when the second interrupts the handling of the first.
@@ -104,7 +104,7 @@ class Supervisor:
         self.launcher = TrainerLauncher(self.context, argv, environment, prober)
         self.prober = prober
         self.guard = Guard(self.context)
-        self._tracking = TrackingProcess(self.context, environment)
+        self._beside = SideProcesses(self.context, environment)
         # A client of its own: its calls may wait for Slurm while the supervisor asks it, too.
         client = slurm or SlurmClient(timeout_seconds=_SLURM_TIMEOUT_SECONDS, shielded=True)
         pause_seconds = _POLLS_PER_EVALUATION_PASS * self.context.config.poll_seconds
@@ -158,7 +158,7 @@ class Supervisor:
             retry_while_storage_fails(self.context, flush)
         for line in ledger.waiting:
             log_message(f"not in the ledger: {line}")
-        self._tracking.finish()
+        self._beside.finish()
         return code
 
     def _supervise(self) -> int:
@@ -172,7 +172,7 @@ class Supervisor:
                     if action is not None:
                         return act(self.context, action)
                     self._begun = True
-                    self._tracking.start()
+                    self._beside.start()
                 if ended is None:
                     time_limit = query_time_limit(self.context)
                     forbidden = self._too_late_to_launch(time_limit)

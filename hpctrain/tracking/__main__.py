@@ -10,23 +10,14 @@ on stderr, and exit code 1. Belongs here: the process. Does not belong here: wha
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import select
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain.beside_training import give_way, stdin_closed_within
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.tracking import TrackingConfig, tracking_config
 from hpctrain.tracking.follower import Follower, writers
-
-# Slurm and people send these to all processes of a job; the supervisor says when it is over.
-_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_LEAST_PRIORITY = 19
-_KILL_FIRST = "1000"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
         )
     follower = Follower(writers(run, config))
     if options.follow:
-        _give_way()
-        follower.follow(_stdin_closed_within)
+        give_way()
+        follower.follow(stdin_closed_within)
     else:
         follower.finish()
     for failure in follower.failures:
@@ -57,26 +48,6 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tensorboard", type=Path)
     parser.add_argument("--wandb", action="store_true")
     return parser.parse_args(argv)
-
-
-def _give_way() -> None:
-    """Leave CPUs and memory to training: where memory ends, the kernel kills this process first."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        os.nice(_LEAST_PRIORITY)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_KILL_FIRST)
-
-
-def _stdin_closed_within(seconds: float) -> bool:
-    """Wait so long for the end of stdin; what is written to it is ignored."""
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        ready, _, _ = select.select([sys.stdin], [], [], left)
-        if ready and not os.read(sys.stdin.fileno(), 4096):
-            return True
-    return False
 
 
 if __name__ == "__main__":

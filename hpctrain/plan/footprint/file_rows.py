@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+from hpctrain.plan.footprint.metrics_rows import METRICS_ROWS
 from hpctrain.plan.footprint.notice_rows import NOTICE_ROWS
 from hpctrain.plan.footprint.quantities import FileRow, Formula
 from hpctrain.plan.footprint.tracking_rows import TRACKING_ROWS
@@ -44,6 +45,8 @@ PLACES: dict[str, tuple[str, ...]] = {
     "tracking": ("tracking.json", "tracking", "tracking/*"),
     "traces": ("traces", "traces/*", "flops-*.txt"),
     "index cache": ("data-cache", "data-cache/*"),
+    "metrics endpoint": ("metrics-endpoint.json",),
+    "communication": ("communication.json",),
     "node checks": (".preflight-*",),
     "quarantine": ("checkpoints/quarantine", "checkpoints/quarantine/*"),
     "checkpoints": ("checkpoints", "checkpoints/*"),
@@ -694,4 +697,5 @@ FILE_ROWS: tuple[FileRow, ...] = (
     *_WATCHING,
     *_FAILURE,
     *TRACKING_ROWS,
+    *METRICS_ROWS,
 )

@@ -22,6 +22,7 @@ from hpctrain.plan.footprint.documents import (
     SlurmLine,
 )
 from hpctrain.plan.footprint.file_rows import FILE_ROWS, KEPT_STACKS
+from hpctrain.plan.footprint.metrics_rows import METRICS_ROWS
 from hpctrain.plan.footprint.quantities import OPERATIONS, Actor, Event, FileRow, RunSize
 from hpctrain.plan.footprint.site_limits import exceeded_limits
 from hpctrain.plan.footprint.slurm_rows import (
@@ -45,7 +46,7 @@ STEP_BYTES, LAUNCH_BYTES_PER_RANK = 130 + 400, 2048
 # An index of a dataset of tokens: three arrays and a description, for each split.
 _FILES_PER_INDEX, _SPLITS = 4, 3
 _BY_RANKS: tuple[Actor, ...] = ("rank 0", "each rank", "agents")
-_BY_SUPERVISOR: tuple[Actor, ...] = ("supervisor", "tracking")
+_BY_SUPERVISOR: tuple[Actor, ...] = ("supervisor", "tracking", "exporter")
 
 
 def run_size(
@@ -71,6 +72,7 @@ def run_size(
     sources = max(1, len(spec.data.sources))
     indexes = sources + (1 if sources > 1 else 0)  # and one of the blend
     notify = joined_notify(spec.notify, profile.notify)
+    textfile = profile.metrics.textfile is not None and spec.metrics.textfile
     return RunSize(
         ranks=ranks,
         nodes=nodes,
@@ -93,6 +95,8 @@ def run_size(
         tracked=int(spec.tracking.wanted),
         tensorboard=int(bool(spec.tracking.tensorboard)),
         wandb=int(spec.tracking.wandb is not None),
+        exported=int(textfile or spec.metrics.endpoint),
+        endpoint=int(spec.metrics.endpoint),
     )
 
 
@@ -121,7 +125,10 @@ def footprint(
         assumptions=(*assumptions, *_assumptions()),
         exceeded=(),
         files=tuple(
-            _file_line(row, size) for row in FILE_ROWS if size.tracked or row not in TRACKING_ROWS
+            _file_line(row, size)
+            for row in FILE_ROWS
+            if (size.tracked or row not in TRACKING_ROWS)
+            and (size.exported or row not in METRICS_ROWS)
         ),
         slurm=_slurm_lines(size),
     )

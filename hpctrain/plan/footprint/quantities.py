@@ -30,8 +30,10 @@ Event = Literal[
     "refusal",
     "outage",
 ]
-# `tracking`: the process beside training, on the node of the supervisor.
-Actor = Literal["submit", "supervisor", "tracking", "rank 0", "each rank", "agents", "Slurm"]
+# `tracking`, `exporter`: processes beside training, on the node of the supervisor.
+Actor = Literal[
+    "submit", "supervisor", "tracking", "exporter", "rank 0", "each rank", "agents", "Slurm"
+]
 # How long an inode stays: as long as the run directory; as its checkpoint is kept; four launches;
 # until its launch is old and packed (`hpctrain.store.old_launches`).
 Keeps = Literal["the run", "the checkpoint", "four launches", "until packed"]
@@ -52,6 +54,7 @@ class RunSize:
     measured before training. `start_seconds`: from srun to the first step. `refusal_seconds`: how
     long a step that refuses to die is killed. `channels`: over which the run tells people.
     `tracked`: 1 if metrics are copied to TensorBoard or W&B; `tensorboard`, `wandb`: 1 for each.
+    `exported`: 1 if the job exports metrics for Prometheus; `endpoint`: 1 if over HTTP.
     """
 
     ranks: int
@@ -75,6 +78,8 @@ class RunSize:
     tracked: int = 0
     tensorboard: int = 0
     wandb: int = 0
+    exported: int = 0
+    endpoint: int = 0
 
     @property
     def archives(self) -> float:
@@ -113,6 +118,8 @@ class Formula:
     tracked: float = 0
     tensorboard: float = 0
     wandb: float = 0
+    exported: float = 0
+    endpoint: float = 0
 
     def at(self, size: RunSize) -> float:
         """The count at this size."""

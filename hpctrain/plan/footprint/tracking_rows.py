@@ -12,7 +12,7 @@ from hpctrain.plan.footprint.quantities import FileRow, Formula
 # As often as hpctrain/tracking/follower.py reads metrics and finishes segments.
 FOLLOW_SECONDS = 10.0
 SEGMENT_SECONDS = 3600.0
-_SUPERVISOR = "hpctrain.supervise.tracking_process:TrackingProcess.start"
+_SUPERVISOR = "hpctrain.supervise.side_processes:SideProcess.start"
 _FOLLOWER = "hpctrain.tracking.follower:Follower"
 _EVENTS = "hpctrain.tracking.event_files:EventFiles"
 _SEGMENT = "hpctrain.tracking.wandb_run:WandbRun"

@@ -23,6 +23,7 @@ from hpctrain.spec.profile.hardware import (
     NvlinkProfile,
 )
 from hpctrain.spec.profile.limits import LimitsProfile, PriceProfile, ReliabilityProfile
+from hpctrain.spec.profile.metrics import MetricsProfile
 from hpctrain.spec.profile.network import NetworkProfile
 from hpctrain.spec.profile.slurm import SlurmProfile
 from hpctrain.spec.profile.software import FabricVariable, SoftwareProfile
@@ -78,6 +79,7 @@ class ClusterProfile(Document):
     notify: NotifySpec | None = Field(
         None, description="Whom runs tell about their events when a spec does not say otherwise"
     )
+    metrics: MetricsProfile = MetricsProfile()
     limits: LimitsProfile = LimitsProfile()
     prices: PriceProfile | None = Field(None, description="Absent: no costs are printed")
     reliability: ReliabilityProfile | None = Field(
@@ -189,6 +191,18 @@ class ClusterProfile(Document):
             named |= {variable.name: variable for variable in partition.environment}
             changes["environment"] = tuple(named.values())
         return self.model_copy(update=changes) if changes else self
+
+    def gpu_hour_price(self, partition_name: str | None) -> tuple[float, str] | None:
+        """Find the price of a GPU-hour and its currency; None where the profile has none.
+
+        It is that of spot where jobs of the partition can be preempted, as in the forecast.
+        """
+        if self.prices is None:
+            return None
+        partition = self.slurm.partition(partition_name)
+        preemptible = partition is not None and partition.preemption.mode != "off"
+        amount = self.prices.spot if preemptible and self.prices.spot else self.prices.on_demand
+        return amount, self.prices.currency
 
     def filesystem_of(self, path: PurePath) -> FilesystemProfile | None:
         """Find the shared file system that an absolute path lies on: the longest mount wins."""

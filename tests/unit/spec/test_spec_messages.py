@@ -22,7 +22,7 @@ WRONG_VALUES = [
     ("name: tiny", "name: tiny\nzzz: 8", [
         "2:1: `zzz`: unknown key | known here: activation_offload_layers, after, batch, budget, "
         "checkpoint, container, data, engine, environment, evaluation, launcher, logging, lora, "
-        "model, name, notify, optimizer, parallel, precision, profile, recompute, "
+        "metrics, model, name, notify, optimizer, parallel, precision, profile, recompute, "
         "recompute_layers, recompute_modules, resources, schedule, seed, supervise, task, "
         "tracking"]),
     ("name: tiny", "name: tiny\nlauncher: torchrum", [

@@ -1,0 +1,163 @@
+"""Collects the metrics of many runs in one pass: one squeue for all, then the run directories.
+
+Belongs here: which runs are exported, passes, what the exporter says about itself. Does not belong
+here: the metrics of one run (`run_metrics`), serving and files (`metrics_outlets`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from hpctrain.actions.nodes import node_rows
+from hpctrain.actions.run_metrics import RunMetrics
+from hpctrain.actions.runs import RunFiles, all_runs
+from hpctrain.actions.status import ObservedRun, observe, status_row
+from hpctrain.actions.supervisor_settings import NODE_LEDGER_NAME
+from hpctrain.actions.watch import WatchHeartbeat, heartbeat_path
+from hpctrain.errors import HpctrainError, InvalidInputError
+from hpctrain.formats import NewerFormatError
+from hpctrain.observe.samples import Sample, own_sample
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.process import Command, CommandResult, run_command
+from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
+from hpctrain.supervise.run_jobs import RunJobs
+from hpctrain.version import __version__
+
+# How long what accounting has said about jobs that are gone stays true enough.
+_PAST_SECONDS = 600.0
+
+
+class ExporterSlurm(SlurmClient):
+    """Slurm for passes that follow each other: commands are counted, accounting is asked rarely."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self.queries = 0
+        self._past: dict[frozenset[int], tuple[float, dict[int, JobRecord]]] = {}
+
+        def counted(command: Command) -> CommandResult:
+            self.queries += 1
+            return run_command(command)
+
+        super().__init__(environment, run=counted)
+
+    def past_jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
+        """Query the jobs that squeue does not know, the same ones once in ten minutes."""
+        key, now = frozenset(ids), time.monotonic()
+        known = self._past.get(key)
+        if known is None or now - known[0] > _PAST_SECONDS:
+            known = (now, super().past_jobs(ids))
+            self._past = {key: known}
+        return known[1]
+
+
+class Exporter:
+    """Collects the samples of all runs below some directories, and of itself.
+
+    Runs that are over and were not written to for `since_seconds` are left out.
+    """
+
+    def __init__(
+        self, directories: Sequence[Path], slurm: ExporterSlurm, since_seconds: float
+    ) -> None:
+        self._directories, self._slurm = directories, slurm
+        self._since_seconds = since_seconds
+        self._known: dict[Path, RunMetrics] = {}
+
+    def samples(self, now: float | None = None) -> list[Sample]:
+        """Make one pass at the time `now` (default: the present); at most one squeue."""
+        now, began = time.time() if now is None else now, time.monotonic()
+        runs = self._runs(now)
+        observed = observe(runs, self._slurm)
+        self._known = {
+            run.layout.directory: self._known.get(run.layout.directory) or RunMetrics(run)
+            for run in runs
+        }
+        samples, unreadable = _of_runs(observed, self._known, now)
+        asked = [one.jobs for one in observed if one.jobs is not None]
+        own = [
+            own_sample("hpctrain_exporter", 1, version=__version__),
+            own_sample("hpctrain_exporter_runs", len(runs)),
+            own_sample("hpctrain_exporter_unreadable_runs", unreadable),
+            own_sample("hpctrain_exporter_slurm_queries", self._slurm.queries),
+            *self._of_directories(now),
+        ]
+        if asked:
+            up = any(jobs.answered for jobs in asked)
+            own.append(own_sample("hpctrain_exporter_slurm_up", up))
+        took_seconds = time.monotonic() - began
+        own.append(own_sample("hpctrain_exporter_collection_seconds", took_seconds))
+        return [*samples, *own]
+
+    def _runs(self, now: float) -> list[RunFiles]:
+        """List the runs to export; of two with the same id the one written to last."""
+        found: dict[str, RunFiles] = {}
+        for directory in self._directories:
+            for run in all_runs(directory):
+                with contextlib.suppress(OSError):
+                    quiet_seconds = now - run.layout.ledger.stat().st_mtime
+                    if quiet_seconds > self._since_seconds and run.layout.done.exists():
+                        continue
+                found[run.run_id] = run
+        return list(found.values())
+
+    def _of_directories(self, now: float) -> Iterable[Sample]:
+        """Read the heartbeat of `watch` and the evidence against nodes, beside the runs."""
+        passes, suspects = [], 0
+        for directory in self._directories:
+            with contextlib.suppress(OSError, ValueError):
+                beat = WatchHeartbeat.model_validate(
+                    json.loads(heartbeat_path(directory).read_bytes())
+                )
+                passes.append(beat.pass_time)
+            with contextlib.suppress(InvalidInputError):
+                rows = node_rows(directory / NODE_LEDGER_NAME, now=now)
+                suspects += sum(row.avoided for row in rows)
+        yield own_sample("hpctrain_suspect_nodes", suspects)
+        if passes:  # of several directories the one that is looked after least
+            yield own_sample("hpctrain_watch_timestamp_seconds", min(passes))
+
+
+class AttemptExporter:
+    """Collects the samples of one run from inside its job, without asking Slurm anything."""
+
+    def __init__(self, run: RunFiles, environment: Mapping[str, str]) -> None:
+        self._metrics = RunMetrics(run)
+        self._job = JobRecord(
+            job_id=int(environment["SLURM_JOB_ID"]),
+            state=JobState.RUNNING,
+            node_list=environment.get("SLURM_JOB_NODELIST"),
+            account=environment.get("SLURM_JOB_ACCOUNT"),
+        )
+
+    def samples(self, now: float | None = None) -> list[Sample]:
+        """Collect the samples; an error of reading leaves the run out."""
+        now = time.time() if now is None else now
+        run = self._metrics.run
+        with contextlib.suppress(OSError, NewerFormatError):
+            run.layout.require()
+            events, jobs = run.ledger.events(), RunJobs((self._job,))
+            row = status_row(run, events, jobs)
+            return list(self._metrics.samples(ObservedRun(run, row, events, jobs), now))
+        return []
+
+
+def _of_runs(
+    observed: Sequence[ObservedRun], known: Mapping[Path, RunMetrics], now: float
+) -> tuple[list[Sample], int]:
+    """Collect the samples of all runs, and count those that cannot be read."""
+    samples: list[Sample] = []
+    unreadable = 0
+    for one in observed:
+        if not one.row.readable:
+            unreadable += 1
+            continue
+        try:
+            samples += known[one.run.layout.directory].samples(one, now)
+        except (OSError, HpctrainError):
+            unreadable += 1
+    return samples, unreadable
