@@ -1,0 +1,1 @@
+"""One HTML page about runs: charts and text from a collected document. Pure."""

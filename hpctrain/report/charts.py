@@ -1,0 +1,525 @@
+"""Charts as inline SVG: lines, bars, waterfall, timeline, heat map, each with its legend. Pure.
+
+A chart is as wide as its place. Places along x are percentages and texts have a size of their own,
+so a chart can be read at 320 and at 1400 pixels; only curves are stretched, with lines that keep
+their width. Colours are classes (`c1` to `c8`, `neutral`), which `charts.css` defines for light,
+dark and print. Every text is escaped, and no chart contains a script or a reference.
+Belongs here: marks, axes, legends. Does not belong here: ranges and ticks (`scales`), which figures
+a chart has (`page`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from markupsafe import Markup, escape
+
+from hpctrain.report.scales import (
+    Format,
+    Scale,
+    clock,
+    compact_number,
+    is_drawable,
+    log_scale,
+    scale_of,
+    time_scale,
+)
+from hpctrain.telemetry.thinning import Point, thinned
+
+# Units of a curve's own coordinates, which are stretched to its place.
+_CURVE_WIDTH = 2000
+_ROW_PIXELS = 26
+_AXIS_PIXELS = 40
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve; `colour` is a class: `c1` to `c8` or `neutral`. A missing value is a gap."""
+
+    name: str
+    points: Sequence[Point]
+    colour: str = "c1"
+    dashed: bool = False
+    faint: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A vertical line at x with a tooltip, such as the beginning of a launch."""
+
+    x: float
+    tooltip: str
+    label: str = ""
+    colour: str = "neutral"
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line, such as a planned value."""
+
+    y: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One horizontal bar; `detail` is its tooltip, `mark` another value shown as a short line."""
+
+    label: str
+    value: float | None
+    detail: str = ""
+    colour: str = "c1"
+    mark: float | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a stacked bar or of a timeline: from `start`, `length` long."""
+
+    start: float
+    length: float
+    colour: str
+    tooltip: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a timeline."""
+
+    label: str
+    parts: Sequence[Part]
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a waterfall: a value that is taken away, or a total from zero."""
+
+    label: str
+    value: float
+    colour: str = "c2"
+    is_total: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A matrix with names of rows and columns; None and 0 stay empty."""
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float | None]]
+    format: Format = compact_number
+    row_word: str = ""
+    column_word: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a legend."""
+
+    label: str
+    colour: str
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The name of an axis with its unit, and how its numbers are written."""
+
+    label: str
+    format: Format = compact_number
+    from_zero: bool = False
+    logarithmic: bool = False
+    values: Sequence[float] = field(default=())  # which the axis has to contain beside the data
+
+
+def _tag(name: str, *content: str, **attributes: object) -> Markup:
+    """Write an element; attributes and content that is not Markup are escaped."""
+    words = Markup("").join(
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), value)
+        for key, value in attributes.items()
+        if value is not None
+    )
+    inside = Markup("").join(escape(part) for part in content)
+    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), words, inside)
+
+
+def _title(text: str) -> Markup:
+    return _tag("title", text) if text else Markup("")
+
+
+def _share(fraction: float) -> str:
+    return f"{fraction * 100:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def legend(entries: Iterable[Entry]) -> Markup:
+    """Write the legend of a chart; nothing for less than one entry."""
+    items = Markup("").join(
+        _tag(
+            "li",
+            _tag("i", class_=f"{one.colour}{' dashed' if one.dashed else ''}"),
+            one.label,
+        )
+        for one in entries
+    )
+    return _tag("ul", items, class_="legend") if items else Markup("")
+
+
+def nothing(reason: str) -> Markup:
+    """Say in the place of a chart why there is none."""
+    return _tag("p", reason, class_="nothing")
+
+
+def _plot(
+    *content: str, label: str, height: int, left: int, bottom: int = _AXIS_PIXELS, top: int = 10
+) -> Markup:
+    """Write the frame: an SVG of a fixed height, with room for axes around it."""
+    svg = _tag(
+        "svg",
+        *content,
+        class_="chart",
+        width="100%",
+        height=height,
+        role="img",
+        aria_label=label,
+        focusable="false",
+    )
+    return _tag("div", svg, class_="plot", style=f"padding:{top}px 18px {bottom}px {left}px")
+
+
+def _x_ticks(scale: Scale, axis: Axis, height: int, *, grid: bool) -> Markup:
+    """Write ticks below; every second one is left out where the chart is narrow."""
+    marks = []
+    for number, value in enumerate(scale.ticks):
+        place = _share(scale.place(value))
+        name = "tick spare" if number % 2 else "tick"
+        if grid:
+            marks.append(_tag("line", x1=place, x2=place, y1=0, y2=height, class_="grid"))
+        marks.append(_tag("text", axis.format(value), x=place, y=height + 17, class_=f"{name} mid"))
+    if axis.label:
+        marks.append(_tag("text", axis.label, x="50%", y=height + 34, class_="axis mid"))
+    return Markup("").join(marks)
+
+
+def _y_ticks(scale: Scale, axis: Axis, height: int) -> Markup:
+    marks = []
+    for value in scale.ticks:
+        y = round((1 - scale.place(value)) * height, 1)
+        marks.append(_tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid"))
+        marks.append(_tag("text", axis.format(value), x=-8, y=y + 4, class_="tick end"))
+    return Markup("").join(marks)
+
+
+def _text_pixels(texts: Iterable[str]) -> int:
+    """Estimate the room that texts of 11 pixels need beside an axis."""
+    return 14 + round(6.3 * max((len(text) for text in texts), default=0))
+
+
+def _paths(line: Line, x: Scale, y: Scale, height: int) -> Markup:
+    """Write a curve as a path with a gap at every missing value, and lone points as dots."""
+    words: list[str] = []
+    pen_down = False
+    for place, value in thinned(line.points):
+        if value is None or not is_drawable(value) or not is_drawable(place):
+            pen_down = False
+            continue
+        left = x.place(place) * _CURVE_WIDTH
+        top = (1 - y.place(value)) * height
+        # A line of no length with round ends is a dot: a single point can be seen.
+        words.append(f"{'L' if pen_down else 'M'}{left:.1f} {top:.1f}" + ("" if pen_down else "h0"))
+        pen_down = True
+    name = f"line {line.colour}{' dashed' if line.dashed else ''}{' faint' if line.faint else ''}"
+    return _tag("path", _title(line.name), d="".join(words), class_=name) if words else Markup("")
+
+
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    label: str,
+    x: Axis,
+    y: Axis,
+    rules: Sequence[Rule] = (),
+    levels: Sequence[Level] = (),
+    height: int = 220,
+) -> Markup:
+    """Draw curves over a common axis, with vertical lines at events and horizontal ones at levels.
+
+    Without one finite value a sentence stands there instead.
+    """
+    values = [v for line in lines for _, v in line.points if v is not None and is_drawable(v)]
+    if not values:
+        return nothing(f"{label}: no values are known.")
+    x_scale = scale_of(
+        [place for line in lines for place, _ in line.points], ticks=8, whole_ticks=False
+    )
+    wanted = [*values, *(level.y for level in levels), *y.values]
+    y_scale = log_scale(wanted) if y.logarithmic else scale_of(wanted, from_zero=y.from_zero)
+    curves = _tag(
+        "svg",
+        *(_paths(line, x_scale, y_scale, height) for line in lines),
+        viewBox=f"0 0 {_CURVE_WIDTH} {height}",
+        preserveAspectRatio="none",
+        width="100%",
+        height=height,
+        class_="curves",
+    )
+    events = []
+    for rule in rules:
+        place = _share(x_scale.place(rule.x))
+        name = f"rule {rule.colour}"
+        events.append(
+            _tag("line", _title(rule.tooltip), x1=place, x2=place, y1=0, y2=height, class_=name)
+        )
+        if rule.label:
+            events.append(_tag("text", rule.label, x=place, y=-2, class_="note mid"))
+    planned = []
+    for level in levels:
+        top = round((1 - y_scale.place(level.y)) * height, 1)
+        planned.append(
+            _tag("line", _title(level.label), x1="0", x2="100%", y1=top, y2=top, class_="level")
+        )
+        planned.append(_tag("text", level.label, x="100%", y=top - 5, class_="note end"))
+    return Markup("").join(
+        (
+            _tag("p", y.label, class_="y-label"),
+            _plot(
+                _y_ticks(y_scale, y, height),
+                _x_ticks(x_scale, x, height, grid=False),
+                *events,
+                curves,
+                *planned,
+                label=label,
+                height=height,
+                left=_text_pixels(y.format(value) for value in y_scale.ticks),
+                top=14 if any(rule.label for rule in rules) else 8,
+            ),
+            legend(Entry(line.name, line.colour, line.dashed) for line in lines)
+            if len(lines) > 1
+            else Markup(""),
+        )
+    )
+
+
+def _row_label(text: str, y: float, detail: str = "", longest: int = 22) -> Markup:
+    shown = text if len(text) <= longest else text[: longest - 1] + "…"
+    whole = _title(detail or text) if detail or shown != text else Markup("")
+    return _tag("text", shown, whole, x=-8, y=y, class_="row-label end")
+
+
+def _label_pixels(labels: Iterable[str]) -> int:
+    return min(150, max(40, 16 + round(6.2 * max((len(one) for one in labels), default=0))))
+
+
+def bar_chart(bars: Sequence[Bar], *, label: str, x: Axis) -> Markup:
+    """Draw one bar per row from zero, with its value at its end, and marks such as a prediction."""
+    if not bars:
+        return nothing(f"{label}: no values are known.")
+    scale = scale_of(
+        [*(bar.value for bar in bars), *(bar.mark for bar in bars), *x.values],
+        from_zero=True,
+        ticks=6,
+    )
+    height = _ROW_PIXELS * len(bars)
+    zero = scale.place(0.0)
+    drawn = [_x_ticks(scale, x, height, grid=True)]
+    for number, bar in enumerate(bars):
+        top = number * _ROW_PIXELS
+        drawn.append(_row_label(bar.label, top + 17))
+        if bar.value is None or not is_drawable(bar.value):
+            drawn.append(_tag("text", "unknown", x=6, y=top + 17, class_="note"))
+        else:
+            end = scale.place(bar.value)
+            low, high = min(zero, end), max(zero, end)
+            shown = x.format(bar.value)
+            drawn.append(
+                _tag(
+                    "rect",
+                    _title(bar.detail or f"{bar.label}: {shown}"),
+                    x=_share(low),
+                    y=top + 5,
+                    width=_share(high - low),
+                    height=_ROW_PIXELS - 10,
+                    rx=2,
+                    class_=f"fill {bar.colour}",
+                )
+            )
+        if bar.mark is not None and is_drawable(bar.mark):
+            place = _share(scale.place(bar.mark))
+            drawn.append(
+                _tag(
+                    "line",
+                    _title(f"{bar.label}: {x.format(bar.mark)}"),
+                    x1=place,
+                    x2=place,
+                    y1=top + 2,
+                    y2=top + _ROW_PIXELS - 2,
+                    class_="mark",
+                )
+            )
+    return _plot(
+        *drawn, label=label, height=height, left=_label_pixels(bar.label for bar in bars), top=4
+    )
+
+
+def stacked_bar(
+    parts: Sequence[tuple[Entry, float]], *, label: str, format: Format = compact_number
+) -> Markup:
+    """Draw shares of one total as one bar with a legend that names the amounts."""
+    shown = [(entry, value) for entry, value in parts if is_drawable(value) and value > 0]
+    total = sum(value for _, value in shown)
+    if not shown or not is_drawable(total):
+        return nothing(f"{label}: no values are known.")
+    drawn, start = [], 0.0
+    for entry, value in shown:
+        drawn.append(
+            _tag(
+                "rect",
+                _title(f"{entry.label}: {format(value)}"),
+                x=_share(start / total),
+                y=0,
+                width=_share(value / total),
+                height=22,
+                class_=f"fill gap {entry.colour}",
+            )
+        )
+        start += value
+    entries = (Entry(f"{entry.label} {format(value)}", entry.colour) for entry, value in shown)
+    return _plot(*drawn, label=label, height=22, left=0, bottom=4, top=4) + legend(entries)
+
+
+def timeline(
+    rows: Sequence[Row], *, label: str, end: float, entries: Sequence[Entry] = (), unit: str = ""
+) -> Markup:
+    """Draw what happened when: one row per attempt, from 0 to `end` seconds.
+
+    A part that is too short to be seen is half a pixel wide, so that nothing disappears.
+    """
+    if not rows:
+        return nothing(f"{label}: nothing has happened yet.")
+    scale = time_scale(end)
+    height = _ROW_PIXELS * len(rows)
+    axis = Axis(unit or "time since the first submission", clock)
+    drawn = [_x_ticks(scale, axis, height, grid=True)]
+    for number, row in enumerate(rows):
+        top = number * _ROW_PIXELS
+        drawn.append(_row_label(row.label, top + 17, row.detail))
+        for part in row.parts:
+            if not (is_drawable(part.start) and is_drawable(part.length)):
+                continue
+            first, last = scale.place(part.start), scale.place(part.start + part.length)
+            drawn.append(
+                _tag(
+                    "rect",
+                    _title(part.tooltip),
+                    x=_share(first),
+                    y=top + 4,
+                    width=_share(max(last - first, 0.0006)),
+                    height=_ROW_PIXELS - 8,
+                    class_=f"fill {part.colour}",
+                )
+            )
+    return _plot(
+        *drawn, label=label, height=height, left=_label_pixels(row.label for row in rows), top=4
+    ) + legend(entries)
+
+
+def waterfall(steps: Sequence[Step], *, label: str, x: Axis) -> Markup:
+    """Draw how a total becomes what is left of it: each step begins where the one before ended."""
+    if not steps or not all(is_drawable(step.value) for step in steps):
+        return nothing(f"{label}: no values are known.")
+    scale = scale_of([step.value for step in steps if step.is_total], from_zero=True, ticks=6)
+    height = _ROW_PIXELS * len(steps)
+    drawn = [_x_ticks(scale, x, height, grid=True)]
+    level = 0.0
+    for number, step in enumerate(steps):
+        top = number * _ROW_PIXELS
+        before = level
+        level = step.value if step.is_total else level - step.value
+        low = scale.place(0.0 if step.is_total else min(before, level))
+        high = scale.place(max(before, level) if not step.is_total else level)
+        drawn.append(_row_label(step.label, top + 17))
+        if number:
+            place = _share(scale.place(before))
+            drawn.append(
+                _tag("line", x1=place, x2=place, y1=top - 5, y2=top + 5, class_="connector")
+            )
+        drawn.append(
+            _tag(
+                "rect",
+                _title(step.detail or f"{step.label}: {x.format(step.value)}"),
+                x=_share(low),
+                y=top + 5,
+                width=_share(max(high - low, 0.002)),
+                height=_ROW_PIXELS - 10,
+                rx=2,
+                class_=f"fill {step.colour}",
+            )
+        )
+        # Beside the bar, on the side with room.
+        outside = ("end", low, -6) if low > 0.5 else ("", high, 6)
+        drawn.append(
+            _tag(
+                "text",
+                x.format(step.value),
+                x=_share(outside[1]),
+                y=top + 17,
+                dx=outside[2],
+                class_=f"note {outside[0]}".strip(),
+            )
+        )
+    return _plot(
+        *drawn, label=label, height=height, left=_label_pixels(step.label for step in steps), top=4
+    )
+
+
+def heat_map(cells: Cells, *, label: str, row_pixels: int | None = None) -> Markup:
+    """Draw a matrix; the darker a cell, the larger its value. Its largest value stands below."""
+    known = [v for row in cells.values for v in row if v is not None and is_drawable(v) and v > 0]
+    if not known or not cells.rows or not cells.columns:
+        return nothing(f"{label}: no values are known.")
+    largest = max(known)
+    size = row_pixels or max(5, min(24, 420 // len(cells.rows)))
+    height, columns = size * len(cells.rows), len(cells.columns)
+    drawn = [_tag("rect", x=0, y=0, width="100%", height=height, class_="heat-ground")]
+    for number, (name, row) in enumerate(zip(cells.rows, cells.values, strict=True)):
+        for index, value in enumerate(row):
+            if value is None or not is_drawable(value) or value <= 0:
+                continue
+            words = f"{name} → {cells.columns[index]}: {cells.format(value)}"
+            drawn.append(
+                _tag(
+                    "rect",
+                    _title(words),
+                    x=_share(index / columns),
+                    y=number * size,
+                    width=_share(1 / columns),
+                    height=size,
+                    class_="heat",
+                    fill_opacity=f"{0.12 + 0.88 * value / largest:.2f}",
+                )
+            )
+    every_row = max(1, math.ceil(14 / size))
+    every_column = max(1, math.ceil(columns / 12))
+    for number in range(0, len(cells.rows), every_row):
+        y = number * size + size / 2 + 4
+        drawn.append(_row_label(cells.rows[number], y))
+    for index in range(0, columns, every_column):
+        place = _share((index + 0.5) / columns)
+        name = "tick mid spare" if index // every_column % 2 else "tick mid"
+        drawn.append(_tag("text", cells.columns[index], x=place, y=height + 16, class_=name))
+    if cells.column_word:
+        drawn.append(_tag("text", cells.column_word, x="50%", y=height + 33, class_="axis mid"))
+    ramp = (
+        _tag("span", "0"),
+        _tag("i", class_="ramp"),
+        _tag("span", cells.format(largest)),
+    )
+    head = _tag("p", cells.row_word, class_="y-label") if cells.row_word else Markup("")
+    return (
+        head
+        + _plot(*drawn, label=label, height=height, left=_label_pixels(cells.rows), top=4)
+        + _tag("p", *ramp, class_="legend scale")
+    )
