@@ -77,12 +77,15 @@ class Diagnosis(BaseModel):
         return tuple(one for one in self.findings if one.answer == "yes")
 
 
-def diagnose(run: RunFiles, *, price: bool = True) -> Diagnosis:
+def diagnose(
+    run: RunFiles, *, price: bool = True, rows: Sequence[StepMetrics] | None = None
+) -> Diagnosis:
     """Judge a run by the files in its directory; `price`: let the planner price changes.
 
-    Raises UsageError when the run has not finished a step yet.
+    `rows`: its metrics, if they have been read already. Raises UsageError when the run has not
+    finished a step yet.
     """
-    facts, read = gather(run)
+    facts, read = gather(run, rows)
     if facts.steps is None and facts.ranks is None:
         raise UsageError(
             f"run `{run.run_id}` has not finished a step yet: there is nothing to judge",
@@ -104,10 +107,16 @@ def diagnose(run: RunFiles, *, price: bool = True) -> Diagnosis:
     )
 
 
-def gather(run: RunFiles) -> tuple[DiagnosisInput, tuple[ReadFile, ...]]:
-    """Read all facts of the run directory; files that cannot be read are left out."""
+def gather(
+    run: RunFiles, rows: Sequence[StepMetrics] | None = None
+) -> tuple[DiagnosisInput, tuple[ReadFile, ...]]:
+    """Read all facts of the run directory; files that cannot be read are left out.
+
+    `rows`: its metrics, if they have been read already.
+    """
     layout = run.layout
-    rows, times = read_metrics(layout), read_record(layout.rank_times, RankTimes)
+    rows = read_metrics(layout) if rows is None else rows
+    times = read_record(layout.rank_times, RankTimes)
     try:
         spec, profile = load_inputs(layout.spec, str(layout.profile.absolute()))
         plan = known_plan(layout)

@@ -7,18 +7,26 @@ document. Does not belong here: assigning time to categories (`telemetry.timelin
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import DoneMarker, read_metrics, read_record, read_saves
+from hpctrain.store.run_records import (
+    DoneMarker,
+    SaveRecord,
+    StepMetrics,
+    read_metrics,
+    read_record,
+    read_saves,
+)
 from hpctrain.store.supervise_config import known_supervise_config
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.judge.documents import ActionKind
 from hpctrain.telemetry.goodput import account
-from hpctrain.telemetry.timeline import Mark, MarkKind, Save, TrainedStep, timeline
+from hpctrain.telemetry.timeline import Mark, MarkKind, Save, Timeline, TrainedStep, timeline
 
 _KINDS = {
     EventKind.SUBMITTED: MarkKind.SUBMITTED,
@@ -93,11 +101,18 @@ class Goodput(BaseModel):
     causes: tuple[LossByCause, ...]
 
 
-def goodput(run: RunFiles, now: float | None = None) -> Goodput:
-    """Account for a run up to `now` (default: the present), or up to its end.
+@dataclass(frozen=True)
+class History:
+    """What a run has recorded about its time, and how it was spent."""
 
-    Reads the run directory only; what cannot be read is left out.
-    """
+    rows: list[StepMetrics]
+    saves: list[SaveRecord]
+    timeline: Timeline
+    over: bool
+
+
+def read_history(run: RunFiles, now: float | None = None) -> History:
+    """Read a run's records and cut its time up to `now` (default: the present) or to its end."""
     layout, events = run.layout, run.ledger.events()
     rows, saves = read_metrics(layout), read_saves(layout)
     steps = [TrainedStep(row.step, row.epoch, row.time, row.step_seconds) for row in rows]
@@ -115,29 +130,39 @@ def goodput(run: RunFiles, now: float | None = None) -> Goodput:
             over = False
         elif event.event is EventKind.ACTION:
             over = event.action in (ActionKind.STOP, ActionKind.HOLD, ActionKind.FINISH)
-    plan, config = known_plan(layout), known_supervise_config(layout.supervise_config)
+    config = known_supervise_config(layout.supervise_config)
     quiet_seconds = _QUIET_SECONDS
     if config is not None:  # the supervisor itself waits so long for a sign of life
         quiet_seconds = max(config.stall_seconds, config.setup_stall_seconds)
+    cut = timeline(
+        marks,
+        steps,
+        [Save(save.step, save.epoch, save.stall_seconds) for save in saves],
+        time.time() if now is None else now,
+        quiet_seconds,
+    )
+    return History(rows, saves, cut, over)
+
+
+def goodput(run: RunFiles, now: float | None = None, history: History | None = None) -> Goodput:
+    """Account for a run up to `now` (default: the present), or up to its end.
+
+    Reads the run directory only; what cannot be read is left out. `history`: what was read of it
+    already.
+    """
+    layout = run.layout
+    known = read_history(run, now) if history is None else history
+    plan, config = known_plan(layout), known_supervise_config(layout.supervise_config)
     gpus = None  # those that the run holds, spare nodes included
     if plan is not None and config is not None:
         gpus = (plan.nodes.nodes + config.spare_nodes) * plan.nodes.gpus_per_node
-    found = account(
-        timeline(
-            marks,
-            steps,
-            [Save(save.step, save.epoch, save.stall_seconds) for save in saves],
-            time.time() if now is None else now,
-            quiet_seconds,
-        ),
-        gpus or 0,
-    )
+    found = account(known.timeline, gpus or 0)
     done = read_record(layout.done, DoneMarker)
-    saved = max([save.step for save in saves] + ([done.step] if done else []), default=0)
-    newest = steps[-1].step if steps else 0
+    saved = max([save.step for save in known.saves] + ([done.step] if done else []), default=0)
+    newest = known.rows[-1].step if known.rows else 0
     return Goodput(
         run_id=run.run_id,
-        over=done is not None or over,
+        over=done is not None or known.over,
         gpus=gpus,
         start_time=found.start_time,
         wall_seconds=found.wall_seconds,

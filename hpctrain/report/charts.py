@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from markupsafe import Markup, escape
 
 from hpctrain.report.scales import (
     Format,
+    Quantity,
     Scale,
     clock,
     compact_number,
@@ -32,6 +34,8 @@ from hpctrain.telemetry.thinning import Point, thinned
 _CURVE_WIDTH = 2000
 _ROW_PIXELS = 26
 _AXIS_PIXELS = 40
+# Labels of events that are nearer to each other would overlap.
+_LABEL_SHARE = 0.13
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,11 @@ class Line:
     colour: str = "c1"
     dashed: bool = False
     faint: bool = False
+
+    @property
+    def entry(self) -> Entry:
+        """Its entry in a legend."""
+        return Entry(self.name, self.colour, self.dashed, self.faint)
 
 
 @dataclass(frozen=True)
@@ -76,12 +85,13 @@ class Bar:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a stacked bar or of a timeline: from `start`, `length` long."""
+    """One part of a timeline: from `start`, `length` long; `always`: seen however short it is."""
 
     start: float
     length: float
     colour: str
     tooltip: str
+    always: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Cells:
-    """A matrix with names of rows and columns; None and 0 stay empty."""
+    """A matrix with names of rows and columns; None and 0 stay empty.
+
+    Without `tooltips` a cell is described by its row, its column and its value. `largest` replaces
+    the words at the dark end of the scale.
+    """
 
     rows: Sequence[str]
     columns: Sequence[str]
@@ -114,6 +128,8 @@ class Cells:
     format: Format = compact_number
     row_word: str = ""
     column_word: str = ""
+    tooltips: Sequence[Sequence[str]] = ()
+    largest: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,6 +139,11 @@ class Entry:
     label: str
     colour: str
     dashed: bool = False
+    faint: bool = False
+
+    @property
+    def style(self) -> str:
+        return f"{self.colour}{' dashed' * self.dashed}{' faint' * self.faint}"
 
 
 @dataclass(frozen=True)
@@ -131,6 +152,7 @@ class Axis:
 
     label: str
     format: Format = compact_number
+    quantity: Quantity = "number"
     from_zero: bool = False
     logarithmic: bool = False
     values: Sequence[float] = field(default=())  # which the axis has to contain beside the data
@@ -156,14 +178,14 @@ def _share(fraction: float) -> str:
 
 
 def legend(entries: Iterable[Entry]) -> Markup:
-    """Write the legend of a chart; nothing for less than one entry."""
+    """Write the legend of a chart, each label once; nothing without entries."""
     items = Markup("").join(
         _tag(
             "li",
-            _tag("i", class_=f"{one.colour}{' dashed' if one.dashed else ''}"),
+            _tag("i", class_=one.style),
             one.label,
         )
-        for one in entries
+        for one in {one.label: one for one in entries}.values()
     )
     return _tag("ul", items, class_="legend") if items else Markup("")
 
@@ -198,7 +220,10 @@ def _x_ticks(scale: Scale, axis: Axis, height: int, *, grid: bool) -> Markup:
         name = "tick spare" if number % 2 else "tick"
         if grid:
             marks.append(_tag("line", x1=place, x2=place, y1=0, y2=height, class_="grid"))
-        marks.append(_tag("text", axis.format(value), x=place, y=height + 17, class_=f"{name} mid"))
+        side = "end" if scale.place(value) > 0.97 and not grid else "mid"
+        marks.append(
+            _tag("text", axis.format(value), x=place, y=height + 17, class_=f"{name} {side}")
+        )
     if axis.label:
         marks.append(_tag("text", axis.label, x="50%", y=height + 34, class_="axis mid"))
     return Markup("").join(marks)
@@ -231,7 +256,7 @@ def _paths(line: Line, x: Scale, y: Scale, height: int) -> Markup:
         # A line of no length with round ends is a dot: a single point can be seen.
         words.append(f"{'L' if pen_down else 'M'}{left:.1f} {top:.1f}" + ("" if pen_down else "h0"))
         pen_down = True
-    name = f"line {line.colour}{' dashed' if line.dashed else ''}{' faint' if line.faint else ''}"
+    name = f"line {line.entry.style}"
     return _tag("path", _title(line.name), d="".join(words), class_=name) if words else Markup("")
 
 
@@ -256,7 +281,11 @@ def line_chart(
         [place for line in lines for place, _ in line.points], ticks=8, whole_ticks=False
     )
     wanted = [*values, *(level.y for level in levels), *y.values]
-    y_scale = log_scale(wanted) if y.logarithmic else scale_of(wanted, from_zero=y.from_zero)
+    y_scale = (
+        log_scale(wanted)
+        if y.logarithmic
+        else scale_of(wanted, from_zero=y.from_zero, quantity=y.quantity)
+    )
     curves = _tag(
         "svg",
         *(_paths(line, x_scale, y_scale, height) for line in lines),
@@ -267,21 +296,28 @@ def line_chart(
         class_="curves",
     )
     events = []
-    for rule in rules:
-        place = _share(x_scale.place(rule.x))
+    labelled = -1.0
+    for rule in sorted(rules, key=lambda rule: rule.x):
+        fraction = x_scale.place(rule.x)
+        place = _share(fraction)
         name = f"rule {rule.colour}"
         events.append(
             _tag("line", _title(rule.tooltip), x1=place, x2=place, y1=0, y2=height, class_=name)
         )
-        if rule.label:
-            events.append(_tag("text", rule.label, x=place, y=-2, class_="note mid"))
+        if rule.label and fraction - labelled > _LABEL_SHARE:
+            labelled = fraction
+            side = "end" if fraction > 1 - _LABEL_SHARE else "mid" if fraction > 0.05 else ""
+            name = f"label spare {side}".rstrip()
+            events.append(_tag("text", rule.label, x=place, y=-3, class_=name))
     planned = []
     for level in levels:
         top = round((1 - y_scale.place(level.y)) * height, 1)
         planned.append(
             _tag("line", _title(level.label), x1="0", x2="100%", y1=top, y2=top, class_="level")
         )
-        planned.append(_tag("text", level.label, x="100%", y=top - 5, class_="note end"))
+        # On the side of the line where the curves are not.
+        beside = top + 14 if median(values) > level.y else top - 5
+        planned.append(_tag("text", level.label, x="100%", y=beside, class_="label end"))
     return Markup("").join(
         (
             _tag("p", y.label, class_="y-label"),
@@ -296,8 +332,8 @@ def line_chart(
                 left=_text_pixels(y.format(value) for value in y_scale.ticks),
                 top=14 if any(rule.label for rule in rules) else 8,
             ),
-            legend(Entry(line.name, line.colour, line.dashed) for line in lines)
-            if len(lines) > 1
+            legend(line.entry for line in lines)
+            if len({line.name for line in lines}) > 1
             else Markup(""),
         )
     )
@@ -321,6 +357,7 @@ def bar_chart(bars: Sequence[Bar], *, label: str, x: Axis) -> Markup:
         [*(bar.value for bar in bars), *(bar.mark for bar in bars), *x.values],
         from_zero=True,
         ticks=6,
+        quantity=x.quantity,
     )
     height = _ROW_PIXELS * len(bars)
     zero = scale.place(0.0)
@@ -329,7 +366,7 @@ def bar_chart(bars: Sequence[Bar], *, label: str, x: Axis) -> Markup:
         top = number * _ROW_PIXELS
         drawn.append(_row_label(bar.label, top + 17))
         if bar.value is None or not is_drawable(bar.value):
-            drawn.append(_tag("text", "unknown", x=6, y=top + 17, class_="note"))
+            drawn.append(_tag("text", "unknown", x=6, y=top + 17, class_="label"))
         else:
             end = scale.place(bar.value)
             low, high = min(zero, end), max(zero, end)
@@ -395,7 +432,7 @@ def timeline(
 ) -> Markup:
     """Draw what happened when: one row per attempt, from 0 to `end` seconds.
 
-    A part that is too short to be seen is half a pixel wide, so that nothing disappears.
+    What has to be seen is at least about a pixel wide, and drawn over what is not.
     """
     if not rows:
         return nothing(f"{label}: nothing has happened yet.")
@@ -406,7 +443,7 @@ def timeline(
     for number, row in enumerate(rows):
         top = number * _ROW_PIXELS
         drawn.append(_row_label(row.label, top + 17, row.detail))
-        for part in row.parts:
+        for part in sorted(row.parts, key=lambda part: part.always):
             if not (is_drawable(part.start) and is_drawable(part.length)):
                 continue
             first, last = scale.place(part.start), scale.place(part.start + part.length)
@@ -416,7 +453,7 @@ def timeline(
                     _title(part.tooltip),
                     x=_share(first),
                     y=top + 4,
-                    width=_share(max(last - first, 0.0006)),
+                    width=_share(max(last - first, 0.0015 if part.always else 0.0)),
                     height=_ROW_PIXELS - 8,
                     class_=f"fill {part.colour}",
                 )
@@ -430,7 +467,12 @@ def waterfall(steps: Sequence[Step], *, label: str, x: Axis) -> Markup:
     """Draw how a total becomes what is left of it: each step begins where the one before ended."""
     if not steps or not all(is_drawable(step.value) for step in steps):
         return nothing(f"{label}: no values are known.")
-    scale = scale_of([step.value for step in steps if step.is_total], from_zero=True, ticks=6)
+    scale = scale_of(
+        [step.value for step in steps if step.is_total],
+        from_zero=True,
+        ticks=6,
+        quantity=x.quantity,
+    )
     height = _ROW_PIXELS * len(steps)
     drawn = [_x_ticks(scale, x, height, grid=True)]
     level = 0.0
@@ -458,8 +500,10 @@ def waterfall(steps: Sequence[Step], *, label: str, x: Axis) -> Markup:
                 class_=f"fill {step.colour}",
             )
         )
-        # Beside the bar, on the side with room.
+        # Beside the bar on the side with room, or inside a bar that leaves none.
         outside = ("end", low, -6) if low > 0.5 else ("", high, 6)
+        if low <= 0.5 and high > 0.75:
+            outside = ("end inside", high, -6)
         drawn.append(
             _tag(
                 "text",
@@ -467,7 +511,7 @@ def waterfall(steps: Sequence[Step], *, label: str, x: Axis) -> Markup:
                 x=_share(outside[1]),
                 y=top + 17,
                 dx=outside[2],
-                class_=f"note {outside[0]}".strip(),
+                class_=f"label {outside[0]}".strip(),
             )
         )
     return _plot(
@@ -488,7 +532,11 @@ def heat_map(cells: Cells, *, label: str, row_pixels: int | None = None) -> Mark
         for index, value in enumerate(row):
             if value is None or not is_drawable(value) or value <= 0:
                 continue
-            words = f"{name} → {cells.columns[index]}: {cells.format(value)}"
+            words = (
+                cells.tooltips[number][index]
+                if cells.tooltips
+                else f"{name} → {cells.columns[index]}: {cells.format(value)}"
+            )
             drawn.append(
                 _tag(
                     "rect",
@@ -515,7 +563,7 @@ def heat_map(cells: Cells, *, label: str, row_pixels: int | None = None) -> Mark
     ramp = (
         _tag("span", "0"),
         _tag("i", class_="ramp"),
-        _tag("span", cells.format(largest)),
+        _tag("span", cells.largest or cells.format(largest)),
     )
     head = _tag("p", cells.row_word, class_="y-label") if cells.row_word else Markup("")
     return (

@@ -8,8 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 Format = Callable[[float], str]
+Quantity = Literal["number", "bytes", "seconds"]
+# The units that numbers are written in, as in `hpctrain.units`; time from two of a unit on.
+_UNITS: dict[Quantity, tuple[float, ...]] = {
+    "number": (1.0,),
+    "bytes": (1.0, 2.0**10, 2.0**20, 2.0**30, 2.0**40),
+    "seconds": (1.0, 60.0, 3600.0, 86400.0),
+}
 
 # A number beyond it has no ticks: the distance of two would not be a finite number.
 _LARGEST = 1e300
@@ -21,10 +29,11 @@ def is_drawable(value: float | None) -> bool:
 
 
 def compact_number(value: float) -> str:
-    """Write a number in at most four digits: `0.0012`, `950`, `12.5k`, `3M`, `1.2e+20`."""
+    """Write a number in at most four digits: `0.0012`, `950`, `12.5k`, `3M`, `1.2e20`."""
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-4:
-        return f"{value:.2g}"
+        mantissa, _, power = f"{value:.2g}".partition("e")
+        return f"{mantissa}e{int(power)}"
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if size >= scale:
             return f"{value / scale:.4g}{suffix}"
@@ -75,10 +84,12 @@ def scale_of(
     ticks: int = 5,
     from_zero: bool = False,
     whole_ticks: bool = True,
+    quantity: Quantity = "number",
 ) -> Scale:
     """Choose the range of an axis for the values; without any, from 0 to 1.
 
     `whole_ticks`: the axis begins and ends at a tick. Otherwise it ends where the data end.
+    `quantity`: ticks are round in the unit that such numbers are written in.
     """
     known = [value for value in values if value is not None and is_drawable(value)]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
@@ -88,7 +99,9 @@ def scale_of(
     if high - low <= max(abs(low), abs(high)) * 1e-9:
         room = abs(high) * 0.1 or 1.0
         low, high = (low if from_zero else low - room), high + room
-    step = nice_step(high - low, ticks)
+    least = 2 if quantity == "seconds" else 1
+    unit = max((one for one in _UNITS[quantity] if one * least <= high - low), default=1.0)
+    step = nice_step((high - low) / unit, ticks) * unit
     if whole_ticks:
         low = math.floor(low / step + 1e-9) * step
         high = math.ceil(high / step - 1e-9) * step

@@ -1,0 +1,140 @@
+"""What a run has kept and what has happened to it: checkpoints, events, software. Pure.
+
+Belongs here: tables of records. Does not belong here: figures (`rank_sections`, `time_sections`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from hpctrain.actions.report import RunReport
+from hpctrain.report.charts import nothing
+from hpctrain.report.elements import Card, Section, code, folded, table
+from hpctrain.report.missing import missing
+from hpctrain.report.words import count, counted, duration, moment, size, words_of
+
+_MOST_ROWS = 200
+
+
+def saved(report: RunReport) -> Section:
+    found = report.checkpoints
+    if found is None:
+        card = missing("Checkpoints", report, "checkpoints", "None.", wide=True)
+        return Section("checkpoints", "Checkpoints", [card])
+    rows: list[list[str | Markup]] = [
+        [
+            f"{one.step:,}",
+            size(one.size_bytes),
+            count(one.files),
+            duration(one.stall_seconds),
+            duration(one.publish_seconds),
+            "every byte" if one.verified == "sha256" else "names and sizes",
+            Markup('<span class="worse">{}</span>').format(one.problem) if one.problem else "good",
+            "; ".join(one.kept_because),
+        ]
+        for one in found.rows[:_MOST_ROWS]
+    ]
+    columns = {
+        "Step": "number",
+        "Size": "number",
+        "Files": "number",
+        "Stall": "number",
+        "Until published": "number",
+        "Checked": "name",
+        "Condition": "words",
+        "Kept because": "words",
+    }
+    body = table(columns, rows) if rows else nothing("None has been published.")
+    interval = found.interval
+    note = f"Saves {interval.configured}. {interval.advice}" if interval else ""
+    cards = [Card("Checkpoints", body, note, wide=True)]
+    if found.quarantined:
+        aside: list[list[str | Markup]] = [
+            [one.name, size(one.size_bytes), one.reason] for one in found.quarantined
+        ]
+        columns = {"Name": "name", "Size": "number", "Reason": "words"}
+        cards.append(Card("In quarantine", table(columns, aside), wide=True))
+    return Section("checkpoints", "Checkpoints", cards)
+
+
+def events(report: RunReport) -> Section | None:
+    cards = []
+    if report.errors is not None and report.errors.errors:
+        rows: list[list[str | Markup]] = [
+            [
+                words_of(one.cause),
+                code(one.line),
+                _ranks(one.ranks),
+                ", ".join(one.nodes[:4]),
+                "follows from another" if one.follows else "root",
+            ]
+            for one in report.errors.errors[:20]
+        ]
+        columns = {"Cause": "name", "Line": "words", "Ranks": "name", "Nodes": "name", "": "name"}
+        launch = report.errors.epoch
+        note = "" if launch is None else f"Of launch {launch}, the newest of its attempt."
+        cards.append(Card("Errors in the logs", table(columns, rows), note, wide=True))
+    elif report.why_not("errors"):
+        cards.append(missing("Errors in the logs", report, "errors", "", wide=True))
+    happened: list[tuple[float, str, str]] = [
+        (one.time, one.kind, one.words) for one in report.happenings
+    ]
+    for asked in report.story.asked if report.story else ():
+        by = f" by {asked.user}" if asked.user else ""
+        because = f": {asked.reason}" if asked.reason else ""
+        answer = f" → {asked.answer}" if asked.answer else " (pending)"
+        happened.append((asked.asked_time, f"{asked.action}{by}", f"{because[2:]}{answer}"))
+    for told in report.story.notices if report.story else ():
+        words = f"{told.channel}: {told.state}" + (f", {told.problem}" if told.problem else "")
+        happened.append((told.event_time, f"notice: {words_of(told.kind)}", words))
+    if happened:
+        lines: list[list[str | Markup]] = [
+            [moment(time), kind, words] for time, kind, words in sorted(happened)[-_MOST_ROWS:]
+        ]
+        columns = {"When": "name", "What": "name", "Details": "words"}
+        cards.append(Card("Requests, alerts, notices", table(columns, lines), wide=True))
+    return Section("events", "Events", cards) if cards else None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:6]))
+    return f"{shown} and {len(ranks) - 6:,} more" if len(ranks) > 6 else shown
+
+
+def software(report: RunReport) -> Section:
+    cards = []
+    lock = report.software
+    changes = report.story.software_changes if report.story else ()
+    rows: list[list[str | Markup]] = [
+        [name, value] for name, value in (lock.parts.items() if lock else ())
+    ]
+    columns = {"What": "name", "Version": "words"}
+    note = f"As launch {lock.epoch} has found it (software.lock)." if lock else ""
+    body = table(columns, rows) if rows else nothing("No launch has recorded its software.")
+    if lock is not None and lock.packages:
+        packages = "\n".join(f"{name}=={value}" for name, value in lock.packages.items())
+        body += folded(counted(len(lock.packages), "package"), packages)
+    if report.why_not("software"):
+        cards.append(missing("Software", report, "software", ""))
+    else:
+        cards.append(Card("Software", body, note))
+    changed: list[list[str | Markup]] = [
+        [f"{one.epoch}", "; ".join(one.changes)] for one in changes
+    ]
+    columns = {"Launch": "number", "Changed": "words"}
+    cards.append(
+        Card(
+            "Changes of software",
+            table(columns, changed) if changed else nothing("All launches have found the same."),
+        )
+    )
+    if report.script is None:
+        cards.append(missing("Job script", report, "script", "It is not known.", wide=True))
+    else:
+        lines = counted(len(report.script.splitlines()), "line")
+        cards.append(
+            Card("Job script", folded(f"Show job.sbatch, {lines}", report.script), wide=True)
+        )
+    return Section("software", "Software and script", cards)
