@@ -56,7 +56,7 @@ FLEET = (
         31.4,
         30.0,
         (("tp", 0.11), ("pp", 0.04), ("dp", 0.06)),
-        ends=((0.31, "preempted"), (0.72, "node_failure")),
+        ends=((0.31, "preempted"), (0.87, "node_failure")),
         states=(
             (0.0, RunState.RUNNING),
             (0.31, RunState.PENDING),
@@ -270,8 +270,9 @@ def _learning(put, step: int, time: float) -> None:  # type: ignore[no-untyped-d
 
 def _checkpoints(put, run: FabricatedRun, time: float, begin: float) -> None:  # type: ignore[no-untyped-def]
     interval = 1800.0
-    count = int((time - begin) // interval)
-    age = (time - begin) - count * interval
+    since = time - begin + 71 * len(run.nodes)  # runs do not save at the same time
+    count = int(since // interval)
+    age = since - count * interval
     put("checkpoint_step", 40_000 + count * int(interval / run.step_seconds))
     put("checkpoint_timestamp_seconds", time - age)
     put("checkpoint_bytes", 2.4e12 * len(run.nodes) / 16)
@@ -309,7 +310,8 @@ def _interruptions(put, out: _Writer, past, elapsed: float) -> None:  # type: ig
         put("time_seconds", seconds, category=category.value)
     put("goodput_ratio", 0.9 - lost_seconds / wall, window="run")
     put("goodput_ratio", 0.93 - 5 * lost_seconds / wall, window="day")
-    put("goodput_ratio", 0.95 - 0.3 * (elapsed % 7200 < 1500 and bool(past)), window="hour")
+    passed = min((elapsed - at * (out.end - out.begin) for at, _ in past), default=3600.0)
+    put("goodput_ratio", 0.95 - 0.4 * max(0.0, 1 - passed / 3600), window="hour")
 
 
 def _host(out: _Writer, node: str, time: float, number: int) -> None:

@@ -233,6 +233,16 @@ FLEET = DashboardPlan(
                     unit="percentunit",
                     from_zero=True,
                 ),
+                lines(
+                    "Runs by state",
+                    "How many of the chosen runs are in which state.",
+                    Query(
+                        f"sum by (hpctrain_run_state) ({of('state', 'hpctrain_run_state')}) > 0",
+                        "{{hpctrain_run_state}}",
+                    ),
+                    stacked=True,
+                    from_zero=True,
+                ),
                 bars(
                     "GPU-hours in the chosen time",
                     "GPU time that runs occupied, by user.",
@@ -253,16 +263,6 @@ FLEET = DashboardPlan(
                     f"sum by (cause) ({of('launch_ends_total', 'cause')})",
                     "{{cause}}",
                     needs=NEEDS_LOSS_OF_TIME,
-                ),
-                lines(
-                    "Runs by state",
-                    "How many of the chosen runs are in which state.",
-                    Query(
-                        f"sum by (hpctrain_run_state) ({of('state', 'hpctrain_run_state')}) > 0",
-                        "{{hpctrain_run_state}}",
-                    ),
-                    stacked=True,
-                    from_zero=True,
                 ),
             ),
         ),

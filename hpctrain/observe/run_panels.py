@@ -155,12 +155,29 @@ _SPEED = PanelRow(
 _CHECKPOINTS = PanelRow(
     "Checkpoints",
     (
+        stat("Published", "Checkpoints that count.", of("checkpoints_total"), width=6),
+        stat("Size", "Size of the newest checkpoint.", of("checkpoint_bytes"), "bytes", width=6),
+        stat(
+            "Planned interval",
+            "Planned time between checkpoints.",
+            of("checkpoint_interval_seconds"),
+            "s",
+            width=6,
+        ),
+        stat(
+            "Free space",
+            "Free space where the checkpoints are, in checkpoints.",
+            ratio(of("disk_free_bytes"), of("checkpoint_bytes")),
+            thresholds=better_from(3, 10),
+            width=6,
+        ),
         lines(
             "Age of the newest checkpoint",
             "Since it was published, and the planned time between two.",
             Query(age("checkpoint_timestamp_seconds"), "age"),
             Query(of("checkpoint_interval_seconds"), "planned interval", dashed=True),
             unit="s",
+            width=12,
             from_zero=True,
         ),
         lines(
@@ -170,15 +187,8 @@ _CHECKPOINTS = PanelRow(
             Query(of("checkpoint_stall_seconds"), "training stood still"),
             Query(of("checkpoint_publish_seconds"), "until it counted"),
             unit="s",
+            width=12,
             from_zero=True,
-        ),
-        stat("Published", "Checkpoints that count.", of("checkpoints_total"), width=2),
-        stat("Size", "Size of the newest checkpoint.", of("checkpoint_bytes"), "bytes"),
-        stat(
-            "Free space",
-            "Free space where the checkpoints are, in checkpoints.",
-            ratio(of("disk_free_bytes"), of("checkpoint_bytes")),
-            thresholds=better_from(3, 10),
         ),
     ),
 )

@@ -28,7 +28,7 @@ from hpctrain.report.charts import (
     timeline,
 )
 from hpctrain.report.elements import fill, prose, table
-from hpctrain.report.scales import clock, compact_number, percent
+from hpctrain.report.scales import Quantity, clock, compact_number, percent
 from hpctrain.version import __version__
 
 # Classes of charts.css for Grafana's names of colours.
@@ -55,7 +55,6 @@ class PanelBox:
     note: Markup
     body: Markup
     width: int
-    needs: str
     is_figure: bool
 
 
@@ -118,16 +117,15 @@ def _box(data: PanelData, dashboard: DashboardData) -> PanelBox:
     if data.refusals:
         body = _nothing(f"Prometheus refuses the query: {data.refusals[0]}")
     elif data.is_empty:
-        body = _nothing("No data.")
+        body = _nothing(f"No data. Needs {panel.needs}." if panel.needs else "No data.")
     else:
         body = _body(data, dashboard)
-    needs = f"needs {panel.needs}" if panel.needs else ""
     is_figure = panel.kind == "stat"
-    return PanelBox(panel.title, prose(panel.description), body, panel.width, needs, is_figure)
+    return PanelBox(panel.title, prose(panel.description), body, panel.width, is_figure)
 
 
 def _nothing(reason: str) -> Markup:
-    return Markup('<p class="nothing">{}</p>').format(reason)
+    return Markup('<p class="nothing">{}</p>').format(prose(reason))
 
 
 def _body(data: PanelData, dashboard: DashboardData) -> Markup:
@@ -164,6 +162,7 @@ def _bytes_per_second(value: float) -> str:
 
 
 def _seconds(value: float) -> str:
+    """Write seconds as milliseconds, seconds, or the two largest units of a duration."""
     if 0 < abs(value) < 1:
         return f"{value * 1000:.3g} ms"
     return f"{value:.3g} s" if abs(value) < 60 else clock(value)
@@ -182,6 +181,11 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
     "none": lambda value: f"{value:g}",
     "short": compact_number,
 }
+
+
+def _axis(unit: str, *, from_zero: bool = False) -> Axis:
+    quantity: Quantity = {"s": "seconds", "bytes": "bytes"}.get(unit, "number")  # type: ignore[assignment]
+    return Axis("", _FORMATS[unit], from_zero=from_zero, quantity=quantity)
 
 
 def shown(value: float, unit: str, values: Sequence[ShownValue] = ()) -> str:
@@ -228,14 +232,14 @@ def _bars(data: PanelData) -> Markup:
     panel, query = data.panel, data.panel.queries[0]
     drawn = [
         Bar(
-            legend_of(query.legend, one.labels) or "all",
+            f"{legend_of(query.legend, one.labels)}  {shown(one.last, panel.unit)}",
             one.last,
             f"{legend_of(query.legend, one.labels)}: {shown(one.last, panel.unit)}",
             _class_of(one.last, panel.thresholds) or "c1",
         )
         for one in data.answers[0].series
     ]
-    return bar_chart(drawn, label=panel.title, x=Axis("", _FORMATS[panel.unit]))
+    return bar_chart(drawn, label=panel.title, x=_axis(panel.unit))
 
 
 def _ago(begin: float, end: float) -> tuple[float, Axis]:
@@ -259,11 +263,13 @@ def _lines(data: PanelData, dashboard: DashboardData) -> Markup:
         for query, answer in zip(panel.queries, data.answers, strict=True)
         for series in _largest(answer, _MOST_CURVES)
     ]
+    begin = (dashboard.begin - dashboard.end) / unit_seconds
     colours = _colours(name for name, _, _ in named)
     drawn = [
         Line(
             name,
-            _with_gaps(series, dashboard, unit_seconds),
+            # The axis shows the whole of the chosen time.
+            [(begin, None), *_with_gaps(series, dashboard, unit_seconds), (0.0, None)],
             "neutral" if dashed and len(named) == 2 else colours[name],
             dashed,
         )
@@ -271,10 +277,8 @@ def _lines(data: PanelData, dashboard: DashboardData) -> Markup:
     ]
     left_out = sum(len(one.series) for one in data.answers) - len(named)
     rules = _rules(dashboard, unit_seconds)
-    y_axis = Axis("", _FORMATS[panel.unit], from_zero=panel.lowest == 0)
+    y_axis = _axis(panel.unit, from_zero=panel.lowest == 0)
     height = _GRID_PIXELS * panel.height - 40
-    begin = (dashboard.begin - dashboard.end) / unit_seconds
-    drawn.append(Line("", ((begin, None), (0.0, None))))  # the whole of the chosen time
     chart = line_chart(drawn, label=panel.title, x=x_axis, y=y_axis, rules=rules, height=height)
     more = Markup('<p class="nothing">{} more are not drawn.</p>').format(left_out)
     return chart + more if left_out else chart
