@@ -6,6 +6,8 @@ Belongs here: its panels and queries. Does not belong here: JSON (`grafana`), dr
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hpctrain.observe.panel_queries import of, on_nodes, ratio, worse_from
 from hpctrain.observe.panel_shapes import (
     NEEDS_DCGM,
@@ -35,10 +37,26 @@ def _hosts(vector: str, summary: str = "avg") -> str:
     return on_nodes(vector, "instance", summary)
 
 
-def _of_nodes(title: str, description: str, expression: str, unit: str, needs: str) -> Panel:
-    """Curves of every node from another exporter."""
-    query = Query(expression, "{{run}} {{node}}")
-    return lines(title, description, query, unit=unit, width=6, from_zero=True, needs=needs)
+def _of_nodes(
+    title: str,
+    description: str,
+    expression: str,
+    unit: str,
+    needs: str,
+    odd: Literal["lowest", "highest"] = "highest",
+) -> Panel:
+    """Make curves of each run from another exporter: the mean of its nodes, and the odd node."""
+    chosen = "min" if odd == "lowest" else "max"
+    return lines(
+        title,
+        f"{description} Dashed: the {odd} node of the run.",
+        Query(f"avg by (run) ({expression})", "{{run}}"),
+        Query(f"{chosen} by (run) ({expression})", f"{{{{run}}}} {odd}", dashed=True),
+        unit=unit,
+        width=6,
+        from_zero=True,
+        needs=needs,
+    )
 
 
 _SLOW = PanelRow(
@@ -144,31 +162,34 @@ _GPUS = PanelRow(
     (
         _of_nodes(
             "GPU utilization",
-            "Share of time in which any kernel ran, the mean of a node's GPUs.",
+            "Share of time in which any kernel ran.",
             _gpus("DCGM_FI_DEV_GPU_UTIL"),
             "percent",
             NEEDS_DCGM,
+            "lowest",
         ),
         _of_nodes(
             "Tensor cores active",
-            "Share of cycles in which tensor cores were busy, the mean of a node's GPUs.",
+            "Share of cycles in which tensor cores were busy.",
             _gpus("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),
             "percentunit",
             NEEDS_DCGM,
+            "lowest",
         ),
         _of_nodes(
             "GPU memory used",
-            "The fullest GPU of a node.",
+            "The fullest GPU of each node.",
             _gpus("DCGM_FI_DEV_FB_USED", "max", f" * {_MIB}"),
             "bytes",
             NEEDS_DCGM,
         ),
         _of_nodes(
             "Memory bandwidth active",
-            "Share of cycles in which device memory was busy, the mean of a node's GPUs.",
+            "Share of cycles in which device memory was busy.",
             _gpus("DCGM_FI_PROF_DRAM_ACTIVE"),
             "percentunit",
             NEEDS_DCGM,
+            "lowest",
         ),
         _of_nodes(
             "NVLink sent",
@@ -176,10 +197,11 @@ _GPUS = PanelRow(
             _gpus("DCGM_FI_PROF_NVLINK_TX_BYTES", "sum"),
             "Bps",
             NEEDS_DCGM,
+            "lowest",
         ),
         _of_nodes(
             "Temperature",
-            "The hottest GPU of a node.",
+            "The hottest GPU of each node.",
             _gpus("DCGM_FI_DEV_GPU_TEMP", "max"),
             "celsius",
             NEEDS_DCGM,
@@ -227,6 +249,36 @@ _HOSTS = PanelRow(
             _hosts("rate(node_infiniband_port_data_transmitted_bytes_total[5m])", "sum"),
             "Bps",
             NEEDS_NODE,
+            "lowest",
+        ),
+    ),
+)
+
+_EACH = PanelRow(
+    "Each node, by both exporters",
+    (
+        Panel(
+            "Each node",
+            "Means of the GPUs of a node; memory and temperature of the GPU with most.",
+            "table",
+            columns=(
+                Column(of("node_info", "node"), labels=("run", "node")),
+                Column(_SLOWDOWN, "Slowdown", "percentunit", thresholds=worse_from(1.1, 1.25)),
+                Column(_gpus("DCGM_FI_DEV_GPU_UTIL"), "GPU utilization", "percent"),
+                Column(_gpus("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"), "Tensor cores", "percentunit"),
+                Column(_gpus("DCGM_FI_DEV_FB_USED", "max", f" * {_MIB}"), "GPU memory", "bytes"),
+                Column(
+                    _gpus("DCGM_FI_DEV_GPU_TEMP", "max"),
+                    "Temperature",
+                    "celsius",
+                    thresholds=worse_from(80, 87),
+                ),
+                Column(_gpus("DCGM_FI_DEV_POWER_USAGE", "sum"), "Power", "watt"),
+                Column(f"1 - ({_hosts(_IDLE)})", "CPUs busy", "percentunit"),
+            ),
+            width=24,
+            height=12,
+            needs=f"{NEEDS_DCGM} and {NEEDS_NODE}",
         ),
     ),
 )
@@ -236,5 +288,5 @@ NODES = DashboardPlan(
     title="hpctrain: nodes",
     description="Slow and suspect nodes, memory against plan, and what other exporters know.",
     variables=(USER, RUNS),
-    rows=(_SLOW, _MEMORY, _GPUS, _HOSTS),
+    rows=(_SLOW, _MEMORY, _GPUS, _HOSTS, _EACH),
 )

@@ -236,14 +236,13 @@ _INTERRUPTIONS = PanelRow(
 _TIME_AND_MONEY = PanelRow(
     "Time and money",
     (
-        lines(
+        bars(
             "Wall time, by category",
             "Every second since the run was submitted. Steps that are lost move from productive to "
             "redone.",
-            Query(of("time_seconds", "category"), "{{category}}"),
-            unit="s",
-            stacked=True,
-            from_zero=True,
+            of("time_seconds", "category"),
+            "{{category}}",
+            "s",
         ),
         lines(
             "Goodput",

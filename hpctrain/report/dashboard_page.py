@@ -7,7 +7,7 @@ Belongs here: how each kind of panel is drawn. Does not belong here: panels and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -17,13 +17,11 @@ from hpctrain.observe.panel_data import Answer, DashboardData, PanelData, Series
 from hpctrain.observe.panel_types import Column, ShownValue, Threshold
 from hpctrain.report.charts import (
     Axis,
-    Bar,
     Entry,
     Line,
     Part,
     Row,
     Rule,
-    bar_chart,
     line_chart,
     timeline,
 )
@@ -56,6 +54,25 @@ class PanelBox:
     body: Markup
     width: int
     is_figure: bool
+
+
+@dataclass(frozen=True)
+class BarLine:
+    """One bar: its name, its value as text, its length in percent of the longest, its class."""
+
+    name: str
+    value: str
+    percent: str
+    style: str
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """One curve before it has a colour."""
+
+    name: str
+    dashed: bool
+    series: Series
 
 
 @dataclass(frozen=True)
@@ -165,7 +182,10 @@ def _seconds(value: float) -> str:
     """Write seconds as milliseconds, seconds, or the two largest units of a duration."""
     if 0 < abs(value) < 1:
         return f"{value * 1000:.3g} ms"
-    return f"{value:.3g} s" if abs(value) < 60 else clock(value)
+    if abs(value) < 60:
+        return f"{value:.3g} s"
+    rounded = next((unit for least, unit in ((86400, 3600), (600, 60)) if abs(value) >= least), 1)
+    return clock(round(value / rounded) * rounded)
 
 
 # Formats of Grafana's units.
@@ -229,17 +249,22 @@ def _figures(data: PanelData) -> Markup:
 
 
 def _bars(data: PanelData) -> Markup:
+    """Draw a bar per series with its value beside it; the longest one is as wide as its place."""
     panel, query = data.panel, data.panel.queries[0]
-    drawn = [
-        Bar(
-            f"{legend_of(query.legend, one.labels)}  {shown(one.last, panel.unit)}",
-            one.last,
-            f"{legend_of(query.legend, one.labels)}: {shown(one.last, panel.unit)}",
-            _class_of(one.last, panel.thresholds) or "c1",
-        )
-        for one in data.answers[0].series
-    ]
-    return bar_chart(drawn, label=panel.title, x=_axis(panel.unit))
+    known = [one for one in data.answers[0].series if math.isfinite(one.last)]
+    longest = max((abs(one.last) for one in known), default=0.0) or 1.0
+    return fill(
+        "dashboard_bars.html.j2",
+        bars=[
+            BarLine(
+                legend_of(query.legend, one.labels) or "all",
+                shown(one.last, panel.unit),
+                f"{100 * abs(one.last) / longest:.1f}",
+                _class_of(one.last, panel.thresholds) or "c1",
+            )
+            for one in known
+        ],
+    )
 
 
 def _ago(begin: float, end: float) -> tuple[float, Axis]:
@@ -258,24 +283,23 @@ def _ago(begin: float, end: float) -> tuple[float, Axis]:
 def _lines(data: PanelData, dashboard: DashboardData) -> Markup:
     panel = data.panel
     unit_seconds, x_axis = _ago(dashboard.begin, dashboard.end)
-    named = [
-        (legend_of(query.legend, series.labels) or panel.title, query.dashed, series)
+    curves = [
+        _Curve(legend_of(query.legend, series.labels) or panel.title, query.dashed, series)
         for query, answer in zip(panel.queries, data.answers, strict=True)
         for series in _largest(answer, _MOST_CURVES)
     ]
     begin = (dashboard.begin - dashboard.end) / unit_seconds
-    colours = _colours(name for name, _, _ in named)
     drawn = [
         Line(
-            name,
+            one.name,
             # The axis shows the whole of the chosen time.
-            [(begin, None), *_with_gaps(series, dashboard, unit_seconds), (0.0, None)],
-            "neutral" if dashed and len(named) == 2 else colours[name],
-            dashed,
+            [(begin, None), *_with_gaps(one.series, dashboard, unit_seconds), (0.0, None)],
+            colour,
+            one.dashed,
         )
-        for name, dashed, series in named
+        for one, colour in zip(curves, _colours(curves), strict=True)
     ]
-    left_out = sum(len(one.series) for one in data.answers) - len(named)
+    left_out = sum(len(one.series) for one in data.answers) - len(curves)
     rules = _rules(dashboard, unit_seconds)
     y_axis = _axis(panel.unit, from_zero=panel.lowest == 0)
     height = _GRID_PIXELS * panel.height - 40
@@ -290,11 +314,20 @@ def _largest(answer: Answer, most: int) -> list[Series]:
     return [one for one in answer.series if one in chosen]
 
 
-def _colours(names: Iterable[str]) -> dict[str, str]:
-    """Give each name a colour; what is planned has the colour of what is measured."""
-    bare = dict.fromkeys(name.removesuffix(" planned") for name in names)
-    chosen = {name: _CURVES[number % len(_CURVES)] for number, name in enumerate(bare)}
-    return chosen | {f"{name} planned": colour for name, colour in chosen.items()}
+def _colours(curves: Sequence[_Curve]) -> list[str]:
+    """Choose a class for each curve: what is planned or limits has the colour of what is measured.
+
+    A single measured curve leaves grey to the other one.
+    """
+    solid = [one for one in curves if not one.dashed]
+    chosen = {id(one): _CURVES[number % len(_CURVES)] for number, one in enumerate(solid)}
+    of_labels = {tuple(one.series.labels.items()): chosen[id(one)] for one in solid}
+    if len(solid) == 1:
+        of_labels = {}
+    return [
+        chosen.get(id(one)) or of_labels.get(tuple(one.series.labels.items()), "neutral")
+        for one in curves
+    ]
 
 
 def _with_gaps(
