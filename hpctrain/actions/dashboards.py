@@ -55,16 +55,22 @@ def _chosen(
         selector = filled_in(variable.selector, chosen, end - begin)
         values = server.label_values(selector, variable.label, begin, end)
         if variable.name == "run" and runs:
-            for run in runs:
-                if run not in values:
-                    raise NoSuchRunError(f"Prometheus has no run `{run}` in this time")
-            values = list(dict.fromkeys(runs))
+            values = list(dict.fromkeys(_one_run(run, values) for run in runs))
         if not variable.several and len(values) > 1:
             running = filled_in(in_state("RUNNING"), {variable.name: values}, end - begin)
             runs_now = {one.labels[variable.label] for one in server.now(running, end)}
             values = [one for one in values if one in runs_now] or values
         chosen[variable.name] = values if variable.several else values[:1]
     return chosen
+
+
+def _one_run(name: str, known: Sequence[str]) -> str:
+    """Find the run whose id is `name`, or is the only one that starts so."""
+    found = [name] if name in known else [one for one in known if one.startswith(name)]
+    if len(found) != 1:
+        reason = f"has several runs `{name}...`" if found else f"has no run `{name}`"
+        raise NoSuchRunError(f"Prometheus {reason} in this time", ", ".join(found) or None)
+    return found[0]
 
 
 class _Questions:
