@@ -83,6 +83,7 @@ class Exporter:
             own_sample("hpctrain_exporter", 1, version=__version__),
             own_sample("hpctrain_exporter_runs", len(runs)),
             own_sample("hpctrain_exporter_unreadable_runs", unreadable),
+            own_sample("hpctrain_exporter_timestamp_seconds", now),
             own_sample("hpctrain_exporter_slurm_queries", self._slurm.queries),
             *self._of_directories(now),
         ]

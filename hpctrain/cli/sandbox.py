@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.options import ProfileName
+from hpctrain.cli.options import ProfileName, runs_option
 from hpctrain.cli.output import say, table
+
+if TYPE_CHECKING:
+    from hpctrain.sandbox.monitoring import Monitoring
 
 DEFAULT_DIRECTORY = Path(".sandbox")
 
@@ -32,6 +36,7 @@ def sandbox() -> None:
       hpctrain sandbox up
       hpctrain sandbox up --profile a100x64
       hpctrain sandbox up --slurm 24.11
+      hpctrain sandbox up --prometheus
       eval "$(hpctrain sandbox env)"; sinfo
       hpctrain sandbox kill n1
       hpctrain sandbox down
@@ -60,13 +65,43 @@ def sandbox() -> None:
     help="With slurmdbd and its database: sacct, accounts, QOS and their limits.",
 )
 @click.option(
+    "--prometheus",
+    is_flag=True,
+    help="With Prometheus, Alertmanager and the alert rules for runs, which Debian's packages are "
+    "fetched for (once, without root).",
+)
+@runs_option
+@click.option(
+    "--webhook",
+    metavar="URL",
+    help="What Alertmanager sends alerts to: http://127.0.0.1:PORT/... of this machine.",
+)
+@click.option(
+    "--alert-delays",
+    metavar="FACTOR",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="Multiply the time that alerts wait before they fire by this, to rehearse them.",
+)
+@click.option(
     "--timeout",
     type=click.FloatRange(1),
     default=90.0,
     show_default=True,
     help="Seconds to wait for the nodes.",
 )
-def up(directory: Path, profile: str, slurm: str | None, accounting: bool, timeout: float) -> None:
+def up(
+    directory: Path,
+    profile: str,
+    slurm: str | None,
+    accounting: bool,
+    prometheus: bool,
+    runs: Path | None,
+    webhook: str | None,
+    alert_delays: float,
+    timeout: float,
+) -> None:
     """Start it and wait until every node is ready.
 
     \b
@@ -75,6 +110,7 @@ def up(directory: Path, profile: str, slurm: str | None, accounting: bool, timeo
       hpctrain sandbox up --profile a100x64 --directory /tmp/big
       hpctrain sandbox up --slurm 26.05 --directory /tmp/newer
       hpctrain sandbox up --slurm 24.11 --accounting
+      hpctrain sandbox up --prometheus --runs runs
     """
     import time
     from dataclasses import replace
@@ -85,6 +121,9 @@ def up(directory: Path, profile: str, slurm: str | None, accounting: bool, timeo
     from hpctrain.sandbox.sandbox import Sandbox
 
     began = time.monotonic()
+    if webhook is not None and not prometheus:
+        raise UsageError("--webhook is for the alerts of --prometheus", "add --prometheus")
+    monitoring = _monitoring(runs, webhook, alert_delays) if prometheus else None
     loaded = load_named_profile(profile)
     shape = shape_from_profile(loaded.document)
     if accounting:
@@ -106,21 +145,54 @@ def up(directory: Path, profile: str, slurm: str | None, accounting: bool, timeo
     if unpacked is not None and box.state.slurm != unpacked.resolve():
         raise UsageError(f"the sandbox in {directory} has another Slurm than {slurm}", hint)
     box.up(timeout)
+    if monitoring is not None:
+        box.monitor(monitoring)
     seconds = time.monotonic() - began
     size = f"{shape.nodes} nodes x {shape.gpus_per_node} GPUs"
     say(f"Slurm {_dotted(box.state.version)} with {size} is up ({seconds:.1f} s)")
+    if (watching := box.state.monitoring) is not None:
+        address = box.environment()["HPCTRAIN_PROMETHEUS"]
+        say(f"Prometheus watches the runs in {watching.runs}: {address}/alerts")
     say(f'To use it   eval "$(hpctrain sandbox env -d {shlex.quote(str(directory))})"')
+
+
+def _monitoring(runs: Path | None, webhook: str | None, alert_delays: float) -> Monitoring:
+    """Return the settings of `--prometheus`, whose programs are fetched if that is necessary."""
+    from urllib.parse import urlsplit
+
+    from hpctrain.actions.poll_interval import poll_interval
+    from hpctrain.actions.runs import all_runs, runs_directory
+    from hpctrain.errors import UsageError
+    from hpctrain.sandbox.debian_packages import is_complete
+    from hpctrain.sandbox.debian_prometheus import SUITE, default_cache, fetch_prometheus
+    from hpctrain.sandbox.monitoring import SCRAPE_SECONDS, Monitoring
+
+    if webhook is not None:
+        url = urlsplit(webhook)
+        # What is tried out in a sandbox is nobody else's alarm, and other addresses are secrets.
+        if url.scheme != "http" or url.hostname not in ("127.0.0.1", "localhost", "::1"):
+            raise UsageError(
+                f"the webhook of a sandbox is one of this machine, not {url.hostname or webhook}",
+                "as in --webhook http://127.0.0.1:9099/alerts",
+            )
+    if not is_complete(default_cache()):
+        say(f"Fetching Prometheus of Debian {SUITE} into {default_cache()} (some 75 MB)")
+    watched = runs_directory(runs).absolute()
+    programs = fetch_prometheus(default_cache())
+    return Monitoring(
+        programs.directory,
+        watched,
+        webhook,
+        # The exporter refuses to ask Slurm more often than the sites of the runs allow.
+        collect_seconds=max(SCRAPE_SECONDS, poll_interval(all_runs(watched))),
+        delay_factor=alert_delays,
+    )
 
 
 def _unpacked(slurm: str) -> Path:
     """Return the directory of the Slurm that `--slurm` names, fetched if that is necessary."""
-    from hpctrain.sandbox.debian_slurm import (
-        SUITES,
-        default_cache,
-        fetch_slurm,
-        is_complete,
-        slurm_directory,
-    )
+    from hpctrain.sandbox.debian_packages import is_complete
+    from hpctrain.sandbox.debian_slurm import SUITES, default_cache, fetch_slurm, slurm_directory
 
     directory = slurm_directory(slurm, default_cache())
     if slurm in SUITES and not is_complete(directory):
@@ -223,6 +295,9 @@ def status(directory: Path) -> None:
     table(["NODE", "STATE"], [[node.name, node.state] for node in seen.nodes])
     click.echo()
     table(["DAEMON", "PID", "STATE"], daemons)
+    if seen.addresses:
+        click.echo()
+        table(["MONITOR", "ADDRESS"], [[name, url] for name, url in seen.addresses.items()])
 
 
 @sandbox.command(context_settings={"ignore_unknown_options": True})

@@ -250,6 +250,13 @@ EXPORTER_FAMILIES: tuple[Family, ...] = (
         per_run=False,
     ),
     Family(
+        "hpctrain_exporter_timestamp_seconds",
+        "gauge",
+        "The begin of the last complete collection (Unix time).",
+        "seconds",
+        per_run=False,
+    ),
+    Family(
         "hpctrain_exporter_slurm_queries", "counter", "Commands of Slurm, all runs.", per_run=False
     ),
     Family(

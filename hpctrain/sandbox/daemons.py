@@ -1,21 +1,30 @@
 """Start, stop and identify the daemons of a sandbox.
 
-Belongs here: munged, slurmctld, slurmd, and the slurmstepds they leave behind. Does not belong
-here: the order in which a whole sandbox is started (see `sandbox`).
+Belongs here: munged, slurmctld, slurmd, the slurmstepds they leave behind, and what watches runs.
+Does not belong here: the order in which a whole sandbox is started (see `sandbox`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from hpctrain.errors import SlurmError
 from hpctrain.sandbox.accounting import database_argv
+from hpctrain.sandbox.monitoring import (
+    MONITORS,
+    MonitorFiles,
+    Monitoring,
+    monitor_argv,
+    ready_page,
+)
 from hpctrain.sandbox.paths import SandboxPaths
-from hpctrain.sandbox.ports import is_served
+from hpctrain.sandbox.ports import Ports, answers, is_served
 from hpctrain.sandbox.processes import (
     Process,
     all_processes,
@@ -34,8 +43,12 @@ from hpctrain.sandbox.state import DaemonRecord
 _DAEMON_NAMES = ("munged", "slurmctld", "slurmd", "slurmstepd", "slurmdbd", "mariadbd")
 # Whatever needs another daemon to shut down cleanly ends before it.
 _ENDED_LAST = ("slurmdbd", "mariadbd", "munged")
+# Tells the monitors from what jobs start, which have the name of the sandbox, too.
+_MONITOR_VARIABLE = "HPCTRAIN_SANDBOX_MONITOR"
 # Starts a program that does not become a daemon by itself; call() waits for its open files.
 _IN_BACKGROUND = ("/bin/sh", "-c", 'exec setsid "$0" "$@" >/dev/null 2>&1 </dev/null &')
+# The same for one that writes neither a PID file nor a log: their names are the first two words.
+_WITH_FILES = (*("/bin/sh", "-c", 'echo $$ >"$0"; log=$1; shift; exec "$@" >>"$log" 2>&1'),)
 _START_TIMEOUT_SECONDS = 120.0
 # A daemon without a process for so long has died.
 _ABSENT_SECONDS = 3.0
@@ -46,7 +59,7 @@ _LOG_TAIL_LINES = 8
 
 @dataclass(frozen=True)
 class DaemonLauncher:
-    """Starts daemons. All but mariadbd daemonize themselves, and all write a PID file."""
+    """Starts daemons. All but mariadbd and monitors daemonize themselves; all have a PID file."""
 
     paths: SandboxPaths
     programs: Programs
@@ -81,6 +94,25 @@ class DaemonLauncher:
             raise SlurmError(f"slurmdbd does not answer: {log_tail(self.paths.log('slurmdbd'))}")
         return record
 
+    def monitor(self, name: str, ports: Ports, monitoring: Monitoring) -> DaemonRecord:
+        """Start one of MONITORS and wait until it is ready."""
+        argv = monitor_argv(name, MonitorFiles(self.paths), ports, monitoring)
+        files = (str(self.paths.pid_file(name)), str(self.paths.log(name)))
+        more = {_MONITOR_VARIABLE: name}
+        if name == "exporter" and "PYTHONPATH" in os.environ:  # it is this very hpctrain
+            more["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        # Where Alertmanager finds its templates (see `prometheus-from-debian`).
+        directory = monitoring.programs / "root" / "usr" / "bin"
+        self._launch(name, [*_IN_BACKGROUND, *_WITH_FILES, *files, *argv], more, directory)
+        record = self._await(name, argv)
+        page = ready_page(name, ports)
+        await_condition(
+            lambda: answers(page) or not is_alive(record.identity), _START_TIMEOUT_SECONDS
+        )
+        if not answers(page):
+            raise SlurmError(f"{name} does not answer: {log_tail(self.paths.log(name))}")
+        return record
+
     def slurmctld(self) -> DaemonRecord:
         argv = [self.programs["slurmctld"], "-f", str(self.paths.slurm_conf)]
         return self._start("slurmctld", argv)
@@ -109,13 +141,19 @@ class DaemonLauncher:
         self._launch(name, argv)
         return self._await(name, argv)
 
-    def _launch(self, name: str, argv: list[str]) -> None:
+    def _launch(
+        self,
+        name: str,
+        argv: list[str],
+        more: Mapping[str, str] = MappingProxyType({}),
+        directory: Path | None = None,
+    ) -> None:
         # A killed daemon leaves its file behind, and another process may have that PID by now.
         self.paths.pid_file(name).unlink(missing_ok=True)
         environment = daemon_environment(self.paths.slurm_conf, self.programs)
         # libmariadb(3): how slurmdbd finds the socket of its database.
         environment["MYSQL_UNIX_PORT"] = str(self.paths.database_socket)
-        call(argv, environment, directory=self.paths.directory)
+        call(argv, environment | dict(more), directory=directory or self.paths.directory)
 
     def _await(self, name: str, argv: list[str]) -> DaemonRecord:
         seen_at = time.monotonic()
@@ -166,19 +204,17 @@ def sandbox_daemons(paths: SandboxPaths) -> tuple[Process, ...]:
     logs = f"{paths.log('slurmd').parent}/"
 
     def belongs(process: Process) -> bool:
-        if read_environment(process.pid).get("SLURM_CONF") == str(paths.slurm_conf):
-            return True
+        environment = read_environment(process.pid)
+        if environment.get("SLURM_CONF") == str(paths.slurm_conf):
+            named = process.name.startswith(_DAEMON_NAMES)
+            return named or environment.get(_MONITOR_VARIABLE) in MONITORS
         # Since 24.11 a slurmstepd writes its title over its environment, and /proc shows no
         # SLURM_CONF; but it holds a log of the sandbox open.
         return process.name.startswith("slurmstepd") and any(
             name.startswith(logs) for name in open_files(process.pid)
         )
 
-    return tuple(
-        process
-        for process in all_processes()
-        if process.name.startswith(_DAEMON_NAMES) and belongs(process)
-    )
+    return tuple(process for process in all_processes() if belongs(process))
 
 
 def step_daemons(paths: SandboxPaths, node: str | None = None) -> tuple[Process, ...]:
@@ -210,3 +246,13 @@ def stop_daemons(paths: SandboxPaths, records: Iterable[DaemonRecord]) -> None:
     kill(daemon.identity for daemon in sandbox_daemons(paths) if daemon.identity not in needed)
     for identities in last:
         end(identities, _STOP_GRACE_SECONDS)
+
+
+def stop_monitors(paths: SandboxPaths, records: Iterable[DaemonRecord]) -> None:
+    """End what watches runs, and leave Slurm alone."""
+    strays = (
+        daemon.identity
+        for daemon in sandbox_daemons(paths)
+        if read_environment(daemon.pid).get(_MONITOR_VARIABLE) in MONITORS
+    )
+    end([*(record.identity for record in records), *strays], _STOP_GRACE_SECONDS)

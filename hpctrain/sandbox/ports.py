@@ -1,4 +1,4 @@
-"""Find free TCP ports on the loopback device for the daemons of one sandbox."""
+"""Find free TCP ports on the loopback device for the daemons of one sandbox, and who answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _reserved: list[socket.socket] = []
 
 @dataclass(frozen=True)
 class Ports:
-    """One contiguous block: the controller's port, one for each node, and that of slurmdbd."""
+    """One contiguous block: the controller, one port for each node, slurmdbd, the monitors."""
 
     controller: int
     nodes: int
@@ -35,26 +35,48 @@ class Ports:
     def accounting(self) -> int:
         return self.first_node + self.nodes
 
+    @property
+    def exporter(self) -> int:
+        return self.accounting + 1
+
+    @property
+    def node_exporter(self) -> int:
+        return self.accounting + 2
+
+    @property
+    def alertmanager(self) -> int:
+        return self.accounting + 3
+
+    @property
+    def prometheus(self) -> int:
+        return self.accounting + 4
+
+    @property
+    def numbers(self) -> range:
+        """All of them; `prometheus` is the last."""
+        return range(self.controller, self.prometheus + 1)
+
 
 def find_ports(nodes: int) -> Ports:
-    """Find a block of `nodes + 2` free ports, and keep other sandboxes from finding it.
+    """Find a block of free ports, and keep other sandboxes from finding it.
 
     Raises SlurmError if there is none.
     """
+    count = len(Ports(LOWEST, nodes).numbers)
     for _ in range(_TRIES):
-        ports = Ports(random.randint(LOWEST, HIGHEST - nodes - 1), nodes)
+        ports = Ports(random.randint(LOWEST, HIGHEST - count + 1), nodes)
         if _reserve(ports):
             if are_free(ports):
                 return ports
             _release(ports)
-    raise SlurmError(f"no {nodes + 2} contiguous free ports between {LOWEST} and {HIGHEST}")
+    raise SlurmError(f"no {count} contiguous free ports between {LOWEST} and {HIGHEST}")
 
 
 def _reserve(ports: Ports) -> bool:
     """Bind all numbers of the block as UDP ports, until this process ends."""
     with ExitStack() as stack:
         block = []
-        for port in _numbers(ports):
+        for port in ports.numbers:
             block.append(stack.enter_context(socket.socket(type=socket.SOCK_DGRAM)))
             try:
                 block[-1].bind(("127.0.0.1", port))
@@ -66,12 +88,8 @@ def _reserve(ports: Ports) -> bool:
 
 
 def _release(ports: Ports) -> None:
-    for _ in _numbers(ports):
+    for _ in ports.numbers:
         _reserved.pop().close()
-
-
-def _numbers(ports: Ports) -> range:
-    return range(ports.controller, ports.accounting + 1)
 
 
 def is_served(port: int) -> bool:
@@ -81,10 +99,28 @@ def is_served(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def answers(page: str) -> bool:
+    """Check that a page of this machine is answered with 200."""
+    import http.client
+    from urllib.parse import urlsplit
+
+    address = urlsplit(page)
+    connection = http.client.HTTPConnection(
+        address.hostname or "", address.port, timeout=_CONNECT_TIMEOUT_SECONDS
+    )
+    try:
+        connection.request("GET", address.path)
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
 def are_free(ports: Ports) -> bool:
     """Check that every port of the block can be bound now."""
     with ExitStack() as stack:
-        for port in _numbers(ports):
+        for port in ports.numbers:
             probe = stack.enter_context(socket.socket())
             # As the daemons do: connections in TIME_WAIT do not matter.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -18,6 +18,7 @@ from hpctrain.sandbox.faults import (
     thaw_node,
 )
 from hpctrain.sandbox.job_processes import find_job_processes
+from hpctrain.sandbox.monitoring import MONITORS
 from hpctrain.sandbox.processes import await_condition, kill
 from hpctrain.sandbox.sandbox import Sandbox
 
@@ -55,6 +56,11 @@ def revive(sandbox: Sandbox, *, rebooted: bool = False) -> tuple[str, ...]:
         if not sandbox.daemon_is_alive(slurmd_name(node)):
             restart_node(sandbox, node, rebooted=rebooted)
             revived.append(node)
+    state = sandbox.state
+    if state.monitoring is not None:
+        for name in MONITORS:
+            if not sandbox.daemon_is_alive(name):
+                sandbox.remember(sandbox.launcher.monitor(name, state.ports, state.monitoring))
     return tuple(revived)
 
 

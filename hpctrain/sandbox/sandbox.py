@@ -13,12 +13,14 @@ import pwd
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from hpctrain.durable import replace_text
 from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
+from hpctrain.observe.alert_rules import RULES, with_delays
 from hpctrain.sandbox.accounting import create_database, register, slurmdbd_conf
 from hpctrain.sandbox.config import Site, config_files
 from hpctrain.sandbox.daemons import (
@@ -27,8 +29,18 @@ from hpctrain.sandbox.daemons import (
     sandbox_daemons,
     slurmd_name,
     stop_daemons,
+    stop_monitors,
 )
 from hpctrain.sandbox.job_processes import processes_of_nodes
+from hpctrain.sandbox.monitoring import (
+    MONITORS,
+    MonitorFiles,
+    Monitoring,
+    alertmanager_yaml,
+    job_endpoints,
+    monitor_addresses,
+    prometheus_yaml,
+)
 from hpctrain.sandbox.paths import SandboxPaths, default_sockets, sockets_fit, state_file
 from hpctrain.sandbox.ports import are_free, find_ports
 from hpctrain.sandbox.processes import await_condition, find_process, is_alive, kill
@@ -61,13 +73,17 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class SandboxStatus:
-    """Status of all parts; `health` is `partial` when only some daemons are running."""
+    """Status of all parts; `health` is `partial` when only some daemons are running.
+
+    `addresses` has the pages of the monitors by their names.
+    """
 
     directory: Path
     health: Health
     version: tuple[int, int]
     nodes: tuple[NodeStatus, ...]
     daemons: tuple[DaemonStatus, ...]
+    addresses: dict[str, str] = field(default_factory=dict)
 
 
 class Sandbox:
@@ -158,6 +174,26 @@ class Sandbox:
                 self._stop()
                 raise
 
+    def monitor(self, monitoring: Monitoring | None) -> None:
+        """Watch runs with Prometheus from now on, also after later starts; None: no longer.
+
+        Does nothing when it does so already, with the same settings. Raises UsageError when the
+        sandbox is not up, SlurmError when a monitor does not start; no monitor runs then.
+        """
+        with self._locked():
+            if self.health() != "up":
+                raise UsageError(f"the sandbox in {self.directory} is not up", "start it first")
+            if self.state.monitoring == monitoring:
+                return
+            self._stop_monitors()
+            if monitoring is None:
+                return
+            try:
+                self._start_monitors(monitoring)
+            except BaseException:
+                self._stop_monitors()
+                raise
+
     def down(self, *, keep: bool = False) -> None:
         """End every process of the sandbox and its jobs, and remove the directory unless `keep`.
 
@@ -181,12 +217,22 @@ class Sandbox:
         expected = {"munged", "slurmctld", *map(slurmd_name, state.shape.node_names)}
         if state.shape.accounting == "slurmdbd":
             expected |= {"slurmdbd", "mariadbd"}
+        if state.monitoring is not None:
+            expected |= set(MONITORS)
         return "up" if expected <= alive else "partial"
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that make Slurm commands of a client reach this sandbox."""
-        conf, path = str(self.paths.slurm_conf), self.programs.search_path
-        return {"SLURM_CONF": conf, "PATH": path}
+        """Return the variables that make Slurm commands of a client reach this sandbox.
+
+        Also where Prometheus and Alertmanager answer, if there are any.
+        """
+        state, conf = self.state, str(self.paths.slurm_conf)
+        found = {"SLURM_CONF": conf, "PATH": self.programs.search_path}
+        if state.monitoring is not None:
+            addresses = monitor_addresses(state.ports)
+            found["HPCTRAIN_PROMETHEUS"] = addresses["prometheus"]
+            found["HPCTRAIN_ALERTMANAGER"] = addresses["alertmanager"]
+        return found
 
     def status(self) -> SandboxStatus:
         """Collect the status of all parts; takes some seconds when the controller is frozen."""
@@ -206,6 +252,7 @@ class Sandbox:
                 NodeStatus(name, states.get(name, "unknown")) for name in state.shape.node_names
             ),
             daemons=tuple(daemons),
+            addresses=monitor_addresses(state.ports) if state.monitoring else {},
         )
 
     def daemon_is_alive(self, name: str) -> bool:
@@ -308,6 +355,35 @@ class Sandbox:
                 f"no report from {len(late)} nodes in {timeout_seconds:g} s, among them {late[0]}: "
                 f"{log_tail(self.paths.log(slurmd_name(late[0])))}"
             )
+
+        if state.monitoring is not None:
+            self._start_monitors(state.monitoring)
+
+    def _start_monitors(self, monitoring: Monitoring) -> None:
+        """Write the configuration of the monitors and start them, each before those that ask it."""
+        ports, files = self.state.ports, MonitorFiles(self.paths)
+        for directory in files.all_directories():
+            directory.mkdir(mode=0o700, exist_ok=True)
+        # Prometheus complains again and again about a directory that is not there yet.
+        with contextlib.suppress(OSError):
+            job_endpoints(monitoring.runs).mkdir(parents=True, exist_ok=True)
+        texts = {
+            files.prometheus_yaml: prometheus_yaml(files, ports, monitoring),
+            files.alertmanager_yaml: alertmanager_yaml(monitoring),
+            files.rules: with_delays(RULES.read_text(), monitoring.delay_factor),
+        }
+        for path, text in texts.items():
+            replace_text(path, text, mode=0o600, durable=False)
+        for name in MONITORS:
+            self.remember(self.launcher.monitor(name, ports, monitoring))
+        write_state(self.paths, replace(self.state, monitoring=monitoring))
+
+    def _stop_monitors(self) -> None:
+        state = self.state
+        running = [record for record in state.daemons if record.name in MONITORS]
+        stop_monitors(self.paths, running)
+        others = tuple(record for record in state.daemons if record not in running)
+        write_state(self.paths, replace(state, daemons=others, monitoring=None))
 
     def _dead(self) -> list[str]:
         return [record.name for record in self.state.daemons if not is_alive(record.identity)]

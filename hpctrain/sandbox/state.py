@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from hpctrain.durable import replace_text
 from hpctrain.errors import UsageError
+from hpctrain.sandbox.monitoring import Monitoring
 from hpctrain.sandbox.paths import SandboxPaths, state_file
 from hpctrain.sandbox.ports import Ports
 from hpctrain.sandbox.processes import ProcessId
@@ -20,7 +21,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class DaemonRecord:
-    """A daemon that was started: `munged`, `slurmctld` or `slurmd-NODE`."""
+    """A daemon that was started: `munged`, `slurmctld`, `slurmd-NODE` or `prometheus`."""
 
     name: str
     identity: ProcessId
@@ -31,7 +32,7 @@ class SandboxState:
     """Content of the file.
 
     `sockets` is the directory of sockets and spool; `version` is Slurm's. `slurm` is the directory
-    of an unpacked Slurm, None for the machine's own.
+    of an unpacked Slurm, None for the machine's own. `monitoring` is None without Prometheus.
     """
 
     shape: SandboxShape
@@ -40,6 +41,7 @@ class SandboxState:
     version: tuple[int, int]
     daemons: tuple[DaemonRecord, ...] = ()
     slurm: Path | None = None
+    monitoring: Monitoring | None = None
     format: int = _FORMAT
 
     def with_daemon(self, record: DaemonRecord) -> tuple[DaemonRecord, ...]:

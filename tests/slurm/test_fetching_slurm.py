@@ -8,7 +8,8 @@ import pytest
 from newer_slurm import CACHE, NEWER, fetched
 
 from hpctrain.errors import SlurmUnreachableError
-from hpctrain.sandbox.debian_slurm import fetch_slurm, is_complete
+from hpctrain.sandbox.debian_packages import is_complete
+from hpctrain.sandbox.debian_slurm import fetch_slurm
 
 
 def without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:

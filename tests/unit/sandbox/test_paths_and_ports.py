@@ -32,9 +32,9 @@ def test_a_taken_port_spoils_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports_module, "HIGHEST", 32767)
     ports = find_ports(3)
     assert are_free(ports)
-    with socket.create_server(("127.0.0.1", ports.first_node + 2)):
+    with socket.create_server(("127.0.0.1", ports.prometheus)):
         assert not are_free(ports)
-        assert are_free(Ports(ports.controller, 1))
+        assert are_free(Ports(ports.controller, 2))
 
 
 def test_two_sandboxes_that_start_together_have_ports_of_their_own(
@@ -54,8 +54,8 @@ def test_ports_lie_below_the_ephemeral_ones(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ports_module, "are_free", lambda ports: True)
     monkeypatch.setattr(ports_module, "_reserve", lambda ports: True)
     ports = find_ports(1000)
-    assert ports.accounting == ports_module.HIGHEST
-    assert ports.accounting < 32768
+    assert ports.prometheus == ports_module.HIGHEST
+    assert ports.prometheus < 32768
 
 
 @pytest.mark.parametrize(

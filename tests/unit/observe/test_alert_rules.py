@@ -1,0 +1,160 @@
+"""The packaged alert rules: promtool plays them, and every name in them is one that is exposed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from fetched_prometheus import fetched_prometheus
+from ruamel.yaml import YAML
+
+from hpctrain.actions.state import RunState
+from hpctrain.cli.main import cli
+from hpctrain.observe.alert_rules import RULES, with_delays
+from hpctrain.observe.families import FAMILIES
+from hpctrain.supervise.judge.causes import FAILURE_CAUSES
+
+ROOT = Path(__file__).resolve().parents[3]
+PLAYED = ROOT / "tests" / "observe_rules" / "alerts-test.yaml"
+DOCUMENT = ROOT / "docs" / "alerts.md"
+_LABELS = {family.sample_name: {"run", *family.labels} for family in FAMILIES if family.per_run}
+_LABELS |= {family.sample_name: {*family.labels} for family in FAMILIES if not family.per_run}
+# Of Prometheus itself.
+_LABELS |= {"up": {"job", "instance"}}
+_SELECTOR = re.compile(r"\b((?:hpctrain_\w+|up\b))(?:\{([^}]*)\})?")
+
+
+def rules() -> list[dict[str, Any]]:
+    document = YAML(typ="safe", pure=True).load(RULES.read_text())
+    return [rule for group in document["groups"] for rule in group["rules"]]
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for rule in rules() if "alert" in rule]
+
+
+def selectors() -> Iterator[tuple[str, dict[str, str]]]:
+    """Every metric in the rules that is not a recorded one, with the labels that are compared."""
+    for rule in rules():
+        text = re.sub(r"\w+:\w+(:\w+)?", "", rule["expr"])
+        without_labels = re.sub(r"\b(by|on|group_left|group_right) *\([^)]*\)", "", text)
+        for name, braces in _SELECTOR.findall(without_labels):
+            if name == "hpctrain_run_state" and not braces:
+                continue  # the label of the state set has the name of its family
+            compared = re.findall(r'(\w+) *=~? *"([^"]*)"', braces)
+            yield name, dict(compared)
+
+
+def promtool(*words: str) -> str:
+    command = [fetched_prometheus().promtool, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_promtool_accepts_the_rules() -> None:
+    assert f"{len(rules())} rules found" in promtool("check", "rules", str(RULES))
+
+
+def test_promtool_plays_them() -> None:
+    assert "SUCCESS" in promtool("test", "rules", str(PLAYED))
+
+
+def test_each_alert_is_played_firing_and_not_firing() -> None:
+    text = PLAYED.read_text()
+    for name in {rule["alert"] for rule in alerts()}:
+        blocks = re.findall(
+            rf'expr: .*ALERTS\{{alertname="{name}"[^\n]*\n?[^\n]*exp_samples: *(\S+)', text
+        )
+        assert "[]}" in blocks or "[]" in blocks, f"{name} is never expected to be silent"
+        assert set(blocks) - {"[]}", "[]"}, f"{name} is never expected to fire"
+
+
+def test_every_metric_and_label_is_exposed() -> None:
+    found = list(selectors())
+    assert len(found) > 30
+    for name, compared in found:
+        assert name in _LABELS, f"nothing exposes {name}"
+        unknown = set(compared) - _LABELS[name]
+        assert not unknown, f"{name} has no label {unknown}"
+
+
+def test_every_recorded_name_is_recorded_before_it_is_used() -> None:
+    known: set[str] = set()
+    for rule in rules():
+        used = set(re.findall(r"\b(?:run|cluster):\w+(?::\w+)?", rule["expr"]))
+        assert used <= known, f"{rule.get('record') or rule['alert']} uses {used - known}"
+        if "record" in rule:
+            known.add(rule["record"])
+
+
+def test_states_and_causes_are_those_of_the_program() -> None:
+    states, causes = set(), []
+    for _, compared in selectors():
+        if "hpctrain_run_state" in compared:
+            states |= set(compared["hpctrain_run_state"].split("|"))
+        if "cause" in compared:
+            causes.append(set(compared["cause"].split("|")))
+    assert states == {"RUNNING", "PENDING", "UNKNOWN"} and states <= set(RunState)
+    assert Counter(map(frozenset, causes)) == Counter(
+        {frozenset(FAILURE_CAUSES): 2, frozenset({"hang"}): 2}
+    )
+
+
+def test_a_person_is_told_what_to_type() -> None:
+    """Each alert has a severity, a page, and commands that exist."""
+    known = cli.list_commands(click.Context(cli))
+    headings = DOCUMENT.read_text().lower()
+    for rule in alerts():
+        notes = rule["annotations"]
+        assert set(notes) == {"summary", "description", "runbook"}, rule["alert"]
+        assert rule["labels"]["severity"] in ("page", "ticket", "info")
+        assert notes["runbook"] == f"docs/alerts.md#{rule['alert'].lower()}"
+        assert f"\n### {rule['alert'].lower()}\n" in headings
+        commands = re.findall(r"hpctrain ([a-z]+)(?= \{\{| --| *$|`|,)", notes["description"])
+        assert commands or "sinfo" in notes["description"], rule["alert"]
+        for command in commands:
+            assert command in known, f"there is no hpctrain {command}"
+
+
+def test_ten_kinds_of_trouble() -> None:
+    """NaN and spikes have one alert each."""
+    assert len({rule["alert"] for rule in alerts()}) == 11
+
+
+def test_a_rehearsal_shortens_what_alerts_wait_and_nothing_else() -> None:
+    text = RULES.read_text()
+    assert with_delays("      for: 15m\n", 0.01) == "      for: 9000ms\n"
+    assert with_delays("      for: 2h\n", 0) == "      for: 0ms\n"
+    waits = [rule["for"] for rule in alerts() if "for" in rule]
+    shortened = with_delays(text, 1 / 60)
+    assert [line for line in shortened.splitlines() if "for: " in line and "ms" in line] == [
+        f"        for: {int(wait.removesuffix('m')) * 1000}ms" for wait in waits
+    ]
+    assert re.sub(r"\n +for: \S+", "", shortened) == re.sub(r"\n +for: \S+", "", text)
+
+
+def aggregations_of_series(expression: str) -> Iterator[str]:
+    """What is before the outermost parenthesis with a clause `by` around each metric of a run."""
+    openers: list[str] = []
+    for index, letter in enumerate(expression):
+        if letter == "(":
+            openers.append(expression[:index].split("\n")[-1].strip())
+        elif letter == ")":
+            openers.pop()
+        elif re.match(r"(?<![\w:])hpctrain_run_\w+(?!\w)", expression[index:]) and (
+            not re.match(r"[\w:\"{]", expression[index - 1])
+        ):
+            yield next((one for one in openers if re.search(r"\bby \(.*\)$", one)), "")
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: str(rule.get("alert", "recorded")))
+def test_two_exporters_that_see_a_run_give_one_alert(rule: dict[str, Any]) -> None:
+    for opener in aggregations_of_series(rule["expr"]):
+        assert re.search(r"\b(max|sum) by \(run(, \w+)?\)$", opener), rule["expr"]
