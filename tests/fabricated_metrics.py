@@ -346,6 +346,7 @@ def _exporter_samples(out: _Writer, time: float, fraction: float) -> None:
     out.put("hpctrain_exporter_collection_seconds", time, 0.4)
     out.put("hpctrain_exporter_slurm_queries", time, 10 + 100 * fraction)
     out.put("hpctrain_exporter_slurm_up", time, 1)
+    out.put("hpctrain_exporter_timestamp_seconds", time, time - 12)
     out.put("hpctrain_watch_timestamp_seconds", time, time - time % 300)
     out.put("hpctrain_suspect_nodes", time, 2)
     for name, run, severity, more in (

@@ -8,6 +8,7 @@ from __future__ import annotations
 from hpctrain.observe.panel_queries import (
     CHOSEN_RUNS,
     FIRING,
+    NEUTRAL,
     STATES,
     age,
     better_from,
@@ -29,9 +30,26 @@ from hpctrain.observe.panel_shapes import (
     lines,
     stat,
 )
-from hpctrain.observe.panel_types import Column, DashboardPlan, Panel, PanelRow, Query
+from hpctrain.observe.panel_types import (
+    Column,
+    DashboardPlan,
+    Panel,
+    PanelRow,
+    Query,
+    Threshold,
+)
 
 _DAY = 'window="day"'
+
+
+def _exporter(
+    title: str, description: str, name: str, thresholds: tuple[Threshold, ...], summary: str
+) -> Panel:
+    """One number of all exporters."""
+    query = f"{summary}(hpctrain_exporter_{name})"
+    return stat(title, description, query, thresholds=thresholds, width=4)
+
+
 FLEET = DashboardPlan(
     uid="hpctrain-fleet",
     title="hpctrain: fleet",
@@ -263,6 +281,48 @@ FLEET = DashboardPlan(
                     f"sum by (cause) ({of('launch_ends_total', 'cause')})",
                     "{{cause}}",
                     needs=NEEDS_LOSS_OF_TIME,
+                ),
+            ),
+        ),
+        PanelRow(
+            "Monitoring itself",
+            (
+                _exporter("Runs exported", "Runs that exporters read.", "runs", NEUTRAL, "sum"),
+                _exporter(
+                    "Unreadable runs",
+                    "Runs that exporters cannot read: missing from every panel.",
+                    "unreadable_runs",
+                    worse_from(1),
+                    "sum",
+                ),
+                _exporter(
+                    "Slurm answers",
+                    "1 if Slurm answered the last query of every exporter, else 0.",
+                    "slurm_up",
+                    better_from(0, 1),
+                    "min",
+                ),
+                stat(
+                    "Age of the metrics",
+                    "Since the oldest of the exporters' newest complete passes.",
+                    "time() - min(hpctrain_exporter_timestamp_seconds)",
+                    "s",
+                    worse_from(120, 600),
+                    width=4,
+                ),
+                stat(
+                    "A pass takes",
+                    "Time of the longest collection of metrics.",
+                    "max(hpctrain_exporter_collection_seconds)",
+                    "s",
+                    worse_from(10, 30),
+                    width=4,
+                ),
+                stat(
+                    "Queries of Slurm",
+                    "Commands of Slurm per minute by all exporters, for all runs.",
+                    "60 * sum(rate(hpctrain_exporter_slurm_queries_total[5m]))",
+                    width=4,
                 ),
             ),
         ),

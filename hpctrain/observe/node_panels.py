@@ -258,7 +258,7 @@ _EACH = PanelRow(
     "Each node, by both exporters",
     (
         Panel(
-            "Each node",
+            "Every node",
             "Means of the GPUs of a node; memory and temperature of the GPU with most.",
             "table",
             columns=(
