@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.options import RunName, Seconds, runs_option
-from hpctrain.cli.output import busy, say
+from hpctrain.cli.output import busy
 
 
 @click.command()
@@ -101,6 +101,7 @@ def _write_dashboards(
     import time
 
     from hpctrain.actions.dashboards import collect_dashboards
+    from hpctrain.errors import HpctrainError
     from hpctrain.observe.panels import DASHBOARDS
     from hpctrain.observe.prometheus_api import PrometheusServer
     from hpctrain.report.dashboard_page import write_dashboards
@@ -111,12 +112,11 @@ def _write_dashboards(
         )
     _write(write_dashboards(found), output)
     panels = [(one.plan.short_name, panel) for one in found for panel in one.panels()]
-    refused = [(name, panel) for name, panel in panels if panel.refusals]
-    empty = [(name, panel) for name, panel in panels if panel.lacks_data and not panel.refusals]
-    for name, panel in refused:
-        say(f"refused: {name}, {panel.panel.title}: {panel.refusals[0]}")
+    faults = [
+        f"{name}, {one.panel.title}: {one.refusals[0]}" for name, one in panels if one.refusals
+    ]
     if require_data:
-        for name, panel in empty:
-            say(f"no data: {name}, {panel.panel.title}")
-    if refused or (require_data and empty):
-        raise click.exceptions.Exit(1)
+        lacking = [(name, one) for name, one in panels if one.lacks_data and not one.refusals]
+        faults += [f"{name}, {one.panel.title}: no data" for name, one in lacking]
+    if faults:
+        raise HpctrainError("Panels that are not complete:\n" + "\n".join(faults))
