@@ -8,7 +8,7 @@ Belongs here: its panels and queries. Does not belong here: JSON (`grafana`), dr
 from __future__ import annotations
 
 from hpctrain.observe.panel_queries import of, ratio, worse_from
-from hpctrain.observe.panel_shapes import NEEDS_MEASURED, RUNS, USER, bars, lines, stat
+from hpctrain.observe.panel_shapes import NEEDS_MEASURED, NEEDS_PLAN, RUNS, USER, bars, lines, stat
 from hpctrain.observe.panel_types import Column, DashboardPlan, Panel, PanelRow, Query
 
 _SECONDS = of("message_seconds", "axis")
@@ -35,6 +35,7 @@ _SUMMARY = PanelRow(
             f"max({_PLANNED_SHARE})",
             "percentunit",
             width=6,
+            needs=NEEDS_PLAN,
         ),
         stat(
             "Bytes of a step, most",

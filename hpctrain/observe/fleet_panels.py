@@ -17,6 +17,7 @@ from hpctrain.observe.panel_queries import (
     of,
     of_running,
     ratio,
+    recent_goodput,
     state_number,
     with_user,
     worse_from,
@@ -24,6 +25,7 @@ from hpctrain.observe.panel_queries import (
 from hpctrain.observe.panel_shapes import (
     NEEDS_ALERT,
     NEEDS_LOSS_OF_TIME,
+    NEEDS_PLAN,
     RUNS,
     USER,
     bars,
@@ -38,8 +40,6 @@ from hpctrain.observe.panel_types import (
     Query,
     Threshold,
 )
-
-_DAY = 'window="day"'
 
 
 def _exporter(
@@ -90,9 +90,10 @@ FLEET = DashboardPlan(
                 ),
                 stat(
                     "Goodput, last day",
-                    "Productive share of the wall time of the last 24 hours; runs count by GPUs.",
-                    f"sum({of('goodput_ratio', where=_DAY)} * on (run) {of('gpus')})"
-                    f" / sum({of('gpus')} and on (run) {of('goodput_ratio', where=_DAY)})",
+                    "Productive share of the wall time of the last 24 hours, of younger runs since "
+                    "they were submitted; runs count by GPUs.",
+                    f"sum({recent_goodput('day')} * on (run) {of('gpus')})"
+                    f" / sum({of('gpus')} and on (run) {recent_goodput('day')})",
                     "percentunit",
                     better_from(0.7, 0.85),
                 ),
@@ -152,7 +153,7 @@ FLEET = DashboardPlan(
                             thresholds=worse_from(1.5, 3),
                         ),
                         Column(
-                            of("goodput_ratio", where=_DAY),
+                            recent_goodput("day"),
                             "Goodput, day",
                             "percentunit",
                             thresholds=better_from(0.7, 0.85),
@@ -208,6 +209,7 @@ FLEET = DashboardPlan(
                     "{{run}}",
                     "percentunit",
                     worse_from(1.15, 1.4),
+                    needs=NEEDS_PLAN,
                 ),
                 bars(
                     "Silence over its limit",
@@ -246,8 +248,9 @@ FLEET = DashboardPlan(
                 ),
                 lines(
                     "Goodput of the last hour",
-                    "Productive share of the wall time of the hour before, by run.",
-                    Query(of_running(of("goodput_ratio", where='window="hour"')), "{{run}}"),
+                    "Productive share of the wall time of the hour before, of younger runs since "
+                    "they were submitted.",
+                    Query(of_running(recent_goodput("hour")), "{{run}}"),
                     unit="percentunit",
                     from_zero=True,
                 ),

@@ -53,8 +53,11 @@ class PanelData:
 
     @property
     def lacks_data(self) -> bool:
-        """True if a query has no series although the panel needs nothing beside hpctrain."""
-        return not self.panel.needs and not all(one.series for one in self.answers)
+        """True without any series although the panel needs nothing beside hpctrain.
+
+        Some of several queries may be empty: not every run has a plan, a budget or evaluations.
+        """
+        return not self.panel.needs and self.is_empty
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,12 @@ def age(name: str) -> str:
     return f"(time() - {of(name)})"
 
 
+def recent_goodput(window: str) -> str:
+    """Select goodput of the last hour or day; of the whole run where it is younger."""
+    recent, whole = (of("goodput_ratio", where=f'window="{one}"') for one in (window, "run"))
+    return f"({recent} or {whole})"
+
+
 def increase_of(name: str, *labels: str) -> str:
     """Compute by how much a counter rose in the chosen time."""
     by = ", ".join(("run", *labels))

@@ -17,6 +17,7 @@ ONE_RUN = Variable("run", "Run", 'hpctrain_run_info{user=~"$user"}', "run", seve
 NEEDS_ALERT = "an alert that fires"
 NEEDS_LOSS_OF_TIME = "a launch that ended early"
 NEEDS_BUDGET = "a budget or a plan with a price"
+NEEDS_PLAN = "a plan that predicts speed: GPUs of a known type"
 NEEDS_MEASURED = "a measured step"
 NEEDS_DCGM = "DCGM exporter"
 NEEDS_NODE = "node_exporter"

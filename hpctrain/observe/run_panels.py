@@ -12,12 +12,14 @@ from hpctrain.observe.panel_queries import (
     better_from,
     of,
     ratio,
+    recent_goodput,
     state_number,
     worse_from,
 )
 from hpctrain.observe.panel_shapes import (
     NEEDS_BUDGET,
     NEEDS_LOSS_OF_TIME,
+    NEEDS_PLAN,
     ONE_RUN,
     USER,
     bars,
@@ -26,7 +28,6 @@ from hpctrain.observe.panel_shapes import (
 )
 from hpctrain.observe.panel_types import DashboardPlan, Marks, PanelRow, Query
 
-_DAY = 'window="day"'
 # Seconds between the points at which marks are looked for.
 MARK_SECONDS = 60
 
@@ -71,11 +72,12 @@ _NOW = PanelRow(
             ratio(of("mfu_ratio"), of("planned_mfu_ratio")),
             "percentunit",
             better_from(0.7, 0.85),
+            needs=NEEDS_PLAN,
         ),
         stat(
             "Goodput, last day",
-            "Productive share of the wall time of the last 24 hours.",
-            of("goodput_ratio", where=_DAY),
+            "Productive share of the wall time of the last 24 hours, or since the submission.",
+            recent_goodput("day"),
             "percentunit",
             better_from(0.7, 0.85),
         ),
@@ -130,6 +132,7 @@ _SPEED = PanelRow(
             unit="percentunit",
             width=6,
             from_zero=True,
+            needs=NEEDS_PLAN,
         ),
         lines(
             "Time of a step",
