@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 from command_line import hpctrain
-from fabricated_metrics import FLEET, fabricated_metrics
+from fabricated_metrics import FLEET, SEEN_TWICE, fabricated_metrics
 from fetched_prometheus import fetched_prometheus
 
 from hpctrain.actions.dashboards import collect_dashboards
+from hpctrain.actions.state import RunState
 from hpctrain.errors import NoSuchRunError, UsageError
 from hpctrain.observe.panel_types import DashboardPlan, Panel, PanelRow, Query
 from hpctrain.observe.panels import DASHBOARDS
@@ -84,6 +85,16 @@ def test_other_exporters_are_joined_by_node(prometheus: tuple[str, float]) -> No
     for column, answer in zip(table.panel.columns, table.answers, strict=True):
         nodes = {one.labels["node"] for one in answer.series}
         assert nodes == set(FLEET[1].nodes), column.name
+
+
+def test_a_run_that_two_exporters_read_counts_once(prometheus: tuple[str, float]) -> None:
+    url, end = prometheus
+    (found,) = collect_dashboards(PrometheusServer(url), DASHBOARDS[:1], end)
+    running = [run for run in FLEET if run.state(1.0) is RunState.RUNNING]
+    assert SEEN_TWICE in {run.run for run in running}
+    figures = {one.panel.title: one.answers[0].series[0].last for one in found.panels()}
+    assert figures["Running"] == len(running)
+    assert figures["GPUs held"] == sum(8 * len(run.nodes) for run in running)
 
 
 def test_the_single_run_is_one_that_runs(prometheus: tuple[str, float]) -> None:
