@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from hpctrain.telemetry.clock_repair import moment, non_decreasing_times, ticks
 from hpctrain.telemetry.launch_segments import LaunchSteps, Piece, StepTicks, cut_launch
@@ -44,8 +45,7 @@ class Mark:
     failure: bool = False
 
 
-@dataclass(frozen=True)
-class TrainedStep:
+class TrainedStep(NamedTuple):
     """One row of metrics; `time` is the end of the step, in seconds since the epoch."""
 
     step: int
