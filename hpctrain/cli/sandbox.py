@@ -118,6 +118,7 @@ def up(
     from hpctrain.actions.profiles import load_named_profile
     from hpctrain.errors import UsageError
     from hpctrain.sandbox.from_profile import shape_from_profile
+    from hpctrain.sandbox.monitoring import alerts_page
     from hpctrain.sandbox.sandbox import Sandbox
 
     began = time.monotonic()
@@ -151,8 +152,7 @@ def up(
     size = f"{shape.nodes} nodes x {shape.gpus_per_node} GPUs"
     say(f"Slurm {_dotted(box.state.version)} with {size} is up ({seconds:.1f} s)")
     if (watching := box.state.monitoring) is not None:
-        address = box.environment()["HPCTRAIN_PROMETHEUS"]
-        say(f"Prometheus watches the runs in {watching.runs}: {address}/alerts")
+        say(f"Prometheus watches the runs in {watching.runs}: {alerts_page(box.state.ports)}")
     say(f'To use it   eval "$(hpctrain sandbox env -d {shlex.quote(str(directory))})"')
 
 

@@ -216,6 +216,11 @@ def monitor_addresses(ports: Ports) -> dict[str, str]:
     return {name: f"http://{loopback(monitor_port(name, ports))}" for name in MONITORS}
 
 
+def alerts_page(ports: Ports) -> str:
+    """Return the page of Prometheus with all alerts; Debian's has the classic pages only."""
+    return f"http://{loopback(ports.prometheus)}/classic/alerts"
+
+
 def loopback(port: int) -> str:
     """Write a port of the loopback device as host:port."""
     return f"127.0.0.1:{port}"

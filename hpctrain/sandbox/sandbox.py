@@ -181,13 +181,13 @@ class Sandbox:
         sandbox is not up, SlurmError when a monitor does not start; no monitor runs then.
         """
         with self._locked():
+            if monitoring is None:
+                return self._stop_monitors()
             if self.health() != "up":
                 raise UsageError(f"the sandbox in {self.directory} is not up", "start it first")
             if self.state.monitoring == monitoring:
                 return
             self._stop_monitors()
-            if monitoring is None:
-                return
             try:
                 self._start_monitors(monitoring)
             except BaseException:
