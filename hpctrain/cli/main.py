@@ -49,6 +49,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "goodput": ("goodput", "Show where the time of a run went, and what causes have cost"),
         "diagnose": ("diagnose", "Explain why a run is as fast as it is, and what to change"),
         "checkpoints": ("checkpoints", "List checkpoints, verify them, assess the interval"),
+        "report": ("report", "Write one HTML page about a run, or several side by side"),
         "export": ("export", "Write a run's metrics for TensorBoard or W&B, or as CSV"),
         "nodes": ("nodes", "Show evidence against nodes, and hints for administrators"),
     },
@@ -62,6 +63,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "profile": ("site", "Make a profile by asking the cluster, or compare one with it"),
         "doctor": ("site", "Say what will work at this site, and what will not"),
         "calibrate": ("calibrate", "Turn measurements of a cluster into constants of the planner"),
+        "monitoring": ("monitoring", "Write alert rules, Grafana dashboards and examples"),
         "sandbox": ("sandbox", "A real multi-node Slurm in a directory"),
     },
     "Make": {
