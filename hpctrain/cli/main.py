@@ -63,6 +63,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "profile": ("site", "Make a profile by asking the cluster, or compare one with it"),
         "doctor": ("site", "Say what will work at this site, and what will not"),
         "calibrate": ("calibrate", "Turn measurements of a cluster into constants of the planner"),
+        "monitoring": ("monitoring", "Write alert rules, Grafana dashboards and examples"),
         "sandbox": ("sandbox", "A real multi-node Slurm in a directory"),
     },
     "Make": {

@@ -1,30 +1,81 @@
-"""Command `report`: one HTML page about a run, or about several side by side."""
+"""Command `report`: an HTML page about runs, the GPU-hours of a team, or the dashboards' panels."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import click
 
-from hpctrain.cli.options import RunName, runs_option
+from hpctrain.cli.options import RunName, Seconds, json_option
 from hpctrain.cli.output import busy
+from hpctrain.cli.private_file import write_private
+from hpctrain.cli.week import LAST_WEEK, WeekRequest, show_week
+from hpctrain.errors import HpctrainError, UsageError
+
+_FILE = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 
 
 @click.command()
-@click.argument("names", metavar="RUN...", type=RunName(), nargs=-1, required=True)
+@click.argument("names", metavar="[RUN]...", type=RunName(), nargs=-1)
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    type=_FILE,
     help="The file; - is stdout.  [default: RUN.html in this directory]",
 )
 @click.option("--offline", is_flag=True, help="Do not ask Slurm.")
-@runs_option
-def report(names: tuple[str, ...], output: Path | None, offline: bool, runs: Path | None) -> None:
+@click.option(
+    "--week",
+    is_flag=False,
+    flag_value=LAST_WEEK,
+    metavar="[WEEK]",
+    help="All runs in an ISO week such as 2026-W47, or in the last seven full days.",
+)
+@click.option("--since", metavar="DATE", help="All runs from this day on.")
+@click.option("--until", metavar="DATE", help="All runs up to the end of this day.")
+@click.option("--csv", type=_FILE, help="With --week: write rows by run, category and cause.")
+@json_option
+@click.option(
+    "--dashboards", is_flag=True, help="The panels of the Grafana dashboards, of all runs or RUN."
+)
+@click.option("--prometheus", "url", metavar="URL", help="Where --dashboards asks.")
+@click.option(
+    "--range",
+    "range_seconds",
+    type=Seconds(),
+    metavar="DURATION",
+    help="The time that --dashboards shows.  [default: as in Grafana]",
+)
+@click.option(
+    "--require-data", is_flag=True, help="Fail if hpctrain's own metrics leave a panel empty."
+)
+@click.option(
+    "--runs",
+    multiple=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory of the runs; several with --week.  [default: $HPCTRAIN_RUNS or ./runs]",
+)
+def report(
+    names: tuple[str, ...],
+    output: Path | None,
+    offline: bool,
+    week: str | None,
+    since: str | None,
+    until: str | None,
+    csv: Path | None,
+    as_json: bool,
+    dashboards: bool,
+    url: str | None,
+    range_seconds: float | None,
+    require_data: bool,
+    runs: tuple[Path, ...],
+) -> None:
     """Write one HTML page about a run: plan and reality, loss, time and its losses, nodes,
     memory, messages, checkpoints, events, software. Several runs are shown side by side.
+
+    With --week (or --since and --until): what the GPU-hours of all runs have bought, and what
+    ate them, by user, project, cluster, cause and day. With --dashboards: the panels of
+    docs/dashboards.md, from the same queries.
 
     The page is one private file that loads nothing and runs no script: it can be kept, sent
     and printed. It is dark where the browser is.
@@ -34,7 +85,36 @@ def report(names: tuple[str, ...], output: Path | None, offline: bool, runs: Pat
       hpctrain report gpt175b-7f3a
       hpctrain report gpt175b-7f3a gpt175b-91c0 -o both.html
       hpctrain report gpt175b-7f3a --offline -o - > page.html
+      hpctrain report --week --runs /scratch/ada/runs --runs /scratch/bob/runs
+      hpctrain report --week 2026-W47 -o week.html --csv week.csv
+      hpctrain report --dashboards --prometheus http://127.0.0.1:9090
     """
+    of_team = week is not None or since is not None or until is not None
+    if dashboards != (url is not None):
+        raise UsageError("--dashboards and --prometheus need each other")
+    if of_team and (names or dashboards):
+        raise UsageError("a window of time is about all runs: name no run, and no --dashboards")
+    if not dashboards and (range_seconds is not None or require_data):
+        raise UsageError("--range and --require-data go with --dashboards")
+    if not of_team and (csv is not None or as_json):
+        raise UsageError("--csv and --json go with --week, --since or --until")
+    if not of_team and len(runs) > 1:
+        raise UsageError("several --runs go with --week, --since or --until")
+    if of_team:
+        show_week(WeekRequest(week, since, until, runs, output, csv, as_json))
+    elif url is not None:
+        file = output or Path("dashboards.html")
+        _write_dashboards(url, names, file, range_seconds, require_data)
+    elif names:
+        _write_runs(names, runs[0] if runs else None, output, offline)
+    else:
+        raise UsageError("no run is named", hint="`--week` is about the runs of the last week")
+
+
+def _write_runs(
+    names: tuple[str, ...], runs: Path | None, output: Path | None, offline: bool
+) -> None:
+    """Write the page about one run, or about several side by side."""
     from hpctrain.actions.report import collect_reports
     from hpctrain.actions.runs import find_run, runs_directory
     from hpctrain.report.page import write_page
@@ -43,21 +123,35 @@ def report(names: tuple[str, ...], output: Path | None, offline: bool, runs: Pat
     found = [find_run(runs_directory(runs), name) for name in dict.fromkeys(names)]
     with busy("Reading the run" if len(found) == 1 else "Reading the runs"):
         page = write_page(collect_reports(found, None if offline else SlurmClient()))
-    if output is not None and str(output) == "-":
-        click.echo(page, nl=False)
-        return
-    path = output or Path(f"{found[0].run_id}.html")
-    _write_private(path, page)
-    click.echo(path)
+    write_private(output or Path(f"{found[0].run_id}.html"), page)
 
 
-def _write_private(path: Path, text: str) -> None:
-    """Replace a file that only its owner may read, also where a directory shares its files."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+def _write_dashboards(
+    url: str,
+    names: tuple[str, ...],
+    output: Path,
+    range_seconds: float | None,
+    require_data: bool,
+) -> None:
+    """Write the page of dashboards; fail for a refused query, and for an empty panel if wished."""
+    import time
+
+    from hpctrain.actions.dashboards import collect_dashboards
+    from hpctrain.observe.panels import DASHBOARDS
+    from hpctrain.observe.prometheus_api import PrometheusServer
+    from hpctrain.report.dashboard_page import write_dashboards
+
+    with busy("Asking Prometheus"):
+        found = collect_dashboards(
+            PrometheusServer(url), DASHBOARDS, time.time(), names, range_seconds
+        )
+    write_private(output, write_dashboards(found))
+    panels = [(one.plan.short_name, panel) for one in found for panel in one.panels()]
+    faults = [
+        f"{name}, {one.panel.title}: {one.refusals[0]}" for name, one in panels if one.refusals
+    ]
+    if require_data:
+        lacking = [(name, one) for name, one in panels if one.lacks_data and not one.refusals]
+        faults += [f"{name}, {one.panel.title}: no data" for name, one in lacking]
+    if faults:
+        raise HpctrainError("Panels that are not complete:\n" + "\n".join(faults))

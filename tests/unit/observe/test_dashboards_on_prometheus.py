@@ -1,0 +1,139 @@
+"""Every query of the dashboards has data in a real Prometheus; what it refuses is told.
+
+Two hours of a fleet are written by `promtool tsdb create-blocks-from`, with the metrics of DCGM
+exporter and node_exporter, so that no query may be empty for what it needs.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import hpctrain
+from fabricated_metrics import FLEET, SEEN_TWICE, fabricated_metrics
+from fetched_prometheus import fetched_prometheus
+
+from hpctrain.actions.dashboards import collect_dashboards
+from hpctrain.actions.state import RunState
+from hpctrain.errors import NoSuchRunError, UsageError
+from hpctrain.observe.panel_types import DashboardPlan, Panel, PanelRow, Query
+from hpctrain.observe.panels import DASHBOARDS
+from hpctrain.observe.prometheus_api import PrometheusServer, QueryRefusedError
+
+HOURS = 2
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, float]]:
+    """The URL of a server with the fleet's metrics, and the time at which they end."""
+    programs, place = fetched_prometheus(), tmp_path_factory.mktemp("prometheus")
+    end = time.time() // 60 * 60
+    (place / "metrics").write_bytes(fabricated_metrics(end - HOURS * 3600, end))
+    command = [programs.promtool, "tsdb", "create-blocks-from", "openmetrics", "metrics", "data"]
+    subprocess.run(command, cwd=place, check=True, capture_output=True, timeout=300)
+    (place / "prometheus.yml").write_text("{}\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [
+        *(programs.prometheus, "--config.file=prometheus.yml", "--storage.tsdb.path=data"),
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with (place / "log").open("wb") as log:
+        server = subprocess.Popen(arguments, cwd=place, stdout=log, stderr=log)
+    try:
+        _wait_until_ready(f"http://127.0.0.1:{port}", server, place / "log")
+        yield f"http://127.0.0.1:{port}", end
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+def _wait_until_ready(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            PrometheusServer(url).now("1", time.time())
+            return
+        except (UsageError, QueryRefusedError):  # no socket yet, or it is still reading its blocks
+            time.sleep(0.1)
+    raise AssertionError(f"Prometheus does not answer: {log.read_text()[-2000:]}")
+
+
+@pytest.mark.parametrize("plan", DASHBOARDS, ids=lambda plan: plan.short_name)
+def test_every_query_has_data(plan: DashboardPlan, prometheus: tuple[str, float]) -> None:
+    url, end = prometheus
+    runs = [FLEET[0].run] if plan.short_name == "run" else []
+    (found,) = collect_dashboards(PrometheusServer(url), [plan], end, runs, HOURS * 3600)
+    for panel in found.panels():
+        assert not panel.refusals, panel.panel.title
+        for query, answer in zip(panel.panel.expressions, panel.answers, strict=True):
+            assert answer.series, f"{panel.panel.title}: {query}"
+    for marks in found.marks:
+        assert marks.answer.series and not marks.answer.refusal, marks.marks.title
+
+
+def test_other_exporters_are_joined_by_node(prometheus: tuple[str, float]) -> None:
+    url, end = prometheus
+    plan = next(one for one in DASHBOARDS if one.short_name == "nodes")
+    (found,) = collect_dashboards(PrometheusServer(url), [plan], end, [FLEET[1].run], 3600.0)
+    table = next(one for one in found.panels() if one.panel.title == "Every node")
+    for column, answer in zip(table.panel.columns, table.answers, strict=True):
+        nodes = {one.labels["node"] for one in answer.series}
+        assert nodes == set(FLEET[1].nodes), column.name
+
+
+def test_a_run_that_two_exporters_read_counts_once(prometheus: tuple[str, float]) -> None:
+    url, end = prometheus
+    (found,) = collect_dashboards(PrometheusServer(url), DASHBOARDS[:1], end)
+    running = [run for run in FLEET if run.state(1.0) is RunState.RUNNING]
+    assert SEEN_TWICE in {run.run for run in running}
+    figures = {one.panel.title: one.answers[0].series[0].last for one in found.panels()}
+    assert figures["Running"] == len(running)
+    assert figures["GPUs held"] == sum(8 * len(run.nodes) for run in running)
+
+
+def test_the_single_run_is_one_that_runs(prometheus: tuple[str, float]) -> None:
+    url, end = prometheus
+    plan = next(one for one in DASHBOARDS if one.short_name == "run")
+    (found,) = collect_dashboards(PrometheusServer(url), [plan], end)
+    assert found.chosen["run"] == ["gpt175b-7f3a"]  # gpt13b-00af is done
+
+
+def test_the_page_is_written(prometheus: tuple[str, float], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    arguments = ("report", "--dashboards", "--prometheus", prometheus[0], "--require-data")
+    outcome = hpctrain(*arguments, "--range", f"{HOURS}h", "gpt175b", "-o", str(page))
+    assert outcome.exit_code == 0, outcome.stderr
+    text = page.read_text()
+    # No GPU of this run has an XID error, and no panel of another kind is empty.
+    assert text.count("No data.") == 1 and "refuses" not in text
+    assert all(panel.title in text for plan in DASHBOARDS for panel in plan.panels())
+    assert page.stat().st_mode & 0o077 == 0
+
+
+def test_missing_data_fail_on_demand(prometheus: tuple[str, float], tmp_path: Path) -> None:
+    """A run in the queue has no speed."""
+    page = tmp_path / "page.html"
+    arguments = ("report", "--dashboards", "--prometheus", prometheus[0], "-o", str(page), "moe8x")
+    assert hpctrain(*arguments, "--range", "10min").exit_code == 0
+    outcome = hpctrain(*arguments, "--range", "10min", "--require-data")
+    assert outcome.exit_code == 1 and "run, Time of a step: no data" in outcome.stderr
+
+
+def test_a_refused_query_is_told(prometheus: tuple[str, float]) -> None:
+    panel = Panel("Wrong", "Wrong.", "stat", (Query("sum by (run"),))
+    plan = DashboardPlan("hpctrain-x", "x", "x", (), (PanelRow("x", (panel,)),))
+    url, end = prometheus
+    (found,) = collect_dashboards(PrometheusServer(url), [plan], end)
+    assert "parse error" in found.panels()[0].refusals[0]
+
+
+def test_an_unknown_run_is_refused(prometheus: tuple[str, float]) -> None:
+    url, end = prometheus
+    with pytest.raises(NoSuchRunError, match="no run `nobody`"):
+        collect_dashboards(PrometheusServer(url), DASHBOARDS, end, ["nobody"])
