@@ -76,6 +76,8 @@ def _fill_gap(
 ) -> int:
     """Append up to `stall` ticks of saving, then `rest`; returns the stall that did not fit."""
     saved = min(stall, end - start)
-    pieces.append(Piece(start, start + saved, Category.SAVING, None, None))
-    pieces.append(Piece(start + saved, end, rest, cause, None))
+    if saved:
+        pieces.append(Piece(start, start + saved, Category.SAVING, None, None))
+    if start + saved < end:
+        pieces.append(Piece(start + saved, end, rest, cause, None))
     return stall - saved
