@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpctrain.actions.gpu_price import gpu_price
 from hpctrain.actions.input_checks import check_inputs
 from hpctrain.actions.prepare import (
     Prepared,
@@ -178,12 +179,7 @@ def comparison_record(
     comparison_id: str | None,
 ) -> ComparisonRecord:
     """Record the whole comparison."""
-    prices, price = subject.site.prices, None
-    if prices is not None:  # spot where the partition can be preempted, as in the forecast
-        partition = subject.site.slurm.partition(subject.run.resources.partition)
-        preemptible = partition is not None and partition.preemption.mode != "off"
-        amount = prices.spot if preemptible and prices.spot else prices.on_demand
-        price = (amount, prices.currency)
+    price = gpu_price(subject.run, subject.site)
     return ComparisonRecord(
         kind=request.kind,
         comparison_id=comparison_id,
