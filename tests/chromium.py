@@ -7,11 +7,13 @@ and writes to descriptor 4, each ended by a zero byte (`--remote-debugging-pipe`
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,21 @@ PROGRAM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 PATIENCE_SECONDS = 60.0
+# Moves the pipes to the descriptors that Chromium looks at.
+_STARTER = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.dup2(int(sys.argv[2]), 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+def _high(*descriptors: int) -> list[int]:
+    """Move descriptors out of the way of 3 and 4."""
+    moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in descriptors]
+    for one in descriptors:
+        os.close(one)
+    return moved
 
 
 class Chromium:
@@ -28,15 +45,13 @@ class Chromium:
 
     def __init__(self, profile: Path) -> None:
         assert PROGRAM is not None
-        to_browser, self._write = os.pipe()
-        self._read, from_browser = os.pipe()
+        to_browser, self._write = _high(*os.pipe())
+        self._read, from_browser = _high(*os.pipe())
         words = [PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         words += ["--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking"]
         words += [f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
-        # The shell moves the pipes to the descriptors that Chromium looks at.
-        shell = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
         self._process = subprocess.Popen(
-            ["sh", "-c", shell, "sh", *words],
+            [sys.executable, "-c", _STARTER, str(to_browser), str(from_browser), *words],
             pass_fds=(to_browser, from_browser),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -11,11 +11,13 @@ from markupsafe import Markup
 
 from hpctrain.actions.report import RunReport
 from hpctrain.report.charts import nothing
+from hpctrain.report.curve_sections import launches_of
 from hpctrain.report.elements import Card, Section, code, folded, table
 from hpctrain.report.missing import missing
 from hpctrain.report.words import count, counted, duration, moment, size, words_of
 
 _MOST_ROWS = 200
+_MOST_EVIDENCE = 60
 
 
 def saved(report: RunReport) -> Section:
@@ -48,7 +50,10 @@ def saved(report: RunReport) -> Section:
     }
     body = table(columns, rows) if rows else nothing("None has been published.")
     interval = found.interval
-    note = f"Saves {interval.configured}. {interval.advice}" if interval else ""
+    note = ""
+    if interval:
+        advice = interval.advice
+        note = f"Saves {interval.configured}. {advice[:1].upper()}{advice[1:]}."
     cards = [Card("Checkpoints", body, note, wide=True)]
     if found.quarantined:
         aside: list[list[str | Markup]] = [
@@ -78,6 +83,16 @@ def events(report: RunReport) -> Section | None:
         cards.append(Card("Errors in the logs", table(columns, rows), note, wide=True))
     elif report.why_not("errors"):
         cards.append(missing("Errors in the logs", report, "errors", "", wide=True))
+    evidence: list[list[str | Markup]] = [
+        [f"{launch.epoch}", words_of(launch.cause or ""), code(line)]
+        for _, launch, _ in launches_of(report)
+        for line in launch.evidence
+    ]
+    if evidence:
+        columns = {"Launch": "number", "Ended": "name", "Evidence": "words"}
+        note = "What the supervisor has judged by."
+        body = table(columns, evidence[-_MOST_EVIDENCE:])
+        cards.append(Card("Why launches ended", body, note, wide=True))
     happened: list[tuple[float, str, str]] = [
         (one.time, one.kind, one.words) for one in report.happenings
     ]

@@ -30,8 +30,8 @@ CATEGORIES = {
     "down": ("down", "dark"),
     "held": ("held", "neutral"),
 }
-# What is between steps all the time, and hides nothing where it is too short to be seen.
-_ORDINARY = {"productive", "saving", "between"}
+_STEPS = {"productive", "redone"}
+_PAUSES = {"saving", "between"}
 _VISIBLE_SHARE = 0.002
 _MOST_ROWS = 200
 
@@ -77,20 +77,20 @@ def _part(span: Span) -> Part:
         length,
         colour,
         f"{words}: {duration(length)}{because}",
-        always=span.category not in _ORDINARY,
+        always=span.category not in _STEPS | _PAUSES,
     )
 
 
 def _without_short_pauses(spans: Sequence[Span], seconds: float) -> list[Span]:
-    """Leave out saves and pauses between productive steps that are too short to be seen."""
+    """Leave out saves and pauses between steps that are too short to be seen."""
     kept: list[Span] = []
     for span in spans:
         before = kept[-1] if kept else None
         short = span.end_seconds - span.start_seconds < seconds
         if (
             before is not None
-            and before.category == "productive"
-            and (span.category == "productive" or (span.category in _ORDINARY and short))
+            and before.category in _STEPS
+            and (span.category == before.category or (span.category in _PAUSES and short))
         ):
             kept[-1] = before.model_copy(update={"end_seconds": span.end_seconds})
         else:

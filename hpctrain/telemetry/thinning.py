@@ -6,10 +6,11 @@ metrics, drawing.
 
 from __future__ import annotations
 
-import itertools
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from operator import itemgetter
 
 from hpctrain.telemetry.time_categories import Segment
 
@@ -24,27 +25,32 @@ def is_number(value: float | None) -> bool:
 def thinned(points: Sequence[Point], parts: int = 600) -> list[Point]:
     """Keep the first, lowest, highest and last point of each part of a curve, so spikes survive.
 
-    Parts have the same width in x. Of the points without a finite value one per part stays, which
-    is a gap in the curve.
+    Points ascend in x, and parts have the same width in it. Of the points without a finite value
+    one per part stays, which is a gap in the curve.
     """
     if len(points) <= 4 * parts:
         return list(points)
     first, last = points[0][0], points[-1][0]
-    width = (last - first) / parts or 1.0
     kept: list[Point] = []
-    # A curve that turns back begins another part.
-    for _, members in itertools.groupby(points, lambda point: int((point[0] - first) / width)):
-        part = list(members)
-        known = [index for index, (_, value) in enumerate(part) if is_number(value)]
-        gap = next((index for index, (_, value) in enumerate(part) if not is_number(value)), None)
-        chosen = {0, len(part) - 1}
-        if gap is not None:
-            chosen.add(gap)
-        if known:
-            chosen.add(min(known, key=lambda index: part[index][1] or 0.0))
-            chosen.add(max(known, key=lambda index: part[index][1] or 0.0))
-        kept += [part[index] for index in sorted(chosen)]
+    start = 0
+    for part in range(1, parts + 1):
+        border = first + (last - first) * part / parts
+        end = len(points) if part == parts else bisect_left(points, border, key=itemgetter(0))
+        if end > start:
+            kept += _extremes(points[start:end])
+        start = max(start, end)
     return kept
+
+
+def _extremes(part: Sequence[Point]) -> list[Point]:
+    """Choose the points of one part that can be seen, in their order."""
+    known = [point for point in part if (value := point[1]) is not None and math.isfinite(value)]
+    chosen = {part[0], part[-1]}
+    if len(known) < len(part):
+        chosen.add(next(point for point in part if not is_number(point[1])))
+    if known:
+        chosen |= {min(known, key=itemgetter(1)), max(known, key=itemgetter(1))}
+    return sorted(chosen, key=itemgetter(0))
 
 
 def averaged(points: Sequence[Point], parts: int = 200) -> list[Point]:

@@ -1,0 +1,192 @@
+"""The page about a run: what it shows, and that nothing in it can act or load."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hpctrain.actions.report import Happening, RunReport, SpecValue, Unread, collect_reports
+from hpctrain.actions.runs import RunFiles
+from hpctrain.durable import append_line
+from hpctrain.report.page import write_page
+from hpctrain.store.ledger import EventKind
+from tests.fabricated_runs import LAUNCHED, STARTED, SUBMITTED, Said, ended, fabricate, said
+from tests.unit.report.conftest import collected
+from tests.unit.report.markup_reader import Page, read
+
+EVIL = "<script>alert(1)</script>\"onload='x'&"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+SECTIONS = ["Overview", "Learning", "Time", "Speed", "Memory", "Communication", "Checkpoints",
+            "Events", "Software and script"]  # fmt: skip
+
+
+def is_harmless(markup: str) -> Page:
+    """Nothing is executed, and nothing is loaded from anywhere."""
+    found = read(markup)
+    assert not found.all("script") and not found.all("iframe") and not found.all("object")
+    for element in found.elements:
+        for name, value in element.attributes.items():
+            assert not name.startswith("on"), element
+            if name in ("src", "href", "xlink:href", "action", "data", "srcset"):
+                assert value.startswith(("#", "data:")), element
+    policies = [one for one in found.all("meta") if "http-equiv" in one.attributes]
+    assert [one.attributes["content"] for one in policies] == [POLICY]
+    style = "".join(one.text for one in found.all("style"))
+    assert "url(" not in style and "@import" not in style
+    return found
+
+
+def cells(page: Page, row: str) -> list[str]:
+    """The cells of the table's row that begins with a text."""
+    found = [one.text.strip() for one in page.all("td")]
+    start = found.index(row)
+    return found[start : start + 4]
+
+
+def test_a_page_has_every_section_and_the_contents_lead_to_them(report: RunReport) -> None:
+    page = is_harmless(write_page([report]))
+    assert [one.text for one in page.all("h2")] == SECTIONS
+    anchors = {one.attributes["id"] for one in page.all("section")}
+    assert {one.attributes["href"] for one in page.all("a")} == {f"#{one}" for one in anchors}
+    empty = [one.text for one in page.all("p", "nothing")]
+    assert empty == ["All launches have found the same."]
+    assert len(page.all("svg", "chart")) == 14
+
+
+def test_plan_and_reality_stand_beside_each_other(report: RunReport) -> None:
+    page = read(write_page([report]))
+    plan, speed = report.plan, report.speed
+    assert plan is not None and plan.step_seconds is not None and speed is not None
+    assert speed.step_seconds / plan.step_seconds == pytest.approx(1.07, abs=0.005)
+    assert cells(page, "Step time")[1:3] == ["1.03 s", "1.11 s"]
+    worse = [one.text for one in page.all("span", "worse")]
+    assert worse[0] == f"{speed.step_seconds / plan.step_seconds - 1:+.1%}"
+
+
+def test_launches_are_marked_where_they_begin_with_their_causes(report: RunReport) -> None:
+    page = read(write_page([report]))
+    titles = [one.text for one in page.all("title")]
+    crash = "Launch 3, attempt 3, continues from step 360 after: node failure. node n0007 does not"
+    assert [one for one in titles if one.startswith(crash) and one.endswith("24 steps lost")]
+    assert [one for one in titles if "after: preempted" in one and "lost" not in one]
+    assert "dropped, trained again" in [one.text for one in page.all("li")]
+
+
+def test_the_waterfall_and_the_losses_are_those_of_goodput(report: RunReport) -> None:
+    spent = report.goodput
+    assert spent is not None and sum(spent.seconds.values()) == pytest.approx(spent.wall_seconds)
+    assert (spent.lost_steps, spent.failures) == (24, 1)
+    page = read(write_page([report]))
+    titles = [one.text for one in page.all("title")]
+    assert f"in the queue: 5.17 h, {18600 / spent.wall_seconds:.1%} of the wall time" in titles
+    assert cells(page, "node failure")[:2] == ["node failure", "1"]
+
+
+def test_the_slow_node_is_named(report: RunReport) -> None:
+    text = write_page([report])
+    assert "Slower than the middle node: n0003 (+1" in text
+    assert len(read(text).all("rect", "c8")) >= 1
+
+
+def test_messages_are_shown_by_axis_and_by_rank(report: RunReport) -> None:
+    assert report.messages is not None
+    assert [one.axis for one in report.messages.axes] == ["tp", "dp", "pp"]
+    assert report.messages.unit == "rank" and len(report.messages.matrix) == 64
+    pairs = sum(value > 0 for row in report.messages.matrix for value in row)
+    page = read(write_page([report]))
+    assert len(page.all("rect", "heat")) == pairs
+
+
+def test_several_runs_are_compared(run: RunFiles, other: RunFiles) -> None:
+    page = is_harmless(write_page(collected(run, other)))
+    assert cells(page, "optimizer.lr")[1:3] == ["2e-05", "4e-05"]
+    heads = [one.text for one in page.all("h3")]
+    assert heads[:6] == ["Results", "Loss", "Step time", "Throughput",
+                         "Productive share of the wall time", "Where the time went"]  # fmt: skip
+    ids = [one.attributes["id"] for one in page.elements if "id" in one.attributes]
+    assert len(ids) == len(set(ids)) and "run-2-learning" in ids
+
+
+def test_what_stands_in_records_cannot_act(report: RunReport) -> None:
+    """The message of a rank in `reported_runs` is one as well."""
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in write_page([report])
+    assert report.story is not None
+    first = report.story.attempts[0]
+    launch = first.launches[0].model_copy(
+        update={"cause": EVIL, "reason": EVIL, "evidence": (EVIL, f"`{EVIL}`")}
+    )
+    attempt = first.model_copy(update={"launches": (launch,), "nodes": EVIL, "reason": EVIL})
+    evil = report.model_copy(
+        update={
+            "run_id": EVIL,
+            "directory": EVIL,
+            "cluster": EVIL,
+            "account": EVIL,
+            "status": report.status.model_copy(update={"reason": f"`{EVIL}` {EVIL}"}),
+            "story": report.story.model_copy(
+                update={"attempts": (attempt, *report.story.attempts)}
+            ),
+            "spec": (SpecValue(name=EVIL, value=EVIL),),
+            "happenings": (Happening(time=0, kind=EVIL, words=EVIL),),
+            "script": EVIL,
+            "unread": (Unread(part=EVIL, reason=EVIL),),
+        }
+    )
+    for reports in ([evil], [evil, report]):
+        page = is_harmless(write_page(reports))
+        assert EVIL in page.all("title")[0].text or len(reports) > 1
+        assert EVIL in [one.text for one in page.all("pre")]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [SUBMITTED, (*SUBMITTED, STARTED), (*SUBMITTED, STARTED, LAUNCHED),
+     (*SUBMITTED, STARTED, LAUNCHED, *ended("crash", EVIL, "stop")),
+     (*SUBMITTED, said(EventKind.CONTROL, action="stop", user=EVIL, reason=EVIL))],
+)  # fmt: skip
+def test_a_run_of_which_little_is_known_has_a_page(tmp_path: Path, entries: Sequence[Said]) -> None:
+    run = fabricate(tmp_path, entries=entries)
+    page = is_harmless(write_page(collect_reports([run], None)))
+    text = " ".join(one.text for one in page.elements)
+    assert "plan cannot be read: plan.json cannot be read" in text
+    assert "No step has been trained yet." in text
+
+
+def test_damaged_files_are_named_and_take_no_other_part_with_them(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=(*SUBMITTED, STARTED, LAUNCHED), steps=30)
+    for path in (run.layout.spec, run.layout.plan, run.layout.rank_times, run.layout.communication,
+                 run.layout.software_lock):  # fmt: skip
+        path.write_text("{ [ broken")
+    run.layout.script.unlink()
+    run.layout.checkpoints.rmdir()
+    append_line(run.layout.metrics, '{"step": 31, "torn')
+    run.layout.saves.write_text('{"schema_version": 9, "step": 1}\n')
+    page = is_harmless(write_page(collect_reports([run], None)))
+    text = " ".join(one.text for one in page.elements)
+    for words in (
+        "spec cannot be read: ",
+        "checkpoints cannot be read: ",
+        "script cannot be read: ",
+        "has format version 9",
+        "Cannot be shown: ",
+    ):
+        assert words in text, words
+
+
+def test_a_run_without_losses_that_are_numbers(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=(*SUBMITTED, STARTED, LAUNCHED), steps=2, last_loss=None)
+    page = is_harmless(write_page(collect_reports([run], None)))
+    assert not re.search(r"\bnan\b|\binf\b", " ".join(str(one.attributes) for one in page.elements))
+
+
+def test_the_page_of_a_long_run_is_small(report: RunReport) -> None:
+    """Its curves have as many points as those of a run of a million steps."""
+    points = tuple((float(step), 1.0 + step % 7) for step in range(2400))
+    assert report.curves is not None
+    names = ("loss", "loss_mean", "gradient_norm", "learning_rate", "step_seconds",
+             "tokens_per_second", "mfu")  # fmt: skip
+    curves = report.curves.model_copy(update=dict.fromkeys(names, points))
+    assert len(write_page([report.model_copy(update={"curves": curves})])) < 700_000
