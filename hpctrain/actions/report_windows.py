@@ -29,7 +29,8 @@ class ReportWindow:
 
     `bounds` are the begins of its parts (days, or weeks of a long window) and its end; `days` the
     dates on which its parts begin. `title` names it, `zone` is that of its days. `part`: the
-    window is not over, and what is compared ends at the same time of its own.
+    window is not over, and what is compared ends at the same time of its own. `local_zone`: None
+    is that of this machine.
     """
 
     title: str
@@ -38,6 +39,7 @@ class ReportWindow:
     days: tuple[date, ...]
     previous: tuple[float, float]
     part: bool
+    local_zone: tzinfo | None = None
 
     @property
     def begin(self) -> float:
@@ -46,6 +48,10 @@ class ReportWindow:
     @property
     def end(self) -> float:
         return self.bounds[-1]
+
+    def local(self, moment: float) -> datetime:
+        """Convert a moment to the time of the window's zone, with its offset."""
+        return _local(moment, self.local_zone)
 
 
 def last_days(now: float, zone: tzinfo | None = None) -> ReportWindow:
@@ -125,6 +131,7 @@ def _window(
         days=tuple(days),
         previous=(previous, begin - (midnight(after) - end)),
         part=part,
+        local_zone=zone,
     )
 
 

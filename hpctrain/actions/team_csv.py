@@ -5,8 +5,6 @@ Belongs here: rows and columns. Does not belong here: any number that is not in 
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 from hpctrain.actions.team_report import TeamReport
 from hpctrain.errors import UsageError
 
@@ -37,13 +35,13 @@ def csv_text(report: TeamReport) -> str:
     Raises UsageError where pandas is not installed.
     """
     try:
-        import pandas
+        import pandas  # type: ignore[import-untyped]
     except ImportError as error:
         raise UsageError(
             "--csv is written by pandas, which is not installed",
             hint="`pip install pandas`, or `--json` for the same figures",
         ) from error
-    begin, end = _utc(report.begin_time), _utc(report.end_time)
+    begin, end = (moment.isoformat(timespec="seconds") for moment in (report.begin, report.end))
     rows = [
         (
             begin,
@@ -67,10 +65,6 @@ def csv_text(report: TeamReport) -> str:
     ]
     table = pandas.DataFrame(rows, columns=list(COLUMNS)).astype({"gpus": "Int64"})
     return str(table.to_csv(index=False, lineterminator="\n"))
-
-
-def _utc(moment: float) -> str:
-    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
 
 
 def _text(text: str) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from typing import Literal
 
@@ -98,19 +98,19 @@ class UnreadRun(_Frozen):
 
 
 class TeamReport(_Frozen):
-    """The GPU-hours of all runs in a window of time; times in seconds since the epoch.
+    """The GPU-hours of all runs in a window of time; times are local, with their offset.
 
-    `previous` is the spending from `previous_begin_time` to `previous_end_time`. `quiet_runs` are
+    `previous` is the spending from `previous_begin` to `previous_end`. `quiet_runs` are
     runs without any time in the window. `runs` are in descending order of GPU-hours.
     """
 
     title: str
     zone: str
-    begin_time: float
-    end_time: float
-    previous_begin_time: float
-    previous_end_time: float
-    made_time: float
+    begin: datetime
+    end: datetime
+    previous_begin: datetime
+    previous_end: datetime
+    made: datetime
     in_progress: bool
     directories: tuple[str, ...]
     total: Spending
@@ -161,11 +161,11 @@ def team_report(
     return TeamReport(
         title=window.title,
         zone=window.zone,
-        begin_time=window.begin,
-        end_time=window.end,
-        previous_begin_time=window.previous[0],
-        previous_end_time=window.previous[1],
-        made_time=now,
+        begin=window.local(window.begin),
+        end=window.local(window.end),
+        previous_begin=window.local(window.previous[0]),
+        previous_end=window.local(window.previous[1]),
+        made=window.local(now),
         in_progress=window.part,
         directories=tuple(str(directory) for directory in directories),
         total=current.spending(),
@@ -338,11 +338,15 @@ class _Reader:
         self, layout: RunLayout, marks: Sequence[Mark], quiet_seconds: float
     ) -> tuple[WindowAccount, ...]:
         """Account for the time before, what is left between, and each period of the window."""
-        rows = read_step_times(layout, needless_epochs(marks, self._bounds[0]))
+        rows = read_step_times(layout)
         steps = [TrainedStep(row.step, row.epoch, row.time, row.step_seconds) for row in rows]
+        tokens = [row.tokens for row in rows]
+        if needless := needless_epochs(marks, steps, self._bounds[0]):
+            tokens = [row.tokens for row in rows if row.epoch not in needless]
+            steps = [step for step in steps if step.epoch not in needless]
         saves = [Save(save.step, save.epoch, save.stall_seconds) for save in read_saves(layout)]
         cut = timeline(marks, steps, saves, self._now, quiet_seconds)
-        return window_accounts(cut, steps, [row.tokens for row in rows], self._bounds)
+        return window_accounts(cut, steps, tokens, self._bounds)
 
     def _documents(self, layout: RunLayout) -> tuple[RunSpec | None, ClusterProfile | None]:
         """Read spec and profile; None for what cannot be read, such as of an older version."""

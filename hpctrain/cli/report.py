@@ -1,4 +1,4 @@
-"""Command `report`: one HTML page about a run, or about several side by side, or the GPU-hours of a team."""
+"""Command `report`: an HTML page about a run or several, or the GPU-hours of a team."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hpctrain.cli.options import RunName, json_option
 from hpctrain.cli.output import busy
 from hpctrain.cli.week import LAST_WEEK, WeekRequest, show_week
 from hpctrain.errors import UsageError
-
 
 _FILE = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 

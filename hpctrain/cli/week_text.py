@@ -6,7 +6,6 @@ Belongs here: tables and labels. Does not belong here: any number that is not in
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from itertools import pairwise
 
 from hpctrain.actions.team_report import GroupSpending, PeriodSpending, TeamReport
@@ -18,6 +17,7 @@ from hpctrain.units import TokenCount, short_duration, short_hours
 _NAME = 20
 _BAR = 24
 _MARGIN = 11
+_MOMENT = "%Y-%m-%d %H:%M"
 _MOST_RUNS, _MOST_UNREAD = 20, 5
 _LABELS = {
     "redone": "redone steps",
@@ -62,7 +62,7 @@ def team_lines(report: TeamReport) -> Iterator[str]:
 
 def _head(report: TeamReport) -> Iterator[str]:
     whole = report.total
-    begin, end = _moment(report.begin_time), _moment(report.end_time)
+    begin, end = (moment.strftime(_MOMENT) for moment in (report.begin, report.end))
     so_far = ", so far" if report.in_progress else ""
     yield from paragraph(
         f"GPU-hours of {report.title}{so_far}: {begin} to {end}, {report.zone}", "", hang=2
@@ -213,10 +213,6 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1)
 
 def _fact(name: str, words: str) -> list[str]:
     return paragraph(words, f"{name:<{_MARGIN}}", hang=_MARGIN, width=LINE_WIDTH)
-
-
-def _moment(moment: float) -> str:
-    return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M")
 
 
 def _name(text: str, longest: int = _NAME) -> str:

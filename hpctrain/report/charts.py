@@ -34,7 +34,7 @@ from hpctrain.telemetry.thinning import Point, thinned
 _CURVE_WIDTH = 2000
 _ROW_PIXELS = 26
 _AXIS_PIXELS = 40
-_ROOM_FOR_TEXT = 1.2
+_ROOM_FOR_TEXT = 1.12
 # Labels of events that are nearer to each other would overlap.
 _LABEL_SHARE = 0.13
 
@@ -448,7 +448,11 @@ def stacked_rows(stacks: Sequence[Stack], *, label: str, x: Axis) -> Markup:
         return nothing(f"{label}: no values are known.")
     # Behind the longest bar is room for its text.
     scale = scale_of(
-        [longest * _ROOM_FOR_TEXT, *x.values], from_zero=True, ticks=6, quantity=x.quantity
+        [longest * _ROOM_FOR_TEXT, *x.values],
+        from_zero=True,
+        ticks=6,
+        quantity=x.quantity,
+        whole_ticks=False,
     )
     height = _ROW_PIXELS * len(stacks)
     drawn = [_x_ticks(scale, x, height, grid=True)]

@@ -7,6 +7,7 @@ not in the document, the parts of pages (`elements`, `charts`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from itertools import pairwise
 
 from markupsafe import Markup
@@ -27,8 +28,8 @@ from hpctrain.report.elements import (
     tiles,
 )
 from hpctrain.report.time_sections import CATEGORIES
-from hpctrain.report.words import UNKNOWN, count, counted, duration, hours, moment, ratio, words_of
-from hpctrain.units import TokenCount
+from hpctrain.report.words import UNKNOWN, count, counted, duration, ratio, words_of
+from hpctrain.units import TokenCount, short_hours
 from hpctrain.version import __version__
 
 _MOST_ROWS = 500
@@ -58,9 +59,9 @@ def write_week_page(report: TeamReport) -> str:
 def _head(report: TeamReport) -> Head:
     whole = report.total
     facts = [
-        Fact("From", moment(report.begin_time)),
-        Fact("To", moment(report.end_time)),
-        Fact("Days are those of", report.zone),
+        Fact("From", _moment(report.begin)),
+        Fact("To", _moment(report.end)),
+        Fact("Time zone", report.zone),
         Fact("Runs", f"{count(whole.runs)} with time in it, {count(report.quiet_runs)} without"),
         Fact("Directories", ", ".join(report.directories)),
     ]
@@ -71,15 +72,18 @@ def _head(report: TeamReport) -> Head:
 def _overview(report: TeamReport) -> Section:
     whole, before = report.total, report.previous
     figures = [
-        Tile("GPU-hours", hours(whole.gpu_hours), _compared(whole.gpu_hours, before.gpu_hours)),
+        Tile(
+            "GPU-hours", short_hours(whole.gpu_hours), _compared(whole.gpu_hours, before.gpu_hours)
+        ),
         Tile(
             "Productive",
             ratio(whole.productive_share),
-            f"{hours(whole.productive_gpu_hours)} GPU-hours; before {ratio(before.productive_share)}",
+            f"{short_hours(whole.productive_gpu_hours)} GPU-hours, before "
+            f"{ratio(before.productive_share)}",
         ),
         Tile(
             "Lost",
-            hours(whole.lost_gpu_hours),
+            short_hours(whole.lost_gpu_hours),
             _compared(whole.lost_gpu_hours, before.lost_gpu_hours),
         ),
     ]
@@ -113,8 +117,8 @@ def _losses(report: TeamReport) -> Section:
         Bar(
             words_of(one.cause),
             one.gpu_hours,
-            f"{words_of(one.cause)}: {hours(one.gpu_hours)} GPU-hours, mostly "
-            f"{CATEGORIES[one.mostly][0]}; before {hours(one.gpu_hours_before)}",
+            f"{words_of(one.cause)}: {short_hours(one.gpu_hours)} GPU-hours, mostly "
+            f"{CATEGORIES[one.mostly][0]}; before {short_hours(one.gpu_hours_before)}",
             colour=CATEGORIES[one.mostly][1],
             mark=one.gpu_hours_before,
         )
@@ -145,10 +149,10 @@ def _cause_row(
 ) -> tuple[str | Markup, ...]:
     return (
         words_of(one.cause),
-        hours(one.gpu_hours),
+        short_hours(one.gpu_hours),
         ratio(one.gpu_hours / whole.gpu_hours) if whole.gpu_hours else UNKNOWN,
         *_amounts(one.costs, currencies),
-        hours(one.gpu_hours_before),
+        short_hours(one.gpu_hours_before),
         CATEGORIES[one.mostly][0],
     )
 
@@ -180,11 +184,11 @@ def _groups_table(word: str, groups: Sequence[GroupSpending], report: TeamReport
         (
             one.name,
             count(one.spending.runs),
-            hours(one.spending.gpu_hours),
+            short_hours(one.spending.gpu_hours),
             ratio(one.spending.productive_share),
-            hours(one.spending.lost_gpu_hours),
+            short_hours(one.spending.lost_gpu_hours),
             *_amounts(one.spending.costs, currencies),
-            hours(one.gpu_hours_before),
+            short_hours(one.gpu_hours_before),
             count(one.spending.steps),
             _amount(one.spending.tokens),
             duration(one.spending.queue_hours * 3600),
@@ -214,12 +218,12 @@ def _runs(report: TeamReport) -> Section:
                 run.cluster,
                 run.engine,
                 count(run.gpus),
-                hours(spent.gpu_hours) if known else UNKNOWN,
+                short_hours(spent.gpu_hours) if known else UNKNOWN,
                 ratio(spent.productive_share),
-                hours(spent.redone_gpu_hours),
-                hours(spent.saving_gpu_hours),
-                hours(spent.starting_gpu_hours),
-                hours(spent.restarting_gpu_hours),
+                short_hours(spent.redone_gpu_hours),
+                short_hours(spent.saving_gpu_hours),
+                short_hours(spent.starting_gpu_hours),
+                short_hours(spent.restarting_gpu_hours),
                 duration(spent.down_hours * 3600),
                 duration(spent.queue_hours * 3600),
                 *_amounts(spent.costs, currencies),
@@ -244,18 +248,23 @@ def _unreadable(report: TeamReport) -> Section:
 
 
 def _footer(report: TeamReport) -> list[str]:
-    begin, end = moment(report.previous_begin_time), moment(report.previous_end_time)
+    begin, end = _moment(report.previous_begin), _moment(report.previous_end)
     lines = [
-        f"Made {moment(report.made_time)} by hpctrain {__version__}.",
+        f"Made {_moment(report.made)} by hpctrain {__version__}.",
         f"The time before is {begin} to {end}.",
     ]
     if report.runs_without_gpus:
         names = ", ".join(report.runs_without_gpus[:20])
         lines.append(f"GPU-hours are unknown of {names}.")
     if report.total.unpriced_gpu_hours:
-        unpriced = hours(report.total.unpriced_gpu_hours)
+        unpriced = short_hours(report.total.unpriced_gpu_hours)
         lines.append(f"{unpriced} GPU-hours have no price in their profiles.")
     return lines
+
+
+def _moment(moment: datetime) -> str:
+    """Write a time of the report's zone."""
+    return moment.strftime("%Y-%m-%d %H:%M")
 
 
 def _parts(spending: Spending) -> tuple[tuple[Entry, float], ...]:
@@ -281,7 +290,7 @@ def _axis() -> Axis:
 
 def _compared(now: float, before: float) -> str:
     """Write the change to the time before; more GPU-hours are neither good nor bad."""
-    return f"{now / before - 1:+.0%}, before {hours(before)}" if before else "nothing before"
+    return f"{now / before - 1:+.0%}, before {short_hours(before)}" if before else "nothing before"
 
 
 def _currencies(report: TeamReport) -> tuple[str, ...]:

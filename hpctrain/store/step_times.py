@@ -7,7 +7,6 @@ reading on from a place in the file (`metrics_reader`).
 from __future__ import annotations
 
 import re
-from collections.abc import Set
 from typing import NamedTuple
 
 from hpctrain.store.layout import RunLayout
@@ -42,8 +41,8 @@ _LINE = re.compile(
 )  # fmt: skip
 
 
-def read_step_times(run: RunLayout, left_out: Set[int] = frozenset()) -> list[StepTime]:
-    """Read the same rows as `read_metrics`, in the order written, but those of some epochs.
+def read_step_times(run: RunLayout) -> list[StepTime]:
+    """Read the same rows as `read_metrics`, in the order written.
 
     Lines that this code has not written itself are read as `read_metrics` reads them. Raises
     NewerFormatError for a format of a newer hpctrain.
@@ -55,12 +54,10 @@ def read_step_times(run: RunLayout, left_out: Set[int] = frozenset()) -> list[St
         found = _LINE.fullmatch(line)
         if found is not None:
             step, epoch, time, seconds, rate = found.groups()
-            if left_out and int(epoch) in left_out:
-                continue
             row = _step_time(int(step), int(epoch), float(time), float(seconds), float(rate))
         else:
             metrics = parse_record(run.metrics, line, StepMetrics)
-            if metrics is None or metrics.epoch in left_out:
+            if metrics is None:
                 continue
             row = _step_time(
                 metrics.step,

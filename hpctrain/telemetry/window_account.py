@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.telemetry.clock_repair import moment, non_decreasing_times
+from hpctrain.telemetry.clock_repair import moment, non_decreasing_times, seconds
 from hpctrain.telemetry.time_categories import Category
 from hpctrain.telemetry.timeline import (
     Mark,
@@ -92,11 +92,14 @@ def _counted_steps(
     return kept, redone, trained
 
 
-def needless_epochs(marks: Sequence[Mark], begin: int) -> frozenset[int]:
-    """Return the launches whose steps no window that begins at `begin` can contain.
+def needless_epochs(
+    marks: Sequence[Mark], steps: Sequence[TrainedStep], begin: int
+) -> frozenset[int]:
+    """Return the launches whose steps have no part in any window that begins at `begin` or later.
 
-    They began before a launch that began before the window, so they ended before it. Their steps
-    need not be classified: later launches replace them and not the other way round.
+    They began before a launch that began before the window, so they had ended, and so had all
+    launches before them. A launch is needed if its trainer outlived it and has left steps in the
+    window, and so are later ones, which may have replaced these steps.
     """
     times = non_decreasing_times([moment(mark.time) for mark in marks])
     begun = [
@@ -105,4 +108,10 @@ def needless_epochs(marks: Sequence[Mark], begin: int) -> frozenset[int]:
         if mark.kind is MarkKind.LAUNCH_STARTED and mark.epoch is not None and time <= begin
     ]
     owner = max(begun, default=0)
-    return frozenset(epoch for epoch in begun if epoch < owner)
+    ended = {epoch for epoch in begun if epoch < owner}
+    begin_seconds = seconds(begin)
+    needed = {
+        step.epoch for step in steps if step.epoch not in ended or not step.time < begin_seconds
+    }
+    oldest = min(needed, default=owner)
+    return frozenset(epoch for epoch in ended if epoch < oldest)
