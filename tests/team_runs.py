@@ -103,7 +103,7 @@ def make(
     return TeamRun(run, begin, cluster=cluster)
 
 
-def team(place: Path, seed: int = 5) -> tuple[Path, Path]:
+def team(place: Path, step_seconds: float = 120.0, seed: int = 5) -> tuple[Path, Path]:
     """Two directories of runs: of four accounts on a cluster with A100, and of one with H100."""
     dice = random.Random(seed)
     first, second = place / "a100", place / "h100"
@@ -113,27 +113,29 @@ def team(place: Path, seed: int = 5) -> tuple[Path, Path]:
     )):  # fmt: skip
         begin = NOW - (days + 0.1 * number) * DAY
         run = make(first, name, begin, A100, f"resources.account={account}", cluster="aurora")
-        _eventful(run.waits(dice.uniform(0.2, 9) * 3600), dice)
+        _eventful(run.waits(dice.uniform(0.2, 9) * 3600), dice, step_seconds)
     for name, days in (("vision-probe", 8), ("reward-model", 4)):
         run = make(second, name, NOW - days * DAY, H100, "resources.account=alignment",
                    cluster="borealis")  # fmt: skip
-        _eventful(run.waits(dice.uniform(0.1, 3) * 3600), dice)
+        _eventful(run.waits(dice.uniform(0.1, 3) * 3600), dice, step_seconds)
     return first, second
 
 
-def _eventful(run: TeamRun, dice: random.Random) -> None:
+def _eventful(run: TeamRun, dice: random.Random, step_seconds: float) -> None:
     """Attempts until now, each with an end of its own."""
     causes = (("preempted", "requeue"), ("node_failure", "requeue"), ("crash", "relaunch"),
               ("hang", "relaunch"), ("time_limit", "requeue"))  # fmt: skip
+    save_every = round(6000 / step_seconds)
     run.starts(dice.uniform(150, 600))
     while True:
-        steps = dice.randrange(120, 500)
-        if run.clock + steps * 200 > NOW:
-            run.trains(int((NOW - run.clock) / 130), 120.0, save_every=50)
+        trained_seconds = dice.uniform(4, 16) * 3600
+        if run.clock + 2 * trained_seconds > NOW:
+            run.trains(int((NOW - run.clock) / (1.1 * step_seconds)), step_seconds, save_every)
             return
-        run.trains(steps, 120.0 * dice.uniform(0.98, 1.04), save_every=50)
+        steps = round(trained_seconds / step_seconds)
+        run.trains(steps, step_seconds * dice.uniform(0.98, 1.04), save_every)
         cause, action = dice.choice(causes)
-        lost = run.step if cause in ("preempted", "time_limit") else run.step // 50 * 50
+        lost = run.step if cause in ("preempted", "time_limit") else run.step - steps % save_every
         run.ends(cause, action, detected=dice.uniform(20, 1500), back_to=lost)
         if action == "requeue":
             run.waits(dice.uniform(300, 20_000)).starts(dice.uniform(150, 600))
