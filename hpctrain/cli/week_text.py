@@ -159,23 +159,23 @@ def _days(periods: Sequence[PeriodSpending]) -> Iterator[str]:
 def _runs(report: TeamReport) -> Iterator[str]:
     """List the runs with most GPU-hours."""
     shown = report.runs[:_MOST_RUNS]
-    currencies = tuple(cost.currency for cost in report.total.costs)
     rows = [
         (
             _name(run.run_id),
-            _name(run.user, 10),
-            _name(run.project, 12),
+            _name(run.user, 8),
+            _name(run.project, 10),
             "?" if run.gpus is None else short_hours(run.spending.gpu_hours),
             "-"
             if run.spending.productive_share is None
             else f"{run.spending.productive_share:.1%}",
             f"{run.spending.steps:,}",
-            *_costs(run.spending.costs, currencies),
+            " + ".join(f"{_money(cost.total)} {cost.currency}" for cost in run.spending.costs)
+            or "-",
         )
         for run in shown
     ]
     yield from _table(
-        ("RUN", "USER", "PROJECT", "GPU-HOURS", "PRODUCTIVE", "STEPS", *currencies),
+        ("RUN", "USER", "PROJECT", "GPU-HOURS", "PRODUCTIVE", "STEPS", "COST"),
         rows,
         left=3,
     )
