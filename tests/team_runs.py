@@ -1,11 +1,15 @@
 """Runs of a made-up team over two weeks: users, accounts, clusters, prices, causes of failure.
 
-`python -m tests.team_runs DIRECTORY` writes them there, into `a100/` and `h100/`.
+`python -m tests.team_runs DIRECTORY` writes them there, into `a100/` and `h100/`; with `40 100000`
+behind it 40 runs of 100,000 steps each into `many/`, and `python -m tests.week_seconds
+DIRECTORY/many` prints how long the report about them takes.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,6 +147,21 @@ def _eventful(run: TeamRun, dice: random.Random, step_seconds: float) -> None:
             run.waits(dice.uniform(20, 90)).launches(dice.uniform(150, 400))
 
 
+def many(place: Path, runs: int, steps: int) -> Path:
+    """So many runs of so many steps within the last seven days, for measuring: one, and links."""
+    first = make(place / "many", "first", NOW - 7 * DAY, A100, "resources.account=nlp")
+    seconds = 6.5 * DAY / steps
+    first.starts().trains(steps // 2, seconds, save_every=1000, stall=1.0)
+    first.ends("crash", "relaunch", back_to=steps // 2 - 500).launches(60.0)
+    first.trains(steps - first.step, seconds, save_every=1000, stall=1.0)
+    for number in range(1, runs):
+        copy = place / "many" / f"copy-{number:04d}"
+        shutil.copytree(first.run.layout.directory, copy, symlinks=True, copy_function=os.link)
+    return place / "many"
+
+
 if __name__ == "__main__":
-    for directory in team(Path(sys.argv[1])):
-        print(directory)
+    if len(sys.argv) == 4:
+        print(many(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    else:
+        print(*team(Path(sys.argv[1])), sep="\n")

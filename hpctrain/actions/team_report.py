@@ -339,7 +339,7 @@ class _Reader:
     ) -> tuple[WindowAccount, ...]:
         """Account for the time before, what is left between, and each period of the window."""
         rows = read_step_times(layout)
-        steps = [TrainedStep(row.step, row.epoch, row.time, row.step_seconds) for row in rows]
+        steps = [TrainedStep(row.step, row.epoch, row.end_time, row.step_seconds) for row in rows]
         tokens = [row.tokens for row in rows]
         if needless := needless_epochs(marks, steps, self._bounds[0]):
             tokens = [row.tokens for row in rows if row.epoch not in needless]

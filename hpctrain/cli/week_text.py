@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from hpctrain.actions.team_report import GroupSpending, PeriodSpending, TeamReport
+from hpctrain.actions.team_report import GroupSpending, PeriodSpending, RunSpending, TeamReport
 from hpctrain.actions.team_tally import CauseSpending, Cost, Spending
 from hpctrain.cli.output import LINE_WIDTH, aligned, paragraph
 from hpctrain.printable_text import printable_line
@@ -17,6 +17,8 @@ from hpctrain.units import TokenCount, short_duration, short_hours
 _NAME = 20
 _BAR = 24
 _MARGIN = 11
+# Less would be shown as 0.00.
+_LEAST_SHOWN = 0.005
 _MOMENT = "%Y-%m-%d %H:%M"
 _MOST_RUNS, _MOST_UNREAD = 20, 5
 _LABELS = {
@@ -41,7 +43,11 @@ def team_lines(report: TeamReport) -> Iterator[str]:
         yield ""
         yield from _table(
             ("LOST BY", "GPU-HOURS", "OF ALL", *currencies, "BEFORE", "MOSTLY"),
-            [_cause_row(one, whole, currencies) for one in report.by_cause],
+            [
+                _cause_row(one, whole, currencies)
+                for one in report.by_cause
+                if one.gpu_hours >= _LEAST_SHOWN
+            ],
         )
     for title, groups in (
         ("USER", report.by_user),
@@ -157,31 +163,38 @@ def _days(periods: Sequence[PeriodSpending]) -> Iterator[str]:
 
 
 def _runs(report: TeamReport) -> Iterator[str]:
-    """List the runs with most GPU-hours."""
+    """List the runs with most GPU-hours; names take the columns that the figures leave."""
     shown = report.runs[:_MOST_RUNS]
+    figures = [_figures(run) for run in shown]
+    headers = ("GPU-HOURS", "PRODUCTIVE", "STEPS", "COST")
+    used = sum(2 + max(map(len, column)) for column in zip(headers, *figures, strict=True))
+    left = LINE_WIDTH - used - 4
+    user, project = min(10, left // 4), min(12, left // 4)
     rows = [
         (
-            _name(run.run_id),
-            _name(run.user, 8),
-            _name(run.project, 10),
-            "?" if run.gpus is None else short_hours(run.spending.gpu_hours),
-            "-"
-            if run.spending.productive_share is None
-            else f"{run.spending.productive_share:.1%}",
-            f"{run.spending.steps:,}",
-            " + ".join(f"{_money(cost.total)} {cost.currency}" for cost in run.spending.costs)
-            or "-",
+            _name(run.run_id, left - user - project),
+            _name(run.user, user),
+            _name(run.project, project),
+            *of_run,
         )
-        for run in shown
+        for run, of_run in zip(shown, figures, strict=True)
     ]
-    yield from _table(
-        ("RUN", "USER", "PROJECT", "GPU-HOURS", "PRODUCTIVE", "STEPS", "COST"),
-        rows,
-        left=3,
-    )
+    yield from _table(("RUN", "USER", "PROJECT", *headers), rows, left=3)
     if len(report.runs) > len(shown):
         more = len(report.runs) - len(shown)
         yield f"and {more:,} more with fewer GPU-hours (`--csv -` has all)"
+
+
+def _figures(run: RunSpending) -> tuple[str, str, str, str]:
+    """Write the figures of one run; its money is of one currency."""
+    spent = run.spending
+    share = spent.productive_share
+    return (
+        "?" if run.gpus is None else short_hours(spent.gpu_hours),
+        "-" if share is None else f"{share:.1%}",
+        f"{spent.steps:,}",
+        " + ".join(f"{_money(cost.total)} {cost.currency}" for cost in spent.costs) or "-",
+    )
 
 
 def _notes(report: TeamReport) -> Iterator[str]:

@@ -33,6 +33,8 @@ from hpctrain.units import TokenCount, short_hours
 from hpctrain.version import __version__
 
 _MOST_ROWS = 500
+# Less would be shown as 0.00.
+_LEAST_SHOWN = 0.005
 # Parts of a bar: what the GPU-hours of a spending are, in the words and colours of all pages.
 _RESTARTING = Entry("detecting and restarting", "c5")
 
@@ -122,7 +124,7 @@ def _losses(report: TeamReport) -> Section:
             colour=CATEGORIES[one.mostly][1],
             mark=one.gpu_hours_before,
         )
-        for one in report.by_cause
+        for one in _shown_causes(report)
     ]
     note = "The short line is the time before. A bar has the colour of what it mostly consists of."
     cards = [
@@ -141,7 +143,13 @@ def _causes_table(report: TeamReport) -> Markup:
     columns = {"Cause": "name", "GPU-hours": "number", "Of all": "number"}
     columns |= {currency: "number" for currency in currencies}
     columns |= {"Before": "number", "Mostly": "name"}
-    return table(columns, [_cause_row(one, report.total, currencies) for one in report.by_cause])
+    return table(
+        columns, [_cause_row(one, report.total, currencies) for one in _shown_causes(report)]
+    )
+
+
+def _shown_causes(report: TeamReport) -> list[CauseSpending]:
+    return [one for one in report.by_cause if one.gpu_hours >= _LEAST_SHOWN]
 
 
 def _cause_row(
