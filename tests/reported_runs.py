@@ -19,6 +19,7 @@ from hpctrain.store.communication import AxisMessages, CommunicationRecord, Link
 from hpctrain.store.exit_records import write_exit_record
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import (
+    DoneMarker,
     ExitRecord,
     Progress,
     RankTimes,
@@ -47,12 +48,14 @@ def reported(
     of: tuple[str, str, Sequence[str]] = SMALL,
     changes: Sequence[str] = (),
     seed: int = 7,
+    done: bool = False,
 ) -> RunFiles:
-    """A run of three attempts that has reached `steps`."""
-    run, _ = submitted(runs, of[0], of[1], (*of[2], f"name={name}", *changes))
+    """A run of three attempts that has reached `steps`, which is its target if it is `done`."""
+    budget = ("budget.tokens=null", f"budget.steps={steps}") if done else ()
+    run, _ = submitted(runs, of[0], of[1], (*of[2], f"name={name}", *changes, *budget))
     plan = known_plan(run.layout)
     assert plan is not None and plan.step_seconds is not None
-    _Story(run, plan, random.Random(seed)).write(steps)
+    _Story(run, plan, random.Random(seed)).write(steps, done=done)
     return run
 
 
@@ -64,7 +67,7 @@ class _Story:
         self._time = START
         self._step_seconds = (plan.step_seconds or 1.0) * 1.06
 
-    def write(self, steps: int) -> None:
+    def write(self, steps: int, *, done: bool) -> None:
         save = max(1, steps // 20)
         first, second = round(steps * 0.3), round(steps * 0.64)
         self._say(EventKind.SUBMITTED, job_id=4711)
@@ -86,6 +89,11 @@ class _Story:
             epoch=3, phase="training", step=steps, target_step=self._plan.batch.train_steps,
             time=self._time, step_seconds=self._step_seconds, loss=2.1,
             checkpoint_step=steps // save * save))  # fmt: skip
+        if done:
+            self._ends("done", "the target step is reached", "finish", steps, steps)
+            name = f"iter_{steps:07d}"
+            marker = DoneMarker(step=steps, epoch=3, checkpoint=name, time=self._time)
+            write_record(self._layout.done, marker)
         self._measures(steps)
 
     def _say(self, kind: EventKind, **fields: object) -> None:

@@ -35,6 +35,7 @@ from hpctrain.store.jobs import (
     submitted_ids,
     was_put_back,
 )
+from hpctrain.store.kept_scripts import keep_script
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import take_back
 from hpctrain.store.supervise_config import SuperviseConfig, read_supervise_config
@@ -229,6 +230,7 @@ def _sbatch(
     try:
         options = sbatch_options(run.layout.directory, array=config.continuation == "array")
         options += [f"--dependency={','.join(map(str, after))}"] if after else []
+        digest = keep_script(run.layout)
         submitted = slurm.submit(run.layout.script, options, variables=config.submit_variables)
     except SlurmUnreachableError as error:
         if successor_of is None:  # the controller may have accepted it without an answer in time
@@ -249,5 +251,6 @@ def _sbatch(
         successor_of=successor_of,
         cluster=submitted.cluster or cluster,
         after_run=after_run,
+        script_sha256=digest,
     )
     return submitted.job_id

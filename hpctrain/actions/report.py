@@ -32,6 +32,7 @@ from hpctrain.actions.report_measures import (
 )
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.script_versions import ScriptVersion, script_versions
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus, statuses
 from hpctrain.errors import HpctrainError, UsageError
@@ -80,7 +81,7 @@ class SpecValue(_Frozen):
 class Happening(_Frozen):
     """Something remarkable: when (seconds since the epoch), what, and its words."""
 
-    time: float
+    event_time: float
     kind: str
     words: str
 
@@ -88,8 +89,7 @@ class Happening(_Frozen):
 class RunReport(_Frozen):
     """Everything that the page about one run shows; None and empty: not known.
 
-    `made_time`: when it was collected, in seconds since the epoch. `script_sha256`: of the script
-    as it was written first; `script` is the script that the next submission uses.
+    `made_time`: when it was collected, in seconds since the epoch.
     """
 
     run_id: str
@@ -112,8 +112,7 @@ class RunReport(_Frozen):
     diagnosis: Diagnosis | None = None
     errors: LaunchErrors | None = None
     happenings: tuple[Happening, ...] = ()
-    script: str | None = None
-    script_sha256: str | None = None
+    scripts: tuple[ScriptVersion, ...] = ()
     software: SoftwareLock | None = None
     unread: tuple[Unread, ...] = ()
 
@@ -197,8 +196,7 @@ class _Collector:
             checkpoints=self._part("checkpoints", lambda: report_checkpoints(run, now=self._now)),
             errors=self._part("errors", self._errors),
             happenings=_happenings(events),
-            script=self._part("script", lambda: layout.script.read_text(errors="replace")),
-            script_sha256=next((e.script_sha256 for e in events if e.script_sha256), None),
+            scripts=self._part("script", lambda: script_versions(layout, events)) or (),
             software=self._part("software", lambda: read_lock(layout)),
             unread=tuple(self._unread),
             **update,
@@ -222,7 +220,7 @@ class _Collector:
 def _happenings(events: Sequence[Event]) -> tuple[Happening, ...]:
     return tuple(
         Happening(
-            time=event.time,
+            event_time=event.time,
             kind=_REMARKABLE[event.event],
             words=": ".join(
                 word for word in (event.symptom, event.node, event.reason) if word is not None

@@ -157,3 +157,13 @@ def key(colour: str, text: str) -> Markup:
 def folded(summary: str, text: str) -> Markup:
     """Write a long text that is opened by a click."""
     return Markup("<details><summary>{}</summary><pre>{}</pre></details>").format(summary, text)
+
+
+def changed_lines(lines: Sequence[str]) -> Markup:
+    """Write the lines of a unified diff: what was added, what was removed, and where."""
+    styles = {"+": "added", "-": "removed", "@": "place"}
+    spans = (
+        Markup('<span class="{}">{}</span>').format(styles.get(line[:1], ""), line)
+        for line in lines
+    )
+    return Markup("<pre>{}</pre>").format(Markup("\n").join(spans))

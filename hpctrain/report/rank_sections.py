@@ -27,6 +27,8 @@ from hpctrain.report.words import count, counted, duration, number, size, words_
 _PART_COLOURS = {"passes": "c3", "data": "c4", "optimizer": "c7", "rest": "pale"}
 _SLOW = 1.05
 _MOST_BARS = 24
+# Columns of stages that half a page has room for.
+_STAGES_BESIDE = 4
 
 
 def rank_cards(report: RunReport) -> list[Card]:
@@ -117,7 +119,8 @@ def memory(report: RunReport) -> Section | None:
     axis = Axis("memory", size, "bytes", values=(limit,) if limit else ())
     chart = bar_chart(bars, label="Memory by stage", x=axis)
     chart += legend((Entry("measured", "c1"), Entry("predicted (line)", "dark")))
-    cards = [Card("Memory by pipeline stage", chart, note)]
+    many = plan is not None and len(plan.memory) > _STAGES_BESIDE
+    cards = [Card("Memory by pipeline stage", chart, note, wide=many)]
     if plan is not None:
         cards.append(_memory_table(report))
     return Section("memory", "Memory", cards)
@@ -140,7 +143,8 @@ def _memory_table(report: RunReport) -> Card:
     rows.append(["total", *(size(one.total_bytes) for _, one in stages)])
     left = len(plan.memory) - len(stages)
     note = f"The first {len(stages)} of {len(plan.memory)} stages." if left else ""
-    return Card("What it is made of", table(columns, rows), note)
+    wide = len(plan.memory) > _STAGES_BESIDE
+    return Card("What it is made of", table(columns, rows), note, wide=wide)
 
 
 def messages(report: RunReport) -> Section:

@@ -5,6 +5,7 @@ Belongs here: tables of records. Does not belong here: figures (`rank_sections`,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from markupsafe import Markup
@@ -12,7 +13,15 @@ from markupsafe import Markup
 from hpctrain.actions.report import RunReport
 from hpctrain.report.charts import nothing
 from hpctrain.report.curve_sections import launches_of
-from hpctrain.report.elements import Card, Section, code, folded, table
+from hpctrain.report.elements import (
+    Card,
+    Section,
+    changed_lines,
+    code,
+    folded,
+    paragraph,
+    table,
+)
 from hpctrain.report.missing import missing
 from hpctrain.report.words import count, counted, duration, moment, size, words_of
 
@@ -94,7 +103,7 @@ def events(report: RunReport) -> Section | None:
         body = table(columns, evidence[-_MOST_EVIDENCE:])
         cards.append(Card("Why launches ended", body, note, wide=True))
     happened: list[tuple[float, str, str]] = [
-        (one.time, one.kind, one.words) for one in report.happenings
+        (one.event_time, one.kind, one.words) for one in report.happenings
     ]
     for asked in report.story.asked if report.story else ():
         by = f" by {asked.user}" if asked.user else ""
@@ -145,11 +154,30 @@ def software(report: RunReport) -> Section:
             table(columns, changed) if changed else nothing("All launches have found the same."),
         )
     )
-    if report.script is None:
-        cards.append(missing("Job script", report, "script", "It is not known.", wide=True))
-    else:
-        lines = counted(len(report.script.splitlines()), "line")
-        cards.append(
-            Card("Job script", folded(f"Show job.sbatch, {lines}", report.script), wide=True)
-        )
+    cards.append(_script_card(report))
     return Section("software", "Software and script", cards)
+
+
+def _script_card(report: RunReport) -> Card:
+    """Show the script and how it has changed from one submission to the next."""
+    versions = report.scripts
+    if not versions:
+        return missing("Job script", report, "script", "It is not known.", wide=True)
+    newest = versions[-1]
+    jobs = sum(len(one.job_ids) for one in versions)
+    if len(versions) == 1:
+        note = "The same for all submissions." if jobs > 1 else ""
+    else:
+        note = f"{len(versions)} versions in {counted(jobs, 'submission')}."
+    body = Markup("")
+    for before, one in itertools.pairwise(versions):
+        used = ", ".join(map(str, one.job_ids))
+        words = f"Job {used}: " if used else "Edited since the last submission: "
+        words += f"`{before.sha256[:12]}` became `{one.sha256[:12]}`"
+        known = bool(one.changes)
+        body += paragraph(words if known else f"{words}, of which no copy was kept")
+        body += changed_lines(one.changes) if known else Markup("")
+    if newest.text is not None:
+        lines = counted(len(newest.text.splitlines()), "line")
+        body += folded(f"Show job.sbatch, {lines}", newest.text)
+    return Card("Job script", body, note, wide=True)

@@ -81,8 +81,8 @@ def head_of(report: RunReport) -> Head:
         facts.append(Fact("Nodes", str(plan.nodes)))
     if report.goodput is not None and report.goodput.wall_seconds > 0:
         facts.append(Fact("Submitted", moment(report.goodput.start_time)))
-    if report.script_sha256:
-        facts.append(Fact("Script (SHA-256)", code(report.script_sha256[:12])))
+    if report.scripts:
+        facts.append(Fact("Script (SHA-256)", code(report.scripts[-1].sha256[:12])))
     return Head(
         title=report.run_id,
         facts=facts,
@@ -120,7 +120,7 @@ def tiles_of(report: RunReport) -> list[Tile]:
             Tile(
                 f"{unit.capitalize()}/s",
                 compact_number(report.speed.tokens_per_second),
-                "whole run, median",
+                "median",
             )
         )
     if spent is not None and spent.wall_seconds > 0:

@@ -4,6 +4,7 @@ Who writes and reads each file, and which versions of it there are: docs/run-dir
 
 spec.yaml profile.yaml plan.json       the resolved documents that were submitted
 train.json supervise.json job.sbatch   settings of trainer and supervisor, the script
+scripts/0123456789ab.sbatch            each text of the script that was submitted, by its SHA-256
 ledger.jsonl                           append-only events: the single truth about attempts
 metrics.jsonl                          one object per optimizer step
 progress.json                          the trainer's last sign of life
@@ -87,6 +88,10 @@ class RunLayout:
     @property
     def script(self) -> Path:
         return self.directory / "job.sbatch"
+
+    def kept_script(self, sha256: str) -> Path:
+        """The copy of a script that was submitted."""
+        return self.directory / "scripts" / f"{sha256[:12]}.sbatch"
 
     @property
     def ledger(self) -> Path:

@@ -22,6 +22,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         *("supervise.json", "signatures.json", "data.json", "job.sbatch"),
         *("ds_config.json", "ds_config-n*.json", "archive.json", "prologue.sh"),
     ),
+    "kept scripts": ("scripts", "scripts/*"),
     "ledger": ("ledger.jsonl",),
     "epochs": ("epochs", "epochs/*"),
     "requests": ("control", "control/*"),
@@ -93,6 +94,17 @@ _RUN = (
         mkdir=Formula(1),
     ),
     FileRow("ledger", "run", "submit", _SUBMIT, inodes=Formula(1), open=Formula(4)),
+    FileRow(
+        "kept scripts",  # the directory and the script; a script that was edited is one more
+        "run",
+        "submit",
+        "hpctrain.store.kept_scripts:keep_script",
+        inodes=Formula(2),
+        open=Formula(2),
+        stat=Formula(1),
+        rename=Formula(1),
+        mkdir=Formula(1),
+    ),
     FileRow(
         "kept code",  # the directory, the archive and the link; imports from it are not counted
         "run",

@@ -28,6 +28,7 @@ from hpctrain.store.jobs import (
     submitted_ids,
     successor_ids,
 )
+from hpctrain.store.kept_scripts import keep_script
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import Progress, read_record
@@ -66,6 +67,7 @@ def ensure_successor(context: AttemptContext) -> None:
     if cancel_requested(events) or successor_ids(events, context.job_id):
         return
     options = successor_options(context.run_layout, context.job_id)
+    digest = keep_script(context.run_layout)
     try:
         script, variables = context.run_layout.script, context.config.submit_variables
         job_id = context.slurm.submit(script, options, variables=variables).job_id
@@ -80,6 +82,7 @@ def ensure_successor(context: AttemptContext) -> None:
         successor_of=context.job_id,
         reason="successor",
         cluster=context.attempt.cluster,
+        script_sha256=digest,
     )
     log_message(f"job {job_id} will continue after this one")
     # A cancel that ran at the same time has not seen the new job.

@@ -72,6 +72,7 @@ def test_the_run_directory_is_complete_before_sbatch(prepared: Prepared, tmp_pat
     submitted = submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
     documents = {"spec.yaml", "profile.yaml", "plan.json", "train.json", "supervise.json"}
     directories = {"control", "epochs", "exits", "logs", "stacks", "checkpoints", "software"}
+    directories.add("scripts")
     documents |= {"signatures.json", "job.sbatch", "ledger.jsonl", "data.json"}
     assert slurm.seen == documents | directories
     assert slurm.ledger == [EventKind.RENDERED, EventKind.SUBMITTING]

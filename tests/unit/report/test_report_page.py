@@ -10,6 +10,7 @@ import pytest
 
 from hpctrain.actions.report import Happening, RunReport, SpecValue, Unread, collect_reports
 from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.script_versions import ScriptVersion
 from hpctrain.durable import append_line
 from hpctrain.report.page import write_page
 from hpctrain.store.ledger import EventKind
@@ -130,8 +131,11 @@ def test_what_stands_in_records_cannot_act(report: RunReport) -> None:
                 update={"attempts": (attempt, *report.story.attempts)}
             ),
             "spec": (SpecValue(name=EVIL, value=EVIL),),
-            "happenings": (Happening(time=0, kind=EVIL, words=EVIL),),
-            "script": EVIL,
+            "happenings": (Happening(event_time=0, kind=EVIL, words=EVIL),),
+            "scripts": (
+                ScriptVersion(sha256=EVIL, job_ids=(), text="1"),
+                ScriptVersion(sha256=EVIL, job_ids=(1,), text=EVIL, changes=(EVIL,)),
+            ),
             "unread": (Unread(part=EVIL, reason=EVIL),),
         }
     )
