@@ -7,13 +7,15 @@ document. Does not belong here: assigning time to categories (`telemetry.timelin
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
-from hpctrain.store.ledger import EventKind
+from hpctrain.plan.documents import Plan
+from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import (
     DoneMarker,
     SaveRecord,
@@ -22,7 +24,7 @@ from hpctrain.store.run_records import (
     read_record,
     read_saves,
 )
-from hpctrain.store.supervise_config import known_supervise_config
+from hpctrain.store.supervise_config import SuperviseConfig, known_supervise_config
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.judge.documents import ActionKind
 from hpctrain.telemetry.goodput import account
@@ -116,32 +118,52 @@ def read_history(run: RunFiles, now: float | None = None) -> History:
     layout, events = run.layout, run.ledger.events()
     rows, saves = read_metrics(layout), read_saves(layout)
     steps = [TrainedStep(row.step, row.epoch, row.time, row.step_seconds) for row in rows]
+    cut = timeline(
+        marks_of(events),
+        steps,
+        [Save(save.step, save.epoch, save.stall_seconds) for save in saves],
+        time.time() if now is None else now,
+        quiet_seconds_of(known_supervise_config(layout.supervise_config)),
+    )
+    return History(rows, saves, cut, is_over(events))
+
+
+def marks_of(events: Sequence[Event]) -> list[Mark]:
+    """List the events of a ledger that change the category of time."""
     marks = []
-    over = False  # by the last action since the newest submission
     for event in events:
         kind = _KINDS.get(event.event)
         if event.event is EventKind.ACTION and event.action in tuple(ActionKind):
             kind = _ACTIONS[ActionKind(event.action)]
         if kind is not None:
             attempt, failure = (event.job_id, event.restart_count), event.cause in _FAILURES
-            mark = Mark(kind, event.time, attempt, event.epoch, event.cause, failure)
-            marks.append(mark)
+            marks.append(Mark(kind, event.time, attempt, event.epoch, event.cause, failure))
+    return marks
+
+
+def is_over(events: Sequence[Event]) -> bool:
+    """Tell whether the last action since the newest submission has ended the run."""
+    over = False
+    for event in events:
         if event.event in (EventKind.SUBMITTED, EventKind.ADOPTED, EventKind.ATTEMPT_STARTED):
             over = False
         elif event.event is EventKind.ACTION:
             over = event.action in (ActionKind.STOP, ActionKind.HOLD, ActionKind.FINISH)
-    config = known_supervise_config(layout.supervise_config)
-    quiet_seconds = _QUIET_SECONDS
-    if config is not None:  # the supervisor itself waits so long for a sign of life
-        quiet_seconds = max(config.stall_seconds, config.setup_stall_seconds)
-    cut = timeline(
-        marks,
-        steps,
-        [Save(save.step, save.epoch, save.stall_seconds) for save in saves],
-        time.time() if now is None else now,
-        quiet_seconds,
-    )
-    return History(rows, saves, cut, over)
+    return over
+
+
+def quiet_seconds_of(config: SuperviseConfig | None) -> float:
+    """Return how long the supervisor itself waits for a sign of life."""
+    if config is None:
+        return _QUIET_SECONDS
+    return max(config.stall_seconds, config.setup_stall_seconds)
+
+
+def gpus_held(plan: Plan | None, config: SuperviseConfig | None) -> int | None:
+    """Return the GPUs that a run has while it has nodes, spare nodes included; None: unknown."""
+    if plan is None or config is None:
+        return None
+    return (plan.nodes.nodes + config.spare_nodes) * plan.nodes.gpus_per_node
 
 
 def goodput(run: RunFiles, now: float | None = None, history: History | None = None) -> Goodput:
@@ -153,9 +175,7 @@ def goodput(run: RunFiles, now: float | None = None, history: History | None = N
     layout = run.layout
     known = read_history(run, now) if history is None else history
     plan, config = known_plan(layout), known_supervise_config(layout.supervise_config)
-    gpus = None  # those that the run holds, spare nodes included
-    if plan is not None and config is not None:
-        gpus = (plan.nodes.nodes + config.spare_nodes) * plan.nodes.gpus_per_node
+    gpus = gpus_held(plan, config)
     found = account(known.timeline, gpus or 0)
     done = read_record(layout.done, DoneMarker)
     saved = max([save.step for save in known.saves] + ([done.step] if done else []), default=0)

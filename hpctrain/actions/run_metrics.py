@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpctrain.actions.gpu_price import gpu_price
 from hpctrain.actions.goodput import Goodput, goodput
 from hpctrain.actions.policy_preview import budgets
 from hpctrain.actions.prepare import load_inputs
@@ -373,6 +374,6 @@ def _put_account(out: RunSamples, account: Goodput, submitted: _Submitted) -> No
         budget_hours = budget_hours or gpu_seconds / 3600
     if budget_hours:
         out.put("budget_used_ratio", account.gpu_hours / budget_hours)
-    price = profile.gpu_hour_price(spec.resources.partition) if profile and spec else None
+    price = gpu_price(spec, profile) if profile and spec else None
     if price is not None:
-        out.put("cost", account.gpu_hours * price[0], currency=price[1])
+        out.put("cost", account.gpu_hours * price.per_gpu_hour, currency=price.currency)

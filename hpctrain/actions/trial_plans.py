@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpctrain.actions.gpu_price import gpu_price
 from hpctrain.actions.input_checks import check_inputs
 from hpctrain.actions.prepare import (
     Prepared,
@@ -187,6 +188,6 @@ def comparison_record(
         weak=request.weak,
         unit="images" if subject.run.model.reads_images else "tokens",
         gpu_memory_bytes=round(subject.site.gpu.memory),
-        price_per_gpu_hour=subject.site.gpu_hour_price(subject.run.resources.partition),
+        price_per_gpu_hour=gpu_price(subject.run, subject.site),
         trials=trials,
     )

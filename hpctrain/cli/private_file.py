@@ -13,10 +13,10 @@ from pathlib import Path
 import click
 
 
-def write_private(path: Path, text: str) -> None:
+def write_private(path: Path, text: str, *, name_on_stderr: bool = False) -> None:
     """Replace a file that only its owner may read, and print its name; `-` is stdout.
 
-    The file is private also where a directory shares its files with a group. Raises OSError.
+    `name_on_stderr`: stdout is for something else. The file is private also where a directory shares its files with a group. Raises OSError.
     """
     if str(path) == "-":
         click.echo(text, nl=False)
@@ -29,4 +29,4 @@ def write_private(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    click.echo(path)
+    click.echo(path, err=name_on_stderr)

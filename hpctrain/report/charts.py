@@ -34,6 +34,7 @@ from hpctrain.telemetry.thinning import Point, thinned
 _CURVE_WIDTH = 2000
 _ROW_PIXELS = 26
 _AXIS_PIXELS = 40
+_ROOM_FOR_TEXT = 1.12
 # Labels of events that are nearer to each other would overlap.
 _LABEL_SHARE = 0.13
 
@@ -92,6 +93,15 @@ class Part:
     colour: str
     tooltip: str
     always: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One horizontal bar of several parts, with a text behind its end."""
+
+    label: str
+    parts: Sequence[tuple[Entry, float]]
+    end: str = ""
 
 
 @dataclass(frozen=True)
@@ -425,6 +435,59 @@ def stacked_bar(
         start += value
     entries = (Entry(f"{entry.label} {format(value)}", entry.colour) for entry, value in shown)
     return _plot(*drawn, label=label, height=22, left=0, bottom=4, top=4) + legend(entries)
+
+
+def stacked_rows(stacks: Sequence[Stack], *, label: str, x: Axis) -> Markup:
+    """Draw one bar per row from zero, divided into parts, with a legend of the parts."""
+    known = [
+        [(entry, value) for entry, value in stack.parts if is_drawable(value) and value > 0]
+        for stack in stacks
+    ]
+    longest = max((sum(value for _, value in parts) for parts in known), default=0.0)
+    if longest <= 0 or not is_drawable(longest):
+        return nothing(f"{label}: no values are known.")
+    # Behind the longest bar is room for its text.
+    scale = scale_of(
+        [longest * _ROOM_FOR_TEXT, *x.values],
+        from_zero=True,
+        ticks=6,
+        quantity=x.quantity,
+        whole_ticks=False,
+    )
+    height = _ROW_PIXELS * len(stacks)
+    drawn = [_x_ticks(scale, x, height, grid=True)]
+    for number, (stack, parts) in enumerate(zip(stacks, known, strict=True)):
+        top, reached = number * _ROW_PIXELS, 0.0
+        drawn.append(_row_label(stack.label, top + 17))
+        for entry, value in parts:
+            first, last = scale.place(reached), scale.place(reached + value)
+            drawn.append(
+                _tag(
+                    "rect",
+                    _title(f"{stack.label}: {entry.label} {x.format(value)}"),
+                    x=_share(first),
+                    y=top + 5,
+                    width=_share(last - first),
+                    height=_ROW_PIXELS - 10,
+                    class_=f"fill {entry.colour}",
+                )
+            )
+            reached += value
+        if stack.end:
+            drawn.append(
+                _tag(
+                    "text",
+                    stack.end,
+                    x=_share(scale.place(reached)),
+                    dx=6,
+                    y=top + 17,
+                    class_="label",
+                )
+            )
+    frame = _plot(
+        *drawn, label=label, height=height, left=_label_pixels(one.label for one in stacks), top=4
+    )
+    return frame + legend(entry for parts in known for entry, _ in parts)
 
 
 def timeline(

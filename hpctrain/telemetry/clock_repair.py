@@ -41,7 +41,10 @@ def non_decreasing_times(times: Sequence[int | None]) -> list[int]:
     kept one. So one wrong clock does not change the times of the others. None is never kept.
     """
     known = [(index, time) for index, time in enumerate(times) if time is not None]
-    kept = _longest_non_decreasing([time for _, time in known])
+    in_order = [time for _, time in known]
+    if len(known) == len(times) and in_order == sorted(in_order):  # as nearly always
+        return in_order
+    kept = _longest_non_decreasing(in_order)
     trusted = dict(known[position] for position in kept)
     latest = known[kept[0]][1] if kept else 0
     result = []

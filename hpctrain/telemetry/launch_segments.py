@@ -78,5 +78,6 @@ def _fill_gap(
     saved = min(stall, end - start)
     if saved:
         pieces.append(Piece(start, start + saved, Category.SAVING, None, None))
-    pieces.append(Piece(start + saved, end, rest, cause, None))
+    if start + saved < end:
+        pieces.append(Piece(start + saved, end, rest, cause, None))
     return stall - saved

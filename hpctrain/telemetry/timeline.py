@@ -91,7 +91,7 @@ def timeline(
     Marks and steps are in the order written. A launch without progress for `quiet_seconds` before
     `now` counts as down since then. A run that was never submitted has no segments.
     """
-    redone_by = _redone_by(steps)
+    redone_by = epochs_that_trained_again(steps)
     known = _with_missing_starts(marks, steps)
     times = non_decreasing_times([moment(mark.time) for mark in known])
     builder = _TimelineBuilder(
@@ -103,7 +103,7 @@ def timeline(
     return builder.timeline(redone_by)
 
 
-def _redone_by(steps: Sequence[TrainedStep]) -> list[int | None]:
+def epochs_that_trained_again(steps: Sequence[TrainedStep]) -> list[int | None]:
     """Return for each row the epoch that trained its step again; None: it is in the weights.
 
     A launch that trains step N replaces all steps of earlier launches from N on.

@@ -192,18 +192,6 @@ class ClusterProfile(Document):
             changes["environment"] = tuple(named.values())
         return self.model_copy(update=changes) if changes else self
 
-    def gpu_hour_price(self, partition_name: str | None) -> tuple[float, str] | None:
-        """Find the price of a GPU-hour and its currency; None where the profile has none.
-
-        It is that of spot where jobs of the partition can be preempted, as in the forecast.
-        """
-        if self.prices is None:
-            return None
-        partition = self.slurm.partition(partition_name)
-        preemptible = partition is not None and partition.preemption.mode != "off"
-        amount = self.prices.spot if preemptible and self.prices.spot else self.prices.on_demand
-        return amount, self.prices.currency
-
     def filesystem_of(self, path: PurePath) -> FilesystemProfile | None:
         """Find the shared file system that an absolute path lies on: the longest mount wins."""
         above = [

@@ -1,0 +1,377 @@
+"""Accounts for the GPU-hours of all runs of a team in one window of time (`report --week`).
+
+Belongs here: reading runs, whose they are, and the output document. Does not belong here: which
+window (`report_windows`), sums (`team_tally`), classifying time (`hpctrain.telemetry`), text.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from hpctrain.actions.goodput import gpus_held, is_over, marks_of, quiet_seconds_of
+from hpctrain.actions.gpu_price import GpuPrice, gpu_price
+from hpctrain.actions.report_windows import ReportWindow
+from hpctrain.actions.run_documents import known_plan
+from hpctrain.actions.runs import RunFiles, all_runs
+from hpctrain.actions.team_tally import (
+    CauseSpending,
+    Spending,
+    Tally,
+    TimePart,
+    causes_of,
+    total,
+)
+from hpctrain.errors import HpctrainError, NoSuchRunError, UsageError
+from hpctrain.spec.loader import load_profile, load_run_spec
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+from hpctrain.store.jobs import cluster_of
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.run_records import read_saves
+from hpctrain.store.step_times import read_step_times
+from hpctrain.store.supervise_config import known_supervise_config
+from hpctrain.telemetry.clock_repair import ticks
+from hpctrain.telemetry.timeline import Mark, MarkKind, Save, TrainedStep, timeline
+from hpctrain.telemetry.window_account import WindowAccount, needless_epochs, window_accounts
+
+ProjectSource = Literal["account", "wandb"]
+NO_PROJECT = "(none)"
+UNKNOWN = "(unknown)"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class RunSpending(_Frozen):
+    """What one run has done in the window. Without `gpus` its GPU-hours are not known, and 0.
+
+    `project_from`: the Slurm account, or the project of W&B where there is no account.
+    `price_per_gpu_hour` is that of the profile which the run was submitted with.
+    """
+
+    run_id: str
+    directory: str
+    user: str
+    project: str
+    project_from: ProjectSource | None
+    cluster: str
+    engine: str
+    gpus: int | None
+    price_per_gpu_hour: float | None
+    currency: str | None
+    over: bool
+    spending: Spending
+    parts: tuple[TimePart, ...]
+
+
+class GroupSpending(_Frozen):
+    """What the runs of one user, project or cluster have done, and their GPU-hours before."""
+
+    name: str
+    spending: Spending
+    gpu_hours_before: float
+
+
+class PeriodSpending(_Frozen):
+    """What all runs have done on one day, or in one week of a long window, from `first_day` on."""
+
+    first_day: date
+    spending: Spending
+
+
+class UnreadRun(_Frozen):
+    """A run that is not in the report, and why."""
+
+    run_id: str
+    directory: str
+    reason: str
+
+
+class TeamReport(_Frozen):
+    """The GPU-hours of all runs in a window of time; times are local, with their offset.
+
+    `previous` is the spending from `previous_begin` to `previous_end`. `quiet_runs` are
+    runs without any time in the window. `runs` are in descending order of GPU-hours.
+    """
+
+    title: str
+    zone: str
+    begin: datetime
+    end: datetime
+    previous_begin: datetime
+    previous_end: datetime
+    made: datetime
+    in_progress: bool
+    directories: tuple[str, ...]
+    total: Spending
+    previous: Spending
+    by_user: tuple[GroupSpending, ...]
+    by_project: tuple[GroupSpending, ...]
+    by_cluster: tuple[GroupSpending, ...]
+    by_cause: tuple[CauseSpending, ...]
+    by_period: tuple[PeriodSpending, ...]
+    runs: tuple[RunSpending, ...]
+    quiet_runs: int
+    unreadable: tuple[UnreadRun, ...]
+
+    @property
+    def runs_without_gpus(self) -> tuple[str, ...]:
+        """The runs whose GPU-hours are not known."""
+        return tuple(run.run_id for run in self.runs if run.gpus is None)
+
+
+def team_report(
+    directories: Sequence[Path], window: ReportWindow, now: float | None = None
+) -> TeamReport:
+    """Account for all runs of some directories in a window.
+
+    A run that cannot be read is named and not counted. Raises UsageError for what is no directory,
+    NoSuchRunError if there is no run at all.
+    """
+    now = time.time() if now is None else now
+    found, reader = _runs_of(directories), _Reader(window, now)
+    members: list[_Member] = []
+    unreadable: list[UnreadRun] = []
+    quiet_runs = 0
+    for run in found:
+        try:
+            run.refuse_unreadable()
+            with _no_cycle_search():
+                member = reader.read(run)
+        except (HpctrainError, OSError, ValueError) as error:
+            reason = error.strerror if type(error) is OSError and error.strerror else str(error)
+            where = str(run.layout.directory.parent)
+            unreadable.append(UnreadRun(run_id=run.run_id, directory=where, reason=reason))
+            continue
+        quiet_runs += member is None or not member.current.runs
+        members += [member] if member is not None else []
+    current = total(member.current for member in members)
+    previous = total(member.previous for member in members)
+    rows = [member.row() for member in members if member.current.runs]
+    return TeamReport(
+        title=window.title,
+        zone=window.zone,
+        begin=window.local(window.begin),
+        end=window.local(window.end),
+        previous_begin=window.local(window.previous[0]),
+        previous_end=window.local(window.previous[1]),
+        made=window.local(now),
+        in_progress=window.part,
+        directories=tuple(str(directory) for directory in directories),
+        total=current.spending(),
+        previous=previous.spending(),
+        by_user=_grouped(members, lambda member: member.user),
+        by_project=_grouped(members, lambda member: member.project),
+        by_cluster=_grouped(members, lambda member: member.cluster),
+        by_cause=causes_of(current, previous),
+        by_period=tuple(
+            PeriodSpending(
+                first_day=day,
+                spending=total(member.periods[number] for member in members).spending(),
+            )
+            for number, day in enumerate(window.days)
+        ),
+        runs=tuple(sorted(rows, key=lambda row: (-row.spending.gpu_hours, row.run_id))),
+        quiet_runs=quiet_runs,
+        unreadable=tuple(unreadable),
+    )
+
+
+def _runs_of(directories: Sequence[Path]) -> list[RunFiles]:
+    """List the runs of all directories, each once."""
+    found: dict[Path, RunFiles] = {}
+    for directory in directories:
+        if not directory.is_dir():
+            raise UsageError(
+                f"--runs: {directory} is no directory",
+                hint="runs are in $HPCTRAIN_RUNS, ./runs, or where `--runs` points to",
+            )
+        for run in all_runs(directory):
+            found.setdefault(run.layout.directory.resolve(), run)
+    if not found:
+        where = ", ".join(map(str, directories))
+        raise NoSuchRunError(f"no runs in {where}", hint="no run has been submitted here yet")
+    return list(found.values())
+
+
+@contextmanager
+def _no_cycle_search() -> Iterator[None]:
+    """Pause the search for reference cycles, which looks again and again at the rows of a run.
+
+    Rows are tuples of numbers without cycles; the search takes longer than reading them.
+    """
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One run: whose it is, and its sums in the time before, in each period and in the window."""
+
+    run: RunFiles
+    user: str
+    project: str
+    project_from: ProjectSource | None
+    cluster: str
+    engine: str
+    gpus: int | None
+    price: GpuPrice | None
+    over: bool
+    previous: Tally
+    periods: tuple[Tally, ...]
+
+    @property
+    def current(self) -> Tally:
+        return total(self.periods)
+
+    def row(self) -> RunSpending:
+        """Make the row of the report."""
+        current = self.current
+        return RunSpending(
+            run_id=self.run.run_id,
+            directory=str(self.run.layout.directory.parent),
+            user=self.user,
+            project=self.project,
+            project_from=self.project_from,
+            cluster=self.cluster,
+            engine=self.engine,
+            gpus=self.gpus,
+            price_per_gpu_hour=self.price.per_gpu_hour if self.price else None,
+            currency=self.price.currency if self.price else None,
+            over=self.over,
+            spending=current.spending(),
+            parts=current.parts(),
+        )
+
+
+def _grouped(
+    members: Sequence[_Member], name_of: Callable[[_Member], str]
+) -> tuple[GroupSpending, ...]:
+    """Add up the runs of each name, the one with most GPU-hours first."""
+    names: dict[str, list[_Member]] = {}
+    for member in members:
+        names.setdefault(name_of(member), []).append(member)
+    groups = [
+        GroupSpending(
+            name=name,
+            spending=total(member.current for member in of_name).spending(),
+            gpu_hours_before=total(m.previous for m in of_name).spending().gpu_hours,
+        )
+        for name, of_name in names.items()
+    ]
+    return tuple(sorted(groups, key=lambda one: (-one.spending.gpu_hours, one.name)))
+
+
+class _Reader:
+    """Reads runs for one window; profiles that are equal are read once."""
+
+    def __init__(self, window: ReportWindow, now: float) -> None:
+        self._now = now
+        moments = (*window.previous, *window.bounds)
+        self._bounds = tuple(ticks(moment) for moment in moments)
+        self._profiles: dict[bytes, ClusterProfile] = {}
+
+    def read(self, run: RunFiles) -> _Member | None:
+        """Read one run; None if it has no time in the window and the time before."""
+        layout, events = run.layout, run.ledger.events()
+        marks = marks_of(events)
+        config, plan = known_supervise_config(layout.supervise_config), known_plan(layout)
+        quiet_seconds = quiet_seconds_of(config)
+        if self._is_elsewhere(layout, marks, quiet_seconds):
+            return None
+        accounts = self._accounts(layout, marks, quiet_seconds)
+        if not any(one.spent or one.kept_steps or one.redone_steps for one in accounts):
+            return None
+        spec, profile = self._documents(layout)
+        gpus = gpus_held(plan, config)
+        price = gpu_price(spec, profile) if spec and profile else None
+        images = plan is not None and plan.unit == "images"
+        tallies = []
+        for account in accounts:
+            tally = Tally()
+            tally.count(str(layout.directory), account, gpus or 0, price, images=images)
+            tallies.append(tally)
+        project, project_from = _project(spec, profile)
+        return _Member(
+            run=run,
+            user=run.owner_name or f"uid {run.owner_id}",
+            project=project,
+            project_from=project_from,
+            cluster=cluster_of(events) or (profile.name if profile else UNKNOWN),
+            engine=plan.engine if plan else spec.engine.name if spec else UNKNOWN,
+            gpus=gpus,
+            price=price,
+            over=is_over(events) or layout.done.exists(),
+            previous=tallies[0],
+            periods=tuple(tallies[2:]),  # between them may be the rest of the time before
+        )
+
+    def _is_elsewhere(self, layout: RunLayout, marks: Sequence[Mark], quiet_seconds: float) -> bool:
+        """Tell by the ledger alone whether a run was over before, or began after the window."""
+        known = timeline(marks, (), (), self._now, quiet_seconds).segments
+        begins = marks[0].kind in (MarkKind.SUBMITTED, MarkKind.ATTEMPT_STARTED) if marks else False
+        if known and begins and known[0].start >= self._bounds[-1]:
+            return True
+        if known and known[-1].end > self._bounds[0]:
+            return False
+        try:  # a ledger may have lost the line of a launch that has trained since
+            return ticks(layout.metrics.stat().st_mtime) < self._bounds[0]
+        except FileNotFoundError:
+            return True
+
+    def _accounts(
+        self, layout: RunLayout, marks: Sequence[Mark], quiet_seconds: float
+    ) -> tuple[WindowAccount, ...]:
+        """Account for the time before, what is left between, and each period of the window."""
+        rows = read_step_times(layout)
+        steps = [TrainedStep(row.step, row.epoch, row.end_time, row.step_seconds) for row in rows]
+        tokens = [row.tokens for row in rows]
+        if needless := needless_epochs(marks, steps, self._bounds[0]):
+            tokens = [row.tokens for row in rows if row.epoch not in needless]
+            steps = [step for step in steps if step.epoch not in needless]
+        saves = [Save(save.step, save.epoch, save.stall_seconds) for save in read_saves(layout)]
+        cut = timeline(marks, steps, saves, self._now, quiet_seconds)
+        return window_accounts(cut, steps, tokens, self._bounds)
+
+    def _documents(self, layout: RunLayout) -> tuple[RunSpec | None, ClusterProfile | None]:
+        """Read spec and profile; None for what cannot be read, such as of an older version."""
+        spec = profile = None
+        try:
+            spec = load_run_spec(layout.spec).document
+            text = layout.profile.read_bytes()
+            if text not in self._profiles:
+                self._profiles[text] = load_profile(layout.profile).document
+            profile = self._profiles[text]
+        except (HpctrainError, OSError):
+            pass
+        return spec, profile
+
+
+def _project(
+    spec: RunSpec | None, profile: ClusterProfile | None
+) -> tuple[str, ProjectSource | None]:
+    """Name what a run is charged to: its Slurm account, else its project of W&B."""
+    if spec is None:
+        return UNKNOWN, None
+    site = profile.for_partition(spec.resources.partition) if profile else None
+    account = spec.resources.account or (site.slurm.account if site else None)
+    if account:
+        return account, "account"
+    if spec.tracking.wandb is not None:
+        return spec.tracking.wandb.project, "wandb"
+    return NO_PROJECT, None
