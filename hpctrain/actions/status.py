@@ -85,8 +85,11 @@ def statuses(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[RunStatus]:
     return [observed.row for observed in observe(runs, slurm)]
 
 
-def observe(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[ObservedRun]:
-    """Find the status of each run with what it was judged by; at most one squeue and one sacct."""
+def observe(runs: Sequence[RunFiles], slurm: SlurmClient | None) -> list[ObservedRun]:
+    """Find the status of each run with what it was judged by; at most one squeue and one sacct.
+
+    Without `slurm` nothing is asked, and what only Slurm knows is unknown.
+    """
     events: dict[str, list[Event]] = {}
     unreadable = {run.run_id: run.unreadable for run in runs if run.unreadable}
     for run in runs:
@@ -98,7 +101,9 @@ def observe(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[ObservedRun]:
             except NewerFormatError as error:
                 unreadable[run.run_id] = str(error)
     open_runs = [run for run in runs if run.run_id in events and not run.layout.done.exists()]
-    jobs = find_jobs(open_runs, slurm, events)
+    jobs = {run.run_id: RunJobs(answered=False) for run in open_runs}
+    if slurm is not None:
+        jobs = find_jobs(open_runs, slurm, events)
     gone = {
         job_id
         for run_id, found in jobs.items()
@@ -106,7 +111,7 @@ def observe(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[ObservedRun]:
         for job_id in job_ids(generation(events[run_id]))
     }
     with contextlib.suppress(SlurmError):
-        past = slurm.past_jobs(gone)
+        past = slurm.past_jobs(gone) if slurm is not None else {}
         jobs = {one: with_past(jobs[one], one, events[one], past) for one in jobs}
     observed: list[ObservedRun] = []
     for run in runs:
