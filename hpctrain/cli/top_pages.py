@@ -1,7 +1,7 @@
 """Pages of text inside `top`: what `why`, `describe`, `logs` and `logs --errors` print.
 
-Belongs here: from a run to lines, and which keys `top` has. Does not belong here: scrolling
-(`top_screen`), the sentences themselves.
+Belongs here: from a run to lines, scrolling through them, which keys `top` has. Does not belong
+here: threads and events (`top_screen`), the sentences themselves.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from rich.text import Text
+
 from hpctrain.actions.log_tail import LogTail
 from hpctrain.actions.runs import RunFiles
+from hpctrain.cli.top_text import folded, footer, printable, shortened
 from hpctrain.slurm.client import SlurmClient
 
 # Key -> what it does, in the order of the page of help.
@@ -40,6 +43,52 @@ _COLUMNS = (
     ("RISK", "training that a failure now would lose"),
     ("SEEN", "age of the trainer's last sign of life"),
 )
+_PAGE_KEYS = (
+    *(("q", "back"), ("up, down", "line"), ("PgUp, PgDn", "page"), ("Home, End", "first, last")),
+)
+
+
+class TextPage:
+    """A text to scroll through; one that `follows` is read again and again and shows its end."""
+
+    def __init__(self, title: str, read: Callable[[], list[str]], *, follows: bool = False) -> None:
+        self.title, self.read, self.follows = title, read, follows
+        self.text = ["reading ..."]
+        self._first, self._room, self._last = 0, 1, 0
+        self._at_end = follows
+
+    def lines(self, width: int, height: int) -> list[Text]:
+        """Lay out the title, as much of the text as fits, and the keys."""
+        lines = [part for line in self.text for part in folded(line, width)]
+        self._room = max(1, height - 2)
+        self._last = max(0, len(lines) - self._room)
+        self._first = self._last if self._at_end else min(self._first, self._last)
+        shown = lines[self._first : self._first + self._room]
+        place = f"lines {self._first + 1}-{self._first + len(shown)} of {len(lines)}"
+        if self.follows:
+            place += ", followed" if self._at_end else ", not followed (End: follow)"
+        name = shortened(printable(self.title), max(8, width - len(place) - 2))
+        title = Text(folded(f"{name}  {place}", width)[0], "bold")
+        body = [title, *(Text(line) for line in shown)]
+        body += [Text()] * (height - 1 - len(body))
+        return [*body, footer(_PAGE_KEYS, ("Home, End", "PgUp, PgDn"), width)][: max(0, height)]
+
+    def closes_by(self, key: str) -> bool:
+        """Scroll, or tell that this key closes the page."""
+        if key in ("q", "escape"):
+            return True
+        moves = {
+            **dict.fromkeys(("up", "k"), -1),
+            **dict.fromkeys(("down", "j", "enter"), 1),
+            **dict.fromkeys(("pageup", "b"), -self._room),
+            **dict.fromkeys(("pagedown", " ", "space"), self._room),
+            **dict.fromkeys(("home", "g"), -self._last),
+            **dict.fromkeys(("end", "G"), self._last),
+        }
+        if key in moves:
+            self._first = max(0, min(self._first + moves[key], self._last))
+            self._at_end = self.follows and self._first == self._last
+        return False
 
 
 def why_page(run: RunFiles, slurm: SlurmClient) -> list[str]:

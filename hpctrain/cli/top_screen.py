@@ -23,7 +23,6 @@ from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
-from textual.screen import Screen
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -38,16 +37,20 @@ from hpctrain.actions.live_view import (
 )
 from hpctrain.actions.runs import RunFiles, find_run
 from hpctrain.actions.state import RunState
-from hpctrain.cli.top_pages import errors_page, help_page, history_page, log_page, why_page
-from hpctrain.cli.top_text import TopState, folded, footer, screen_lines
+from hpctrain.cli.top_pages import (
+    TextPage,
+    errors_page,
+    help_page,
+    history_page,
+    log_page,
+    why_page,
+)
+from hpctrain.cli.top_text import TopState, screen_lines
 from hpctrain.errors import HpctrainError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.requests import user_name
 
 _TICK_SECONDS = 1.0
-_PAGE_FOOTER = (
-    *(("q", "back"), ("up, down", "line"), ("PgUp, PgDn", "page"), ("Home, End", "first, last")),
-)
 _T = TypeVar("_T")
 
 
@@ -111,6 +114,8 @@ class TopApp(App[None]):
         self._message = self._problem = self._words = ""
         self._over, self._only_mine = options.over or bool(options.names), False
         self._question: _Question | None = None
+        self._page: TextPage | None = None
+        self._reading_page = False
         self._looking = False
         self._look_at = self._asked_at = 0.0
         self._dashboard = Lines(self._lay_out)
@@ -159,6 +164,8 @@ class TopApp(App[None]):
     def _tick(self) -> None:
         if not self._looking and time.monotonic() >= self._look_at:
             self._look(ask_slurm=True)
+        if self._page is not None and self._page.follows:
+            self._read_page(self._page)
         self._dashboard.redraw()
 
     def _look(self, *, ask_slurm: bool) -> None:
@@ -210,6 +217,8 @@ class TopApp(App[None]):
     # -- what is shown -------------------------------------------------------------------------
 
     def _lay_out(self, size: Size) -> list[Text]:
+        if self._page is not None:
+            return self._page.lines(size.width, size.height)
         return screen_lines(self._state(), size.width, size.height)
 
     def _state(self) -> TopState:
@@ -288,17 +297,17 @@ class TopApp(App[None]):
     # -- keys ----------------------------------------------------------------------------------
 
     def on_key(self, event: events.Key) -> None:
-        if self.screen is not self.screen_stack[0]:
-            return
+        event.stop()
+        event.prevent_default()
+        name = event.character if event.is_printable and event.character else event.key
         if self._question is not None:
-            self._answer(event)
-        else:
-            name = event.character if event.is_printable and event.character else event.key
-            if name in self._keys:
-                event.stop()
-                event.prevent_default()
-                self._message = ""
-                self._keys[name]()
+            self._answer(self._question, event)
+        elif self._page is not None:
+            if self._page.closes_by(name):
+                self._page = None
+        elif name in self._keys:
+            self._message = ""
+            self._keys[name]()
         self._dashboard.redraw()
 
     def on_paste(self, event: events.Paste) -> None:
@@ -307,11 +316,7 @@ class TopApp(App[None]):
             self._question = replace(self._question, text=self._question.text + words)
             self._dashboard.redraw()
 
-    def _answer(self, event: events.Key) -> None:
-        event.stop()
-        event.prevent_default()
-        question = self._question
-        assert question is not None, "asked"
+    def _answer(self, question: _Question, event: events.Key) -> None:
         if event.key == "escape" or (question.text is None and event.character in ("n", "N")):
             self._question, self._message = None, question.no
         elif question.text is None:
@@ -378,10 +383,14 @@ class TopApp(App[None]):
         self._show("errors of", lambda run: partial(errors_page, run))
 
     def _show_log(self) -> None:
-        self._show("log of", log_page, follow=True)
+        self._show("log of", log_page, follows=True)
 
     def _show(
-        self, what: str, reader: Callable[[RunFiles], Callable[[], list[str]]], follow: bool = False
+        self,
+        what: str,
+        reader: Callable[[RunFiles], Callable[[], list[str]]],
+        *,
+        follows: bool = False,
     ) -> None:
         run_id = self._chosen
         if run_id is None:
@@ -393,10 +402,27 @@ class TopApp(App[None]):
                 readers.append(reader(find_run(self.options.runs, run_id)))
             return readers[0]()
 
-        self.push_screen(TextPage(f"{what} {run_id}", read, self._in_thread, follow=follow))
+        self._open(TextPage(f"{what} {run_id}", read, follows=follows))
 
     def _show_help(self) -> None:
-        self.push_screen(TextPage("hpctrain top", help_page, self._in_thread))
+        self._open(TextPage("hpctrain top", help_page))
+
+    def _open(self, page: TextPage) -> None:
+        self._page, self._reading_page = page, False
+        self._read_page(page)
+
+    def _read_page(self, page: TextPage) -> None:
+        if self._reading_page:
+            return
+        self._reading_page = True
+
+        def take(lines: list[str]) -> None:
+            if page is self._page:  # and has not been closed meanwhile
+                self._reading_page = False
+                page.text = lines
+                self._dashboard.redraw()
+
+        self._in_thread(page.read, take, lambda problem: take([problem]))
 
     # -- threads -------------------------------------------------------------------------------
 
@@ -431,89 +457,6 @@ class _Question:
     @property
     def line(self) -> str:
         return self.words if self.text is None else f"{self.words}{self.text}_"
-
-
-class TextPage(Screen[None]):
-    """A text to scroll through; with `follow` it is read again and again, and its end is shown."""
-
-    CSS = "TextPage { background: ansi_default; color: ansi_default; }"
-
-    def __init__(
-        self,
-        title: str,
-        read: Callable[[], list[str]],
-        in_thread: Callable[
-            [Callable[[], list[str]], Callable[[list[str]], None], Callable[[str], None]], None
-        ],
-        *,
-        follow: bool = False,
-    ) -> None:
-        super().__init__()
-        self._title, self._read, self._in_thread = title, read, in_thread
-        self._follow = self._at_end = follow
-        self._reading = False
-        self._text = ["reading ..."]
-        self._first = 0
-        self._page = Lines(self._lay_out)
-
-    def compose(self) -> ComposeResult:
-        yield self._page
-
-    def on_mount(self) -> None:
-        self._page.focus()
-        self._read_again()
-        if self._follow:
-            self.set_interval(_TICK_SECONDS, self._read_again)
-
-    def _read_again(self) -> None:
-        if not self._reading:
-            self._reading = True
-            self._in_thread(self._read, self._take, lambda problem: self._take([problem]))
-
-    def _take(self, lines: list[str]) -> None:
-        self._reading = False
-        self._text = lines
-        self._page.redraw()
-
-    def _lay_out(self, size: Size) -> list[Text]:
-        """The title, as much of the text as fits, and the keys; scrolling stays inside the text."""
-        lines = [part for line in self._text for part in folded(line, size.width)]
-        room = max(1, size.height - 2)
-        last = max(0, len(lines) - room)
-        self._first = last if self._at_end else max(0, min(self._first, last))
-        shown = lines[self._first : self._first + room]
-        place = f"{self._first + 1}-{self._first + len(shown)} of {len(lines)}"
-        place += ", follows" if self._follow and self._at_end else ""
-        title = folded(f"{self._title}  {place}", size.width)[0]
-        body = [Text(title, "bold"), *(Text(line) for line in shown)]
-        body += [Text()] * (size.height - 1 - len(body))
-        return [*body, footer(_PAGE_FOOTER, ("Home, End", "PgUp, PgDn"), size.width)][
-            : max(0, size.height)
-        ]
-
-    def on_key(self, event: events.Key) -> None:
-        room = max(1, self.size.height - 2)
-        moves = {
-            **dict.fromkeys(("up", "k"), -1),
-            **dict.fromkeys(("down", "j", "enter"), 1),
-            **dict.fromkeys(("pageup", "b"), -room),
-            **dict.fromkeys(("pagedown", "space"), room),
-            **dict.fromkeys(("home", "g"), -(10**9)),
-        }
-        event.stop()
-        event.prevent_default()
-        if event.key in ("q", "escape"):
-            self.dismiss()
-        elif event.key in ("end", "G", "upper_g"):
-            self._at_end = True
-        elif event.key in moves:
-            before = self._first
-            self._at_end = False
-            self._first = max(0, self._first + moves[event.key])
-            self._page.redraw()
-            # Whoever scrolls down to the end goes on following.
-            self._at_end = self._follow and moves[event.key] > 0 and self._first <= before
-        self._page.redraw()
 
 
 def _one_line(error: Exception) -> str:

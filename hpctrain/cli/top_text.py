@@ -8,6 +8,7 @@ columns, lines, colours. Does not belong here: keys and threads (`top_screen`), 
 from __future__ import annotations
 
 import re
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,8 @@ _SHORT_NAME = 16
 # A look that takes longer than this many intervals is worth a mark.
 _LATE_INTERVALS = 2.5
 _LEAST_CURVE, _MOST_CURVE = 3, 12
-_LEAST_ROWS = 3
+_LEAST_ROWS, _MOST_MESSAGE_LINES = 3, 3
+_NARROWEST_TEXT = 20
 
 FOOTER = (
     *(("Enter", "why"), ("l", "logs"), ("d", "history"), ("e", "errors"), ("s", "save")),
@@ -91,18 +93,18 @@ def printable(text: str) -> str:
 
 def screen_lines(state: TopState, width: int, height: int) -> list[Text]:
     """Lay out the whole screen in exactly `height` lines of at most `width` columns."""
-    rooms = max(0, height - 5)
     header = [_header(state, width)]
     table = _table(state, width)
-    bottom = [_message(state, width), footer(FOOTER, _LESS_NEEDED, width)]
+    bottom = [*_message(state, width), footer(FOOTER, _LESS_NEEDED, width)]
+    room = max(0, height - len(bottom) - 3)  # header, names of columns, title of the chosen run
     row = state.row
     facts = [] if row is None else _facts(row, state, width)
     points = state.details.curve if state.details and len(state.details.curve) > 1 else ()
     # Rows first, as long as facts and the smallest curve have room; what is left is the curve's.
     wanted = min(len(facts), 4) + (_LEAST_CURVE + 3 if points else 0)
-    rows_shown = min(max(1, len(table) - 1), max(_LEAST_ROWS, rooms - wanted))
+    rows_shown = min(max(1, len(table) - 1), max(_LEAST_ROWS, room - wanted))
     body = _window(table, state, rows_shown)
-    below = max(0, rooms - rows_shown)
+    below = max(0, room - rows_shown)
     curve: list[Text] = []
     facts_shown = min(len(facts), below)
     if points and below - min(len(facts), 3) > _LEAST_CURVE:
@@ -133,8 +135,34 @@ def footer(keys: Sequence[tuple[str, str]], droppable: Sequence[str], width: int
 
 
 def folded(text: str, width: int) -> list[str]:
-    """Break a line at the width of the terminal, in cells."""
-    return chop_cells(printable(text), max(1, width)) or [""]
+    """Break a line at the width of the terminal, between words if its characters are narrow."""
+    text, width = printable(text), max(1, width)
+    if cell_len(text) <= width:
+        return [text]
+    if not text.isascii() or width < _NARROWEST_TEXT:
+        return chop_cells(text, width)
+    indent = len(text) - len(text.lstrip()) + 2
+    return textwrap.wrap(
+        text,
+        width,
+        subsequent_indent=" " * min(indent, width // 2),
+        break_on_hyphens=False,
+        drop_whitespace=False,
+    )
+
+
+def shortened(text: str, width: int) -> str:
+    """Leave out the middle of a text that is wider: names differ at both ends."""
+    if cell_len(text) <= width:
+        return text
+    if width <= 4:
+        return set_cell_size(text, max(0, width))
+    head = (width - 1) // 2
+    tail = width - 2 - head
+    end = text
+    while cell_len(end) > tail:
+        end = end[1:]
+    return set_cell_size(text, head) + ".." + end
 
 
 # -- above and below ---------------------------------------------------------------------------
@@ -160,7 +188,7 @@ def _header(state: TopState, width: int) -> Text:
     if state.view is not None and state.view.cluster:
         place = f"{state.view.cluster} {place}"
     if room >= 8:
-        line.append(f"  {_shortened(printable(place), room)}")
+        line.append(f"  {shortened(printable(place), room)}")
     line.append("  " * bool(counts) + ", ".join(counts))
     line.append(" " * max(1, width - cell_len(f"{line.plain}{age}  {clock}")))
     line.append(age, style)
@@ -179,17 +207,19 @@ def _counts(view: LiveView) -> list[str]:
     return [f"{found[name]} {name.lower()}" for name in _COUNTED if found[name]]
 
 
-def _message(state: TopState, width: int) -> Text:
-    if state.problem:
-        return Text(_shortened(printable(state.problem), width), _ALARM)
-    if state.message:
-        return Text(_shortened(printable(state.message), width), _BOLD)
-    return Text(_shortened(printable(state.filters), width), _DIM)
+def _message(state: TopState, width: int) -> list[Text]:
+    """Show a question or the outcome of an action whole, as far as three lines have room for it."""
+    if not (state.problem or state.message):
+        return [Text(shortened(printable(state.filters), width), _DIM)]
+    words = printable(" ".join((state.problem or state.message).split()))
+    lines = paragraph(words, "", hang=2, width=max(10, width))
+    style = _ALARM if state.problem else _BOLD
+    return [_cut(Text(line, style), width) for line in lines[:_MOST_MESSAGE_LINES]]
 
 
 def _title(row: LiveRow, state: TopState, width: int) -> Text:
     rule = "\N{BOX DRAWINGS LIGHT HORIZONTAL}" if state.dots else "-"
-    name = _shortened(printable(row.status.run_id), max(8, width - 8))
+    name = shortened(printable(row.status.run_id), max(8, width - 8))
     line = Text(f"{rule * 2} ")
     line.append(name, _BOLD)
     line.append(f" {rule * max(0, width - 4 - cell_len(name))}")
@@ -239,7 +269,7 @@ def _row_line(
     line.append("!" if row.alerts else " ", _BOLD)
     for number, name in enumerate(shown):
         line.append(gap if number else "")
-        cell = _shortened(one[name], widths[name]) if name == "RUN" else one[name]
+        cell = shortened(one[name], widths[name]) if name == "RUN" else one[name]
         colour = COLOURS.get(row.status.state.value) if name == "STATE" and state.colours else None
         style = Style(color=colour) if colour and not chosen else _PLAIN
         line.append(_padded(cell, widths[name], right[name]), style)
@@ -355,20 +385,6 @@ def _padded(cell: str, width: int, right: bool) -> str:
     if right:
         return " " * max(0, width - cell_len(cell)) + cell
     return set_cell_size(cell, max(width, cell_len(cell)))
-
-
-def _shortened(text: str, width: int) -> str:
-    """Leave out the middle of a text that is wider: names differ at both ends."""
-    if cell_len(text) <= width:
-        return text
-    if width <= 4:
-        return set_cell_size(text, max(0, width))
-    head = (width - 1) // 2
-    tail = width - 2 - head
-    end = text
-    while cell_len(end) > tail:
-        end = end[1:]
-    return set_cell_size(text, head) + ".." + end
 
 
 def _count(number: int) -> str:
