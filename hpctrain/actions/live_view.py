@@ -26,7 +26,7 @@ from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.run_page import CurvePoint
 from hpctrain.actions.run_problems import Symptom, WatchRemedy
 from hpctrain.actions.runs import RunFiles, all_runs
-from hpctrain.actions.state import RunState
+from hpctrain.actions.state import RunState, judge
 from hpctrain.actions.status import ObservedRun, RunStatus, observe, status_row
 from hpctrain.actions.watch import snapshot
 from hpctrain.actions.watch_rules import find_problems
@@ -43,6 +43,7 @@ _BEHIND_PLAN = 1.15
 # More points than any terminal has columns of dots.
 _CURVE_POINTS = 400
 # What moves stands above what has ended.
+_SAID_BY_STATE = (Symptom.FAILED, Symptom.CANCELLED)
 _ORDER = (RunState.RUNNING, RunState.PENDING, RunState.UNKNOWN)
 
 
@@ -129,7 +130,9 @@ class LiveRuns:
         for one in observed:
             row = self._row(self._as_last_known(one))
             rows[one.run.run_id] = row
-            if row.status.state.over and (one.jobs is None or one.jobs.answered):
+            # Unless only Slurm says so: then `watch` may find it orphaned, and submit it again.
+            judged = judge(one.events, done=one.jobs is None, queued=None, answered=False)
+            if one.row.readable and judged.state.over:
                 self._over[one.run.run_id] = (versions[one.run.run_id], row)
         newest_first = [rows.get(run.run_id) or self._over[run.run_id][1] for run in reversed(runs)]
         return LiveView(
@@ -160,7 +163,7 @@ class LiveRuns:
         if not status.readable:
             return LiveRow(status=status)
         planned = self._planned_seconds(run)
-        alerts = () if status.state.over else self._alerts.get(run.run_id, ())
+        alerts = self._alerts.get(run.run_id, ())
         return LiveRow(
             status=status,
             planned_step_seconds=planned,
@@ -220,7 +223,7 @@ def shown_rows(
             continue
         if not all(word in text for word in words.casefold().split()):
             continue
-        if status.state.over and status.state is not RunState.PREPARED:
+        if status.state.over and status.state is not RunState.PREPARED and not row.alerts:
             ended += 1
             if ended > 1 and not over and not words:
                 continue
@@ -231,7 +234,9 @@ def shown_rows(
 def _place(row: LiveRow) -> tuple[int, str]:
     """Sort by state, then by name, so that rows stay in their places; what is over stays as is."""
     state = row.status.state
-    return (len(_ORDER), "") if state.over else (_ORDER.index(state), row.status.run_id)
+    if not state.over:
+        return _ORDER.index(state), row.status.run_id
+    return (len(_ORDER), row.status.run_id) if row.alerts else (len(_ORDER) + 1, "")
 
 
 def _problems(one: ObservedRun) -> tuple[RunAlert, ...]:
@@ -249,7 +254,7 @@ def _problems(one: ObservedRun) -> tuple[RunAlert, ...]:
             remedy="" if found.remedy is WatchRemedy.TELL else found.remedy,
         )
         for found in (find_problems(watched) if watched is not None else ())
-        if found.remedy is not WatchRemedy.NOTE
+        if found.symptom not in _SAID_BY_STATE
     )
 
 

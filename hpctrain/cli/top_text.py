@@ -173,11 +173,11 @@ def _header(state: TopState, width: int) -> Text:
     style, age = _PLAIN, "first look ..."
     if state.view is not None:
         age_seconds = max(0.0, state.now - state.view.look_time)
-        age = f"{short_duration(max(1.0, round(age_seconds)))} old"
+        age = f"{_whole_seconds(age_seconds)} old"
         if state.view.slurm_silent:
             style, age = _ALARM, _silence(state.view, state.now)
         elif age_seconds > _LATE_INTERVALS * state.every_seconds:
-            style, age = _ALARM, f"OLD DATA: {short_duration(age_seconds)}"
+            style, age = _ALARM, f"OLD DATA: {_whole_seconds(age_seconds)}"
     counts = [] if state.view is None else _counts(state.view)
     line = Text("hpctrain", _BOLD)
     room = width - cell_len(f"{line.plain}{age}{clock}") - 4
@@ -199,7 +199,7 @@ def _header(state: TopState, width: int) -> Text:
 def _silence(view: LiveView, now: float) -> str:
     if view.slurm_time is None:
         return "SLURM DOES NOT ANSWER"
-    return f"SLURM SILENT, states {short_duration(max(1.0, round(now - view.slurm_time)))} old"
+    return f"SLURM SILENT, states {_whole_seconds(now - view.slurm_time)} old"
 
 
 def _counts(view: LiveView) -> list[str]:
@@ -319,10 +319,10 @@ def _cells(row: LiveRow, now: float) -> dict[str, str]:
         "PLAN": plan,
         "MFU": "-" if one.mfu is None else f"{one.mfu:.0%}",
         "TOK/S": "-" if one.tokens_per_second is None else _count(round(one.tokens_per_second)),
-        "LEFT": _duration(one.eta_seconds),
-        "SAVED": _duration(None if over else row.saved_seconds_ago),
-        "RISK": _duration(one.at_risk_seconds or None),
-        "SEEN": _duration(None if over else one.updated_seconds_ago),
+        "LEFT": _age(one.eta_seconds),
+        "SAVED": _age(None if over else row.saved_seconds_ago),
+        "RISK": _age(one.at_risk_seconds or None),
+        "SEEN": _age(None if over else one.updated_seconds_ago),
     }
 
 
@@ -352,7 +352,7 @@ def _facts(row: LiveRow, state: TopState, width: int) -> list[Text]:
     parts += [f"attempt {one.attempts}"] if one.attempts else []
     if one.checkpoint_step is not None:
         ago = (
-            "" if row.saved_seconds_ago is None else f" {short_duration(row.saved_seconds_ago)} ago"
+            "" if row.saved_seconds_ago is None else f" {_whole_seconds(row.saved_seconds_ago)} ago"
         )
         parts.append(f"step {one.checkpoint_step:,} saved{ago}")
     if row.planned_step_seconds is not None:
@@ -397,5 +397,10 @@ def _count(number: int) -> str:
     return f"{number / 1000:.3g}k"
 
 
-def _duration(seconds: float | None) -> str:
-    return "-" if seconds is None else short_duration(seconds).replace(" ", "")
+def _age(seconds: float | None) -> str:
+    """Format a time of whole seconds without a blank; `-` if unknown."""
+    return "-" if seconds is None else _whole_seconds(seconds).replace(" ", "")
+
+
+def _whole_seconds(seconds: float) -> str:
+    return short_duration(round(seconds)) if seconds >= 1 else "0 s"
