@@ -65,6 +65,9 @@ def top(names: tuple[str, ...], over: bool, every: float | None, runs: Path | No
         dots=can_print_dots() and os.environ["TERM"] not in _WITHOUT_BRAILLE,
         colours=not os.environ.get("NO_COLOR"),
     )
+    # The terminal knows its size, also when it changes; an exported variable would be believed.
+    os.environ.pop("COLUMNS", None)
+    os.environ.pop("LINES", None)
     app = TopApp(SlurmClient(), options)
     app.run(mouse=False)
     if app.return_code:

@@ -20,7 +20,7 @@ import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate
 from terminal_screen import TerminalScreen
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 10.0
 _ALTERNATE_SCREEN, _MOUSE = 1049, 1000
 _ECHO = 3  # the place of the local modes in what tcgetattr returns
 
@@ -84,7 +84,13 @@ def terminal(runs: Path, *arguments: str, **variables: str) -> Iterator[Terminal
     kept = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     nothing = runs.parent / "no-programs"  # and so no Slurm
     nothing.mkdir(exist_ok=True)
-    environment = {**kept, "PATH": str(nothing), "TERM": "xterm-256color", **variables}
+    environment = {
+        **kept,
+        "PATH": str(nothing),
+        "TERM": "xterm-256color",
+        "COLUMNS": "90",
+        **variables,
+    }
     opened = Terminal(["--runs", str(runs), *arguments], environment)
     try:
         yield opened
