@@ -9,6 +9,7 @@ what a key does, and what is shown when. Does not belong here: the lines themsel
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 import time
@@ -51,6 +52,8 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.requests import user_name
 
 _TICK_SECONDS = 1.0
+_SECONDS_TO_LEAVE = 3.0
+_STDERR = 2
 _T = TypeVar("_T")
 
 
@@ -148,10 +151,17 @@ class TopApp(App[None]):
     def on_mount(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            loop.add_signal_handler(number, self.exit)
+            loop.add_signal_handler(number, self._leave)
         self._dashboard.focus()
         self.set_interval(_TICK_SECONDS, self._tick)
         self._tick()
+
+    def _leave(self) -> None:
+        """Restore the terminal and end; end all the same where the terminal takes nothing more."""
+        at_the_latest = threading.Timer(_SECONDS_TO_LEAVE, os._exit, (1,))
+        at_the_latest.daemon = True
+        at_the_latest.start()
+        self.exit()
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -162,6 +172,10 @@ class TopApp(App[None]):
         return max(self.options.wanted_seconds, least_seconds)
 
     def _tick(self) -> None:
+        if not (self.is_headless or os.isatty(_STDERR)):
+            # The window or the connection is gone, and nobody should go on asking Slurm.
+            self._leave()
+            return
         if not self._looking and time.monotonic() >= self._look_at:
             self._look(ask_slurm=True)
         if self._page is not None and self._page.follows:

@@ -20,9 +20,8 @@ import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate
 from terminal_screen import TerminalScreen
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
 _ALTERNATE_SCREEN, _MOUSE = 1049, 1000
-_ECHO = 3  # the place of the local modes in what tcgetattr returns
 
 
 class Terminal:
@@ -71,12 +70,18 @@ class Terminal:
         assert _ALTERNATE_SCREEN not in self.screen.modes and 25 in self.screen.modes
         return self.process.returncode
 
+    def hang_up(self) -> None:
+        """The window is closed, or the connection lost."""
+        for descriptor in (self._leader, self.follower):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._leader = self.follower = -1
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        os.close(self._leader)
-        os.close(self.follower)
+        self.hang_up()
 
 
 @contextmanager
@@ -137,6 +142,14 @@ def test_every_way_out_restores_the_terminal(runs: Path, how: str | signal.Signa
         else:
             seat.process.send_signal(how)
         assert seat.leaves() == 0
+
+
+def test_it_ends_when_its_terminal_is_gone(runs: Path) -> None:
+    """Without the signal, which only a controlling terminal sends: nobody asks Slurm for ever."""
+    with terminal(runs) as seat:
+        seat.sees("> gpt-1111")
+        seat.hang_up()
+        assert seat.process.wait(PATIENCE_SECONDS) in (0, 1)
 
 
 def test_a_window_of_60_by_15_and_back(runs: Path) -> None:
