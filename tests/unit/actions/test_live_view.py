@@ -107,7 +107,7 @@ def test_runs_that_are_over_are_read_again_only_when_their_ledger_changes(
 
 def test_an_orphan_is_told_and_shown_before_finished_runs(tmp_path: Path, slurm: Slurm) -> None:
     lost_run = fabricate(tmp_path, entries=BEGUN, steps=10)
-    now = Progress(epoch=1, phase="training", step=10, target_step=60, time=time.time() - 3600)
+    now = Progress(epoch=1, phase="training", step=10, target_step=60, time=time.time())
     write_record(lost_run.layout.progress, now)
     for number in (1, 2, 3):
         fabricate(tmp_path, f"done-{number}", BEGUN, steps=60, done=True)
@@ -115,6 +115,10 @@ def test_an_orphan_is_told_and_shown_before_finished_runs(tmp_path: Path, slurm:
                      name="gpt-tiny-7f3a", comment=run_comment("gpt-tiny-7f3a"))  # fmt: skip
     slurm.records[1] = lost
     live = LiveRuns(tmp_path, cast(SlurmClient, slurm))
+    [row] = [row for row in live.look().rows if row.status.run_id == "gpt-tiny-7f3a"]
+    assert (row.status.state, row.alerts) == (RunState.FAILED, ()), "its last words may be late"
+    long_ago = now.model_copy(update={"time": time.time() - 3600})
+    write_record(lost_run.layout.progress, long_ago)
     for _ in range(2):
         view = live.look()
         [alert] = view.rows[0].alerts

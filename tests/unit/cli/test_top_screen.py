@@ -30,7 +30,7 @@ from hpctrain.store.run_records import Progress, write_record
 from hpctrain.store.supervise_config import SuperviseConfig
 
 EVIL = "evil-[red]x[@click=app.quit]"
-PATIENCE_SECONDS = 8.0
+PATIENCE_SECONDS = 60.0
 Told = Callable[["Seat"], Awaitable[None]]
 
 
