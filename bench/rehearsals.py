@@ -20,6 +20,7 @@ from rehearsal import MADE_UP as MADE_UP  # noqa: E402
 from rehearsal import Rehearsal as Rehearsal  # noqa: E402
 from rehearsal import Stage as Stage  # noqa: E402
 from rehearsal import own_sandbox  # noqa: E402
+from terminal_screen import TerminalScreen as TerminalScreen  # noqa: E402
 
 from hpctrain.sandbox.shape import default_shape  # noqa: E402
 

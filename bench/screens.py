@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -24,12 +25,13 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from bench.rehearsals import MADE_UP, Stage, own_stage
+from bench.rehearsals import MADE_UP, Stage, TerminalScreen, own_stage
 from hpctrain.actions.state import RunState
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "images"
-COLUMNS = 80
+COLUMNS, LINES = 80, 24
+_PATIENCE_SECONDS = 60.0
 _ENDLESS = ("budget.steps=100000", "checkpoint.every_steps=20")
 # A terminal as it is, without the fonts that rich would fetch from elsewhere.
 _FORMAT = """\
@@ -103,6 +105,33 @@ def runs_of(stage: Stage, environment: Mapping[str, str]) -> tuple[str, str]:
     return trains.run.run_id, failed.run.run_id
 
 
+def live_screen(words: list[str], environment: Mapping[str, str], until: str) -> str:
+    """Run `top` on a terminal until it shows a text; return the screen with its colours."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpctrain", *words],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        cwd=ROOT,
+        env=dict(environment),
+        start_new_session=True,
+    )
+    os.close(follower)
+    seen, deadline = TerminalScreen(COLUMNS, LINES), time.monotonic() + _PATIENCE_SECONDS
+    while until not in seen.text:
+        assert time.monotonic() < deadline, f"never {until}:\n{seen.text}"
+        seen.feed(os.read(leader, 65536))
+    os.write(leader, b"q")
+    shown = seen.coloured_text
+    for _ in _read(leader):
+        pass  # what restores the terminal
+    assert process.wait() == 0
+    os.close(leader)
+    return shown
+
+
 def main() -> int:
     """Write the pictures, and print their paths."""
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
@@ -127,6 +156,10 @@ def main() -> int:
             path = PICTURES / f"screen-{name}.svg"
             path.write_text(picture(words, screen(words, environment, ROOT)))
             print(path.relative_to(ROOT))
+        words = ["top", "--all"]
+        path = PICTURES / "screen-top.svg"
+        path.write_text(picture(words, live_screen(words, environment, "step 1 ")))
+        print(path.relative_to(ROOT))
     return 0
 
 

@@ -7,6 +7,8 @@ Belongs here: which facts the page has. Does not belong here: finding them (`sta
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -18,7 +20,7 @@ from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.status import RunStatus
 from hpctrain.formats import NewerFormatError
-from hpctrain.store.run_records import lineage, read_metrics
+from hpctrain.store.run_records import StepRow, lineage, read_metrics
 from hpctrain.store.tracking import tracking_commands
 
 # More points than any terminal has columns of dots.
@@ -43,6 +45,13 @@ class Planned(BaseModel):
     nodes: str
     step_seconds: float | None
     gpu_hours: float | None
+
+
+class LossRow(StepRow, Protocol):
+    """The row of a step, of which only the loss is read."""
+
+    @property
+    def loss(self) -> float | None: ...
 
 
 class RunPage(BaseModel):
@@ -87,9 +96,14 @@ def run_page(run: RunFiles, row: RunStatus) -> RunPage:
 
 def loss_curve(run: RunFiles, points: int = _CURVE_POINTS) -> tuple[CurvePoint, ...]:
     """Summarize the losses of the steps that count, in at most so many points."""
-    rows = [row for row in lineage(read_metrics(run.layout)) if row.loss is not None]
-    size = max(1, -(-len(rows) // points))
-    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return curve_of([row for row in read_metrics(run.layout) if row.loss is not None], points)
+
+
+def curve_of(rows: Sequence[LossRow], points: int = _CURVE_POINTS) -> tuple[CurvePoint, ...]:
+    """Summarize rows that have a loss, in at most so many points of the steps that count."""
+    counting = lineage(rows)
+    size = max(1, -(-len(counting) // points))
+    parts = [counting[start : start + size] for start in range(0, len(counting), size)]
     return tuple(
         CurvePoint(
             step=part[-1].step,

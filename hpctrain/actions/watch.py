@@ -293,42 +293,54 @@ def _find_new_problems(
     """Find problems that are not reported yet; adds runs that cannot be read to `unreadable`."""
     found: list[tuple[_OpenRun, RunProblem]] = []
     for one in opened:
-        layout, mine = one.run.layout, jobs[one.run.run_id]
         try:
-            config = known_supervise_config(layout.supervise_config)
-            progress = read_record(layout.progress, Progress)
+            watched = snapshot(one.run, one.events, jobs[one.run.run_id], grace_seconds)
         except NewerFormatError as error:
             unreadable.append(str(error))
             continue
-        if config is None:
+        if watched is None:
             continue
-        signs = [event.time for event in one.events if event.event is not EventKind.WATCH]
-        alive_until = 0.0
-        if progress is not None:
-            signs.append(progress.time)
-            if progress.phase != "leaving":
-                # A trainer writes one record in each step, but at most one per second.
-                pace_seconds = _SIGNS_MISSED * max(1.0, progress.step_seconds or 0.0)
-                alive_until = progress.time + max(grace_seconds, pace_seconds)
-        request = read_request(layout)
-        watched = WatchedRun(
-            run_id=one.run.run_id,
-            events=one.events,
-            config=config,
-            jobs=mine.jobs,
-            now=time.time(),
-            grace_seconds=grace_seconds,
-            signs_time=max(signs, default=None),
-            asked_by=request.by if request else None,
-            unrecorded=mine.unrecorded,
-            alive_until=alive_until,
-            disk=disk_space(layout, config),
-        )
         problems = _unreported(watched)
         if any(p.remedy in _NEED_WHOLE_LEDGER for p in problems):
             problems = _unreported(replace(watched, events=one.run.ledger.events()))
         found.extend((one, problem) for problem in problems)
     return found
+
+
+def snapshot(
+    run: RunFiles, events: Sequence[Event], jobs: RunJobs, grace_seconds: float = GRACE_SECONDS
+) -> WatchedRun | None:
+    """Read what the rules look at in a run that is not done; None for one without settings.
+
+    Raises NewerFormatError.
+    """
+    layout = run.layout
+    config = known_supervise_config(layout.supervise_config)
+    progress = read_record(layout.progress, Progress)
+    if config is None:
+        return None
+    signs = [event.time for event in events if event.event is not EventKind.WATCH]
+    alive_until = 0.0
+    if progress is not None:
+        signs.append(progress.time)
+        if progress.phase != "leaving":
+            # A trainer writes one record in each step, but at most one per second.
+            pace_seconds = _SIGNS_MISSED * max(1.0, progress.step_seconds or 0.0)
+            alive_until = progress.time + max(grace_seconds, pace_seconds)
+    request = read_request(layout)
+    return WatchedRun(
+        run_id=run.run_id,
+        events=events,
+        config=config,
+        jobs=jobs.jobs,
+        now=time.time(),
+        grace_seconds=grace_seconds,
+        signs_time=max(signs, default=None),
+        asked_by=request.by if request else None,
+        unrecorded=jobs.unrecorded,
+        alive_until=alive_until,
+        disk=disk_space(layout, config),
+    )
 
 
 def _unreported(watched: WatchedRun) -> list[RunProblem]:

@@ -30,6 +30,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "submit": ("submit", "Plan, render and submit a run"),
         "sweep": ("sweep", "Submit a run for each point of a grid; compare their results"),
         "status": ("runs", "Show what runs are doing; with a name, a page about it"),
+        "top": ("top", "Show runs live on a terminal; keys explain, save and stop"),
         "logs": ("runs", "Show or follow the logs of a run, or only its errors"),
         "watch": ("watch", "Look after all runs once, from cron: revive lost ones"),
         "exporter": ("exporter", "Export metrics of runs for Prometheus"),

@@ -196,22 +196,33 @@ def _entry(label: str, text: str) -> list[str]:
 # -- the loss ----------------------------------------------------------------------------------
 
 
-def curve_lines(points: Sequence[CurvePoint]) -> Iterator[str]:
-    """Draw losses over steps with braille dots, or with asterisks where those cannot be printed."""
+def curve_lines(
+    points: Sequence[CurvePoint],
+    columns: int = _CURVE_COLUMNS,
+    lines: int = _CURVE_LINES,
+    *,
+    dots: bool | None = None,
+) -> Iterator[str]:
+    """Draw losses over steps in so many columns and lines, with one more line for the steps.
+
+    `dots`: with braille dots or with asterisks; by default what can be printed on stdout.
+    """
     low, high = min(p.loss for p in points), max(p.loss for p in points)
     first, last = points[0].step, points[-1].step
-    rows = _dots(points, low, high).splitlines() if _can_print_dots() else _stars(points, low, high)
+    draw = _dots if (can_print_dots() if dots is None else dots) else _stars
+    rows = draw(points, low, high, columns, lines)
     top, bottom = f"{high:.4g}", f"{low:.4g}"
     width = max(len("Loss"), len(top), len(bottom))
     for number, row in enumerate(rows):
         label = top if number == 0 else bottom if number == len(rows) - 1 else ""
-        label = "Loss" if number == 1 else label
+        label = "Loss" if number == 1 and not label else label
         yield f"{label:>{width}} {row}".rstrip()
     right = f"{last:,}"
-    yield f"{'step':>{width}} {first:<{_CURVE_COLUMNS - len(right)},}{right}"
+    yield f"{'step':>{width}} {first:<{columns - len(right)},}{right}"
 
 
-def _can_print_dots() -> bool:
+def can_print_dots() -> bool:
+    """Tell whether the encoding of stdout has braille."""
     try:
         "\N{BRAILLE PATTERN DOTS-1}".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -219,13 +230,15 @@ def _can_print_dots() -> bool:
     return True
 
 
-def _dots(points: Sequence[CurvePoint], low: float, high: float) -> str:
+def _dots(
+    points: Sequence[CurvePoint], low: float, high: float, columns: int, lines: int
+) -> list[str]:
     from plotille import Canvas
 
     margin = (high - low) * 0.02 or 1.0
     canvas = Canvas(
-        _CURVE_COLUMNS,
-        _CURVE_LINES,
+        columns,
+        lines,
         xmin=points[0].step,
         xmax=points[-1].step,
         ymin=low - margin,
@@ -233,14 +246,16 @@ def _dots(points: Sequence[CurvePoint], low: float, high: float) -> str:
     )
     for before, after in itertools.pairwise(points):
         canvas.line(before.step, before.loss, after.step, after.loss)
-    return str(canvas.plot())
+    return str(canvas.plot()).splitlines()
 
 
-def _stars(points: Sequence[CurvePoint], low: float, high: float) -> list[str]:
-    grid = [[" "] * _CURVE_COLUMNS for _ in range(_CURVE_LINES)]
+def _stars(
+    points: Sequence[CurvePoint], low: float, high: float, columns: int, lines: int
+) -> list[str]:
+    grid = [[" "] * columns for _ in range(lines)]
     span, steps = (high - low) or 1.0, points[-1].step - points[0].step
     for point in points:
-        column = round((point.step - points[0].step) / steps * (_CURVE_COLUMNS - 1))
-        line = round((high - point.loss) / span * (_CURVE_LINES - 1))
+        column = round((point.step - points[0].step) / steps * (columns - 1))
+        line = round((high - point.loss) / span * (lines - 1))
         grid[line][column] = "*"
     return ["".join(line) for line in grid]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -237,7 +237,17 @@ class DoneMarker(Record):
     time: float
 
 
+class StepRow(Protocol):
+    """What says which of several rows of a step counts."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+
+
 RecordT = TypeVar("RecordT", bound=Record)
+StepRowT = TypeVar("StepRowT", bound=StepRow)
 _LONGEST_ROW_BYTES = 512
 
 
@@ -290,13 +300,13 @@ def read_metrics(run: RunLayout) -> list[StepMetrics]:
     return _readable(run.metrics, run.metrics.read_bytes().splitlines())
 
 
-def lineage(rows: Sequence[StepMetrics]) -> list[StepMetrics]:
+def lineage(rows: Sequence[StepRowT]) -> list[StepRowT]:
     """Select the rows of the steps that count: one per step, ascending.
 
     A launch that trains step N replaces the rows of earlier launches from N on, also of later
     steps that it has not reached yet, because they are not in its weights.
     """
-    kept: list[StepMetrics] = []
+    kept: list[StepRowT] = []
     for row in sorted(rows, key=lambda row: row.epoch):
         while kept and kept[-1].step >= row.step:
             kept.pop()
