@@ -43,7 +43,7 @@ lint: install  ## Style, types, architecture contracts, shell scripts
 	@.venv/bin/lint-imports --config setup.cfg --no-cache
 	@.venv/bin/shellcheck --external-sources scripts/setup scripts/make \
 		scripts/apptainer-from-debian hpctrain/sandbox/debian-packages.bash \
-		hpctrain/sandbox/slurm-from-debian .ci/run
+		hpctrain/sandbox/slurm-from-debian hpctrain/sandbox/prometheus-from-debian .ci/run
 
 golden: install  ## Write the golden scripts and transcripts anew; review the diff
 	@$(PYTHON) -m pytest tests/golden tests/sites --write-golden

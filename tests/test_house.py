@@ -32,9 +32,15 @@ LONGEST_FILE, LONGEST_FUNCTION, NINE_OF_TEN_FUNCTIONS = 700, 100, 35
 
 # The same rooms as the contract "Planning, rendering and judging do no I/O" in setup.cfg.
 PURE = ("plan", "engines", "render", "spec", "comparison", "supervise/judge", "diagnose", "site")
+PURE = (*PURE, "report")
 PURE_FILES = (
     *("notify/message_text.py", "notify/notices.py", "notify/send_times.py"),
     *("nodes/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "store/jobs.py"),
+    *("sandbox/monitoring.py", "observe/alert_rules.py", "observe/families.py"),
+    *("observe/samples.py", "observe/exposition.py", "observe/panels.py", "observe/panel_data.py"),
+    *("observe/panel_types.py", "observe/panel_queries.py", "observe/panel_shapes.py"),
+    *("observe/fleet_panels.py", "observe/run_panels.py", "observe/node_panels.py"),
+    "observe/communication_panels.py",
     *(
         "actions/state.py",
         "actions/run_problems.py",
@@ -362,7 +368,7 @@ def test_import_contracts() -> None:
 
 # -- light on the login node -----------------------------------------------------------------
 
-HEAVY = ("torch", "megatron", "pandas", "scipy", "tokenizers")
+HEAVY = ("torch", "megatron", "pandas", "scipy", "tokenizers", "textual", "prometheus_client")
 DUMP = "\nimport sys; print(*sorted(sys.modules), file=sys.stderr)"
 
 

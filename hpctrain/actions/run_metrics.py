@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.actions.gpu_price import gpu_price
 from hpctrain.actions.goodput import Goodput, goodput
+from hpctrain.actions.gpu_price import gpu_price
 from hpctrain.actions.policy_preview import budgets
 from hpctrain.actions.prepare import load_inputs
 from hpctrain.actions.run_documents import known_plan, known_train_config

@@ -16,7 +16,8 @@ import click
 def write_private(path: Path, text: str, *, name_on_stderr: bool = False) -> None:
     """Replace a file that only its owner may read, and print its name; `-` is stdout.
 
-    `name_on_stderr`: stdout is for something else. The file is private also where a directory shares its files with a group. Raises OSError.
+    `name_on_stderr`: stdout is for something else. The file is private also where a directory
+    shares its files with a group. Raises OSError.
     """
     if str(path) == "-":
         click.echo(text, nl=False)
