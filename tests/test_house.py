@@ -301,7 +301,7 @@ def test_names_of_quantities_say_their_unit() -> None:
     allowed = {("store/ledger.py", "time"), ("store/run_records.py", "time")}
     allowed |= {("checkpoints/manifest.py", "time"), ("store/speed_checks.py", "time")}
     allowed |= {("nodes/record.py", "time"), ("nodes/blame.py", "time")}
-    allowed.add(("telemetry/timeline.py", "time"))
+    allowed |= {("telemetry/timeline.py", "time"), ("store/communication.py", "time")}
     allowed |= {("store/gpu_report.py", "time"), ("store/evaluations.py", "time")}
     # a group's number of ranks
     allowed |= {("plan/documents.py", "size"), ("train/datasets/share.py", "size")}

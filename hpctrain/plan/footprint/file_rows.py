@@ -29,6 +29,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "metrics": ("metrics.jsonl",),
     "saves": ("saves.jsonl",),
     "rank times": ("ranks.json",),
+    "communication": ("communication.json",),
     "software": ("software.jsonl", "software.lock", "speed.jsonl"),
     "kept code": ("software", "software/*"),
     "skipped data": ("skips.json",),
@@ -53,6 +54,8 @@ SNAPSHOT_SECONDS = 2.0
 RANK_TIMES_SECONDS = 10.0
 # Steps per record of rank times; how often a rank that starts looks for a request to stop.
 RANK_TIMES_STEPS = 20
+# Steps per record of messages between ranks, unless the spec sets it.
+MESSAGES_STEPS = 200
 STARTUP_POLL_SECONDS = 0.2
 # Launches whose stacks are kept.
 KEPT_STACKS = 4
@@ -119,6 +122,7 @@ _RUN = (
     FileRow("saves", "run", "rank 0", "hpctrain.train.report:Reporter", inodes=Formula(1)),
     FileRow("progress", "run", "rank 0", "hpctrain.train.report:Reporter", inodes=Formula(1)),
     FileRow("rank times", "run", "rank 0", "hpctrain.train.report:Reporter", inodes=Formula(1)),
+    FileRow("communication", "run", "rank 0", "hpctrain.train.report:Reporter", inodes=Formula(1)),
     FileRow(
         "software",
         "run",
@@ -571,6 +575,15 @@ _TRAINING = (
         "hpctrain.train.report:Reporter.rank_times",
         open=Formula(1 / RANK_TIMES_STEPS),
         rename=Formula(1 / RANK_TIMES_STEPS),
+        varies=True,
+    ),
+    FileRow(
+        "communication",
+        "step",
+        "rank 0",
+        "hpctrain.train.report:Reporter.communication",
+        open=Formula(1 / MESSAGES_STEPS),
+        rename=Formula(1 / MESSAGES_STEPS),
         varies=True,
     ),
     FileRow(
