@@ -60,6 +60,7 @@ STARTUP_POLL_SECONDS = 0.2
 # Launches whose stacks are kept.
 KEPT_STACKS = 4
 _SNAPSHOT = "hpctrain.supervise.evidence.run_dir_snapshot:RunDirReader.read"
+_REPORTER = "hpctrain.train.report:Reporter"
 _LAUNCH = "hpctrain.supervise.srun_launch:TrainerLauncher"
 _LOOP = "hpctrain.train.loop:Loop"
 _SUBMIT = "hpctrain.actions.run_directory:write_run_directory"
@@ -568,23 +569,12 @@ _TRAINING = (
         "metrics", "step", "rank 0", "hpctrain.train.report:Reporter.finished_step", open=Formula(1)
     ),
     FileRow("requests", "step", "rank 0", _LOOP, stat=Formula(2)),
-    FileRow(
-        "rank times",
-        "step",
-        "rank 0",
-        "hpctrain.train.report:Reporter.rank_times",
-        open=Formula(1 / RANK_TIMES_STEPS),
-        rename=Formula(1 / RANK_TIMES_STEPS),
-        varies=True,
-    ),
-    FileRow(
-        "communication",
-        "step",
-        "rank 0",
-        "hpctrain.train.report:Reporter.communication",
-        open=Formula(1 / MESSAGES_STEPS),
-        rename=Formula(1 / MESSAGES_STEPS),
-        varies=True,
+    *(
+        FileRow(place, "step", "rank 0", source, open=each, rename=each, varies=True)
+        for place, source, each in (
+            ("rank times", f"{_REPORTER}.rank_times", Formula(1 / RANK_TIMES_STEPS)),
+            ("communication", f"{_REPORTER}.communication", Formula(1 / MESSAGES_STEPS)),
+        )
     ),
     FileRow(
         "progress",
