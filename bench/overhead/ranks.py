@@ -23,7 +23,7 @@ SECONDS_FILE = "seconds.json"
 SECONDS_VARIABLE, RESULT_VARIABLE = "BENCH_SECONDS", "BENCH_RESULT"
 
 
-class _Keeper:
+class Keeper:
     step: Callable[[], int]
     loading_step: int | None = None
 
@@ -46,10 +46,10 @@ def _with_our_loop(job: Job, seconds: float) -> None:
     from bench.overhead.bare import bare_step
     from hpctrain.train import startup
 
-    loop = startup.assemble(job, _Keeper())
+    loop = startup.assemble(job, Keeper())
     steps: dict[str, Callable[[], Any]] = {BARE: bare_step(loop), OURS: loop.one_step}
     ranks = job.config.world_size
-    turns = Turns(seconds, lambda: _meet(loop), lambda own: loop.control.total(own) / ranks)
+    turns = Turns(seconds, lambda: meet(loop), lambda own: loop.control.total(own) / ranks)
     for kind in turns:
         steps[kind]()
     if job.launch.leads:
@@ -57,7 +57,7 @@ def _with_our_loop(job: Job, seconds: float) -> None:
     loop.control.barrier()
 
 
-def _meet(loop: Any) -> None:
+def meet(loop: Any) -> None:
     """All ranks have done what they were given, and so have their GPUs."""
     import torch
 
@@ -72,4 +72,4 @@ def _with_its_own_loop(job: Job, seconds: float) -> None:
 
     os.environ[SECONDS_VARIABLE] = str(seconds)
     os.environ[RESULT_VARIABLE] = str(job.run.directory / SECONDS_FILE)
-    run(job, _Keeper())
+    run(job, Keeper())

@@ -16,7 +16,9 @@ from hpctrain.actions.prepare import load_inputs, load_knowledge
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
 from hpctrain.diagnose.facts import (
+    AxisFacts,
     DiagnosisInput,
+    MessageFacts,
     Planned,
     RankFacts,
     SaveFacts,
@@ -27,6 +29,7 @@ from hpctrain.diagnose.findings import Price, Suggestion, TopicFinding
 from hpctrain.diagnose.judge import judge, shares
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
 from hpctrain.plan.documents import Plan
+from hpctrain.store.communication import CommunicationRecord, read_communication
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import (
     RankTimes,
@@ -144,6 +147,10 @@ def gather(
         rest = "" if one.whole else ", not the whole file"
         extent = f"rank {one.rank}, steps {steps}, {one.events:,} events{rest}"
         read.append(ReadFile(file=f"traces/{one.file}", words=extent))
+    measured = read_communication(layout)
+    if measured is not None:
+        extent = f"{len(measured.nodes)} ranks, step {measured.step}"
+        read.append(ReadFile(file="communication.json", words=extent))
     checks = read_speed_checks(layout)
     if checks:
         extent = f"launch {checks[-1].epoch}, {len(checks[-1].nodes)} ranks"
@@ -178,6 +185,7 @@ def gather(
         planned=planned,
         traces=tuple(traces),
         speed=_speed(checks[-1]) if checks else None,
+        messages=None if measured is None else _messages(measured),
     )
     return facts, tuple(read)
 
@@ -186,6 +194,20 @@ def _speed(check: SpeedCheck) -> SpeedFacts:
     certain = dict.fromkeys(node for part in check.slow if part.certain for node in part.nodes)
     slow = tuple(part.message for part in check.slow)
     return SpeedFacts(check.epoch, len(check.nodes), slow, tuple(certain))
+
+
+def _messages(record: CommunicationRecord) -> MessageFacts:
+    """Sum up each axis; ranks that send nothing along it are left out."""
+    axes = [
+        AxisFacts(
+            axis=one.axis,
+            calls=max(one.calls),
+            most_bytes=max(one.bytes),
+            seconds=min(s for s, calls in zip(one.seconds, one.calls, strict=True) if calls),
+        )
+        for one in record.axes
+    ]
+    return MessageFacts(record.step, record.step_seconds, tuple(axes))
 
 
 def _steps(rows: Sequence[StepMetrics]) -> StepFacts | None:

@@ -119,7 +119,9 @@ def prepared_trial(
     # Two windows of rank times: the first step is in none, and rank 0 gets the times of a window
     # one step after its end.
     window_steps = max(1, (request.steps - 2) // 2)
-    train = prepared.train.model_copy(update={"rank_times_interval_steps": window_steps})
+    # Messages are not measured: the step in which they are takes longer than others.
+    settings = {"rank_times_interval_steps": window_steps, "messages_interval_steps": None}
+    train = prepared.train.model_copy(update=settings)
     return record, replace(prepared, train=train)
 
 

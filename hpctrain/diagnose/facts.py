@@ -79,6 +79,33 @@ class SaveFacts:
 
 
 @dataclass(frozen=True)
+class AxisFacts:
+    """Messages along one axis in one step.
+
+    `seconds`: of the rank that spends least, for others wait for it; `most_bytes`: what a rank
+    hands over at most.
+    """
+
+    axis: str
+    calls: int
+    most_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MessageFacts:
+    """Messages between ranks in the newest step that was measured, hidden or not."""
+
+    step: int
+    step_seconds: float
+    axes: tuple[AxisFacts, ...]
+
+    @property
+    def source(self) -> str:
+        return f"communication.json, step {self.step}"
+
+
+@dataclass(frozen=True)
 class SpeedFacts:
     """The check before training of the newest launch that has one.
 
@@ -126,6 +153,7 @@ class DiagnosisInput:
     planned: Planned | None = None
     traces: tuple[TraceSummary, ...] = ()
     speed: SpeedFacts | None = None
+    messages: MessageFacts | None = None
 
     @property
     def step_seconds(self) -> float | None:

@@ -1,7 +1,8 @@
 """Judge exposed communication: how much computation does not hide, on which axis and link.
 
 A trace measures it exactly; without one it is estimated from the time of passes beyond their
-computation. Belongs here: that question. Does not belong here: the pipeline's bubble (`pipeline`),
+computation. Messages of a measured step show which axis takes longer than the plan assumes.
+Belongs here: that question. Does not belong here: the pipeline's bubble (`pipeline`),
 gradient buckets (`buckets`).
 """
 
@@ -20,6 +21,10 @@ _SHARE = 0.08
 _ESTIMATED_SHARE = 0.15
 # A backward pass does twice the work of a forward pass, three times with full recomputation.
 _BACKWARD, _BACKWARD_AGAIN = 2.0, 3.0
+# Messages are slower than planned: twice the predicted time (parts of a prediction are less exact
+# than its sum, and waiting for others is in what is measured), and a share of a step that matters.
+_TIMES_PLANNED = 2.0
+_SLOWER_SHARE = 0.05
 _TO_TRACE = "a trace tells: `profile: {start: 50, count: 2}`"
 _FIELDS: dict[Axis, str] = {
     "tp": "tensor_messages_seconds",
@@ -43,22 +48,45 @@ class _Exposed:
     def share(self) -> float:
         return self.seconds / self.step_seconds
 
+    @property
+    def matters(self) -> bool:
+        return self.share >= (_ESTIMATED_SHARE if self.estimated else _SHARE)
+
+
+@dataclass(frozen=True)
+class _Slower:
+    """An axis whose messages take longer than the plan assumes."""
+
+    axis: Axis
+    seconds: float
+    planned_seconds: float
+
+    @property
+    def words(self) -> str:
+        times = self.seconds / self.planned_seconds
+        return f"along {self.axis} {self.seconds:.3g} s, {times:.1f} times what the plan assumes"
+
 
 def communication(facts: DiagnosisInput) -> TopicFinding:
     """Judge whether messages between ranks delay a step, without the wait for a slow rank."""
     if facts.planned is not None and facts.planned.plan.layout.world_size == 1:
         return fine("communication", "there is one rank only")
     exposed = _of_traces(facts) or _of_times(facts)
+    slower = _slower_than_planned(facts)
+    if slower and (exposed is None or not exposed.matters):
+        return _disagreement(facts, slower, exposed)
     if exposed is None:
         old = facts.ranks is not None and facts.step_seconds is None
         return unknown("communication", f"{OLD_RECORD if old else NO_WINDOW}; {_TO_TRACE}")
-    proof = (exposed.evidence, *_planned_messages(facts.planned), *_rates(facts))
+    proof = (exposed.evidence, *_said_by_plan_and_step(facts))
     about = "about " if exposed.estimated else ""
-    if exposed.share < (_ESTIMATED_SHARE if exposed.estimated else _SHARE):
+    if not exposed.matters:
         words = f"{about}{exposed.share:.0%} of a step is not hidden"
         return fine("communication", words, *proof)
     axis = _dominant(facts.planned)
     where = "" if axis is None else f", mostly along {axis}"
+    if slower:
+        where += f"; messages take {', '.join(one.words for one in slower)}"
     more = [Suggestion(words=_TO_TRACE)] if exposed.estimated else []
     return TopicFinding(
         topic="communication",
@@ -68,6 +96,67 @@ def communication(facts: DiagnosisInput) -> TopicFinding:
         remedies=(*_less_of_it(facts.planned, axis), *more),
         gain_seconds=exposed.seconds,
     )
+
+
+def _disagreement(
+    facts: DiagnosisInput, slower: tuple[_Slower, ...], exposed: _Exposed | None
+) -> TopicFinding:
+    """Answer that messages take longer than planned, though most of it may be hidden."""
+    proof = (() if exposed is None else (exposed.evidence,)) + _said_by_plan_and_step(facts)
+    words = "measure the links by themselves, and compare the nodes"
+    return TopicFinding(
+        topic="communication",
+        answer="yes",
+        words=f"messages take {', '.join(one.words for one in slower)}",
+        evidence=proof,
+        remedies=(
+            Suggestion(words=words, changes=("supervise.speed_check.mode=report",)),
+            Suggestion(words="have the network looked at: cables, other jobs, NCCL's choice of it"),
+        ),
+        gain_seconds=sum(one.seconds - one.planned_seconds for one in slower),
+    )
+
+
+def _slower_than_planned(facts: DiagnosisInput) -> tuple[_Slower, ...]:
+    """Compare each axis with the plan, on the rank that waits least.
+
+    What computation hides is measured, too, and is not in the plan's seconds: sums of gradients
+    that overlap with it are not compared. Stages wait for each other in their messages: the bubble
+    is none of them.
+    """
+    measured, planned = facts.messages, facts.planned
+    if measured is None or planned is None or planned.plan.prediction is None:
+        return ()
+    parts, found = planned.plan.prediction.parts, []
+    hidden = {"dp"} if planned.spec.optimizer.overlap_grad_reduce else set()
+    by_axis = {one.axis: one for one in measured.axes}
+    for axis, name in _FIELDS.items():
+        one, expected = by_axis.get(axis), getattr(parts, name)
+        if one is None or axis in hidden or expected <= 0:
+            continue
+        seconds = one.seconds - (parts.bubble_seconds if axis == "pp" else 0.0)
+        beyond = seconds - expected
+        if seconds >= _TIMES_PLANNED * expected and beyond >= _SLOWER_SHARE * measured.step_seconds:
+            found.append(_Slower(axis, seconds, expected))
+    return tuple(found)
+
+
+def _said_by_plan_and_step(facts: DiagnosisInput) -> tuple[Measurement, ...]:
+    return (*_planned_messages(facts.planned), *_measured_messages(facts), *_rates(facts))
+
+
+def _measured_messages(facts: DiagnosisInput) -> tuple[Measurement, ...]:
+    """List seconds, bytes and calls of each axis in the step that was measured."""
+    measured = facts.messages
+    if measured is None or not measured.axes:
+        return ()
+    parts = ", ".join(
+        f"{one.axis} {one.seconds:.3g} s ({one.calls} calls, {one.most_bytes / 1e9:.3g} GB)"
+        for one in measured.axes
+    )
+    words = f"measured in a step of {measured.step_seconds:.4g} s, hidden or not: {parts}; seconds "
+    words += "of the rank that waits least, bytes of the one that hands over most"
+    return (Measurement(words=words, source=measured.source),)
 
 
 def _of_traces(facts: DiagnosisInput) -> _Exposed | None:

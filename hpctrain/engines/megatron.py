@@ -177,6 +177,10 @@ class MegatronConfig(MegatronModel, TrainConfig):
             * self.data_parallel_size
         )
 
+    @property
+    def replays_graphs(self) -> bool:
+        return self.cuda_graph_impl != "none"
+
     def pipeline_stage(self, rank: int) -> int:
         """Find the stage of a rank: ranks vary over tp first, then over cp, then over dp and pp in
         the layout's order (megatron-core: parallel_state.py, RankGenerator)."""

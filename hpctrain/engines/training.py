@@ -79,6 +79,8 @@ class TrainConfig(Document):
     loss_spike: float | None = None
     # steps between two reports of the compute time of each rank
     rank_times_interval_steps: int = _TIMES_INTERVAL_STEPS
+    # steps between two measurements of the messages between ranks; None: never
+    messages_interval_steps: int | None = None
     # what is done when the software is not that of the first launch
     software: SoftwareMode = "warn"
     # what is measured before the first step; None: nothing
@@ -137,6 +139,16 @@ class TrainConfig(Document):
     def library_config(self) -> dict[str, Any] | None:
         """The configuration of the engine's own library, to be kept beside `train.json`."""
         return None
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether CUDA graphs replay parts of a step, with messages that nobody calls for."""
+        return False
+
+    @property
+    def measured_messages_steps(self) -> int | None:
+        """Steps between two measurements of messages; None where they cannot be seen."""
+        return None if self.replays_graphs else self.messages_interval_steps
 
     @property
     def microbatches(self) -> int:
@@ -199,6 +211,7 @@ def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         # the window begins after the first step and is reported one step after its last: short
         # runs report times and nodes of their ranks, too
         rank_times_interval_steps=max(1, min(_TIMES_INTERVAL_STEPS, plan.batch.train_steps - 2)),
+        messages_interval_steps=spec.logging.messages_every_steps,
         software=spec.supervise.software,
         profile=spec.profile,
         model_flops_per_step=plan.model_flops_per_step,

@@ -250,6 +250,11 @@ class LoggingSpec(Document):
     """What ranks write, into how many files, and for how long these are kept."""
 
     every_steps: int = Field(1, ge=1, description="One line in the log per so many steps")
+    messages_every_steps: int | None = Field(
+        200,
+        ge=1,
+        description="Measure the messages between ranks in one step of so many; null: never",
+    )
     files: Literal["auto", "rank", "node"] = Field(
         "auto",
         description="rank: one log per rank and launch; node: one per node, with the rank before "

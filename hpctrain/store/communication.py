@@ -6,7 +6,8 @@ Belongs here: the record. Does not belong here: measuring (`hpctrain.train.messa
 
 from __future__ import annotations
 
-from hpctrain.store.run_records import Record, RecordPart
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.run_records import Record, RecordPart, read_record
 
 
 class AxisMessages(RecordPart):
@@ -50,3 +51,8 @@ class CommunicationRecord(Record):
     axes: tuple[AxisMessages, ...]
     links: tuple[LinkBytes, ...] = ()
     source: str = ""
+
+
+def read_communication(run: RunLayout) -> CommunicationRecord | None:
+    """Read the record; None where nothing was measured, or the file cannot be read."""
+    return read_record(run.communication, CommunicationRecord)

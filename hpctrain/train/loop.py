@@ -18,6 +18,7 @@ from hpctrain.train.engine import Engine, Evaluation, Position
 from hpctrain.train.evaluation import EvaluationBatches, is_evaluated
 from hpctrain.train.faults import DivergedError
 from hpctrain.train.job import Job
+from hpctrain.train.messages import MessageClock
 from hpctrain.train.numerics import LossWindow, what_is_not_finite
 from hpctrain.train.profiling import StepProfiler
 from hpctrain.train.report import Reporter, StepResult
@@ -51,6 +52,7 @@ class Loop:
     skips: Skips
     losses: LossWindow
     clock: RankClock
+    messages: MessageClock
     profiler: StepProfiler
     request: SaveRequest
     evaluation_pending: bool
@@ -100,6 +102,7 @@ class Loop:
     def one_step(self) -> StepAgreement:
         """Run one optimizer step, with agreement, evaluation, reporting and saving."""
         self.profiler.begin(self.position.step + 1)
+        self.messages.begin(counts=not self.profiler.covers(self.position.step + 1))
         started_at = time.perf_counter()
         first = self.skips.next_sample(self.position.consumed_samples)
 
@@ -123,6 +126,7 @@ class Loop:
             memory_bytes=peak_memory_bytes(),
             profiled=self.profiler.covers(self.position.step),
         )
+        self.messages.end(result.step, result.step_seconds)
         self.profiler.end(result.step, stopping=agreed.stop)
         # the same numbers on all ranks, hence the same result
         if agreed.rejected:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoints.manifest import step_of
 from hpctrain.durable import FULL_ERRNOS, LineBuffer
 from hpctrain.engines.training import TrainConfig
+from hpctrain.store.communication import CommunicationRecord
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import (
     EvaluationMetrics,
@@ -153,6 +154,9 @@ class Reporter:
 
     def rank_times(self, times: RankTimes) -> None:
         self._replace(self._job.run.rank_times, times)
+
+    def communication(self, record: CommunicationRecord) -> None:
+        self._replace(self._job.run.communication, record)
 
     def flush(self) -> None:
         """Write buffered records if that is possible at once."""

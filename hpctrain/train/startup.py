@@ -29,6 +29,8 @@ from hpctrain.train.evaluation import evaluation_is_missing, is_evaluated
 from hpctrain.train.faults import blames_checkpoint
 from hpctrain.train.job import Job
 from hpctrain.train.loop import Loop
+from hpctrain.train.message_recording import recording_of
+from hpctrain.train.messages import MessageClock, known_groups
 from hpctrain.train.numerics import LossWindow, earlier_losses
 from hpctrain.train.profiling import step_profiler
 from hpctrain.train.report import Reporter
@@ -94,6 +96,7 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
     parts = room.build(job, mesh, control)
     position = _position(job, parts.snapshot, reporter, keeper, digests, control)
     limit_collectives(job.config.distributed_timeout_seconds)
+    nodes = tuple(control.everywhere(job.launch.node))
     interval = SaveInterval(job.config, job.launch.mttf_seconds, read_saves(job.run))
 
     def published(save: SaveRecord) -> None:
@@ -114,10 +117,20 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
             clock=parts.engine.clock,
             control=control,
             rank=job.launch.rank,
-            nodes=tuple(control.everywhere(job.launch.node)),
+            nodes=nodes,
             epoch=job.launch.epoch,
             interval_steps=job.config.rank_times_interval_steps,
             tell=reporter.rank_times,
+        ),
+        messages=MessageClock(
+            recording=recording_of({str(mesh.control.group_name)}),
+            known=known_groups(mesh.axes),
+            control=control,
+            rank=job.launch.rank,
+            nodes=nodes,
+            epoch=job.launch.epoch,
+            interval_steps=job.config.measured_messages_steps,
+            tell=reporter.communication,
         ),
         profiler=step_profiler(job, parts.engine.clock, reporter, control),
         request=SaveRequest(job.run, looks=job.launch.leads),

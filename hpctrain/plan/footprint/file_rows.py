@@ -32,6 +32,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "metrics": ("metrics.jsonl",),
     "saves": ("saves.jsonl",),
     "rank times": ("ranks.json",),
+    "communication": ("communication.json",),
     "software": ("software.jsonl", "software.lock", "speed.jsonl"),
     "kept code": ("software", "software/*"),
     "skipped data": ("skips.json",),
@@ -58,10 +59,13 @@ SNAPSHOT_SECONDS = 2.0
 RANK_TIMES_SECONDS = 10.0
 # Steps per record of rank times; how often a rank that starts looks for a request to stop.
 RANK_TIMES_STEPS = 20
+# Steps per record of messages between ranks, unless the spec sets it.
+MESSAGES_STEPS = 200
 STARTUP_POLL_SECONDS = 0.2
 # Launches whose stacks are kept.
 KEPT_STACKS = 4
 _SNAPSHOT = "hpctrain.supervise.evidence.run_dir_snapshot:RunDirReader.read"
+_REPORTER = "hpctrain.train.report:Reporter"
 _LAUNCH = "hpctrain.supervise.srun_launch:TrainerLauncher"
 _LOOP = "hpctrain.train.loop:Loop"
 _SUBMIT = "hpctrain.actions.run_directory:write_run_directory"
@@ -124,6 +128,7 @@ _RUN = (
     FileRow("saves", "run", "rank 0", "hpctrain.train.report:Reporter", inodes=Formula(1)),
     FileRow("progress", "run", "rank 0", "hpctrain.train.report:Reporter", inodes=Formula(1)),
     FileRow("rank times", "run", "rank 0", "hpctrain.train.report:Reporter", inodes=Formula(1)),
+    FileRow("communication", "run", "rank 0", "hpctrain.train.report:Reporter", inodes=Formula(1)),
     FileRow(
         "software",
         "run",
@@ -569,14 +574,12 @@ _TRAINING = (
         "metrics", "step", "rank 0", "hpctrain.train.report:Reporter.finished_step", open=Formula(1)
     ),
     FileRow("requests", "step", "rank 0", _LOOP, stat=Formula(2)),
-    FileRow(
-        "rank times",
-        "step",
-        "rank 0",
-        "hpctrain.train.report:Reporter.rank_times",
-        open=Formula(1 / RANK_TIMES_STEPS),
-        rename=Formula(1 / RANK_TIMES_STEPS),
-        varies=True,
+    *(
+        FileRow(place, "step", "rank 0", source, open=each, rename=each, varies=True)
+        for place, source, each in (
+            ("rank times", f"{_REPORTER}.rank_times", Formula(1 / RANK_TIMES_STEPS)),
+            ("communication", f"{_REPORTER}.communication", Formula(1 / MESSAGES_STEPS)),
+        )
     ),
     FileRow(
         "progress",

@@ -12,8 +12,16 @@ import pytest
 from hpctrain.actions.plan import load
 from hpctrain.diagnose.buckets import buckets
 from hpctrain.diagnose.course import saves, unsteady, warm_up
+from hpctrain.diagnose.facts import (
+    AxisFacts,
+    MessageFacts,
+    Planned,
+    RankFacts,
+    SaveFacts,
+    StepFacts,
+    stage_of,
+)
 from hpctrain.diagnose.facts import DiagnosisInput as Facts
-from hpctrain.diagnose.facts import Planned, RankFacts, SaveFacts, StepFacts, stage_of
 from hpctrain.diagnose.findings import TopicFinding
 from hpctrain.diagnose.judge import judge, shares
 from hpctrain.diagnose.memory import memory
@@ -75,6 +83,16 @@ def trace(*messages: Message, exposed: float = 0.0, rank: int = 0) -> TraceSumma
     sent = sum(one.seconds for one in messages)
     name = f"e000001-rank-{rank:06d}-steps-3-3.json.gz"
     return TraceSummary(name, 1, rank, (3,), 100, True, True, 1.0, sent, exposed, {}, messages)
+
+
+def sent(axis: str, times: float, share: float) -> Facts:
+    """A step of which an axis takes this share, and so many times what the plan assumes."""
+    parts = planned(*TP2).plan.prediction
+    assert parts is not None
+    named = {"tp": parts.parts.tensor_messages_seconds, "dp": parts.parts.data_messages_seconds}
+    seconds = times * named.get(axis, 1.0)
+    messages = MessageFacts(203, seconds / share, (AxisFacts(axis, 24, 10**9, seconds),))
+    return replace(facts(), planned=planned(*TP2), messages=messages)
 
 
 OLD = RankFacts(1, 21, 40, ("n0", "n0"), (1.0, 1.0))
@@ -141,6 +159,23 @@ TABLE: dict[str, Row] = {
     "communication of DDP over nodes": (
         communication, lambda: replace(facts(rest=0.5, step=1.6), planned=planned(*DDP)), "yes",
         ("engine.ddp.hook=hierarchical",)),
+    "messages as planned": (
+        communication, lambda: sent("tp", 1.5, 0.9), "no",
+        ("hidden or not: tp", "(24 calls, 1 GB)", "communication.json, step 203")),
+    "messages slower than planned": (
+        communication, lambda: sent("tp", 3.0, 0.5), "yes",
+        ("messages take along tp", "3.0 times what the plan assumes", "speed_check")),
+    "much slower and yet a small part of a step": (
+        communication, lambda: sent("tp", 3.0, 0.07), "no", ("not hidden",)),
+    "gradients that the plan hides": (
+        communication, lambda: sent("dp", 9.0, 0.5), "no", ("not hidden",)),
+    "messages without a prediction": (
+        communication, lambda: sent("other", 1.0, 0.1), "no", ("other 1 s",)),
+    "slower messages, and exposed": (
+        communication, lambda: replace(sent("tp", 3.0, 0.5), ranks=ranks(rest=0.5, step=1.6)),
+        "yes", ("is communication that nothing hides", "3.0 times what the plan assumes")),
+    "slower messages before a window": (
+        communication, lambda: replace(sent("tp", 3.0, 0.5), ranks=None), "yes", ("3.0 times",)),
     "communication, too early": (
         communication, lambda: Facts("run"), "unknown", ("a trace tells: `profile:",)),
     "a pipeline": (
