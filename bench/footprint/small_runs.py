@@ -20,7 +20,8 @@ from pathlib import Path
 from bench.footprint.system_calls import Call, calls_below, strace_command
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.resume_shares import SHARES_NAME
-from hpctrain.plan.footprint.file_rows import FILE_ROWS, place_of
+from hpctrain.plan.footprint.file_rows import FILE_ROWS
+from hpctrain.plan.footprint.places import place_of
 from hpctrain.plan.footprint.quantities import OPERATIONS, Event, FileRow, Operation, RunSize
 
 _ROOT = Path(__file__).resolve().parents[2]

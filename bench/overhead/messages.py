@@ -24,7 +24,7 @@ from bench.overhead.jobs import JOBS
 from bench.overhead.ranks import SECONDS_FILE, Keeper, meet
 from bench.overhead.turns import BARE, OURS, Turns, read_found, write_found
 from bench.pairs import ratio
-from hpctrain.spec.run import LoggingSpec
+from hpctrain.engines.training import MESSAGES_INTERVAL_STEPS
 from hpctrain.store.layout import RunLayout
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import quiet_defaults, read_launch
@@ -72,8 +72,7 @@ def told(engine: str, seconds: float, limit: float) -> bool:
         found = read_found(run.directory / SECONDS_FILE)
     measured, usual = found[OURS].wall, found[BARE].wall
     each = ratio([one / other for one, other in zip(measured, usual, strict=True)])
-    every = LoggingSpec().messages_every_steps
-    assert every is not None
+    every = MESSAGES_INTERVAL_STEPS
     print(
         f"{engine:12}{statistics.median(usual) * 1000:8.1f} ms"
         f"{statistics.median(measured) * 1000:8.1f} ms measured  ratio {each}"

@@ -18,6 +18,7 @@ from hpctrain.spec.run import RunSpec
 from hpctrain.spec.supervision import SoftwareMode
 from hpctrain.units import Duration
 
+MESSAGES_INTERVAL_STEPS = 200
 _TIMES_INTERVAL_STEPS = 20
 _FIRST_SAVE_SECONDS = 600.0  # until `auto` has measured saves
 
@@ -156,6 +157,17 @@ class TrainConfig(Document):
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
 
+def messages_interval_steps(spec: RunSpec, plan: Plan) -> int | None:
+    """Choose the steps between two measurements of messages; None: never.
+
+    `auto` measures on CPUs only: reading NCCL's flight recorder has not been run on a GPU yet.
+    """
+    every = spec.logging.messages_every_steps
+    if every == "auto":
+        return MESSAGES_INTERVAL_STEPS if plan.accelerator == "cpu" else None
+    return every
+
+
 def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:
     """Fill the shared fields, from the spec where the plan has no value.
 
@@ -211,7 +223,7 @@ def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         # the window begins after the first step and is reported one step after its last: short
         # runs report times and nodes of their ranks, too
         rank_times_interval_steps=max(1, min(_TIMES_INTERVAL_STEPS, plan.batch.train_steps - 2)),
-        messages_interval_steps=spec.logging.messages_every_steps,
+        messages_interval_steps=messages_interval_steps(spec, plan),
         software=spec.supervise.software,
         profile=spec.profile,
         model_flops_per_step=plan.model_flops_per_step,

@@ -250,10 +250,10 @@ class LoggingSpec(Document):
     """What ranks write, into how many files, and for how long these are kept."""
 
     every_steps: int = Field(1, ge=1, description="One line in the log per so many steps")
-    messages_every_steps: int | None = Field(
-        200,
-        ge=1,
-        description="Measure the messages between ranks in one step of so many; null: never",
+    messages_every_steps: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        "auto",
+        description="Measure the messages between ranks in one step of so many; null: never; "
+        "auto: 200 on CPUs and never on GPUs, where it has not been run yet",
     )
     files: Literal["auto", "rank", "node"] = Field(
         "auto",

@@ -18,7 +18,8 @@ from bench.footprint.small_runs import settled
 from bench.footprint.system_calls import calls_below, programs, strace_command
 from hpctrain.actions.footprint import size_of
 from hpctrain.actions.prepare import prepare
-from hpctrain.plan.footprint.file_rows import FILE_ROWS, place_of
+from hpctrain.plan.footprint.file_rows import FILE_ROWS
+from hpctrain.plan.footprint.places import place_of
 from hpctrain.plan.footprint.quantities import OPERATIONS, Event, FileRow, RunSize
 from hpctrain.plan.footprint.slurm_rows import RPC_OF_COMMAND, SLURM_ROWS
 from hpctrain.store.ledger import EventKind

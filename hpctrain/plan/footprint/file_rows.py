@@ -2,13 +2,11 @@
 
 The counts are those of the code named in `source`. tests/engines/test_footprint_measured.py and
 tests/slurm/test_footprint_on_slurm.py compare them with what strace sees: a change of that code
-that changes a count is a change of its row. Belongs here: places, rows and their sources. Does not
+that changes a count is a change of its row. Belongs here: rows and their sources. Does not
 belong here: how often events happen (`predict`), what Slurm is asked (`slurm_rows`).
 """
 
 from __future__ import annotations
-
-from fnmatch import fnmatchcase
 
 from hpctrain.plan.footprint.metrics_rows import METRICS_ROWS
 from hpctrain.plan.footprint.notice_rows import NOTICE_ROWS
@@ -16,44 +14,6 @@ from hpctrain.plan.footprint.quantities import FileRow, Formula
 from hpctrain.plan.footprint.script_rows import SCRIPT_ROWS
 from hpctrain.plan.footprint.tracking_rows import TRACKING_ROWS
 
-# Patterns (fnmatch) of paths in the run directory, without the endings of temporary files. A path
-# belongs to the first place that has a pattern for it.
-PLACES: dict[str, tuple[str, ...]] = {
-    "settings": (
-        *("spec.yaml", "profile.yaml", "plan.json", "train.json", "train-n*.json"),
-        *("supervise.json", "signatures.json", "data.json", "job.sbatch"),
-        *("ds_config.json", "ds_config-n*.json", "archive.json", "prologue.sh"),
-    ),
-    "kept scripts": ("scripts", "scripts/*"),
-    "ledger": ("ledger.jsonl",),
-    "epochs": ("epochs", "epochs/*"),
-    "requests": ("control", "control/*"),
-    "progress": ("progress.json",),
-    "metrics": ("metrics.jsonl",),
-    "saves": ("saves.jsonl",),
-    "rank times": ("ranks.json",),
-    "communication": ("communication.json",),
-    "software": ("software.jsonl", "software.lock", "speed.jsonl"),
-    "kept code": ("software", "software/*"),
-    "skipped data": ("skips.json",),
-    "done marker": ("done.json",),
-    "exit records": ("exits", "exits/*"),
-    "evaluations": (
-        *("evaluation.json", "evaluation-*.sbatch", "evaluations.jsonl", "evaluations.lock"),
-        *("evaluations", "evaluations/*"),
-    ),
-    "stacks": ("stacks", "stacks/*"),
-    "logs": ("logs", "logs/*"),
-    "notices": ("notices", "notices/*"),
-    "tracking": ("tracking.json", "tracking", "tracking/*"),
-    "traces": ("traces", "traces/*", "flops-*.txt"),
-    "index cache": ("data-cache", "data-cache/*"),
-    "metrics endpoint": ("metrics-endpoint.json",),
-    "communication": ("communication.json",),
-    "node checks": (".preflight-*",),
-    "quarantine": ("checkpoints/quarantine", "checkpoints/quarantine/*"),
-    "checkpoints": ("checkpoints", "checkpoints/*"),
-}
 # Snapshots of the run directory that the supervisor takes, and how often it reads times of ranks.
 SNAPSHOT_SECONDS = 2.0
 RANK_TIMES_SECONDS = 10.0
@@ -79,14 +39,6 @@ _DISCOVER = "hpctrain.checkpoints.discover"
 _CONFIRMED = "hpctrain.train.entry:_confirmed"
 _RANKS_ONCE = Formula(ranks=1)
 _EACH_SNAPSHOT = 1 / SNAPSHOT_SECONDS
-
-
-def place_of(path: str) -> str | None:
-    """The place of a path relative to the run directory; None for one that belongs to none."""
-    for place, patterns in PLACES.items():
-        if any(fnmatchcase(path, pattern) for pattern in patterns):
-            return place
-    return None
 
 
 # -- once, when the run is submitted -----------------------------------------------------------

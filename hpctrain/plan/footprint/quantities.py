@@ -157,7 +157,7 @@ NONE = Formula()
 class FileRow:
     """What one kind of event does to the files of one place.
 
-    `place`: a key of `file_rows.PLACES`. `inodes`: files and directories that are made and that the
+    `place`: a key of `places.PLACES`. `inodes`: files and directories that are made and that the
     event itself does not remove; `keeps` says what does. `source`: module and function
     (`MODULE:NAME`). `varies`: how often depends on time or on a library, so it is an estimate.
     """

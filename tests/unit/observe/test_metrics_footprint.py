@@ -12,7 +12,7 @@ from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate
 from bench.footprint.system_calls import calls_below, strace_command
 from hpctrain.actions import attempt_exporter
 from hpctrain.plan.footprint import metrics_rows
-from hpctrain.plan.footprint.file_rows import place_of
+from hpctrain.plan.footprint.places import place_of
 from hpctrain.plan.footprint.quantities import OPERATIONS, Operation
 from hpctrain.store.communication import AxisMessages, CommunicationRecord
 from hpctrain.store.run_records import RankTimes, SaveRecord, append_save, write_record

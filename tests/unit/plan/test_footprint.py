@@ -18,13 +18,12 @@ from hpctrain.plan.footprint.file_rows import (
     FILE_ROWS,
     KEPT_STACKS,
     MESSAGES_STEPS,
-    PLACES,
     RANK_TIMES_SECONDS,
     RANK_TIMES_STEPS,
     SNAPSHOT_SECONDS,
     STARTUP_POLL_SECONDS,
-    place_of,
 )
+from hpctrain.plan.footprint.places import PLACES, place_of
 from hpctrain.plan.footprint.quantities import OPERATIONS, Formula, RunSize
 from hpctrain.plan.footprint.slurm_rows import (
     KILL_SECONDS_BEYOND_KILL_WAIT,
@@ -36,7 +35,6 @@ from hpctrain.plan.footprint.slurm_rows import (
 )
 from hpctrain.slurm import backoff
 from hpctrain.spec.profile.limits import LimitsProfile
-from hpctrain.spec.run import LoggingSpec
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.old_launches import pack_old_launches
 from hpctrain.store.supervise_config import TopologySettings
@@ -130,7 +128,7 @@ def test_periods_are_those_of_the_code() -> None:
     assert launch_watch._READ_SECONDS == SNAPSHOT_SECONDS
     assert launch_watch._RANK_TIMES_SECONDS == RANK_TIMES_SECONDS
     assert training._TIMES_INTERVAL_STEPS == RANK_TIMES_STEPS
-    assert LoggingSpec().messages_every_steps == MESSAGES_STEPS
+    assert training.MESSAGES_INTERVAL_STEPS == MESSAGES_STEPS
     assert stack_files._KEPT_EPOCHS == KEPT_STACKS
     assert requeue._PATIENCE_SECONDS == job_facts._PATIENCE_SECONDS == PATIENCE_SECONDS
     text = (ROOT / "hpctrain/train/startup_stop.py").read_text()

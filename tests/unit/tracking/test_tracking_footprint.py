@@ -13,7 +13,7 @@ from tracked_runs import tracked
 
 from bench.footprint.system_calls import calls_below, strace_command
 from hpctrain.plan.footprint import tracking_rows
-from hpctrain.plan.footprint.file_rows import place_of
+from hpctrain.plan.footprint.places import place_of
 from hpctrain.plan.footprint.quantities import OPERATIONS, Operation
 from hpctrain.tracking import follower
 
