@@ -367,13 +367,11 @@ def _put_account(out: RunSamples, account: Goodput, submitted: _Submitted) -> No
         return
     out.put("gpu_seconds", account.gpu_hours * 3600)
     spec, profile, plan = submitted.spec, submitted.profile, submitted.plan
-    budget_hours = spec.budget.gpu_hours if spec else None
     if plan is not None and plan.step_seconds is not None:
         gpu_seconds = plan.step_seconds * plan.batch.train_steps * plan.layout.world_size
         out.put("planned_gpu_seconds", gpu_seconds)
-        budget_hours = budget_hours or gpu_seconds / 3600
-    if budget_hours:
-        out.put("budget_used_ratio", account.gpu_hours / budget_hours)
+    if spec is not None and spec.budget.gpu_hours is not None:
+        out.put("budget_used_ratio", account.gpu_hours / spec.budget.gpu_hours)
     price = gpu_price(spec, profile) if profile and spec else None
     if price is not None:
         out.put("cost", account.gpu_hours * price.per_gpu_hour, currency=price.currency)

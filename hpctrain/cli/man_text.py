@@ -24,6 +24,9 @@ ENVIRONMENT: Mapping[str, str] = {
     "XDG_CACHE_HOME": "Below it lie the releases that `hpctrain sandbox up --slurm` fetches. "
     "Default: ~/.cache",
     "NO_COLOR": "If set, nothing is coloured (no-color.org).",
+    "HPCTRAIN_PROMETHEUS": "Where the Prometheus of a sandbox answers; `hpctrain sandbox env` "
+    "sets it.",
+    "HPCTRAIN_ALERTMANAGER": "The same for its Alertmanager.",
     "SLURM_CONF": "Which cluster the programs of Slurm speak to; `hpctrain sandbox env` sets it.",
 }
 FILES: Mapping[str, str] = {

@@ -224,7 +224,7 @@ RUN_FAMILIES: tuple[Family, ...] = (
     _run(
         "budget_used_ratio",
         "gauge",
-        "GPU time so far over that of the budget (`budget.gpu_hours`), else of the plan.",
+        "GPU time so far over that of the budget (`budget.gpu_hours`).",
         "ratio",
     ),
     # -- who looks after it ---------------------------------------------------------------------

@@ -62,7 +62,7 @@ class BudgetSpec(Document):
         None,
         gt=0,
         description="GPU-hours that the run may take, failures included. Metrics, alerts and "
-        "reports compare with it, by default with the plan; nothing is stopped",
+        "reports compare with it; nothing is stopped",
     )
 
     @model_validator(mode="after")
