@@ -13,7 +13,7 @@ N ?= 100
 # Releases that `make test-slurms` runs on; Debian's packages of them are fetched into .slurm.
 SLURMS ?= 22.05 24.11 26.05
 SEED ?= 1
-.PHONY: help install demo test unit lint megatron-core-newest golden reliability test-slurms chaos many-ranks bench house screens gpu sandbox-down clean
+.PHONY: help install install-tests demo test unit lint megatron-core-newest golden reliability test-slurms chaos many-ranks bench house screens gpu sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -21,14 +21,17 @@ help:  ## Show the targets
 install:  ## Slurm and munge from the distribution, .venv with pinned packages, .venv/bin/hpctrain
 	@sh scripts/setup
 
+install-tests:
+	@sh scripts/setup --tests
+
 demo: install  ## Train, preempt, resume and finish a real Megatron job on a real Slurm
 	@$(PYTHON) scripts/demo.py
 
-test: install  ## All tests but variants: unit, golden, engines, Slurm; and the 15 slowest
+test: install-tests  ## All tests but variants: unit, golden, engines, Slurm; and the 15 slowest
 	@$(PYTHON) -m compileall -q -j 2 hpctrain tests bench
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rR -n $(WORKERS) --dist worksteal --durations=15
 
-unit: install  ## The fast tests only
+unit: install-tests  ## The fast tests only
 	@$(PYTHON) -m pytest tests/unit tests/golden tests/sites tests/test_house.py
 
 megatron-core-newest: install  ## The tests of megatron-core with its newest release
