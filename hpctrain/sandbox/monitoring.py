@@ -103,11 +103,12 @@ def prometheus_yaml(files: MonitorFiles, ports: Ports, monitoring: Monitoring) -
             "alertmanagers": [{"static_configs": [{"targets": [loopback(ports.alertmanager)]}]}]
         },
         "scrape_configs": [
-            _job("hpctrain", ports.exporter),
+            {**_job("hpctrain", ports.exporter), "honor_labels": True},  # `job` is Slurm's
             _job("node", ports.node_exporter),
             _job("prometheus", ports.prometheus),
             {
                 "job_name": "hpctrain-jobs",
+                "honor_labels": True,
                 "file_sd_configs": [
                     {
                         "files": [str(job_endpoints(monitoring.runs) / "*.json")],

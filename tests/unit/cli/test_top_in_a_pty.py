@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate
 from terminal_screen import TerminalScreen
+from variants import varied
 
 PATIENCE_SECONDS = 60.0
 _ALTERNATE_SCREEN, _MOUSE = 1049, 1000
@@ -114,7 +115,16 @@ def runs(tmp_path: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize("term", ["xterm", "xterm-256color", "screen", "tmux-256color", "linux"])
+TERMS = ("xterm", "xterm-256color", "screen", "tmux-256color", "linux")
+ENDS: dict[str, str | signal.Signals] = {
+    "ctrl-c": "\x03",
+    "SIGTERM": signal.SIGTERM,
+    "SIGINT": signal.SIGINT,
+    "SIGHUP": signal.SIGHUP,
+}
+
+
+@pytest.mark.parametrize("term", varied(TERMS, "xterm", "linux"))
 def test_rows_keys_and_the_way_out(runs: Path, term: str) -> None:
     with terminal(runs, TERM=term) as seat:
         seat.sees("> gpt-1111", "  gpt-2111", "20/60 33%", "SLURM DOES NOT ANSWER", "step 1")
@@ -133,8 +143,9 @@ def test_rows_keys_and_the_way_out(runs: Path, term: str) -> None:
         assert seat.leaves() == 0
 
 
-@pytest.mark.parametrize("how", ["\x03", signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_every_way_out_restores_the_terminal(runs: Path, how: str | signal.Signals) -> None:
+@pytest.mark.parametrize("end", varied(ENDS, "ctrl-c", "SIGTERM"))
+def test_every_way_out_restores_the_terminal(runs: Path, end: str) -> None:
+    how = ENDS[end]
     with terminal(runs) as seat:
         seat.sees("> gpt-1111")
         if isinstance(how, str):
