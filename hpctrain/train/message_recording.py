@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
 from hpctrain.telemetry.traces import message_kind
 from hpctrain.train.device import on_cpu
@@ -85,7 +85,8 @@ class GlooRecording:
     own_groups: set[str]
     source: str = "flight recorder and torch.profiler, gloo"
     late: bool = False
-    _profiler: Any = None
+    _profiling: bool = False
+    _events: list[Any] = field(default_factory=list)
     _restore: Callable[[], None] | None = None
     _sends: list[_Call] = field(default_factory=list)
     _begin_ns: int = 0
@@ -93,9 +94,8 @@ class GlooRecording:
 
     def start(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints two lines each time
-        self._profiler = profile(activities=[ProfilerActivity.CPU], acc_events=True)
-        self._profiler.prepare_trace()
-        self._profiler.start_trace()
+        _start_profiler()
+        self._profiling = True
         self._sends = []
         self._restore = _watch_sends(self._sends)
         self._begin_ns = time.time_ns()
@@ -105,12 +105,12 @@ class GlooRecording:
         if self._restore is not None:
             self._restore()
             self._restore = None
-        if self._profiler is not None:
-            self._profiler.stop_trace()
+        if self._profiling:
+            self._profiling = False
+            self._events = torch.autograd._disable_profiler().events()
 
     def messages(self) -> list[Message]:
-        profiler, self._profiler = self._profiler, None
-        events = profiler.profiler.kineto_results.events()
+        events, self._events = self._events, []
         waiting: dict[str, list[tuple[int, int]]] = {}
         for event in events:
             name = event.name()
@@ -141,6 +141,25 @@ class GlooRecording:
             group, name = str(entry["process_group"][0]), str(entry["profiling_name"])
             size = handed_bytes(entry)
             yield _Call(name, group, ranks[group], size, int(entry["time_created_ns"]))
+
+
+def _start_profiler() -> None:
+    """Start torch's profiler for what has the scope of users, as the operations of gloo do.
+
+    `torch.profiler.profile` records every operator as well: a measured step takes some times as
+    long as others then, and reading it longer still.
+    """
+    # here: a torch without these names ends measuring, not the launch
+    from torch._C._profiler import RecordScope, _ExperimentalConfig
+
+    choices: Any = torch.autograd
+    kinds = {ProfilerActivity.CPU}
+    nothing_more = (False,) * 5  # shapes, memory, stacks, FLOPs, modules
+    config = choices.ProfilerConfig(
+        choices.ProfilerState.KINETO, *nothing_more, _ExperimentalConfig()
+    )
+    choices._prepare_profiler(config, kinds)
+    choices._enable_profiler(config, kinds, {RecordScope.USER_SCOPE})
 
 
 def _watch_sends(calls: list[_Call]) -> Callable[[], None]:
