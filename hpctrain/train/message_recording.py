@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._profiler import RecordScope, _ExperimentalConfig
 from torch.profiler import ProfilerActivity
 
 from hpctrain.telemetry.traces import message_kind
@@ -150,6 +149,9 @@ def _start_profiler() -> None:
     `torch.profiler.profile` records every operator as well: a measured step takes some times as
     long as others then, and reading it longer still.
     """
+    # here: a torch without these names ends measuring, not the launch
+    from torch._C._profiler import RecordScope, _ExperimentalConfig
+
     choices: Any = torch.autograd
     kinds = {ProfilerActivity.CPU}
     nothing_more = (False,) * 5  # shapes, memory, stacks, FLOPs, modules
