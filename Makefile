@@ -70,6 +70,7 @@ bench: install  ## Benchmarks and their tests; each prints ratios against a peer
 	@$(PYTHON) -m pytest -q bench/tests
 	@$(PYTHON) bench/login_node.py
 	@$(PYTHON) -m bench.overhead
+	@$(PYTHON) -m bench.overhead.messages
 	@$(PYTHON) bench/planner_search.py
 	@$(PYTHON) -m bench.digests_while_loading
 	@$(PYTHON) -m bench.initial_weights

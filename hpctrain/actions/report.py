@@ -39,7 +39,7 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.plan.documents import Plan
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_run_spec
-from hpctrain.store.communication import CommunicationRecord
+from hpctrain.store.communication import read_communication
 from hpctrain.store.jobs import cluster_of
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import RankTimes, lineage, read_record
@@ -177,9 +177,7 @@ class _Collector:
             update["speed"] = speed_of(counted, plan)
             update["diagnosis"] = self._part("diagnosis", lambda: self._diagnosis(history.rows))
         times = self._part("ranks", lambda: read_record(layout.rank_times, RankTimes))
-        measured = self._part(
-            "messages", lambda: read_record(layout.communication, CommunicationRecord)
-        )
+        measured = self._part("messages", lambda: read_communication(layout))
         return RunReport(
             run_id=run.run_id,
             directory=str(layout.directory),

@@ -35,7 +35,7 @@ from hpctrain.slurm.host_lists import expand_hosts
 from hpctrain.slurm.records import JobRecord
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.store.communication import CommunicationRecord
+from hpctrain.store.communication import read_communication
 from hpctrain.store.jobs import cluster_of
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import (
@@ -139,7 +139,7 @@ class RunMetrics:
         times = read_record(layout.rank_times, RankTimes)
         if times is not None and row.state is RunState.RUNNING:
             _put_ranks(out, times, submitted)
-        messages = read_record(layout.communication, CommunicationRecord)
+        messages = read_communication(layout)
         if messages is not None and row.state is RunState.RUNNING:
             for axis in messages.axes:
                 out.put("message_seconds", statistics.fmean(axis.seconds), axis=axis.axis)
