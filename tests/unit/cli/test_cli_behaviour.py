@@ -197,6 +197,7 @@ def test_extras_are_those_of_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     offered = tomllib.loads(text)["project"]["optional-dependencies"]
     distributions = {"PIL": "pillow", "sklearn": "scikit-learn", "megatron": "megatron-core"}
+    distributions["prometheus_client"] = "prometheus-client"
     for name, extra in EXTRAS.items():
         wanted = distributions.get(name, name)
         assert any(re.split(r"[><=\[]", one)[0] == wanted for one in offered[extra]), name
@@ -582,6 +583,7 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
         "status": ["-a"],
         "describe": ["gpt-tiny-7f3a"],
         "diagnose": ["gpt-tiny-7f3a"],
+        "report": ["--week"],
         "profiles": ["a100x64"],
         "watch": [],
         "why": ["gpt-tiny-7f3a"],
