@@ -30,6 +30,8 @@ from hpctrain.version import __version__
 
 # How long what accounting has said about jobs that are gone stays true enough.
 _PAST_SECONDS = 600.0
+# What the accounts of all runs together may take of the time of one core.
+_ACCOUNTS_SHARE = 0.1
 
 
 class ExporterSlurm(SlurmClient):
@@ -124,7 +126,12 @@ class Exporter:
 
 
 class AttemptExporter:
-    """Collects the samples of one run from inside its job, without asking Slurm anything."""
+    """Collects the samples of one run from inside its job, without asking Slurm anything.
+
+    `account_share`: of the time, for the account of all steps.
+    """
+
+    account_share = 0.02
 
     def __init__(self, run: RunFiles, environment: Mapping[str, str]) -> None:
         self._metrics = RunMetrics(run)
@@ -143,7 +150,9 @@ class AttemptExporter:
             run.layout.require()
             events, jobs = run.ledger.events(), RunJobs((self._job,))
             row = status_row(run, events, jobs)
-            return list(self._metrics.samples(ObservedRun(run, row, events, jobs), now))
+            return list(
+                self._metrics.samples(ObservedRun(run, row, events, jobs), now, self.account_share)
+            )
         return []
 
 
@@ -153,12 +162,13 @@ def _of_runs(
     """Collect the samples of all runs, and count those that cannot be read."""
     samples: list[Sample] = []
     unreadable = 0
+    share = _ACCOUNTS_SHARE / max(1, len(observed))
     for one in observed:
         if not one.row.readable:
             unreadable += 1
             continue
         try:
-            samples += known[one.run.layout.directory].samples(one, now)
+            samples += known[one.run.layout.directory].samples(one, now, share)
         except (OSError, HpctrainError):
             unreadable += 1
     return samples, unreadable

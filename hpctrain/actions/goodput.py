@@ -20,10 +20,10 @@ from hpctrain.store.run_records import (
     DoneMarker,
     SaveRecord,
     StepMetrics,
-    read_metrics,
     read_record,
     read_saves,
 )
+from hpctrain.store.step_times import read_step_times
 from hpctrain.store.supervise_config import SuperviseConfig, known_supervise_config
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.judge.documents import ActionKind
@@ -105,19 +105,30 @@ class Goodput(BaseModel):
 
 @dataclass(frozen=True)
 class History:
-    """What a run has recorded about its time, and how it was spent."""
+    """What a run has recorded about its time, and how it was spent.
 
-    rows: list[StepMetrics]
+    `newest_step` is that of the last row of metrics, 0 before there is one.
+    """
+
+    newest_step: int
     saves: list[SaveRecord]
     timeline: Timeline
     over: bool
 
 
-def read_history(run: RunFiles, now: float | None = None) -> History:
-    """Read a run's records and cut its time up to `now` (default: the present) or to its end."""
+def read_history(
+    run: RunFiles, now: float | None = None, rows: Sequence[StepMetrics] | None = None
+) -> History:
+    """Read a run's records and cut its time up to `now` (default: the present) or to its end.
+
+    `rows`: its metrics, where they have been read already.
+    """
     layout, events = run.layout, run.ledger.events()
-    rows, saves = read_metrics(layout), read_saves(layout)
-    steps = [TrainedStep(row.step, row.epoch, row.time, row.step_seconds) for row in rows]
+    saves = read_saves(layout)
+    if rows is None:
+        steps = [TrainedStep(*row[:4]) for row in read_step_times(layout)]
+    else:
+        steps = [TrainedStep(row.step, row.epoch, row.time, row.step_seconds) for row in rows]
     cut = timeline(
         marks_of(events),
         steps,
@@ -125,7 +136,7 @@ def read_history(run: RunFiles, now: float | None = None) -> History:
         time.time() if now is None else now,
         quiet_seconds_of(known_supervise_config(layout.supervise_config)),
     )
-    return History(rows, saves, cut, is_over(events))
+    return History(steps[-1].step if steps else 0, saves, cut, is_over(events))
 
 
 def marks_of(events: Sequence[Event]) -> list[Mark]:
@@ -179,7 +190,6 @@ def goodput(run: RunFiles, now: float | None = None, history: History | None = N
     found = account(known.timeline, gpus or 0)
     done = read_record(layout.done, DoneMarker)
     saved = max([save.step for save in known.saves] + ([done.step] if done else []), default=0)
-    newest = known.rows[-1].step if known.rows else 0
     return Goodput(
         run_id=run.run_id,
         over=done is not None or known.over,
@@ -199,7 +209,7 @@ def goodput(run: RunFiles, now: float | None = None, history: History | None = N
         recovery_median_seconds=found.recovery_median_seconds,
         recovery_mean_seconds=found.recovery_mean_seconds,
         kept_steps=found.kept_steps,
-        unsaved_steps=max(0, newest - saved),
+        unsaved_steps=max(0, known.newest_step - saved),
         lost_steps=found.lost_steps,
         causes=tuple(
             LossByCause(

@@ -42,7 +42,7 @@ from hpctrain.spec.loader import load_run_spec
 from hpctrain.store.communication import read_communication
 from hpctrain.store.jobs import cluster_of
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import RankTimes, lineage, read_record
+from hpctrain.store.run_records import RankTimes, lineage, read_metrics, read_record
 from hpctrain.store.software_lock import SoftwareLock, read_lock
 
 # Events of a ledger that say that something was not as it should be, and their words.
@@ -168,14 +168,15 @@ class _Collector:
             self._unread.append(Unread(part="plan", reason="plan.json cannot be read"))
         spec = self._part("spec", lambda: load_run_spec(layout.spec).document)
         update: dict[str, Any] = {}
-        history = self._part("time", lambda: read_history(run, self._now))
-        if history is not None:
-            counted = lineage(history.rows)
+        rows = self._part("time", lambda: read_metrics(layout))
+        history = self._part("time", lambda: read_history(run, self._now, rows))
+        if rows is not None and history is not None:
+            counted = lineage(rows)
             update["goodput"] = self._part("time", lambda: goodput(run, self._now, history))
             update["spans"] = spans_of(history.timeline, events)
-            update["curves"] = curves_of(history.rows, counted)
+            update["curves"] = curves_of(rows, counted)
             update["speed"] = speed_of(counted, plan)
-            update["diagnosis"] = self._part("diagnosis", lambda: self._diagnosis(history.rows))
+            update["diagnosis"] = self._part("diagnosis", lambda: self._diagnosis(rows))
         times = self._part("ranks", lambda: read_record(layout.rank_times, RankTimes))
         measured = self._part("messages", lambda: read_communication(layout))
         return RunReport(

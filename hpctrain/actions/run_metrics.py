@@ -55,8 +55,6 @@ _RECENT_STEPS = 200
 _SAVES_FOR_INTERVAL = 4
 _ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
 _UNKNOWN_CAUSE = "unknown"
-# An account reads all steps of a run, so that all accounts together may take a share of the time.
-_ACCOUNT_SHARE = 0.02
 MESSAGE_PARTS: dict[Axis, str] = {
     "tp": "tensor_messages_seconds",
     "cp": "context_messages_seconds",
@@ -95,11 +93,14 @@ class RunMetrics:
         self._stamp: object = None
         self._samples: tuple[Sample, ...] = ()
 
-    def samples(self, observed: ObservedRun, now: float) -> tuple[Sample, ...]:
+    def samples(
+        self, observed: ObservedRun, now: float, account_share: float = 0.02
+    ) -> tuple[Sample, ...]:
         """Collect the samples at the time `now` (seconds since the epoch).
 
-        A run that is over and has not been written to since the last call is not read again. Raises
-        OSError or NewerFormatError if the run cannot be read.
+        An account reads all steps of the run: it is made so rarely that it takes `account_share` of
+        the time. A run that is over and has not been written to since the last call is not read
+        again. Raises OSError or NewerFormatError if the run cannot be read.
         """
         stamp = self._stamp_of(observed)
         if stamp is not None and stamp == self._stamp:
@@ -110,7 +111,7 @@ class RunMetrics:
             began = time.monotonic()
             self._account = goodput(self.run, now)
             took_seconds = time.monotonic() - began
-            self._account_due_at = time.monotonic() + took_seconds / _ACCOUNT_SHARE
+            self._account_due_at = time.monotonic() + took_seconds / account_share
         self._samples = tuple(self._collected(observed, self._submitted, now))
         self._stamp = stamp
         return self._samples

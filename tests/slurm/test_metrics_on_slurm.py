@@ -16,7 +16,16 @@ from hpctrain.observe.exposition import exposed
 from hpctrain.store.ledger import EventKind
 
 # What depends on the moment, on who asks, or on who was asked.
-_OF_THE_MOMENT = ("at_risk", "eta", "lost", "time_seconds", "gpu_seconds", "goodput", "budget")
+_OF_THE_MOMENT = (
+    "at_risk",
+    "eta",
+    "lost",
+    "time_seconds",
+    "gpu_seconds",
+    "goodput",
+    "budget",
+    "disk",
+)
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 

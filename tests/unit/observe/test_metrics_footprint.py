@@ -22,12 +22,11 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import sys
 from pathlib import Path
-from hpctrain.actions import run_metrics
 from hpctrain.actions.exporter import AttemptExporter
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.layout import RunLayout
 
-run_metrics._ACCOUNT_SHARE = 1e-9
+AttemptExporter.account_share = 1e-9
 source = AttemptExporter(RunFiles(RunLayout(Path(sys.argv[1]))), {"SLURM_JOB_ID": "1"})
 for _ in range(int(sys.argv[2])):
     assert source.samples()
