@@ -124,7 +124,8 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
         ),
         messages=MessageClock(
             recording=recording_of({str(mesh.control.group_name)}),
-            known=known_groups(mesh.axes),
+            # a rank alone has no messages, and an engine for one rank may have no axes
+            known=known_groups(mesh.axes) if job.launch.world_size > 1 else (),
             control=control,
             rank=job.launch.rank,
             nodes=nodes,
