@@ -30,8 +30,8 @@ from hpctrain.train.initial_weights import Normal, fill, stream_key
 # A loss near 5.5 is a multiple of 2^-21 = 4.8e-7 in fp32. Other ranks add up in another order,
 # which moves it by one or two of these at each step, and AdamW hands that on to the next steps: ten
 # after six steps are rounding, and a wrong gradient is off by thousands. Norms by share: a sum of
-# 100,000 squares. Seen: 7.2e-7, and 1.2e-6 of a norm; on a processor whose matrix products add up in
-# another order 1.4e-6, and 1.14e-5 of a norm after six steps.
+# 100,000 squares. Seen: 7.2e-7, and 1.2e-6 of a norm; on a processor whose matrix products add up
+# in another order 1.4e-6, and 1.14e-5 of a norm after six steps.
 LOSS_TOLERANCE = 10 * 2.0**-21
 NORM_TOLERANCE = 3e-5
 STEPS, BATCH, SEQUENCE, RATE = 6, 8, 32, 3e-3
