@@ -27,13 +27,6 @@ from hpctrain.telemetry.timeline import Timeline
 _NOISY_ROWS = 1200
 # Rows and columns of the matrix of messages: more ranks are put together by node.
 _MOST_RANKS = 64
-_PLANNED_MESSAGES = {
-    "tp": "tensor_messages_seconds",
-    "cp": "context_messages_seconds",
-    "ep": "expert_messages_seconds",
-    "pp": "pipeline_messages_seconds",
-    "dp": "data_messages_seconds",
-}
 
 
 class _Frozen(BaseModel):
@@ -300,11 +293,12 @@ def _stages(times: RankTimes, plan: Plan | None) -> tuple[StageMemory, ...]:
 
 def messages_of(record: CommunicationRecord, plan: Plan | None) -> MeasuredMessages:
     """Summarize the messages of one step by axis, and who has sent how much to whom."""
-    parts = plan.prediction.parts if plan and plan.prediction else None
+    prediction = plan.prediction if plan else None
+    parts = prediction.parts.message_seconds if prediction else {}
+    planned = {str(axis): seconds for axis, seconds in parts.items()}
     axes = []
     for axis in record.axes:
         taking_part = [rank for rank, group in enumerate(axis.groups) if group >= 0]
-        field = _PLANNED_MESSAGES.get(axis.axis)
         if not taking_part:
             continue
         axes.append(
@@ -316,7 +310,7 @@ def messages_of(record: CommunicationRecord, plan: Plan | None) -> MeasuredMessa
                 mean_bytes=fmean(axis.bytes[rank] for rank in taking_part),
                 mean_seconds=fmean(axis.seconds[rank] for rank in taking_part),
                 most_seconds=max(axis.seconds[rank] for rank in taking_part),
-                planned_seconds=getattr(parts, field) if parts and field else None,
+                planned_seconds=planned.get(axis.axis),
             )
         )
     unit, names, place = _places(record.nodes)

@@ -30,7 +30,7 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError
 from hpctrain.formats import NewerFormatError
 from hpctrain.observe.samples import RunSamples, Sample
-from hpctrain.plan.documents import Axis, Plan
+from hpctrain.plan.documents import Plan
 from hpctrain.slurm.host_lists import expand_hosts
 from hpctrain.slurm.records import JobRecord
 from hpctrain.spec.profile import ClusterProfile
@@ -55,13 +55,6 @@ _RECENT_STEPS = 200
 _SAVES_FOR_INTERVAL = 4
 _ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
 _UNKNOWN_CAUSE = "unknown"
-MESSAGE_PARTS: dict[Axis, str] = {
-    "tp": "tensor_messages_seconds",
-    "cp": "context_messages_seconds",
-    "ep": "expert_messages_seconds",
-    "dp": "data_messages_seconds",
-    "pp": "pipeline_messages_seconds",
-}
 
 
 @dataclass(frozen=True)
@@ -143,8 +136,11 @@ class RunMetrics:
         messages = read_communication(layout)
         if messages is not None and row.state is RunState.RUNNING:
             for axis in messages.axes:
-                out.put("message_seconds", statistics.fmean(axis.seconds), axis=axis.axis)
-                out.put("message_bytes", statistics.fmean(axis.bytes), axis=axis.axis)
+                if ranks := [rank for rank, group in enumerate(axis.groups) if group >= 0]:
+                    seconds = statistics.fmean(axis.seconds[rank] for rank in ranks)
+                    out.put("message_seconds", seconds, axis=axis.axis)
+                    size = statistics.fmean(axis.bytes[rank] for rank in ranks)
+                    out.put("message_bytes", size, axis=axis.axis)
         saves = read_saves(layout)
         _put_checkpoints(out, observed, submitted, saves)
         with contextlib.suppress(OSError):
@@ -260,8 +256,8 @@ def _put_speed(out: RunSamples, observed: ObservedRun, submitted: _Submitted) ->
     out.put("planned_step_seconds", plan.step_seconds)
     if plan.prediction is not None:
         out.put("planned_mfu_ratio", plan.prediction.mfu)
-        for axis, name in MESSAGE_PARTS.items():
-            if seconds := getattr(plan.prediction.parts, name):
+        for axis, seconds in plan.prediction.parts.message_seconds.items():
+            if seconds:
                 out.put("planned_message_seconds", seconds, axis=axis)
 
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.actions.metrics_outlets import DEFAULT_ADDRESS
 from hpctrain.cli.options import Seconds
 from hpctrain.cli.output import say
 
 if TYPE_CHECKING:
     from hpctrain.actions.metrics_outlets import MetricsServer, Textfile
     from hpctrain.observe.samples import Sample
-
-_ADDRESS = "127.0.0.1:9847"
 
 
 @click.command()
@@ -31,8 +30,8 @@ _ADDRESS = "127.0.0.1:9847"
 @click.option(
     "--listen",
     metavar="HOST:PORT",
-    help=f"Where to serve /metrics; `:PORT` for every address of this host.  [default: {_ADDRESS}, "
-    "unless --textfile is given]",
+    help="Where to serve /metrics; `:PORT` for every address of this host.  "
+    f"[default: {DEFAULT_ADDRESS}, unless --textfile is given]",
 )
 @click.option(
     "--textfile",
@@ -95,8 +94,8 @@ def exporter(
         return
     server = None
     if listen is not None or file is None:
-        server = MetricsServer(*parse_address(listen or _ADDRESS))
-        host = (listen or _ADDRESS).rpartition(":")[0] or "0.0.0.0"
+        server = MetricsServer(*parse_address(listen or DEFAULT_ADDRESS))
+        host = (listen or DEFAULT_ADDRESS).rpartition(":")[0] or "0.0.0.0"
         say(f"Serving http://{host}:{server.port}/metrics every {every:g} s anew; Ctrl-C ends it")
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -26,13 +26,6 @@ _BACKWARD, _BACKWARD_AGAIN = 2.0, 3.0
 _TIMES_PLANNED = 2.0
 _SLOWER_SHARE = 0.05
 _TO_TRACE = "a trace tells: `profile: {start: 50, count: 2}`"
-_FIELDS: dict[Axis, str] = {
-    "tp": "tensor_messages_seconds",
-    "cp": "context_messages_seconds",
-    "ep": "expert_messages_seconds",
-    "dp": "data_messages_seconds",
-    "pp": "pipeline_messages_seconds",
-}
 
 
 @dataclass(frozen=True)
@@ -130,8 +123,8 @@ def _slower_than_planned(facts: DiagnosisInput) -> tuple[_Slower, ...]:
     parts, found = planned.plan.prediction.parts, []
     hidden = {"dp"} if planned.spec.optimizer.overlap_grad_reduce else set()
     by_axis = {one.axis: one for one in measured.axes}
-    for axis, name in _FIELDS.items():
-        one, expected = by_axis.get(axis), getattr(parts, name)
+    for axis, expected in parts.message_seconds.items():
+        one = by_axis.get(axis)
         if one is None or axis in hidden or expected <= 0:
             continue
         seconds = one.seconds - (parts.bubble_seconds if axis == "pp" else 0.0)
@@ -212,8 +205,8 @@ def _planned_messages(planned: Planned | None) -> tuple[Measurement, ...]:
     parts, spans = planned.plan.prediction.parts, _spans(planned)
     found = [
         f"{axis} {planned_seconds:.3g} s {spans[axis]}"
-        for axis, name in _FIELDS.items()
-        if axis in spans and (planned_seconds := getattr(parts, name)) > 0
+        for axis, planned_seconds in parts.message_seconds.items()
+        if axis in spans and planned_seconds > 0
     ]
     links = (
         f"links per GPU: NVLink {planned.profile.nvlink.bandwidth:.3g} B/s, "
@@ -253,7 +246,7 @@ def _dominant(planned: Planned | None) -> Axis | None:
     if planned.plan.prediction is None:
         return next(iter(spans)) if len(spans) == 1 else None
     parts = planned.plan.prediction.parts
-    known = {axis: getattr(parts, _FIELDS[axis]) for axis in spans}
+    known = {axis: parts.message_seconds[axis] for axis in spans}
     best = max(known, key=lambda axis: known[axis], default=None)
     return best if best is not None and known[best] > 0 else next(iter(spans), None)
 

@@ -148,6 +148,17 @@ class StepParts(Document):
     def total_seconds(self) -> float:
         return float(sum(getattr(self, name) for name in type(self).model_fields))
 
+    @property
+    def message_seconds(self) -> dict[Axis, float]:
+        """Seconds of messages along each axis that computation does not hide."""
+        return {
+            "tp": self.tensor_messages_seconds,
+            "cp": self.context_messages_seconds,
+            "ep": self.expert_messages_seconds,
+            "dp": self.data_messages_seconds,
+            "pp": self.pipeline_messages_seconds,
+        }
+
 
 class Prediction(Document):
     """The expected speed of a plan.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.cli.report import report
+from hpctrain.cli.main import cli
 from hpctrain.errors import NoSuchRunError
 from tests.fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate
 
@@ -24,7 +24,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def run(*words: str, runs: Path) -> str:
-    result = CliRunner().invoke(report, [*words, "--runs", str(runs), "--offline"],
+    result = CliRunner().invoke(cli, ["report", *words, "--runs", str(runs), "--offline"],
                                 catch_exceptions=False)  # fmt: skip
     assert result.exit_code == 0, result.output
     return result.output

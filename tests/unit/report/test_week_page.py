@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from hpctrain.actions.report_windows import last_days
 from hpctrain.actions.team_report import TeamReport, UnreadRun, team_report
-from hpctrain.cli.report import report as command
+from hpctrain.cli.main import cli
 from hpctrain.cli.week_text import team_lines
 from hpctrain.errors import UsageError
 from hpctrain.report.week_page import write_week_page
@@ -59,7 +59,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
     monkeypatch.setattr(time, "time", lambda: NOW)
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    return CliRunner().invoke(command, words)
+    return CliRunner().invoke(cli, ["report", *words])
 
 
 def runs_words(directories: tuple[Path, Path]) -> list[str]:
