@@ -168,6 +168,19 @@ class Duration(_Quantity):
         )
 
 
+class Latency(_Quantity):
+    """Seconds that somebody waits for an answer, written with a unit."""
+
+    suffixes: ClassVar[dict[str, float]] = {"ms": 1e-3, "s": 1}
+    examples: ClassVar[str] = "a latency such as `450ms` or `2s`"
+
+    def __str__(self) -> str:
+        """Milliseconds below one second; it can be parsed again."""
+        if self < 1:
+            return f"{_digits(round(float(self) * 1e3, 6))}ms"
+        return f"{_digits(float(self))}s"
+
+
 @dataclass(frozen=True)
 class Money:
     """An amount and its currency (ISO 4217 code): `200000usd`, `1.5M EUR`, `200,000 USD`."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hpctrain.spec.presets import ModelPresets
     from hpctrain.spec.profile import ClusterProfile
     from hpctrain.spec.run import RunSpec
+    from hpctrain.spec.service import ServiceSpec
 
 DocumentT = TypeVar("DocumentT", bound="BaseModel")
 MAX_FILE_BYTES = 2**20
@@ -52,6 +53,7 @@ _EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PACKAGED_CALIBRATION = Path(__file__).resolve().parent / "catalogue" / "calibration.yaml"
 PACKAGED_CATALOGUE = Path(__file__).resolve().parent / "catalogue" / CATALOGUE_FILE
 EXTENDS = "extends"
+SERVICE_KIND = "service"
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,41 @@ def load_run_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Run
     from hpctrain.spec.run import RunSpec
 
     parsed = _parse(path)
+    if kind_of(parsed) == SERVICE_KIND:
+        message, hint = "this is the spec of a service, not of a run", "`hpctrain serve plan FILE`"
+        raise InvalidInputError([parsed.values["kind",].problem(message, hint)])
     if _names_a_preset(parsed):
         from hpctrain.spec.presets import expand_preset
 
         expand_preset(parsed, load_presets())
     apply_overrides(parsed, overrides)
     return _validated(RunSpec, parsed, _shown_name(path))
+
+
+def load_service_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[ServiceSpec]:
+    """Read the spec of a service; `-` is standard input.
+
+    Raises InvalidInputError with all problems.
+    """
+    from hpctrain.spec.service import ServiceSpec
+
+    parsed = _parse(path)
+    if kind_of(parsed) is None:
+        message = "this is no spec of a service: it has no line `kind: service`"
+        hint = "runs are planned by `hpctrain plan` and started by `hpctrain submit`"
+        raise InvalidInputError([SourcePlace(_shown_name(path), 1, 1).problem(message, hint)])
+    if _names_a_preset(parsed):
+        from hpctrain.spec.presets import expand_preset
+
+        expand_preset(parsed, load_presets())
+    apply_overrides(parsed, overrides)
+    return _validated(ServiceSpec, parsed, _shown_name(path))
+
+
+def kind_of(parsed: Parsed) -> str | None:
+    """Return what a file says it describes; None for a run, whose spec has no `kind`."""
+    kind = parsed.data.get("kind") if isinstance(parsed.data, dict) else None
+    return None if kind is None else str(kind)
 
 
 def load_profile(path: Path | str, search_path: Sequence[Path] = ()) -> Loaded[ClusterProfile]:

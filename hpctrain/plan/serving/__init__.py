@@ -1,0 +1,1 @@
+"""Plan a service: which replicas, how many, what they cost and which latencies they keep. Pure."""
