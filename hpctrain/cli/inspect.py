@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,13 +14,19 @@ from hpctrain.cli.output import busy, json_out, marked, or_dash, say, table
 if TYPE_CHECKING:
     from hpctrain.errors import Problem
     from hpctrain.spec.profile import ClusterProfile
+    from hpctrain.spec.schema import Kind
 
 SPEC_ARGUMENT = click.Path(path_type=Path, allow_dash=True)
 
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=SPEC_ARGUMENT)
-@click.option("--as", "kind", type=click.Choice(["spec", "profile"]), help="What the files are.")
+@click.option(
+    "--as",
+    "kind",
+    type=click.Choice(["spec", "profile", "service"]),
+    help="What the files are.",
+)
 @click.option(
     "--profile",
     "-p",
@@ -32,7 +38,7 @@ SPEC_ARGUMENT = click.Path(path_type=Path, allow_dash=True)
 @json_option
 def validate(
     files: tuple[Path, ...],
-    kind: str | None,
+    kind: Kind | None,
     profile: str | None,
     overrides: tuple[str, ...],
     runs: Path | None,
@@ -174,9 +180,9 @@ def _readable_profiles(names: list[str]) -> tuple[list[ClusterProfile], list[Pro
 
 
 @click.command()
-@click.argument("kind", type=click.Choice(["spec", "profile"]))
-def schema(kind: Literal["spec", "profile"]) -> None:
-    """Print the JSON Schema of run specs or cluster profiles.
+@click.argument("kind", type=click.Choice(["spec", "profile", "service"]))
+def schema(kind: Kind) -> None:
+    """Print the JSON Schema of run specs, cluster profiles or services.
 
     \b
     Examples:

@@ -14,7 +14,8 @@ import click
 
 from hpctrain.cli.main import EXIT_CODES, GROUPS, cli
 from hpctrain.cli.reference_text import default_text
-from hpctrain.spec.reference import Field, Kind, fields_of
+from hpctrain.spec.reference import Field, fields_of
+from hpctrain.spec.schema import Kind
 
 ENVIRONMENT: Mapping[str, str] = {
     "HPCTRAIN_RUNS": "Directory of the runs, where `--runs` is not given. Default: ./runs",
@@ -53,9 +54,15 @@ _ABOUT: Mapping[Kind, tuple[str, str]] = {
         "Slurm, `hpctrain validate` checks one. With `extends: NAME` it contains what differs from "
         "another one.",
     ),
+    "service": (
+        "what hpctrain serves to whom, and how fast",
+        "The spec of a service is a YAML 1.2 file that says which model is served, which requests "
+        "come, and what is promised to clients. `hpctrain serve plan` finds the cheapest replicas "
+        "that keep the promise, `hpctrain serve up` starts them.",
+    ),
 }
 _WIDTH = 78
-_PAGES = ("hpctrain(1)", "hpctrain-spec(5)", "hpctrain-profile(5)")
+_PAGES = ("hpctrain(1)", "hpctrain-spec(5)", "hpctrain-profile(5)", "hpctrain-service(5)")
 
 
 def command_page() -> str:

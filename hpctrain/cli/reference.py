@@ -11,7 +11,8 @@ from hpctrain.cli.options import FieldName, ProfileName
 from hpctrain.cli.output import paragraph, table
 
 if TYPE_CHECKING:
-    from hpctrain.spec.reference import Field, Kind
+    from hpctrain.spec.reference import Field
+    from hpctrain.spec.schema import Kind
 
 _INDENT = 10
 
@@ -19,13 +20,16 @@ _INDENT = 10
 @click.command()
 @click.argument("field", required=False, type=FieldName())
 @click.option(
-    "--as", "kind", type=click.Choice(["spec", "profile"]), help="Of run specs or of profiles."
+    "--as",
+    "kind",
+    type=click.Choice(["spec", "profile", "service"]),
+    help="Of run specs, profiles or services.",
 )
 @click.option(
     "--in",
     "file",
     type=click.Path(path_type=Path, allow_dash=True),
-    help="A run spec: also its value, and where that comes from.",
+    help="A spec: also its value, and where that comes from.",
 )
 @click.option("--profile", "-p", type=ProfileName(), help="A profile instead of a run spec.")
 def explain(field: str | None, kind: Kind | None, file: Path | None, profile: str | None) -> None:
@@ -40,12 +44,17 @@ def explain(field: str | None, kind: Kind | None, file: Path | None, profile: st
       hpctrain explain batch.micro --in gpt175b.yaml
       hpctrain explain network.nic_bandwidth -p a100x64
     """
+    from hpctrain.actions.validate import kind_of_file
     from hpctrain.cli.reference_text import field_lines, section_rows, value_lines
     from hpctrain.spec.reference import find_field
 
     if file is not None and profile is not None:
-        raise click.UsageError("`--in` is a run spec and `--profile` a profile: give one of them")
-    wanted: Kind | None = "profile" if profile is not None else "spec" if file else kind
+        raise click.UsageError("`--in` is a spec and `--profile` a profile: give one of them")
+    wanted: Kind | None = kind
+    if profile is not None:
+        wanted = "profile"
+    elif file is not None:
+        wanted = kind_of_file(file)
     if field is None:
         table(*section_rows(wanted or "spec"))
         return

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.actions.examples import example_value
 from hpctrain.cli.output import paragraph
-from hpctrain.spec.reference import Field, Kind, fields_of
+from hpctrain.spec.reference import Field, fields_of
+from hpctrain.spec.schema import TITLES, Kind
 
 if TYPE_CHECKING:
     from hpctrain.spec.loader import Loaded
 
 _INDENT = 10
-_DOCUMENTS = {"spec": "run spec", "profile": "cluster profile"}
 _LONG = 60
 
 
 def field_lines(kind: Kind, field: Field) -> Iterator[str]:
     """Format one field: type, default, meaning, engines, example."""
-    yield from _entry("Field", f"{field.path} ({_DOCUMENTS[kind]})")
+    yield from _entry("Field", f"{field.path} ({TITLES[kind]})")
     yield from _entry("Meaning", field.description)
     yield from _entry("Type", field.type)
     yield from _entry("Default", default_text(field))
@@ -39,9 +39,9 @@ def field_lines(kind: Kind, field: Field) -> Iterator[str]:
 def value_lines(path: str, spec: Path | None, profile: str | None) -> Iterator[str]:
     """Format the value that a document has, and the file and line, or option, that gives it."""
     if spec is not None:
-        from hpctrain.spec.loader import load_run_spec
+        from hpctrain.actions.validate import load_spec
 
-        yield from _value(load_run_spec(spec), path)
+        yield from _value(load_spec(spec), path)
     elif profile is not None:
         from hpctrain.actions.profiles import load_named_profile
 
@@ -79,8 +79,7 @@ def section_rows(kind: Kind) -> tuple[list[str], list[list[str]]]:
 
 def reference_page(kind: Kind) -> str:
     """Write a page of the reference in Markdown: one section for each section of the document."""
-    title = "Run specs" if kind == "spec" else "Cluster profiles"
-    lines = [f"# {title}: every field", ""]
+    lines = [f"# {TITLES[kind].capitalize()}s: every field", ""]
     lines += [
         "Made from the descriptions that `hpctrain explain` and editors show (`make golden`).",
         "`required` stands where a file must have the field, `absent` where it has no default.",

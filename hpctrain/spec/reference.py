@@ -12,14 +12,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.engines.registry import ENGINES
-from hpctrain.spec.schema import schema_document
+from hpctrain.spec.schema import TITLES, Kind, schema_document
 
-Kind = Literal["spec", "profile"]
+_PLURALS: dict[Kind, str] = {
+    "spec": "run specs",
+    "profile": "profiles",
+    "service": "service specs",
+}
 # What stands for the name that a file gives to an entry, and for the number of an item.
 ANY = "*"
 
@@ -57,17 +61,18 @@ def find_field(path: str, kind: Kind | None = None) -> tuple[Kind, Field]:
     """Look up a path as it is written in a file: `data.sources[0].path`, `model.layers`.
 
     Raises UsageError with the nearest names for one that does not exist. Without `kind` the spec
-    comes before the profile.
+    comes before the profile, and both before the spec of a service.
     """
-    kinds: tuple[Kind, ...] = ("spec", "profile") if kind is None else (kind,)
+    kinds: tuple[Kind, ...] = tuple(TITLES) if kind is None else (kind,)
     for one in kinds:
         field = _matching(fields_of(one), _general(path))
         if field is not None:
             return one, field
-    where = "run specs" if kind == "spec" else "profiles" if kind else "specs and profiles"
-    other: Kind = "profile" if kind == "spec" else "spec"
-    if kind is not None and _matching(fields_of(other), _general(path)) is not None:
-        owner = "run specs" if other == "spec" else "profiles"
+    where = "specs and profiles" if kind is None else _PLURALS[kind]
+    others = [one for one in TITLES if one not in kinds]
+    owners = [one for one in others if _matching(fields_of(one), _general(path)) is not None]
+    if owners:
+        owner = _PLURALS[owners[0]]
         raise UsageError(
             f"{where} have no field `{path}`",
             hint=f"it is a field of {owner}: `hpctrain explain {path}`",

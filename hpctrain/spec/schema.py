@@ -1,4 +1,4 @@
-"""Write the JSON Schema of spec and profile, for editors that complete and check YAML.
+"""Write the JSON Schema of specs and profiles, for editors that complete and check YAML.
 
 Belongs here: the text of the schema. Does not belong here: writing files, the rules themselves.
 """
@@ -6,29 +6,48 @@ Belongs here: the text of the schema. Does not belong here: writing files, the r
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Kind = Literal["spec", "profile", "service"]
+# What each document is called.
+TITLES: dict[Kind, str] = {
+    "spec": "run spec",
+    "profile": "cluster profile",
+    "service": "service spec",
+}
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def json_schema(kind: Literal["spec", "profile"]) -> str:
+def json_schema(kind: Kind) -> str:
     """Write indented JSON with sorted keys and a final newline, deterministically."""
     document = schema_document(kind)
     return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def schema_document(kind: Literal["spec", "profile"]) -> dict[str, Any]:
+def schema_document(kind: Kind) -> dict[str, Any]:
     """Return the schema with the fields in the order of the document."""
-    from hpctrain.spec.profile import ClusterProfile
-    from hpctrain.spec.run import RunSpec
-
-    model = RunSpec if kind == "spec" else ClusterProfile
-    schema = model.model_json_schema(by_alias=True, mode="validation")
-    title = "hpctrain run spec" if kind == "spec" else "hpctrain cluster profile"
-    document = {**_tidy(schema), "$schema": _DIALECT, "title": title}
-    if kind == "spec":
+    schema = _document_class(kind).model_json_schema(by_alias=True, mode="validation")
+    document = {**_tidy(schema), "$schema": _DIALECT, "title": f"hpctrain {TITLES[kind]}"}
+    if kind != "profile":
         _allow_presets(document)
     return document
+
+
+def _document_class(kind: Kind) -> type[BaseModel]:
+    if kind == "spec":
+        from hpctrain.spec.run import RunSpec
+
+        return RunSpec
+    if kind == "service":
+        from hpctrain.spec.service import ServiceSpec
+
+        return ServiceSpec
+    from hpctrain.spec.profile import ClusterProfile
+
+    return ClusterProfile
 
 
 def _allow_presets(document: dict[str, Any]) -> None:
@@ -36,10 +55,11 @@ def _allow_presets(document: dict[str, Any]) -> None:
     from hpctrain.spec.loader import load_presets
 
     names = [one.name for one in load_presets().presets]
-    shape, preset = document["properties"]["model"], {"enum": names}
+    field, preset = document["properties"]["model"], {"enum": names}
+    shapes = field.pop("anyOf", [field])
     meaning = "Published model whose fields are the defaults of the others (`hpctrain init --list`)"
     document["properties"]["model"] = {
-        "anyOf": [shape, {"type": "string", **preset}],
+        "anyOf": [*shapes, {"type": "string", **preset}],
         "description": "Shape of the model: its fields, or the name of a published one",
     }
     section = document["$defs"]["ModelSpec"]

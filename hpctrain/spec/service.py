@@ -358,7 +358,7 @@ class ServiceSpec(Document):
         if router.name == "haproxy" and router.policy == "cache_aware":
             raise Contradiction(
                 ("router", "policy"),
-                "haproxy does not read prompts, so it cannot prefer the replica that has cached one",
+                "haproxy reads no prompts, so it cannot prefer the replica that has cached one",
                 "`policy: least_loaded`, or `name: vllm-router`",
             )
         return router

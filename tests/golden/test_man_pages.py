@@ -21,6 +21,7 @@ PAGES = {
     "hpctrain.1": command_page,
     "hpctrain-spec.5": lambda: field_page("spec"),
     "hpctrain-profile.5": lambda: field_page("profile"),
+    "hpctrain-service.5": lambda: field_page("service"),
 }
 _MACROS = {".TH", ".SH", ".SS", ".TP", ".PP", ".nf", ".fi", ".br", '.\\"'}
 _ESCAPES = re.compile(r"\\(e|-|&|\(dq|fB|fI|fR|\[u[0-9A-F]{4,5}\])")

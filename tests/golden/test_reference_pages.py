@@ -7,10 +7,10 @@ from reviewed_files import compare
 
 from hpctrain.cli.reference_text import reference_page
 from hpctrain.observe.families import FAMILIES
-from hpctrain.spec.reference import Kind
+from hpctrain.spec.schema import TITLES, Kind
 
 
-@pytest.mark.parametrize("kind", ["spec", "profile"])
+@pytest.mark.parametrize("kind", TITLES)
 def test_page(kind: Kind, request: pytest.FixtureRequest) -> None:
     compare(request.config, f"docs/{kind}-reference.md", reference_page(kind))
 

@@ -12,11 +12,17 @@ from pydantic import BaseModel
 from hpctrain.errors import UsageError
 from hpctrain.spec.positions import parse_yaml
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.reference import Kind, fields_of, find_field, names_below
+from hpctrain.spec.reference import fields_of, find_field, names_below
 from hpctrain.spec.run import RunSpec
+from hpctrain.spec.schema import Kind
+from hpctrain.spec.service import ServiceSpec
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS: dict[Kind, type[BaseModel]] = {"spec": RunSpec, "profile": ClusterProfile}
+DOCUMENTS: dict[Kind, type[BaseModel]] = {
+    "spec": RunSpec,
+    "profile": ClusterProfile,
+    "service": ServiceSpec,
+}
 
 
 @pytest.mark.parametrize("kind", DOCUMENTS)
@@ -46,7 +52,7 @@ def paths(value: Any, above: str = "") -> Iterator[str]:
 @pytest.mark.parametrize(
     ("kind", "file"),
     [
-        ("spec", path)
+        ("service" if "serve" in path.parent.name else "spec", path)
         for path in sorted((ROOT / "examples").rglob("*.yaml"))
         if "profile" not in path.name
     ]
@@ -95,7 +101,11 @@ def test_an_unknown_field_is_answered_with_the_nearest() -> None:
 
 @pytest.mark.parametrize(
     ("path", "kind", "owner"),
-    [("resources.walltime", "profile", "run specs"), ("nodes.count", "spec", "profiles")],
+    [
+        ("resources.walltime", "profile", "run specs"),
+        ("nodes.count", "spec", "profiles"),
+        ("traffic.rate", "spec", "service specs"),
+    ],
 )
 def test_a_field_of_the_other_kind_is_answered_with_its_kind(
     path: str, kind: Kind, owner: str

@@ -12,7 +12,8 @@ import pytest
 from hpctrain.spec.fields import known_paths
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.spec.schema import json_schema
+from hpctrain.spec.schema import TITLES, json_schema
+from hpctrain.spec.service import ServiceSpec
 
 
 def schema_paths(schema: dict[str, Any], node: dict[str, Any], above: str = "") -> set[str]:
@@ -29,18 +30,20 @@ def schema_paths(schema: dict[str, Any], node: dict[str, Any], above: str = "") 
     return found
 
 
-@pytest.mark.parametrize(("kind", "model"), [("spec", RunSpec), ("profile", ClusterProfile)])
+@pytest.mark.parametrize(
+    ("kind", "model"), [("spec", RunSpec), ("profile", ClusterProfile), ("service", ServiceSpec)]
+)
 def test_schema_has_every_key_and_forbids_others(kind: Any, model: Any) -> None:
     schema = json.loads(json_schema(kind))
     # The name of a published model is replaced by its fields before the document is made.
-    presets = {"model.preset"} if kind == "spec" else set()
+    presets = set() if kind == "profile" else {"model.preset"}
     assert schema_paths(schema, schema) == set(known_paths(model)) | presets
     for definition in [schema, *schema["$defs"].values()]:
         assert definition["additionalProperties"] is False
         assert set(definition.get("required", ())) <= set(definition["properties"])
 
 
-@pytest.mark.parametrize("kind", ["spec", "profile"])
+@pytest.mark.parametrize("kind", TITLES)
 def test_every_key_is_described(kind: Any) -> None:
     schema = json.loads(json_schema(kind))
     for name, definition in {"document": schema, **schema["$defs"]}.items():
