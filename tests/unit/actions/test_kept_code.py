@@ -137,6 +137,16 @@ def flipped(archive: Path) -> None:
     archive.write_bytes(data)
 
 
+def loop_flipped(archive: Path) -> None:
+    """Change the compressed supervisor, which every job imports, compiled and as text."""
+    data = bytearray(archive.read_bytes())
+    with zipfile.ZipFile(archive) as opened:
+        for name in ("hpctrain/supervise/loop.py", "hpctrain/supervise/loop.pyc"):
+            entry = opened.getinfo(name)
+            data[entry.header_offset + 30 + len(name) + entry.compress_size // 2] ^= 0xFF
+    archive.write_bytes(data)
+
+
 @pytest.mark.parametrize("damage", [cut, emptied, flipped])
 def test_a_damaged_archive_is_written_anew(
     run: RunLayout, cache: Path, damage: Callable[[Path], None]
@@ -156,7 +166,7 @@ def test_a_job_takes_no_other_code_for_an_archive_that_cannot_be_read(run: RunLa
     archive = run.current_code.resolve()
     installed = Path(kept_code.__file__).parents[2]
     argv = ["-P", "-m", "hpctrain.supervise", "--run-directory", ".", "--", "srun"]
-    for damage in (emptied, cut, flipped):
+    for damage in (emptied, cut, loop_flipped):
         keep_code(run)
         damage(archive)
         done = subprocess.run(
@@ -167,7 +177,9 @@ def test_a_job_takes_no_other_code_for_an_archive_that_cannot_be_read(run: RunLa
             text=True,
         )
         assert done.returncode, "it has begun with other code"
-        if damage is not flipped:  # which ends the import
+        if damage is loop_flipped:
+            assert done.returncode == 1 and "zipimport" in done.stderr, "the import ends it"
+        else:
             assert done.returncode == 7 and f"error: {archive}, the code of" in done.stderr
             assert f"`hpctrain upgrade {run.run_id}`" in done.stderr
 
