@@ -38,7 +38,7 @@ BOUNDS: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", varied(BOUNDS, "gpt", "experts", "llama with fsdp"))
+@pytest.mark.parametrize("name", varied(BOUNDS, "experts", "llama with fsdp"))
 def test_a_step_waits_seldom(name: str, engine_process: FreshProcess) -> None:
     document, per_step, per_microbatch = BOUNDS[name]
     few, many = (

@@ -42,6 +42,7 @@ def of_kind(counted: list[Counted], kind: str) -> list[Counted]:
     return [one for one in counted if one.kind == kind]
 
 
+@pytest.mark.variant("test_commands_are_as_predicted")
 def test_launches_end_as_meant(counted: list[Counted]) -> None:
     for kind, code in (("first", 0), ("again", 0), ("failed", 78)):
         for one in of_kind(counted, kind):

@@ -36,6 +36,7 @@ def outcomes(checks: Iterator[RungCheck]) -> dict[str, tuple[str, str]]:
     return {check.name: (check.outcome, check.detail) for check in checks}
 
 
+@pytest.mark.variant("test_layout_equals_one_process")
 def test_layouts_of_one_node_equal_one_gpu(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     layouts(monkeypatch, named("tp2 sp"), named("ep2"), named("cp2"), named("tp4 sp"))
     found = outcomes(one_node.compare_layouts(site))
@@ -48,6 +49,7 @@ def test_layouts_of_one_node_equal_one_gpu(site: Site, monkeypatch: pytest.Monke
     assert found["tp4 sp against one GPU"] == ("not_run", "needs 4 GPUs")
 
 
+@pytest.mark.variant("test_links_and_rates_are_measured_and_marked_as_a_cpu_s")
 def test_a_layout_that_trains_another_model_fails(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,14 +64,14 @@ def test_a_layout_that_trains_another_model_fails(
     assert "rank 0 ends with" in found["crash against one GPU"][1]
 
 
-@pytest.mark.variant("test_layouts_of_one_node_equal_one_gpu")
+@pytest.mark.variant("test_links_and_rates_are_measured_and_marked_as_a_cpu_s")
 def test_a_killed_rank_is_resumed_bit_by_bit(site: Site) -> None:
     done = one_node.kill_and_resume(site)
     assert done.outcome == "passed", done.detail
     assert "equal bit by bit" in done.detail
 
 
-@pytest.mark.variant("test_layouts_of_one_node_equal_one_gpu")
+@pytest.mark.variant("test_links_and_rates_are_measured_and_marked_as_a_cpu_s")
 def test_a_resume_that_is_not_exact_fails(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     real = TrialRun.exact.fget
     assert real is not None
@@ -103,6 +105,7 @@ def test_links_and_rates_are_measured_and_marked_as_a_cpu_s(site: Site) -> None:
     assert all(rate and rate > 0 for rate in (*rates, *found.speed[1].product_flops_per_second))
 
 
+@pytest.mark.variant("test_links_and_rates_are_measured_and_marked_as_a_cpu_s")
 def test_tests_of_one_gpu_run_one_after_the_other_and_count_what_is_skipped(site: Site) -> None:
     """One test that a CPU can take part in, and those that it cannot."""
     words = ("-k", "(asked_to_leave and megatron) or assertion_in_a_kernel or that_is_full")

@@ -181,6 +181,7 @@ def test_what_goes_wrong_is_told_and_told_to_be_over(watched: Watched) -> None:
     print(f"a scrape takes {float(took['value'][1]) * 1e3:.1f} ms for {series['value'][1]} series")
 
 
+@pytest.mark.variant("test_what_goes_wrong_is_told_and_told_to_be_over")
 def test_a_dead_exporter_is_told_and_revived(watched: Watched) -> None:
     """It is the eye of all other alerts. `sandbox revive` starts it again."""
     sandbox = watched.stage.sandbox
@@ -196,6 +197,7 @@ def test_a_dead_exporter_is_told_and_revived(watched: Watched) -> None:
     watched.wait("HpctrainWatcherBlind", "resolved", blind="exporter")
 
 
+@pytest.mark.variant("test_what_goes_wrong_is_told_and_told_to_be_over")
 def test_a_slurm_that_does_not_answer_is_told(watched: Watched) -> None:
     """The states of runs are unknown then; none is taken for one that has ended or hangs."""
     sandbox = watched.stage.sandbox

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy
+import pytest
 from command_line import hpctrain
 from rehearsal import STEPS, Rehearsal, Stage, held, waits_for
 from slurm_settings import grace
@@ -81,6 +82,7 @@ def test_a_run_that_rewinds_and_is_preempted_has_one_curve(
         assert command in describe(rehearsal)
 
 
+@pytest.mark.variant("test_a_run_that_rewinds_and_is_preempted_has_one_curve")
 def test_the_process_may_be_killed_and_training_notices_nothing(
     stage: Stage, reference: RunFiles
 ) -> None:

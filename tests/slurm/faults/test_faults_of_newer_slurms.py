@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from rehearsal import STEPS, PlannedFault, Rehearsal, Stage
 from slurm_settings import grace
 from survival import Fault, Survival
@@ -21,6 +22,7 @@ PREEMPTIONS = (
 )
 
 
+@pytest.mark.variant("test_preemptions_of_all_kinds_cost_no_budget")
 def test_a_run_that_is_done_within_a_grace_is_not_started_again(
     accounting_stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

@@ -111,6 +111,7 @@ def leave_when_drained(rehearsal: Rehearsal, survival: Survival, drained: str, e
     assert drained not in rehearsal.nodes()
 
 
+@pytest.mark.variant("test_a_spare_takes_the_place_of_a_slow_node")
 def test_a_spare_node_takes_the_place_of_a_dead_one(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

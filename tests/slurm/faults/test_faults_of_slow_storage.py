@@ -52,6 +52,7 @@ def patient_slurm(sandbox: Sandbox) -> Iterator[None]:
         yield
 
 
+@pytest.mark.variant("test_the_time_limit_is_met_in_time_and_one_that_is_too_short_is_named")
 @pytest.mark.usefixtures("patient_slurm")
 def test_a_run_with_many_large_checkpoints_is_requeued_within_kill_wait(stage: Stage) -> None:
     """Slurm cancels what it preempts here, so only the supervisor's own requeue brings it back."""
