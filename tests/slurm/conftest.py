@@ -67,9 +67,31 @@ def miscounts(log: Path) -> int:
 
 
 @pytest.fixture(scope="session")
-def stage(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Stage:
-    """A place to start rehearsals at."""
+def real_stage(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Stage:
     return Stage(sandbox, tmp_path_factory.mktemp("stage"))
+
+
+@pytest.fixture(scope="session")
+def stand_in_stage(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    return Stage(sandbox, tmp_path_factory.mktemp("stand-in-stage"), stand_in=True)
+
+
+def uses_stand_in(request: pytest.FixtureRequest) -> bool:
+    """Whether the test's ranks compute nothing: the closest mark `stand_in` says so.
+
+    It is for tests of supervisor, Slurm and commands, for which ranks that start in a tenth of the
+    time are as good. `make reliability` (`--variants`) runs them with the real trainer as well.
+    """
+    mark = request.node.get_closest_marker("stand_in")
+    return mark is not None and mark.args != (False,) and not request.config.getoption("--variants")
+
+
+@pytest.fixture
+def stage(request: pytest.FixtureRequest) -> Stage:
+    """A place to start rehearsals at."""
+    name = "stand_in_stage" if uses_stand_in(request) else "real_stage"
+    found: Stage = request.getfixturevalue(name)
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -134,13 +156,19 @@ def public_stage(sandbox: Sandbox) -> Iterator[Stage]:
     sandbox.directory.chmod(0o700)  # `AnotherUser.client_of` opens it
 
 
+@pytest.fixture
+def reference(request: pytest.FixtureRequest) -> RunFiles:
+    """The run that nothing happens to; all others must have its losses."""
+    name = "stand_in_reference" if uses_stand_in(request) else "real_reference"
+    found: RunFiles = request.getfixturevalue(name)
+    return found
+
+
 @pytest.fixture(scope="session")
-def reference(
+def real_reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str
 ) -> RunFiles:
-    """The run that nothing happens to; all others must have its losses.
-
-    One for all processes of pytest-xdist: who comes first trains it, the others wait for it.
+    """One for all processes of pytest-xdist: who comes first trains it, the others wait for it.
     """
     own = tmp_path_factory.getbasetemp()
     shared = own if worker_id == "master" else own.parent
@@ -148,9 +176,14 @@ def reference(
     with (shared / "reference-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not note.exists():
-            note.write_text(str(_trained(request.getfixturevalue("stage")).layout.directory))
+            note.write_text(str(_trained(request.getfixturevalue("real_stage")).layout.directory))
     directory = Path(note.read_text())
     return find_run(directory.parent, directory.name)
+
+
+@pytest.fixture(scope="session")
+def stand_in_reference(stand_in_stage: Stage) -> RunFiles:
+    return _trained(stand_in_stage)
 
 
 def _trained(stage: Stage) -> RunFiles:

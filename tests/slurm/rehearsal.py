@@ -48,6 +48,9 @@ PATIENCE_SECONDS = 300.0
 # What is left for the last words of a supervisor when Slurm ends its job.
 KILL_WAIT_SECONDS = 10
 FAULTY_TRAINER = Path(__file__).resolve().parent / "faults" / "faulty_trainer.py"
+FAULTY_STAND_IN = FAULTY_TRAINER.with_name("faulty_stand_in.py")
+# A step of the stand-in: 60 of them last as long as those of the rehearsal's model.
+STAND_IN_STEP_SECONDS = 0.04
 HELD_RANKS = Path(__file__).resolve().parent / "held_ranks"
 
 PROFILE = """
@@ -103,7 +106,10 @@ _INTERPRETER = """\
 export HPCTRAIN_KERNEL_LOG={place}/kernel-{{node}}.log
 [ ! -e {place}/slow-stat.so ] || export LD_PRELOAD={place}/slow-stat.so
 [ -z {held} ] || export PYTHONPATH={held_ranks} HELD_RANKS={held}
-if [ "$2" = hpctrain.train ] && [ -e {plan} ]; then
+if [ "$2" = hpctrain.train ] && [ {stand_in} ]; then
+    shift 2
+    set -- {python} {stand_in} {plan} {step_seconds} "$@"
+elif [ "$2" = hpctrain.train ] && [ -e {plan} ]; then
     shift 2
     set -- {python} {trainer} {plan} "$@"
 else
@@ -483,10 +489,14 @@ NO_ROOM = "#!/bin/sh\n#SBATCH -p urgent -N4 --exclusive -t 30 -o /dev/null\nexec
 
 @dataclass(frozen=True)
 class Stage:
-    """Where rehearsals are put on: a sandbox, a directory, a profile and a spec."""
+    """Where rehearsals are put on: a sandbox, a directory, a profile and a spec.
+
+    `stand_in`: ranks compute nothing (`hpctrain.train.stand_in`), and everything else is as it is.
+    """
 
     sandbox: Sandbox
     directory: Path
+    stand_in: bool = False
 
     @property
     def slurm(self) -> SlurmClient:
@@ -569,6 +579,9 @@ class Stage:
             (place / f"kernel-{node}.log").touch()
         words = dict(
             place=place, plan=plan, python=sys.executable, trainer=FAULTY_TRAINER, data=self.data
+        )
+        words |= dict(
+            stand_in=FAULTY_STAND_IN if self.stand_in else "", step_seconds=STAND_IN_STEP_SECONDS
         )
         words |= dict(held=held_at, held_ranks=HELD_RANKS, traced="yes" if strace else "")
         quoted = {name: shlex.quote(str(word)) for name, word in words.items()}

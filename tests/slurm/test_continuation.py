@@ -19,6 +19,8 @@ from hpctrain.slurm.records import JobRecord
 from hpctrain.store.jobs import started_ids, submitted_ids
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 
 def live_jobs(rehearsal: Rehearsal) -> list[JobRecord]:
     """Everything of the run that waits or runs."""

@@ -7,10 +7,8 @@ the package. Does not belong here: faults from outside (see `hpctrain.sandbox.fa
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -18,38 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rank_deeds import ASKED_TO_LEAVE, LASTING, PLAN, Fault, planned, settled
+from rank_deeds import DEEDS as COMMON_DEEDS
+
 from hpctrain.train.stop import StopSignals
 
-Fault = dict[str, Any]
-
-
-def planned(path: Path) -> list[Fault]:
-    """The faults of this rank and launch; rank -1 stands for all, and so does epoch 0."""
-    rank, epoch = int(os.environ["SLURM_PROCID"]), int(os.environ["HPCTRAIN_EPOCH"])
-    return [
-        fault
-        for fault in json.loads(path.read_text())
-        if fault["rank"] in (rank, -1) and fault["epoch"] in (epoch, 0)
-    ]
-
-
 # -- what a rank does to itself ----------------------------------------------------------------
-
-
-def leave(fault: Fault) -> None:
-    """End at once with a code, after some words."""
-    say(fault)
-    os._exit(fault["code"])
-
-
-def fail(fault: Fault) -> None:
-    """Raise what a library raises."""
-    raise RuntimeError(fault["text"])
-
-
-def misspell(fault: Fault) -> None:
-    """A mistake in the code of the user that one rank alone comes to."""
-    json.no_such_name  # type: ignore[attr-defined]  # noqa: B018
 
 
 def stop_writer(fault: Fault) -> None:
@@ -67,75 +39,10 @@ def stop_writer(fault: Fault) -> None:
     write_job.write_rank_digests = stopped
 
 
-def say(fault: Fault) -> None:
-    if fault["text"]:
-        print(fault["text"], file=sys.stderr, flush=True)
-
-
-def kernel(fault: Fault) -> None:
-    """The kernel of this node says something, in the format of `journalctl -o short-unix`."""
-    node = os.environ["SLURMD_NODENAME"]
-    log = Path(os.environ["HPCTRAIN_KERNEL_LOG"].replace("{node}", node))
-    with log.open("a") as stream:
-        stream.write(f"{time.time():.6f} {node} kernel: {fault['text']}\n")
-
-
-def sleep(fault: Fault) -> None:
-    """Never come to the collective that the others wait in."""
-    time.sleep(fault["seconds"] or 3600)
-
-
-def await_warning(fault: Fault) -> None:
-    """A step that lasts until somebody asks this rank to leave."""
-    _wait_for(lambda: False)
-
-
-def await_word(fault: Fault) -> None:
-    """This step and those after it wait until the test says `text`, or somebody wants a save."""
-    word, request = PLAN.with_name(f"said-{fault['text']}"), Path("control/save")
-    _wait_for(lambda: word.exists() or request.exists())
-
-
-def _wait_for(reached: Callable[[], bool]) -> None:
-    """Or until this rank is asked to leave."""
-    request = Path("control/stop")
-    deadline = time.monotonic() + 3600
-    while not (reached() or STOP.requested or request.exists()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def stop(fault: Fault) -> None:
-    """All threads stand still, as after a SIGSTOP from outside."""
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def settle(fault: Fault) -> None:
     """On all ranks: no save is under way when the step begins. Rank 0 makes a note of it."""
     LOOPS[-1].saver.finish()
-    if os.environ["SLURM_PROCID"] == "0":
-        PLAN.with_name(f"settled-{os.environ['HPCTRAIN_EPOCH']}-{fault['step']}").touch()
-
-
-def import_nothing(fault: Fault) -> None:
-    """A mistake in the code of the user: the traceback is Python's own.
-
-    All ranks come to it together: one that is late would be ended before it can say the same.
-    """
-    _meet()
-    import a_module_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
-
-
-def _meet() -> None:
-    """Wait for all ranks of this launch."""
-    place = PLAN.with_name(f"met-{os.environ['HPCTRAIN_EPOCH']}")
-    place.mkdir(exist_ok=True)
-    (place / os.environ["SLURM_PROCID"]).touch()
-    _wait_for(lambda: len(list(place.iterdir())) == int(os.environ["SLURM_NTASKS"]))
-
-
-def die_of_term(fault: Fault) -> None:
-    """TERM ends the process, as it ends most programs: code 143 for Slurm."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    settled(fault)
 
 
 def hear_nothing(fault: Fault) -> None:
@@ -175,12 +82,6 @@ def pace(fault: Fault) -> None:
 
         object.__setattr__(loop.engine, "evaluate", evaluate)
         loop.unhurried = True
-
-
-def take_port(fault: Fault) -> None:
-    """Listen where rank 0 is about to."""
-    taken = socket.create_server(("", int(os.environ["MASTER_PORT"])))
-    _KEPT.append(taken)
 
 
 def compute_slowly(fault: Fault) -> None:
@@ -285,27 +186,13 @@ def _starts_slowly(fault: Fault) -> Any:
 
 
 STOP = StopSignals()
-PLAN = Path(sys.argv[1])
 LOOPS: list[Any] = []
-_KEPT: list[Any] = []
-DEEDS: dict[str, Callable[[Fault], None]] = {
-    "leave": leave,
-    "fail": fail,
-    "misspell": misspell,
+DEEDS: dict[str, Callable[[Fault], None]] = COMMON_DEEDS | {
     "stop_writer": stop_writer,
-    "say": say,
-    "kernel": kernel,
-    "sleep": sleep,
-    "await_warning": await_warning,
-    "await_word": await_word,
     "pace": pace,
     "miss_a_file": miss_a_file,
-    "stop": stop,
     "settle": settle,
-    "import_nothing": import_nothing,
-    "die_of_term": die_of_term,
     "hear_nothing": hear_nothing,
-    "take_port": take_port,
     "compute_slowly": compute_slowly,
     "publish_slowly": publish_slowly,
     "poison": poison,
@@ -315,10 +202,6 @@ DEEDS: dict[str, Callable[[Fault], None]] = {
     "load_slowly": load_slowly,
     "agree_late": agree_late,
 }
-
-
-# What is done at all later steps, too.
-LASTING = ("await_word", "pace")
 
 
 # -- when ----------------------------------------------------------------------------------------
@@ -359,8 +242,9 @@ def strike_at_steps(faults: list[Fault]) -> None:
 def main() -> None:
     arguments = sys.argv[2:]
     STOP.install()
+    ASKED_TO_LEAVE.append(lambda: STOP.requested)
     gc.disable()  # as the entry point does
-    faults = planned(PLAN)
+    faults = planned()
     for fault in faults:
         if not fault["step"]:
             DEEDS[fault["do"]](fault)
