@@ -149,10 +149,10 @@ def accounting_stage(accounting: Sandbox, tmp_path: Path) -> Stage:
 
 
 @pytest.fixture
-def public_stage(sandbox: Sandbox) -> Iterator[Stage]:
+def public_stage(request: pytest.FixtureRequest, sandbox: Sandbox) -> Iterator[Stage]:
     """A stage whose directory other users of this machine may enter."""
     with public_directory() as place:
-        yield Stage(sandbox, place)
+        yield Stage(sandbox, place, uses_stand_in(request))
     sandbox.directory.chmod(0o700)  # `AnotherUser.client_of` opens it
 
 
@@ -168,8 +168,7 @@ def reference(request: pytest.FixtureRequest) -> RunFiles:
 def real_reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str
 ) -> RunFiles:
-    """One for all processes of pytest-xdist: who comes first trains it, the others wait for it.
-    """
+    """One for all processes of pytest-xdist: who comes first trains it, the others wait for it."""
     own = tmp_path_factory.getbasetemp()
     shared = own if worker_id == "master" else own.parent
     note = shared / "reference-run"

@@ -502,6 +502,10 @@ class Stage:
     def slurm(self) -> SlurmClient:
         return patient_client({**os.environ, **self.sandbox.environment()})
 
+    def at(self, directory: Path) -> Stage:
+        """The same in another directory, for a test that wants runs of its own."""
+        return replace(self, directory=directory)
+
     @property
     def runs(self) -> Path:
         return self.directory / "runs"

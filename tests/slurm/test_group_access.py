@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import stat
 
+import pytest
 from another_user import AnotherUser
 from rehearsal import Stage
 
 from hpctrain.actions.state import RunState
+
+pytestmark = pytest.mark.stand_in
 
 
 def test_the_group_reads_everything_and_nobody_else(

@@ -15,6 +15,8 @@ from hpctrain.actions.watch import watch
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.notices import read_outbox
 
+pytestmark = pytest.mark.stand_in
+
 SECRET = PATH.rpartition("/")[2].encode()
 # Before torch is imported: the run costs hardly more than its job.
 AT_ONCE = tuple(PlannedFault(epoch=0, rank=rank, do="fail", text="bad batch") for rank in (0, 1))

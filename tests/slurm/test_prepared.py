@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 
+import pytest
 from rehearsal import Rehearsal, Stage
 
 from hpctrain.actions.control import resume
@@ -13,6 +14,8 @@ from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
 from hpctrain.actions.submit import prepare_only
 from hpctrain.store.jobs import sbatch_options
+
+pytestmark = pytest.mark.stand_in
 
 SHORT = ("budget.steps=12", "checkpoint.every_steps=4")
 

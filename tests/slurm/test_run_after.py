@@ -15,6 +15,8 @@ from hpctrain.actions.submit import submit
 from hpctrain.errors import InvalidInputError, UsageError
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 SHORT = ("budget.steps=12", "checkpoint.every_steps=4")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from rehearsal import MADE_UP, PATIENCE_SECONDS, Rehearsal, Stage
 
 from hpctrain.actions import control
@@ -9,6 +10,8 @@ from hpctrain.actions.describe import describe
 from hpctrain.actions.state import RunState
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.ledger import EventKind
+
+pytestmark = pytest.mark.stand_in
 
 # Long enough that only people end it.
 _ENDLESS = "budget.steps=100000"

@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+import pytest
 from another_user import AnotherUser, Bystander
 from rehearsal import MADE_UP, PATIENCE_SECONDS, Rehearsal, Stage
 
@@ -23,6 +24,8 @@ from hpctrain.checkpoints.publish import published_steps
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import read_request
+
+pytestmark = pytest.mark.stand_in
 
 # Long enough that only people end it.
 _ENDLESS = ("budget.steps=100000", "checkpoint.every_steps=100000", MADE_UP)

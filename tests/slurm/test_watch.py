@@ -18,6 +18,8 @@ from hpctrain.sandbox import faults
 from hpctrain.store.jobs import submitted_ids
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 
 def one_pass(rehearsal: Rehearsal, stage: Stage) -> WatchPass:
     """A pass that acts, over the runs of this stage; what it says of the one rehearsed."""

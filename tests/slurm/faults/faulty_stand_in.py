@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +30,23 @@ def hear_nothing(fault: Fault) -> None:
     leader.is_requested = lambda run, kind: False
 
 
+def publish_slowly(fault: Fault) -> None:
+    """From now on, wait between a checkpoint's last byte and its publication."""
+    from hpctrain.train.stand_in import leader
+
+    real = leader.publish
+
+    def slow(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(fault["seconds"])
+        return real(*arguments, **keywords)
+
+    leader.publish = slow
+
+
 DEEDS: dict[str, Callable[[Fault], None]] = COMMON_DEEDS | {
     "settle": settled,  # saves end before training goes on
     "hear_nothing": hear_nothing,
+    "publish_slowly": publish_slowly,
 }
 
 

@@ -14,6 +14,8 @@ from hpctrain.actions.watch import WatchPass, watch
 from hpctrain.sandbox import faults
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 
 def look(rehearsal: Rehearsal, stage: Stage, *, act: bool) -> WatchPass:
     """One pass over the directory of this run alone."""
@@ -26,7 +28,7 @@ def look(rehearsal: Rehearsal, stage: Stage, *, act: bool) -> WatchPass:
 def test_a_run_that_may_not_be_requeued_is_submitted_again(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
-    own = Stage(stage.sandbox, tmp_path)
+    own = stage.at(tmp_path)
     rehearsal = own.start("name=orphan", continuation="none", planned=held(1, 14))
     epoch = rehearsal.wait_for_progress()
     faults.crash_node(stage.sandbox, rehearsal.nodes()[0])
@@ -67,7 +69,7 @@ def run_to_its_end(stage: Stage, script: str) -> None:
 def test_a_prolog_that_fails_is_left_behind(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
-    own = Stage(stage.sandbox, tmp_path)
+    own = stage.at(tmp_path)
     break_known_prolog(own, "n0")
     rehearsal = own.start("name=prolog")
     rehearsal.wait_until(lambda row: "held" in row.reason.lower(), "held by Slurm")

@@ -40,6 +40,8 @@ from hpctrain.sandbox import faults
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 
 def waiting_at(step: int) -> tuple[PlannedFault, ...]:
     """Rank 1 waits there until it is told to go on, after all checkpoints so far are published."""
@@ -57,7 +59,7 @@ def test_a_login_node_of_another_cluster_does_no_harm(
     survival: Survival,
     other_cluster: OtherCluster,
 ) -> None:
-    own = Stage(stage.sandbox, tmp_path)
+    own = stage.at(tmp_path)
     rehearsal = own.start("name=clusters", planned=waiting_at(14))
     rehearsal.wait_for_step(13)
     job_id, run = rehearsal.job_id, rehearsal.run
@@ -89,7 +91,7 @@ def test_a_login_node_of_another_cluster_does_no_harm(
 def test_a_job_that_was_started_by_hand_is_a_job_of_the_run(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
-    own = Stage(stage.sandbox, tmp_path)
+    own = stage.at(tmp_path)
     # The second launch is held, too: it must not be done before somebody cancels it.
     planned = (*waiting_at(24), *held(2, 34, do="await_warning"))
     rehearsal = own.start("name=byhand", planned=planned)
@@ -139,7 +141,7 @@ def test_a_job_whose_client_died_is_found(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
     """A client of the past: the line that says `submitted` is missing in the ledger."""
-    own = Stage(stage.sandbox, tmp_path)
+    own = stage.at(tmp_path)
     stage.fill()
     child = get_context("fork").Process(target=submit_and_die, args=(own,))
     child.start()
@@ -177,7 +179,7 @@ class DeadlyStage(Stage):
 
 
 def submit_and_die(stage: Stage) -> None:
-    DeadlyStage(stage.sandbox, stage.directory).start("name=orphan")
+    DeadlyStage(stage.sandbox, stage.directory, stage.stand_in).start("name=orphan")
 
 
 def cancel_fillers(stage: Stage) -> None:
@@ -187,7 +189,7 @@ def cancel_fillers(stage: Stage) -> None:
 def test_nothing_is_said_to_be_cancelled_without_slurm(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
-    own = Stage(stage.sandbox, tmp_path)
+    own = stage.at(tmp_path)
     rehearsal = own.start("name=away", planned=waiting_at(14))
     rehearsal.wait_for_step(13)
     run, slurm = rehearsal.run, rehearsal.slurm
@@ -245,7 +247,7 @@ def write_inputs(stage: Stage, place: Path) -> tuple[Path, Path]:
 class StageElsewhere(Stage):
     """Its runs are below another directory."""
 
-    elsewhere: Path
+    elsewhere: Path = Path()
 
     @property
     def runs(self) -> Path:
@@ -257,7 +259,7 @@ def test_a_path_that_slurm_reads_as_a_pattern(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
     place = tmp_path / "100%j of\nit"
-    rehearsal = StageElsewhere(stage.sandbox, tmp_path, place).start("name=percent")
+    rehearsal = StageElsewhere(stage.sandbox, tmp_path, stage.stand_in, place).start("name=percent")
     rehearsal.assert_done_exactly(reference)
     log = hpctrain("logs", rehearsal.run.run_id, "--runs", str(place))
     assert "the run is done" in log.stdout, log.transcript()
@@ -266,7 +268,7 @@ def test_a_path_that_slurm_reads_as_a_pattern(
 
     refused = tmp_path / "back\\slash"
     with pytest.raises(UsageError, match="with a backslash"):
-        StageElsewhere(stage.sandbox, tmp_path, refused).start("name=backslash")
+        StageElsewhere(stage.sandbox, tmp_path, stage.stand_in, refused).start("name=backslash")
     assert not all_runs(refused)
     survival.shown(Fault(70, "one with a backslash"), action="refused before the queue")
 

@@ -11,6 +11,8 @@ from survival import Fault, Survival
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 # torch 2.x, CUDACachingAllocator.cpp
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "

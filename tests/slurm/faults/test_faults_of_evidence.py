@@ -21,6 +21,8 @@ from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.processes import is_alive
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 
 @pytest.mark.variant("test_nodes_that_die_are_left_for_others")
 def test_what_one_node_lacks_is_its_own_fault(

@@ -16,6 +16,8 @@ from survival import Fault, Survival
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 XID = "NVRM: Xid (PCI:0000:3b:00): {code}, pid=4321, name=python, {words}"
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
 NCCL_TIMEOUT = (
@@ -45,7 +47,7 @@ def test_xids_are_told_apart_and_broken_nodes_are_left(
         PlannedFault(epoch=2, rank=0, step=42, do="say", text=NCCL_TIMEOUT),
         *xid(2, rank=1, step=43, code=79, words="GPU has fallen off the bus."),
     )
-    own = Stage(stage.sandbox, tmp_path)  # with a ledger of nodes of its own
+    own = stage.at(tmp_path)  # with a ledger of nodes of its own
     rehearsal = own.start("name=xids", "supervise.exclude_nodes=act", planned=planned)
     fault = Fault(26, "XID 94 (contained ECC error), then the rank leaves")
     contained = survival.recovered(rehearsal, fault, cause="gpu_error", action="relaunch", epoch=1)
@@ -74,7 +76,7 @@ def test_three_of_four_nodes_are_bad_and_two_are_needed(
         *xid(4, rank=0, step=43, code=79, words="GPU has fallen off the bus."),
         *xid(4, rank=1, step=43, code=79, words="GPU has fallen off the bus."),
     )
-    own = Stage(stage.sandbox, tmp_path)
+    own = stage.at(tmp_path)
     rehearsal = own.start("name=many-xids", "supervise.exclude_nodes=act", planned=planned)
     fault = Fault(26, "XID 63 (rows remapped) in the kernel's log, then a rank leaves")
     survival.recovered(rehearsal, fault, cause="crash", action="relaunch", epoch=1)

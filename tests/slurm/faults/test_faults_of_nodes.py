@@ -15,6 +15,8 @@ from hpctrain.sandbox import faults
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 
 @pytest.fixture
 def patient_slurm(sandbox: Sandbox) -> Iterator[None]:

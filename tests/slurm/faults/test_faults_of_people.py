@@ -18,6 +18,8 @@ from hpctrain.actions.watch import watch
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 # The sandbox lets a requeued job wait for 6 s (cred_expire + 1 s): past that it would run again.
 _BEYOND_REQUEUE_SECONDS = 9.0
 
@@ -63,7 +65,7 @@ def test_cancelled_by_scancel_stays_cancelled(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
     planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
-    own = Stage(stage.sandbox, tmp_path)
+    own = stage.at(tmp_path)
     rehearsal = own.start("name=scancelled", planned=planned)
     rehearsal.wait_for_step(12)
     rehearsal.sandbox.command("scancel", str(rehearsal.job_id))

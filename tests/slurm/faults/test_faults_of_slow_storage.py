@@ -18,6 +18,8 @@ from hpctrain.checkpoints.resume_shares import read_head
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 FILES, KEPT, NEWEST = 1024, 12, 12
 # stat(2) by all names that glibc and Python use; 1 ms as on a Lustre whose metadata is not cached.
 SLOW_STAT = r"""

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 from rehearsal import Rehearsal, Stage, held, wait_till_remembered
 from survival import Fault, Survival
 
@@ -14,6 +15,8 @@ from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
 from hpctrain.sandbox import faults
 from hpctrain.slurm.client import SlurmClient
+
+pytestmark = pytest.mark.stand_in
 
 _AWAY_SECONDS = 15.0
 

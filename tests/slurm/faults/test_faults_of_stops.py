@@ -16,6 +16,8 @@ from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import Progress, lineage, read_metrics, read_record
 
+pytestmark = pytest.mark.stand_in
+
 # By cause. When a grace is over Slurm may be first to requeue.
 WISHED = {"time_limit": ("requeue",), "preempted": BY_SLURM, "yielded": ("hold",)}
 # One evaluation takes 200 s: the script warns 120 s before the limit, and a grace is 120 s.

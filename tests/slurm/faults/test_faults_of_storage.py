@@ -16,6 +16,8 @@ from hpctrain.actions.runs import RunFiles
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import read_metrics
 
+pytestmark = pytest.mark.stand_in
+
 _AWAY_SECONDS = 5.0
 
 

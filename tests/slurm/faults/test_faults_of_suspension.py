@@ -14,6 +14,8 @@ from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.sandbox.processes import find_process
 
+pytestmark = pytest.mark.stand_in
+
 # Longer than anything but a hang lasts on a machine under load.
 STALL_SECONDS = 45
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from rehearsal import PlannedFault, Rehearsal, Stage
 from survival import Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.ledger import EventKind
+
+pytestmark = pytest.mark.stand_in
 
 
 def test_the_time_limit_is_met_in_time_and_one_that_is_too_short_is_named(

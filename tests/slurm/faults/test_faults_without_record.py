@@ -23,6 +23,8 @@ from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 
 @pytest.mark.variant("test_ranks_that_die_are_named_and_relaunched_in_place")
 def test_signals_that_nobody_admits_to_end_nothing(
