@@ -81,6 +81,11 @@ def run_container(spec: RunSpec, profile: ClusterProfile) -> ContainerProfile | 
     return container.model_copy(update=changes)
 
 
+def has_amd_gpus(profile: ClusterProfile) -> bool:
+    """Whether the GPUs are AMD's, by Slurm's name of their type."""
+    return _AMD.match(profile.gpu.type) is not None
+
+
 def container_words(
     container: ContainerProfile | None, profile: ClusterProfile, variables: tuple[str, ...]
 ) -> ContainerWords:
@@ -125,7 +130,7 @@ def _pyxis(container: ContainerProfile, variables: tuple[str, ...]) -> Container
 def _apptainer(
     container: ContainerProfile, profile: ClusterProfile, variables: tuple[str, ...]
 ) -> tuple[str, ...]:
-    default = "rocm" if _AMD.match(profile.gpu.type) else "nv"
+    default = "rocm" if has_amd_gpus(profile) else "nv"
     gpu = container.gpu or ("none" if profile.gpu.emulated else default)
     words = [container.launcher, "exec", *((f"--{gpu}",) if gpu != "none" else ())]
     words += [*container.options, "--bind", "$PWD", "--pwd", "$PWD"]

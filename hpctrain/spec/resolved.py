@@ -30,13 +30,13 @@ def write_resolved(loaded: Loaded[DocumentT]) -> str:
 
 def _mapping(values: dict[str, Any], path: Path, loaded: Loaded[DocumentT]) -> Iterator[str]:
     for key, value in values.items():
-        yield from _entry(f"{_scalar(key)}:", value, (*path, key), loaded)
+        yield from _entry(f"{scalar_text(key)}:", value, (*path, key), loaded)
 
 
 def _entry(head: str, value: Any, path: Path, loaded: Loaded[DocumentT]) -> Iterator[str]:
     if not isinstance(value, dict | list) or not value:
         origin = loaded.origin.get(dotted(path), "default")
-        yield f"{head} {_scalar(value)}  # {origin}"
+        yield f"{head} {scalar_text(value)}  # {origin}"
         return
     if isinstance(value, dict):
         lines = [f"  {line}" for line in _mapping(value, path, loaded)]
@@ -51,7 +51,8 @@ def _entry(head: str, value: Any, path: Path, loaded: Loaded[DocumentT]) -> Iter
         yield from lines
 
 
-def _scalar(value: Any) -> str:
+def scalar_text(value: Any) -> str:
+    """Write one value so that YAML 1.1 and 1.2 read the same."""
     if isinstance(value, float):
         mantissa, exponent, power = repr(value).partition("e")
         return (mantissa if "." in mantissa else f"{mantissa}.0") + exponent + power

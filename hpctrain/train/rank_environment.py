@@ -74,7 +74,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         speed_check=None
         if environment.get("HPCTRAIN_SPEED_CHECK") == "off"
         else _number(environment, "HPCTRAIN_SPEED_CHECK", default="0"),
-        node_rank=_number(environment, "SLURM_NODEID", default="0"),
+        # GROUP_RANK: the node of an agent of torchelastic, which may have no Slurm around it
+        node_rank=_number(environment, "SLURM_NODEID", "GROUP_RANK", default="0"),
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.agent.server import WorkerSpec
@@ -34,17 +35,20 @@ _SIGNALS_OF_TORCH = "SIGINT,SIGHUP"
 # The default of ranks without an agent (ProcessGroupNCCL.hpp); agents set 1 where nothing is set.
 _NCCL_ERROR_HANDLING = "3"
 _CLEAN_CODES = (0, TrainerExit.YIELDED)
+MakeAgent = Callable[[AgentEnvironment, SignalForwarder, LabelledOutput | None], "SupervisedAgent"]
 
 
-def run(place: AgentEnvironment, forwarder: SignalForwarder) -> int:
-    """Start the ranks of this node and wait for them.
+def run(
+    place: AgentEnvironment, forwarder: SignalForwarder, make_agent: MakeAgent | None = None
+) -> int:
+    """Start the ranks of this node and wait for them; `make_agent`: by an agent of another kind.
 
     Returns the exit code of the first rank that failed, or 128 + signal number if it was killed.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS_OF_TORCH
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", _NCCL_ERROR_HANDLING)
     output = LabelledOutput() if place.logs_by_node else None
-    agent = SupervisedAgent(place, forwarder, output)
+    agent = (make_agent or SupervisedAgent)(place, forwarder, output)
     try:
         result = agent.run()
     except SignalException as error:
