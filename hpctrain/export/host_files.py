@@ -67,7 +67,7 @@ def _node_script(run: ExportedRun, settings: HostSettings) -> str:
     how_to = (
         f"Starts the ranks of one node:  sh {NODE_SCRIPT} RANK",
         f"RANK is the line of this host in {HOSTFILE}, from 0; below mpirun it is known.",
-        f"{COMMANDS} starts all. Stop: SIGTERM to this process on every host; the ranks save first.",
+        f"{COMMANDS} starts all. To stop, send SIGTERM to this process on every host: ranks save.",
         "MASTER_PORT, the same on every host, replaces the port.",
     )
     lost = (*run.lost, *missing_on_hosts(run))

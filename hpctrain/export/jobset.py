@@ -46,7 +46,7 @@ def _jobset(run: ExportedRun, settings: PodSettings) -> dict[str, Any]:
             {"name": "PET_MASTER_PORT", "value": str(_PORT)},
             *pod.variables(run, settings),
         ],
-        "ports": [{"containerPort": _PORT}],
+        "ports": [{"containerPort": _PORT, "protocol": "TCP"}],
         "resources": pod.resources(run, settings),
     }
     return {
