@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,8 @@ from hpctrain.render.containers import run_container
 from hpctrain.slurm.host_lists import expand_hosts
 from hpctrain.version import __version__
 
+# The same as `name` of a spec.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _TEXTS = {"jobset": jobset_text, "trainjob": trainjob_text}
 
 
@@ -81,7 +84,7 @@ def export_hosts(
 ) -> Export:
     """Write a run for hosts; the files are to be in `directory`, the run in RUNS/NAME.
 
-    Raises UsageError for another number of hosts than nodes.
+    Raises UsageError for another number of hosts than nodes, and for names that are none.
     """
     if hosts is None:
         raise UsageError(
@@ -92,11 +95,14 @@ def export_hosts(
         names = expand_hosts(hosts)
     except ValueError as error:
         raise UsageError(f"--hosts: {error}") from error
+    run_name = name or prepared.spec.document.name
+    if not _NAME.fullmatch(run_name):
+        raise UsageError(f"--name: `{run_name}` is no name of a run")
     run = exported_run(_inputs(prepared), "hosts")
     settings = HostSettings(
         hosts=names,
         directory=str(directory.absolute()),
-        run_directory=str(runs.absolute() / (name or prepared.spec.document.name)),
+        run_directory=str(runs.absolute() / run_name),
         python=prepared.profile.document.software.python or prepared.facts.python,
     )
     return Export(host_files(run, settings), (*run.lost, *missing_on_hosts(run)))

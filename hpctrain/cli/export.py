@@ -115,8 +115,8 @@ def export(
       hpctrain export gpt175b-7f3a --tensorboard -o /shared/tensorboard
       hpctrain export gpt175b-7f3a --wandb --project llama
       hpctrain export gpt175b-7f3a --csv > metrics.csv
-      hpctrain export llama7b.yaml -p h100x16 --to jobset --run-claim runs --volume data:/data
-      hpctrain export llama7b.yaml -p h100x16 --to hostfile --hosts node[1-4] -o /shared/llama7b
+      hpctrain export llama7b.yaml -p h100x16 --to jobset --run-claim runs
+      hpctrain export llama7b.yaml -p h100x16 --to hostfile --hosts n[1-4] -o out
     """
     _refuse_mixture(context, to)
     if to is not None:

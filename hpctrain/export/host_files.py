@@ -6,6 +6,7 @@ host. Does not belong here: reaching the hosts.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
@@ -17,6 +18,7 @@ from hpctrain.render.quoting import sh, sh_expanded
 
 HOSTFILE, NODE_SCRIPT, COMMANDS = "hostfile", "run-node.sh", "commands.txt"
 _PORT = 29500
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ def host_files(run: ExportedRun, settings: HostSettings) -> tuple[ExportedFile, 
             f"--hosts names {len(settings.hosts)} hosts, and the plan has {run.nodes} nodes",
             hint="name one host per node, in the order in which neighbours are nearest",
         )
+    odd = [host for host in settings.hosts if not _HOST.fullmatch(host)]
+    if odd:  # ssh would read a dash as an option
+        raise UsageError(f"--hosts: `{odd[0]}` is no name of a host")
     twice = {host for host in settings.hosts if settings.hosts.count(host) > 1}
     if twice:
         raise UsageError(f"--hosts names {', '.join(sorted(twice))} twice")

@@ -110,8 +110,13 @@ def test_hostfile_and_command_lines(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["n1", "n2", "rank 0", "rank 1"]
 
 
-@pytest.mark.parametrize("hosts", [None, "n1", "n[1-3]", "n1,n1", "n[1-2"])
+@pytest.mark.parametrize("hosts", [None, "n1", "n[1-3]", "n1,n1", "n[1-2", "n1,-oProxyCommand=x"])
 def test_hosts_that_do_not_match_the_plan(tmp_path: Path, hosts: str | None) -> None:
     prepared = planned(tmp_path, "resources.gpus=16")
     with pytest.raises(UsageError):
         export_hosts(prepared, hosts, tmp_path, tmp_path / "runs")
+
+
+def test_a_run_stays_below_the_directory_of_runs(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no name of a run"):
+        export_hosts(planned(tmp_path), "n1", tmp_path, tmp_path / "runs", "../elsewhere")
