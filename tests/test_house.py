@@ -32,7 +32,7 @@ LONGEST_FILE, LONGEST_FUNCTION, NINE_OF_TEN_FUNCTIONS = 700, 100, 35
 
 # The same rooms as the contract "Planning, rendering and judging do no I/O" in setup.cfg.
 PURE = ("plan", "engines", "render", "spec", "comparison", "supervise/judge", "diagnose", "site")
-PURE = (*PURE, "report")
+PURE = (*PURE, "report", "export")
 PURE_FILES = (
     *("notify/message_text.py", "notify/notices.py", "notify/send_times.py"),
     *("nodes/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "store/jobs.py"),
@@ -311,6 +311,7 @@ def test_names_of_quantities_say_their_unit() -> None:
     allowed |= {("nodes/record.py", "time"), ("nodes/blame.py", "time")}
     allowed |= {("telemetry/timeline.py", "time"), ("store/communication.py", "time")}
     allowed |= {("store/gpu_report.py", "time"), ("store/evaluations.py", "time")}
+    allowed.add(("store/service_records.py", "time"))
     # a group's number of ranks
     allowed |= {("plan/documents.py", "size"), ("train/datasets/share.py", "size")}
     allowed.add(("train/data.py", "size"))

@@ -51,7 +51,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "diagnose": ("diagnose", "Explain why a run is as fast as it is, and what to change"),
         "checkpoints": ("checkpoints", "List checkpoints, verify them, assess the interval"),
         "report": ("report", "Write one HTML page about a run, or several side by side"),
-        "export": ("export", "Write a run's metrics for TensorBoard or W&B, or as CSV"),
+        "export": ("export", "Write a run's metrics for other programs, or a spec for Kubernetes"),
         "nodes": ("nodes", "Show evidence against nodes, and hints for administrators"),
     },
     "Tidy up": {
