@@ -9,6 +9,7 @@ Belongs here: finding the facts. Does not belong here: what follows from them (s
 from __future__ import annotations
 
 import ast
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -17,7 +18,7 @@ import resource
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,7 +115,7 @@ def collect() -> SoftwareFacts:
         torch=torch.__version__,
         cuda_build=torch.version.cuda,
         driver=_driver(),
-        driver_cuda=_newest_cuda_of_driver(),
+        driver_cuda=newest_cuda_of_driver() if torch.version.cuda else None,
         nccl=_nccl(),
         gpus=_gpus(),
         capabilities=_capabilities(),
@@ -191,15 +192,21 @@ def _driver() -> str | None:
     return numbers[0] if numbers else None
 
 
-def _newest_cuda_of_driver() -> str | None:
-    """Return the newest CUDA that the driver supports; None without a driver or without CUDA.
+def newest_cuda_of_driver(library: Any = None) -> str | None:
+    """Return the newest CUDA that the driver supports; None without a driver.
 
-    cuDriverGetVersion: 1000 x major + 10 x minor.
+    Asks the driver's own library, because torch has no function for it in all of its releases:
+    cuDriverGetVersion, 1000 x major + 10 x minor (CUDA Driver API, Version Management). It needs no
+    cuInit, so that processes may still be forked afterwards.
     """
-    if torch.version.cuda is None:
+    number = ctypes.c_int()
+    try:
+        driver = library or ctypes.CDLL("libcuda.so.1")
+        if driver.cuDriverGetVersion(ctypes.byref(number)) != 0:
+            return None
+    except (OSError, AttributeError):
         return None
-    number = torch._C._cuda_getDriverVersion()
-    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}" if number.value else None
 
 
 def _nccl() -> str | None:

@@ -13,6 +13,7 @@ import faulthandler
 import os
 import signal
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from hpctrain.durable import shared_mode
@@ -22,6 +23,11 @@ from hpctrain.train.rank_environment import Launch
 # Entries of the ring buffer per rank: the default of newer torch (FlightRecorder.hpp); older ones
 # keep none by default.
 _TRACE_ENTRIES = 2000
+# Names that torch 2.8 has added for two of the variables; it reads both.
+_NEWER_NAMES = {
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "TORCH_FR_DUMP_TEMP_FILE",
+}
 # Device files of NVIDIA's and AMD's drivers.
 _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
@@ -87,9 +93,18 @@ def flight_recorder(
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(directory / "nccl-rank-"),
     }
-    newer = {  # names that torch 2.8 has added for two of them; it reads both
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "TORCH_FR_DUMP_TEMP_FILE",
+    newer = _newer_names()
+    return {
+        newer.get(name, name): value
+        for name, value in wanted.items()
+        if not {name, _NEWER_NAMES.get(name, name)} & environment.keys()
     }
-    taken = {name for name in wanted if name in environment or newer.get(name) in environment}
-    return {name: value for name, value in wanted.items() if name not in taken}
+
+
+def _newer_names() -> dict[str, str]:
+    """Return what this torch calls the variables; it warns on every rank of the older names."""
+    try:
+        major, minor = version("torch").split(".")[:2]
+        return _NEWER_NAMES if (int(major), int(minor)) >= (2, 8) else {}
+    except (PackageNotFoundError, ValueError):
+        return {}

@@ -157,7 +157,13 @@ def test_flight_recorder(
     assert flight_recorder(run, launch, {}) == {}
     monkeypatch.setattr(stacks, "_GPU_FILES", (tmp_path,))
     found = flight_recorder(run, launch, {})
-    assert found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == str(run.stacks / "e000007" / "nccl-rank-")
-    assert int(found["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
-    chosen = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-    assert flight_recorder(run, launch, chosen).keys() == {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == str(run.stacks / "e000007" / "nccl-rank-")
+    assert int(found["TORCH_FR_BUFFER_SIZE"]) > 0
+    for chosen in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        taken = {chosen: "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+        assert flight_recorder(run, launch, taken).keys() == {"TORCH_FR_DUMP_TEMP_FILE"}
+    for name in found:
+        monkeypatch.delenv(name, raising=False)
+    assert flight_recorder(run, launch) == found, "a rank's own environment takes no None"
+    monkeypatch.setattr(stacks, "version", lambda name: "2.7.1+cu128")
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" in flight_recorder(run, launch), "the name of older torch"
