@@ -224,6 +224,8 @@ class Software:
     gate_copy: Array = 0  # 1: a gated MLP keeps its gate before and after the activation
     checkpoint_copies: Array = 1  # tensors [T, h] that a fully recomputed layer keeps
     logit_bytes: Array = 4  # per logit at the peak: fp32 softmax
+    # of a softmax of unfused attention that has another precision than what is multiplied
+    softmax_bytes: Array = 0  # per pair of tokens and head; 0: it has not
     split_logit_bytes: Array = 0  # and besides, where tensor parallel ranks share them
     loss_first: Array = 0  # 1: the loss's tensors are gone before a layer is computed again
     slack: Array = 1.0  # allocator's share on top of activations and buffers

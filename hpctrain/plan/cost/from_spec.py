@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 # each, and one backward, which reads 4 and writes 2 (fusions/fused_cross_entropy.py). Memory is
 # that of the unfused one: fp32 exponentials, which become the gradient in place.
 FUSED_LOSS_BYTES = 14.0
+# Per pair of tokens and head in 16 bits: megatron-core's own attention computes the softmax in fp32
+# and keeps it (fusions/fused_softmax.py, forward_torch_softmax); Apex's fused one is not used.
+SOFTMAX_BYTES = 4.0
 
 
 def case_of(request: PlanRequest, columns: Columns) -> Case:
@@ -239,6 +242,7 @@ def software_for(request: PlanRequest) -> Software:
     software = replace(
         base,
         flash=int(uses_flash_attention(spec)),
+        softmax_bytes=0.0 if spec.precision == "fp32" else SOFTMAX_BYTES,
         dp_overlap=overlap * sum(switches) / len(switches),
         late_sums=int(abilities.sums_behind_pipeline),
         scatter_gather=1.0 if abilities.splits_stage_messages else base.scatter_gather,

@@ -223,13 +223,17 @@ def _mask(case: Case) -> Array:
 
 
 def core_attention_bytes(case: Case) -> Array:
-    """Flash: one fp32 number per head and token. Unfused: eq. 2's 5 a s^2 b."""
+    """Flash: one fp32 number per head and token. Unfused: eq. 2's 5 a s^2 b.
+
+    Without dropout the product with V multiplies the softmax's own result: 2 a s^2 b. A softmax
+    in fp32 (`softmax_bytes`) keeps that besides the 16 bits that are multiplied.
+    """
     shape, mesh = case.shape, case.mesh
     heads = shape.heads / mesh.tp
     fused = 4.0 * tokens(case) * heads
-    per_pair = mesh.element_bytes + np.where(
-        np.asarray(shape.dropout) > 0, 1.0 + mesh.element_bytes, 0.0
-    )
+    dropped, own = np.asarray(shape.dropout) > 0, np.asarray(case.software.softmax_bytes)
+    result = np.where(own > 0, own, np.where(dropped, mesh.element_bytes, 0.0))
+    per_pair = mesh.element_bytes + result + np.where(dropped, 1.0, 0.0)
     unfused = per_pair * tokens(case) * shape.seq * heads
     return np.where(np.asarray(case.software.flash) > 0, fused, unfused)
 
