@@ -7,7 +7,9 @@ Belongs here: starting these programs and reading their results. Does not belong
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,6 +18,7 @@ from hpctrain.store.gpu_report import KernelRates, RungCheck, StepTime
 from hpctrain.store.speed_checks import SpeedCheck
 
 RATES_SECONDS, TESTS_SECONDS, OVERHEAD_SECONDS, JOBS_SECONDS = 300.0, 7200.0, 1800.0, 3600.0
+_MOST_WORKERS = 8
 
 
 def run(site: Site, found: Found) -> Iterator[RungCheck]:
@@ -55,19 +58,38 @@ def measure_rates(site: Site, found: Found) -> RungCheck:
 
 
 def run_tests(site: Site, *words: str) -> Iterator[RungCheck]:
-    """Run tests/gpu in one process, because one of them fills the GPU; a check for each test."""
-    result = site.directory / "tests.xml"
-    result.unlink(missing_ok=True)
-    command = ["-m", "pytest", "-q", "-p", "no:xdist", "tests/gpu", f"--junitxml={result}", *words]
-    wanted = {"GPU_TESTS": "emulated" if site.emulated else "cuda"}
-    ended = run_program(command, TESTS_SECONDS, wanted)
-    if not result.exists():
-        yield failed("tests of one GPU", ended.tail, ended.seconds)
-        return
-    checks = list(read_tests(result))
-    yield from checks
-    if not checks:
-        yield failed("tests of one GPU", f"none was collected: {ended.tail}", ended.seconds)
+    """Run tests/gpu: small tests beside each other, then those that fill the GPU or time it.
+
+    They are two programs, because a worker that waited for the GPU would keep the small tests that
+    it was given. Yields a check for each test.
+    """
+    found = 0
+    for number, (mark, workers) in enumerate(
+        (("not whole_gpu", _workers(site)), ("whole_gpu", ("-p", "no:xdist")))
+    ):
+        result = site.directory / f"tests-{number}.xml"
+        result.unlink(missing_ok=True)
+        command = ["-m", "pytest", "-q", *workers, "-m", mark, "tests/gpu"]
+        wanted = {"GPU_TESTS": "emulated" if site.emulated else "cuda"}
+        ended = run_program([*command, f"--junitxml={result}", *words], TESTS_SECONDS, wanted)
+        checks = list(read_tests(result)) if result.exists() else []
+        yield from checks
+        found += len(checks)
+        if not result.exists() or (number and not found):
+            what = "none was collected: " if result.exists() else ""
+            yield failed("tests of one GPU", f"{what}{ended.tail}", ended.seconds)
+            return
+
+
+def _workers(site: Site) -> tuple[str, ...]:
+    """Choose how many tests share the GPU: each has a process or two that start on a CPU.
+
+    Eight of them keep up to 30 GB of its memory.
+    """
+    processes = min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)
+    if site.emulated or processes < 2 or find_spec("xdist") is None:
+        return ("-p", "no:xdist")
+    return (f"-n{processes}",)
 
 
 def read_tests(path: Path) -> Iterator[RungCheck]:

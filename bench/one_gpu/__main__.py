@@ -198,8 +198,9 @@ def main() -> int:
             row = compared(case, options.profile, steps)
             good = row is not None and good
             print(row or f"{case.name:32}failed", flush=True)
-    if options.result is not None:
-        options.result.write_text(json.dumps([step.model_dump(mode="json") for step in steps]))
+            if options.result is not None:  # after each: the time on a GPU may end at any job
+                documents = [step.model_dump(mode="json") for step in steps]
+                options.result.write_text(json.dumps(documents))
     return 0 if good else 1
 
 

@@ -5,16 +5,19 @@ It shows that the rungs' own code works and finds what it is for; nothing about 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench.gpu import one_gpu, one_node
+from bench.gpu import one_gpu, one_node, serving_kernels
 from bench.gpu.one_node import LAYOUTS, Layout
-from bench.gpu.rung import Found, NotRunError, Site
+from bench.gpu.rung import Found, NotRunError, Site, run_program
 from bench.gpu.trials import LLAMA, TrialRun
 from hpctrain.store.gpu_report import RungCheck
 
@@ -105,8 +108,26 @@ def test_links_and_rates_are_measured_and_marked_as_a_cpu_s(site: Site) -> None:
     assert all(rate and rate > 0 for rate in (*rates, *found.speed[1].product_flops_per_second))
 
 
+def test_kernels_of_a_server_are_measured_and_counted(tmp_path: Path) -> None:
+    """On a CPU, small; what it has no kernel for is recorded with the reason."""
+    bench = serving_kernels.Bench(torch.device("cpu"), serving_kernels.CPU_SIZES)
+    first = {name: list(islice(part(bench), 3)) for name, part in serving_kernels.PARTS.items()}
+    for kernel in chain.from_iterable(first.values()):
+        assert (kernel.seconds or 0) > 0 or kernel.error, kernel
+    m, n, k = first["bf16"][1].shape
+    assert m == 8 and first["bf16"][1].flops == 2 * m * n * k
+    assert first["bf16"][1].moved_bytes == 2 * (m * k + n * k + m * n)
+    cudnn = first["decoding"][1]
+    assert cudnn.seconds is None and cudnn.error and cudnn.name.startswith("cudnn")
+    result = tmp_path / "kernels.json"
+    words = ["-m", "bench.gpu.serving_kernels", str(result), "--emulate-gpu", "--only=launches"]
+    assert run_program(words, 120.0).output == "4 kernels, 0 of them cannot be run here\n"
+    document = json.loads(result.read_text())
+    assert document["gpu"] is None and len(document["kernels"]) == 4
+
+
 @pytest.mark.variant("test_links_and_rates_are_measured_and_marked_as_a_cpu_s")
-def test_tests_of_one_gpu_run_one_after_the_other_and_count_what_is_skipped(site: Site) -> None:
+def test_tests_of_one_gpu_are_all_counted_skipped_ones_too(site: Site) -> None:
     """One test that a CPU can take part in, and those that it cannot."""
     words = ("-k", "(asked_to_leave and megatron) or assertion_in_a_kernel or that_is_full")
     found = outcomes(one_gpu.run_tests(site, *words))

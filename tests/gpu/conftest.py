@@ -3,13 +3,15 @@
 `GPU_TESTS` comes from the rungs of `make gpu`: `cuda` requires a usable GPU, `emulated`
 runs on the CPU what does not need one, so that this code itself is tested. The tests start
 processes of their own, because a GPU cannot be used by what was forked from a process that has
-used it. A lock keeps tests of several workers apart: one of them fills the GPU.
+used it. Small tests may share the GPU (`pytest -n 8`); one marked `whole_gpu`, because it fills
+the GPU or times it, waits until it is alone, and is better left to a call of its own (bench.gpu).
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "engines"))
 WANTED = os.environ.get("GPU_TESTS", "")
+ALONE = "whole_gpu"
 EMULATED = WANTED == "emulated"
 _IS_COLLECTED = bool(WANTED) or Path("/dev/nvidiactl").exists()
 collect_ignore_glob = [] if _IS_COLLECTED else ["test_*.py"]
@@ -36,12 +39,17 @@ def usable_gpu() -> None:
     assert usable, f"torch {torch.__version__} finds no usable GPU: `make gpu RUNG=1` says why"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{ALONE}: no other test may use the GPU meanwhile")
+
+
 @pytest.fixture(autouse=True)
-def gpu_to_oneself() -> Iterator[None]:
-    """Wait until no other test of this machine uses the GPU."""
+def turn_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Wait for this test's turn: beside other small ones, or alone."""
     path = Path(tempfile.gettempdir(), f"hpctrain-gpu-tests-{os.getuid()}.lock")
+    alone = request.node.get_closest_marker(ALONE) is not None
     with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 
 
@@ -50,3 +58,10 @@ def real_gpu() -> None:
     """Skip a test that a CPU cannot take the place of a GPU in."""
     if EMULATED:
         pytest.skip("emulated on CPU: needs a real GPU")
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """Remove what a test has written at its end: checkpoints of all tests would fill a disk."""
+    yield tmp_path
+    shutil.rmtree(tmp_path, ignore_errors=True)

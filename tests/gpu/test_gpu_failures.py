@@ -35,6 +35,7 @@ def causes_in(log: str) -> set[Cause]:
 SAMPLES, WORDS = 2**14, 2**17
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.usefixtures("real_gpu")
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "ZeRO 3", "megatron"])
 def test_a_gpu_that_is_full_is_called_that(name: str, tmp_path: Path) -> None:

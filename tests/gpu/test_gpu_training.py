@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ BOUND = 2e-4
 # TransformerEngine multiplies fp32 on tensor cores, in TF32 with 10 bits of mantissa (cuBLAS,
 # CUBLAS_COMPUTE_32F_FAST_TF32): each product is off by up to 2^-11.
 TF32_BOUND = 5e-3
+KEPT = 3  # checkpoints of a run that saves at each step
 
 
 @pytest.fixture(params=ENGINES)
@@ -71,7 +73,7 @@ def test_a_save_beside_training_is_what_a_save_that_waits_is(name: str, tmp_path
         precision="bf16" if DEVICE == "cuda" else "fp32",
         deterministic_mode=True,
         save_interval_steps=1,
-        keep_checkpoints=STEPS,
+        keep_checkpoints=KEPT,
     )
     waiting = gpu_trial(tmp_path / "waiting", engine, **exact, async_save=False).trained()
     beside = gpu_trial(tmp_path / "beside", engine, **exact, async_save=True).trained()
@@ -82,25 +84,34 @@ def test_a_save_beside_training_is_what_a_save_that_waits_is(name: str, tmp_path
     for step in saved:
         assert here[step] == there[step], f"step {step} differs"
     for run in (waiting, beside):
-        resumed = gpu_trial(tmp_path / f"{run.run.directory.name}-resumed", engine, **exact)
+        resumed = gpu_trial(
+            tmp_path / f"{run.run.directory.name}-resumed",
+            engine,
+            **dict(exact, save_interval_steps=None),
+        )
         resumed.adopt(run, saved[0])
+        shutil.rmtree(run.run.checkpoints)
         resumed.trained(resume=saved[0])
         assert resumed.exact == {step: waiting.exact[step] for step in resumed.exact}
+        assert len(resumed.exact) == STEPS - saved[0]
 
 
 def larger(engine: dict[str, Any]) -> dict[str, Any]:
-    """The engine's job with about 100 million weights: 8 layers of 12 x 1024^2."""
+    """The engine's job with about 50 million weights: 4 layers of 12 x 1024^2.
+
+    A checkpoint of it has 0.8 GB; eight tests at a time keep some 40 GB.
+    """
     if "model" in engine:
-        shape = dict(layers=8, hidden=1024, ffn=4096, heads=16)
+        shape = dict(layers=4, hidden=1024, ffn=4096, heads=16)
         return dict(engine, model=dict(engine["model"], **shape))
     return dict(
         engine,
-        num_layers=8,
+        num_layers=4,
         hidden_size=1024,
         ffn_hidden_size=4096,
         num_attention_heads=16,
         num_query_groups=16,
-        pipeline_layer_split=((8,),),
+        pipeline_layer_split=((4,),),
     )
 
 
@@ -135,6 +146,7 @@ def test_a_run_in_bf16_goes_on_bit_by_bit(engine: dict[str, Any], tmp_path: Path
     assert whole.losses[STEPS] < whole.losses[1] - 0.1
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.usefixtures("real_gpu")
 def test_times_and_memory_are_those_of_the_gpu(tmp_path: Path) -> None:
     """Of events in its stream. A step is not shorter than its parts, nor much longer."""
@@ -162,6 +174,7 @@ def test_a_trace_shows_kernels_and_parts_of_the_step(tmp_path: Path) -> None:
     assert {"hpctrain: compute", "hpctrain: backward", "hpctrain: optimizer"} <= marks
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("base", [FSDP, MEGATRON], ids=["fsdp", "megatron"])
 def test_the_speed_of_a_gpu_is_measured_before_training(
     base: dict[str, Any], tmp_path: Path

@@ -6,6 +6,7 @@ What needs a GPU is given as facts here; nothing in this file has seen one.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -15,18 +16,20 @@ from typing import Any
 
 import pytest
 
-from bench.gpu import driver, environment, report
+from bench.gpu import driver, environment, one_gpu, report
 from bench.gpu import nodes as node_rungs
 from bench.gpu.__main__ import FAILED, NOT_RUN, OK, climb, main, rungs
 from bench.gpu.facts import GpuNode, MachineFacts
 from bench.gpu.links import LinkReport, axes_of, bus_rate, read_network
 from bench.gpu.one_gpu import read_tests
 from bench.gpu.one_node import link_checks
-from bench.gpu.rung import Found, NotRunError, Rung, Site, failed, not_run, passed
+from bench.gpu.rung import Ended, Found, NotRunError, Rung, Site, failed, not_run, passed
+from bench.one_gpu import __main__ as one_gpu_jobs
 from bench.one_gpu.__main__ import other_gpu
+from bench.one_gpu.jobs import Case
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.store.gpu_report import GpuReport, RungCheck
+from hpctrain.store.gpu_report import GpuReport, RungCheck, StepTime
 from hpctrain.store.software import Library, SoftwareFacts
 from hpctrain.store.speed_checks import AxisSpeed, SpeedCheck
 
@@ -372,6 +375,29 @@ def test_skipped_tests_count_as_not_run_with_their_reason(tmp_path: Path) -> Non
     assert found[1].detail == "not run: no checkout" and "assert 1 == 2" in found[2].detail
 
 
+def test_small_tests_share_the_gpu_and_the_others_come_after_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that waits for the GPU would keep the tests that it was given: two programs."""
+    started: list[list[str]] = []
+
+    def run_program(words: list[str], *_: Any) -> Ended:
+        started.append(words)
+        result = next(word for word in words if word.startswith("--junitxml=")).partition("=")[2]
+        Path(result).write_text('<testsuite><testcase name="test_a" time="1"/></testsuite>')
+        return Ended(0, "", 1.0)
+
+    monkeypatch.setattr(one_gpu, "run_program", run_program)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    checks = list(one_gpu.run_tests(Site(tmp_path)))
+    assert [check.outcome for check in checks] == ["passed", "passed"]
+    small, alone = started
+    assert "-n8" in small and small[small.index("-m", 1) + 1] == "not whole_gpu"
+    assert "no:xdist" in alone and alone[alone.index("-m", 1) + 1] == "whole_gpu"
+    list(one_gpu.run_tests(replace(Site(tmp_path), emulated=True)))
+    assert "-n8" not in started[2], "CPUs in the GPU's place are not shared"
+
+
 def test_a_card_of_80_gb_gets_no_jobs_of_141_gb() -> None:
     h200 = load_profile(ROOT / "bench/one_gpu/h200x1.yaml").document
     h100 = load_profile(find_profile("h100x16")).document
@@ -379,6 +405,26 @@ def test_a_card_of_80_gb_gets_no_jobs_of_141_gb() -> None:
     assert other_gpu(h100, memory) is None
     assert "plans for 140 GiB: give the profile of this machine" in str(other_gpu(h200, memory))
     assert "no usable GPU" in str(other_gpu(h100, None))
+
+
+def test_a_job_that_is_interrupted_loses_no_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compared(case: Case, profile: str, steps: list[StepTime]) -> str:
+        if steps:
+            raise KeyboardInterrupt
+        seconds = dict(planned_seconds=1.0, measured_seconds=1.1)
+        steps.append(StepTime(name=case.name, spec="{}", gpus=1, nodes=1, **seconds))
+        return case.name
+
+    result = tmp_path / "jobs.json"
+    profile = str(ROOT / "bench/one_gpu/h200x1.yaml")
+    monkeypatch.setattr(one_gpu_jobs, "compared", compared)
+    monkeypatch.setattr(one_gpu_jobs, "memory_of_gpu", lambda: 150_109_880_320)
+    monkeypatch.setattr(sys, "argv", ["x", "--profile", profile, "--result", str(result)])
+    with pytest.raises(KeyboardInterrupt):
+        one_gpu_jobs.main()
+    assert [step["name"] for step in json.loads(result.read_text())] == ["gpt-1.3b ddp"]
 
 
 # -- rungs 4 and 5 -----------------------------------------------------------------------------
