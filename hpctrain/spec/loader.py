@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hpctrain.spec.profile import ClusterProfile
     from hpctrain.spec.run import RunSpec
     from hpctrain.spec.service import ServiceSpec
+    from hpctrain.spec.serving_calibration import ServingCalibration
 
 DocumentT = TypeVar("DocumentT", bound="BaseModel")
 MAX_FILE_BYTES = 2**20
@@ -51,6 +52,7 @@ _NO_PROFILES = frozenset({CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE})
 CALIBRATION_SUFFIX = ".calibration.yaml"  # of the files that `hpctrain calibrate` writes
 _EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PACKAGED_CALIBRATION = Path(__file__).resolve().parent / "catalogue" / "calibration.yaml"
+PACKAGED_SERVING = Path(__file__).resolve().parent / "catalogue" / "serving.yaml"
 PACKAGED_CATALOGUE = Path(__file__).resolve().parent / "catalogue" / CATALOGUE_FILE
 EXTENDS = "extends"
 SERVICE_KIND = "service"
@@ -336,6 +338,14 @@ def load_calibration() -> Calibration:
     from hpctrain.spec.calibration import Calibration
 
     return load_packaged(Calibration, PACKAGED_CALIBRATION)
+
+
+@cache
+def load_serving_calibration() -> ServingCalibration:
+    """Load the packaged constants of inference, once per process."""
+    from hpctrain.spec.serving_calibration import ServingCalibration
+
+    return load_packaged(ServingCalibration, PACKAGED_SERVING)
 
 
 def document_digest(document: BaseModel) -> str:

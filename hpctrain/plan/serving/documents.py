@@ -27,7 +27,8 @@ class _Part(BaseModel):
 class ReplicaPlan(_Part):
     """One replica: its shape, what the engine is told, and the memory of one GPU in bytes.
 
-    `kv_capacity_tokens` are tokens of keys and values that the whole replica can hold.
+    `kv_capacity_tokens` are tokens of keys and values that the whole replica can hold, and
+    `gpu_memory_bytes` is all memory of one GPU.
     """
 
     engine: ServingEngineName
@@ -46,6 +47,7 @@ class ReplicaPlan(_Part):
     overhead_bytes: float
     kv_bytes_per_token: float
     kv_capacity_tokens: int
+    gpu_memory_bytes: float | None = None
 
 
 class Promise(_Part):
@@ -73,6 +75,25 @@ class Alternative(_Part):
     reason: str
 
 
+class Reading(_Part):
+    """What a limit costs if it is meant for one latency; `reason` tells why it cannot be kept."""
+
+    latency: LatencyName
+    summary: str
+    cost_per_hour: float | None
+    holds: bool
+    reason: str
+
+
+class Clarification(_Part):
+    """The answer to a limit that does not say of which latency: the price of each reading."""
+
+    profile: str
+    limit_seconds: float
+    currency: str | None
+    readings: tuple[Reading, ...]
+
+
 class ServicePlan(_Part):
     """What is started: replicas that carry the traffic, and spares for those that are away.
 
@@ -82,9 +103,11 @@ class ServicePlan(_Part):
     `replicas`. Costs are of `currency`; None where the profile has no prices. `load_seconds`: from
     the start of a job to its first answer. `drain_seconds`: how long a replica gets for what it has
     begun. `lost_per_preemption`: requests that a preemption is expected to break off.
+    `gpu_hours_per_hour`: GPUs that are paid for, with spares and the overlap of successors.
     """
 
     schema_version: Literal[1] = 1
+    profile: str | None = None
     replica: ReplicaPlan
     replicas: int
     spare: int
@@ -98,6 +121,7 @@ class ServicePlan(_Part):
     load_seconds: float
     drain_seconds: float
     lost_per_preemption: float
+    gpu_hours_per_hour: float | None = None
     alternatives: tuple[Alternative, ...] = ()
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -1,0 +1,217 @@
+"""Compute the latencies of one replica under a constant load, without simulating requests.
+
+Belongs here: closed forms for closed loops of C streams, for open loops of a rate, and for pools of
+prefill and decode replicas. Does not belong here: seconds of one iteration (`step_time`),
+simulated arrivals (`batching`), several replicas behind a router (`routing`).
+
+Letters: I prompt tokens, O output tokens, C streams, K sequences in service, D of them decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hpctrain.plan.cost.case import Array
+from hpctrain.plan.serving.kv_cache import largest_batch, sequence_bytes
+from hpctrain.plan.serving.served_model import ReplicaLayout, ServedModel
+from hpctrain.plan.serving.serving_machine import EngineConstants, ServingMachine
+from hpctrain.plan.serving.step_time import IterationLoad, iteration_seconds
+
+ROUNDS = 6  # of the fixed point; it is damped and settles to 1e-3 in fewer
+
+OPEN_ROUNDS = 24  # of an open loop's, which is slower near saturation
+
+
+@dataclass(frozen=True)
+class ReplicaCase:
+    """One replica: model, GPU, layout and engine. All fields broadcast."""
+
+    served: ServedModel
+    gpu: ServingMachine
+    layout: ReplicaLayout
+    engine: EngineConstants
+
+    def seconds(self, load: IterationLoad) -> Array:
+        return iteration_seconds(self.served, self.gpu, self.layout, self.engine, load)
+
+
+@dataclass(frozen=True)
+class ClosedLoad:
+    """C streams, each of which sends its next request when the last one is answered.
+
+    All streams begin at once, so that the first prompts of a measurement wait for each other:
+    `requests_per_stream` says how many later ones share that. With equal lengths
+    (`equal_lengths`: 1) streams that began together also end together. An engine that looks for
+    new requests in every n-th iteration only has `polled_iterations` n; one that sends several
+    tokens at a time, the first ones too, `streamed_tokens`.
+    """
+
+    prompt_tokens: Array
+    output_tokens: Array
+    streams: Array
+    requests_per_stream: Array = 10.0
+    equal_lengths: Array = 0.0
+    drafted_tokens: Array = 0.0
+    polled_iterations: Array = 0.0
+    streamed_tokens: Array = 0.0
+
+
+@dataclass(frozen=True)
+class OpenLoad:
+    """Requests that arrive at random (Poisson), `rate` per second and replica."""
+
+    prompt_tokens: Array
+    output_tokens: Array
+    rate: Array
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Seconds per request, and requests per second of the replica."""
+
+    ttft_mean: Array
+    ttft_p99: Array
+    tpot_mean: Array
+    request_rate: Array
+    in_service: Array  # sequences that the replica holds
+
+    def e2e_mean(self, output_tokens: Array) -> Array:
+        return self.ttft_mean + self.tpot_mean * np.maximum(output_tokens - 1, 0)
+
+
+def closed_loop(case: ReplicaCase, load: ClosedLoad) -> Latencies:
+    """Price continuous batching with prompts in chunks between decoding sequences.
+
+    In one cycle of a stream every other stream has one prompt computed, so that a sequence's O
+    tokens take O iterations and the prompts that fall into them.
+    """
+    i, o = load.prompt_tokens, np.maximum(load.output_tokens, 1.0)
+    counted = i + o * case.engine.reserved_output
+    room = largest_batch(case.served, case.gpu, case.layout, case.engine, counted)
+    held = np.minimum(load.streams, np.maximum(1.0, room))
+    context = i + o / 2
+    # prompts of others that a bunched one waits for, instead of meeting them while it decodes
+    bunch = np.minimum((held - 1) / 2, case.engine.bunched_prompts) * load.equal_lengths
+    kept = kept_tokens(case.engine, load.drafted_tokens)
+    decoding = np.asarray(held * 0.8, dtype=float)
+    for _ in range(ROUNDS):
+        busy = IterationLoad(0.0, 0.0, np.maximum(decoding, 1.0), context, load.drafted_tokens)
+        pure = case.seconds(busy)
+        prompt = prompt_seconds(case, i, busy, pure)
+        met = np.maximum(0.0, held - 1 - bunch) * decoding / held
+        tpot = pure / kept + met / o * prompt
+        cycle = o * tpot + (1 + bunch) * prompt
+        decoding = 0.5 * decoding + 0.5 * held * o * tpot / cycle
+    full = np.minimum(0.95, held * prompt / cycle)
+    start = (load.streams - 1) / 2 / load.requests_per_stream
+    queue = np.maximum(0.0, load.streams / held - 1) * cycle
+    together = np.maximum(bunch, full / (2 * (1 - full)))
+    waiting = np.minimum(together + start, (load.streams - 1) / 2) * prompt
+    first = first_token_seconds(case, load, pure) + prompt + load.streamed_tokens * tpot
+    ttft = first + waiting + queue
+    worst = first + 2.6 * waiting + queue
+    return Latencies(ttft, worst, tpot, load.streams / (ttft + o * tpot), held)
+
+
+def open_loop(case: ReplicaCase, load: OpenLoad) -> Latencies:
+    """Price a replica at a rate of arrivals; a rate that it cannot serve fills its batch.
+
+    By Little's law D = rate x O x TPOT sequences decode. An iteration computes the prompts that
+    arrived during the last one, a Poisson number. A request waits for the rest of an iteration and
+    is in the next one; its 99th percentile meets a whole iteration and its own with as many
+    prompts as 1 % of iterations have more of (2.33 standard deviations).
+    """
+    i, o = load.prompt_tokens, np.maximum(load.output_tokens, 1.0)
+    counted = i + o * case.engine.reserved_output
+    room = np.maximum(1.0, largest_batch(case.served, case.gpu, case.layout, case.engine, counted))
+    decoding = np.minimum(room, 8.0)
+    for _ in range(OPEN_ROUNDS):
+        busy = IterationLoad(0.0, 0.0, decoding, i + o / 2)
+        pure = case.seconds(busy)
+        prompt = prompt_seconds(case, i, busy, pure)
+        tpot = pure / (1 - np.minimum(0.9, load.rate * prompt))
+        wanted = np.clip(load.rate * o * tpot, 1.0, room)
+        decoding = 0.5 * decoding + 0.5 * wanted
+    arrivals = load.rate * tpot
+    server = case.engine.request_seconds
+    spread = arrivals * (prompt / tpot) ** 2  # squared coefficient of variation of iterations
+    mean = server + tpot * (1.5 + spread / 2)
+    longest = tpot + 2.33 * np.sqrt(arrivals) * prompt
+    served = np.minimum(load.rate, decoding / (o * tpot))
+    return Latencies(mean, server + 2 * longest, tpot, served, decoding)
+
+
+def first_token_seconds(case: ReplicaCase, load: ClosedLoad, pure: Array) -> Array:
+    """Return what a first token takes beside prompts: the server, and iterations waited for."""
+    waited = case.engine.waited_iterations + load.polled_iterations / 2
+    return case.engine.request_seconds + waited * pure
+
+
+def kept_tokens(engine: EngineConstants, drafted: Array) -> Array:
+    """Return the tokens that a sequence gains in one iteration in the mean.
+
+    Each of n drafted tokens is kept with probability a if those before it were: 1 + a + ... + a^n
+    (Leviathan et al. 2023, arXiv 2211.17192, equation 1).
+    """
+    a = np.asarray(engine.draft_acceptance, dtype=np.float64)
+    kept: Array = (1 - a ** (1 + np.asarray(drafted))) / (1 - a)
+    return kept
+
+
+def disaggregated(
+    prefill: ReplicaCase, decode: ReplicaCase, pools: tuple[Array, Array], load: ClosedLoad
+) -> Latencies:
+    """Price replicas that compute prompts only, and others that decode only.
+
+    `pools`: how many of each. Prompts wait for a free prefill replica, which computes those that
+    wait together; where these are the narrowest part, streams gather in front of them. The cache
+    of a prompt travels over the network cards of the prefill replica.
+    """
+    prefillers, decoders = pools
+    i, o = load.prompt_tokens, np.maximum(load.output_tokens, 1.0)
+    context = i + o / 2
+    counted = i + o * decode.engine.reserved_output
+    room = largest_batch(decode.served, decode.gpu, decode.layout, decode.engine, counted)
+    each = np.minimum(load.streams / decoders, np.maximum(1.0, room))
+    kept = kept_tokens(decode.engine, load.drafted_tokens)
+    idle = IterationLoad(0.0, 0.0, 0.0, context)
+    prompt = prompt_seconds(prefill, i, idle, prefill.seconds(idle))
+    dense = dense_prompt_seconds(prefill, i)
+    sent = sequence_bytes(prefill.served, prefill.layout, i) / prefill.gpu.links.network_bandwidth
+    alone = first_token_seconds(decode, load, 0.0) + prompt + sent + decode.engine.handover_seconds
+    decoding = np.asarray(each, dtype=float)
+    for _ in range(ROUNDS):
+        busy = IterationLoad(0.0, 0.0, np.maximum(decoding, 1.0), context, load.drafted_tokens)
+        pure = decode.seconds(busy)
+        tpot = pure / kept
+        free = alone + o * tpot  # of a stream that waits for nobody
+        cycle = np.maximum(free, load.streams * dense / prefillers)
+        busy_streams = load.streams / decoders * o * tpot / cycle
+        decoding = 0.5 * decoding + 0.5 * np.minimum(each, busy_streams)
+    used = np.minimum(0.95, load.streams / cycle * dense / prefillers)
+    waiting = np.maximum(used / (2 * (1 - used)) * dense / prefillers, cycle - free)
+    start = (load.streams - 1) / 2 / load.requests_per_stream * dense / prefillers
+    waited = decode.engine.waited_iterations * pure
+    queue = np.maximum(0.0, load.streams / decoders / each - 1) * o * tpot
+    ttft = alone + waited + np.minimum(waiting + start, load.streams * dense / prefillers) + queue
+    ttft = ttft + load.streamed_tokens * tpot
+    worst = ttft + 1.6 * waiting
+    return Latencies(ttft, worst, tpot, load.streams / (ttft + o * tpot), decoding * decoders)
+
+
+def prompt_seconds(case: ReplicaCase, tokens: Array, busy: IterationLoad, pure: Array) -> Array:
+    """Return what one prompt adds to iterations of `pure` seconds that it is computed in.
+
+    A prompt longer than the token budget goes in several chunks.
+    """
+    chunk = np.minimum(tokens, case.engine.token_budget)
+    mixed = case.seconds(replace(busy, prefill_tokens=chunk, prefill_context_tokens=tokens / 2))
+    return tokens / chunk * (mixed - pure)
+
+
+def dense_prompt_seconds(case: ReplicaCase, tokens: Array) -> Array:
+    """Return a prompt's share of an iteration that is full of prompts on every attention rank."""
+    full = np.maximum(tokens, case.engine.token_budget * case.layout.dp)
+    return tokens / full * case.seconds(IterationLoad(full, tokens / 2, 0.0, 0.0))
