@@ -126,8 +126,8 @@ def calibrate(
     site = _site(found, gpu, _provenance(read, result))
     site, remarks = _fitted_to_steps(site, read.steps, loaded, packaged, gpu)
     calibrated = _at_site(packaged, site, gpu)
-    path = output or _default_path(loaded, name)
-    replace_text(path, _HEADER + _yaml(site))
+    path = output or site_calibration_path(loaded, name)
+    write_site_calibration(path, _with_services(site, loaded))
     return CalibrationResult(
         profile=loaded.document.name,
         site=site,
@@ -341,7 +341,20 @@ def _figures(
     ]
 
 
-def _default_path(profile: Loaded[ClusterProfile], name: str) -> Path:
+def _with_services(site: SiteCalibration, profile: Loaded[ClusterProfile]) -> SiteCalibration:
+    """Keep what services have measured on this cluster before."""
+    before = profile.document.calibration
+    if not isinstance(before, SiteCalibration):
+        return site
+    return site.model_copy(update={"serving": before.serving})
+
+
+def write_site_calibration(path: Path, site: SiteCalibration) -> None:
+    """Write the file that a profile names in `calibration`. Raises OSError."""
+    replace_text(path, _HEADER + _yaml(site))
+
+
+def site_calibration_path(profile: Loaded[ClusterProfile], name: str) -> Path:
     """Name the file after the profile, beside it where the user gave a file."""
     directory = Path(name).parent if "/" in name or name.endswith((".yaml", ".yml")) else Path()
     return directory / f"{profile.document.name}{CALIBRATION_SUFFIX}"
@@ -352,5 +365,6 @@ def _yaml(site: SiteCalibration) -> str:
 
     yaml, stream = YAML(), StringIO()
     yaml.width = 90
-    yaml.dump(site.model_dump(mode="json", exclude_none=True), stream)
+    values = site.model_dump(mode="json", exclude_none=True)
+    yaml.dump({name: value for name, value in values.items() if value != {}}, stream)
     return stream.getvalue()

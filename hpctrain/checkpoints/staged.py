@@ -72,11 +72,28 @@ def expected_bytes(file: Path) -> int:
 
     https://huggingface.co/docs/safetensors, "Format". Raises OSError, ValueError.
     """
+    header_bytes, tensors = _header(file)
+    return 8 + header_bytes + max((about["data_offsets"][1] for about in tensors), default=0)
+
+
+def tensor_bytes(directory: Path) -> int:
+    """Add up the bytes of all tensors, by the headers of a directory's safetensors files.
+
+    Raises InvalidInputError, OSError, ValueError.
+    """
+    return sum(
+        about["data_offsets"][1] - about["data_offsets"][0]
+        for file in weight_files(directory)
+        for about in _header(file)[1]
+    )
+
+
+def _header(file: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Read the length of a header, and what it says about each tensor."""
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(min(header_bytes, _LONGEST_HEADER)))
-    ends = [about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"]
-    return 8 + header_bytes + max(ends, default=0)
+    return header_bytes, [about for name, about in header.items() if name != "__metadata__"]
 
 
 def _check_length(path: Path, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Command `calibrate`: measured rates of a cluster become the planner's constants for it."""
+"""Command `calibrate`: what a cluster or a service measured becomes the planner's constants."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hpctrain.cli.output import json_out, paragraph, say
 
 if TYPE_CHECKING:
     from hpctrain.actions.calibrate import CalibratedFigure, CalibratedStep
+    from hpctrain.actions.calibrate_service import ServiceCalibrationResult
 
 _NAMES = {
     "product_efficiency": "matrix products, of the 16-bit peak",
@@ -37,16 +38,28 @@ _NAMES = {
 def calibrate(result: Path, profile: str | None, output: Path | None, as_json: bool) -> None:
     """Turn measurements of a cluster into constants of the planner.
 
-    RESULT is the report of `make gpu` (docs/gpu.md), or a run directory whose launches have
-    measured their GPUs and links. Name the written file in `calibration` of the profile.
+    RESULT is the report of `make gpu` (docs/gpu.md), a run directory whose launches have
+    measured their GPUs and links, or the directory of a service that `serve test` has measured.
+    Name the written file in `calibration` of the profile.
 
     \b
     Examples:
       hpctrain calibrate gpu-report.json
       hpctrain calibrate runs/gpt175b-1a2b --profile sites/ours.yaml
+      hpctrain calibrate runs/chat70b-3c4d --profile sites/ours.yaml
     """
     from hpctrain.actions.calibrate import calibrate as action
+    from hpctrain.actions.calibrate_service import calibrate_service, is_service_directory
 
+    if is_service_directory(result):
+        served = calibrate_service(result, profile, output)
+        if as_json:
+            json_out("service_calibration", served)
+            return
+        for line in _service_lines(served):
+            click.echo(line)
+        say(f"\nWrote {served.path}. In the profile: `calibration: {Path(served.path).name}`")
+        return
     done = action(result, profile, output)
     if as_json:
         json_out("calibration", done)
@@ -61,6 +74,22 @@ def calibrate(result: Path, profile: str | None, output: Path | None, as_json: b
     for remark in done.remarks:
         click.echo("\n" + "\n".join(paragraph(remark, "", hang=0)))
     say(f"\nWrote {done.path}. In the profile: `calibration: {Path(done.path).name}`")
+
+
+def _service_lines(found: ServiceCalibrationResult) -> list[str]:
+    """Tabulate the factors of an engine, and the error with and without them."""
+    measured = found.measured
+    rows = [
+        ("iterations without prompts", f"x {measured.decode_factor:.3f}"),
+        ("what prompts add to iterations", f"x {measured.prompt_factor:.3f}"),
+    ]
+    if measured.request_seconds is not None:
+        rows.append(("a request outside of iterations", f"{1e3 * measured.request_seconds:.1f} ms"))
+    before, left = f"{found.error_before:.1%}", f"{measured.error:.1%}"
+    rows.append(("typical error without the factors", before))
+    rows.append(("error that plans keep room for", left))
+    heading = f"{found.engine} on {found.gpu}: {found.answers:,} answers"
+    return [heading, *(f"{name:37}{value:>12}" for name, value in rows)]
 
 
 def _figure_line(figure: CalibratedFigure) -> str:

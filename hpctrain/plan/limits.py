@@ -70,8 +70,17 @@ def allowed_gpus(spec: RunSpec, profile: ClusterProfile) -> int:
 def limit_problems(request: PlanRequest) -> list[Refusal]:
     """List everything that the site does not allow, in the order of the profile."""
     spec, profile = request.spec, request.profile
+    return resource_problems(spec.resources, profile) + [
+        Refusal(f"`{path}` is fixed by the site: remove it from the spec", path)
+        for path in profile.locked
+        if sets_field(spec, path)
+    ]
+
+
+def resource_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[Refusal]:
+    """List what the site does not allow one job to ask for."""
     problems = []
-    wanted = spec.resources.partition
+    wanted = resources.partition
     if profile.slurm.partition(wanted) is None:
         names = [partition.name for partition in profile.slurm.partitions]
         close = get_close_matches(str(wanted), names, n=1)
@@ -83,16 +92,12 @@ def limit_problems(request: PlanRequest) -> list[Refusal]:
                 "resources.partition",
             )
         )
-    problems += _node_problems(spec.resources, profile)
-    problems += _segment_problems(spec.resources, profile)
-    problems += _walltime_problems(spec.resources, profile)
-    problems += _accounting_problems(spec, profile)
-    problems += _node_share_problems(spec.resources, profile)
-    return problems + [
-        Refusal(f"`{path}` is fixed by the site: remove it from the spec", path)
-        for path in profile.locked
-        if sets_field(spec, path)
-    ]
+    problems += _node_problems(resources, profile)
+    problems += _segment_problems(resources, profile)
+    problems += _walltime_problems(resources, profile)
+    problems += _accounting_problems(resources, profile)
+    problems += _node_share_problems(resources, profile)
+    return problems
 
 
 def _node_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[Refusal]:
@@ -205,10 +210,10 @@ def _walltime_problems(resources: ResourcesSpec, profile: ClusterProfile) -> lis
     ]
 
 
-def _accounting_problems(spec: RunSpec, profile: ClusterProfile) -> list[Refusal]:
+def _accounting_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[Refusal]:
     """Compare account, QOS and numbers of jobs with what accounting (sacctmgr(1)) allows."""
     limits, problems = profile.limits, []
-    account = spec.resources.account or profile.slurm.account
+    account = resources.account or profile.slurm.account
     if account is None and (limits.accounts or limits.account_required):
         choices = f": {', '.join(limits.accounts)}" if limits.accounts else ""
         problems.append(
@@ -222,7 +227,7 @@ def _accounting_problems(spec: RunSpec, profile: ClusterProfile) -> list[Refusal
         problems.append(
             Refusal(f"account `{account}` may not be used here: use {names}", "resources.account")
         )
-    qos = spec.resources.qos or profile.slurm.qos
+    qos = resources.qos or profile.slurm.qos
     if qos is not None and limits.qos and qos not in limits.qos:
         problems.append(
             Refusal(
@@ -240,7 +245,7 @@ def _accounting_problems(spec: RunSpec, profile: ClusterProfile) -> list[Refusal
                 "resources",
             )
         )
-    gpus = spec.resources.gpus + spec.resources.spare_nodes * profile.gpu.per_node
+    gpus = resources.gpus + resources.spare_nodes * profile.gpu.per_node
     if limits.grp_gpus is not None and gpus > limits.grp_gpus:
         problems.append(
             Refusal(

@@ -94,6 +94,22 @@ class Calibration(Document):
     graphs: dict[str, Factor] = Field(description="Launch overhead left by CUDA graphs, by scope")
 
 
+class SiteServingCalibration(Document):
+    """What one engine took here over what was predicted; `hpctrain calibrate SERVICE` measures it.
+
+    `error` is the standard deviation of the logarithm of measured over corrected seconds: plans
+    keep that much room.
+    """
+
+    decode_factor: float = Field(gt=0, le=100, description="On iterations without prompts")
+    prompt_factor: float = Field(gt=0, le=100, description="On what prompts add to iterations")
+    request_seconds: Seconds | None = Field(
+        None, description="Of a request outside of iterations: HTTP, tokeniser, router"
+    )
+    error: Share = Field(description="What is left: deviation of the logarithm")
+    provenance: str = Field(min_length=3, description="Which service, when, how many answers")
+
+
 class SiteCalibration(Document):
     """What was measured on one cluster, in place of the packaged figures; absent: those stay.
 
@@ -115,5 +131,8 @@ class SiteCalibration(Document):
     )
     network_bandwidth: Bandwidth | None = Field(
         None, gt=0, description="Per GPU while all cards of its node are busy"
+    )
+    serving: dict[str, SiteServingCalibration] = Field(
+        {}, description="By engine (vllm, ...): what services took over what was predicted"
     )
     provenance: str = Field(min_length=3, description="When, on which nodes, by which measurement")

@@ -1,0 +1,136 @@
+"""A GPU without losses and an engine without overheads: seconds can be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hpctrain.plan.cost.case import Machine, Shape
+from hpctrain.plan.serving.served_model import WIDE, ReplicaLayout, ServedModel
+from hpctrain.plan.serving.serving_machine import EngineConstants, ServingMachine
+from hpctrain.plan.serving.steady_state import ReplicaCase
+
+NEVER = 1e30  # bytes/s or FLOP/s of something that shall cost nothing
+
+# Llama 3 70B: config.json of meta-llama/Meta-Llama-3-70B
+LLAMA_70B = Shape(
+    layers=80,
+    hidden=8192,
+    seq=8192,
+    vocab=128256,
+    attention_blocks=80,
+    heads=64,
+    kv_heads=8,
+    qk_dim=128,
+    value_dim=128,
+    mlp_blocks=80,
+    ffn=28672,
+    gated=1,
+    expert_hidden=8192,
+    rms_norm=1,
+)
+# DeepSeek-V3: arXiv 2412.19437, section 4.2
+DEEPSEEK_V3 = Shape(
+    layers=61,
+    hidden=7168,
+    seq=4096,
+    vocab=129280,
+    attention_blocks=61,
+    heads=128,
+    kv_heads=128,
+    qk_dim=192,
+    value_dim=128,
+    mla=1,
+    q_rank=1536,
+    kv_rank=512,
+    rope_dim=64,
+    mlp_blocks=3,
+    ffn=18432,
+    gated=1,
+    moe_blocks=58,
+    experts=256,
+    top_k=8,
+    expert_ffn=2048,
+    expert_hidden=7168,
+    shared_ffn=2048,
+    rms_norm=1,
+)
+LINKS = Machine(
+    peak=1e15,
+    peak_low=2e15,
+    memory_bandwidth=4e12,
+    nvlink_bandwidth=450e9,
+    network_bandwidth=50e9,
+    domain=8,
+    product_efficiency=1,
+    low_efficiency=1,
+    flash_efficiency=1,
+    batched_efficiency=1,
+    memory_efficiency=1,
+    nvlink_efficiency=1,
+    network_efficiency=1,
+)
+GPU = ServingMachine(
+    links=LINKS,
+    memory=80e9,
+    memory_bandwidth=4e12,
+    peak_16=1e15,
+    peak_8=2e15,
+    peak_4=4e15,
+    **dict.fromkeys(
+        ("product_16", "product_8", "product_blocks", "product_4", "attention_share"), 1.0
+    ),
+    **dict.fromkeys(("stream_16", "stream_8", "stream_4", "stream_expanded"), 1.0),
+    **dict.fromkeys(("grouped_16", "grouped_8", "grouped_4", "grouped_expanded"), 1.0),
+    grouped_product=1.0,
+    cache_stream=1.0,
+    block_pace=1.0,
+    message_share=1.0,
+    message_pace=1.0,
+)
+ENGINE = EngineConstants(
+    **dict.fromkeys(("iteration_seconds", "sequence_seconds", "request_seconds"), 0.0),
+    **dict.fromkeys(("attention_seconds", "latent_seconds", "indexer_seconds"), 0.0),
+    **dict.fromkeys(("recurrent_seconds", "mlp_seconds", "expert_seconds"), 0.0),
+    **dict.fromkeys(("message_seconds", "message_hop_seconds", "eager_seconds"), 0.0),
+    waited_iterations=0.0,
+    product_speed=1.0,
+    expanded_speed=1.0,
+    expert_variety=1.0,
+    expert_imbalance=1.0,
+    handover_seconds=0.0,
+    draft_acceptance=0.5,
+    token_budget=8192.0,
+    max_sequences=1024.0,
+    reserved_output=0.5,
+    memory_share=0.9,
+    overhead_bytes=0.0,
+    activation_copies=0.0,
+    bunched_prompts=0.0,
+)
+
+
+def served(shape: Shape = LLAMA_70B, **changes: Any) -> ServedModel:
+    """A model in 16 bits."""
+    plain = ServedModel(
+        shape=shape,
+        attention_bytes=2,
+        mlp_bytes=2,
+        expert_bytes=2,
+        head_bytes=2,
+        attention_operands=WIDE,
+        mlp_operands=WIDE,
+        expert_operands=WIDE,
+        cache_bytes=2,
+    )
+    return replace(plain, **changes)
+
+
+def replica(
+    model: ServedModel | None = None,
+    layout: ReplicaLayout | None = None,
+    gpu: ServingMachine = GPU,
+    engine: EngineConstants = ENGINE,
+) -> ReplicaCase:
+    """A replica of Llama 3 70B on four GPUs without losses."""
+    return ReplicaCase(model or served(), gpu, layout or ReplicaLayout(4), engine)
