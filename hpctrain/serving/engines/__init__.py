@@ -1,0 +1,1 @@
+"""What answers requests inside a replica: one record per engine, and the table of them. Pure."""

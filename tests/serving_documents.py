@@ -1,0 +1,96 @@
+"""A small service as documents for tests: spec, plan, and what replicas are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpctrain.actions.replica_prototype import ServiceInputs, replica_documents, write_prototype
+from hpctrain.plan.serving.documents import ReplicaPlan, ServicePlan
+from hpctrain.spec.loader import load_profile, load_service_spec, partition_profile
+from hpctrain.store.service_layout import ServiceLayout
+
+SERVED_NAME = "tiny"
+
+_SPEC = """\
+kind: service
+name: chat
+weights: {{path: {weights}, name: tiny}}
+engine: {{name: vllm, python: {python}, tp: 1, pp: 1}}
+traffic: {{rate: 5, prompt_tokens: 16, output_tokens: 16}}
+objectives: {{ttft: {{p99: 2s}}}}
+drain: {{longest: {longest}, notice: {notice}}}
+resources: {{partition: {partition}, walltime: {walltime}}}
+load_time: 30s
+environment: {{variables: {{STAND_IN_ENGINE: {told}}}}}
+"""
+
+
+def service_spec_text(
+    place: Path,
+    *,
+    partition: str = "train",
+    walltime: str = "00:30:00",
+    longest: str = "20s",
+    notice: str = "3s",
+) -> str:
+    """A spec whose weights, engine and stand-in settings lie in `place`."""
+    return _SPEC.format(
+        weights=place / "weights",
+        python=place / "engine-python",
+        told=place / "stand-in.json",
+        partition=partition,
+        walltime=walltime,
+        longest=longest,
+        notice=notice,
+    )
+
+
+def service_plan(gpus: int = 1, nodes: int = 1) -> ServicePlan:
+    """A plan of two replicas, as the planner would write it."""
+    replica = ReplicaPlan(
+        engine="vllm",
+        gpu="a100",
+        gpus=gpus,
+        nodes=nodes,
+        tp=1,
+        pp=gpus,
+        precision="fp32",
+        kv_precision="fp32",
+        max_sequences=64,
+        batch_tokens=2048,
+        max_length=1024,
+        weight_bytes=1e9,
+        activation_bytes=1e8,
+        overhead_bytes=1e9,
+        kv_bytes_per_token=1e5,
+        kv_capacity_tokens=50_000,
+    )
+    return ServicePlan(
+        replica=replica,
+        replicas=1,
+        spare=1,
+        rate=5.0,
+        capacity_rate=8.0,
+        availability=0.99,
+        promises=(),
+        currency=None,
+        cost_per_hour=None,
+        cost_per_million_output_tokens=None,
+        load_seconds=30.0,
+        drain_seconds=20.0,
+        lost_per_preemption=0.0,
+    )
+
+
+def write_service(
+    directory: Path, spec: Path, profile: Path, plan: ServicePlan, python: str
+) -> ServiceLayout:
+    """Make a service directory with the prototype of its replicas."""
+    loaded = load_service_spec(spec)
+    site = partition_profile(load_profile(profile), loaded.document.resources.partition)
+    weights = Path(loaded.document.weights.path or "")
+    service = ServiceLayout(directory)
+    service.create()
+    inputs = ServiceInputs(loaded, site, plan, weights, python)
+    write_prototype(service, replica_documents(service, inputs))
+    return service
