@@ -1,0 +1,173 @@
+"""What a load test leaves: one record per request, and the measurement of all of them.
+
+Belongs here: these documents. Does not belong here: sending (see `sending`), comparing with a
+promise (see `service_test`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+MeasuredLatency = Literal["ttft", "tpot", "e2e", "itl"]
+FailureKind = Literal[
+    "refused", "reset", "timeout", "http 429", "http 4xx", "http 5xx", "error event", "cut short"
+]
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request of a load test; seconds are since the start of the test.
+
+    `planned_seconds` is when it had to be sent, whatever became of those before it; latencies count
+    from there. `gap_seconds`: between pieces of the answer, which are tokens where the engine sends
+    each by itself (a busy front end sends several at once). `failure` is None for a whole answer.
+    """
+
+    request_id: str
+    planned_seconds: float
+    sent_seconds: float
+    prompt_tokens: int
+    asked_tokens: int
+    first_token_seconds: float | None = None
+    last_token_seconds: float | None = None
+    answered_tokens: int = 0
+    gap_seconds: tuple[float, ...] = ()
+    failure: FailureKind | None = None
+    detail: str = ""
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Time to the first token, from the planned time; None for a failed request."""
+        if self.failure is not None or self.first_token_seconds is None:
+            return None
+        return self.first_token_seconds - self.planned_seconds
+
+    @property
+    def e2e_seconds(self) -> float | None:
+        """Time to the last token, from the planned time; None for a failed request."""
+        if self.failure is not None or self.last_token_seconds is None:
+            return None
+        return self.last_token_seconds - self.planned_seconds
+
+    @property
+    def tpot_seconds(self) -> float | None:
+        """Time per further token; None for a failed request, and for an answer of one token."""
+        if self.ttft_seconds is None or self.e2e_seconds is None or self.answered_tokens < 2:
+            return None
+        return (self.e2e_seconds - self.ttft_seconds) / (self.answered_tokens - 1)
+
+    def to_line(self) -> str:
+        """Write the record as one line of JSON, with microseconds."""
+        fields = {
+            key: round(value, 6) if isinstance(value, float) else value
+            for key, value in asdict(self).items()
+        }
+        fields["gap_seconds"] = [round(gap, 6) for gap in self.gap_seconds]
+        return json.dumps(fields, separators=(",", ":"))
+
+    @classmethod
+    def from_line(cls, line: str) -> RequestRecord:
+        """Read the line again. Raises ValueError or TypeError for anything else."""
+        fields = json.loads(line)
+        return cls(**{**fields, "gap_seconds": tuple(fields["gap_seconds"])})
+
+
+@dataclass(frozen=True)
+class ClientUse:
+    """What the load generator took of its machine while it sent and waited.
+
+    `lag_seconds`: by how much sleeps of the event loop were longer than asked.
+    """
+
+    cpu_share: float
+    lag_seconds: tuple[float, ...]
+    most_outstanding: int
+
+
+class _Part(BaseModel):
+    """Base of all parts: frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+
+class MeasuredQuantile(_Part):
+    """One percentile of one latency with its interval of 95 %.
+
+    A failed request counts as one that never ends: None is such a time, and a bound that the
+    samples are too few for. `independent`: how many independent samples say as much as `samples`.
+    """
+
+    latency: MeasuredLatency
+    percentile: str
+    seconds: float | None
+    low_seconds: float
+    high_seconds: float | None
+    samples: int
+    independent: int
+
+
+class Failures(_Part):
+    """Requests that failed in the same way, with some of them by id and planned time."""
+
+    kind: FailureKind
+    count: int
+    request_ids: tuple[str, ...]
+    planned_seconds: tuple[float, ...]
+    detail: str
+
+
+class ClientLoad(_Part):
+    """What the load generator itself did, to tell whether it measured the service or itself.
+
+    `late`: sending after the planned time. `lag`: how much longer than asked the event loop slept.
+    """
+
+    cpu_share: float
+    late_p50_seconds: float
+    late_p99_seconds: float
+    late_max_seconds: float
+    lag_p99_seconds: float
+    most_outstanding: int
+
+
+class Measurement(_Part):
+    """A load test: what was asked, what came back, and whether the client could keep up.
+
+    `requests` were sent in all, `counted` of them after the warm-up; quantiles and failures are of
+    the counted ones. Rates are per second. Times of records count from `began_seconds` since the
+    epoch. `refused`: why this is no measurement of the service.
+    """
+
+    schema_version: Literal[1] = 1
+    url: str
+    model: str
+    began_seconds: float
+    rate: float
+    burstiness: float
+    seed: int
+    requests: int
+    counted: int
+    warm_up_seconds: float
+    duration_seconds: float
+    answered_rate: float
+    prompt_tokens_mean: float
+    output_tokens_mean: float
+    output_tokens_rate: float
+    quantiles: tuple[MeasuredQuantile, ...]
+    failures: tuple[Failures, ...]
+    client: ClientLoad
+    refused: tuple[str, ...] = ()
+
+    @property
+    def failed(self) -> int:
+        """Counted requests without a whole answer."""
+        return sum(one.count for one in self.failures)
+
+    def quantile(self, latency: MeasuredLatency, percentile: str) -> MeasuredQuantile | None:
+        """Look up a percentile such as `p99`; None if it was not measured."""
+        wanted = (latency, percentile)
+        return next((q for q in self.quantiles if (q.latency, q.percentile) == wanted), None)

@@ -1,0 +1,173 @@
+"""The load generator against a server with known delays, and as a program."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from streaming_server import Behaviour, StreamingServer, streaming_server
+
+from hpctrain.plan.serving.traffic import Lengths, Requests, Traffic, draw_requests
+from hpctrain.serving.load.__main__ import main
+from hpctrain.serving.load.measurement import FailureKind, RequestRecord
+from hpctrain.serving.load.prompts import PromptStyle
+from hpctrain.serving.load.sending import LoadTarget, send_requests
+
+pytest.importorskip("aiohttp", reason="NOT TRIED: load tests need aiohttp")
+STYLE = PromptStyle(lowest_id=3, highest_id=99)
+
+
+def equal_requests(count: int, output_tokens: int = 3) -> Requests:
+    traffic = Traffic(prompt=Lengths(4, 4), output=Lengths(output_tokens, output_tokens))
+    return draw_requests(traffic, count, seed=0)
+
+
+def send(
+    server: StreamingServer,
+    planned: list[float],
+    *,
+    style: PromptStyle = STYLE,
+    token: str | None = None,
+    timeout_seconds: float = 20.0,
+) -> tuple[RequestRecord, ...]:
+    target = LoadTarget(server.url, "tiny", token, timeout_seconds=timeout_seconds)
+    requests = equal_requests(len(planned))
+    return send_requests(target, style, requests, np.asarray(planned)).records
+
+
+def test_latencies_are_those_of_the_server() -> None:
+    with streaming_server(lambda _: Behaviour(first_seconds=0.1, gap_seconds=0.03)) as server:
+        (one,) = send(server, [0.0])
+    assert one.failure is None and one.answered_tokens == 3
+    assert one.ttft_seconds is not None and 0.1 <= one.ttft_seconds < 0.4
+    assert one.tpot_seconds is not None and 0.03 <= one.tpot_seconds < 0.2
+    assert len(one.gap_seconds) == 2 and min(one.gap_seconds) > 0.02
+
+
+def test_a_slow_answer_delays_no_later_request() -> None:
+    """A closed loop would send nothing while the first request waits a second."""
+    with streaming_server(lambda number: Behaviour(first_seconds=0.0 if number else 1.0)) as server:
+        records = send(server, [0.0, 0.1, 0.2, 0.3])
+    assert [record.failure for record in records] == [None] * 4
+    assert max(record.sent_seconds for record in records) < 0.9
+    assert (records[0].ttft_seconds or 0) >= 1.0
+    assert all((record.ttft_seconds or 9) < 0.9 for record in records[1:])
+
+
+def test_what_was_sent_before_the_end_is_waited_for() -> None:
+    ended: list[RequestRecord] = []
+    with streaming_server(lambda number: Behaviour(first_seconds=0.0 if number else 0.5)) as server:
+        result = send_requests(
+            LoadTarget(server.url, "tiny", timeout_seconds=20.0),
+            STYLE,
+            equal_requests(1000),
+            np.linspace(0.0, 100.0, 1000),
+            on_record=ended.append,
+            goes_on=lambda: len(ended) < 2,
+        )
+    assert 3 <= len(result.records) < 100
+    assert [record.failure for record in result.records] == [None] * len(result.records)
+    assert (result.records[0].ttft_seconds or 0) >= 0.5
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "kind"),
+    [
+        (Behaviour(status=503), "http 5xx"),
+        (Behaviour(status=404), "http 4xx"),
+        (Behaviour(status=429), "http 429"),
+        (Behaviour(breaks_after=1), "reset"),
+        (Behaviour(error_event=True), "error event"),
+        (Behaviour(reason="abort"), "cut short"),
+        (Behaviour(tokens=2), "cut short"),
+        (Behaviour(first_seconds=5.0), "timeout"),
+    ],
+)
+def test_failures_are_named(behaviour: Behaviour, kind: FailureKind) -> None:
+    other = Behaviour()
+    with streaming_server(lambda number: behaviour if number == 1 else other) as server:
+        records = send(server, [0.0, 0.02, 0.04], timeout_seconds=1.0)
+    assert [record.failure for record in records] == [None, kind, None]
+    assert records[1].request_id == "load-1" and records[1].detail
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        nobody = StreamingServer(lambda _: Behaviour(), port=taken.getsockname()[1])
+        (one,) = send(nobody, [0.0])
+    assert one.failure == "refused"
+
+
+def test_the_token_is_a_header_and_in_no_text() -> None:
+    with streaming_server(lambda _: Behaviour()) as server:
+        send(server, [0.0], token="very-secret")
+        target = LoadTarget(server.url, "tiny", "very-secret")
+    assert server.seen[0][0]["authorization"].endswith("very-secret")
+    assert "very-secret" not in repr(target)
+
+
+def test_a_thousand_requests_on_one_core() -> None:
+    """Every one is sent, at its time within what a busy machine allows, and answered whole."""
+    planned = [number / 500 for number in range(1000)]
+    with streaming_server(lambda _: Behaviour()) as server:
+        records = send(server, planned)
+    assert [record.failure for record in records] == [None] * 1000
+    assert [record.request_id for record in records] == [f"load-{n}" for n in range(1000)]
+    assert all(record.sent_seconds >= record.planned_seconds - 0.001 for record in records)
+
+
+def test_as_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "records.jsonl"
+    words = "--model tiny --rate 100 --requests 30 --warm-up 0 --prompt-tokens 4:9 --seed 3"
+    with streaming_server(lambda n: Behaviour(status=500 if n == 7 else 200)) as server:
+        common = [*words.split(), "--output-tokens", "3", "--url", server.url]
+        main([*common, "--records", str(log), "--json"])
+        found = json.loads(capsys.readouterr().out)
+        main(common)
+    table = capsys.readouterr().out
+    records = [RequestRecord.from_line(line) for line in log.read_text().splitlines()]
+    assert len(records) == found["requests"] == 30
+    assert found["failures"][0]["request_ids"] == ["load-7"]
+    assert "1 http 5xx" in table and "load-7 planned at" in table and "never" in table
+    lengths = {record.request_id: record.prompt_tokens for record in records}
+    sent = {headers["x-request-id"]: len(body["prompt"]) for headers, body in server.seen}  # type: ignore[arg-type]
+    assert sent == lengths and len(set(lengths.values())) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rate 0", "not above 0"),
+        ("--prompt-tokens 9:4 --rate 1", "1 <= P50 <= P99"),
+        ("--prompt-tokens x --rate 1", "not like 512"),
+        ("--token-ids 9 --rate 1", "not like 100:30000"),
+        ("--prompt-tokens 4 --rate 1", "give --prompt-tokens and --output-tokens"),
+        ("--trace t.csv --prompt-tokens 4 --rate 1", "a --trace has the lengths"),
+    ],
+)
+def test_usage(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--url", "http://127.0.0.1:1", "--model", "m", *words.split()])
+    assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_missing_token_is_an_error_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--url http://127.0.0.1:1 --model m --rate 1 --prompt-tokens 4 --output-tokens 3"
+    assert main([*words.split(), "--token-file", str(tmp_path / "none")]) == 3
+    assert str(tmp_path / "none") in capsys.readouterr().err
+
+
+def test_the_program_imports_no_torch() -> None:
+    code = "import hpctrain.serving.load.__main__, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    loaded = set(done.stdout.split())
+    assert "hpctrain.serving.load.sending" in loaded
+    assert not loaded & {"torch", "pandas", "transformers", "scipy", "aiohttp"}
