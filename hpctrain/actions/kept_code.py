@@ -31,7 +31,7 @@ from hpctrain.version import __version__
 # The rooms that run inside of jobs; whatever they import outside of them fails there, and in tests.
 _ROOMS = (
     *("checkpoints", "engines", "nodes", "notify", "plan", "prepare", "slurm", "spec", "store"),
-    *("supervise", "tracking", "train"),
+    *("serving", "supervise", "tracking", "train"),
     # what exports metrics from a job (`attempt_exporter`)
     *("actions", "diagnose", "observe", "render", "telemetry"),
 )

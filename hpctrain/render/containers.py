@@ -11,9 +11,9 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from hpctrain.render.job_request import JobSpec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.container import ContainerProfile
-from hpctrain.spec.run import RunSpec
 
 # Slurm's name of AMD's accelerators: mi100, mi250x, mi300a.
 _AMD = re.compile(r"(?i)^(amd_)?(instinct_)?mi\d{2,3}")
@@ -51,7 +51,7 @@ class ContainerWords:
         return self.command[:1] == ("bash",)
 
 
-def container_problems(spec: RunSpec, profile: ClusterProfile) -> list[tuple[str, str, str]]:
+def container_problems(spec: JobSpec, profile: ClusterProfile) -> list[tuple[str, str, str]]:
     """List what the spec's container cannot be at this site: field, message and hint."""
     container, own = profile.software.container, spec.container
     if own is None:
@@ -65,7 +65,7 @@ def container_problems(spec: RunSpec, profile: ClusterProfile) -> list[tuple[str
     return []
 
 
-def run_container(spec: RunSpec, profile: ClusterProfile) -> ContainerProfile | None:
+def run_container(spec: JobSpec, profile: ClusterProfile) -> ContainerProfile | None:
     """Return the container of a run: the profile's, with the spec's image and mounts.
 
     Of a spec without `container_problems`.

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.plan.documents import Plan
 from hpctrain.printable_text import printable_line
+from hpctrain.render.job_request import JobPlan, JobSpec
 from hpctrain.render.software import cache_directories, per_rank_variables
 from hpctrain.spec.notify import joined_notify
 from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
-from hpctrain.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from hpctrain.spec.catalogue import GpuVariable
@@ -47,7 +46,7 @@ class Variable:
     prepend: bool = False
 
 
-def submit_variables(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...] | None:
+def submit_variables(spec: JobSpec, profile: ClusterProfile) -> tuple[str, ...] | None:
     """List the variables that sbatch inherits, and so the job does; None: all of them."""
     if profile.slurm.export == "all":
         return None
@@ -55,7 +54,7 @@ def submit_variables(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...] 
     return tuple(dict.fromkeys(names))
 
 
-def evaluation_variables(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...] | None:
+def evaluation_variables(spec: JobSpec, profile: ClusterProfile) -> tuple[str, ...] | None:
     """List the variables that evaluation jobs inherit; None: all of them.
 
     They have no supervisor that takes out the secrets of `notify`, and tell nobody.
@@ -64,12 +63,12 @@ def evaluation_variables(spec: RunSpec, profile: ClusterProfile) -> tuple[str, .
     return None if names is None else tuple(name for name in names if name not in secrets)
 
 
-def inherited_names(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...]:
+def inherited_names(spec: JobSpec, profile: ClusterProfile) -> tuple[str, ...]:
     """List the variables that site and spec name to be passed on, each once."""
     return tuple(dict.fromkeys((*profile.slurm.inherit, *spec.environment.inherit)))
 
 
-def notify_names(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...]:
+def notify_names(spec: JobSpec, profile: ClusterProfile) -> tuple[str, ...]:
     """List the variables with secrets of `notify`, which the supervisor takes out of its own.
 
     They are none of the run: no rank and no container gets them.
@@ -78,7 +77,7 @@ def notify_names(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...]:
     return () if notify is None else notify.secret_names
 
 
-def inheritance_note(spec: RunSpec, profile: ClusterProfile) -> str:
+def inheritance_note(spec: JobSpec, profile: ClusterProfile) -> str:
     """Describe what the job inherits, for a person who calls sbatch by hand."""
     if profile.slurm.export == "none":
         return "It inherits no variable of that shell, but those of a login"
@@ -88,7 +87,7 @@ def inheritance_note(spec: RunSpec, profile: ClusterProfile) -> str:
     return f"It then inherits all variables of that shell; from hpctrain only {names}"
 
 
-def inheritance_problems(spec: RunSpec, profile: ClusterProfile) -> list[str]:
+def inheritance_problems(spec: JobSpec, profile: ClusterProfile) -> list[str]:
     """List names that the spec wants the job to inherit, and that it cannot inherit here."""
     problems = []
     names, secrets = inherited_names(spec, profile), notify_names(spec, profile)
@@ -108,9 +107,9 @@ def inheritance_problems(spec: RunSpec, profile: ClusterProfile) -> list[str]:
 
 
 def script_variables(
-    spec: RunSpec,
+    spec: JobSpec,
     profile: ClusterProfile,
-    plan: Plan,
+    plan: JobPlan,
     gpu_variables: tuple[GpuVariable, ...] = (),
 ) -> tuple[Variable, ...]:
     """List the exported variables, the site's first.

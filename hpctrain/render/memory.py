@@ -6,12 +6,11 @@ Belongs here: the option and its value. Does not belong here: how much memory a 
 
 from __future__ import annotations
 
-from hpctrain.plan.documents import Plan
+from hpctrain.render.job_request import JobPlan, JobSpec
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
 
 
-def memory_options(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> dict[str, str | None]:
+def memory_options(spec: JobSpec, profile: ClusterProfile, plan: JobPlan) -> dict[str, str | None]:
     """Choose `--mem` or `--mem-per-gpu`, None where the site wants neither; a spec's number counts.
 
     sbatch(1), --mem: 0 is all memory of each node. In a part of a node it would leave the other
@@ -33,7 +32,7 @@ def memory_options(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> dict[s
     }
 
 
-def memory_problems(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> list[str]:
+def memory_problems(spec: JobSpec, profile: ClusterProfile, plan: JobPlan) -> list[str]:
     """List why the run cannot have all memory of its nodes where the site wants that."""
     if profile.slurm.memory != "all" or spec.resources.memory_per_node is not None:
         return []
@@ -46,5 +45,5 @@ def memory_problems(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> list[
     ]
 
 
-def _whole_nodes(profile: ClusterProfile, plan: Plan) -> bool:
+def _whole_nodes(profile: ClusterProfile, plan: JobPlan) -> bool:
     return plan.nodes.gpus_per_node == profile.gpu.per_node

@@ -7,21 +7,20 @@ here: which nodes a launch then uses (`hpctrain.supervise.judge.launch_nodes`).
 
 from __future__ import annotations
 
-from hpctrain.plan.documents import Plan
-from hpctrain.spec.run import RunSpec
+from hpctrain.render.job_request import JobPlan, JobSpec
 
 
-def most_nodes(spec: RunSpec, plan: Plan) -> int:
+def most_nodes(spec: JobSpec, plan: JobPlan) -> int:
     """Count the nodes of the plan and the spare ones."""
     return plan.nodes.nodes + spec.resources.spare_nodes
 
 
-def least_nodes(spec: RunSpec, plan: Plan) -> int:
+def least_nodes(spec: JobSpec, plan: JobPlan) -> int:
     """Return the fewest nodes that the job starts with: all, spare ones included, by default."""
     return spec.resources.min_nodes or most_nodes(spec, plan)
 
 
-def node_options(spec: RunSpec, plan: Plan, cpus_per_gpu: int) -> dict[str, str | None]:
+def node_options(spec: JobSpec, plan: JobPlan, cpus_per_gpu: int) -> dict[str, str | None]:
     """Choose `--nodes`, and the tasks and CPUs per node.
 
     With a range of nodes there is no `--ntasks-per-node`: with it Slurm 22.05.8 may allocate the
@@ -32,15 +31,16 @@ def node_options(spec: RunSpec, plan: Plan, cpus_per_gpu: int) -> dict[str, str 
     per_node = plan.nodes.gpus_per_node
     if least < most:
         return {"nodes": f"{least}-{most}", "cpus-per-task": str(cpus_per_gpu * per_node)}
-    tasks = 1 if spec.launcher == "torchrun" else per_node
+    tasks = per_node if spec.launcher == "srun" else 1
+    # A job without GPUs has the CPUs of one: `resources.cpus_per_gpu` is all that it asks for.
     return {
         "nodes": str(most),
         "ntasks-per-node": str(tasks),
-        "cpus-per-task": str(cpus_per_gpu * per_node // tasks),
+        "cpus-per-task": str(cpus_per_gpu * max(1, per_node) // tasks),
     }
 
 
-def survives_node_failure(spec: RunSpec, plan: Plan) -> bool:
+def survives_node_failure(spec: JobSpec, plan: JobPlan) -> bool:
     """Return True if the job continues when a node fails (sbatch(1), --no-kill).
 
     A spare node replaces it, or the next launch is smaller.
@@ -49,7 +49,7 @@ def survives_node_failure(spec: RunSpec, plan: Plan) -> bool:
     return resources.spare_nodes > 0 or least_nodes(spec, plan) < most_nodes(spec, plan)
 
 
-def node_problems(spec: RunSpec, plan: Plan, constraint: str | None) -> list[str]:
+def node_problems(spec: JobSpec, plan: JobPlan, constraint: str | None) -> list[str]:
     """List where spare nodes or a range of nodes meet options that need exact numbers.
 
     Segments divide all of them: the planner chooses no other (`plan.mesh.nvlink_domain`).

@@ -31,6 +31,7 @@ from hpctrain.render.job_environment import (
     notify_names,
     script_variables,
 )
+from hpctrain.render.job_request import JobPlan, JobSpec
 from hpctrain.render.memory import memory_options, memory_problems
 from hpctrain.render.nodes import node_options, node_problems, survives_node_failure
 from hpctrain.render.quoting import directive_value
@@ -129,8 +130,51 @@ class Script:
     trainer: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class JobTask:
+    """What a job starts below the supervisor, and what its script says about that.
+
+    `words` follow the interpreter: the module and its arguments. Slurm warns `warning_seconds`
+    before the time limit. The notes are sentences, not wrapped, without a full stop.
+    """
+
+    title: str
+    layout: str
+    words: tuple[str, ...]
+    tasks: SrunTasks
+    warning_seconds: int
+    warning_note: str
+    continuation_note: str
+    failures_without_progress: int
+
+
 def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts) -> Script:
-    """Build the job script. Raises InvalidInputError for what sbatch cannot take."""
+    """Build the job script of a run. Raises InvalidInputError for what sbatch cannot take."""
+    partition = profile.slurm.partition(spec.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    lead = warning_lead(spec, profile, plan, walltime(spec, profile, partition))
+    tasks = choose_tasks(spec, plan)
+    task = JobTask(
+        title=f"{printable_line(spec.name)} on {profile.name}: {plan.nodes}, "
+        f"{plan.engine}, {plan.batch.train_steps} steps",
+        layout=_layout(plan),
+        words=("-m", *tasks.module, "train.json"),
+        tasks=tasks,
+        warning_seconds=lead.seconds,
+        warning_note=lead.sentence,
+        continuation_note=(
+            f"Continuation {profile.continuation}, from profile {profile.name}: after preemption, "
+            f"time limit and node failure {continuation_clause(profile)}"
+        ),
+        failures_without_progress=spec.supervise.failures_without_progress,
+    )
+    return job_script(spec, profile, plan, facts, task)
+
+
+def job_script(
+    spec: JobSpec, profile: ClusterProfile, plan: JobPlan, facts: ScriptFacts, task: JobTask
+) -> Script:
+    """Build the script of a job that runs `task`. Raises InvalidInputError as `build_script`."""
     partition = profile.slurm.partition(spec.resources.partition)
     assert partition is not None, "the planner has checked the partition"
     python = profile.software.python or facts.python
@@ -148,8 +192,6 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     ]
     if contradictions:  # Slurm would accept them, and never do what they ask for
         raise InvalidInputError([Problem(message) for message in contradictions])
-    lead = warning_lead(spec, profile, plan, walltime(spec, profile, partition))
-    start = choose_tasks(spec, plan)
     prologue = prologue_text(spec, profile, plan)
     container = run_container(spec, profile)
     variables = script_variables(spec, profile, plan, facts.gpu_variables)
@@ -158,17 +200,16 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     words = container_words(container, profile, tuple(passed))
     return Script(
         # Comments end at a line break, so none may come in with a value.
-        title=f"{printable_line(spec.name)} on {profile.name}: {plan.nodes}, "
-        f"{plan.engine}, {plan.batch.train_steps} steps",
+        title=task.title,
         version=__version__,
         run_id=facts.run_id,
         spec_digest=facts.spec_digest[:12],
         profile_name=profile.name,
         profile_digest=facts.profile_digest[:12],
         template_digest=facts.template_sha256 and facts.template_sha256[:12],
-        layout=_layout(plan),
+        layout=task.layout,
         inheritance_note=_comment(f"{inheritance_note(spec, profile)}."),
-        directives=_directives(spec, profile, plan, partition, facts),
+        directives=_directives(spec, profile, plan, facts, task.warning_seconds),
         modules=module_commands(profile),
         must=MUST,
         setup=facts.setup,
@@ -177,17 +218,14 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         scratch=profile.software.scratch,
         prologue_digest=None if prologue is None else sha256(prologue.encode()).hexdigest()[:12],
         variables=variables,
-        start_note=start.note,
-        task_kind=start.task_kind,
-        log_number=start.log_number,
-        signal_note=_comment(f"{lead.sentence}."),
-        continuation_note=_comment(
-            f"Continuation {profile.continuation}, from profile {profile.name}: after preemption, "
-            f"time limit and node failure {continuation_clause(profile)}."
-        ),
-        failures_without_progress=spec.supervise.failures_without_progress,
+        start_note=task.tasks.note,
+        task_kind=task.tasks.task_kind,
+        log_number=task.tasks.log_number,
+        signal_note=_comment(f"{task.warning_note}."),
+        continuation_note=_comment(f"{task.continuation_note}."),
+        failures_without_progress=task.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
-        srun=_srun(spec, profile, plan, start),
+        srun=_srun(spec, profile, plan, task.tasks),
         srun_options=tuple(
             f"--{name}" if value is None else f"--{name}={value}"
             for name, value in written_options(srun_options(spec, profile))
@@ -200,9 +238,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         trainer=(
             *prologue_words(prologue),
             container.python if container else python,
-            "-m",
-            *start.module,
-            "train.json",
+            *task.words,
         ),
     )
 
@@ -224,7 +260,7 @@ def _layout(plan: Plan) -> str:
     return " · ".join(parts)
 
 
-def walltime(spec: RunSpec, profile: ClusterProfile, partition: PartitionProfile) -> Duration:
+def walltime(spec: JobSpec, profile: ClusterProfile, partition: PartitionProfile) -> Duration:
     """Return the time limit of one attempt: the spec's, else the tightest of partition and site."""
     if spec.resources.walltime is not None:
         return spec.resources.walltime
@@ -233,13 +269,15 @@ def walltime(spec: RunSpec, profile: ClusterProfile, partition: PartitionProfile
 
 
 def _directives(
-    spec: RunSpec,
+    spec: JobSpec,
     profile: ClusterProfile,
-    plan: Plan,
-    partition: PartitionProfile,
+    plan: JobPlan,
     facts: ScriptFacts,
+    warning_seconds: int,
 ) -> tuple[str, ...]:
     """List the options of the #SBATCH lines."""
+    partition = profile.slurm.partition(spec.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
     limit = walltime(spec, profile, partition)
     nodes = node_options(spec, plan, cpus_per_gpu(spec, profile))
     one_gpu_per_task = "ntasks-per-node" in nodes and spec.launcher == "srun"
@@ -256,7 +294,7 @@ def _directives(
         **gpu_request(profile, plan, counts_tasks=one_gpu_per_task),
         **memory_options(spec, profile, plan),
         "time": limit.slurm(),
-        "signal": f"B:USR1@{warning_lead(spec, profile, plan, limit).seconds}",
+        "signal": f"B:USR1@{warning_seconds}",
         "open-mode": "append",
         "output": "logs/slurm-%A_%a.out" if profile.continuation == "array" else _LOG,
         **continuation_options(profile),
@@ -274,7 +312,7 @@ def _directives(
     return tuple(lines)
 
 
-def exclusive_option(profile: ClusterProfile, plan: Plan) -> tuple[str, ...]:
+def exclusive_option(profile: ClusterProfile, plan: JobPlan) -> tuple[str, ...]:
     """Return the option that keeps others away; plain --exclusive would cost more than a part."""
     wanted = profile.slurm.exclusive
     if isinstance(wanted, str):
@@ -283,7 +321,7 @@ def exclusive_option(profile: ClusterProfile, plan: Plan) -> tuple[str, ...]:
     return ("--exclusive",) if wanted and whole else ()
 
 
-def cpus_per_gpu(spec: RunSpec, profile: ClusterProfile) -> int:
+def cpus_per_gpu(spec: JobSpec, profile: ClusterProfile) -> int:
     """Return the spec's number, else the share of a GPU in its node's CPUs.
 
     Slurm's default of 1 would bind all threads of a rank (NCCL's, the data loader's) to one core.
@@ -292,10 +330,15 @@ def cpus_per_gpu(spec: RunSpec, profile: ClusterProfile) -> int:
 
 
 def gpu_request(
-    profile: ClusterProfile, plan: Plan, *, counts_tasks: bool
+    profile: ClusterProfile, plan: JobPlan, *, counts_tasks: bool
 ) -> dict[str, str | None]:
-    """Choose the site's option that requests GPUs; `--gpus-per-task` needs a number of tasks."""
+    """Choose the site's option that requests GPUs; `--gpus-per-task` needs a number of tasks.
+
+    A job without GPUs, such as a router's, asks for none.
+    """
     count, kind = plan.nodes.gpus_per_node, profile.gpu.type
+    if count == 0:
+        return {}
     per_task = profile.slurm.gpu_request == "gpus-per-task"
     per_node = {"gpus-per-node": f"{count}", "gpus-per-node-typed": f"{kind}:{count}"}.get(
         profile.slurm.gpu_request, str(count) if per_task and not counts_tasks else None
@@ -309,7 +352,9 @@ def gpu_request(
     }
 
 
-def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: SrunTasks) -> tuple[str, ...]:
+def _srun(
+    spec: JobSpec, profile: ClusterProfile, plan: JobPlan, start: SrunTasks
+) -> tuple[str, ...]:
     """List the arguments of srun, up to the options that the template adds."""
     arguments = [
         "srun",

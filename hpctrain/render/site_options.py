@@ -6,11 +6,10 @@ a site may add (`hpctrain.spec.slurm_options`), options that follow from the pla
 
 from __future__ import annotations
 
-from hpctrain.plan.documents import Plan
+from hpctrain.render.job_request import JobPlan, JobSpec
 from hpctrain.render.topology import topology_options
 from hpctrain.spec.notify import NoticeName, NotifySpec, joined_notify
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
 from hpctrain.spec.slurm_options import OptionValue
 
 # Slurm's types of mail, and the events of a run at which one is sent.
@@ -23,13 +22,13 @@ _MAIL_TYPES: dict[str, frozenset[NoticeName]] = {
 }
 
 
-def job_constraint(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> str | None:
+def job_constraint(spec: JobSpec, profile: ClusterProfile, plan: JobPlan) -> str | None:
     """Return the features that all nodes of the job must have: the profile's and the spec's."""
     site = topology_options(profile, plan, spec.resources.spare_nodes)["constraint"]
     return "&".join(name for name in (site, spec.resources.constraint) if name) or None
 
 
-def sbatch_options(spec: RunSpec, profile: ClusterProfile) -> dict[str, OptionValue]:
+def sbatch_options(spec: JobSpec, profile: ClusterProfile) -> dict[str, OptionValue]:
     """Return the site's options of sbatch; nodes and licenses of the spec are added to its own."""
     options = dict(profile.slurm.options.sbatch)
     wanted_lists = {
@@ -61,7 +60,7 @@ def mail_options(notify: NotifySpec | None) -> dict[str, OptionValue]:
     return options | ({"mail-user": channel.to[0]} if channel.to else {})
 
 
-def srun_options(spec: RunSpec, profile: ClusterProfile) -> dict[str, OptionValue]:
+def srun_options(spec: JobSpec, profile: ClusterProfile) -> dict[str, OptionValue]:
     """Return the site's options of srun, after hpctrain's own choices that it may replace.
 
     `--gpus-per-task` without `--gpu-bind=none` shows each task its own GPU only, and CUDA reaches

@@ -13,12 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.plan.documents import Plan
 from hpctrain.printable_text import printable_line
+from hpctrain.render.job_request import JobPlan, JobSpec
 from hpctrain.render.quoting import sh, sh_expanded
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.software import FabricVariable
-from hpctrain.spec.run import RunSpec
 
 PROLOGUE = "prologue.sh"
 # Directories of caches below `software.scratch`: of Triton, torch.compile, CUDA's and ROCm's JIT.
@@ -76,8 +75,10 @@ def cache_directories(profile: ClusterProfile) -> tuple[tuple[str, str], ...]:
     return (("TMPDIR", scratch), *((name, f"$TMPDIR/{leaf}") for name, leaf in _CACHES))
 
 
-def per_rank_variables(spec: RunSpec, profile: ClusterProfile) -> tuple[FabricVariable, ...]:
-    """List the site's variables that differ between the tasks of a node."""
+def per_rank_variables(spec: JobSpec, profile: ClusterProfile) -> tuple[FabricVariable, ...]:
+    """List the site's variables that differ between the tasks of a node, of which one is none."""
+    if spec.launcher == "node":
+        return ()
     return tuple(
         fabric
         for fabric in profile.environment
@@ -87,7 +88,7 @@ def per_rank_variables(spec: RunSpec, profile: ClusterProfile) -> tuple[FabricVa
     )
 
 
-def prologue_text(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> str | None:
+def prologue_text(spec: JobSpec, profile: ClusterProfile, plan: JobPlan) -> str | None:
     """Write what each task does before the trainer starts; None if there is nothing to do.
 
     Raises InvalidInputError for variables per rank that do not fit the tasks of a node.
@@ -112,7 +113,7 @@ def prologue_words(text: str | None) -> tuple[str, ...]:
     return () if text is None else ("bash", PROLOGUE)
 
 
-def _tasks(spec: RunSpec, plan: Plan, fabric: FabricVariable) -> int:
+def _tasks(spec: JobSpec, plan: JobPlan, fabric: FabricVariable) -> int:
     """Count the tasks of a node. Raises InvalidInputError if they are not ranks, or too many."""
     message, tasks = None, plan.nodes.gpus_per_node
     if spec.launcher == "torchrun":

@@ -11,8 +11,8 @@ Belongs here: features and leaves. Does not belong here: all other options (`scr
 
 from __future__ import annotations
 
-from hpctrain.plan.documents import Plan
 from hpctrain.plan.mesh.islands import eligible_islands
+from hpctrain.render.job_request import JobPlan
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.units import Duration
 
@@ -21,7 +21,7 @@ _SWITCH_WAIT = Duration(300)
 
 
 def topology_options(
-    profile: ClusterProfile, plan: Plan, spare_nodes: int = 0
+    profile: ClusterProfile, plan: JobPlan, spare_nodes: int = 0
 ) -> dict[str, str | None]:
     """Choose `--constraint`, `--switches` and `--segment`; None where the job does not need one."""
     names = (profile.slurm.constraint, island_constraint(profile, plan))
@@ -32,7 +32,7 @@ def topology_options(
     }
 
 
-def island_constraint(profile: ClusterProfile, plan: Plan) -> str | None:
+def island_constraint(profile: ClusterProfile, plan: JobPlan) -> str | None:
     """Select islands by feature: `[a|b]` for all nodes on either, `[a*4&b*4]` for some of each.
 
     sbatch(1), --constraint: Matching OR, and Multiple Counts. None when the islands have no
@@ -51,7 +51,7 @@ def island_constraint(profile: ClusterProfile, plan: Plan) -> str | None:
     return f"[{'&'.join(counted)}]"
 
 
-def switch_request(profile: ClusterProfile, plan: Plan, spare_nodes: int = 0) -> str | None:
+def switch_request(profile: ClusterProfile, plan: JobPlan, spare_nodes: int = 0) -> str | None:
     """Request the fewest leaves that can hold the job, and the longest wait for them.
 
     sbatch(1), --switches: the job is pending until that many leaves can hold it, or until the time

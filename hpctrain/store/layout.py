@@ -25,6 +25,9 @@ signatures.json                        the lines of logs and kernels that name a
 train-n000003.json                     the trainer's file for a launch on fewer nodes than planned
 ds_config.json ds_config-n000003.json  DeepSpeed's configuration, for people and its own tools
 communication.json                     messages between ranks in one measured step
+replica.json                           settings of a replica of a service, instead of train.json
+router.json                            settings of a service's router, instead of train.json
+drain.json                             how the newest launch of a replica has left
 metrics-endpoint.json                  where the running job serves metrics, if it does
 flops-0000012.txt                      FLOPs of a step as DeepSpeed's profiler counts them
 traces/e000001-rank-000003-steps-10-12.json.gz  what happened in steps of a rank (`profile:`)
@@ -42,6 +45,7 @@ checkpoints/                           iter_0000012/ and iter_0000012.partial-e0
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +55,7 @@ from hpctrain.errors import StorageError
 # The set-group-ID bit: what is made below belongs to the same group.
 _GROUP_READS = 0o2750
 _GROUP_WRITES = 0o2770
+_OF_ROUTER = re.compile(r"router(-g\d{3,})?")
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,15 @@ class RunLayout:
 
     @property
     def run_id(self) -> str:
-        return self.directory.name
+        """The name of the run and of its jobs; of a part of a service with the service in front.
+
+        A service directory contains run directories: `replicas/r001-g001`, `router`, and
+        `router-g002` for the job that follows it.
+        """
+        name, above = self.directory.name, self.directory.parent
+        if above.name == "replicas":
+            return f"{above.parent.name}-{name}"
+        return f"{above.name}-{name}" if _OF_ROUTER.fullmatch(name) else name
 
     @property
     def spec(self) -> Path:
@@ -78,6 +91,21 @@ class RunLayout:
     @property
     def train_config(self) -> Path:
         return self.directory / "train.json"
+
+    @property
+    def replica_config(self) -> Path:
+        """The settings of a replica; a run that trains has `train_config` instead."""
+        return self.directory / "replica.json"
+
+    @property
+    def router_config(self) -> Path:
+        """The settings of a service's router; a run that trains has `train_config` instead."""
+        return self.directory / "router.json"
+
+    @property
+    def drain(self) -> Path:
+        """How the newest launch of a replica has left the router and ended its requests."""
+        return self.directory / "drain.json"
 
     @property
     def supervise_config(self) -> Path:

@@ -34,6 +34,7 @@ class EventKind(StrEnum):
     RESUME = "resume"
     CHECKPOINT_REJECTED = "checkpoint_rejected"
     LAUNCH_STARTED = "launch_started"
+    SERVING = "serving"
     SIGNAL = "signal"
     LAUNCH_ENDED = "launch_ended"
     ACTION = "action"
@@ -67,6 +68,7 @@ class Event(Record):
     `symptom`: what `hpctrain watch` saw; None in ledgers of older versions. `groups_outside`: how
     many groups of ranks a launch has under several leaves or in several blocks. `after_run`: the
     run for whose end a submitted job waits; of an observation: that it began before that end.
+    `served_seconds`: how long a replica had answered requests when the event was written.
     """
 
     event: EventKind
@@ -103,6 +105,7 @@ class Event(Record):
     symptom: str | None = None
     groups_outside: int | None = None
     after_run: str | None = None
+    served_seconds: float | None = None
 
 
 class Ledger:

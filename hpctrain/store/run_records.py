@@ -18,7 +18,18 @@ from hpctrain.durable import append_line, replace_text
 from hpctrain.formats import refuse_newer
 from hpctrain.store.layout import RunLayout
 
-Phase = Literal["starting", "loading", "training", "saving", "evaluating", "profiling", "leaving"]
+Phase = Literal[
+    "starting",
+    "loading",
+    "training",
+    "saving",
+    "evaluating",
+    "profiling",
+    "leaving",
+    # of a replica of a service, which answers requests instead of training
+    "serving",
+    "draining",
+]
 Outcome = Literal["done", "yielded", "config_error", "crash"]
 
 
@@ -57,7 +68,11 @@ class Record(RecordPart):
 
 
 class Progress(Record):
-    """The trainer's last sign of life, replaced at most about once a second."""
+    """The trainer's last sign of life, replaced at most about once a second.
+
+    `ready_since`: when a replica of a service began to answer requests; its one step is being
+    ready.
+    """
 
     epoch: int
     phase: Phase
@@ -67,6 +82,7 @@ class Progress(Record):
     step_seconds: float | None = None
     loss: float | None = None
     checkpoint_step: int | None = None
+    ready_since: float | None = None
 
 
 class StepMetrics(Record):

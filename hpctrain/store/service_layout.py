@@ -5,6 +5,7 @@ below it (`RunLayout`), with its own ledger, epochs and logs, because the same s
 after it: `replicas/r001-g002` is the second job generation of replica 1, `router` the router's.
 
 service.yaml profile.yaml plan.json    the resolved documents, and the plan (`ServicePlan`)
+prototype/                             what the run directory of each replica is made of
 service.json                           settings of controller and router (`ServiceSettings`)
 ledger.jsonl                           what the controller and people have done to the service
 epochs/                                one file per controller; the highest number steers
@@ -15,8 +16,9 @@ endpoints/r001-g002.json               a replica that answers, leased (`Endpoint
 rotation.json                          which replicas the router asks now (`Rotation`)
 address.json                           where clients send requests (`Address`)
 state.json                             what the controller last saw and wants (`ServiceState`)
+traffic.json                           what router and engines have counted (`Traffic`)
 replicas/r001-g002/                    run directory of one replica's job
-router/                                run directory of the router's job
+router/ router-g002/                   run directories of the router's first job, and of the next
 tests/                                 results of `serve test`
 """
 
@@ -29,6 +31,7 @@ from pathlib import Path
 from hpctrain.durable import make_private_directory
 from hpctrain.store.layout import RunLayout
 
+_ROUTER = re.compile(r"router(?:-g(\d{3,}))?")
 _REPLICA = re.compile(r"r(\d{3,})-g(\d{3,})")
 
 
@@ -51,6 +54,10 @@ class ReplicaName:
     @property
     def next_generation(self) -> ReplicaName:
         return ReplicaName(self.number, self.generation + 1)
+
+
+# No replica has this name: in the documents of the prototype it stands for any.
+PROTOTYPE = ReplicaName(0, 0)
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,11 @@ class ServiceLayout:
     @property
     def settings(self) -> Path:
         return self.directory / "service.json"
+
+    @property
+    def prototype(self) -> RunLayout:
+        """The documents of all replicas, written for a replica whose name is `PROTOTYPE`."""
+        return RunLayout(self.directory / "prototype")
 
     @property
     def ledger(self) -> Path:
@@ -123,6 +135,10 @@ class ServiceLayout:
         return self.directory / "state.json"
 
     @property
+    def traffic(self) -> Path:
+        return self.directory / "traffic.json"
+
+    @property
     def replicas(self) -> Path:
         return self.directory / "replicas"
 
@@ -139,7 +155,23 @@ class ServiceLayout:
 
     @property
     def router(self) -> RunLayout:
-        return RunLayout(self.directory / "router")
+        """The run directory of the router's first job."""
+        return self.router_generation(1)
+
+    def router_generation(self, number: int) -> RunLayout:
+        """The run directory of one job of the router; they follow each other with an overlap."""
+        name = "router" if number == 1 else f"router-g{number:03d}"
+        return RunLayout(self.directory / name)
+
+    def router_generations(self) -> list[int]:
+        """The jobs of the router that there have been, in order. Raises OSError."""
+        found = (_ROUTER.fullmatch(entry.name) for entry in self.directory.iterdir())
+        return sorted(int(match[1] or 1) for match in found if match is not None)
+
+    @property
+    def login_lock(self) -> Path:
+        """Held by the router that runs on a login node instead of a job."""
+        return self.router.directory / "login.lock"
 
     @property
     def tests(self) -> Path:

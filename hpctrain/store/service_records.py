@@ -34,6 +34,25 @@ class Endpoint(Record):
     walltime_ends: float | None = None
 
 
+class DrainRecord(Record):
+    """How a launch of a replica left; its job replaces it while it drains (`drain.json`).
+
+    `withdrawn_at`: when its endpoint was removed. `router_left_at`: when the router was seen not to
+    name it any more; None if it was not. `in_flight`: requests that were computed or waited when
+    they were last counted, None where the engine does not show them. `broken_off`: those that were
+    left when the engine was ended; without `ended_at` the job was killed before, and `in_flight`
+    were broken off.
+    """
+
+    epoch: int
+    reason: str
+    withdrawn_at: float
+    router_left_at: float | None = None
+    in_flight: int | None = None
+    broken_off: int | None = None
+    ended_at: float | None = None
+
+
 class Rotation(Record):
     """Which replicas the router asks: written by the router's job after each change it has made.
 
@@ -66,11 +85,15 @@ class ScaleRequest(Record):
 
 
 class RestartRequest(Record):
-    """A rolling restart that a person wants: of all generations started before `time`."""
+    """A rolling restart that a person wants: of all generations submitted before `time`.
+
+    `compare`: new replicas have to answer as the old ones do; not after the weights have changed.
+    """
 
     user: str
     time: float
     reason: str = ""
+    compare: bool = True
 
 
 class ReplicaState(RecordPart):
@@ -87,8 +110,50 @@ class ReplicaState(RecordPart):
     reason: str = ""
 
 
+class ScalingMemory(RecordPart):
+    """What the controller remembers of its reaction to load, for the controller after it.
+
+    `target`: how many replicas the load has asked for, since `changed_at`; None: it never has.
+    `calm_since`: when fewer began to be enough; None: they are not.
+    """
+
+    target: int | None = None
+    changed_at: float | None = None
+    calm_since: float | None = None
+
+
+class Traffic(Record):
+    """What router and engines have counted, written by the router's job every few seconds.
+
+    `begun`: when the first router of the service began to count. Counts are since the start of
+    the router's process; `rate` is requests per second over the last
+    minute. `waiting`, `running` and `kv_share` are sums and the maximum over all engines that
+    answered; None if none did. `ttft_p99_seconds` and `e2e_p99_seconds` are of the last minutes,
+    from the engines' histograms, so no finer than their buckets. `refused`: while no replica was
+    ready; `limited`: beyond the rate of one client; `failed`: answered with 5xx.
+    """
+
+    time: float
+    begun: float
+    requests: int = 0
+    failed: int = 0
+    refused: int = 0
+    limited: int = 0
+    rate: float | None = None
+    last_request: float | None = None
+    running: float | None = None
+    waiting: float | None = None
+    kv_share: float | None = None
+    ttft_p99_seconds: float | None = None
+    e2e_p99_seconds: float | None = None
+
+
 class ServiceState(Record):
-    """What the controller wants and last saw; `reason` says why it wants so many replicas."""
+    """What the controller wants and last saw; `reason` says why it wants so many replicas.
+
+    `waits`: what it does not do yet, and why. `restart`: how far a rolling restart is, or how it
+    ended. `load_seconds` and `queue_seconds` are what it expects of a new replica.
+    """
 
     epoch: int
     time: float
@@ -96,3 +161,7 @@ class ServiceState(Record):
     reason: str
     replicas: tuple[ReplicaState, ...] = ()
     restart: str | None = None
+    waits: tuple[str, ...] = ()
+    scaling: ScalingMemory = ScalingMemory()
+    load_seconds: float | None = None
+    queue_seconds: float | None = None

@@ -129,7 +129,9 @@ class SuperviseConfig(_Settings):
     the form of MASTER_ADDR (`ip`, or a name with `{node}`), `master_ports` the first and the last
     MASTER_PORT. `image` is the image of the container in which the ranks run, as the script names
     it. `notify`: None where the run tells nobody. `tracking`: a process beside the launches copies
-    metrics to TensorBoard or W&B; `metrics`: another one exports them from the job.
+    metrics to TensorBoard or W&B; `metrics`: another one exports them from the job. `serves`: the
+    launches are those of a replica of a service: they have no checkpoints, and a launch is progress
+    once it has answered requests for `served_progress_seconds`.
     """
 
     schema_version: Literal[1] = 1
@@ -169,6 +171,8 @@ class SuperviseConfig(_Settings):
     notify: NotifySettings | None = None
     tracking: bool = False
     metrics: MetricsSettings | None = None
+    serves: bool = False
+    served_progress_seconds: float = 600.0
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:

@@ -17,13 +17,14 @@ from pathlib import Path
 
 from hpctrain.slurm.records import JobIdentity, JobRecord
 from hpctrain.store.jobs import cluster_of, generation, job_ids, run_comment
+from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event
 
 
 def identity_of(directory: Path) -> JobIdentity:
     """Return the name, comment and directory (both spellings) of the run's jobs."""
     spellings = frozenset({os.path.abspath(directory), os.path.realpath(directory)})
-    run_id = directory.name
+    run_id = RunLayout(directory).run_id
     return JobIdentity(name=run_id, comment=run_comment(run_id), directories=spellings)
 
 

@@ -194,9 +194,13 @@ class TrainerLauncher:
     def _select_checkpoint(self) -> Checkpoint | None:
         """Select the checkpoint to resume from; record it and those that were rejected.
 
+        None for a replica of a service, which has none.
+
         Raises CheckpointError when the run must not start over without a person's consent.
         """
         context = self.context
+        if context.config.serves:
+            return None
         events = context.ledger.events()
         root, level = context.run_layout.checkpoints, context.config.verify
         selection = select_for_resume(root, level, decisions_of(events))

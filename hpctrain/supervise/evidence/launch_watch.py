@@ -160,6 +160,7 @@ class LaunchWatch:
         self._stopping_at: float | None = None
         self._stop_time = StopTime(context, time_limit)
         self._trains_on = False
+        self._served_seconds: float | None = None
         self._inquiry = StackInquiry(context, epoch, tasks, nodes, give_up=self._is_ending)
 
     @property
@@ -379,6 +380,7 @@ class LaunchWatch:
             self._progress = progress
             self._silence.sign(progress.phase, progress.step, progress.step_seconds, now)
             self._send_pending_signal()
+            self._record_serving(progress)
         if snapshot.rank_times is not None:
             self._record_slow_ranks(snapshot.rank_times)
         self._record_speed_check(snapshot.speed_check)
@@ -410,6 +412,21 @@ class LaunchWatch:
                 save_in_flight=snapshot.save_in_flight,
             )
         return self.stall is not None
+
+    def _record_serving(self, progress: Progress) -> None:
+        """Record that a replica answers requests, and once more when that counts as progress."""
+        if progress.ready_since is None:
+            return
+        served_seconds = max(0.0, progress.time - progress.ready_since)
+        if self._served_seconds is None:
+            self._served_seconds = 0.0
+            self._note(EventKind.SERVING, served_seconds=0.0, reason="answers requests")
+            self._log("the replica answers requests")
+        least_seconds = self.context.config.served_progress_seconds
+        if self._served_seconds < least_seconds <= served_seconds:
+            self._served_seconds = served_seconds
+            reason = f"has answered requests for {served_seconds:.0f} s: budgets begin anew"
+            self._note(EventKind.SERVING, served_seconds=round(served_seconds, 1), reason=reason)
 
     def _record_slow_ranks(self, times: RankTimes) -> None:
         for slow in self._state.stragglers.window(times, self._stage_of):

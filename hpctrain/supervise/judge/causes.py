@@ -33,6 +33,8 @@ class Cause(StrEnum):
     DISK_FULL = "disk_full"
     PORT = "port"
     DATA_LOADER = "data_loader"
+    WEIGHTS = "weights"
+    ENGINE_EXIT = "engine_exit"
     DIVERGED = "diverged"
     SUSPECT_NUMERICS = "suspect_numerics"
     BAD_CHECKPOINT = "bad_checkpoint"
@@ -72,6 +74,8 @@ RUN_CAUSES = frozenset(
         Cause.GPU_OOM,
         Cause.HOST_OOM,
         Cause.DATA_LOADER,
+        Cause.WEIGHTS,
+        Cause.ENGINE_EXIT,
         Cause.DIVERGED,
         Cause.LOAD_FAILED,
         Cause.UNKNOWN,
@@ -93,4 +97,23 @@ FINAL_CAUSES = frozenset(
         Cause.YIELDED,
     }
 )
+# What happens to the replicas of a service only, and what to runs that train only.
+_SERVING_CAUSES = frozenset({Cause.WEIGHTS, Cause.ENGINE_EXIT})
+_TRAINING_CAUSES = frozenset(
+    {
+        Cause.DATA_LOADER,
+        Cause.DIVERGED,
+        Cause.SUSPECT_NUMERICS,
+        Cause.BAD_CHECKPOINT,
+        Cause.LOAD_FAILED,
+        Cause.DATA_CHANGED,
+    }
+)
+
+
+def can_happen(cause: Cause, *, serves: bool) -> bool:
+    """Whether a launch can end so: that of a replica (`serves`), or one that trains."""
+    return cause not in (_TRAINING_CAUSES if serves else _SERVING_CAUSES)
+
+
 FAILURE_CAUSES = MACHINE_CAUSES | RUN_CAUSES | UNEXPLAINED_CAUSES

@@ -24,12 +24,23 @@ def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
     A launch that brought a newer checkpoint ends the count, whatever became of it. What the
     scheduler did in between neither counts nor forgives. An attempt whose supervisor was lost
     counts, too; whether it had brought a checkpoint shows where the next one resumes. Going back
-    on purpose is no progress. A person who resumes the run (`hpctrain resume`) ends the count.
+    on purpose is no progress. A person who resumes the run (`hpctrain resume`) ends the count. A
+    replica of a service brings no checkpoints: its launch ends the count once it has served long.
     `window_seconds`: how far back `recent_failures` reaches.
     """
     best, by_cause, prints = 0, Counter[str](), list[str]()
-    ever = False
+    ever, served = False, False
     for event in events:
+        if event.event is EventKind.SERVING:
+            ever = True  # it has been loaded and has answered
+            if event.served_seconds:
+                served = True
+                by_cause.clear()
+                prints.clear()
+            continue
+        if event.event in _ENDS and served:
+            served = False
+            continue
         if event.event is EventKind.ROLLED_BACK:
             best = event.checkpoint_step or 0
             continue

@@ -21,6 +21,7 @@ from hpctrain.supervise.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDU
 from hpctrain.supervise.judge.documents import Action, ActionKind, History, Situation, Verdict
 from hpctrain.supervise.judge.loss_anomalies import decide_numerics
 from hpctrain.supervise.judge.unusable_checkpoint import decide_about_checkpoint
+from hpctrain.units import short_duration
 
 STOPPED_EXIT_CODE = 1
 # Retries without a new checkpoint, where they differ from `failures_without_progress` - 1.
@@ -40,6 +41,8 @@ RETRIES = {
     Cause.GPU_OOM: 1,
     Cause.HOST_OOM: 1,
     Cause.DATA_LOADER: 1,
+    # Weights that cannot be read may be those of one moment; missing ones stay missing.
+    Cause.WEIGHTS: 1,
     Cause.DIVERGED: 1,
     Cause.SUSPECT_NUMERICS: 1,
     # Two tries for each of two checkpoints: when both cannot be loaded, something else is wrong.
@@ -68,6 +71,20 @@ def budget_of(cause: Cause, config: SuperviseConfig) -> int | None:
     return 0 if cause in FINAL_CAUSES else None
 
 
+def missing_progress(config: SuperviseConfig) -> str:
+    """Name what launches have not brought, while a budget is used up."""
+    if config.serves:
+        return f"without having served for {short_duration(config.served_progress_seconds)}"
+    return "without a new checkpoint"
+
+
+def _goes_on(config: SuperviseConfig) -> str:
+    """Say who continues a run that has no job any more."""
+    if config.serves:
+        return "the controller of the service starts another replica"
+    return "`hpctrain resume` goes on"
+
+
 def decide(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action:
@@ -93,6 +110,8 @@ def _needs_no_decision(
         return Action(ActionKind.LEAVE, "leave the run to the newer launch")
     if verdict.hold and config.continuation == "requeue":
         return Action(ActionKind.HOLD, verdict.followed_by("go on with `hpctrain resume`", "; "))
+    if verdict.cause is Cause.YIELDED and config.serves:
+        return Action(ActionKind.STOP, verdict.followed_by("the replica has left", "; "))
     if verdict.cause is Cause.YIELDED:
         return Action(ActionKind.STOP, verdict.followed_by("go on with `hpctrain resume`", "; "))
     return None
@@ -137,12 +156,10 @@ def _final(
     if verdict.cause in FINAL_CAUSES:
         return _stop(verdict.followed_by("a retry cannot help"))
     if verdict.cause is Cause.GPU_OOM and not history.ever_progressed:
-        return _stop(
-            verdict.followed_by(
-                "it has never fitted, so a retry cannot help; "
-                "`hpctrain plan --explain` shows smaller layouts"
-            )
-        )
+        smaller = "`hpctrain plan --explain` shows smaller layouts"
+        if config.serves:
+            smaller = "`hpctrain serve plan` shows what fits"
+        return _stop(verdict.followed_by(f"it has never fitted, so a retry cannot help; {smaller}"))
     return None
 
 
@@ -155,8 +172,9 @@ def _spent(
         count = history.time_limits_without_progress
         if budget is not None and count > budget:
             reached = f"{count} time limits in a row" if count > 1 else "the time limit was reached"
+            remedy = "" if config.serves else " or save more often"
             return _stop(
-                f"{reached} without a new checkpoint: raise `resources.walltime` or save more often"
+                f"{reached} {missing_progress(config)}: raise `resources.walltime`{remedy}"
             )
         return None
     if cause not in FAILURE_CAUSES or cause is Cause.DIVERGED:
@@ -171,12 +189,12 @@ def _spent(
     if spent:
         name = str(cause).replace("_", " ")
         failed = f"{count} failed launches in a row" if count > 1 else "1 launch"
-        return _stop(verdict.preceded_by(f"{failed} ({name}) without a new checkpoint"))
+        return _stop(verdict.preceded_by(f"{failed} ({name}) {missing_progress(config)}"))
     if history.failures_without_progress >= limit_of_all(config):
         return _stop(
             verdict.preceded_by(
-                f"{history.failures_without_progress} failed launches in a row without a new "
-                "checkpoint, the last"
+                f"{history.failures_without_progress} failed launches in a row "
+                f"{missing_progress(config)}, the last"
             )
         )
     return None
@@ -224,14 +242,12 @@ def _leave_to_next_attempt(
             config,
         )
     if config.continuation == "none":
-        return _stop(
-            verdict.followed_by("this site does not requeue: `hpctrain resume` goes on", "; ")
-        )
+        return _stop(verdict.followed_by(f"this site does not requeue: {_goes_on(config)}", "; "))
     chain = _CHAINS[config.continuation]
     if situation.followed:
         reason = verdict.followed_by(f"the next job of the {chain} resumes")
         return _avoiding(Action(ActionKind.LEAVE, reason), situation, config)
-    decision = f"no job of the {chain} is left: `hpctrain resume` goes on"
+    decision = f"no job of the {chain} is left: {_goes_on(config)}"
     return Action(ActionKind.LEAVE, verdict.followed_by(decision, "; "), STOPPED_EXIT_CODE)
 
 
@@ -244,7 +260,7 @@ def _retry(
     """Relaunch on the nodes at hand, unless too few of them are good."""
     failures, budget = history.of(verdict.cause), budget_of(verdict.cause, config)
     limit = "" if budget is None else f" of {budget + 1}"
-    count = f"failure {failures}{limit} without a new checkpoint"
+    count = f"failure {failures}{limit} {missing_progress(config)}"
     if not failures:
         count = "it had made progress"
     if history.recent_failures >= config.storm_failures:

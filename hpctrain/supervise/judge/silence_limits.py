@@ -35,6 +35,9 @@ _FLOORS_SECONDS = {
     "evaluating": 600.0,
     "profiling": 900.0,
     "leaving": 300.0,
+    # A replica of a service gives a sign every second, whatever its engine does.
+    "serving": 90.0,
+    "draining": 90.0,
 }
 # srun reports that it waits for resources of its step only after 60 to 70 s of silence
 # (slurm: src/srun/libsrun/launch.c, step_wait), ...
@@ -43,6 +46,8 @@ _SRUN_SILENT_SECONDS = 75.0
 _SRUN_WAITS_SECONDS = 300.0
 LAUNCHING = "launching"
 _STARTUP = frozenset({"starting", "loading"})
+# Phases with the limit of a step; all others have that of a start.
+_BEATING = frozenset({"training", "serving", "draining"})
 
 
 class StallLimits:
@@ -72,7 +77,7 @@ class StallLimits:
     def cap(self, phase: str) -> float:
         """Return the longest silence that the spec allows in `phase`, in seconds."""
         config = self._config
-        return config.stall_seconds if phase == "training" else config.setup_stall_seconds
+        return config.stall_seconds if phase in _BEATING else config.setup_stall_seconds
 
     def limit(self, phase: str) -> float:
         """Return how many seconds of silence are allowed in `phase` now."""

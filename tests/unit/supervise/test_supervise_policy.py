@@ -467,6 +467,7 @@ def test_the_budgets_are_those_of_the_documents() -> None:
         "gpu_oom": 1,
         "host_oom": 1,
         "data_loader": 1,
+        "weights": 1,
         "diverged": 1,
         "suspect_numerics": 1,
         "load_failed": 3,

@@ -14,7 +14,7 @@ from test_train_preflight import job
 from hpctrain.errors import InvalidInputError
 from hpctrain.store.data_identity import DataIdentity, identify_file, write_identity
 from hpctrain.store.datasets import bin_path, idx_path, sidecar_path
-from hpctrain.train import data_copies
+from hpctrain.train import node_copies
 from hpctrain.train.data_copies import staged_copies
 from hpctrain.train.job import Job
 
@@ -88,7 +88,7 @@ def test_a_copy_that_was_not_finished_is_made_anew(
         raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(data_copies.shutil, "rmtree", lambda *_, **__: None)  # as SIGKILL would
+        patch.setattr(node_copies.shutil, "rmtree", lambda *_, **__: None)  # as SIGKILL would
         with pytest.raises(KilledError):
             staged_copies(made, True, killed)  # type: ignore[arg-type]
     left = [entry.name for entry in (scratch / "hpctrain-data").iterdir()]
@@ -108,9 +108,9 @@ def test_a_copy_with_another_digest_is_refused_and_removed(tmp_path: Path, scrat
 
 
 def test_a_disk_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = data_copies._SPARE_BYTES + 6004
+    free = node_copies._SPARE_BYTES + 6004
     usage = type("Usage", (), {"free": free})
-    monkeypatch.setattr(data_copies.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(node_copies.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(InvalidInputError, match="GB free") as caught:
         copies(staging_job(tmp_path))
     assert caught.value.problems[0].node_dependent

@@ -1,0 +1,275 @@
+"""Makes what the run directory of every replica of a service consists of, once, at `serve up`.
+
+A replica is started months later, by the controller inside the router's job, without planner,
+templates and profile. So its documents are written once for a replica of the name
+`store.service_layout.PROTOTYPE`, and starting one means putting another name in
+(`serve_replicas`). Belongs here: which documents, and where their values come from. Does not
+belong here: the service directory itself (`serve_up`), Slurm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.actions.kept_code import keep_code
+from hpctrain.actions.profiles import profile_search_path
+from hpctrain.actions.site_files import setup_file, site_templates, templates_digest
+from hpctrain.actions.supervisor_settings import NODE_LEDGER_NAME
+from hpctrain.durable import make_private_directory, replace_text
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.plan.documents import NodeRequest
+from hpctrain.plan.serving.documents import ServicePlan
+from hpctrain.plan.serving.leaving import leave_times, term_seconds
+from hpctrain.render.job_environment import submit_variables
+from hpctrain.render.job_request import ServicePart, ServingProgram
+from hpctrain.render.replica_script import render_replica_script, replica_job
+from hpctrain.render.script import ScriptFacts, walltime
+from hpctrain.render.software import prologue_text
+from hpctrain.serving.engines.contract import CpuEngine, EngineStart, LoraAdapter
+from hpctrain.serving.engines.registry import refusals_of
+from hpctrain.serving.replica.config import ReplicaConfig
+from hpctrain.spec.loader import Loaded
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.network import port_range
+from hpctrain.spec.service import ServiceSpec
+from hpctrain.spec.supervision import SuperviseSpec
+from hpctrain.store.jobs import run_comment
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.service_layout import PROTOTYPE, ServiceLayout
+from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
+from hpctrain.supervise.catalogue import load_signatures
+
+# Signs of life come every second; a busy file system may hold some up.
+_STALL_SECONDS = 180.0
+# How long loading may take, as a multiple of what is expected, and at least.
+_LOAD_FACTOR, _LEAST_LOAD_SECONDS = 3.0, 900.0
+# A launch that has answered requests for so long counts as progress: budgets begin anew.
+PROGRESS_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class ServiceInputs:
+    """What a service is made of. `weights`: the Hugging Face directory that is served.
+
+    The profile is the one for jobs in the spec's partition.
+    """
+
+    spec: Loaded[ServiceSpec]
+    profile: Loaded[ClusterProfile]
+    plan: ServicePlan
+    weights: Path
+    python: str = sys.executable
+
+
+@dataclass(frozen=True)
+class ReplicaDocuments:
+    """The texts of a replica's files, for a replica called `PROTOTYPE`."""
+
+    script: str
+    supervise: SuperviseConfig
+    replica: ReplicaConfig
+    signatures: str
+    prologue: str | None
+
+    def texts(self, run: RunLayout) -> Mapping[Path, str]:
+        """The files of a run directory with these documents."""
+        found = {
+            run.script: self.script,
+            run.supervise_config: self.supervise.model_dump_json(indent=1),
+            run.replica_config: self.replica.model_dump_json(indent=1),
+            run.signatures: self.signatures,
+        }
+        return found if self.prologue is None else {**found, run.prologue: self.prologue}
+
+
+def replica_documents(service: ServiceLayout, inputs: ServiceInputs) -> ReplicaDocuments:
+    """Make the documents of all replicas.
+
+    Raises InvalidInputError for what sbatch or the engine cannot take.
+    """
+    spec, profile, plan = inputs.spec.document, _silent(inputs.profile.document), inputs.plan
+    part = replica_part(spec, plan)
+    partition = profile.slurm.partition(part.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    times = leave_times(spec.drain)
+    config = _replica_config(service, inputs, term_seconds(profile, partition))
+    refused = refusals_of(config.engine, config.start)
+    if refused:
+        raise InvalidInputError([inputs.spec.problem("engine", line) for line in refused])
+    limit_seconds = float(walltime(part, profile, partition))
+    warning_seconds = float(times.warning_seconds(limit_seconds))
+    supervise = _supervise_config(service, inputs, part, config, warning_seconds)
+    templates = site_templates(inputs.profile)
+    facts = ScriptFacts(
+        run_id=supervise.run_id,
+        comment=run_comment(supervise.run_id),
+        spec_digest=inputs.spec.digest,
+        profile_digest=inputs.profile.digest,
+        python=inputs.python,
+        setup=setup_file(inputs.profile),
+        template_sha256=None if templates is None else templates_digest(templates),
+    )
+    failures = supervise.failures_without_progress
+    script = replica_job(part, profile, plan.replica, facts, times, failures)
+    return ReplicaDocuments(
+        script=render_replica_script(script, service.service_id, PROGRESS_SECONDS, templates),
+        supervise=supervise,
+        replica=config,
+        signatures=load_signatures(profile_search_path()).to_json(),
+        prologue=prologue_text(part, profile, part),
+    )
+
+
+def write_prototype(service: ServiceLayout, documents: ReplicaDocuments) -> None:
+    """Write the documents, and the code that replicas run. Raises OSError."""
+    prototype = service.prototype
+    make_private_directory(prototype.directory)
+    for path, text in documents.texts(prototype).items():
+        replace_text(path, text, mode=0o600)
+    keep_code(prototype)
+
+
+def replica_part(spec: ServiceSpec, plan: ServicePlan) -> ServicePart:
+    """Describe the job of one replica."""
+    replica = plan.replica
+    return ServicePart(
+        name=spec.name,
+        engine=ServingProgram(replica.engine),
+        resources=spec.resources.of_replica(replica.gpus),
+        environment=spec.environment,
+        nodes=NodeRequest(nodes=replica.nodes, gpus_per_node=replica.gpus // replica.nodes),
+    )
+
+
+def _silent(profile: ClusterProfile) -> ClusterProfile:
+    """The profile without its channels: the controller tells people about replicas."""
+    return profile.model_copy(update={"notify": None})
+
+
+def _replica_config(
+    service: ServiceLayout, inputs: ServiceInputs, term_seconds: float
+) -> ReplicaConfig:
+    spec, profile, plan = inputs.spec.document, inputs.profile.document, inputs.plan
+    address = profile.metrics.address
+    return ReplicaConfig(
+        service=str(service.directory),
+        name=str(PROTOTYPE),
+        engine=plan.replica.engine,
+        start=_engine_start(inputs),
+        nodes=plan.replica.nodes,
+        url_host=address,
+        ports=port_range(profile.metrics.ports) if profile.metrics.ports else None,
+        stage_directory=_stage_directory(spec, profile, inputs.weights),
+        load_limit_seconds=max(_LEAST_LOAD_SECONDS, _LOAD_FACTOR * _load_seconds(spec, plan)),
+        notice_seconds=float(spec.drain.notice),
+        drain_seconds=float(spec.drain.longest),
+        term_seconds=term_seconds,
+    )
+
+
+def _load_seconds(spec: ServiceSpec, plan: ServicePlan) -> float:
+    return float(spec.load_time) if spec.load_time is not None else plan.load_seconds
+
+
+def _engine_start(inputs: ServiceInputs) -> EngineStart:
+    spec, profile, plan = inputs.spec.document, inputs.profile.document, inputs.plan.replica
+    return EngineStart(
+        python=spec.engine.python or profile.software.python or inputs.python,
+        model_path=str(inputs.weights),
+        served_name=spec.served_name,
+        host=profile.metrics.address or "0.0.0.0",
+        port=0,
+        tensor_parallel=plan.tp,
+        pipeline_parallel=plan.pp,
+        precision=plan.precision,
+        quantized_checkpoint=_is_quantized(inputs.weights),
+        kv_precision=plan.kv_precision,
+        max_model_tokens=plan.max_length,
+        max_sequences=plan.max_sequences,
+        max_batched_tokens=plan.batch_tokens,
+        memory_fraction=spec.engine.memory_fraction,
+        adapters=tuple(_adapter(name, path) for name, path in spec.weights.adapters.items()),
+        drain_seconds=round(float(spec.drain.longest)),
+        extra_arguments=tuple(spec.engine.arguments),
+        cpu=CpuEngine() if profile.gpu.emulated else None,
+    )
+
+
+def _stage_directory(spec: ServiceSpec, profile: ClusterProfile, weights: Path) -> str | None:
+    """Choose where the weights are copied to on each node; None: they are read where they are."""
+    local = [system.path for system in profile.filesystems if system.kind == "local"]
+    if not spec.weights.stage or any(weights.is_relative_to(path) for path in local):
+        return None
+    return profile.software.scratch or next(iter(local), None)
+
+
+def _is_quantized(weights: Path) -> bool:
+    """Whether config.json says so; a run's checkpoint has none, and is never quantized.
+
+    Raises InvalidInputError if it cannot be read.
+    """
+    path = weights / "config.json"
+    return path.exists() and bool(_json(path).get("quantization_config"))
+
+
+def _adapter(name: str, path: str) -> LoraAdapter:
+    """Describe an adapter by its own settings. Raises InvalidInputError if there are none."""
+    rank = _json(Path(path) / "adapter_config.json").get("r")
+    if not isinstance(rank, int):
+        raise InvalidInputError([Problem(f"adapter `{name}` names no rank (`r`)", path)])
+    return LoraAdapter(name, os.path.abspath(path), rank)
+
+
+def _json(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InvalidInputError([Problem(f"cannot be read: {error.strerror}", str(path))]) from None
+    except ValueError as error:
+        raise InvalidInputError([Problem(f"is no JSON: {error}", str(path))]) from None
+    return found if isinstance(found, dict) else {}
+
+
+def _supervise_config(
+    service: ServiceLayout,
+    inputs: ServiceInputs,
+    part: ServicePart,
+    config: ReplicaConfig,
+    warning_seconds: float,
+) -> SuperviseConfig:
+    from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
+
+    profile, defaults = _silent(inputs.profile.document), SuperviseSpec()
+    nodes = part.nodes.nodes
+    return SuperviseConfig(
+        run_id=service.replica(PROTOTYPE).run_id,
+        target_step=1,
+        continuation=profile.continuation,
+        continuation_jobs=profile.continuation_jobs,
+        failures_without_progress=defaults.failures_without_progress,
+        stall_seconds=_STALL_SECONDS,
+        setup_stall_seconds=config.load_limit_seconds,
+        kill_wait_seconds=float(profile.slurm.kill_wait),
+        warning_seconds=warning_seconds,
+        poll_seconds=float(profile.limits.poll),
+        verify="auto",
+        cluster=profile.name,
+        storm_failures=defaults.storm_failures,
+        storm_window_seconds=float(defaults.storm_window),
+        exclude_nodes=defaults.exclude_nodes,
+        shapes=(LaunchShape(nodes=nodes, tasks=nodes, train_config="replica.json"),),
+        cluster_nodes=profile.nodes.count,
+        node_ledger=str(service.directory.parent / NODE_LEDGER_NAME),
+        mttf_seconds=node_mtbf_seconds(profile) / nodes,
+        inputs=(str(inputs.weights),),
+        submit_variables=submit_variables(part, profile),
+        master_address=profile.network.master_address,
+        master_ports=port_range(profile.network.ports) if profile.network.ports else None,
+        serves=True,
+        served_progress_seconds=PROGRESS_SECONDS,
+    )

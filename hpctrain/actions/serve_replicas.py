@@ -1,0 +1,124 @@
+"""Starts replicas of a service as Slurm jobs, and asks them to leave.
+
+The controller in the router's job does both, and so do people by `hpctrain serve`. Belongs here:
+making a run directory of the prototype, submitting it, its stop request. Does not belong here: what
+the prototype contains (`replica_prototype`), how many replicas there are (the controller), how a
+replica leaves (`hpctrain.serving.replica.drain`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.actions.control import ask, note
+from hpctrain.actions.job_queries import jobs_of, record_found
+from hpctrain.actions.job_submission import JobsBefore, submit_jobs
+from hpctrain.actions.runs import RunFiles
+from hpctrain.durable import replace_text
+from hpctrain.errors import SlurmUnreachableError, UsageError
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.store.jobs import generation, submitted_ids
+from hpctrain.store.kept_code import use_archive
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind
+from hpctrain.store.service_layout import PROTOTYPE, ReplicaName, ServiceLayout
+
+
+def start_replica(
+    service: ServiceLayout,
+    name: ReplicaName,
+    slurm: SlurmClient,
+    after: Sequence[JobsBefore] = (),
+) -> int:
+    """Submit the job of a replica and return its id; it begins `after` other jobs.
+
+    One whose submission was interrupted is submitted now, and of one that has a job the id is
+    returned. Raises UsageError for a service without a prototype or a directory that cannot be
+    written, SlurmRefusedError and SlurmUnreachableError as `submit_jobs`.
+    """
+    run = RunFiles(_written(service, name))
+    events = run.ledger.events()
+    recorded = submitted_ids(generation(events))
+    if recorded:
+        return recorded[0]
+    if any(event.event is EventKind.SUBMITTING for event in events):
+        # Its client died in between, or had no answer: Slurm may have the job.
+        found = jobs_of(run, slurm)
+        if not found.answered:
+            raise SlurmUnreachableError(f"Slurm does not say whether {run.run_id} has a job")
+        record_found(run, found)
+        if found.live:
+            return found.live[0].submitted_id
+    return submit_jobs(run, slurm, *after)
+
+
+def drain_replica(
+    service: ServiceLayout, name: ReplicaName, slurm: SlurmClient, reason: str = ""
+) -> None:
+    """Ask a replica to leave; a job that waits in the queue is cancelled.
+
+    Nothing happens to one that was asked before or is over. Raises UsageError for one that there is
+    none of, SlurmError.
+    """
+    layout = service.replica(name)
+    if not layout.ledger.exists():
+        raise UsageError(f"service `{service.service_id}` has no replica {name}")
+    run = RunFiles(layout)
+    found = jobs_of(run, slurm)
+    if found.answered and not found.live:
+        return
+    if layout.stop_request.exists():
+        note(run, "stop", f"{reason} (again)" if reason else "again")
+    else:
+        ask(run, "stop", reason)
+    for job in found.waiting:
+        slurm.cancel_waiting(job.job_id)
+
+
+def _written(service: ServiceLayout, name: ReplicaName) -> RunLayout:
+    """Make the complete run directory of a replica, unless it is there.
+
+    The ledger comes last: without it a directory is what an interrupted call has left.
+    """
+    layout, prototype = service.replica(name), service.prototype
+    if layout.ledger.exists():
+        return layout
+    if not prototype.script.exists():
+        raise UsageError(f"{service.directory} has no prototype of its replicas: `serve up` first")
+    try:
+        shutil.rmtree(layout.directory, ignore_errors=True)
+        layout.create()
+        for path in _documents(prototype):
+            text = path.read_text().replace(str(PROTOTYPE), str(name))
+            replace_text(layout.directory / path.name, text, mode=0o600)
+        share_code(prototype, layout)
+    except OSError as error:
+        where = error.filename or layout.directory
+        raise UsageError(f"{where} cannot be written: {error.strerror}") from error
+    digest = hashlib.sha256(layout.script.read_bytes()).hexdigest()
+    RunFiles(layout).ledger.append(EventKind.RENDERED, script_sha256=digest)
+    return layout
+
+
+def _documents(prototype: RunLayout) -> list[Path]:
+    known = (
+        *(prototype.script, prototype.supervise_config, prototype.replica_config),
+        *(prototype.signatures, prototype.prologue),
+    )
+    return [path for path in known if path.exists()]
+
+
+def share_code(prototype: RunLayout, layout: RunLayout) -> None:
+    """Give a job the code of another one: the same file where links are possible."""
+    archive = prototype.current_code.resolve(strict=True)
+    target = layout.kept_software / archive.name
+    try:
+        os.link(archive, target)
+    except OSError:
+        shutil.copyfile(archive, target)
+        target.chmod(0o600)
+    use_archive(layout, archive.name)

@@ -1,0 +1,136 @@
+"""Replicas are made of one prototype: names, files, code; started once; asked to leave."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from serving_documents import service_plan, service_spec_text, write_service
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.serve_replicas import drain_replica, start_replica
+from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError, UsageError
+from hpctrain.serving.replica.config import read_replica_config
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.states import JobState
+from hpctrain.store.ledger import EventKind
+from hpctrain.store.requests import read_request
+from hpctrain.store.service_layout import ReplicaName, ServiceLayout
+from hpctrain.store.supervise_config import read_supervise_config
+
+NAME = ReplicaName(3, 2)
+PROFILE = """
+name: small
+nodes: {count: 4, cpus: 8, memory: 15GiB}
+gpu: {type: a100, per_node: 2, memory: 16GiB, reserved: 0B, peak: {}, emulated: true}
+nvlink: {domain: 2, bandwidth: 10GB/s}
+network: {fabric: ethernet, nics_per_node: 1, nic_bandwidth: 10Gb/s, interface: lo}
+filesystems:
+  - {name: disk, path: /local, kind: local, write_bandwidth: 1GB/s, read_bandwidth: 1GB/s}
+slurm:
+  kill_wait: 30s
+  partitions:
+    - {name: train, default: true, preemption: {mode: requeue, grace: 60s}}
+metrics: {ports: 9400-9409, address: 127.0.0.1}
+"""
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> ServiceLayout:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text('{"quantization_config": {}}')
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    (tmp_path / "service.yaml").write_text(service_spec_text(tmp_path))
+    directory = tmp_path / "runs" / "chat-7f3a"
+    documents = (tmp_path / "service.yaml", tmp_path / "profile.yaml")
+    return write_service(directory, *documents, service_plan(), sys.executable)
+
+
+def test_a_replica_is_a_complete_run_directory_of_its_name(service: ServiceLayout) -> None:
+    slurm = FakeSlurm()
+    job_id = start_replica(service, NAME, slurm)
+    run = service.replica(NAME)
+    assert run.run_id == "chat-7f3a-r003-g002"
+    assert "--job-name=chat-7f3a-r003-g002" in slurm.scripts[job_id]
+    settings, config = (
+        read_supervise_config(run.supervise_config),
+        read_replica_config(run.replica_config),
+    )
+    assert (settings.run_id, settings.serves, settings.target_step) == (run.run_id, True, 1)
+    assert (config.name, config.service) == ("r003-g002", str(service.directory))
+    assert (config.ports, config.stage_directory, config.term_seconds) == (
+        (9400, 9409),
+        "/local",
+        60,
+    )
+    assert config.start.cpu is not None and not config.start.quantized_checkpoint
+    assert "r000-g000" not in run.script.read_text() + run.replica_config.read_text()
+    assert run.current_code.resolve(strict=True).suffix == ".zip"
+    kinds = [event.event for event in RunFiles(run).ledger.events()]
+    assert kinds == [EventKind.RENDERED, EventKind.SUBMITTING, EventKind.SUBMITTED]
+
+
+def test_it_is_submitted_once(service: ServiceLayout) -> None:
+    slurm = FakeSlurm()
+    first = start_replica(service, NAME, slurm)
+    assert start_replica(service, NAME, slurm) == first
+    slurm.records[first] = replace(slurm.records[first], state=JobState.COMPLETED)
+    assert start_replica(service, NAME, slurm) == first, "what has left is not started again"
+    assert len(slurm.records) == 1
+    assert start_replica(service, NAME.next_generation, slurm) != first
+
+
+def test_a_start_that_was_interrupted_goes_on(service: ServiceLayout) -> None:
+    run = service.replica(NAME)
+    run.directory.mkdir(parents=True)
+    (run.directory / "half").touch()  # its ledger is missing, so it was not complete
+    slurm = FakeSlurm()
+    slurm.refusal = "sbatch: error: QOSMaxSubmitJobPerUserLimit"
+    with pytest.raises(SlurmRefusedError):
+        start_replica(service, NAME, slurm)
+    slurm.refusal = ""
+    assert start_replica(service, NAME, slurm) in slurm.records
+    assert not (run.directory / "half").exists()
+    other = ReplicaName(4, 1)
+    slurm.away = True
+    with pytest.raises(SlurmUnreachableError):
+        start_replica(service, other, slurm)
+
+
+def test_a_service_without_a_prototype_has_no_replicas(service: ServiceLayout) -> None:
+    shutil.rmtree(service.prototype.directory)
+    with pytest.raises(UsageError, match="no prototype"):
+        start_replica(service, NAME, FakeSlurm())
+
+
+def test_one_that_runs_is_asked_and_one_that_waits_is_cancelled(service: ServiceLayout) -> None:
+    slurm = FakeSlurm()
+    waiting, running = ReplicaName(1, 1), ReplicaName(2, 1)
+    ids = {name: start_replica(service, name, slurm) for name in (waiting, running)}
+    slurm.records[ids[running]] = replace(slurm.records[ids[running]], state=JobState.RUNNING)
+    for name in ids:
+        drain_replica(service, name, slurm, "a test")
+        request = read_request(service.replica(name))
+        assert request is not None and request.reason == "a test"
+    assert slurm.records[ids[waiting]].state is JobState.CANCELLED
+    assert slurm.records[ids[running]].state is JobState.RUNNING
+    with pytest.raises(UsageError, match="no replica r009-g001"):
+        drain_replica(service, ReplicaName(9, 1), slurm)
+
+
+def test_its_script_reads_well_to_a_shell(service: ServiceLayout) -> None:
+    script = service.prototype.script
+    beside = Path(sys.executable).with_name("shellcheck")
+    program = str(beside) if beside.exists() else shutil.which("shellcheck")
+    assert program
+    found = subprocess.run([program, script], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stdout
+    text = script.read_text()
+    assert "-m hpctrain.serving.replica replica.json" in text
+    assert "#SBATCH --signal=B:USR1@100" in text  # 60 for Slurm, 3 + 20 to drain, 15 for its end
+    assert "trainer" not in text and "checkpoint" not in text, text
+    assert max(map(len, text.splitlines())) < 160
