@@ -1,0 +1,249 @@
+"""Starts the router of a service, with its controller, as a Slurm job.
+
+Belongs here: the run directory of the router's job, and submitting it. Does not belong here: what
+the router does (`hpctrain.serving.router`), a router without a job (`router_on_login_node`),
+replicas (`serve_replicas`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.actions.job_queries import find_jobs, jobs_of, record_found
+from hpctrain.actions.job_submission import submit_jobs
+from hpctrain.actions.kept_code import keep_code
+from hpctrain.actions.profiles import profile_search_path
+from hpctrain.actions.replica_prototype import PROGRESS_SECONDS, ServiceInputs
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.serve_replicas import share_code
+from hpctrain.actions.serve_settings import require_router_files, service_settings
+from hpctrain.actions.site_files import setup_file, site_templates, templates_digest
+from hpctrain.actions.supervisor_settings import NODE_LEDGER_NAME
+from hpctrain.durable import replace_text
+from hpctrain.errors import SlurmUnreachableError, UsageError
+from hpctrain.plan.documents import NodeRequest
+from hpctrain.plan.serving.leaving import leave_times, term_seconds
+from hpctrain.render.job_environment import submit_variables
+from hpctrain.render.job_request import ServicePart, ServingProgram
+from hpctrain.render.router_script import render_router_script, router_job
+from hpctrain.render.script import ScriptFacts, walltime
+from hpctrain.render.software import prologue_text
+from hpctrain.serving.router.job_settings import RouterJobSettings
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.spec.profile.network import port_range
+from hpctrain.spec.run import ResourcesSpec
+from hpctrain.spec.supervision import SuperviseSpec
+from hpctrain.store.jobs import run_comment
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind
+from hpctrain.store.requests import take_back
+from hpctrain.store.service_layout import ServiceLayout
+from hpctrain.store.service_ledger import ServiceEventKind, ServiceLedger
+from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
+from hpctrain.supervise.catalogue import load_signatures
+
+_STALL_SECONDS = 180.0
+_SETUP_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class RouterDocuments:
+    """The texts of the files of the router's run directory."""
+
+    script: str
+    supervise: SuperviseConfig
+    job: RouterJobSettings
+    signatures: str
+    prologue: str | None
+
+    def texts(self, run: RunLayout) -> Mapping[Path, str]:
+        """The files with their texts."""
+        found = {
+            run.script: self.script,
+            run.supervise_config: self.supervise.model_dump_json(indent=1),
+            run.router_config: self.job.model_dump_json(indent=1),
+            run.signatures: self.signatures,
+        }
+        return found if self.prologue is None else {**found, run.prologue: self.prologue}
+
+
+def router_documents(service: ServiceLayout, inputs: ServiceInputs) -> RouterDocuments:
+    """Make the documents of the router's job.
+
+    Raises InvalidInputError for what sbatch cannot take, and for secrets that are none.
+    """
+    spec = inputs.spec.document
+    profile = inputs.profile.document.model_copy(update={"notify": None})
+    require_router_files(spec.router, profile)
+    part = _router_part(inputs)
+    partition = profile.slurm.partition(part.resources.partition)
+    if partition is None:
+        words = f"profile {profile.name} has no partition {part.resources.partition}"
+        raise UsageError(words, hint="change `router.partition`")
+    limit_seconds = float(walltime(part, profile, partition))
+    warning_seconds = leave_times(spec.drain).warning_seconds(limit_seconds)
+    run, defaults = service.router, SuperviseSpec()
+    templates = site_templates(inputs.profile)
+    facts = ScriptFacts(
+        run_id=run.run_id,
+        comment=run_comment(run.run_id),
+        spec_digest=inputs.spec.digest,
+        profile_digest=inputs.profile.digest,
+        python=inputs.python,
+        setup=setup_file(inputs.profile),
+        template_sha256=None if templates is None else templates_digest(templates),
+    )
+    failures = defaults.failures_without_progress
+    script = router_job(part, profile, spec.router, facts, warning_seconds, failures)
+    supervise = SuperviseConfig(
+        run_id=run.run_id,
+        target_step=1,
+        continuation=profile.continuation,
+        continuation_jobs=profile.continuation_jobs,
+        failures_without_progress=failures,
+        stall_seconds=_STALL_SECONDS,
+        setup_stall_seconds=_SETUP_SECONDS,
+        kill_wait_seconds=float(profile.slurm.kill_wait),
+        warning_seconds=float(warning_seconds),
+        poll_seconds=float(profile.limits.poll),
+        verify="auto",
+        cluster=profile.name,
+        storm_failures=defaults.storm_failures,
+        storm_window_seconds=float(defaults.storm_window),
+        exclude_nodes=defaults.exclude_nodes,
+        shapes=(LaunchShape(nodes=1, tasks=1, train_config=run.router_config.name),),
+        cluster_nodes=profile.nodes.count,
+        node_ledger=str(service.directory.parent / NODE_LEDGER_NAME),
+        submit_variables=submit_variables(part, profile),
+        master_address=profile.network.master_address,
+        master_ports=port_range(profile.network.ports) if profile.network.ports else None,
+        serves=True,
+        served_progress_seconds=PROGRESS_SECONDS,
+    )
+    return RouterDocuments(
+        script=render_router_script(script, service.service_id, PROGRESS_SECONDS, templates),
+        supervise=supervise,
+        job=RouterJobSettings(
+            service=str(service.directory), term_seconds=term_seconds(profile, partition)
+        ),
+        signatures=load_signatures(profile_search_path()).to_json(),
+        prologue=prologue_text(part, profile, part),
+    )
+
+
+def write_router(service: ServiceLayout, inputs: ServiceInputs) -> RunLayout:
+    """Write the settings of the service, and the run directory of its router's job.
+
+    The ledger comes last: without it a directory is what an interrupted call has left. Of a router
+    that there has been before, documents and code are replaced. Raises InvalidInputError, and
+    UsageError for a directory that cannot be written.
+    """
+    documents, run = router_documents(service, inputs), service.router
+    settings = service_settings(
+        inputs.spec.document, inputs.profile.document, inputs.plan, service.service_id
+    )
+    try:
+        replace_text(service.settings, settings.model_dump_json(indent=1), mode=0o600)
+        if not run.directory.exists():
+            run.create()
+        for path, text in documents.texts(run).items():
+            replace_text(path, text, mode=0o600)
+        keep_code(run)
+    except OSError as error:
+        where = error.filename or run.directory
+        raise UsageError(f"{where} cannot be written: {error.strerror}") from error
+    digest = hashlib.sha256(documents.script.encode()).hexdigest()
+    RunFiles(run).ledger.append(EventKind.RENDERED, script_sha256=digest)
+    return run
+
+
+def start_router(service: ServiceLayout, slurm: SlurmClient) -> int:
+    """Submit the router's first job and return its id; of a router that has a job the id of that.
+
+    Raises UsageError for a service without a router's directory, SlurmUnreachableError and
+    SlurmRefusedError.
+    """
+    run = RunFiles(service.router)
+    if not run.layout.ledger.exists():
+        raise UsageError(f"{service.directory} has no router: `hpctrain serve up` first")
+    return _live_job(service, slurm) or _submitted(service, run, slurm)
+
+
+def start_next_router(service: ServiceLayout, number: int, slurm: SlurmClient) -> int:
+    """Submit the job after the router's job `number`, and return its id.
+
+    It has the documents of that one. One whose submission was interrupted is submitted now. Raises
+    UsageError for a directory that cannot be written, SlurmError.
+    """
+    run, following = service.router_generation(number), service.router_generation(number + 1)
+    if not following.ledger.exists():
+        try:
+            shutil.rmtree(following.directory, ignore_errors=True)
+            following.create()
+            known = (run.script, run.supervise_config, run.router_config, run.signatures)
+            for path in (*known, run.prologue):
+                if path.exists():
+                    text = path.read_text().replace(run.run_id, following.run_id)
+                    replace_text(following.directory / path.name, text, mode=0o600)
+            share_code(run, following)
+        except OSError as error:
+            where = error.filename or following.directory
+            raise UsageError(f"{where} cannot be written: {error.strerror}") from error
+        digest = hashlib.sha256(following.script.read_bytes()).hexdigest()
+        RunFiles(following).ledger.append(EventKind.RENDERED, script_sha256=digest)
+    return _submitted(service, RunFiles(following), slurm)
+
+
+def _submitted(service: ServiceLayout, run: RunFiles, slurm: SlurmClient) -> int:
+    """Submit a job of the router; the id of the one that it has already."""
+    found = jobs_of(run, slurm)
+    if not found.answered:
+        raise SlurmUnreachableError(f"Slurm does not say whether {run.run_id} has a job")
+    record_found(run, found)
+    if found.live:
+        return found.live[0].submitted_id
+    take_back(run.layout)
+    job_id = submit_jobs(run, slurm)
+    ServiceLedger(service.ledger).append(ServiceEventKind.ROUTER_STARTED, job_id=job_id)
+    return job_id
+
+
+def _live_job(service: ServiceLayout, slurm: SlurmClient) -> int | None:
+    """The newest job of the router that has not ended. Raises SlurmUnreachableError."""
+    generations = [service.router_generation(number) for number in service.router_generations()]
+    runs = [RunFiles(run) for run in generations if run.ledger.exists()]
+    found = find_jobs(runs, slurm)
+    if not all(jobs.answered for jobs in found.values()):
+        raise SlurmUnreachableError("Slurm does not say whether the router has a job")
+    live = [job.submitted_id for jobs in found.values() for job in jobs.live]
+    return max(live, default=None)
+
+
+def _router_part(inputs: ServiceInputs) -> ServicePart:
+    """Describe the router's job: one node, some CPUs, and all else as the replicas have it."""
+    spec = inputs.spec.document
+    router, wanted = spec.router, spec.resources
+    partition = router.partition or wanted.partition
+    same = partition == wanted.partition
+    resources = ResourcesSpec(
+        gpus=1,
+        walltime=wanted.walltime if same else None,
+        partition=partition,
+        account=wanted.account,
+        qos=wanted.qos if same else None,
+        reservation=wanted.reservation if same else None,
+        exclude=wanted.exclude,
+        cpus_per_gpu=router.cpus,
+        memory_per_node=router.memory,
+    )
+    return ServicePart(
+        name=spec.name,
+        engine=ServingProgram(router.name),
+        resources=resources,
+        environment=spec.environment,
+        nodes=NodeRequest(nodes=1, gpus_per_node=0),
+    )

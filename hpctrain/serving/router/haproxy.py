@@ -1,0 +1,241 @@
+"""HAProxy, told which replicas there are through its socket.
+
+HAProxy itself has TLS, tokens, rates and retries, so there is no gate. Tried with 2.6 of Debian 12.
+Belongs here: its process, its places and its counts. Does not belong here: its configuration
+(`haproxy_config`).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from hpctrain.durable import replace_text
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.serving.router.gate_settings import token_digests
+from hpctrain.serving.router.haproxy_config import (
+    BACKEND,
+    LIMITED,
+    REFUSED,
+    HaproxyFiles,
+    HaproxyLimits,
+    configuration,
+    place_names,
+)
+from hpctrain.serving.router.programs import Child, Counts, Front, listen
+
+_CALL_SECONDS = 5.0
+_START_SECONDS = 30.0
+# A replica that is added counts as ready when HAProxy's own check has found it well.
+_ADD_SECONDS = 5.0
+
+
+class Haproxy:
+    """HAProxy; `directory` is private, and on a disk of this node (for its socket)."""
+
+    def __init__(
+        self,
+        program: str,
+        front: Front,
+        directory: Path,
+        logs: Path,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._program, self._front = program, front
+        self._directory, self._logs = directory, logs
+        self._environment = dict(environment)
+        self._child: Child | None = None
+        self._listener: socket.socket | None = None
+        self._places: dict[str, str] = {}
+        self._last_requests = 0
+        self._last_request_at: float | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that clients reach."""
+        assert self._listener is not None, "not started"
+        return int(self._listener.getsockname()[1])
+
+    def start(self) -> None:
+        self._listener = listen(self._front)
+        self._listener.set_inheritable(True)
+        self._write_files()
+        self._start_child()
+
+    def problem(self) -> str | None:
+        return None if self._child is None else self._child.problem()
+
+    def restart(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+        self._places.clear()
+        self._start_child()
+
+    def add(self, url: str) -> bool:
+        if url in self._places:
+            return True
+        free = [one for one in place_names(self._front.most_replicas) if one not in self._taken]
+        address = _address(url)
+        if not free or address is None:
+            return False
+        place, (host, port) = f"{BACKEND}/{free[0]}", address
+        said = self._say(f"set server {place} addr {host} port {port}")
+        self._say(f"set server {place} state ready")
+        if said is None:
+            return False
+        self._places[url] = free[0]
+        deadline = time.monotonic() + _ADD_SECONDS
+        while time.monotonic() < deadline:
+            if self._statuses().get(free[0], "").startswith("UP"):
+                return True
+            time.sleep(0.05)
+        return self.remove(url) and False
+
+    def remove(self, url: str) -> bool:
+        place = self._places.get(url)
+        if place is None:
+            return True
+        # Slurm's next job may have the address at once; what has begun goes on all the same.
+        if self._say(f"set server {BACKEND}/{place} state maint") is None:
+            return False
+        del self._places[url]
+        return True
+
+    def replicas(self) -> frozenset[str] | None:
+        if self._say("show version") is None:
+            return None
+        return frozenset(self._places)
+
+    def counts(self) -> Counts:
+        rows = self._stats()
+        totals = {row["pxname"]: row for row in rows if row["svname"] == "BACKEND"}
+        asked = totals.get(BACKEND, {})
+        refused = _number(totals.get(REFUSED, {}), "req_tot")
+        limited = _number(totals.get(LIMITED, {}), "req_tot")
+        requests = _number(asked, "req_tot") + refused + limited
+        if requests > self._last_requests:
+            self._last_request_at = time.time()
+        self._last_requests = requests
+        return Counts(
+            requests=requests,
+            failed=_number(asked, "hrsp_5xx"),
+            refused=refused,
+            limited=limited,
+            in_flight=_number(asked, "scur"),
+            last_request=self._last_request_at,
+        )
+
+    def stop(self, seconds: float) -> None:
+        if self._child is not None:
+            # Management Guide, 4: SIGUSR1 closes the listeners and ends when sessions have
+            self._child.signal(signal.SIGUSR1)
+        if self._listener is not None:
+            self._listener.close()
+        if self._child is not None and not self._child.ended_within(seconds):
+            self._child.kill()
+
+    # -- the process -----------------------------------------------------------------------
+
+    @property
+    def _taken(self) -> set[str]:
+        return set(self._places.values())
+
+    @property
+    def _socket(self) -> Path:
+        return self._directory / "haproxy.sock"
+
+    def _write_files(self) -> None:
+        """Write the configuration and what it names. Raises InvalidInputError, OSError."""
+        front, directory = self._front, self._directory
+        tls = digests = None
+        if front.certificate is not None and front.key is not None:
+            # It looks for the key beside the certificate; both stay where they are.
+            tls = directory / "tls.pem"
+            tls.symlink_to(front.certificate)
+            (directory / "tls.pem.key").symlink_to(front.key)
+        if front.token_file is not None:
+            digests = directory / "token-digests"
+            text = "".join(f"{digest}\n" for digest in token_digests(front.token_file))
+            replace_text(digests, text, mode=0o600, durable=False)
+        assert self._listener is not None, "listens before"
+        text = configuration(
+            HaproxyFiles(
+                str(self._socket),
+                None if tls is None else str(tls),
+                None if digests is None else str(digests),
+            ),
+            HaproxyLimits(
+                descriptor=self._listener.fileno(),
+                policy=front.policy,
+                places=front.most_replicas,
+                retries=front.retries,
+                rate_limit=front.rate_limit,
+                retry_after_seconds=front.retry_after_seconds,
+                threads=front.processes,
+            ),
+        )
+        replace_text(directory / "haproxy.cfg", text, mode=0o600, durable=False)
+
+    def _start_child(self) -> None:
+        """Start it and wait for its socket. Raises InvalidInputError."""
+        assert self._listener is not None, "listens before"
+        log = self._logs / "haproxy.log"
+        words = [self._program, "-db", "-f", str(self._directory / "haproxy.cfg")]
+        self._child = Child(
+            words, log, environment=self._environment, descriptors=[self._listener.fileno()]
+        )
+        deadline = time.monotonic() + _START_SECONDS
+        while self._say("show version") is None:
+            problem = self._child.problem()
+            if problem is not None or time.monotonic() > deadline:
+                words_of_problem = problem or "haproxy did not answer on its socket"
+                raise InvalidInputError([Problem(words_of_problem, str(log))])
+            time.sleep(0.05)
+
+    # -- its socket ------------------------------------------------------------------------
+
+    def _say(self, *commands: str) -> str | None:
+        """Give commands to the runtime API; None if it does not answer."""
+        answers = []
+        for command in commands:
+            try:
+                with socket.socket(socket.AF_UNIX) as link:
+                    link.settimeout(_CALL_SECONDS)
+                    link.connect(str(self._socket))
+                    link.sendall(command.encode() + b"\n")
+                    parts = []
+                    while part := link.recv(65536):
+                        parts.append(part)
+            except OSError:
+                return None
+            answers.append(b"".join(parts).decode(errors="replace"))
+        return "".join(answers)
+
+    def _stats(self) -> list[dict[str, str]]:
+        text = (self._say("show stat") or "").lstrip("# ")
+        return list(csv.DictReader(io.StringIO(text))) if "pxname" in text else []
+
+    def _statuses(self) -> dict[str, str]:
+        return {row["svname"]: row["status"] for row in self._stats() if row["pxname"] == BACKEND}
+
+
+def _number(row: Mapping[str, str], name: str) -> int:
+    text = row.get(name) or "0"
+    return int(text) if text.isdigit() else 0
+
+
+def _address(url: str) -> tuple[str, int] | None:
+    """The IP address and port of a URL: the runtime API takes no names. None if unknown."""
+    parts = urlsplit(url)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    address = found[0][4]
+    return str(address[0]), int(address[1])

@@ -1,0 +1,196 @@
+"""Requests of people to a service, its settings, and what `serve status` is told by files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from serving_documents import service_plan, service_spec_text
+
+from hpctrain.actions.router_on_login_node import kills_user_processes
+from hpctrain.actions.serve_restart import request_restart
+from hpctrain.actions.serve_scale import request_scale
+from hpctrain.actions.serve_settings import require_router_files, service_settings
+from hpctrain.actions.serve_status import service_status
+from hpctrain.actions.services import find_service
+from hpctrain.errors import InvalidInputError, NoSuchRunError, UsageError
+from hpctrain.spec.loader import load_service_spec
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.metrics import MetricsProfile
+from hpctrain.spec.service import RouterSpec, ServiceSpec, TlsSpec
+from hpctrain.store.run_records import read_record, write_record
+from hpctrain.store.service_layout import ReplicaName, ServiceLayout
+from hpctrain.store.service_records import (
+    Endpoint,
+    ReplicaState,
+    RestartRequest,
+    Rotation,
+    ScaleRequest,
+    ServiceState,
+)
+
+
+@pytest.fixture
+def site(packaged_profile: ClusterProfile) -> ClusterProfile:
+    return packaged_profile.model_copy(update={"metrics": MetricsProfile(ports="9400-9499")})
+
+
+@pytest.fixture(scope="module")
+def packaged_profile() -> ClusterProfile:
+    from hpctrain.spec.loader import load_profile
+
+    root = Path(__file__).resolve().parents[3]
+    return load_profile(root / "cluster_profiles" / "a100x64.yaml").document
+
+
+def spec_of(place: Path, more: str) -> ServiceSpec:
+    path = place / "service.yaml"
+    path.write_text(service_spec_text(place) + more)
+    return load_service_spec(path).document
+
+
+@pytest.fixture
+def service(tmp_path: Path, site: ClusterProfile) -> ServiceLayout:
+    made = ServiceLayout(tmp_path / "runs" / "chat-7f3a")
+    made.create()
+    made.spec.write_text("kind: service\n")
+    text = "replicas: {min: 1, max: 3}\n"
+    spec = spec_of(tmp_path, text)
+    most = spec.resources.model_copy(update={"max_gpus": 3})
+    spec = spec.model_copy(update={"resources": most})
+    settings = service_settings(spec, site, service_plan(), made.service_id)
+    made.settings.write_text(settings.model_dump_json())
+    return made
+
+
+def test_settings_of_spec_profile_and_plan(tmp_path: Path, site: ClusterProfile) -> None:
+    text = (
+        "replicas: {min: 0, max: 5, idle: 10min, react: true, time_zone: Europe/Berlin, "
+        "hours: {'20:30': 0.5, '08:00': 1}}\n"
+        "router: {rate_limit: 3, token_file: tokens, cpus: 6, policy: cache_aware}\n"
+    )
+    settings = service_settings(spec_of(tmp_path, text), site, service_plan(), "chat-7f3a")
+    scaling, router = settings.scaling, settings.router
+    assert (scaling.count, scaling.spare, scaling.least, scaling.most) == (2, 1, 0, 5)
+    assert scaling.capacity_rate == 8.0, "of one replica that carries"
+    assert scaling.hours == ((480, 1.0), (1230, 0.5))
+    assert (scaling.idle_seconds, scaling.most_jobs, scaling.react) == (600.0, None, True)
+    assert (router.ports, router.processes, router.rate_limit) == ((9400, 9499), 3, 3.0)
+    assert router.token_file == str(Path("tokens").absolute())
+
+
+def test_what_of_a_router_can_never_work(tmp_path: Path, site: ClusterProfile) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("t\n")
+    tokens.chmod(0o644)
+
+    def refused(router: RouterSpec) -> str:
+        with pytest.raises(InvalidInputError) as error:
+            require_router_files(router, site)
+        return str(error.value)
+
+    assert "every user" in refused(RouterSpec(token_file=str(tokens)))
+    assert "9400-9499" in refused(RouterSpec(port=8080))
+    assert "cannot be read" in refused(RouterSpec(token_file=str(tmp_path / "none")))
+    tls = TlsSpec(certificate=str(tmp_path / "c"), key=str(tmp_path / "k"))
+    assert "cannot be read" in refused(RouterSpec(tls=tls))
+    tokens.chmod(0o600)
+    require_router_files(RouterSpec(token_file=str(tokens), port=9400), site)
+
+
+def test_scaling_by_hand(service: ServiceLayout) -> None:
+    request_scale(service, 3)
+    standing = read_record(service.scale_request, ScaleRequest)
+    assert standing is not None
+    assert standing.replicas == 3
+    for wrong in (-1, 4):
+        with pytest.raises(UsageError):
+            request_scale(service, wrong)
+    request_scale(service, None)
+    service.down_request.touch()
+    with pytest.raises(UsageError, match="to end"):
+        request_scale(service, 1)
+
+
+def test_one_restart_at_a_time(service: ServiceLayout) -> None:
+    request_restart(service, "new\nengine", compare=False)
+    standing = read_record(service.restart_request, RestartRequest)
+    assert standing is not None
+    assert (standing.reason, standing.compare) == ("new engine", False)
+    with pytest.raises(UsageError, match="being restarted"):
+        request_restart(service)
+
+
+def test_a_restart_needs_room(service: ServiceLayout) -> None:
+    text = service.settings.read_text().replace('"most_jobs":3', '"most_jobs":2')
+    service.settings.write_text(text)
+    with pytest.raises(UsageError, match="one replica more"):
+        request_restart(service)
+
+
+def test_status_of_files(service: ServiceLayout) -> None:
+    now = time.time()
+    assert service_status(service).state == "starting"
+    replicas = (
+        ReplicaState(name="r001-g001", phase="ready", job_id=1, node="n1", since=now - 90),
+        ReplicaState(
+            name="r002-g001", phase="failed", job_id=2, node=None, since=now - 9, reason="weights"
+        ),
+    )
+    state = ServiceState(epoch=1, time=now, wanted=2, reason="why", replicas=replicas)
+    write_record(service.state, state)
+    write_record(service.rotation, Rotation(epoch=1, time=now, replicas=("r001-g001",)))
+    endpoint = Endpoint(
+        replica="r001-g001",
+        epoch=1,
+        job_id=1,
+        node="n1",
+        url="http://n1:1",
+        served_name="m",
+        engine="vllm",
+        weights_digest="0",
+        ready_since=now,
+        load_seconds=33.0,
+        lease_until=now + 10,
+        walltime_ends=now + 3600,
+    )
+    write_record(service.endpoint(ReplicaName(1, 1)), endpoint)
+    found = service_status(service, now + 1)
+    first = found.replicas[0]
+    assert (found.state, found.ready, found.wanted, found.reason) == ("serving", 1, 2, "why")
+    assert (first.in_rotation, first.load_seconds) == (True, 33.0)
+    assert first.age_seconds == pytest.approx(91)
+    assert first.lease_seconds == pytest.approx(9)
+    assert first.walltime_seconds == pytest.approx(3599)
+    assert found.problems == ("r002-g001 has failed: weights",)
+    stale = service_status(service, now + 60)
+    assert stale.state == "stale"
+    assert any("no router" in words for words in stale.problems)
+    assert any("lease" in words for words in stale.problems)
+    service.down_request.touch()
+    assert service_status(service, now + 1).state == "ending"
+
+
+def test_finding_a_service(service: ServiceLayout) -> None:
+    runs = service.directory.parent
+    (runs / "a-run").mkdir()
+    assert find_service(runs, "chat") == service
+    with pytest.raises(NoSuchRunError) as missing:
+        find_service(runs, "chap-7f3a")
+    assert "chat-7f3a" in (missing.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "kills"),
+    [
+        ("[Login]\n#KillUserProcesses=yes\n", False),
+        ("KillUserProcesses=yes\n", True),
+        ("KillUserProcesses=yes\nKillUserProcesses=no\n", False),
+    ],
+)
+def test_login_nodes_that_end_what_users_leave(tmp_path: Path, text: str, kills: bool) -> None:
+    (tmp_path / "logind.conf").write_text(text)
+    (tmp_path / "more").mkdir()
+    places = (tmp_path / "logind.conf", tmp_path / "more", tmp_path / "none")
+    assert kills_user_processes(places) == kills
