@@ -1,6 +1,6 @@
 """Ask Prometheus everything that the dashboards ask, for a page of the same panels.
 
-Belongs here: which runs and which time are asked about. Does not belong here: queries
+Belongs here: which runs, services and time are asked about. Does not belong here: queries
 (`hpctrain.observe.panels`), drawing (`hpctrain.report.dashboard_page`).
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from hpctrain.errors import NoSuchRunError, UsageError
 from hpctrain.observe.panel_data import Answer, DashboardData, MarksData, PanelData, filled_in
-from hpctrain.observe.panel_queries import in_state
+from hpctrain.observe.panel_queries import WITH_READY_REPLICAS, in_state
 from hpctrain.observe.panel_types import DashboardPlan, Panel
 from hpctrain.observe.panels import DASHBOARDS
 from hpctrain.observe.prometheus_api import PrometheusServer, QueryRefusedError
@@ -34,43 +34,63 @@ def collect_dashboards(
     server: PrometheusServer,
     plans: Sequence[DashboardPlan],
     now: float,
-    runs: Sequence[str] = (),
+    names: Sequence[str] = (),
     range_seconds: float | None = None,
 ) -> list[DashboardData]:
-    """Ask for the data of dashboards, of some runs or of all, over their own time or another."""
-    collected = []
+    """Ask for the data of dashboards, of some runs and services or of all, over some time.
+
+    Where only runs are named, or there are no services, dashboards of services are left out; those
+    of runs are where only services are named. Raises NoSuchRunError for a name that is neither.
+    """
+    collected, unknown = [], dict.fromkeys(names)
     for plan in plans:
         seconds = range_seconds or plan.hours * 3600.0
-        chosen = _chosen(server, plan, now - seconds, now, runs)
+        chosen, meant = _chosen(server, plan, now - seconds, now, names)
+        for name in meant:
+            unknown.pop(name, None)
+        if (names and not meant) or not chosen.get("service", True):
+            continue
         collected.append(_Questions(server, chosen, now - seconds, now).dashboard(plan))
+    for name in unknown:
+        raise NoSuchRunError(f"Prometheus has no run `{name}` in this time")
     return collected
 
 
+# Whether the subject of a dashboard is alive, for one that shows a single one.
+_ALIVE = {"run": in_state("RUNNING"), "service": WITH_READY_REPLICAS}
+
+
 def _chosen(
-    server: PrometheusServer, plan: DashboardPlan, begin: float, end: float, runs: Sequence[str]
-) -> dict[str, list[str]]:
-    """Choose values for the variables: all that there are, and for a single run one that runs."""
+    server: PrometheusServer, plan: DashboardPlan, begin: float, end: float, names: Sequence[str]
+) -> tuple[dict[str, list[str]], set[str]]:
+    """Choose values for the variables, and return with them the names that have chosen some.
+
+    Without names these are all that there are, and for a single run or service one that is alive.
+    """
     chosen: dict[str, list[str]] = {}
+    meant: dict[str, str] = {}
     for variable in plan.variables:
         selector = filled_in(variable.selector, chosen, end - begin)
         values = server.label_values(selector, variable.label, begin, end)
-        if variable.name == "run" and runs:
-            values = list(dict.fromkeys(_one_run(run, values) for run in runs))
+        if variable.name in _ALIVE and names:
+            found = {name: _one_named(name, values) for name in names}
+            meant = {name: one for name, one in found.items() if one is not None}
+            values = list(dict.fromkeys(meant.values()))
         if not variable.several and len(values) > 1:
-            running = filled_in(in_state("RUNNING"), {variable.name: values}, end - begin)
-            runs_now = {one.labels[variable.label] for one in server.now(running, end)}
-            values = [one for one in values if one in runs_now] or values
+            alive = filled_in(_ALIVE[variable.name], {variable.name: values}, end - begin)
+            alive_now = {one.labels[variable.label] for one in server.now(alive, end)}
+            values = [one for one in values if one in alive_now] or values
         chosen[variable.name] = values if variable.several else values[:1]
-    return chosen
+    return chosen, set(meant)
 
 
-def _one_run(name: str, known: Sequence[str]) -> str:
-    """Find the run whose id is `name`, or is the only one that starts so."""
+def _one_named(name: str, known: Sequence[str]) -> str | None:
+    """Find the run or service whose id is `name`, or is the only one that starts so."""
     found = [name] if name in known else [one for one in known if one.startswith(name)]
-    if len(found) != 1:
-        reason = f"has several runs `{name}...`" if found else f"has no run `{name}`"
-        raise NoSuchRunError(f"Prometheus {reason} in this time", ", ".join(found) or None)
-    return found[0]
+    if len(found) > 1:
+        hint = ", ".join(found)
+        raise NoSuchRunError(f"Prometheus has several runs `{name}...` in this time", hint)
+    return found[0] if found else None
 
 
 class _Questions:

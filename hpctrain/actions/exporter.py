@@ -1,7 +1,9 @@
-"""Collects the metrics of many runs in one pass: one squeue for all, then the run directories.
+"""Collects the metrics of runs and services in one pass: one squeue for all, then the directories.
 
-Belongs here: which runs are exported, passes, what the exporter says about itself. Does not belong
-here: the metrics of one run (`run_metrics`), serving and files (`metrics_outlets`).
+Engines of services are asked for their metrics meanwhile, and not waited for longer than a moment.
+Belongs here: which runs and services are exported, passes, what the exporter says
+about itself. Does not belong here: the metrics of one run or service (`run_metrics`,
+`service_metrics`), serving and files (`metrics_outlets`).
 """
 
 from __future__ import annotations
@@ -12,9 +14,13 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from hpctrain.actions.metrics_scraper import ANSWER_SECONDS, MetricsScraper
 from hpctrain.actions.nodes import node_rows
 from hpctrain.actions.run_metrics import RunMetrics
 from hpctrain.actions.runs import RunFiles, all_runs
+from hpctrain.actions.service_files import ServiceFiles
+from hpctrain.actions.service_metrics import ServiceMetrics
+from hpctrain.actions.services import all_services
 from hpctrain.actions.status import ObservedRun, observe, status_row
 from hpctrain.actions.supervisor_settings import NODE_LEDGER_NAME
 from hpctrain.actions.watch import WatchHeartbeat, heartbeat_path
@@ -58,22 +64,30 @@ class ExporterSlurm(SlurmClient):
 
 
 class Exporter:
-    """Collects the samples of all runs below some directories, and of itself.
+    """Collects the samples of all runs and services below some directories, and of itself.
 
-    Runs that are over and were not written to for `since_seconds` are left out.
+    Those that are over and were not written to for `since_seconds` are left out. Engines of
+    services have `answer_seconds` for an answer.
     """
 
     def __init__(
-        self, directories: Sequence[Path], slurm: ExporterSlurm, since_seconds: float
+        self,
+        directories: Sequence[Path],
+        slurm: ExporterSlurm,
+        since_seconds: float,
+        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self._directories, self._slurm = directories, slurm
         self._since_seconds = since_seconds
         self._known: dict[Path, RunMetrics] = {}
+        self._services: dict[Path, ServiceMetrics] = {}
+        self._scraper = MetricsScraper(answer_seconds)
 
     def samples(self, now: float | None = None) -> list[Sample]:
         """Make one pass at the time `now` (default: the present); at most one squeue."""
         now, began = time.time() if now is None else now, time.monotonic()
         runs = self._runs(now)
+        services, lost = self._begun_services(now)
         observed = observe(runs, self._slurm)
         self._known = {
             run.layout.directory: self._known.get(run.layout.directory) or RunMetrics(run)
@@ -81,10 +95,13 @@ class Exporter:
         }
         samples, unreadable = _of_runs(observed, self._known, now)
         asked = [one.jobs for one in observed if one.jobs is not None]
+        of_services, unread = self._of_services(services, now)
         own = [
             own_sample("hpctrain_exporter", 1, version=__version__),
             own_sample("hpctrain_exporter_runs", len(runs)),
             own_sample("hpctrain_exporter_unreadable_runs", unreadable),
+            own_sample("hpctrain_exporter_services", len(services) + lost),
+            own_sample("hpctrain_exporter_unreadable_services", unread + lost),
             own_sample("hpctrain_exporter_timestamp_seconds", now),
             own_sample("hpctrain_exporter_slurm_queries", self._slurm.queries),
             *self._of_directories(now),
@@ -94,7 +111,7 @@ class Exporter:
             own.append(own_sample("hpctrain_exporter_slurm_up", up))
         took_seconds = time.monotonic() - began
         own.append(own_sample("hpctrain_exporter_collection_seconds", took_seconds))
-        return [*samples, *own]
+        return [*samples, *of_services, *own]
 
     def _runs(self, now: float) -> list[RunFiles]:
         """List the runs to export; of two with the same id the one written to last."""
@@ -107,6 +124,41 @@ class Exporter:
                         continue
                 found[run.run_id] = run
         return list(found.values())
+
+    def _begun_services(self, now: float) -> tuple[list[ServiceMetrics], int]:
+        """List the services to export, ask their engines, and count those that cannot be read."""
+        known: dict[Path, ServiceMetrics] = {}
+        targets, lost = [], 0
+        for directory in self._directories:
+            for service in map(ServiceFiles, all_services(directory)):
+                path = service.layout.directory
+                if any(one.service.service_id == service.service_id for one in known.values()):
+                    continue  # below two directories: its series would be the same
+                try:
+                    quiet_seconds = now - service.layout.ledger.stat().st_mtime
+                    if quiet_seconds > self._since_seconds and service.is_over(service.state):
+                        continue
+                    metrics = self._services.get(path) or ServiceMetrics(service)
+                    targets += metrics.targets(now)
+                    known[path] = metrics
+                except (OSError, HpctrainError):
+                    lost += 1
+        self._services = known
+        self._scraper.begin(targets)
+        return list(known.values()), lost
+
+    def _of_services(
+        self, services: Sequence[ServiceMetrics], now: float
+    ) -> tuple[list[Sample], int]:
+        """Collect the samples of all services, and count those that cannot be read."""
+        samples: list[Sample] = []
+        unread, answers = 0, self._scraper.answers()
+        for service in services:
+            try:
+                samples += service.samples(now, answers)
+            except (OSError, HpctrainError):
+                unread += 1
+        return samples, unread
 
     def _of_directories(self, now: float) -> Iterable[Sample]:
         """Read the heartbeat of `watch` and the evidence against nodes, beside the runs."""

@@ -16,6 +16,7 @@ from hpctrain.errors import NoSuchRunError, UsageError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Ledger
 from hpctrain.store.requests import user_name
+from hpctrain.store.service_layout import ServiceLayout
 
 RUNS_VARIABLE = "HPCTRAIN_RUNS"
 
@@ -120,9 +121,16 @@ class RunFiles:
         )
 
 
-def all_runs(runs: Path) -> list[RunFiles]:
-    """List the runs under `runs`, newest ledger last. Directories without a ledger are not runs.
+def is_service(directory: Path) -> bool:
+    """Tell whether a directory beside runs is that of a service, whose jobs have run directories of
+    their own below it."""
+    return os.path.exists(ServiceLayout(directory).spec)
 
+
+def all_runs(runs: Path) -> list[RunFiles]:
+    """List the runs under `runs`, newest ledger last.
+
+    Directories without a ledger are not runs, nor are services.
     Runs that this user may not read, and those whose ledger is damaged, come first, each with the
     reason, so that they hide none of the others.
     """
@@ -138,7 +146,12 @@ def all_runs(runs: Path) -> list[RunFiles]:
 
 
 def _look_at(layout: RunLayout) -> tuple[tuple[int, str], RunFiles] | None:
-    """Open a run and return it with its sort key; None for a directory that is no run."""
+    """Open a run and return it with its sort key; None for a directory that is no run.
+
+    A service has a ledger, too, and runs below it.
+    """
+    if os.path.lexists(ServiceLayout(layout.directory).spec):
+        return None
     try:
         found = layout.ledger.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -146,6 +159,8 @@ def _look_at(layout: RunLayout) -> tuple[tuple[int, str], RunFiles] | None:
     except OSError as error:
         run = RunFiles(layout, _unreadable(layout.directory, error.strerror))
         return (0, layout.run_id), run
+    if is_service(layout.directory):
+        return None
     if not stat.S_ISREG(found.st_mode):
         return (0, layout.run_id), RunFiles(layout, "is damaged: ledger.jsonl is no file")
     if not os.access(layout.ledger, os.R_OK):
@@ -194,13 +209,15 @@ def _name_of(user_id: int) -> str | None:
 
 
 def find_run(runs: Path, name: str) -> RunFiles:
-    """Find the run of that id, or the only one whose id starts with `name`.
+    """Find the run of that id or directory, or the only one whose id starts with `name`.
+
+    Parts of a service have its id in front of the names of their directories.
 
     Raises NoSuchRunError (with the nearest ids) or UsageError when the prefix is ambiguous or the
     run cannot be read.
     """
     runs_found = all_runs(runs)
-    exact = [run for run in runs_found if run.run_id == name]
+    exact = [run for run in runs_found if name in (run.run_id, run.layout.directory.name)]
     # An empty name, as of an unset shell variable, is no prefix: `cancel` would take any run.
     matches = exact or [run for run in runs_found if name and run.run_id.startswith(name)]
     if len(matches) == 1:
@@ -209,6 +226,9 @@ def find_run(runs: Path, name: str) -> RunFiles:
     if matches:
         ids = ", ".join(f"`{run.run_id}`" for run in matches)
         raise UsageError(f"`{name}` is the start of several runs: {ids}")
+    if name and is_service(runs / name):
+        hint = f"`{command_in(runs, 'serve status', name)}`"
+        raise NoSuchRunError(f"`{name}` is a service, not a run", hint=hint)
     import difflib
 
     near = difflib.get_close_matches(name, [run.run_id for run in runs_found], n=3, cutoff=0.5)

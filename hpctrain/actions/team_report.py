@@ -1,11 +1,13 @@
 """Accounts for the GPU-hours of all runs of a team in one window of time (`report --week`).
 
-Belongs here: reading runs, whose they are, and the output document. Does not belong here: which
+A service counts as one run: the time in which its replicas work is productive. Belongs here:
+reading runs and services, whose they are, and the output document. Does not belong here: which
 window (`report_windows`), sums (`team_tally`), classifying time (`hpctrain.telemetry`), text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +21,12 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.goodput import gpus_held, is_over, marks_of, quiet_seconds_of
 from hpctrain.actions.gpu_price import GpuPrice, gpu_price
+from hpctrain.actions.replica_lives import held_timeline, job_records, replica_life
 from hpctrain.actions.report_windows import ReportWindow
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles, all_runs
+from hpctrain.actions.service_files import ServiceFiles
+from hpctrain.actions.services import all_services
 from hpctrain.actions.team_tally import (
     CauseSpending,
     Spending,
@@ -31,9 +36,10 @@ from hpctrain.actions.team_tally import (
     total,
 )
 from hpctrain.errors import HpctrainError, NoSuchRunError, UsageError
-from hpctrain.spec.loader import load_profile, load_run_spec
+from hpctrain.spec.loader import load_profile, load_run_spec, load_service_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
+from hpctrain.spec.service import ServiceSpec
 from hpctrain.store.jobs import cluster_of
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import read_saves
@@ -139,19 +145,27 @@ def team_report(
     NoSuchRunError if there is no run at all.
     """
     now = time.time() if now is None else now
-    found, reader = _runs_of(directories), _Reader(window, now)
+    reader = _Reader(window, now)
+    found: list[RunFiles | ServiceFiles] = [*_runs_of(directories), *_services_of(directories)]
+    if not found:
+        where = ", ".join(map(str, directories))
+        raise NoSuchRunError(f"no runs in {where}", hint="no run has been submitted here yet")
     members: list[_Member] = []
     unreadable: list[UnreadRun] = []
     quiet_runs = 0
-    for run in found:
+    for one in found:
         try:
-            run.refuse_unreadable()
             with _no_cycle_search():
-                member = reader.read(run)
+                if isinstance(one, ServiceFiles):
+                    member = reader.read_service(one)
+                else:
+                    one.refuse_unreadable()
+                    member = reader.read(one)
         except (HpctrainError, OSError, ValueError) as error:
             reason = error.strerror if type(error) is OSError and error.strerror else str(error)
-            where = str(run.layout.directory.parent)
-            unreadable.append(UnreadRun(run_id=run.run_id, directory=where, reason=reason))
+            place = one.layout.directory
+            unread = UnreadRun(run_id=place.name, directory=str(place.parent), reason=reason)
+            unreadable.append(unread)
             continue
         quiet_runs += member is None or not member.current.runs
         members += [member] if member is not None else []
@@ -198,9 +212,16 @@ def _runs_of(directories: Sequence[Path]) -> list[RunFiles]:
             )
         for run in all_runs(directory):
             found.setdefault(run.layout.directory.resolve(), run)
-    if not found:
-        where = ", ".join(map(str, directories))
-        raise NoSuchRunError(f"no runs in {where}", hint="no run has been submitted here yet")
+    return list(found.values())
+
+
+def _services_of(directories: Sequence[Path]) -> list[ServiceFiles]:
+    """List the services of all directories, each once."""
+    found = {
+        layout.directory.resolve(): ServiceFiles(layout)
+        for directory in directories
+        for layout in all_services(directory)
+    }
     return list(found.values())
 
 
@@ -321,6 +342,44 @@ class _Reader:
             periods=tuple(tallies[2:]),  # between them may be the rest of the time before
         )
 
+    def read_service(self, service: ServiceFiles) -> _Member | None:
+        """Read one service; None if none of its jobs has time in the window and the time before."""
+        layout, events, state = service.layout, service.ledger.events(), service.state
+        plan, price = service.plan(), None
+        spec = profile = None
+        with contextlib.suppress(HpctrainError, OSError):
+            spec = load_service_spec(layout.spec).document
+            profile = self._profile(layout.profile)
+            price = gpu_price(spec, profile)
+        gpus = plan.replica.gpus if plan else None
+        tallies = [Tally() for _ in self._bounds[1:]]
+        for name in layout.replica_names():
+            job = job_records(service, name)
+            life = replica_life(job, events, state, self._now)
+            cut = held_timeline(life, job.events, self._now)
+            for tally, account in zip(
+                tallies, window_accounts(cut, (), (), self._bounds), strict=True
+            ):
+                if account.spent:
+                    tally.count(str(layout.directory), account, gpus or 0, price, images=False)
+        if not any(tally.runs for tally in tallies):
+            return None
+        project = _account_of(spec, profile)
+        run = RunFiles(RunLayout(layout.directory))
+        return _Member(
+            run=run,
+            user=run.owner_name or f"uid {run.owner_id}",
+            project=project or (NO_PROJECT if spec else UNKNOWN),
+            project_from="account" if project else None,
+            cluster=profile.name if profile else UNKNOWN,
+            engine=plan.replica.engine if plan else UNKNOWN,
+            gpus=plan.gpus if plan else None,
+            price=price,
+            over=service.is_over(state),
+            previous=tallies[0],
+            periods=tuple(tallies[2:]),
+        )
+
     def _is_elsewhere(self, layout: RunLayout, marks: Sequence[Mark], quiet_seconds: float) -> bool:
         """Tell by the ledger alone whether a run was over before, or began after the window."""
         known = timeline(marks, (), (), self._now, quiet_seconds).segments
@@ -353,13 +412,16 @@ class _Reader:
         spec = profile = None
         try:
             spec = load_run_spec(layout.spec).document
-            text = layout.profile.read_bytes()
-            if text not in self._profiles:
-                self._profiles[text] = load_profile(layout.profile).document
-            profile = self._profiles[text]
+            profile = self._profile(layout.profile)
         except (HpctrainError, OSError):
             pass
         return spec, profile
+
+    def _profile(self, path: Path) -> ClusterProfile:
+        text = path.read_bytes()
+        if text not in self._profiles:
+            self._profiles[text] = load_profile(path).document
+        return self._profiles[text]
 
 
 def _project(
@@ -368,10 +430,16 @@ def _project(
     """Name what a run is charged to: its Slurm account, else its project of W&B."""
     if spec is None:
         return UNKNOWN, None
-    site = profile.for_partition(spec.resources.partition) if profile else None
-    account = spec.resources.account or (site.slurm.account if site else None)
-    if account:
+    if account := _account_of(spec, profile):
         return account, "account"
     if spec.tracking.wandb is not None:
         return spec.tracking.wandb.project, "wandb"
     return NO_PROJECT, None
+
+
+def _account_of(spec: RunSpec | ServiceSpec | None, profile: ClusterProfile | None) -> str | None:
+    """Find the Slurm account that jobs are charged to: the spec's, else that of the partition."""
+    if spec is None:
+        return None
+    site = profile.for_partition(spec.resources.partition) if profile else None
+    return spec.resources.account or (site.slurm.account if site else None)

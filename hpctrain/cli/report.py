@@ -1,8 +1,9 @@
-"""Command `report`: an HTML page about runs, the GPU-hours of a team, or the dashboards' panels."""
+"""Command `report`: an HTML page about runs, a service, a team's GPU-hours, or dashboards."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from hpctrain.cli.output import busy
 from hpctrain.cli.private_file import write_private
 from hpctrain.cli.week import LAST_WEEK, WeekRequest, show_week
 from hpctrain.errors import HpctrainError, UsageError
+
+if TYPE_CHECKING:
+    from hpctrain.actions.service_files import ServiceFiles
 
 _FILE = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 
@@ -71,7 +75,8 @@ def report(
     runs: tuple[Path, ...],
 ) -> None:
     """Write one HTML page about a run: plan and reality, loss, time and its losses, nodes,
-    memory, messages, checkpoints, events, software. Several runs are shown side by side.
+    memory, messages, checkpoints, events, software. Several runs are shown side by side. About a
+    service: promise and measurement, latency through all events, lives of replicas, costs.
 
     With --week (or --since and --until): what the GPU-hours of all runs have bought, and what
     ate them, by user, project, cluster, cause and day. With --dashboards: the panels of
@@ -114,16 +119,34 @@ def report(
 def _write_runs(
     names: tuple[str, ...], runs: Path | None, output: Path | None, offline: bool
 ) -> None:
-    """Write the page about one run, or about several side by side."""
+    """Write the page about one run, about several side by side, or about one service."""
     from hpctrain.actions.report import collect_reports
     from hpctrain.actions.runs import find_run, runs_directory
+    from hpctrain.actions.service_files import ServiceFiles, is_meant_as_service
+    from hpctrain.actions.services import find_service
     from hpctrain.report.page import write_page
     from hpctrain.slurm.client import SlurmClient
 
-    found = [find_run(runs_directory(runs), name) for name in dict.fromkeys(names)]
+    directory = runs_directory(runs)
+    if any(is_meant_as_service(directory, name) for name in names):
+        if len(names) > 1:
+            raise UsageError("a page is about one service alone, or about runs")
+        _write_service(ServiceFiles(find_service(directory, names[0])), output)
+        return
+    found = [find_run(directory, name) for name in dict.fromkeys(names)]
     with busy("Reading the run" if len(found) == 1 else "Reading the runs"):
         page = write_page(collect_reports(found, None if offline else SlurmClient()))
     write_private(output or Path(f"{found[0].run_id}.html"), page)
+
+
+def _write_service(service: ServiceFiles, output: Path | None) -> None:
+    """Write the page about a service."""
+    from hpctrain.actions.service_report import collect_service_report
+    from hpctrain.report.service_page import write_service_page
+
+    with busy("Reading the service"):
+        page = write_service_page(collect_service_report(service))
+    write_private(output or Path(f"{service.service_id}.html"), page)
 
 
 def _write_dashboards(

@@ -32,13 +32,14 @@ class SampleCollector:
         from prometheus_client.metrics_core import Metric
 
         families: dict[str, Metric] = {}
-        for family, labels, value in self._samples:
+        for sample in self._samples:
+            family = sample.family
             metric = families.get(family.name)
             if metric is None:
                 metric = families[family.name] = Metric(
                     family.name, family.help, family.type, _unit(family)
                 )
-            metric.add_sample(family.sample_name, dict(labels), value)
+            metric.add_sample(sample.name, dict(sample.labels), sample.value)
         yield from families.values()
 
 

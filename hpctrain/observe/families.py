@@ -1,9 +1,11 @@
-"""The metric families of runs: name, type, unit, labels, help. Pure.
+"""The metric families of runs and services: name, type, unit, labels, help. Pure.
 
 Names follow OpenMetrics (prometheus/OpenMetrics, specification/OpenMetrics.md): a unit is the end
 of the name, counters are exposed with `_total`, info metrics with `_info`. A name here is without
-both. Every family has the label `run`; info families carry what other exporters' series are joined
-by. None has a label for ranks, so a run has at most as many series of a family as it has nodes.
+both. Every family of runs has the label `run`; info families carry what other exporters' series are
+joined by. None has a label for ranks, so a run has at most as many series of a family as it has
+nodes. Every family of services has the label `service`. What engines count has the label `replica`
+as well: a sum over replicas would fall whenever one leaves, which Prometheus takes for a restart.
 Belongs here: the one table of them. Does not belong here: their values (`samples`), text formats
 (`exposition`).
 """
@@ -13,23 +15,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FamilyType = Literal["gauge", "counter", "info", "stateset"]
+FamilyType = Literal["gauge", "counter", "histogram", "info", "stateset"]
 
 
 @dataclass(frozen=True)
 class Family:
-    """One metric family. `labels` are those beside `run`; `unit` is "" for numbers without one."""
+    """One metric family; `unit` is "" for numbers without one.
+
+    `subject` is the label that says what it is of, "" for the exporter itself; `labels` are the
+    others, without `le` of histograms.
+    """
 
     name: str
     type: FamilyType
     help: str
     unit: str = ""
     labels: tuple[str, ...] = ()
-    per_run: bool = True
+    subject: Literal["run", "service", ""] = "run"
+
+    @property
+    def all_labels(self) -> tuple[str, ...]:
+        """All labels that its series have."""
+        own = (self.subject,) if self.subject else ()
+        return (*own, *self.labels, *(("le",) if self.type == "histogram" else ()))
 
     @property
     def sample_name(self) -> str:
-        """Its name in a query."""
+        """Its name in a query; that of the buckets of a histogram."""
+        if self.type == "histogram":
+            return f"{self.name}_bucket"
         return self.name + {"counter": "_total", "info": "_info"}.get(self.type, "")
 
 
@@ -37,6 +51,12 @@ def _run(
     name: str, type: FamilyType, help: str, unit: str = "", labels: tuple[str, ...] = ()
 ) -> Family:
     return Family(f"hpctrain_run_{name}", type, help, unit, labels)
+
+
+def _service(
+    name: str, type: FamilyType, help: str, unit: str = "", labels: tuple[str, ...] = ()
+) -> Family:
+    return Family(f"hpctrain_service_{name}", type, help, unit, labels, subject="service")
 
 
 # Names of parts of a step, and axes of the mesh, as values of labels.
@@ -236,49 +256,220 @@ RUN_FAMILIES: tuple[Family, ...] = (
     ),
 )
 
-EXPORTER_FAMILIES: tuple[Family, ...] = (
-    Family("hpctrain_exporter", "info", "The exporter.", labels=("version",), per_run=False),
-    Family("hpctrain_exporter_runs", "gauge", "Runs that are exported.", per_run=False),
+# Values of the label `latency`: what is promised, and the wait in the engine's queue.
+LATENCIES = ("ttft", "tpot", "e2e", "queue")
+# Values of the label `phase` (hpctrain.store.service_records.ReplicaState).
+PHASES = ("queued", "loading", "ready", "draining", "ended", "failed")
+# Values of the label `result` of drains, and of the label `reason` of the router's failures.
+DRAIN_RESULTS = ("finished", "broken_off")
+FAILURE_REASONS = ("failed", "refused", "limited")
+_OF_PROMISES = ("latency", "percentile")
+
+SERVICE_FAMILIES: tuple[Family, ...] = (
+    # -- which service --------------------------------------------------------------------------
     Family(
-        "hpctrain_exporter_unreadable_runs", "gauge", "Runs that cannot be read.", per_run=False
+        "hpctrain_service",
+        "info",
+        "What a service is: user, cluster, engine, model, GPU, router, address of clients.",
+        labels=("user", "cluster", "engine", "model", "gpu", "router", "url"),
+        subject="service",
+    ),
+    _service("controller_epoch", "gauge", "Number of the controller that steers."),
+    _service(
+        "controller_timestamp_seconds",
+        "gauge",
+        "When the controller last wrote what it sees (Unix time).",
+        "seconds",
+    ),
+    # -- replicas -------------------------------------------------------------------------------
+    _service("replicas_wanted", "gauge", "Replicas that the controller wants now."),
+    _service("replicas_needed", "gauge", "Replicas that carry the planned traffic, no spare."),
+    _service("replicas_planned", "gauge", "Replicas at the busiest hour, spares included."),
+    _service("replicas", "gauge", "Replicas as the controller sees them.", labels=("phase",)),
+    _service("replicas_ready", "gauge", "Replicas with an endpoint whose lease has not ended."),
+    _service("replicas_in_rotation", "gauge", "Ready replicas that the router asks."),
+    _service(
+        "replica_ready_timestamp_seconds",
+        "gauge",
+        "Since when a ready replica has been answering (Unix time).",
+        "seconds",
+        ("replica",),
+    ),
+    _service(
+        "replica_load_seconds",
+        "gauge",
+        "From the start of the job of a ready replica to its first answer.",
+        "seconds",
+        ("replica",),
+    ),
+    _service("planned_load_seconds", "gauge", "The same as planned.", "seconds"),
+    _service(
+        "replica_walltime_end_timestamp_seconds",
+        "gauge",
+        "When the time limit of the job of a ready replica is reached (Unix time).",
+        "seconds",
+        ("replica",),
+    ),
+    _service("replica_starts", "counter", "Jobs of replicas that have begun."),
+    _service(
+        "replica_ends",
+        "counter",
+        "Ends of engines and jobs of replicas, by cause.",
+        labels=("cause",),
+    ),
+    _service(
+        "drains",
+        "counter",
+        "Replicas that left on purpose: with all requests finished, or some broken off.",
+        labels=("result",),
+    ),
+    _service("broken_off_requests", "counter", "Requests that replicas broke off when they left."),
+    # -- promise --------------------------------------------------------------------------------
+    _service("promised_seconds", "gauge", "What is promised to clients.", "seconds", _OF_PROMISES),
+    _service(
+        "predicted_seconds", "gauge", "What the plan predicts of it.", "seconds", _OF_PROMISES
+    ),
+    _service(
+        "promised_slow_ratio",
+        "gauge",
+        "Share of requests that may be slower than promised: 0.01 for p99.",
+        "ratio",
+        _OF_PROMISES,
+    ),
+    _service("planned_requests_per_second", "gauge", "Rate of requests that is planned for."),
+    _service(
+        "capacity_requests_per_second",
+        "gauge",
+        "Rate up to which the promises hold with the replicas that are needed, as planned.",
+    ),
+    # -- requests, as the engines of ready replicas count them ----------------------------------
+    _service(
+        "replica_answers",
+        "gauge",
+        "1 if a ready replica answered when it was asked for its metrics, else 0.",
+        labels=("replica",),
+    ),
+    _service(
+        "latency_seconds",
+        "histogram",
+        "Times of requests in the engine: to the first token, per further token, in all, queued.",
+        "seconds",
+        ("latency", "replica"),
+    ),
+    _service(
+        "slow_requests",
+        "counter",
+        "Requests slower than promised; inside a bucket of the engine evenly distributed.",
+        labels=(*_OF_PROMISES, "replica"),
+    ),
+    _service("running_requests", "gauge", "Requests that are computed.", labels=("replica",)),
+    _service("waiting_requests", "gauge", "Requests in the engine's queue.", labels=("replica",)),
+    _service(
+        "kv_cache_used_ratio",
+        "gauge",
+        "Share of the memory for keys and values that is in use.",
+        "ratio",
+        ("replica",),
+    ),
+    _service("prompt_tokens", "counter", "Tokens of prompts.", labels=("replica",)),
+    _service("output_tokens", "counter", "Tokens of answers.", labels=("replica",)),
+    _service(
+        "recomputed_requests",
+        "counter",
+        "Times that an engine put a request back for want of memory.",
+        labels=("replica",),
+    ),
+    _service(
+        "prefix_cache_hit_tokens",
+        "counter",
+        "Tokens of prompts that were found in the prefix cache.",
+        labels=("replica",),
+    ),
+    _service(
+        "prefix_cache_queried_tokens",
+        "counter",
+        "Tokens of prompts that were looked for in the prefix cache.",
+        labels=("replica",),
+    ),
+    # -- router ---------------------------------------------------------------------------------
+    _service(
+        "rotation_timestamp_seconds",
+        "gauge",
+        "When the router last compared its replicas with the endpoints (Unix time).",
+        "seconds",
+    ),
+    _service("router_requests", "counter", "Requests that have reached the router."),
+    _service(
+        "router_failed_requests",
+        "counter",
+        "Requests that clients got an error for: failed, no replica was ready, over their limit.",
+        labels=("reason",),
+    ),
+    # -- time and money -------------------------------------------------------------------------
+    _service("gpus", "gauge", "GPUs that the replicas hold."),
+    _service("gpu_seconds", "counter", "GPU time that all replicas have occupied.", "seconds"),
+    _service(
+        "cost",
+        "counter",
+        "Money for the GPU time so far, by the prices of the profile.",
+        labels=("currency",),
+    ),
+    _service(
+        "planned_cost_per_hour",
+        "gauge",
+        "Money for an hour of all planned replicas.",
+        labels=("currency",),
+    ),
+)
+
+EXPORTER_FAMILIES: tuple[Family, ...] = (
+    Family("hpctrain_exporter", "info", "The exporter.", labels=("version",), subject=""),
+    Family("hpctrain_exporter_runs", "gauge", "Runs that are exported.", subject=""),
+    Family("hpctrain_exporter_services", "gauge", "Services that are exported.", subject=""),
+    Family("hpctrain_exporter_unreadable_runs", "gauge", "Runs that cannot be read.", subject=""),
+    Family(
+        "hpctrain_exporter_unreadable_services",
+        "gauge",
+        "Services that cannot be read.",
+        subject="",
     ),
     Family(
         "hpctrain_exporter_collection_seconds",
         "gauge",
         "Time that the last collection took.",
         "seconds",
-        per_run=False,
+        subject="",
     ),
     Family(
         "hpctrain_exporter_timestamp_seconds",
         "gauge",
         "The begin of the last complete collection (Unix time).",
         "seconds",
-        per_run=False,
+        subject="",
     ),
     Family(
-        "hpctrain_exporter_slurm_queries", "counter", "Commands of Slurm, all runs.", per_run=False
+        "hpctrain_exporter_slurm_queries", "counter", "Commands of Slurm, all runs.", subject=""
     ),
     Family(
         "hpctrain_exporter_slurm_up",
         "gauge",
         "1 if Slurm answered the last query, else 0.",
-        per_run=False,
+        subject="",
     ),
     Family(
         "hpctrain_watch_timestamp_seconds",
         "gauge",
         "The last complete pass of `hpctrain watch --act` (Unix time); absent before the first.",
         "seconds",
-        per_run=False,
+        subject="",
     ),
     Family(
         "hpctrain_suspect_nodes",
         "gauge",
         "Nodes that new launches avoid because of evidence of all runs.",
-        per_run=False,
+        subject="",
     ),
 )
 
-FAMILIES = (*RUN_FAMILIES, *EXPORTER_FAMILIES)
+FAMILIES = (*RUN_FAMILIES, *SERVICE_FAMILIES, *EXPORTER_FAMILIES)
 BY_NAME = {family.name: family for family in FAMILIES}

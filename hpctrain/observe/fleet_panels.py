@@ -40,6 +40,7 @@ from hpctrain.observe.panel_types import (
     Query,
     Threshold,
 )
+from hpctrain.observe.service_panels import EVERY_SERVICE
 
 
 def _exporter(
@@ -287,6 +288,7 @@ FLEET = DashboardPlan(
                 ),
             ),
         ),
+        PanelRow("Services", (EVERY_SERVICE,)),
         PanelRow(
             "Monitoring itself",
             (

@@ -49,6 +49,7 @@ PACKAGED = Path(__file__).parent / "dashboards"
 _SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _TAG = "hpctrain"
 _RUN_LINK = "/d/hpctrain-run?var-run=${__value.raw}&${datasource:queryparam}&${__url_time_range}"
+_SERVICE_LINK = _RUN_LINK.replace("hpctrain-run?var-run", "hpctrain-service?var-service")
 _GRAY = "#8e8e8e"  # Grafana has no name for it
 
 _Builder = TypeVar(
@@ -305,6 +306,10 @@ def _table(panel: Panel) -> table_panel.Panel:
     written.override_by_name(
         "Run", [models.DynamicConfigValue("links", [{"title": "One run", "url": _RUN_LINK}])]
     )
+    if "service" in names:
+        to_service = [{"title": "One service", "url": _SERVICE_LINK}]
+        links = models.DynamicConfigValue("links", to_service)
+        written.override_by_name("Service", [links])
     written.with_transformation(models.DataTransformerConfig("merge", options={}))
     options = {"excludeByName": hidden, "renameByName": names, "indexByName": order}
     written.with_transformation(models.DataTransformerConfig("organize", options=options))

@@ -10,6 +10,8 @@ from __future__ import annotations
 from hpctrain.observe.panel_types import ShownValue, Threshold
 
 CHOSEN_RUNS = 'run=~"$run"'
+CHOSEN_SERVICE = 'service=~"$service"'
+WITH_READY_REPLICAS = f"max by (service) (hpctrain_service_replicas_ready{{{CHOSEN_SERVICE}}}) > 0"
 FIRING = 'ALERTS{alertname=~"Hpctrain.*", alertstate="firing"}'
 # Values of the label of `hpctrain_run_state` (hpctrain.actions.state.RunState).
 STATES = (

@@ -3,7 +3,7 @@
 `hpctrain.observe.grafana` writes them for Grafana and `hpctrain.report.dashboard_page` draws them,
 both from these tables.
 Belongs here: the list. Does not belong here: panels (`fleet_panels`, `run_panels`,
-`communication_panels`, `node_panels`), names of metrics (`families`).
+`communication_panels`, `node_panels`, `service_panels`), names of metrics (`families`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from hpctrain.observe.communication_panels import COMMUNICATION
 from hpctrain.observe.fleet_panels import FLEET
 from hpctrain.observe.node_panels import NODES
 from hpctrain.observe.run_panels import RUN
+from hpctrain.observe.service_panels import SERVICE
 
-DASHBOARDS = (FLEET, RUN, COMMUNICATION, NODES)
+DASHBOARDS = (FLEET, RUN, COMMUNICATION, NODES, SERVICE)
 
 # Metrics that panels read and hpctrain does not export, by who does.
 FOREIGN_METRICS: dict[str, tuple[str, ...]] = {

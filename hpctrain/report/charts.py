@@ -41,18 +41,22 @@ _LABEL_SHARE = 0.13
 
 @dataclass(frozen=True)
 class Line:
-    """One curve; `colour` is a class: `c1` to `c8` or `neutral`. A missing value is a gap."""
+    """One curve; `colour` is a class: `c1` to `c8` or `neutral`. A missing value is a gap.
+
+    `dots`: each value is a dot of its own.
+    """
 
     name: str
     points: Sequence[Point]
     colour: str = "c1"
     dashed: bool = False
     faint: bool = False
+    dots: bool = False
 
     @property
     def entry(self) -> Entry:
         """Its entry in a legend."""
-        return Entry(self.name, self.colour, self.dashed, self.faint)
+        return Entry(self.name, self.colour, self.dashed, self.faint, self.dots)
 
 
 @dataclass(frozen=True)
@@ -150,10 +154,12 @@ class Entry:
     colour: str
     dashed: bool = False
     faint: bool = False
+    dots: bool = False
 
     @property
     def style(self) -> str:
-        return f"{self.colour}{' dashed' * self.dashed}{' faint' * self.faint}"
+        more = (("dashed", self.dashed), ("faint", self.faint), ("dots", self.dots))
+        return " ".join((self.colour, *(name for name, has in more if has)))
 
 
 @dataclass(frozen=True)
@@ -257,7 +263,7 @@ def _paths(line: Line, x: Scale, y: Scale, height: int) -> Markup:
     """Write a curve as a path with a gap at every missing value, and lone points as dots."""
     words: list[str] = []
     pen_down = False
-    for place, value in thinned(line.points):
+    for place, value in line.points if line.dots else thinned(line.points):
         if value is None or not is_drawable(value) or not is_drawable(place):
             pen_down = False
             continue
@@ -265,7 +271,7 @@ def _paths(line: Line, x: Scale, y: Scale, height: int) -> Markup:
         top = (1 - y.place(value)) * height
         # A line of no length with round ends is a dot: a single point can be seen.
         words.append(f"{'L' if pen_down else 'M'}{left:.1f} {top:.1f}" + ("" if pen_down else "h0"))
-        pen_down = True
+        pen_down = not line.dots
     name = f"line {line.entry.style}"
     return _tag("path", _title(line.name), d="".join(words), class_=name) if words else Markup("")
 
@@ -279,16 +285,21 @@ def line_chart(
     rules: Sequence[Rule] = (),
     levels: Sequence[Level] = (),
     height: int = 220,
+    left: int | None = None,
 ) -> Markup:
     """Draw curves over a common axis, with vertical lines at events and horizontal ones at levels.
 
-    Without one finite value a sentence stands there instead.
+    `left`: pixels beside the axis, for charts below each other. Without one finite value a sentence
+    stands there instead.
     """
     values = [v for line in lines for _, v in line.points if v is not None and is_drawable(v)]
     if not values:
         return nothing(f"{label}: no values are known.")
     x_scale = scale_of(
-        [place for line in lines for place, _ in line.points], ticks=8, whole_ticks=False
+        [*(place for line in lines for place, _ in line.points), *x.values],
+        ticks=8,
+        whole_ticks=False,
+        quantity=x.quantity,
     )
     wanted = [*values, *(level.y for level in levels), *y.values]
     y_scale = (
@@ -339,7 +350,7 @@ def line_chart(
                 *planned,
                 label=label,
                 height=height,
-                left=_text_pixels(y.format(value) for value in y_scale.ticks),
+                left=left or _text_pixels(y.format(value) for value in y_scale.ticks),
                 top=14 if any(rule.label for rule in rules) else 8,
             ),
             legend(line.entry for line in lines)
@@ -491,7 +502,13 @@ def stacked_rows(stacks: Sequence[Stack], *, label: str, x: Axis) -> Markup:
 
 
 def timeline(
-    rows: Sequence[Row], *, label: str, end: float, entries: Sequence[Entry] = (), unit: str = ""
+    rows: Sequence[Row],
+    *,
+    label: str,
+    end: float,
+    entries: Sequence[Entry] = (),
+    unit: str = "",
+    left: int | None = None,
 ) -> Markup:
     """Draw what happened when: one row per attempt, from 0 to `end` seconds.
 
@@ -521,9 +538,8 @@ def timeline(
                     class_=f"fill {part.colour}",
                 )
             )
-    return _plot(
-        *drawn, label=label, height=height, left=_label_pixels(row.label for row in rows), top=4
-    ) + legend(entries)
+    room = left or _label_pixels(row.label for row in rows)
+    return _plot(*drawn, label=label, height=height, left=room, top=4) + legend(entries)
 
 
 def waterfall(steps: Sequence[Step], *, label: str, x: Axis) -> Markup:

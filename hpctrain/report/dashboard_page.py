@@ -193,6 +193,7 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
     "s": _seconds,
     "bytes": _bytes,
     "Bps": _bytes_per_second,
+    "reqps": lambda value: f"{compact_number(value)} req/s",
     "percentunit": percent,
     "percent": lambda value: f"{value:.3g}%",
     "celsius": lambda value: f"{value:.3g} °C",

@@ -14,6 +14,7 @@ import pytest
 from fetched_prometheus import fetched_prometheus
 from ruamel.yaml import YAML
 
+from hpctrain.actions.replica_lives import ASKED_FOR
 from hpctrain.actions.state import RunState
 from hpctrain.cli.main import cli
 from hpctrain.observe.alert_rules import RULES, with_delays
@@ -21,10 +22,19 @@ from hpctrain.observe.families import FAMILIES
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES
 
 ROOT = Path(__file__).resolve().parents[3]
-PLAYED = ROOT / "tests" / "observe_rules" / "alerts-test.yaml"
+PLAYED = tuple(
+    ROOT / "tests" / "observe_rules" / name
+    for name in ("alerts-test.yaml", "alerts-over-days-test.yaml")
+)
+# The commands about services.
+SERVE = {"plan", "up", "status", "scale", "restart", "down", "test"}
 DOCUMENT = ROOT / "docs" / "alerts.md"
-_LABELS = {family.sample_name: {"run", *family.labels} for family in FAMILIES if family.per_run}
-_LABELS |= {family.sample_name: {*family.labels} for family in FAMILIES if not family.per_run}
+_LABELS = {family.sample_name: {*family.all_labels} for family in FAMILIES}
+_LABELS |= {
+    f"{family.name}_count": {*family.all_labels}
+    for family in FAMILIES
+    if family.type == "histogram"
+}
 # Of Prometheus itself.
 _LABELS |= {"up": {"job", "instance"}}
 _SELECTOR = re.compile(r"\b((?:hpctrain_\w+|up\b))(?:\{([^}]*)\})?")
@@ -62,12 +72,13 @@ def test_promtool_accepts_the_rules() -> None:
     assert f"{len(rules())} rules found" in promtool("check", "rules", str(RULES))
 
 
-def test_promtool_plays_them() -> None:
-    assert "SUCCESS" in promtool("test", "rules", str(PLAYED))
+@pytest.mark.parametrize("played", PLAYED, ids=lambda path: path.stem)
+def test_promtool_plays_them(played: Path) -> None:
+    assert "SUCCESS" in promtool("test", "rules", str(played))
 
 
 def test_each_alert_is_played_firing_and_not_firing() -> None:
-    text = PLAYED.read_text()
+    text = "".join(path.read_text() for path in PLAYED)
     for name in {rule["alert"] for rule in alerts()}:
         blocks = re.findall(
             rf'expr: .*ALERTS\{{alertname="{name}"[^\n]*\n?[^\n]*exp_samples: *(\S+)', text
@@ -88,7 +99,7 @@ def test_every_metric_and_label_is_exposed() -> None:
 def test_every_recorded_name_is_recorded_before_it_is_used() -> None:
     known: set[str] = set()
     for rule in rules():
-        used = set(re.findall(r"\b(?:run|cluster):\w+(?::\w+)?", rule["expr"]))
+        used = set(re.findall(r"\b(?:run|cluster|service):\w+(?::\w+)?", rule["expr"]))
         assert used <= known, f"{rule.get('record') or rule['alert']} uses {used - known}"
         if "record" in rule:
             known.add(rule["record"])
@@ -107,6 +118,16 @@ def test_states_and_causes_are_those_of_the_program() -> None:
     )
 
 
+def test_what_ends_a_replica_without_a_failure_is_known() -> None:
+    """All other causes are failures of a service: also those that no retry helps."""
+    (left_out,) = (
+        set(match[1].split("|"))
+        for rule in rules()
+        if (match := re.search(r'cause!~"([^"]*)"', rule["expr"]))
+    )
+    assert left_out == {str(cause) for cause in ASKED_FOR}
+
+
 def test_a_person_is_told_what_to_type() -> None:
     """Each alert has a severity, a page, and commands that exist."""
     known = cli.list_commands(click.Context(cli))
@@ -117,15 +138,20 @@ def test_a_person_is_told_what_to_type() -> None:
         assert rule["labels"]["severity"] in ("page", "ticket", "info")
         assert notes["runbook"] == f"docs/alerts.md#{rule['alert'].lower()}"
         assert f"\n### {rule['alert'].lower()}\n" in headings
-        commands = re.findall(r"hpctrain ([a-z]+)(?= \{\{| --| *$|`|,)", notes["description"])
+        commands = re.findall(
+            r"hpctrain ([a-z]+)(?: ([a-z]+))?(?= \{\{| --| *$|`|,)", notes["description"]
+        )
         assert commands or "sinfo" in notes["description"], rule["alert"]
-        for command in commands:
-            assert command in known, f"there is no hpctrain {command}"
+        for command, part in commands:
+            parts = SERVE if command == "serve" else {""}
+            assert command in {*known, "serve"} and part in parts, f"hpctrain {command} {part}"
 
 
 def test_ten_kinds_of_trouble() -> None:
     """NaN and spikes have one alert each."""
-    assert len({rule["alert"] for rule in alerts()}) == 11
+    names = {rule["alert"] for rule in alerts()}
+    assert len([name for name in names if "Service" not in name]) == 11
+    assert len([name for name in names if "Service" in name]) == 7
 
 
 def test_a_rehearsal_shortens_what_alerts_wait_and_nothing_else() -> None:
@@ -152,6 +178,18 @@ def aggregations_of_series(expression: str) -> Iterator[str]:
             not re.match(r"[\w:\"{]", expression[index - 1])
         ):
             yield next((one for one in openers if re.search(r"\bby \(.*\)$", one)), "")
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: str(rule.get("alert", "recorded")))
+def test_two_exporters_that_see_a_service_give_one_alert(rule: dict[str, Any]) -> None:
+    """The maximum of equal series comes before anything else is done with them."""
+    for found in re.finditer(r"hpctrain_service_\w+", rule["expr"]):
+        before = rule["expr"][: found.start()]
+        if found.start() and before[-1] == ":":
+            continue  # a recorded one
+        assert re.search(r"max by \(service(, \w+)*\) \(\s*((rate|m\w+_over_time)\()?$", before), (
+            rule["expr"]
+        )
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: str(rule.get("alert", "recorded")))

@@ -15,10 +15,7 @@ from hpctrain.observe.panel_types import GRID_COLUMNS, DashboardPlan, Panel
 from hpctrain.observe.panels import DASHBOARDS, FOREIGN_METRICS
 from hpctrain.report.dashboard_page import shown
 
-LABELS = {
-    family.sample_name: {"run", *family.labels} if family.per_run else set(family.labels)
-    for family in FAMILIES
-}
+LABELS = {family.sample_name: {*family.all_labels} for family in FAMILIES}
 # Prometheus' own and other exporters', as far as panels use them.
 ALERT_LABELS = {"alertname", "alertstate", "severity", "run", "node"}
 FOREIGN_LABELS = {
@@ -32,6 +29,9 @@ NOT_SHOWN = {
     "hpctrain_run_job_info",  # for joins with Slurm's own exporter
     "hpctrain_run_checkpoint_step",  # `Done` and `At risk` say it in figures that matter
     "hpctrain_exporter_info",
+    "hpctrain_exporter_services",
+    "hpctrain_exporter_unreadable_services",
+    "hpctrain_service_controller_epoch",  # of interest where two controllers quarrel
 }
 _GROUPING = re.compile(r"\b(by|on|group_left|without|ignoring)\s*\(([^)]*)\)")
 _SELECTOR = re.compile(r"(\w+)\{([^}]*)\}")

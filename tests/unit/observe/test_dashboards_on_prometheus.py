@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_line import hpctrain
-from fabricated_metrics import FLEET, SEEN_TWICE, fabricated_metrics
+from fabricated_metrics import FLEET, SEEN_TWICE, SERVICE, fabricated_metrics
 from fetched_prometheus import fetched_prometheus
 
 from hpctrain.actions.dashboards import collect_dashboards
@@ -112,8 +112,44 @@ def test_the_page_is_written(prometheus: tuple[str, float], tmp_path: Path) -> N
     text = page.read_text()
     # No GPU of this run has an XID error, and no panel of another kind is empty.
     assert text.count("No data.") == 1 and "refuses" not in text
-    assert all(panel.title in text for plan in DASHBOARDS for panel in plan.panels())
+    of_runs = [plan for plan in DASHBOARDS if plan.short_name != "service"]
+    assert all(panel.title in text for plan in of_runs for panel in plan.panels())
+    assert "one service" not in text, "a run was named"
     assert page.stat().st_mode & 0o077 == 0
+
+
+def test_the_page_of_a_service_has_its_dashboard_only(
+    prometheus: tuple[str, float], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    arguments = ("report", "--dashboards", "--prometheus", prometheus[0], "--require-data")
+    outcome = hpctrain(*arguments, "--range", f"{HOURS}h", "chat", "-o", str(page))
+    assert outcome.exit_code == 0, outcome.stderr
+    text = page.read_text()
+    plan = next(one for one in DASHBOARDS if one.short_name == "service")
+    assert all(panel.title in text for panel in plan.panels()) and "fleet" not in text
+    assert "No data." not in text and "refuses" not in text
+
+
+def test_figures_of_a_service(prometheus: tuple[str, float]) -> None:
+    """A replica that two exporters read counts once; the promise is compared with what it is of."""
+    url, end = prometheus
+    plan = next(one for one in DASHBOARDS if one.short_name == "service")
+    (found,) = collect_dashboards(PrometheusServer(url), [plan], end, [SERVICE], HOURS * 3600)
+    panels = {one.panel.title: one for one in found.panels()}
+    assert panels["Ready"].answers[0].series[0].last == 3
+    rate = {
+        one.labels.get("service"): one.last for one in panels["Tokens per second"].answers[1].series
+    }
+    assert rate[SERVICE] == pytest.approx(3 * 31 * 128, rel=0.02)
+    promised, _, measured, of_limit = (
+        {(one.labels["latency"], one.labels["percentile"]): one.last for one in answer.series}
+        for answer in panels["Every promise"].answers
+    )
+    assert promised.keys() == measured.keys() == of_limit.keys() and len(promised) == 6
+    for key, share in of_limit.items():
+        assert share == pytest.approx(measured[key] / promised[key])
+    assert measured["tpot", "p50"] == pytest.approx(0.017, rel=0.2), "within the buckets' width"
 
 
 def test_missing_data_fail_on_demand(prometheus: tuple[str, float], tmp_path: Path) -> None:

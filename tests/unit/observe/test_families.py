@@ -10,8 +10,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as older_families
 
 from hpctrain.observe.exposition import exposed
-from hpctrain.observe.families import BY_NAME, FAMILIES, RUN_FAMILIES
-from hpctrain.observe.samples import RunSamples, own_sample
+from hpctrain.observe.families import BY_NAME, FAMILIES, RUN_FAMILIES, SERVICE_FAMILIES
+from hpctrain.observe.samples import Histogram, RunSamples, ServiceSamples, own_sample
 
 # Base units of OpenMetrics that we use; a rate of tokens has none.
 UNITS = {"seconds", "bytes", "ratio", ""}
@@ -92,15 +92,22 @@ def test_node_exporter_can_read_the_older_text() -> None:
 
 def test_every_family_can_be_written() -> None:
     """prometheus_client checks units, types and names of samples as OpenMetrics wants them."""
-    everything = RunSamples("one")
+    everything, serving = RunSamples("one"), ServiceSamples("two")
     for family in RUN_FAMILIES:
         everything._put(family, 1.0, dict.fromkeys(family.labels, "x"))
+    for family in SERVICE_FAMILIES:
+        if family.type == "histogram":
+            name = family.name.removeprefix("hpctrain_service_")
+            one = Histogram(((1.0, 2.0), (math.inf, 3.0)), 4.5)
+            serving.put_histogram(name, one, **dict.fromkeys(family.labels, "x"))
+        else:
+            serving._put(family, 1.0, dict.fromkeys(family.labels, "x"))
     own = [
         own_sample(family.name, 1, **dict.fromkeys(family.labels, "x"))
         for family in FAMILIES
-        if not family.per_run
+        if not family.subject
     ]
-    text = exposed([*everything.samples, *own], open_metrics=True).decode()
+    text = exposed([*everything.samples, *serving.samples, *own], open_metrics=True).decode()
     assert {metric.name for metric in text_string_to_metric_families(text)} == set(BY_NAME)
     assert all(f"# HELP {name} " in text for name in BY_NAME)
 

@@ -287,8 +287,8 @@ def test_a_run_that_is_over_is_not_read_again(
     )
     again = exporter.samples(NOW + 30)
     assert not reads and fake.queries == 0
-    assert [one for one in again if one.family.per_run] == [
-        one for one in first if one.family.per_run
+    assert [one for one in again if one.family.subject == "run"] == [
+        one for one in first if one.family.subject == "run"
     ]
     Ledger(run.layout.ledger).append(EventKind.CONTROL, action="resume")
     exporter.samples(time.time())
@@ -341,7 +341,7 @@ def test_a_job_knows_its_own_state_without_slurm(
     }
     inside = AttemptExporter(planned, environment).samples(NOW)
     outside, _ = exporter_of(planned.layout.directory.parent, job_of(planned))
-    both = [one for one in outside.samples(NOW) if one.family.per_run]
+    both = [one for one in outside.samples(NOW) if one.family.subject == "run"]
     # the disk is everybody's
     from_job, from_outside = (
         [str(one) for one in samples if one.family.name != "hpctrain_run_disk_free_bytes"]

@@ -9,8 +9,11 @@ import pytest
 
 from hpctrain.actions.report import RunReport
 from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.service_report import collect_service_report
 from hpctrain.report.page import write_page
+from hpctrain.report.service_page import write_service_page
 from tests.chromium import PROGRAM, Chromium
+from tests.fabricated_services import NOW, fabricate_service, fabricate_test
 from tests.unit.report.conftest import collected
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")
@@ -55,15 +58,18 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory, run: RunFiles, other: RunFiles) -> list[Path]:
-    """The page of one run and that of two."""
+    """The page of one run, that of two, and that of a service."""
     directory = tmp_path_factory.mktemp("pages")
-    one, both = directory / "one.html", directory / "both.html"
+    one, both, served = (directory / f"{name}.html" for name in ("one", "both", "service"))
     one.write_text(write_page(collected(run)))
     both.write_text(write_page(collected(run, other)))
-    return [one, both]
+    service = fabricate_service(directory)
+    fabricate_test(service)
+    served.write_text(write_service_page(collect_service_report(service, NOW)))
+    return [one, both, served]
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["one run", "two runs"])
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["one run", "two runs", "a service"])
 @pytest.mark.parametrize("width", [400, 768, 1400])
 def test_nothing_is_wider_than_the_window(
     browser: Chromium, pages: list[Path], number: int, width: int
