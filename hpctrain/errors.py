@@ -12,6 +12,7 @@
     |  `- SlurmUnreachableError   5   no answer within the time limit, or no Slurm at all
     |- NoSuchRunError             6
     |- RunFailedError             7   the run that was waited for has failed
+    |- ObjectiveMissedError       7   a service was measured, and does not keep its objectives
     |- CheckpointError            7   checkpoints exist, but none of them can be used
     |- StorageError               7   the run directory cannot be used at the moment (an OSError)
     `- NotConfirmedError          8   a person was asked, and said no
@@ -149,6 +150,12 @@ class NoSuchRunError(HpctrainError):
 
 class RunFailedError(HpctrainError):
     """The run that was waited for has failed."""
+
+    exit_code = 7
+
+
+class ObjectiveMissedError(HpctrainError):
+    """A service was measured and does not keep what it promises."""
 
     exit_code = 7
 

@@ -36,6 +36,9 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "exporter": ("exporter", "Export metrics of runs for Prometheus"),
         "notify": ("notify", "Show whom a run tells about which events; send a test"),
     },
+    "Serve": {
+        "serve": ("serve", "Plan, start, watch, change and measure a service of a model"),
+    },
     "Steer": {
         "save": ("control", "Make a run save a checkpoint and continue"),
         "stop": ("control", "Make a run save, release its nodes and stop"),
@@ -83,7 +86,7 @@ EXIT_CODES = """\b
 Exit codes: 0 ok · 1 unexpected error · 2 usage, or a package is missing
 3 invalid spec or profile · 4 does not fit or violates limits
 5 Slurm refused or unreachable · 6 no such run
-7 the run has failed, or a file cannot be read or written
+7 the run has failed, a promise is broken, or a file cannot be read or written
 8 not confirmed · 130 interrupted
 """
 

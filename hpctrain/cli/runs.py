@@ -13,6 +13,7 @@ from hpctrain.cli.options import RunName, Seconds, confirm, json_option, runs_op
 from hpctrain.cli.output import busy, json_out, say, table, terminal_width
 
 if TYPE_CHECKING:
+    from hpctrain.actions.service_rows import ServiceRow
     from hpctrain.actions.status import RunStatus
 
 
@@ -46,7 +47,8 @@ def status(
 ) -> None:
     """Show runs: state and reason, job, attempt, step, loss, rate, last sign of life, time left.
 
-    Without names: unfinished runs and the last finished one. With one name: a page about it.
+    Without names: unfinished runs and the last finished one, and services, of which `serve status`
+    tells more. With one name: a page about that run.
 
     \b
     Examples:
@@ -62,14 +64,16 @@ def status(
     pause_seconds = _pause_seconds(names, runs, every) if follow or wait else 0.0
     while True:
         with busy("asking Slurm, and reading the runs ..."):
+            services = [] if names or as_json else _services(show_all, runs)
             rows, notes = _collect(names, show_all, last, runs)
         over = all(row.state.over for row in rows)
         if follow:
             click.clear()
         if follow or over or not wait:
-            for note in notes:
+            for note in notes if rows or not services else ():
                 say(note)
             _show(names, rows, runs, as_json=as_json)
+            _show_services(services, below=bool(rows))
         if wait and over:
             _fail_if_any_failed(rows)
         if (wait and over) or not (wait or follow):
@@ -108,6 +112,33 @@ def _show(
             click.echo(line)
     else:
         table(HEADERS, [cells(row) for row in rows])
+
+
+def _services(show_all: bool, runs: Path | None) -> list[ServiceRow]:
+    """Find a line about each service; those that were ended only with `--all`."""
+    from hpctrain.actions.runs import runs_directory
+    from hpctrain.actions.services import all_services
+
+    services = all_services(runs_directory(runs))
+    if not services:
+        return []
+    from hpctrain.actions.service_rows import service_rows
+
+    return [row for row in service_rows(services) if show_all or not row.is_over]
+
+
+def _show_services(rows: list[ServiceRow], *, below: bool) -> None:
+    """Print one line per service, below the runs if there are any."""
+    if not rows:
+        return
+    from hpctrain.cli.services_text import SERVICE_HEADERS, service_cells
+
+    if below:
+        click.echo()
+    cells = [service_cells(row) for row in rows]
+    problems = any(row.problem for row in rows)
+    shown = len(SERVICE_HEADERS) if problems else len(SERVICE_HEADERS) - 1
+    table(SERVICE_HEADERS[:shown], [line[:shown] for line in cells])
 
 
 def _collect(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.cli.output import paragraph
 from hpctrain.cli.page_text import next_lines
+from hpctrain.supervise.judge.causes import Cause
 from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
@@ -111,6 +112,9 @@ def _observed(observation: str) -> str:
 def _budget_lines(why: Why) -> list[str]:
     newest = "none yet" if why.checkpoint_step is None else f"step {why.checkpoint_step:,}"
     head = f"Budgets: retries without a new checkpoint (newest: {newest}), which fills them up"
+    # Only replicas of a service have a budget for ends of their engine.
+    if any(budget.cause == Cause.ENGINE_EXIT for budget in why.budgets):
+        head = "Budgets: retries without having served for a while, which fills them up"
     lines = textwrap.wrap(head, _WIDTH)
     used = [budget for budget in why.budgets if budget.used]
     for budget in used:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from hpctrain.observe.grafana import PACKAGED
+from hpctrain.observe.panels import DASHBOARDS
 
 TYPESCRIPT = "5.9.3"
 RELEASES = ("11.6.0", "13.2.3")
@@ -84,7 +85,7 @@ def test_dashboards_have_grafanas_types(release: str, node_packages: Path, tmp_p
     documents = {
         path.stem: without_untyped(json.loads(path.read_text())) for path in PACKAGED.glob("*.json")
     }
-    assert len(documents) == 4
+    assert len(documents) == len(DASHBOARDS)
     assert complaints(node_packages, tmp_path, release, documents) == ""
 
 

@@ -10,6 +10,7 @@ from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.loader import (
     PACKAGED_CALIBRATION,
     PACKAGED_CATALOGUE,
+    PACKAGED_SERVING,
     load_document,
     load_packaged,
     packaged_json,
@@ -20,6 +21,7 @@ from hpctrain.supervise.catalogue import PACKAGED
 DOCUMENTS = (
     PACKAGED_CALIBRATION,
     PACKAGED_CATALOGUE,
+    PACKAGED_SERVING,
     PACKAGED_PRESETS,
     PACKAGED / "signatures.yaml",
     PACKAGED / "xids.yaml",

@@ -22,7 +22,8 @@ def metric_families_page() -> str:
         "",
         "Written by `make golden` from `hpctrain/observe/families.py`. Each family of runs has the "
         "label `run`,",
-        "and none has one for ranks. Where they come from: [metrics.md](metrics.md).",
+        "and none has one for ranks; each family of services has the label `service`. More:",
+        "[metrics.md](metrics.md).",
         "",
         "| metric | type | further labels | meaning |",
         "|---|---|---|---|",
