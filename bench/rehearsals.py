@@ -19,7 +19,13 @@ sys.path[:0] = [str(_TESTS), str(_SLURM_TESTS), str(_SLURM_TESTS / "faults")]
 from rehearsal import MADE_UP as MADE_UP  # noqa: E402
 from rehearsal import Rehearsal as Rehearsal  # noqa: E402
 from rehearsal import Stage as Stage  # noqa: E402
-from rehearsal import own_sandbox  # noqa: E402
+from rehearsal import own_sandbox as own_sandbox  # noqa: E402
+from rehearsal import patient_client as patient_client  # noqa: E402
+from router_programs import haproxy as haproxy  # noqa: E402
+from router_programs import vllm_router as vllm_router  # noqa: E402
+from service_rehearsal import ServiceRehearsal as ServiceRehearsal  # noqa: E402
+from serving_documents import service_plan as service_plan  # noqa: E402
+from serving_environment import serving_python as serving_python  # noqa: E402
 from terminal_screen import TerminalScreen as TerminalScreen  # noqa: E402
 
 from hpctrain.sandbox.shape import default_shape  # noqa: E402

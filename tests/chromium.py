@@ -135,7 +135,18 @@ class Chromium:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def picture(self, path: Path, *, whole: bool = False) -> None:
-        """Write what is seen, or the whole page, as PNG."""
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+    def picture(
+        self,
+        path: Path,
+        *,
+        whole: bool = False,
+        part: tuple[float, float, float, float] | None = None,
+    ) -> None:
+        """Write what is seen, the whole page, or a part of it (x, y, width, height) as PNG."""
+        more: dict[str, object] = {"captureBeyondViewport": whole or part is not None}
+        if part is not None:
+            more["clip"] = dict(zip(("x", "y", "width", "height"), part, strict=True)) | {
+                "scale": 1
+            }
+        found = self.call("Page.captureScreenshot", format="png", **more)
         path.write_bytes(base64.b64decode(found["data"]))

@@ -15,12 +15,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 
 from hpctrain.actions.state import RunState
-from hpctrain.observe.families import BY_NAME, STEP_PARTS
+from hpctrain.observe.families import BY_NAME, PHASES, STEP_PARTS
 from hpctrain.telemetry.time_categories import Category
 
 SCRAPE_SECONDS = 60
 GPUS_OF_A_NODE = 8
 SEEN_TWICE = "llama70b-91c0"  # by two exporters, so that all its series come twice
+REPLICA_SEEN_TWICE = "r003-g001"
+SERVICE = "chat-7f3a"
 
 
 @dataclass(frozen=True)
@@ -141,12 +143,14 @@ class _Writer:
         if metric is None:
             unit = "" if family.type in ("info", "stateset") else family.unit
             metric = self.metrics[name] = Metric(name, family.help, family.type, unit)
-        if family.per_run:
-            assert set(labels) == {"run", *family.labels}, (name, labels)
-        metric.add_sample(family.sample_name, labels, value, timestamp=time)
-        if labels.get("run") == SEEN_TWICE:
+        if family.subject and family.type != "histogram":
+            assert set(labels) == {*family.all_labels}, (name, labels)
+        part = "_bucket" if "le" in labels else "_count" if family.type == "histogram" else ""
+        sample_name = f"{name}{part}" if part else family.sample_name
+        metric.add_sample(sample_name, labels, value, timestamp=time)
+        if labels.get("run") == SEEN_TWICE or labels.get("replica") == REPLICA_SEEN_TWICE:
             again = {**labels, "instance": "another-exporter:9847"}
-            metric.add_sample(family.sample_name, again, value, timestamp=time)
+            metric.add_sample(sample_name, again, value, timestamp=time)
 
     def foreign(self, name: str, time: float, value: float, **labels: str) -> None:
         """Add a sample of somebody else's metric."""
@@ -169,6 +173,7 @@ def fabricated_metrics(begin: float, end: float) -> bytes:
             _run_samples(out, run, time, fraction)
     for time, fraction in out.times():
         _exporter_samples(out, time, fraction)
+        _service_samples(out, time, fraction)
 
     class Registry:
         def collect(self) -> Iterator[Metric]:
@@ -351,6 +356,8 @@ def _exporter_samples(out: _Writer, time: float, fraction: float) -> None:
     out.put("hpctrain_exporter", time, 1.0, version="0.0.0")
     out.put("hpctrain_exporter_runs", time, len(FLEET))
     out.put("hpctrain_exporter_unreadable_runs", time, 0)
+    out.put("hpctrain_exporter_services", time, 1)
+    out.put("hpctrain_exporter_unreadable_services", time, 0)
     out.put("hpctrain_exporter_collection_seconds", time, 0.4)
     out.put("hpctrain_exporter_slurm_queries", time, 10 + 100 * fraction)
     out.put("hpctrain_exporter_slurm_up", time, 1)
@@ -366,3 +373,103 @@ def _exporter_samples(out: _Writer, time: float, fraction: float) -> None:
             out.foreign("ALERTS", time, 1.0, alertstate="firing", **labels)
             begun = out.begin + 0.4 * (out.end - out.begin)
             out.foreign("ALERTS_FOR_STATE", time, begun, **labels)
+
+
+# The jobs of three replicas: name, from and until which share of the time it answers.
+_REPLICAS = (
+    ("r001-g001", 0.0, 0.52),
+    ("r001-g002", 0.5, 1.0),
+    ("r002-g001", 0.0, 0.7),
+    ("r002-g002", 0.74, 1.0),
+    ("r003-g001", 0.0, 1.0),
+)
+# Of each latency: its promised 99th percentile, and its median, in seconds.
+_LATENCIES = {
+    "ttft": (0.45, 0.12),
+    "tpot": (0.04, 0.017),
+    "e2e": (8.0, 3.1),
+    "queue": (None, 0.004),
+}
+_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 40.0)
+
+
+def _service_samples(out: _Writer, time: float, fraction: float) -> None:
+    """One service: a successor at half of the time, later an engine that fails."""
+
+    def put(name: str, value: float | None, **more: str) -> None:
+        out.put(f"hpctrain_service_{name}", time, value, service=SERVICE, **more)
+
+    labels = {"user": "anna", "cluster": "island", "engine": "vllm", "model": "llama-3-70b"}
+    labels |= {"gpu": "h100-80gb", "router": "vllm-router", "url": "http://n900:8080"}
+    out.put("hpctrain_service", time, 1.0, service=SERVICE, **labels)
+    ready = [one for one in _REPLICAS if one[1] <= fraction < one[2] or one[2] == 1.0 <= fraction]
+    elapsed = time - out.begin
+    rate = 92 + 14 * _wave(time, 5400)
+    for name, value in {
+        "controller_epoch": 2,
+        "controller_timestamp_seconds": time - 3,
+        "replicas_wanted": 3,
+        "replicas_needed": 2,
+        "replicas_planned": 3,
+        "replicas_ready": len(ready),
+        "replicas_in_rotation": len(ready),
+        "planned_load_seconds": 140.0,
+        "replica_starts": 3 + (fraction > 0.45) + (fraction > 0.7),
+        "broken_off_requests": 2 * (fraction > 0.52),
+        "planned_requests_per_second": 100.0,
+        "capacity_requests_per_second": 118.0,
+        "rotation_timestamp_seconds": time - 2,
+        "router_requests": 92 * elapsed,
+        "gpus": 4 * len(ready),
+        "gpu_seconds": 12 * (86_400 + elapsed),
+    }.items():
+        put(name, value)
+    loading = (0.45 < fraction < 0.5) + (0.7 < fraction < 0.74)
+    for phase in PHASES:
+        counts = {"ready": len(ready), "loading": loading, "failed": int(fraction > 0.7)}
+        put("replicas", counts.get(phase, 0), phase=phase)
+    for cause, at in (("time_limit", 0.52), ("engine_exit", 0.7)):
+        put("replica_ends", 1 if fraction > at else None, cause=cause)
+    put("drains", 4, result="finished")
+    put("drains", int(fraction > 0.52), result="broken_off")
+    for reason, count in (("failed", 9 * (fraction > 0.7)), ("refused", 0), ("limited", 5)):
+        put("router_failed_requests", count, reason=reason)
+    put("cost", 12 * (86_400 + elapsed) / 3600 * 2.1, currency="EUR")
+    put("planned_cost_per_hour", 12 * 2.1, currency="EUR")
+    for latency, (limit, _) in _LATENCIES.items():
+        if limit is not None:
+            for percentile, factor in (("p50", 0.5), ("p99", 1.0)):
+                of_promise = {"latency": latency, "percentile": percentile}
+                put("promised_seconds", factor * limit, **of_promise)
+                put("predicted_seconds", 0.8 * factor * limit, **of_promise)
+                put("promised_slow_ratio", {"p50": 0.5, "p99": 0.01}[percentile], **of_promise)
+    for number, (name, begin, _) in enumerate(ready):
+        _replica_samples(put, name, number, elapsed - begin * (out.end - out.begin), time)
+        put("running_requests", round(rate / len(ready) * 3.1), replica=name)
+        put("kv_cache_used_ratio", 0.55 + 0.2 * (3 - len(ready)), replica=name)
+
+
+def _replica_samples(put, name: str, number: int, since: float, time: float) -> None:  # type: ignore[no-untyped-def]
+    """What one engine has counted since it began to answer."""
+    put("replica_ready_timestamp_seconds", time - since, replica=name)
+    put("replica_load_seconds", 138.0 + 9 * number, replica=name)
+    put("replica_walltime_end_timestamp_seconds", time - since + 86_400, replica=name)
+    put("replica_answers", 1, replica=name)
+    put("waiting_requests", number, replica=name)
+    requests = 31.0 * since
+    put("prompt_tokens", 620 * requests, replica=name)
+    put("output_tokens", 128 * requests, replica=name)
+    put("recomputed_requests", 0.001 * requests, replica=name)
+    put("prefix_cache_hit_tokens", 150 * requests, replica=name)
+    put("prefix_cache_queried_tokens", 620 * requests, replica=name)
+    for latency, (limit, median) in _LATENCIES.items():
+        labels = {"latency": latency, "replica": name}
+        for bound in _BOUNDS:
+            # A log-logistic distribution of latencies, whose 99th percentile is 99^(1/6) medians.
+            share = 1 / (1 + (bound / median) ** -6.0)
+            put("latency_seconds", share * requests, **labels, le=str(bound))
+        put("latency_seconds", requests, **labels, le="+Inf")
+        if limit is not None:
+            for percentile, factor in (("p50", 0.5), ("p99", 1.0)):
+                slow = 1 - 1 / (1 + (factor * limit / median) ** -6.0)
+                put("slow_requests", slow * requests, **labels, percentile=percentile)

@@ -32,7 +32,7 @@ LONGEST_FILE, LONGEST_FUNCTION, NINE_OF_TEN_FUNCTIONS = 700, 100, 35
 
 # The same rooms as the contract "Planning, rendering and judging do no I/O" in setup.cfg.
 PURE = ("plan", "engines", "render", "spec", "comparison", "supervise/judge", "diagnose", "site")
-PURE = (*PURE, "report", "export")
+PURE = (*PURE, "report", "export", "serving/engines")
 PURE_FILES = (
     *("notify/message_text.py", "notify/notices.py", "notify/send_times.py"),
     *("nodes/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "store/jobs.py"),
@@ -40,7 +40,11 @@ PURE_FILES = (
     *("observe/samples.py", "observe/exposition.py", "observe/panels.py", "observe/panel_data.py"),
     *("observe/panel_types.py", "observe/panel_queries.py", "observe/panel_shapes.py"),
     *("observe/fleet_panels.py", "observe/run_panels.py", "observe/node_panels.py"),
-    "observe/communication_panels.py",
+    *("observe/communication_panels.py", "observe/service_panels.py", "observe/scraped_text.py"),
+    *("telemetry/serving_time.py", "actions/latency_windows.py"),
+    *("serving/load/summary.py", "serving/load/service_test.py", "serving/load/iteration_fit.py"),
+    *("serving/load/order_statistics.py", "serving/load/prompts.py", "serving/load/answers.py"),
+    *("serving/router/decide.py", "serving/router/scaling.py"),
     *(
         "actions/state.py",
         "actions/run_problems.py",
@@ -71,6 +75,17 @@ SPEAKERS = (*SPEAKERS, "nodes/survey.py")
 SPEAKERS = (*SPEAKERS, "tracking/__main__.py")
 # Another one, which exports metrics.
 SPEAKERS = (*SPEAKERS, "actions/attempt_exporter.py")
+# The model that tests and demos serve, a program of its own.
+SPEAKERS = (*SPEAKERS, "serving/tiny_llama.py")
+# The load generator, another one.
+SPEAKERS = (*SPEAKERS, "serving/load/__main__.py")
+# An engine for rehearsals, a program of its own.
+SPEAKERS = (*SPEAKERS, "serving/stand_in/__main__.py", "serving/stand_in/http_server.py")
+# The program of a replica: its lines in the log of its task, and its shield before exec.
+SPEAKERS = (*SPEAKERS, "serving/replica/__main__.py", "serving/replica/log.py")
+SPEAKERS = (*SPEAKERS, "serving/replica/shield.py")
+# What clients of a service reach before its router, and the program of the router's job.
+SPEAKERS = (*SPEAKERS, "serving/router/gate.py", "serving/router/__main__.py")
 # Long-lived children: these modules watch over time limits and signals themselves.
 POPEN = ("slurm/process.py", "supervise/srun_process.py", "sandbox/processes.py")
 POPEN = (*POPEN, "supervise/evidence/probe.py")
@@ -80,6 +95,10 @@ POPEN = (*POPEN, "supervise/side_processes.py")
 POPEN = (*POPEN, "train/engines/deepspeed/universal_checkpoint.py")
 # The writer of checkpoints of a rank with a GPU: a child that ends with its rank.
 POPEN = (*POPEN, "train/saving/spawned_writer.py")
+# An engine that answers requests for as long as its replica lives.
+POPEN = (*POPEN, "serving/replica/engine_process.py")
+# The router of a service, which lives as long as its job; or without one, on a login node.
+POPEN = (*POPEN, "serving/router/programs.py", "actions/router_on_login_node.py")
 # A profiler that lives as long as the rank below it.
 POPEN = (*POPEN, "train/launchers/nsight_task.py")
 
@@ -312,6 +331,7 @@ def test_names_of_quantities_say_their_unit() -> None:
     allowed |= {("telemetry/timeline.py", "time"), ("store/communication.py", "time")}
     allowed |= {("store/gpu_report.py", "time"), ("store/evaluations.py", "time")}
     allowed.add(("store/service_records.py", "time"))
+    allowed |= {("store/service_ledger.py", "time"), ("store/service_records.py", "time")}
     # a group's number of ranks
     allowed |= {("plan/documents.py", "size"), ("train/datasets/share.py", "size")}
     allowed.add(("train/data.py", "size"))

@@ -1,4 +1,4 @@
-"""Chooses what a GPU-hour of a run costs: spot where its partition can be preempted.
+"""Chooses what a GPU-hour of a run or a service costs: spot where its partition can be preempted.
 
 Belongs here: the choice, which is that of the forecast (`hpctrain.plan.forecast`). Does not belong
 here: amounts.
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
+from hpctrain.spec.service import ServiceSpec
 
 
 class GpuPrice(NamedTuple):
@@ -19,8 +20,8 @@ class GpuPrice(NamedTuple):
     currency: str
 
 
-def gpu_price(spec: RunSpec, profile: ClusterProfile) -> GpuPrice | None:
-    """Return the price that a profile has for the partition of a run; None without prices."""
+def gpu_price(spec: RunSpec | ServiceSpec, profile: ClusterProfile) -> GpuPrice | None:
+    """Return the price that a profile has for the partition of a spec; None without prices."""
     prices = profile.for_partition(spec.resources.partition).prices
     if prices is None:
         return None

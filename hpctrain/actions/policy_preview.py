@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.supervise_config import SuperviseConfig
-from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
+from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause, can_happen
 from hpctrain.supervise.judge.documents import History, Situation, Verdict
 from hpctrain.supervise.judge.launch_history import history
 from hpctrain.supervise.judge.policy import budget_of, decide
@@ -32,6 +32,8 @@ FAILURE_CONDITIONS: dict[Cause, str] = {
     Cause.GPU_OOM: "a GPU runs out of memory",
     Cause.HOST_OOM: "a node runs out of memory",
     Cause.DATA_LOADER: "the data loader dies",
+    Cause.WEIGHTS: "the weights of a service cannot be read",
+    Cause.ENGINE_EXIT: "the engine of a service ends by itself",
     Cause.UNKNOWN: "a launch ends and nothing says why",
     Cause.SUSPECT_NUMERICS: "a result cannot be reproduced",
     Cause.DIVERGED: "the loss is not finite or jumps",
@@ -73,7 +75,12 @@ class CauseBudget(BaseModel):
 
 def budgets(past: History, config: SuperviseConfig) -> list[CauseBudget]:
     """List the budgets of all causes that are counted."""
-    counted = [cause for cause in Cause if cause in FAILURE_CAUSES or cause is Cause.TIME_LIMIT]
+    counted = [
+        cause
+        for cause in Cause
+        if cause in FAILURE_CAUSES or cause is Cause.TIME_LIMIT
+        if can_happen(cause, serves=config.serves)
+    ]
     return [
         CauseBudget(cause=cause, used=past.of(cause), allowed=budget_of(cause, config))
         for cause in counted
@@ -97,7 +104,11 @@ def preview_policy(
     least = config.shapes[-1].nodes if config.shapes else needed
     allocated = needed + config.spare_nodes
     again = "the loss is not finite or jumps twice at the same step"
-    conditions = [*FAILURE_CONDITIONS.items(), (Cause.DIVERGED, again)]
+    conditions = [
+        (cause, words)
+        for cause, words in (*FAILURE_CONDITIONS.items(), (Cause.DIVERGED, again))
+        if can_happen(cause, serves=config.serves)
+    ]
     groups: dict[PolicyPreview, list[tuple[str, str]]] = {}
     for cause, condition in conditions:
         end = Event(

@@ -256,6 +256,9 @@ class RouterSpec(Document):
     name: Literal["vllm-router", "haproxy"] = Field(
         "vllm-router", description="haproxy: where no Python package can be installed"
     )
+    program: JobText | None = Field(
+        None, description="Its path; default: beside the engine's Python, else on PATH"
+    )
     policy: Literal["least_loaded", "round_robin", "cache_aware"] = Field(
         "least_loaded", description="Which replica gets a request"
     )

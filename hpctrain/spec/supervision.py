@@ -28,6 +28,8 @@ BudgetName = Literal[
     "storage",
     "port",
     "data_loader",
+    "weights",
+    "engine_exit",
     "diverged",
     "suspect_numerics",
     "supervisor_lost",

@@ -120,6 +120,6 @@ class FabricVariable(Document):
             raise ValueError(f"{self.name}: `prepend` and `per_local_rank` exclude each other")
         return self
 
-    def concerns(self, engine: EngineName) -> bool:
+    def concerns(self, engine: str) -> bool:
         """Whether the site sets it for runs of this engine."""
         return not self.engines or engine in self.engines

@@ -1,0 +1,158 @@
+"""Real routers for tests: vllm-router of the serving environment, and HAProxy of Debian.
+
+Belongs here: having them, and stand-in engines for them to ask. Does not belong here: what is
+tested with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.serving.router.programs import free_loopback_port
+
+ROOT = Path(__file__).resolve().parents[1]
+SERVED_NAME = "tiny"
+PATIENCE_SECONDS = 60.0
+# sysexits.h, EX_UNAVAILABLE: the mirror cannot be reached.
+_OFFLINE_EXIT_CODE = 69
+_FETCH_SECONDS = 900.0
+
+
+def vllm_router() -> str:
+    """The program of the serving environment, or one on PATH; else the test is skipped."""
+    given = os.environ.get("HPCTRAIN_SERVING_ENVIRONMENT", str(ROOT / ".venv" / "serving"))
+    program = Path(given) / "bin" / "vllm-router"
+    found = str(program) if program.exists() else shutil.which("vllm-router")
+    if found is None:
+        pytest.skip("NOT TRIED with vllm-router: `scripts/serving-environment` installs it")
+    return found
+
+
+def haproxy() -> str:
+    """HAProxy of this machine, or fetched on first use; skipped where the mirror is away."""
+    found = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if found is not None:
+        return found
+    directory = ROOT / ".slurm" / "haproxy"
+    directory.parent.mkdir(exist_ok=True)
+    command = ["bash", str(ROOT / "scripts" / "haproxy-from-debian"), str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_SECONDS)
+    if done.returncode == _OFFLINE_EXIT_CODE:
+        pytest.skip(f"NOT TRIED with HAProxy: {done.stderr.partition('error: ')[2].strip()}")
+    assert done.returncode == 0, done.stderr
+    return str(directory / "bin" / "haproxy")
+
+
+@dataclass
+class Engine:
+    """A stand-in engine that runs."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_SECONDS)
+
+
+@contextlib.contextmanager
+def engines(
+    place: Path, count: int, settings: Mapping[str, Any] | None = None
+) -> Iterator[list[Engine]]:
+    """Stand-in engines that answer; gone afterwards."""
+    place.mkdir(parents=True, exist_ok=True)
+    path = place / f"engines-{time.time_ns()}.json"
+    path.write_text(json.dumps(settings or {}))
+    environment = {**os.environ, "STAND_IN_ENGINE": str(path)}
+    running = []
+    try:
+        for _ in range(count):
+            port = free_loopback_port()
+            words = ["--model", str(place), "--served-model-name", SERVED_NAME]
+            words += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "64"]
+            command = [sys.executable, "-m", "hpctrain.serving.stand_in", *words]
+            with (place / f"engine-{port}.log").open("wb") as log:
+                process = subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=subprocess.STDOUT
+                )
+            running.append(Engine(port, process))
+        for engine in running:
+            await_engine(engine)
+        yield running
+    finally:
+        for engine in running:
+            engine.kill()
+
+
+def await_engine(engine: Engine) -> None:
+    wait(lambda: ask(engine.port, "GET", "/health").status == 200, "an engine")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer; status 0 where there was none."""
+
+    status: int
+    fields: Mapping[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> str:
+        return str(json.loads(self.body)["error"]["message"])
+
+
+def ask(
+    port: int,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    fields: Mapping[str, str] | None = None,
+    *,
+    tls: Any = None,
+) -> Reply:
+    """Send one request to this machine."""
+    connection: http.client.HTTPConnection
+    if tls is not None:
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=tls)
+    else:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method, path, body, dict(fields or {}))
+        answer = connection.getresponse()
+        named = {name.lower(): value for name, value in answer.getheaders()}
+        return Reply(answer.status, named, answer.read())
+    except (OSError, http.client.HTTPException) as error:
+        return Reply(0, {}, str(error).encode())
+    finally:
+        connection.close()
+
+
+def complete(port: int, *, stream: bool = False, tokens: int = 4, **others: Any) -> Reply:
+    """Ask for a completion, as clients do."""
+    asked = {"model": SERVED_NAME, "prompt": "hello", "max_tokens": tokens, "stream": stream}
+    fields = {"Content-Type": "application/json", **others.pop("fields", {})}
+    return ask(port, "POST", "/v1/completions", json.dumps(asked).encode(), fields, **others)
+
+
+def wait(reached: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
