@@ -45,7 +45,8 @@ lint: install  ## Style, types, architecture contracts, shell scripts
 	@$(PYTHON) -m mypy
 	@.venv/bin/lint-imports --config setup.cfg --no-cache
 	@.venv/bin/shellcheck --external-sources scripts/setup scripts/make \
-		scripts/apptainer-from-debian hpctrain/sandbox/debian-packages.bash \
+		scripts/apptainer-from-debian scripts/haproxy-from-debian scripts/serving-environment \
+		hpctrain/sandbox/debian-packages.bash \
 		hpctrain/sandbox/slurm-from-debian hpctrain/sandbox/prometheus-from-debian .ci/run
 
 golden: install  ## Write the golden scripts and transcripts anew; review the diff

@@ -54,6 +54,7 @@ def term_all(task: Task) -> None:
             os.kill(pid, signal.SIGTERM)
 
 
+@pytest.mark.variant("test_vllm_from_its_start_to_its_drain")
 def test_sigterm_to_all_processes_costs_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,13 @@ from command_line import on_terminal
 from golden_files import Golden
 
 from hpctrain.actions.prepare import prepare
+from hpctrain.actions.profiles import load_named_profile
+from hpctrain.actions.replica_prototype import ServiceInputs
+from hpctrain.actions.serve_plan import plan_service
+from hpctrain.actions.serve_up import service_scripts
+from hpctrain.actions.validate import kind_of_file
 from hpctrain.cli.main import cli
+from hpctrain.spec.loader import load_service_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "/opt/hpctrain/bin/python3"
@@ -66,7 +72,7 @@ def printed_by(one: Shown, place: pytest.MonkeyPatch) -> list[str]:
     place.chdir(ROOT)
     place.setenv("COLUMNS", "80")  # what an error is wrapped at
     words = shlex.split(one.command)
-    predicts = words[1] in ("plan", "simulate") or "--predict" in words
+    predicts = {"plan", "simulate", "--predict"} & set(words[1:])
     assert words[0] == "hpctrain" and predicts, f"only predictions are quoted, not {one.command}"
     *lines, code = click.unstyle(on_terminal(80, *words[1:])).splitlines()
     assert code in ("exit code 0", "exit code 4"), lines
@@ -104,7 +110,8 @@ def _nearest(line: str, now: list[str]) -> str | None:
 def test_commands_exist(example: str) -> None:
     """Options by click's own parser; files that are not made by an earlier line are there."""
     found = commands(readme(example).read_text())
-    assert any(words[:1] == ["submit"] for words in found), "nothing is submitted"
+    submitted = any(words[:1] == ["submit"] or "up" in words for words in found)
+    assert submitted, "nothing is submitted"
     for words in found:
         parse(words)
         named = [word for word in words if word.startswith("examples/")]
@@ -130,8 +137,20 @@ def test_script(golden: Golden, tmp_path: Path, example: str) -> None:
     home = ROOT / "examples" / example
     profile = profile_of(readme(example).read_text())
     given = str(ROOT / profile) if "/" in profile else profile
-    prepared = prepare(home / "full.yaml", given, runs=tmp_path, python=PYTHON)
-    golden(f"scripts/example--{example}.sbatch", prepared.script)
+    if kind_of_file(home / "full.yaml") == "service":
+        text = "\n".join(scripts_of_service(home / "full.yaml", given))
+    else:
+        text = prepare(home / "full.yaml", given, runs=tmp_path, python=PYTHON).script
+    golden(f"scripts/example--{example}.sbatch", text)
+
+
+def scripts_of_service(spec: Path, profile: str) -> tuple[str, str]:
+    """The scripts of a replica and the router, whose weights are not on this machine."""
+    loaded, cluster = load_service_spec(spec), load_named_profile(profile)
+    plan = plan_service(loaded, [cluster]).chosen
+    assert plan is not None and loaded.document.weights.path is not None
+    weights = Path(loaded.document.weights.path)
+    return service_scripts(ServiceInputs(loaded, cluster, plan, weights, PYTHON))
 
 
 def profile_of(text: str) -> str:

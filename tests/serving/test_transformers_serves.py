@@ -25,6 +25,7 @@ def ask(engine: RunningEngine, tokens: int, interface: Interface = "completions"
     return send_requests(LoadTarget(engine.url, "tiny"), style, requests, np.zeros(1))
 
 
+@pytest.mark.variant("test_vllm_from_its_start_to_its_drain")
 def test_transformers_from_its_start_to_its_drain(tmp_path: Path) -> None:
     start = tiny_start(serving_python(), tmp_path / "model")
     with running_engine("transformers", start, tmp_path) as engine:

@@ -65,6 +65,7 @@ def test_a_preempted_replica_ends_what_it_has_begun_and_comes_back(
         assert replica.attempts == 2, replica.logs()
 
 
+@pytest.mark.variant("test_a_preempted_replica_ends_what_it_has_begun_and_comes_back")
 def test_a_cancelled_replica_ends_what_it_has_begun(sandbox: Sandbox, tmp_path: Path) -> None:
     """By scancel, of which the ledger knows nothing before."""
     with replica_on(sandbox, tmp_path) as replica, replica.route():
@@ -94,7 +95,11 @@ def test_an_engine_that_is_killed_is_started_again_in_place(
 
 @pytest.mark.parametrize(
     ("failure", "cause"),
-    [("exit", Cause.ENGINE_EXIT), ("no_weights", Cause.WEIGHTS), ("gpu_fault", Cause.GPU_ERROR)],
+    [
+        ("exit", Cause.ENGINE_EXIT),
+        pytest.param("no_weights", Cause.WEIGHTS, marks=pytest.mark.variant),
+        pytest.param("gpu_fault", Cause.GPU_ERROR, marks=pytest.mark.variant),
+    ],
 )
 def test_an_engine_that_fails_once_is_started_again_with_its_cause(
     sandbox: Sandbox, tmp_path: Path, failure: str, cause: Cause
@@ -107,6 +112,7 @@ def test_an_engine_that_fails_once_is_started_again_with_its_cause(
         assert replica.causes == [cause], replica.logs()
 
 
+@pytest.mark.variant("test_an_engine_that_fails_once_is_started_again_with_its_cause")
 def test_an_engine_that_never_fits_is_given_up(sandbox: Sandbox, tmp_path: Path) -> None:
     with replica_on(sandbox, tmp_path, told={"fails": "out_of_memory"}) as replica:
         replica.wait_till_over()
@@ -115,6 +121,7 @@ def test_an_engine_that_never_fits_is_given_up(sandbox: Sandbox, tmp_path: Path)
         assert last.action == ActionKind.STOP and "serve plan" in (last.reason or "")
 
 
+@pytest.mark.variant("test_a_night_loses_only_what_died_with_its_replica")
 def test_a_replica_whose_node_dies_comes_back_elsewhere(sandbox: Sandbox, tmp_path: Path) -> None:
     with replica_on(sandbox, tmp_path) as replica:
         first = replica.await_endpoint()

@@ -84,6 +84,7 @@ def test_time_limits_are_outlived_by_successors(sandbox: Sandbox, tmp_path: Path
         assert second.job_id != first.job_id
 
 
+@pytest.mark.variant("test_a_service_grows_shrinks_and_restarts_without_losing_a_request")
 def test_a_router_that_is_killed_comes_back_and_replicas_know_nothing_of_it(
     sandbox: Sandbox, tmp_path: Path
 ) -> None:
@@ -105,6 +106,9 @@ def test_a_router_that_is_killed_comes_back_and_replicas_know_nothing_of_it(
         assert len(rehearsal.events(ServiceEventKind.START_REPLICA)) == len(jobs)
 
 
+@pytest.mark.variant(
+    "test_a_router_that_is_killed_comes_back_and_replicas_know_nothing_of_it"
+)  # one controller after another; here they are there at once
 def test_of_two_controllers_one_gives_up(sandbox: Sandbox, tmp_path: Path) -> None:
     """A person starts a router on a login node beside the job, and scales the service."""
     with service_on(sandbox, tmp_path, haproxy_text(), replicas="{count: 1}") as rehearsal:

@@ -107,7 +107,7 @@ class Simulated:
 
 
 def promises(simulated: Simulated, objectives: Sequence[Objective]) -> tuple[Promise, ...]:
-    """Compare each objective with the simulation; `holds` is decided by the cautious one.
+    """Compare each objective with the simulation; both the usual and the cautious one hold it.
 
     The chance of the simulation and the error of the cost model are independent: distances to the
     bounds add up as squares.
@@ -128,5 +128,5 @@ def _promise(simulated: Simulated, objective: Objective) -> Promise:
         predicted_seconds=usual.value,
         low_seconds=usual.value - math.hypot(usual.value - usual.low, usual.value - fast),
         high_seconds=usual.value + math.hypot(usual.high - usual.value, slow - usual.value),
-        holds=cautious.value <= objective.limit_seconds,
+        holds=max(usual.value, cautious.value) <= objective.limit_seconds,
     )

@@ -28,7 +28,14 @@ from hpctrain.plan.serving.candidates import (
 from hpctrain.plan.serving.capacity import MeanTraffic, alone, most_rate, steady_batch
 from hpctrain.plan.serving.iteration_table import IterationTable
 from hpctrain.plan.serving.offers import Offer
-from hpctrain.plan.serving.promises import EXACT, ModelError, Objective, Simulated, tightness
+from hpctrain.plan.serving.promises import (
+    EXACT,
+    ModelError,
+    Objective,
+    Simulated,
+    promises,
+    tightness,
+)
 from hpctrain.plan.serving.routing import Outcome, Policy, SimulatedService, Window, simulate_open
 from hpctrain.plan.serving.traffic import Requests, Traffic, draw_requests
 
@@ -41,6 +48,7 @@ _NEAR_LOW, _NEAR_HIGH = 0.8, 1.2  # seconds over limit between which a second lo
 _MOST_SIMULATED, _REQUESTS_EACH = 12, 100
 _MOST_TIMES = 4  # as many replicas as the bound says, above which a shape is given up
 _WARM_UP, _COOL_DOWN = 0.1, 0.2
+_MOST_ADDED = 3  # replicas after the last look, where another simulation breaks a limit
 _HALVINGS = 3  # of the rate up to which objectives hold
 
 
@@ -382,6 +390,24 @@ def confirmed(verdict: Verdict, demand: Demand) -> tuple[Verdict, Verdict | None
     while count > demand.fewest and look(count).holds and look(count - 1).holds:
         count -= 1
     return look(count), looked.get(count - 1)
+
+
+def promised(
+    verdict: Verdict, fewer: Verdict | None, demand: Demand
+) -> tuple[Verdict, Verdict | None, Simulated]:
+    """Simulate a plan with its errors, with one replica more while that shows a limit broken.
+
+    A percentile of a simulation has chance in it: what one look has kept another one may break.
+    """
+    simulated, shape = with_errors(verdict, demand), verdict.bounded.shape
+    most = shape.offer.most_gpus // shape.gpus
+    for _ in range(_MOST_ADDED):
+        kept = all(one.holds for one in promises(simulated, demand.objectives))
+        if kept or demand.count is not None or verdict.count >= most:
+            break
+        fewer, verdict = verdict, _glance(verdict.bounded, verdict.count + 1, demand, LAST_LOOK)
+        simulated = with_errors(verdict, demand)
+    return verdict, fewer, simulated
 
 
 def with_errors(verdict: Verdict, demand: Demand) -> Simulated:

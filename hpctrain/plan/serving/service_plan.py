@@ -51,8 +51,8 @@ from hpctrain.plan.serving.search import (
     Verdict,
     confirmed,
     highest_rate,
+    promised,
     search,
-    with_errors,
 )
 from hpctrain.plan.serving.traffic import Trace, Traffic
 from hpctrain.spec.profile import ClusterProfile
@@ -152,13 +152,13 @@ def plan_on_cluster(request: ServiceRequest) -> ServicePlan:
             [Refusal(line, "objectives") for line in sentences.refusals(found, request.demand)],
             sentences.refusal_hint(request.demand, nearest),
         )
-    chosen, fewer = confirmed(chosen, request.demand)
+    chosen, fewer, simulated = promised(*confirmed(chosen, request.demand), request.demand)
     shape = chosen.bounded.shape
     problems = resource_problems(request.spec.resources.of_replica(shape.gpus), request.profile)
     problems += _job_problems(request, shape, chosen.count)
     if problems:
         raise LimitError(problems)
-    return _document(request, found, chosen, fewer)
+    return _document(request, found, chosen, fewer, simulated)
 
 
 def _job_problems(request: ServiceRequest, shape: ReplicaShape, replicas: int) -> list[Refusal]:
@@ -212,11 +212,14 @@ def _job_problems(request: ServiceRequest, shape: ReplicaShape, replicas: int) -
 
 
 def _document(
-    request: ServiceRequest, found: Found, chosen: Verdict, fewer: Verdict | None
+    request: ServiceRequest,
+    found: Found,
+    chosen: Verdict,
+    fewer: Verdict | None,
+    simulated: Simulated,
 ) -> ServicePlan:
     """Write the plan down, with what it promises and what else there is."""
     demand, shape = request.demand, chosen.bounded.shape
-    simulated = with_errors(chosen, demand)
     kept = promises(simulated, demand.objectives)
     spare = request.spares(shape, chosen.count)
     assert spare is not None, "the plan was refused"

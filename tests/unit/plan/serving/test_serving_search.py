@@ -119,7 +119,7 @@ def test_a_longer_look_may_take_more_replicas() -> None:
 
 def test_short_looks_are_those_of_a_long_simulation_in_the_mean() -> None:
     """Beginning in the middle, warm-up and cool-down leave no bias worth a replica."""
-    asked, count = demand(100.0), 12
+    asked, count = demand(100.0), 13
     [choices] = [
         found
         for found in bound(offer(), model(), engine(tp=4, batch_tokens=2048), asked)[0]
