@@ -68,7 +68,7 @@ class ServingEngineCalibration(Document):
     handover_seconds: Seconds = Field(description="Of a request between prefill and decode replica")
     draft_acceptance: Share = Field(description="Chance that a drafted token is kept")
     token_budget: Factor = Field(gt=0, description="Tokens of one iteration at most")
-    max_sequences: Factor = Field(gt=0, description="Sequences in service at most")
+    max_sequences: Factor = Field(gt=0, description="Sequences at most, per rank of attention")
     reserved_output: Share = Field(description="Of an answer: what counts when room is given")
     memory_share: Share = Field(description="Of the GPU's memory that the engine takes")
     overhead_bytes: Factor = Field(description="Per GPU: CUDA context, workspaces, CUDA graphs")

@@ -95,11 +95,12 @@ def largest_batch(
 ) -> Array:
     """Return how many sequences of `tokens` a replica holds at once (a real number).
 
-    At most the engine's own limit of sequences; below 1 a single one does not fit.
+    At most the engine's own limit of sequences, which each attention data parallel rank has for
+    itself; below 1 a single one does not fit.
     """
     each = np.maximum(sequence_bytes(served, layout, tokens), 1e-9)
     room = np.maximum(0.0, free_bytes(served, gpu, layout, engine)) / each * layout.dp
-    return np.minimum(room, engine.max_sequences)
+    return np.minimum(room, engine.max_sequences * layout.dp)
 
 
 def fits(

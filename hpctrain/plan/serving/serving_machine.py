@@ -70,7 +70,7 @@ class EngineConstants:
     handover_seconds: Array  # of a request between a prefill and a decode replica
     draft_acceptance: Array  # chance that a drafted token is kept, if those before it were
     token_budget: Array  # tokens of one iteration at most
-    max_sequences: Array  # sequences in service at most
+    max_sequences: Array  # sequences in service at most, per attention data parallel rank
     reserved_output: Array  # share of its output that a sequence's cache is counted with
     memory_share: Array  # of the GPU's memory that the engine takes
     overhead_bytes: Array  # per GPU: context, workspaces, CUDA graphs

@@ -56,7 +56,7 @@ def test_a_window_bounds_what_a_sequence_keeps() -> None:
 
 def test_a_recurrent_block_keeps_a_state_of_any_length() -> None:
     model = served(recurrent_blocks=30, recurrent_state=4_000_000)
-    longer = sequence_bytes(model, ReplicaLayout(2), np.array([0.0, 1000.0]))
+    longer = np.asarray(sequence_bytes(model, ReplicaLayout(2), np.array([0.0, 1000.0])))
     assert longer[0] == 30 * 4_000_000 / 2
     assert longer[1] - longer[0] == pytest.approx(1000 * 327_680 / 2)
 
@@ -116,6 +116,9 @@ def test_the_whole_memory_decides_whether_a_replica_can_run() -> None:
 def test_the_engine_limits_the_batch() -> None:
     few = replace(ENGINE, max_sequences=7)
     assert float(largest_batch(served(), GPU, ReplicaLayout(8), few, 10)) == 7
+    big = replace(GPU, memory=288e9)
+    apart = ReplicaLayout(1, ep=8, dp=8)
+    assert float(largest_batch(served(DEEPSEEK_V3), big, apart, few, 10)) == 56
 
 
 def test_data_parallel_ranks_hold_different_sequences() -> None:
@@ -130,7 +133,9 @@ def test_data_parallel_ranks_hold_different_sequences() -> None:
 
 def test_more_memory_or_shorter_sequences_hold_more() -> None:
     sizes = np.array([100.0, 1000.0, 10_000.0])
-    held = largest_batch(served(), replace(GPU, memory=141e9), ReplicaLayout(8), ENGINE, sizes)
+    held = np.asarray(
+        largest_batch(served(), replace(GPU, memory=141e9), ReplicaLayout(8), ENGINE, sizes)
+    )
     assert (np.diff(held) <= 0).all() and held[2] > 0
-    smaller = largest_batch(served(), GPU, ReplicaLayout(8), ENGINE, sizes)
+    smaller = np.asarray(largest_batch(served(), GPU, ReplicaLayout(8), ENGINE, sizes))
     assert (smaller <= held).all()
