@@ -45,7 +45,7 @@ REGISTRY = load_registry()
 # of small models; mHC and DeltaNet of the entries that are marked uncertain.
 LOOSE = {
     **dict.fromkeys(("gpt3-126m", "opt-125m", "mpt-125m", "vit-b-16", "glm-130b"), 0.014),
-    **dict.fromkeys(("deepseek-v4-flash", "qwen3-next-80b-a3b"), 0.014),
+    **dict.fromkeys(("deepseek-v4-flash", "qwen3-next-80b-a3b", "qwen3.5-397b-a17b"), 0.014),
     "nemo-t5-3b": 0.08,
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from hpctrain.plan.serving.serving_machine import engine_constants, serving_machine
@@ -36,7 +38,7 @@ def test_a_gpu_without_low_precision_has_the_peak_of_the_next() -> None:
     assert a100.peak_4 == a100.peak_8 == a100.peak_16 == 312e12
 
 
-@pytest.mark.parametrize("name", ServingEngineName.__args__)
+@pytest.mark.parametrize("name", get_args(ServingEngineName))
 def test_every_engine_of_a_spec_has_constants(name: str) -> None:
     known = load_serving_calibration()
     assert name in known.engines

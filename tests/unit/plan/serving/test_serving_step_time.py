@@ -43,8 +43,8 @@ FOUR_GPUS = ReplicaLayout(4)
 IDLE = IterationLoad(0.0, 0.0, 1.0, 0.0)
 
 
-def seconds(load: IterationLoad, layout: ReplicaLayout = FOUR_GPUS, **gpu: float) -> float:
-    return float(iteration_seconds(served(), replace(GPU, **gpu), layout, ENGINE, load))
+def seconds(load: IterationLoad, layout: ReplicaLayout = FOUR_GPUS) -> float:
+    return float(iteration_seconds(served(), GPU, layout, ENGINE, load))
 
 
 def test_one_token_reads_all_weights_once() -> None:
