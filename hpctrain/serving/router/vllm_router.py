@@ -4,8 +4,10 @@ Tried with vllm-router 0.1.17: it starts without a replica, tries a request agai
 when one answers 5xx or breaks off before its answer begins, and lets requests end on a replica that
 was removed. It has no TLS, no tokens and no rate of one client, whoever reaches its port may add
 replicas, and a path that it does not know goes to a replica. `power_of_two` does not start without
-two replicas; `sticky_least_loaded` gives requests without a session to the least loaded one.
-Belongs here: its words and its commands. Does not belong here: requests (`gate`).
+two replicas. `sticky_least_loaded` gives all requests without a session to one replica, takes
+X-Request-Id for the name of a session, and asks the replica of a session again after its death.
+`cache_aware` without tolerance is what balances by requests under way. Belongs here: its words and
+its commands. Does not belong here: requests (`gate`).
 """
 
 from __future__ import annotations
@@ -28,10 +30,16 @@ from hpctrain.serving.router.gate_settings import GateSettings
 from hpctrain.serving.router.programs import Child, Counts, Front, free_loopback_port, listen
 
 _POLICIES = {
-    "least_loaded": "sticky_least_loaded",
+    "least_loaded": "cache_aware",
     "round_robin": "round_robin",
     "cache_aware": "cache_aware",
 }
+# A larger difference of requests under way than this counts more than a cached prompt.
+_NO_TOLERANCE = {"balance-abs-threshold": 0, "balance-rel-threshold": 1.0}
+# A dead replica ends its requests at once and so looks like the least loaded one. After two of them
+# it is left alone for a moment, so that the third try is another replica's; by default it is after
+# ten, and then for a minute, which any client could cause.
+_MOST_FAILURES, _LEFT_ALONE_SECONDS = 2, 2
 # It waits for a replica to be healthy before it adds it; ours have answered a request already.
 _ADD_SECONDS = 5
 _START_SECONDS = 60.0
@@ -185,14 +193,15 @@ class VllmRouter:
             "worker-startup-check-interval": 1,
             "health-check-interval-secs": _HEALTH_SECONDS,
             "health-check-timeout-secs": _HEALTH_SECONDS,
-            "cb-failure-threshold": 2,
-            "cb-timeout-duration-secs": 2,
+            "cb-failure-threshold": max(1, min(_MOST_FAILURES, front.retries)),
+            "cb-timeout-duration-secs": _LEFT_ALONE_SECONDS,
             "cb-success-threshold": 1,
             # its word for tries, the first one included
             "retry-max-retries": front.retries + 1,
             "retry-initial-backoff-ms": 20,
             "retry-max-backoff-ms": 1000,
             "log-level": "warning",
+            **(_NO_TOLERANCE if front.policy == "least_loaded" else {}),
         }
         words = [self._program]
         for name, value in options.items():
