@@ -170,8 +170,8 @@ def report(night: Night) -> list[str]:
     found = night.account
     lines = table(rows)
     lines += [
-        f"lost: {one.request_id}, {one.failure} ({one.detail}) after "
-        f"{one.ended - one.planned:.2f} s, on {' then '.join(one.replicas) or 'no replica'}"
+        f"lost: {one.request_id}, {one.failure} after {one.ended - one.planned:.2f} s, on "
+        f"{' then '.join(one.replicas) or 'no replica'}: {one.detail.partition(': <')[0]}"
         for one in found.failed
     ]
     kept = sum(one.failed == () for one in found.events if one.event.drain_possible)
@@ -246,11 +246,11 @@ def document(lines: Sequence[str], night: Night) -> str:
 _TEXT = """\
 # A night of a service
 
-`python -m bench.serving_night {arguments}` has written this page on one machine ({machine}), which
-was shared with other work: read the latencies as upper bounds (the last line has the load). A Slurm
-of seven nodes, the router with its controller in a job of its own, three replicas as jobs, their
-supervisors, and a client that sends each request at its planned time, whatever became of those
-before it. Engines serve a tiny Llama.
+`python -m bench.serving_night {arguments}` has written this page on one machine
+({machine}), which was shared with other work: read the latencies as upper bounds (the last line has
+the load). Real are a Slurm of seven nodes, the router with its controller in a job of its own, three
+replicas as jobs that `serve up` has submitted, their supervisors, and a client that sends each
+request at its planned time, whatever became of those before it. The engines serve a tiny Llama.
 
 ![Latency of each request through all events](images/serving-night.png)
 
@@ -271,9 +271,11 @@ before it. Engines serve a tiny Llama.
   requeued and loads on another node. **Engine killed**: SIGKILL to its largest process, as the
   out-of-memory killer chooses; the supervisor starts the engine again in place. **Node lost**: all
   its processes are gone at once, slurmd too. Here its ports are closed from then on; on a real
-  network a dead node is silent, and what was sent to it waits for TCP. **Walltime**:
-  the limit of a job is shortened by `scontrol update`, so that its successor is started
-  and takes over minutes later.
+  network a dead node is silent, and what was sent to it waits for TCP. **Walltime successor**: the
+  limit of a job is shortened by `scontrol update`, as an administrator may; its successor is started
+  and answers before it leaves.
+- An engine that loads takes the cores on which the others answer: most peaks of the P99 are that,
+  and would not be there with nodes of their own.
 - The records are in [serving-night.jsonl](images/serving-night.jsonl).
 """
 
