@@ -247,10 +247,11 @@ _TEXT = """\
 # A night of a service
 
 `python -m bench.serving_night {arguments}` has written this page on one machine
-({machine}), which was shared with other work: read the latencies as upper bounds (the last line has
-the load). Real are a Slurm of seven nodes, the router with its controller in a job of its own, three
-replicas as jobs that `serve up` has submitted, their supervisors, and a client that sends each
-request at its planned time, whatever became of those before it. The engines serve a tiny Llama.
+({machine}), which was shared with other work: read the latencies as upper bounds (the last line
+has the load). Real are a Slurm of seven nodes, the router with its controller in a job of its own,
+three replicas as jobs that `serve up` has submitted, their supervisors, and a client that sends
+each request at its planned time, whatever became of those before it. The engines serve a tiny
+Llama.
 
 ![Latency of each request through all events](images/serving-night.png)
 
@@ -272,8 +273,8 @@ request at its planned time, whatever became of those before it. The engines ser
   out-of-memory killer chooses; the supervisor starts the engine again in place. **Node lost**: all
   its processes are gone at once, slurmd too. Here its ports are closed from then on; on a real
   network a dead node is silent, and what was sent to it waits for TCP. **Walltime successor**: the
-  limit of a job is shortened by `scontrol update`, as an administrator may; its successor is started
-  and answers before it leaves.
+  limit of a job is shortened by `scontrol update`, as an administrator may; its successor is
+  started and answers before it leaves.
 - An engine that loads takes the cores on which the others answer: most peaks of the P99 are that,
   and would not be there with nodes of their own.
 - The records are in [serving-night.jsonl](images/serving-night.jsonl).
