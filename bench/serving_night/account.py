@@ -183,10 +183,15 @@ def _of_event(
     failed: tuple[NightRequest, ...],
 ) -> EventAccount:
     during = [one for one in requests if event.began <= one.planned <= event.ended]
+    # A node takes a moment to die: what began in it, and failed, was in flight as well.
     hit = [
         one
         for one in requests
-        if any(one.is_in_flight(m.time) and m.replica in one.replicas for m in event.moments)
+        if any(
+            (one.is_in_flight(moment.time) and moment.replica in one.replicas)
+            or (one in failed and _was_on(one, moment))
+            for moment in event.moments
+        )
     ]
     return EventAccount(
         event=event,

@@ -81,3 +81,9 @@ def test_percentiles_are_values_that_occurred() -> None:
     found = latencies([*requests, failed(0.0, 1.0)])
     assert found.answered == 100
     assert (found.ttft_p50, found.ttft_p99, found.e2e_p99) == (0.5, 0.99, 9.9)
+
+
+def test_what_began_while_the_replica_died_was_in_flight_there() -> None:
+    late = failed(200.3, 200.9, "r002-g001")
+    (found,) = account([KILLED], [ANSWERED, late], [], sent=2).events
+    assert found.in_flight == found.failed == (late,)
