@@ -145,12 +145,18 @@ def account(
 def event_of(request: NightRequest, events: Iterable[Event]) -> Event | None:
     """The event to which a failed request belongs: one in whose time it was under way.
 
-    Of several, one that allows no drain is the more likely reason.
+    Of several, one that has hit its replica at that moment, or else one that allows no drain, is
+    the more likely reason.
     """
+
+    def order(event: Event) -> tuple[bool, bool]:
+        has_hit = any(_was_on(request, moment) for moment in event.moments)
+        return not has_hit, event.drain_possible
+
     during = [
         event for event in events if request.planned <= event.ended and request.ended >= event.began
     ]
-    return min(during, key=lambda event: event.drain_possible, default=None)
+    return min(during, key=order, default=None)
 
 
 def _objection(request: NightRequest, events: Sequence[Event]) -> str | None:

@@ -87,3 +87,11 @@ def test_what_began_while_the_replica_died_was_in_flight_there() -> None:
     late = failed(200.3, 200.9, "r002-g001")
     (found,) = account([KILLED], [ANSWERED, late], [], sent=2).events
     assert found.in_flight == found.failed == (late,)
+
+
+def test_of_two_events_in_a_row_the_one_that_hit_the_request_counts() -> None:
+    lost = Event("node lost", False, 230.0, 260.0, (Moment("r003-g001", 230.2),))
+    request = failed(229.9, 230.4, "r003-g001")
+    found = account([KILLED, lost], [request], [], sent=1)
+    assert not found.objections
+    assert [one.failed for one in found.events] == [(), (request,)]
