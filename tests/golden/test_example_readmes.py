@@ -138,7 +138,8 @@ def test_script(golden: Golden, tmp_path: Path, example: str) -> None:
     profile = profile_of(readme(example).read_text())
     given = str(ROOT / profile) if "/" in profile else profile
     if kind_of_file(home / "full.yaml") == "service":
-        text = "\n".join(scripts_of_service(home / "full.yaml", given))
+        text, router = scripts_of_service(home / "full.yaml", given)
+        golden(f"scripts/router--{example}.sbatch", router)
     else:
         text = prepare(home / "full.yaml", given, runs=tmp_path, python=PYTHON).script
     golden(f"scripts/example--{example}.sbatch", text)

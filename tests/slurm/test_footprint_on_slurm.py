@@ -50,9 +50,9 @@ class Traced:
 
 
 @pytest.fixture(scope="module")
-def traced(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+def traced(real_stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     traces = tmp_path_factory.mktemp("traces")
-    rehearsal = stage.start(
+    rehearsal = real_stage.start(
         *("name=traced", "budget.steps=12", "checkpoint.every_steps=4", "checkpoint.keep=2"),
         planned=[PlannedFault(epoch=1, rank=1, do="raise", step=7)],
         strace=strace_command(traces, SUPERVISOR, beside=True),
@@ -60,7 +60,7 @@ def traced(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     rehearsal.wait_till_over()
     assert rehearsal.causes == ["crash", "done"], rehearsal.logs()
     directory = rehearsal.run.layout.directory
-    made = prepare(directory / "spec.yaml", str(directory / "profile.yaml"), runs=stage.runs)
+    made = prepare(directory / "spec.yaml", str(directory / "profile.yaml"), runs=real_stage.runs)
     return Traced(rehearsal, size_of(made), traces)
 
 

@@ -106,9 +106,7 @@ def test_a_router_that_is_killed_comes_back_and_replicas_know_nothing_of_it(
         assert len(rehearsal.events(ServiceEventKind.START_REPLICA)) == len(jobs)
 
 
-@pytest.mark.variant(
-    "test_a_router_that_is_killed_comes_back_and_replicas_know_nothing_of_it"
-)  # one controller after another; here they are there at once
+@pytest.mark.variant("test_a_service_grows_shrinks_and_restarts_without_losing_a_request")
 def test_of_two_controllers_one_gives_up(sandbox: Sandbox, tmp_path: Path) -> None:
     """A person starts a router on a login node beside the job, and scales the service."""
     with service_on(sandbox, tmp_path, haproxy_text(), replicas="{count: 1}") as rehearsal:

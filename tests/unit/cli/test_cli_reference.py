@@ -9,8 +9,8 @@ from click.shell_completion import ShellComplete
 from command_line import hpctrain
 
 from hpctrain.actions.examples import examples
+from hpctrain.actions.validate import load_spec
 from hpctrain.cli.main import cli
-from hpctrain.spec.loader import load_run_spec
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -71,7 +71,7 @@ def test_an_example_is_printed_as_it_is(name: str, tmp_path: Path) -> None:
     if "profile" not in name:
         file = tmp_path / "mine.yaml"
         file.write_text(done.stdout)
-        load_run_spec(file)
+        load_spec(file)
 
 
 def test_the_list_of_examples_fits_a_terminal() -> None:
