@@ -139,7 +139,7 @@ def test_script(golden: Golden, tmp_path: Path, example: str) -> None:
     given = str(ROOT / profile) if "/" in profile else profile
     if kind_of_file(home / "full.yaml") == "service":
         text, router = scripts_of_service(home / "full.yaml", given)
-        golden(f"scripts/router--{example}.sbatch", router)
+        golden(f"services/{example}-router.sbatch", router)
     else:
         text = prepare(home / "full.yaml", given, runs=tmp_path, python=PYTHON).script
     golden(f"scripts/example--{example}.sbatch", text)
