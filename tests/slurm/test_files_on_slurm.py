@@ -51,12 +51,15 @@ def test_a_run_with_logs_of_nodes(stage: Stage, tmp_path: Path) -> None:
     assert {name.partition("/")[2] for name in exits} == {"node-000000.jsonl"}, exits
     assert [one.outcome for one in read_exit_records(layout, 2)] == ["done"]
     assert list(layout.checkpoints.glob("iter_*")), rehearsal.logs()
-    assert not list(layout.checkpoints.glob("*/digests")), "the manifest has them"
+    # The manifest has them. The launch that ended could do so between the two.
+    left = {path.parent.name for path in layout.checkpoints.glob("*/digests")}
+    assert left <= {"iter_0000005"}, left
     # getting rid of them
     cleaning = plan_cleaning(run, rehearsal.slurm, keep_launches=1)
     assert cleaning.in_use is None and {"logs", "exit records"} & {w.kind for w in cleaning.waste}
     clean(run, cleaning)
     assert len(list(layout.logs.glob("*/*"))) == 1
+    assert not list(layout.checkpoints.glob("*/digests"))
     packed = archive(run, rehearsal.slurm, tmp_path / "files.tar", "last")
     rows = read_metrics(layout)
     remove(run, rehearsal.slurm)
