@@ -105,16 +105,8 @@ def replica_documents(service: ServiceLayout, inputs: ServiceInputs) -> ReplicaD
     warning_seconds = float(times.warning_seconds(limit_seconds))
     supervise = _supervise_config(service, inputs, part, config, warning_seconds)
     templates = site_templates(inputs.profile)
-    facts = ScriptFacts(
-        run_id=supervise.run_id,
-        comment=run_comment(supervise.run_id),
-        spec_digest=inputs.spec.digest,
-        profile_digest=inputs.profile.digest,
-        python=inputs.python,
-        setup=setup_file(inputs.profile),
-        template_sha256=None if templates is None else templates_digest(templates),
-    )
     failures = supervise.failures_without_progress
+    facts = script_facts(inputs, supervise.run_id)
     script = replica_job(part, profile, plan.replica, facts, times, failures)
     return ReplicaDocuments(
         script=render_replica_script(script, service.service_id, PROGRESS_SECONDS, templates),
@@ -122,6 +114,20 @@ def replica_documents(service: ServiceLayout, inputs: ServiceInputs) -> ReplicaD
         replica=config,
         signatures=load_signatures(profile_search_path()).to_json(),
         prologue=prologue_text(part, profile, part),
+    )
+
+
+def script_facts(inputs: ServiceInputs, run_id: str) -> ScriptFacts:
+    """Collect what the script of a service's job says of where it comes from."""
+    templates = site_templates(inputs.profile)
+    return ScriptFacts(
+        run_id=run_id,
+        comment=run_comment(run_id),
+        spec_digest=inputs.spec.digest,
+        profile_digest=inputs.profile.digest,
+        python=inputs.python,
+        setup=setup_file(inputs.profile),
+        template_sha256=None if templates is None else templates_digest(templates),
     )
 
 

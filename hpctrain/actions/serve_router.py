@@ -17,11 +17,11 @@ from hpctrain.actions.job_queries import find_jobs, jobs_of, record_found
 from hpctrain.actions.job_submission import submit_jobs
 from hpctrain.actions.kept_code import keep_code
 from hpctrain.actions.profiles import profile_search_path
-from hpctrain.actions.replica_prototype import PROGRESS_SECONDS, ServiceInputs
+from hpctrain.actions.replica_prototype import PROGRESS_SECONDS, ServiceInputs, script_facts
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.serve_replicas import share_code
 from hpctrain.actions.serve_settings import require_router_files, service_settings
-from hpctrain.actions.site_files import setup_file, site_templates, templates_digest
+from hpctrain.actions.site_files import site_templates
 from hpctrain.actions.supervisor_settings import NODE_LEDGER_NAME
 from hpctrain.durable import replace_text
 from hpctrain.errors import SlurmUnreachableError, UsageError
@@ -30,14 +30,13 @@ from hpctrain.plan.serving.leaving import leave_times, term_seconds
 from hpctrain.render.job_environment import submit_variables
 from hpctrain.render.job_request import ServicePart, ServingProgram
 from hpctrain.render.router_script import render_router_script, router_job
-from hpctrain.render.script import ScriptFacts, walltime
+from hpctrain.render.script import walltime
 from hpctrain.render.software import prologue_text
 from hpctrain.serving.router.job_settings import RouterJobSettings
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.profile.network import port_range
 from hpctrain.spec.run import ResourcesSpec
 from hpctrain.spec.supervision import SuperviseSpec
-from hpctrain.store.jobs import run_comment
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import take_back
@@ -88,15 +87,7 @@ def router_documents(service: ServiceLayout, inputs: ServiceInputs) -> RouterDoc
     warning_seconds = leave_times(spec.drain).warning_seconds(limit_seconds)
     run, defaults = service.router, SuperviseSpec()
     templates = site_templates(inputs.profile)
-    facts = ScriptFacts(
-        run_id=run.run_id,
-        comment=run_comment(run.run_id),
-        spec_digest=inputs.spec.digest,
-        profile_digest=inputs.profile.digest,
-        python=inputs.python,
-        setup=setup_file(inputs.profile),
-        template_sha256=None if templates is None else templates_digest(templates),
-    )
+    facts = script_facts(inputs, run.run_id)
     failures = defaults.failures_without_progress
     script = router_job(part, profile, spec.router, facts, warning_seconds, failures)
     supervise = SuperviseConfig(

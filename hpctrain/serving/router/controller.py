@@ -269,6 +269,10 @@ class Controller:
     ) -> RollingRestart | None:
         """The restart that a person wants, with what the comparisons have shown so far."""
         request = read_record(self._service.restart_request, RestartRequest)
+        if request is not None and self._service.down_request.exists():
+            words = "stopped: the service is to end"
+            self._end_restart(ServiceEventKind.RESTART_STOPPED, words)
+            request = None
         if request is None:
             self._differences.clear()
             return None

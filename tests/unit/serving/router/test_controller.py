@@ -346,6 +346,16 @@ class TestRollingRestart:
         self.until(service, lambda: service.jobs.views[A].drain_asked)
         assert self.compared == []
 
+    def test_a_service_that_is_to_end_stops_it(self, service: Steered) -> None:
+        self.begin(service)
+        service.layout.down_request.touch()
+        service.passes(3)
+        assert not service.layout.restart_request.exists()
+        assert service.state.restart == "stopped: the service is to end"
+        kinds = [event.event for event in ServiceLedger(service.layout.ledger).events()]
+        assert ServiceEventKind.RESTART_STOPPED in kinds
+        assert ServiceEventKind.RESTART_DONE not in kinds
+
 
 def test_to_zero_and_back(tmp_path: Path) -> None:
     scaling = SETTINGS.scaling.model_copy(update={"least": 0, "idle_seconds": 30.0})
