@@ -1,10 +1,11 @@
 """Fit the constants of the serving planner to published measurements and write serving.yaml.
 
     python -m bench.calibrate_serving [--runs FILE.csv] [--write] [--rounds 20]
-    python -m bench.calibrate_serving --without source|model|gpu|engine
+    python -m bench.calibrate_serving --without source|model|gpu|engine|fold [--write]
 
-The second form fits once without each source (model, GPU, engine) and prints the errors of the
-rows that were left out beside those of the fit to all: what to expect of rows that nobody fitted.
+The second form fits once without each source (model, GPU, engine, quarter of the configurations)
+and prints the errors of the rows that were left out beside those of the packaged constants: what
+to expect of rows that nobody fitted. With --write it is each engine's `unseen_error`.
 
 Belongs here: the fit. Does not belong here: which constants are free (`serving_constants`), rows
 (`serving_rows`), predictions (`serving_predictions`). The residual of a row is the logarithm of
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from ruamel.yaml import YAML
@@ -39,6 +41,7 @@ from bench.serving_constants import (
     free_constants,
 )
 from bench.serving_predictions import (
+    Prediction,
     RowGroup,
     grouped,
     latencies,
@@ -71,6 +74,10 @@ def sections_of(free: Sequence[FreeConstant], values: np.ndarray) -> Sections:
     for entries in sections.values():
         for entry in entries.values():
             entry["provenance"] = "default: no open row depends on it"
+    known = load_serving_calibration().engines
+    for name, entry in sections["engines"].items():
+        kept = known.get(name, known["other"])
+        entry |= {"unseen_error": kept.unseen_error, "unseen_provenance": kept.unseen_provenance}
     return sections
 
 
@@ -106,15 +113,18 @@ class ServingFit:
         return np.concatenate([*rows, beliefs])
 
     def slopes(self, logarithms: np.ndarray) -> np.ndarray:
-        """Differences of the residuals, of those parts only that a constant touches."""
+        """Differences of the residuals, of those parts only that a constant touches.
+
+        All constants of a part are moved at once, each in a layer of its own.
+        """
         blocks = []
         for part in self.parts:
-            base = part.residuals(np.exp(logarithms))
-            block = np.zeros((len(base), len(self.free)))
-            for index in np.flatnonzero([mask.any() for mask in part.masks]):
-                moved = logarithms.copy()
-                moved[index] += STEP
-                block[:, index] = (part.residuals(np.exp(moved)) - base) / STEP
+            touched = np.flatnonzero([mask.any() for mask in part.masks])
+            layers = np.tile(logarithms, (len(touched) + 1, 1))
+            layers[np.arange(len(touched)), touched] += STEP
+            found = part.residuals(np.exp(layers))
+            block = np.zeros((found.shape[-1], len(self.free)))
+            block[:, touched] = ((found[:-1] - found[-1]) / STEP).T
             blocks.append(block)
         return np.concatenate([*blocks, np.diag(self.weights)])
 
@@ -144,7 +154,9 @@ class _Part:
         }
 
     def residuals(self, values: np.ndarray) -> np.ndarray:
+        """Of all measurements, in the last dimension; `values` has constants in the last one."""
         priced = latencies(self.changed(values))
+        shape = (*values.shape[:-1], len(self.pools))
         predicted = {
             "tpot": priced.tpot_mean,
             "ttft_mean": priced.ttft_mean,
@@ -155,20 +167,23 @@ class _Part:
         for name, measured in self.measured.items():
             known = np.isfinite(measured)
             if known.any():
-                ratio = np.log(np.asarray(predicted[name])[known] / measured[known])
+                priced_all = np.broadcast_to(np.asarray(predicted[name]), shape)
+                ratio = np.log(priced_all[..., known] / measured[known])
                 found.append(self.weights[known] * _cauchy(ratio / TOLERANCES[name]))
-        return np.concatenate(found) if found else np.zeros(0)
+        return np.concatenate(found, axis=-1) if found else np.zeros((*shape[:-1], 0))
 
     def changed(self, values: np.ndarray) -> RowGroup:
         """The group with these values of the free constants."""
         records = {"gpus": self.group.replicas.gpu, "engines": self.group.replicas.engine}
+        shape = (*values.shape[:-1], len(self.pools))
         columns: dict[str, dict[str, np.ndarray]] = {"gpus": {}, "engines": {}}
-        for value, mask, constant in zip(values, self.masks, self.free, strict=True):
+        for index, (mask, constant) in enumerate(zip(self.masks, self.free, strict=True)):
             if mask.any():
+                known = getattr(records[constant.section], constant.field)
                 column = columns[constant.section].setdefault(
-                    constant.field, np.array(getattr(records[constant.section], constant.field))
+                    constant.field, np.array(np.broadcast_to(known, shape))
                 )
-                column[mask] = value
+                column[..., mask] = values[..., index, None]
         return with_engines(self.group, columns["engines"], columns["gpus"])
 
 
@@ -219,38 +234,95 @@ def fit(
     return np.asarray(np.exp(solution.x))
 
 
+def _family(case: ServingCase) -> str:
+    """The model; DeepSeek-R1 and V3, under whose names dumps repeat each other's rows, are one."""
+    return case.row.model.split("/")[-1].replace("DeepSeek-R1", "DeepSeek-V3")
+
+
+def _fold(case: ServingCase) -> int:
+    """Which of a few parts a configuration is in, by a hash: all its loads together."""
+    row, layout = case.row, case.pool.layout
+    ran = (case.gpu.name, case.engine, row.weights, layout, case.drafted_tokens)
+    configuration = (_family(case), *ran)
+    return crc32(repr(configuration).encode()) % FOLDS
+
+
 LEFT_OUT: dict[str, Callable[[ServingCase], str]] = {
     "source": lambda case: (
         "InferenceX (AIConfigurator's copies)" if of_inference_x(case.row) else case.row.source
     ),
-    "model": lambda case: case.row.model.split("/")[-1],
+    "model": lambda case: _family(case),
     "gpu": lambda case: case.gpu.name,
     "engine": lambda case: case.engine,
+    "fold": lambda case: f"configurations {_fold(case) + 1} of {FOLDS}",
 }
 FEWEST_ROWS = 20  # of a part that is worth a fit without it
+FOLDS = 4
+NORMAL = 1.4826  # standard deviation of a normal distribution over its median size
 
 
-def leave_out(cases: Sequence[ServingCase], kind: str, rounds: int) -> None:
-    """Print the errors of each part under a fit without it, and under the fit to all."""
+def leave_out(cases: Sequence[ServingCase], kind: str, rounds: int) -> list[Prediction]:
+    """Print the errors of each part under a fit without it, and under the packaged constants.
+
+    Returns the predictions of all parts under the fits that have not seen them.
+    """
     key, free = LEFT_OUT[kind], free_constants()
-    unique = distinct(cases)
-    everything = _calibrated(free, fit(unique, free, rounds))
+    unique, packaged = distinct(cases), load_serving_calibration()
     titles = [f"{title}: TPOT TTFT p99" for title in ("left out", "fitted to")]
     print(f"{kind:40s} {'rows':>5s}  {titles[0]:>26s}  {titles[1]:>26s}")
+    unseen: list[Prediction] = []
     for part, count in Counter(map(key, unique)).most_common():
         if count < FEWEST_ROWS:
             continue
         others = [case for case in unique if key(case) != part]
-        own = [case for case in unique if key(case) == part]
-        without = _calibrated(free, fit(others, free, rounds))
-        cells = [_cells(figures_of(predictions(own, one))) for one in (without, everything)]
-        print(f"{part[:40]:40s} {count:5d}  {cells[0]:>26s}  {cells[1]:>26s}", flush=True)
+        own = [case for case in cases if key(case) == part]
+        without = predictions(own, _calibrated(free, fit(others, free, rounds)))
+        unseen += without
+        print(_line(part, without, predictions(own, packaged)), flush=True)
+    print(_line("together", unseen, predictions([one.case for one in unseen], packaged)))
+    return unseen
+
+
+def _line(title: str, unseen: Sequence[Prediction], seen: Sequence[Prediction]) -> str:
+    cells = [_cells(figures_of(rows)) for rows in (unseen, seen)]
+    return f"{title[:40]:40s} {len(seen):5d}  {cells[0]:>26s}  {cells[1]:>26s}"
 
 
 def _cells(figures: dict[str, Any]) -> str:
     names = ("tpot", "ttft_mean", "ttft_p99")
     values = [figures.get(f"{name}_median_error") for name in names]
     return " ".join("    -" if value is None else f"{100 * value:4.1f}%" for value in values)
+
+
+def unseen_errors(unseen: Sequence[Prediction]) -> dict[str, float]:
+    """Deviation of the logarithm of measured over predicted TPOT, by engine; `other`: of all.
+
+    As 1.48 times the median of its size, which of normal errors is the standard deviation.
+    """
+    parts: dict[str, list[float]] = {"other": []}
+    for one in unseen:
+        if one.case.row.tpot_mean:
+            error = abs(float(np.log(one.tpot_mean / one.case.row.tpot_mean)))
+            parts["other"].append(error)
+            parts.setdefault(one.case.engine, []).append(error)
+    many = {name: errors for name, errors in parts.items() if len(errors) >= FEWEST_ROWS}
+    return {name: NORMAL * float(np.median(errors)) for name, errors in many.items()}
+
+
+def write_errors(unseen: Sequence[Prediction], kind: str) -> None:
+    """Put what the fit has not seen into the packaged constants; all else stays."""
+    errors = unseen_errors(unseen)
+    counts = Counter(one.case.engine for one in unseen if one.case.row.tpot_mean)
+    known = load_serving_calibration().model_dump(mode="json")
+    for name, entry in known["engines"].items():
+        own = name if name in errors else "other"
+        rows = counts[name] if own == name else counts.total()
+        entry["unseen_error"] = float(f"{errors[own]:.3g}")
+        entry["unseen_provenance"] = (
+            f"bench/calibrate_serving.py --without {kind} --write: {rows} rows"
+            + (" of all engines" if own == "other" else "")
+        )
+    write(known)
 
 
 def _calibrated(free: list[FreeConstant], values: np.ndarray) -> ServingCalibration:
@@ -293,11 +365,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="evaluations of the fit")
     parser.add_argument("--without", choices=sorted(LEFT_OUT), help="leave out each in turn")
     parser.add_argument("--go-on", action="store_true", help="begin at the packaged constants")
-    parser.add_argument("--write", action="store_true", help="write serving.yaml")
+    parser.add_argument("--write", action="store_true", help="into serving.yaml")
     options = parser.parse_args()
     cases, _ = read_cases(options.runs or default_table())
     if options.without:
-        leave_out(cases, options.without, options.rounds)
+        unseen = leave_out(cases, options.without, options.rounds)
+        if options.write:
+            write_errors(unseen, options.without)
         return
     unique, free = distinct(cases), free_constants()
     start = packaged_values(free) if options.go_on else None

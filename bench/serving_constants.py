@@ -17,7 +17,9 @@ ENGINES = ("vllm", "sglang", "tensorrt-llm")
 # Engines with few rows of their own, and whose constants they share but for those listed below.
 LIKE_ENGINE = {
     "tensorrt-llm-2024": "tensorrt-llm",
+    "tensorrt-llm-2025": "tensorrt-llm",
     "vllm-2024": "vllm",
+    "sglang-2025": "sglang",
     "transformers": "vllm",
     "other": "vllm",
 }
@@ -69,6 +71,7 @@ ENGINE_FIELDS: dict[str, tuple[float, float, float, float]] = {
     "iteration_seconds": (1e-3, 1e-4, 1e-2, 2),
     "sequence_seconds": (1e-5, 1e-7, 2e-4, 1),
     "request_seconds": (2e-2, 1e-3, 0.3, 1),
+    "token_seconds": (2e-6, 1e-7, 3e-5, 1),
     "waited_iterations": (5.0, 1.0, 30.0, 1),
     "attention_seconds": (20e-6, 3e-6, 1e-4, 3),
     "latent_seconds": (40e-6, 3e-6, 2e-4, 3),
@@ -77,10 +80,12 @@ ENGINE_FIELDS: dict[str, tuple[float, float, float, float]] = {
     "message_seconds": (6e-6, 1e-6, 4e-5, 4),
     "message_hop_seconds": (2e-6, 2e-7, 1e-5, 4),
     "expert_imbalance": (1.15, 1.0, 3.0, 6),
-    "eager_seconds": (2e-5, 1e-6, 3e-4, 1),
+    "scaling_seconds": (5e-6, 1e-7, 1e-4, 1),
+    "eager_factor": (1.0, 0.05, 20.0, 1),
     "handover_seconds": (0.1, 5e-3, 1.0, 1),
 }
-BUNCHED = {"vllm": 2.5, "sglang": 200.0, "tensorrt-llm": 5.0}
+TENSORRT = ("tensorrt-llm", "tensorrt-llm-2025")
+BUNCHED = {"vllm": 1.0, "sglang": 100.0, "tensorrt-llm": 1.5}
 
 # MLPerf v4.1 ran engines of 2024, with large batches and other schedulers.
 OF_2024: dict[str, tuple[float, float, float, float]] = {
@@ -89,6 +94,10 @@ OF_2024: dict[str, tuple[float, float, float, float]] = {
     "sequence_seconds": (1e-5, 1e-7, 2e-4, 1),
     "request_seconds": (2e-2, 1e-3, 0.3, 1),
 }
+
+# TensorRT-LLM before 1.2 and SGLang before 0.5.8: other kernels and schedulers of the same design.
+OF_2025 = ("iteration_seconds", "request_seconds", "latent_seconds", "expert_seconds")
+OF_2025 += ("scaling_seconds",)
 
 # What is not fitted. Token budgets: vLLM's max_num_batched_tokens, SGLang's chunked_prefill_size
 # and TensorRT-LLM's max_num_tokens of their defaults on large GPUs. Memory: vLLM's
@@ -106,8 +115,9 @@ ENGINE_FIXED = {
     "memory_share": 0.9,
     "overhead_bytes": 3e9,
     "activation_copies": 4.0,
+    "prompts_first": 0.0,
 }
-OWN_FIXED = {"tensorrt-llm": {"reserved_output": 1.0}}
+OWN_FIXED = {"tensorrt-llm": {"reserved_output": 1.0}, "sglang": {"prompts_first": 1.0}}
 
 
 def free_constants() -> list[FreeConstant]:
@@ -120,11 +130,13 @@ def free_constants() -> list[FreeConstant]:
     for engine in ENGINES:
         likes = tuple(key for key, like in LIKE_ENGINE.items() if like == engine)
         for name, values in ENGINE_FIELDS.items():
-            apart = ["tensorrt-llm-2024"] if name in OF_2024 else []
-            apart += ["vllm-2024"] if name == "iteration_seconds" else []
-            keys = (engine, *(key for key in likes if key not in apart))
+            own = {key for key in likes if key.endswith("-2025") and name in OF_2025}
+            found += [FreeConstant("engines", (key,), name, *values) for key in sorted(own)]
+            apart = {"tensorrt-llm-2024"} if name in OF_2024 else set()
+            apart |= {"vllm-2024"} if name == "iteration_seconds" else set()
+            keys = (engine, *(key for key in likes if key not in own | apart))
             found.append(FreeConstant("engines", keys, name, *values))
-        bunched = ("bunched_prompts", BUNCHED[engine], 0.5, 1000.0, 2)
+        bunched = ("bunched_prompts", BUNCHED[engine], 0.3, 1000.0, 2)
         found.append(FreeConstant("engines", (engine, *likes), *bunched))
     everyone = (*ENGINES, *LIKE_ENGINE)
     return [
@@ -133,7 +145,7 @@ def free_constants() -> list[FreeConstant]:
         FreeConstant("engines", everyone, "draft_acceptance", 0.7, 0.3, 0.9, 4),
         FreeConstant("engines", everyone, "recurrent_seconds", 25e-6, 3e-6, 2e-4, 4),
         FreeConstant("engines", everyone, "indexer_seconds", 2e-5, 3e-6, 2e-4, 2),
-        FreeConstant("engines", ("tensorrt-llm",), "expanded_speed", 1.0, 0.2, 1.5, 4),
+        FreeConstant("engines", TENSORRT, "expanded_speed", 1.0, 0.2, 1.5, 4),
         *(FreeConstant("engines", ("tensorrt-llm-2024",), n, *v) for n, v in OF_2024.items()),
         FreeConstant("engines", ("vllm-2024",), "product_speed", 0.7, 0.2, 1.0, 2),
         FreeConstant("engines", ("vllm-2024",), "iteration_seconds", 5e-3, 1e-4, 8e-2, 1),

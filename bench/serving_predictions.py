@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.serving_protocols import Protocol
 from bench.serving_rows import (
     NotPriced,
     ServingCase,
@@ -24,6 +25,7 @@ from hpctrain.plan.cost.case import Floats, stack
 from hpctrain.plan.serving.kv_cache import fits, largest_batch
 from hpctrain.plan.serving.served_model import stack_served
 from hpctrain.plan.serving.serving_machine import (
+    EngineConstants,
     engine_constants,
     serving_machine,
     stack_machines,
@@ -124,12 +126,19 @@ def _replicas(
         case.gpu.name: serving_machine(case.gpu, serving, training, software) for case in cases
     }
     engines = {case.engine: engine_constants(serving, case.engine) for case in cases}
+    set_up = [_set_up(engines[case.engine], case.protocol) for case in cases]
     return ReplicaCase(
         stack_served([case.served for case in cases]),
         stack_machines([machines[case.gpu.name] for case in cases]),
         stack(list(layouts)),
-        stack([engines[case.engine] for case in cases]),
+        stack(set_up),
     )
+
+
+def _set_up(engine: EngineConstants, protocol: Protocol) -> EngineConstants:
+    """The engine with what the benchmark's script sets."""
+    settings = {"token_budget": protocol.token_budget, "memory_share": protocol.memory_share}
+    return replace(engine, **{name: value for name, value in settings.items() if value})
 
 
 def _load(kind: str, cases: Sequence[ServingCase], replicas: ReplicaCase) -> Any:
@@ -154,8 +163,7 @@ def _load(kind: str, cases: Sequence[ServingCase], replicas: ReplicaCase) -> Any
         requests_per_stream=np.array([one.requests_per_stream for one in protocols]),
         equal_lengths=np.array([float(one.equal_lengths) for one in protocols]),
         drafted_tokens=column(lambda case: case.drafted_tokens),
-        polled_iterations=np.array([float(one.polled_iterations) for one in protocols]),
-        streamed_tokens=np.array([float(one.streamed_tokens) for one in protocols]),
+        waited_iterations=np.array([one.waited_iterations for one in protocols]),
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from bench.cases import shape_of
 from bench.published import PublishedRow
 from bench.published_models import UnknownModel, model_of
+from bench.serving_protocols import AS_DEFAULT, INFERENCE_X, BenchmarkRun, Protocol, inference_x
 from bench.serving_recipes import PoolRecipe, Recipe, recipes_of
 from hpctrain.plan.cost.case import Shape
 from hpctrain.plan.serving.served_model import (
@@ -72,17 +73,6 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Protocol:
-    """How a benchmark loads a server; `length_share`: mean length over the stated one."""
-
-    length_share: float = 1.0
-    requests_per_stream: float = 10.0
-    equal_lengths: int = 1
-    polled_iterations: int = 0
-    streamed_tokens: int = 0
-
-
-@dataclass(frozen=True)
 class ServingCase:
     """What a row ran: `prefill` is None where one replica does both."""
 
@@ -93,7 +83,7 @@ class ServingCase:
     pool: Pool
     prefill: Pool | None = None
     drafted_tokens: int = 0
-    protocol: Protocol = Protocol()
+    protocol: Protocol = AS_DEFAULT
     assumed: tuple[str, ...] = ()
 
 
@@ -250,9 +240,10 @@ def gpu_of(row: ServingRow, catalogue: GpuCatalogue) -> Gpu:
 
 
 def engine_of(row: ServingRow) -> str:
-    """The key of the engine's constants: the engine, and the year of those before 2025.
+    """The key of the engine's constants: the engine, and the year of older generations.
 
     MLPerf v4.1 and tables of that time ran engines with other schedulers and kernels.
+    TensorRT-LLM before 1.2 and SGLang before 0.5.8 are of 2025, as is what was measured then.
     """
     text = f"{row.engine} {row.source}".lower()
     older = bool(re.search(r"tensorrt (9|10)\.|cuda 12\.[2-5]|0\.4\.|0\.5\.2|0\.5\.0 perf", text))
@@ -264,8 +255,30 @@ def engine_of(row: ServingRow) -> str:
     ):
         if re.search(pattern, text):
             aged = older or ("mlperf" in text and name == "tensorrt-llm")
-            return f"{name}-2024" if aged and name != "sglang" else name
+            if aged and name != "sglang":
+                return f"{name}-2024"
+            return f"{name}-2025" if name != "vllm" and of_2025(row) else name
     return "other"
+
+
+def of_2025(row: ServingRow) -> bool:
+    """Tell whether a row's engine is of a generation before 2026, by version or day.
+
+    Images of Dynamo before 0.7 hold TensorRT-LLM before 1.2.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", row.version)
+    if not numbers:
+        return measured_on(row) < "2026" and of_inference_x(row)
+    version = tuple(int(text) for text in numbers.groups())
+    if version[0] == 0:
+        return version < ((0, 7, 0) if "trt" in row.engine else (0, 5, 8))
+    return version < (1, 2, 0)
+
+
+def measured_on(row: ServingRow) -> str:
+    """The day of a measurement; empty where its source does not say."""
+    found = re.search(r"measured=(\d{4}-\d\d-\d\d)", row.ref)
+    return found.group(1) if found else ""
 
 
 def whole(text: str | None) -> int:
@@ -300,7 +313,8 @@ def deployment_of(row: ServingRow, gpu: Gpu, weights: str, served: ServedModel) 
         return Deployment(Pool(count, layout), assumed=("tp",))
     ep, moe_tp = (whole(found.group(n)) for n in (3, 2)) if found else (0, 0)
     gpus = group_size(row, tp, dp, moe_tp, ep)
-    if gpus >= tp and float(shape.heads) % tp:  # no tensor parallel size: all pools together
+    split = gpus >= tp and (float(shape.heads) % tp or (tp > ONE_NODE and of_inference_x(row)))
+    if split:  # no tensor parallel size: all pools together
         return of_recipe(row, [one for one in listed if one.prefill and one.gpus == tp])
     layout = ReplicaLayout(
         tp=min(tp, gpus),
@@ -329,8 +343,7 @@ def drafted_in(row: ServingRow, listed: Sequence[Recipe]) -> int:
 
 def nearest(row: ServingRow, listed: Sequence[Recipe]) -> list[Recipe]:
     """Those that were new on the day of the measurement, else those that were known by then."""
-    found = re.search(r"measured=(\d{4}-\d\d-\d\d)", row.ref)
-    day = found.group(1) if found else ""
+    day = measured_on(row)
     fresh = [one for one in listed if one.since == day]
     return fresh or [one for one in listed if not day or one.since <= day] or list(listed)
 
@@ -354,6 +367,7 @@ def replica_layout(pool: PoolRecipe) -> ReplicaLayout:
     return ReplicaLayout(tp=pool.tp, ep=pool.ep)
 
 
+ONE_NODE = 8  # GPUs at most where InferenceX lets one replica do both prompts and answers
 HOLDS = 0.75  # of a GPU's memory that weights may take where a row names no layout
 
 
@@ -405,20 +419,27 @@ def of_inference_x(row: ServingRow) -> bool:
     return "silicon_sample.csv" in row.ref and "source_file=/Users" not in row.ref
 
 
-def protocol_of(row: ServingRow, gpu: Gpu, engine: str) -> Protocol:
-    """How the row's benchmark loads the server.
-
-    InferenceX draws lengths from 0.8 to 1 of the stated ones and sends 10 requests per stream
-    (workflows: RANDOM_RANGE_RATIO 0.8; scripts: --num-prompts). Its SGLang scripts for Blackwell
-    poll every 10th or, from 16 streams, every 30th iteration (SCHEDULER_RECV_INTERVAL), its
-    TensorRT-LLM scripts have a stream_interval of 10. Others: equal lengths.
-    """
+def protocol_of(row: ServingRow, gpu: Gpu, engine: str, weights: str, ran: Deployment) -> Protocol:
+    """How the row's benchmark loads and sets up the server; others than InferenceX: as defaults."""
     if not of_inference_x(row):
-        return Protocol()
-    polled = 30 if (row.load_value or 0) >= 16 else 10
-    slow = engine == "sglang" and gpu.generation == "blackwell" and "glm" not in row.model.lower()
-    streamed = 10 if engine == "tensorrt-llm" else 0
-    return Protocol(0.9, 10.0, 0, polled if slow else 0, streamed)
+        return AS_DEFAULT
+    if ran.prefill is not None:
+        return INFERENCE_X
+    return inference_x(
+        BenchmarkRun(
+            engine=engine.removesuffix("-2025"),
+            model=row.model.lower(),
+            weights=weights,
+            generation=gpu.generation,
+            tp=int(float(ran.pool.layout.group)),
+            streams=row.load_value or 1.0,
+            prompt_tokens=row.prompt_tokens or 0.0,
+            output_tokens=row.output_tokens or 0.0,
+            drafted_tokens=ran.drafted_tokens,
+            dp=int(float(ran.pool.layout.dp)),
+            day=measured_on(row),
+        )
+    )
 
 
 def group_size(row: ServingRow, tp: int, dp: int, moe_tp: int, ep: int) -> int:
@@ -449,7 +470,7 @@ def serving_case(row: ServingRow, catalogue: GpuCatalogue) -> ServingCase:
     formats = formats_of(row, weights, engine, shape, gpu.generation)
     served = served_model(shape, formats, gpu, recurrent=recurrent, sparse_keys=sparse)
     ran = deployment_of(row, gpu, weights, served)
-    protocol = protocol_of(row, gpu, engine)
+    protocol = protocol_of(row, gpu, engine, weights, ran)
     return ServingCase(
         row, gpu, engine, served, ran.pool, ran.prefill, ran.drafted_tokens, protocol, ran.assumed
     )

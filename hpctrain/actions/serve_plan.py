@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from hpctrain.plan.serving.service_plan import ServiceRequest
     from hpctrain.plan.serving.traffic import Trace
 
-# Standard deviation of the logarithm of measured over predicted seconds, where nothing is measured
-# at the site: 1.48 times the median error of `bench/serving_accuracy.py` for vLLM.
-UNMEASURED_ERROR = 0.12
-# The same of processors in place of GPUs, of which nobody knows how fast they are.
+# Standard deviation of the logarithm of measured over predicted seconds of processors in place of
+# GPUs, of which nobody knows how fast they are.
 EMULATED_ERROR = 0.7
 # One core that computes in place of a GPU: a few operations per cycle, a share of the main memory.
 CORE_RATE, CORE_BANDWIDTH = FlopRate(30e9), Bandwidth(8e9)
@@ -158,7 +156,8 @@ def service_request(
         )
     error = speed.log_deviation
     if error is None:
-        error = EMULATED_ERROR if own.document.gpu.emulated else UNMEASURED_ERROR
+        unseen = serving.engine(service.engine.name).unseen_error
+        error = EMULATED_ERROR if own.document.gpu.emulated else unseen
     return ServiceRequest(
         spec=service,
         profile=own.document,

@@ -43,6 +43,7 @@ class ServingEngineCalibration(Document):
     iteration_seconds: Seconds = Field(description="Per iteration: scheduler, sampling, copies")
     sequence_seconds: Seconds = Field(description="Per iteration and decoding sequence")
     request_seconds: Seconds = Field(description="Per request before and behind its first token")
+    token_seconds: Seconds = Field(description="Per token of the prompt: tokenizer, copies")
     waited_iterations: Factor = Field(
         description="From a request's arrival to its first token at the client, beside its prompt's"
     )
@@ -62,8 +63,11 @@ class ServingEngineCalibration(Document):
         description="Independent choices of experts per token; below 1: tokens choose alike"
     )
     expert_imbalance: Factor = Field(description="Rows of the busiest rank's experts over the mean")
-    eager_seconds: Seconds = Field(
-        description="Per block in iterations with prompts: no CUDA graph"
+    scaling_seconds: Seconds = Field(
+        description="What 8-bit operands with a scale per block add to a block's least time"
+    )
+    eager_factor: Factor = Field(
+        description="What least times grow by in iterations with prompts: no CUDA graph"
     )
     handover_seconds: Seconds = Field(description="Of a request between prefill and decode replica")
     draft_acceptance: Share = Field(description="Chance that a drafted token is kept")
@@ -76,7 +80,14 @@ class ServingEngineCalibration(Document):
     bunched_prompts: Factor = Field(
         description="Prompts that stay together in closed loops of equal lengths"
     )
+    prompts_first: Share = Field(
+        description="1: prompts are computed alone, before decoding goes on; 0: beside it"
+    )
     provenance: str = Field(min_length=3, description="What the figures were fitted to")
+    unseen_error: Share = Field(
+        description="Of TPOT that no fit has seen: deviation of the logarithm"
+    )
+    unseen_provenance: str = Field(min_length=3, description="Which rows that was measured on")
 
 
 class ServingCalibration(Document):

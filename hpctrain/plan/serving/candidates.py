@@ -64,11 +64,13 @@ class EngineFacts:
     speed: MeasuredSpeed = AS_PREDICTED
     shares_prefixes: bool = True
 
-    @property
-    def request_seconds(self) -> float:
-        """What a request takes outside of iterations."""
+    def request_seconds(self, prompt_tokens: float) -> float:
+        """What a request with a prompt of so many tokens takes outside of iterations."""
         measured = self.speed.request_seconds
-        return float(self.constants.request_seconds) if measured is None else measured
+        if measured is not None:
+            return measured
+        constants = self.constants
+        return float(constants.request_seconds + constants.token_seconds * prompt_tokens)
 
     def limits(self, batch_tokens: int, max_sequences: int) -> EngineConstants:
         return replace(

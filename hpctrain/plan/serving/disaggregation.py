@@ -91,7 +91,7 @@ def _service(bounded: Bounded, demand: Demand, count: int, *, prefilled: bool) -
         bounded.limits,
         min(count, _MOST_SIMULATED),
         demand.policy,
-        0.0 if prefilled else engine.request_seconds,
+        0.0 if prefilled else engine.request_seconds(bounded.tables.traffic.prompt_tokens),
         prefilled,
     )
 

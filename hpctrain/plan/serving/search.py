@@ -212,7 +212,7 @@ def _bounded(
     """Bound one shape with each budget of tokens, or tell why it is too slow or too large."""
     usual = shape.table(traffic.context_tokens)
     tables = Tables(usual, usual.slower(demand.error.cautious), traffic)
-    seconds = shape.engine.request_seconds
+    seconds = shape.engine.request_seconds(traffic.prompt_tokens)
     for objective in demand.objectives:
         least = alone(tables.cautious, traffic, max(shape.batch_choices), objective)
         if objective.latency != "tpot":
@@ -343,7 +343,7 @@ def simulated(
         bounded.limits,
         shown,
         demand.policy,
-        engine.request_seconds,
+        engine.request_seconds(bounded.tables.traffic.prompt_tokens),
     )
     per_replica = demand.rate / count
     batch = steady_batch(table, bounded.limits, bounded.tables.traffic, per_replica)

@@ -52,7 +52,8 @@ class EngineConstants:
 
     iteration_seconds: Array  # scheduler, sampling, copies: per iteration
     sequence_seconds: Array  # the same per decoding sequence
-    request_seconds: Array  # of a request's first token: HTTP, tokeniser, first answer
+    request_seconds: Array  # of a request's first token: HTTP, first answer
+    token_seconds: Array  # the same per token of the prompt: tokeniser, copies
     waited_iterations: Array  # between a request's arrival and its first token, seen by the client
     product_speed: Array  # of its products over the best for that GPU
     attention_seconds: Array  # an attention block's kernels at least
@@ -66,7 +67,8 @@ class EngineConstants:
     expanded_speed: Array  # of its kernels for expanded weights of experts, over the best
     expert_variety: Array  # independent choices of experts per token (1: tokens choose alone)
     expert_imbalance: Array  # rows of the busiest rank's experts over the mean
-    eager_seconds: Array  # per block, in iterations with prompts: launches without CUDA graphs
+    scaling_seconds: Array  # what operands with a scale per block of 128 add to the least times
+    eager_factor: Array  # least times in iterations with prompts: so much more, no CUDA graphs
     handover_seconds: Array  # of a request between a prefill and a decode replica
     draft_acceptance: Array  # chance that a drafted token is kept, if those before it were
     token_budget: Array  # tokens of one iteration at most
@@ -76,6 +78,7 @@ class EngineConstants:
     overhead_bytes: Array  # per GPU: context, workspaces, CUDA graphs
     activation_copies: Array  # tensors [token budget, hidden] alive at the peak
     bunched_prompts: Array  # prompts that stay together in closed loops (`steady_state`)
+    prompts_first: Array  # 1: iterations of prompts go before those of decoding sequences
 
 
 def serving_machine(

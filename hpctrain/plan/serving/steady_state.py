@@ -43,9 +43,9 @@ class ClosedLoad:
 
     All streams begin at once, so that the first prompts of a measurement wait for each other:
     `requests_per_stream` says how many later ones share that. With equal lengths
-    (`equal_lengths`: 1) streams that began together also end together. An engine that looks for
-    new requests in every n-th iteration only has `polled_iterations` n; one that sends several
-    tokens at a time, the first ones too, `streamed_tokens`.
+    (`equal_lengths`: 1) streams that began together also end together. `waited_iterations`: what a
+    request waits for in the mean where an engine is set to look for new ones in every n-th
+    iteration only, or to hold prompts back until a batch of them is full.
     """
 
     prompt_tokens: Array
@@ -54,8 +54,7 @@ class ClosedLoad:
     requests_per_stream: Array = 10.0
     equal_lengths: Array = 0.0
     drafted_tokens: Array = 0.0
-    polled_iterations: Array = 0.0
-    streamed_tokens: Array = 0.0
+    waited_iterations: Array = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,33 +84,51 @@ def closed_loop(case: ReplicaCase, load: ClosedLoad) -> Latencies:
     """Price continuous batching with prompts in chunks between decoding sequences.
 
     In one cycle of a stream every other stream has one prompt computed, so that a sequence's O
-    tokens take O iterations and the prompts that fall into them.
+    tokens take O iterations and the prompts that fall into them. Prompts that arrive together are
+    computed in groups of as many as the token budget holds, and have their first tokens together.
+    Later requests come one by one where lengths differ. Where they are equal, streams that began
+    together also end together, and `bunched_prompts` of them stay so: a few in engines that compute
+    prompts beside decoding sequences, nearly all where prompts go before (`prompts_first`), as all
+    streams then decode in step.
     """
     i, o = load.prompt_tokens, np.maximum(load.output_tokens, 1.0)
+    first = case.engine.prompts_first
     counted = i + o * case.engine.reserved_output
     room = largest_batch(case.served, case.gpu, case.layout, case.engine, counted)
     held = np.minimum(load.streams, np.maximum(1.0, room))
     context = i + o / 2
-    # prompts of others that a bunched one waits for, instead of meeting them while it decodes
-    bunch = np.minimum((held - 1) / 2, case.engine.bunched_prompts) * load.equal_lengths
+    group = np.clip(case.engine.token_budget * case.layout.dp / i, 1.0, held)
+    dense = grouped_prompt_seconds(case, i, group)
+    ranks = np.minimum(case.layout.dp, held)  # that compute prompts at the same time
+    # prompts of others that a request meets before its first token, instead of while it decodes
+    before = load.equal_lengths * np.minimum((held - 1) / 2, case.engine.bunched_prompts)
     kept = kept_tokens(case.engine, load.drafted_tokens)
     decoding = np.asarray(held * 0.8, dtype=float)
     for _ in range(ROUNDS):
         busy = IterationLoad(0.0, 0.0, np.maximum(decoding, 1.0), context, load.drafted_tokens)
         pure = case.seconds(busy)
-        prompt = prompt_seconds(case, i, busy, pure)
-        met = np.maximum(0.0, held - 1 - bunch) * decoding / held
+        mixed = prompt_seconds(case, i, busy, pure)
+        prompt = first * grouped_prompt_seconds(case, i, ranks) + (1 - first) * mixed
+        met = np.maximum(0.0, held - 1 - before) * decoding / held
         tpot = pure / kept + met / o * prompt
-        cycle = o * tpot + (1 + bunch) * prompt
+        cycle = o * tpot + prompt + before * dense
         decoding = 0.5 * decoding + 0.5 * held * o * tpot / cycle
-    full = np.minimum(0.95, held * prompt / cycle)
-    start = (load.streams - 1) / 2 / load.requests_per_stream
     queue = np.maximum(0.0, load.streams / held - 1) * cycle
-    together = np.maximum(bunch, full / (2 * (1 - full)))
-    waiting = np.minimum(together + start, (load.streams - 1) / 2) * prompt
-    first = first_token_seconds(case, load, pure) + prompt + load.streamed_tokens * tpot
-    ttft = first + waiting + queue
-    worst = first + 2.6 * waiting + queue
+    stall = (1 - first) * pure / group  # what a prompt's iteration takes for those that decode
+    mixed = prompt_seconds(case, i, busy, pure, prompts=1.0)
+    own = first * grouped_prompt_seconds(case, i, 1.0) + (1 - first) * mixed
+    # mean of prompts that all came at once: a group has its first tokens together
+    wave = own + ((held + group) / 2 - 1) * (dense + stall)
+    used = np.minimum(1.0, (held - 1) * prompt / cycle)
+    # those that came while an engine did not look: it takes them together
+    missed = 2 * load.waited_iterations * held * kept / o
+    before = np.minimum(np.maximum(before, missed), (held - 1) / 2)
+    usual = own + prompt * used / 2 + before * dense
+    share = 1 / np.maximum(load.requests_per_stream, 1.0)
+    least = first_token_seconds(case, load, pure)
+    ttft = least + share * wave + (1 - share) * usual + queue
+    late = np.clip(1 - 0.01 / share, 0.0, 1.0) * held * dense
+    worst = least + np.maximum(late, 2.0 * usual) + queue
     return Latencies(ttft, worst, tpot, load.streams / (ttft + o * tpot), held)
 
 
@@ -135,7 +152,7 @@ def open_loop(case: ReplicaCase, load: OpenLoad) -> Latencies:
         wanted = np.clip(load.rate * o * tpot, 1.0, room)
         decoding = 0.5 * decoding + 0.5 * wanted
     arrivals = load.rate * tpot
-    server = case.engine.request_seconds
+    server = case.engine.request_seconds + case.engine.token_seconds * i
     spread = arrivals * (prompt / tpot) ** 2  # squared coefficient of variation of iterations
     mean = server + tpot * (1.5 + spread / 2)
     longest = tpot + 2.33 * np.sqrt(arrivals) * prompt
@@ -145,8 +162,9 @@ def open_loop(case: ReplicaCase, load: OpenLoad) -> Latencies:
 
 def first_token_seconds(case: ReplicaCase, load: ClosedLoad, pure: Array) -> Array:
     """Return what a first token takes beside prompts: the server, and iterations waited for."""
-    waited = case.engine.waited_iterations + load.polled_iterations / 2
-    return case.engine.request_seconds + waited * pure
+    waited = case.engine.waited_iterations + load.waited_iterations
+    server = case.engine.request_seconds + case.engine.token_seconds * load.prompt_tokens
+    return server + waited * pure
 
 
 def kept_tokens(engine: EngineConstants, drafted: Array) -> Array:
@@ -177,7 +195,7 @@ def disaggregated(
     each = np.minimum(load.streams / decoders, np.maximum(1.0, room))
     kept = kept_tokens(decode.engine, load.drafted_tokens)
     idle = IterationLoad(0.0, 0.0, 0.0, context)
-    prompt = prompt_seconds(prefill, i, idle, prefill.seconds(idle))
+    prompt = prompt_seconds(prefill, i, idle, prefill.seconds(idle), prompts=1.0)
     dense = dense_prompt_seconds(prefill, i)
     sent = sequence_bytes(prefill.served, prefill.layout, i) / prefill.gpu.links.network_bandwidth
     alone = first_token_seconds(decode, load, 0.0) + prompt + sent + decode.engine.handover_seconds
@@ -192,23 +210,46 @@ def disaggregated(
         decoding = 0.5 * decoding + 0.5 * np.minimum(each, busy_streams)
     used = np.minimum(0.95, load.streams / cycle * dense / prefillers)
     waiting = np.maximum(used / (2 * (1 - used)) * dense / prefillers, cycle - free)
-    start = (load.streams - 1) / 2 / load.requests_per_stream * dense / prefillers
+    ahead = load.streams / prefillers
+    group = np.clip(prefill.engine.token_budget * prefill.layout.dp / i, 1.0, np.maximum(1, ahead))
+    wave = np.maximum(0.0, (ahead + group) / 2 * dense - prompt)
+    share = 1 / np.maximum(load.requests_per_stream, 1.0)
     waited = decode.engine.waited_iterations * pure
     queue = np.maximum(0.0, load.streams / decoders / each - 1) * o * tpot
-    ttft = alone + waited + np.minimum(waiting + start, load.streams * dense / prefillers) + queue
-    ttft = ttft + load.streamed_tokens * tpot
+    later = np.minimum(waiting, ahead * dense)
+    ttft = alone + waited + share * wave + (1 - share) * later + queue
     worst = ttft + 1.6 * waiting
     return Latencies(ttft, worst, tpot, load.streams / (ttft + o * tpot), decoding * decoders)
 
 
-def prompt_seconds(case: ReplicaCase, tokens: Array, busy: IterationLoad, pure: Array) -> Array:
+def prompt_seconds(
+    case: ReplicaCase,
+    tokens: Array,
+    busy: IterationLoad,
+    pure: Array,
+    prompts: Array = np.inf,
+) -> Array:
     """Return what one prompt adds to iterations of `pure` seconds that it is computed in.
 
-    A prompt longer than the token budget goes in several chunks.
+    A prompt longer than the token budget goes in several chunks. With so many `prompts` at once
+    attention data parallel ranks share them; each one is computed by one rank.
     """
     chunk = np.minimum(tokens, case.engine.token_budget)
-    mixed = case.seconds(replace(busy, prefill_tokens=chunk, prefill_context_tokens=tokens / 2))
+    mixed = case.seconds(
+        replace(busy, prefill_tokens=chunk, prefill_context_tokens=tokens / 2, prompts=prompts)
+    )
     return tokens / chunk * (mixed - pure)
+
+
+def grouped_prompt_seconds(case: ReplicaCase, tokens: Array, prompts: Array) -> Array:
+    """Return a prompt's share of iterations that hold so many prompts and nothing else.
+
+    A prompt longer than the token budget goes in several iterations.
+    """
+    together = tokens * prompts
+    chunk = np.minimum(together, case.engine.token_budget * case.layout.dp)
+    alone = case.seconds(IterationLoad(chunk, tokens / 2, 0.0, 0.0, prompts=prompts))
+    return alone * together / chunk / prompts
 
 
 def dense_prompt_seconds(case: ReplicaCase, tokens: Array) -> Array:

@@ -18,6 +18,7 @@ from hpctrain.plan.cost import links
 from hpctrain.plan.cost.case import Array
 from hpctrain.plan.serving.kv_cache import block_token_bytes
 from hpctrain.plan.serving.served_model import (
+    EIGHT_BLOCKS,
     NO_SHAPE,
     WIDE,
     ReplicaLayout,
@@ -39,6 +40,8 @@ class IterationLoad:
     decode_sequences        sequences that are in the iteration beside prompts
     decode_context_tokens   tokens that such a sequence has in the cache
     drafted_tokens          tokens per sequence that are verified beside the next one (speculation)
+    prompts                 prompts that the tokens belong to: attention data parallel ranks beyond
+                            these have none (default: all ranks share them)
     """
 
     prefill_tokens: Array
@@ -46,6 +49,7 @@ class IterationLoad:
     decode_sequences: Array
     decode_context_tokens: Array
     drafted_tokens: Array = 0.0
+    prompts: Array = np.inf
 
     @property
     def decode_tokens(self) -> Array:
@@ -55,6 +59,14 @@ class IterationLoad:
     @property
     def tokens(self) -> Array:
         return self.prefill_tokens + self.decode_tokens
+
+    def rank_prefill_tokens(self, layout: ReplicaLayout) -> Array:
+        """Prompt tokens of the busiest attention rank: a prompt is computed by one of them."""
+        return self.prefill_tokens / np.clip(self.prompts, 1.0, layout.dp)
+
+    def rank_tokens(self, layout: ReplicaLayout) -> Array:
+        """Tokens of the busiest attention rank."""
+        return self.rank_prefill_tokens(layout) + self.decode_tokens / layout.dp
 
 
 def iteration_seconds(
@@ -75,6 +87,7 @@ def iteration_seconds(
         load.decode_sequences / layout.pp,
         load.decode_context_tokens,
         load.drafted_tokens,
+        load.prompts,
     )
     shape = served.shape
     blocks = (
@@ -85,7 +98,8 @@ def iteration_seconds(
         + shape.moe_blocks * moe_seconds(served, gpu, layout, engine, part)
     )
     hops = (layout.pp - 1) * message_seconds(gpu, layout, engine, part.tokens * shape.hidden, 2.0)
-    own = engine.iteration_seconds + engine.sequence_seconds * load.decode_sequences
+    # attention data parallel ranks schedule and sample their own sequences
+    own = engine.iteration_seconds + engine.sequence_seconds * load.decode_sequences / layout.dp
     # a draft is one more block of the model and the output matrix again, for each drafted token
     drafting = np.asarray(load.drafted_tokens) / np.maximum(shape.layers, 1)
     head = head_seconds(served, gpu, layout, engine, part) * (1 + np.asarray(load.drafted_tokens))
@@ -159,23 +173,31 @@ def attention_seconds(
     load: IterationLoad,
 ) -> Array:
     """Price one attention block: projections, cache, prompts' attention, the sum over ranks."""
-    shape, rows = served.shape, load.tokens / layout.dp
-    weights = block_weights(served, layout).attention
-    projections = product_seconds(
-        gpu, engine, rows, weights, served.attention_bytes, served.attention_operands
+    shape, rows = served.shape, load.rank_tokens(layout)
+    projections = projection_seconds(
+        served, gpu, engine, rows, block_weights(served, layout).attention
     )
     latent = np.asarray(shape.mla) > 0
     indexer = np.where(np.asarray(served.sparse_keys) > 0, engine.indexer_seconds, 0.0)
     plain = np.where(latent, engine.latent_seconds, engine.attention_seconds)
-    least = (plain + indexer) * gpu.block_pace
+    least = launched(engine, gpu, load, plain, served.attention_operands)
     message = message_seconds(gpu, layout, engine, rows * shape.hidden, 2.0)
     return (
         projections
         + cached_seconds(served, gpu, layout, load)
         + prompt_attention_seconds(served, gpu, layout, load)
         + least
-        + eager(engine, gpu, load)
+        + indexer * gpu.block_pace
         + message
+    )
+
+
+def projection_seconds(
+    served: ServedModel, gpu: ServingMachine, engine: EngineConstants, rows: Array, weights: Array
+) -> Array:
+    """Price the products before and behind attention or a recurrence of one block."""
+    return product_seconds(
+        gpu, engine, rows, weights, served.attention_bytes, served.attention_operands
     )
 
 
@@ -194,7 +216,8 @@ def cached_seconds(
     """Price decoding sequences' attention in one block: reading their part of the cache once.
 
     Latent attention computes with the latent vectors (absorbed form, DeepSeek-V2 section 2.1.3):
-    all heads read the same vector, so that operations count beside bytes.
+    all heads read the same vector, so that operations count beside bytes. A cache of 8 bits is
+    multiplied in 8 bits.
     """
     shape = served.shape
     keys = load.decode_sequences / layout.dp * visible_keys(served, load.decode_context_tokens)
@@ -202,7 +225,8 @@ def cached_seconds(
     seconds = read / (gpu.memory_bandwidth * gpu.cache_stream)
     rows = 1 + np.asarray(load.drafted_tokens)
     flops = 2.0 * rows * keys * shape.heads / layout.tp * (2 * shape.kv_rank + shape.rope_dim)
-    computed = flops / (gpu.peak_16 * gpu.attention_share)
+    peak = np.where(np.asarray(served.cache_bytes) < 2, gpu.peak_8, gpu.peak_16)
+    computed = flops / (peak * gpu.attention_share)
     return np.where(np.asarray(shape.mla) > 0, roofline(seconds, computed), seconds)
 
 
@@ -212,7 +236,7 @@ def prompt_attention_seconds(
     """Price attention of prompt tokens in one block: two products per pair and head."""
     shape = served.shape
     keys = visible_keys(served, load.prefill_context_tokens)
-    pairs = load.prefill_tokens / layout.dp * keys * shape.heads / layout.tp
+    pairs = load.rank_prefill_tokens(layout) * keys * shape.heads / layout.tp
     return 2.0 * pairs * (shape.qk_dim + shape.value_dim) / (gpu.peak_16 * gpu.attention_share)
 
 
@@ -224,16 +248,15 @@ def recurrent_seconds(
     load: IterationLoad,
 ) -> Array:
     """Price one linear attention block: projections, and each sequence's state in and out."""
-    shape, rows = served.shape, load.tokens / layout.dp
-    weights = block_weights(served, layout).recurrent
-    projections = product_seconds(
-        gpu, engine, rows, weights, served.attention_bytes, served.attention_operands
+    shape, rows = served.shape, load.rank_tokens(layout)
+    projections = projection_seconds(
+        served, gpu, engine, rows, block_weights(served, layout).recurrent
     )
     moved = 2.0 * load.decode_sequences / layout.dp * served.recurrent_state / layout.tp
     state = moved / (gpu.memory_bandwidth * gpu.cache_stream)
     message = message_seconds(gpu, layout, engine, rows * shape.hidden, 2.0)
-    least = engine.recurrent_seconds * gpu.block_pace
-    return projections + state + least + eager(engine, gpu, load) + message
+    least = launched(engine, gpu, load, engine.recurrent_seconds, served.attention_operands)
+    return projections + state + least + message
 
 
 def mamba_seconds(
@@ -244,17 +267,14 @@ def mamba_seconds(
     load: IterationLoad,
 ) -> Array:
     """Price one Mamba-2 block: projections, and each sequence's fp32 state in and out."""
-    shape, rows = served.shape, load.tokens / layout.dp
-    weights = block_weights(served, layout).mamba
-    projections = product_seconds(
-        gpu, engine, rows, weights, served.attention_bytes, served.attention_operands
-    )
+    shape, rows = served.shape, load.rank_tokens(layout)
+    projections = projection_seconds(served, gpu, engine, rows, block_weights(served, layout).mamba)
     state = 4.0 * shape.mamba_inner * shape.mamba_state / layout.tp
     moved = 2.0 * load.decode_sequences / layout.dp * state
     message = message_seconds(gpu, layout, engine, rows * shape.hidden, 2.0)
-    least = engine.recurrent_seconds * gpu.block_pace
+    least = launched(engine, gpu, load, engine.recurrent_seconds, served.attention_operands)
     kept = moved / (gpu.memory_bandwidth * gpu.cache_stream)
-    return projections + kept + least + eager(engine, gpu, load) + message
+    return projections + kept + least + message
 
 
 def mlp_seconds(
@@ -270,8 +290,8 @@ def mlp_seconds(
         gpu, engine, load.tokens, weights, served.mlp_bytes, served.mlp_operands
     )
     message = group_seconds(served, gpu, layout, engine, load)
-    least = engine.mlp_seconds * gpu.block_pace
-    return products + least + eager(engine, gpu, load) + message
+    least = launched(engine, gpu, load, engine.mlp_seconds, served.mlp_operands)
+    return products + least + message
 
 
 def moe_seconds(
@@ -299,9 +319,9 @@ def moe_seconds(
     routed = grouped_seconds(
         gpu, engine, each, touched * own.expert, served.expert_bytes, served.expert_operands
     )
-    least = engine.expert_seconds * gpu.block_pace
-    message = group_seconds(served, gpu, layout, engine, load)
-    return shared + routed + least + eager(engine, gpu, load) + message
+    least = launched(engine, gpu, load, engine.expert_seconds, served.expert_operands)
+    message = exchange_seconds(served, gpu, layout, engine, load)
+    return shared + routed + least + message
 
 
 def group_seconds(
@@ -321,12 +341,37 @@ def group_seconds(
     return message_seconds(gpu, whole, engine, numbers, 2.0)
 
 
+def exchange_seconds(
+    served: ServedModel,
+    gpu: ServingMachine,
+    layout: ReplicaLayout,
+    engine: EngineConstants,
+    load: IterationLoad,
+) -> Array:
+    """Price what a MoE block moves: the messages of a group, or less where experts are spread.
+
+    With attention data parallel ranks a token goes to those ranks only that hold one of its k
+    experts: of E ranks n = E (1 - (1 - 1/E)^k) in the mean, (E - 1) / E of them others (DeepEP;
+    DeepSeek-V3, arXiv 2412.19437, section 3.2.2). It goes there in the format of the products and
+    comes back in 16 bits.
+    """
+    whole = group_seconds(served, gpu, layout, engine, load)
+    ranks = np.maximum(1.0, np.asarray(layout.ep, dtype=float))
+    reached = ranks * (1 - (1 - 1 / ranks) ** served.shape.top_k)
+    each = load.rank_tokens(layout) * reached * served.shape.hidden
+    there = of_operands(served.expert_operands, (2.0, 1.0, 1.0, 0.5625, 2.0))
+    whole_group = ReplicaLayout(tp=layout.group)
+    spread = message_seconds(gpu, whole_group, engine, each, (there + 2.0) / 2)
+    apart = (np.asarray(layout.dp) > 1) & (np.asarray(layout.ep) > 1)
+    return np.where(apart, np.minimum(whole, spread), whole)
+
+
 def message_seconds(
     gpu: ServingMachine,
     layout: ReplicaLayout,
     engine: EngineConstants,
     numbers: Array,
-    width: float,
+    width: Array,
 ) -> Array:
     """Price an all-reduce of `numbers` of `width` bytes over tp ranks.
 
@@ -346,9 +391,22 @@ def message_seconds(
     return np.where(size > 1, least * gpu.message_pace + moving, 0.0)
 
 
-def eager(engine: EngineConstants, gpu: ServingMachine, load: IterationLoad) -> Array:
-    """Price launching a block's kernels one by one, where prompts rule out CUDA graphs."""
-    return np.where(np.asarray(load.prefill_tokens) > 0, engine.eager_seconds * gpu.block_pace, 0.0)
+def launched(
+    engine: EngineConstants,
+    gpu: ServingMachine,
+    load: IterationLoad,
+    seconds: Array,
+    operands: Array,
+) -> Array:
+    """Price a block's kernels at least, of which those without quantisation take `seconds`.
+
+    Operands with a scale for each block of 128 need kernels of their own that quantise them. Where
+    prompts rule out CUDA graphs, kernels are launched one by one, which takes in proportion to
+    their number.
+    """
+    scaled = np.where(np.asarray(operands) == EIGHT_BLOCKS, engine.scaling_seconds, 0.0)
+    single = np.where(np.asarray(load.prefill_tokens) > 0, engine.eager_factor, 0.0)
+    return np.asarray((seconds + scaled) * gpu.block_pace * (1 + single), dtype=np.float64)
 
 
 def head_seconds(

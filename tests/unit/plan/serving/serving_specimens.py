@@ -92,7 +92,9 @@ ENGINE = EngineConstants(
     **dict.fromkeys(("iteration_seconds", "sequence_seconds", "request_seconds"), 0.0),
     **dict.fromkeys(("attention_seconds", "latent_seconds", "indexer_seconds"), 0.0),
     **dict.fromkeys(("recurrent_seconds", "mlp_seconds", "expert_seconds"), 0.0),
-    **dict.fromkeys(("message_seconds", "message_hop_seconds", "eager_seconds"), 0.0),
+    **dict.fromkeys(("message_seconds", "message_hop_seconds", "scaling_seconds"), 0.0),
+    eager_factor=0.0,
+    token_seconds=0.0,
     waited_iterations=0.0,
     product_speed=1.0,
     expanded_speed=1.0,
@@ -107,6 +109,7 @@ ENGINE = EngineConstants(
     overhead_bytes=0.0,
     activation_copies=0.0,
     bunched_prompts=0.0,
+    prompts_first=0.0,
 )
 
 

@@ -15,6 +15,7 @@ from hpctrain.plan.serving.steady_state import (
     OpenLoad,
     closed_loop,
     disaggregated,
+    grouped_prompt_seconds,
     kept_tokens,
     open_loop,
     prompt_seconds,
@@ -65,6 +66,34 @@ def test_equal_lengths_keep_prompts_together() -> None:
     together = closed_loop(bunched, load)
     assert float(together.ttft_mean) > 3 * float(spread.ttft_mean)
     assert float(together.tpot_mean) < float(spread.tpot_mean)
+
+
+def test_the_first_prompts_of_a_measurement_wait_for_each_other() -> None:
+    # 64 prompts of 1024 tokens at once, eight in each iteration of 8192 tokens: the mean one has
+    # its first token after (64 + 8) / 2 of them
+    first = replica(gpu=replace(GPU, memory=288e9), engine=replace(ENGINE, prompts_first=1.0))
+    load = ClosedLoad(1024.0, 500.0, 64.0, requests_per_stream=1.0)
+    each = float(grouped_prompt_seconds(first, 1024.0, 8.0))
+    assert float(closed_loop(first, load).ttft_mean) == pytest.approx(36 * each, rel=0.02)
+    later = closed_loop(first, replace(load, requests_per_stream=1e9))
+    assert float(later.ttft_mean) < 2 * each
+    tenth = closed_loop(first, replace(load, requests_per_stream=10.0))
+    assert float(later.ttft_mean) < float(tenth.ttft_mean) < 36 * each
+
+
+def test_prompts_that_come_while_nobody_looks_are_computed_together() -> None:
+    load = ClosedLoad(1024.0, 500.0, 64.0, requests_per_stream=1e9)
+    seldom = replace(load, waited_iterations=20.0)
+    plain, held = (closed_loop(BIG, one) for one in (load, seldom))
+    pure = BIG.seconds(IterationLoad(0.0, 0.0, 64.0, 1274.0))
+    assert float(held.ttft_mean) > float(plain.ttft_mean) + 19 * float(pure)
+
+
+def test_prompts_alone_take_longer_than_beside_decoding() -> None:
+    """The weights are read once more."""
+    alone = replica(gpu=replace(GPU, memory=288e9), engine=replace(ENGINE, prompts_first=1.0))
+    load = ClosedLoad(64.0, 100.0, 32.0)
+    assert float(closed_loop(alone, load).tpot_mean) > float(closed_loop(BIG, load).tpot_mean)
 
 
 @pytest.mark.parametrize(("drafted", "kept"), [(0, 1.0), (1, 1.5), (3, 1.875)])

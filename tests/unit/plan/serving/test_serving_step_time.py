@@ -17,6 +17,7 @@ from serving_specimens import (
 
 from hpctrain.plan.serving.served_model import (
     EIGHT,
+    EIGHT_BLOCKS,
     EXPANDED,
     FOUR,
     WIDE,
@@ -30,7 +31,10 @@ from hpctrain.plan.serving.served_model import (
 from hpctrain.plan.serving.step_time import (
     IterationLoad,
     cached_seconds,
+    exchange_seconds,
+    group_seconds,
     iteration_seconds,
+    launched,
     message_seconds,
     moe_seconds,
     product_seconds,
@@ -134,6 +138,57 @@ def test_beyond_the_nvlink_domain_the_network_counts() -> None:
     far = float(message_seconds(slow, ReplicaLayout(16), ENGINE, 1e8, 2.0))
     # two domains of eight, each with eight cards of 5 GB/s
     assert far == pytest.approx(2 * 2e8 * 0.5 / (8 * 5e9)) and far > near
+
+
+def test_a_prompt_is_computed_by_one_attention_rank() -> None:
+    one, four = (IterationLoad(4096.0, 2048.0, 0.0, 0.0, prompts=n) for n in (1.0, 4.0))
+    spread, model = ReplicaLayout(tp=1, dp=4), served(LLAMA_70B)
+    alone = float(prompt_attention_seconds(model, GPU, ReplicaLayout(1), one))
+    assert float(prompt_attention_seconds(model, GPU, spread, one)) == pytest.approx(alone)
+    assert float(prompt_attention_seconds(model, GPU, spread, four)) == pytest.approx(alone / 4)
+
+
+def test_tokens_go_where_their_experts_are() -> None:
+    # 8 ranks of 256 tokens; 8 choices reach 8 (1 - (7/8)^8) = 5.25 ranks; 2 bytes there and back
+    load, layout = IterationLoad(0.0, 0.0, 2048.0, 0.0), ReplicaLayout(tp=1, ep=8, dp=8)
+    model = served(DEEPSEEK_V3)
+    moved = 256 * 8 * (1 - (7 / 8) ** 8) * 7168 * 4 * 7 / 8
+    found = float(exchange_seconds(model, GPU, layout, ENGINE, load))
+    assert found == pytest.approx(moved / 450e9)
+    assert found < float(group_seconds(model, GPU, layout, ENGINE, load))
+    # experts that are split over all ranks need all tokens on all of them
+    split = ReplicaLayout(tp=1, ep=1, dp=8)
+    whole = float(group_seconds(model, GPU, split, ENGINE, load))
+    assert float(exchange_seconds(model, GPU, split, ENGINE, load)) == whole
+
+
+def test_scales_and_single_launches_lengthen_the_least_time() -> None:
+    engine = replace(ENGINE, scaling_seconds=5e-6, eager_factor=0.5)
+    prompt, decode = IterationLoad(8.0, 4.0, 0.0, 0.0), IterationLoad(0.0, 0.0, 8.0, 4.0)
+    assert float(launched(engine, GPU, decode, 20e-6, WIDE)) == pytest.approx(20e-6)
+    assert float(launched(engine, GPU, decode, 20e-6, EIGHT_BLOCKS)) == pytest.approx(25e-6)
+    assert float(launched(engine, GPU, prompt, 20e-6, EIGHT_BLOCKS)) == pytest.approx(37.5e-6)
+
+
+def test_a_cache_of_eight_bits_is_multiplied_in_eight_bits() -> None:
+    fast = replace(GPU, memory_bandwidth=NEVER)
+    load = IterationLoad(0.0, 0.0, 64.0, 4000.0)
+    wide = served(DEEPSEEK_V3)
+    narrow = replace(wide, cache_bytes=1.0)
+    times = [float(cached_seconds(one, fast, ReplicaLayout(8), load)) for one in (wide, narrow)]
+    assert times[0] == pytest.approx(2 * times[1])
+
+
+def test_ranks_of_data_parallel_attention_schedule_their_own_sequences() -> None:
+    load, engine = IterationLoad(0.0, 0.0, 64.0, 0.0), replace(ENGINE, sequence_seconds=1e-3)
+    model = served()
+
+    def added(layout: ReplicaLayout) -> float:
+        own, none = (iteration_seconds(model, GPU, layout, e, load) for e in (engine, ENGINE))
+        return float(own - none)
+
+    assert added(ReplicaLayout(4)) == pytest.approx(64e-3)
+    assert added(ReplicaLayout(tp=1, dp=4)) == pytest.approx(16e-3)
 
 
 def test_eight_and_four_bits_read_less() -> None:
