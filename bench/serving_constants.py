@@ -74,13 +74,12 @@ ENGINE_FIELDS: dict[str, tuple[float, float, float, float]] = {
     "token_seconds": (2e-6, 1e-7, 3e-5, 1),
     "waited_iterations": (5.0, 1.0, 30.0, 1),
     "attention_seconds": (20e-6, 3e-6, 1e-4, 3),
-    "latent_seconds": (40e-6, 3e-6, 2e-4, 3),
+    "latent_seconds": (40e-6, 3e-6, 2e-4, 2),
     "mlp_seconds": (8e-6, 1e-6, 1e-4, 4),
     "expert_seconds": (35e-6, 3e-6, 2e-4, 3),
     "message_seconds": (6e-6, 1e-6, 4e-5, 4),
     "message_hop_seconds": (2e-6, 2e-7, 1e-5, 4),
     "expert_imbalance": (1.15, 1.0, 3.0, 6),
-    "scaling_seconds": (5e-6, 1e-7, 1e-4, 1),
     "eager_factor": (1.0, 0.05, 20.0, 1),
     "handover_seconds": (0.1, 5e-3, 1.0, 1),
 }
@@ -97,7 +96,6 @@ OF_2024: dict[str, tuple[float, float, float, float]] = {
 
 # TensorRT-LLM before 1.2 and SGLang before 0.5.8: other kernels and schedulers of the same design.
 OF_2025 = ("iteration_seconds", "request_seconds", "latent_seconds", "expert_seconds")
-OF_2025 += ("scaling_seconds",)
 
 # What is not fitted. Token budgets: vLLM's max_num_batched_tokens, SGLang's chunked_prefill_size
 # and TensorRT-LLM's max_num_tokens of their defaults on large GPUs. Memory: vLLM's
@@ -142,6 +140,7 @@ def free_constants() -> list[FreeConstant]:
     return [
         *found,
         FreeConstant("engines", everyone, "expert_variety", 0.7, 0.2, 1.0, 4),
+        FreeConstant("engines", everyone, "scaling_seconds", 1e-5, 1e-7, 1e-4, 4),
         FreeConstant("engines", everyone, "draft_acceptance", 0.7, 0.3, 0.9, 4),
         FreeConstant("engines", everyone, "recurrent_seconds", 25e-6, 3e-6, 2e-4, 4),
         FreeConstant("engines", everyone, "indexer_seconds", 2e-5, 3e-6, 2e-4, 2),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import pytest
 
+from bench.calibrate_serving import FEWEST_ROWS, LEFT_OUT, unseen_errors
 from bench.serving_accuracy import default_table, document
-from bench.serving_predictions import kind_of, predictions, read_cases
+from bench.serving_predictions import Prediction, kind_of, predictions, read_cases
 from bench.serving_rows import NotPriced, ServingCase, serving_case, serving_row
 from hpctrain.plan.serving.served_model import EIGHT_BLOCKS, EXPANDED, FOUR, weight_bytes
 from hpctrain.spec.loader import load_catalogue
@@ -124,6 +126,28 @@ def test_rows_that_say_too_little_are_refused_with_the_reason() -> None:
         case(model="nobody/Nothing-1B")
     with pytest.raises(NotPriced, match="lengths"):
         kind_of(case(isl="").row)
+
+
+def test_errors_of_unseen_rows_by_engine_and_of_all() -> None:
+    vllm, sglang = case(tpot_mean_ms="10"), case(tpot_mean_ms="10", engine="sglang")
+    few = case(tpot_mean_ms="10", engine="trtllm")
+    near, far = 0.01 * math.exp(0.1), 0.01 * math.exp(-0.3)
+    unseen = [Prediction(vllm, 1.0, 1.0, near, 1.0, True)] * FEWEST_ROWS
+    unseen += [Prediction(sglang, 1.0, 1.0, far, 1.0, True)] * (2 * FEWEST_ROWS)
+    unseen += [Prediction(few, 1.0, 1.0, 9.0, 1.0, True)] * (FEWEST_ROWS - 1)
+    unseen += [Prediction(case(), 1.0, 1.0, 9.0, 1.0, True)]  # says no TPOT
+    found = unseen_errors(unseen)
+    assert set(found) == {"vllm", "sglang", "other"}
+    assert found["vllm"] == pytest.approx(0.14826)
+    assert found["sglang"] == found["other"] == pytest.approx(3 * 0.14826)
+
+
+def test_all_loads_of_a_configuration_are_left_out_together() -> None:
+    fold = LEFT_OUT["fold"]
+    assert len({fold(case(load_value=n)) for n in ("1", "16", "64")}) == 1
+    assert len({fold(case(gpu=gpu)) for gpu in ("h100_sxm", "h200_sxm", "b200_sxm", "gb200")}) > 1
+    dumps = ("deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3")
+    assert len({fold(case(model=model)) for model in dumps}) == 1
 
 
 @cache
