@@ -80,7 +80,7 @@ ENGINE_FIELDS: dict[str, tuple[float, float, float, float]] = {
     "message_seconds": (6e-6, 1e-6, 4e-5, 4),
     "message_hop_seconds": (2e-6, 2e-7, 1e-5, 4),
     "expert_imbalance": (1.15, 1.0, 3.0, 6),
-    "eager_factor": (1.0, 0.05, 20.0, 1),
+    "eager_factor": (5.0, 0.1, 60.0, 1),
     "handover_seconds": (0.1, 5e-3, 1.0, 1),
 }
 TENSORRT = ("tensorrt-llm", "tensorrt-llm-2025")

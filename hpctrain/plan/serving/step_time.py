@@ -103,7 +103,8 @@ def iteration_seconds(
     # a draft is one more block of the model and the output matrix again, for each drafted token
     drafting = np.asarray(load.drafted_tokens) / np.maximum(shape.layers, 1)
     head = head_seconds(served, gpu, layout, engine, part) * (1 + np.asarray(load.drafted_tokens))
-    return blocks * (1 + drafting) + hops + head + own
+    computed = blocks * (1 + drafting) + hops + head
+    return np.maximum(computed, launching_seconds(served, gpu, engine, part)) + own
 
 
 def product_seconds(
@@ -180,7 +181,7 @@ def attention_seconds(
     latent = np.asarray(shape.mla) > 0
     indexer = np.where(np.asarray(served.sparse_keys) > 0, engine.indexer_seconds, 0.0)
     plain = np.where(latent, engine.latent_seconds, engine.attention_seconds)
-    least = launched(engine, gpu, load, plain, served.attention_operands)
+    least = least_seconds(engine, gpu, plain, served.attention_operands)
     message = message_seconds(gpu, layout, engine, rows * shape.hidden, 2.0)
     return (
         projections
@@ -255,7 +256,7 @@ def recurrent_seconds(
     moved = 2.0 * load.decode_sequences / layout.dp * served.recurrent_state / layout.tp
     state = moved / (gpu.memory_bandwidth * gpu.cache_stream)
     message = message_seconds(gpu, layout, engine, rows * shape.hidden, 2.0)
-    least = launched(engine, gpu, load, engine.recurrent_seconds, served.attention_operands)
+    least = least_seconds(engine, gpu, engine.recurrent_seconds, served.attention_operands)
     return projections + state + least + message
 
 
@@ -272,7 +273,7 @@ def mamba_seconds(
     state = 4.0 * shape.mamba_inner * shape.mamba_state / layout.tp
     moved = 2.0 * load.decode_sequences / layout.dp * state
     message = message_seconds(gpu, layout, engine, rows * shape.hidden, 2.0)
-    least = launched(engine, gpu, load, engine.recurrent_seconds, served.attention_operands)
+    least = least_seconds(engine, gpu, engine.recurrent_seconds, served.attention_operands)
     kept = moved / (gpu.memory_bandwidth * gpu.cache_stream)
     return projections + kept + least + message
 
@@ -290,7 +291,7 @@ def mlp_seconds(
         gpu, engine, load.tokens, weights, served.mlp_bytes, served.mlp_operands
     )
     message = group_seconds(served, gpu, layout, engine, load)
-    least = launched(engine, gpu, load, engine.mlp_seconds, served.mlp_operands)
+    least = least_seconds(engine, gpu, engine.mlp_seconds, served.mlp_operands)
     return products + least + message
 
 
@@ -319,7 +320,7 @@ def moe_seconds(
     routed = grouped_seconds(
         gpu, engine, each, touched * own.expert, served.expert_bytes, served.expert_operands
     )
-    least = launched(engine, gpu, load, engine.expert_seconds, served.expert_operands)
+    least = least_seconds(engine, gpu, engine.expert_seconds, served.expert_operands)
     message = exchange_seconds(served, gpu, layout, engine, load)
     return shared + routed + least + message
 
@@ -391,22 +392,38 @@ def message_seconds(
     return np.where(size > 1, least * gpu.message_pace + moving, 0.0)
 
 
-def launched(
-    engine: EngineConstants,
-    gpu: ServingMachine,
-    load: IterationLoad,
-    seconds: Array,
-    operands: Array,
+def least_seconds(
+    engine: EngineConstants, gpu: ServingMachine, seconds: Array, operands: Array
 ) -> Array:
     """Price a block's kernels at least, of which those without quantisation take `seconds`.
 
-    Operands with a scale for each block of 128 need kernels of their own that quantise them. Where
-    prompts rule out CUDA graphs, kernels are launched one by one, which takes in proportion to
-    their number.
+    Operands with a scale for each block of 128 need kernels of their own that quantise them.
     """
     scaled = np.where(np.asarray(operands) == EIGHT_BLOCKS, engine.scaling_seconds, 0.0)
-    single = np.where(np.asarray(load.prefill_tokens) > 0, engine.eager_factor, 0.0)
-    return np.asarray((seconds + scaled) * gpu.block_pace * (1 + single), dtype=np.float64)
+    return np.asarray((seconds + scaled) * gpu.block_pace, dtype=np.float64)
+
+
+def launching_seconds(
+    served: ServedModel, gpu: ServingMachine, engine: EngineConstants, load: IterationLoad
+) -> Array:
+    """Price launching all kernels one by one, where prompts rule out CUDA graphs; else 0.
+
+    In proportion to their number, as their least times are. The processor launches ahead of the
+    GPU, so that the longer of both counts.
+    """
+    shape = served.shape
+    plain = np.where(np.asarray(shape.mla) > 0, engine.latent_seconds, engine.attention_seconds)
+    recurrent = served.recurrent_blocks + shape.mamba_blocks
+    least = (
+        shape.attention_blocks * least_seconds(engine, gpu, plain, served.attention_operands)
+        + recurrent
+        * least_seconds(engine, gpu, engine.recurrent_seconds, served.attention_operands)
+        + shape.mlp_blocks * least_seconds(engine, gpu, engine.mlp_seconds, served.mlp_operands)
+        + shape.moe_blocks
+        * least_seconds(engine, gpu, engine.expert_seconds, served.expert_operands)
+    )
+    launched = np.where(np.asarray(load.prefill_tokens) > 0, engine.eager_factor * least, 0.0)
+    return np.asarray(launched, dtype=np.float64)
 
 
 def head_seconds(
