@@ -67,7 +67,7 @@ class ServingEngineCalibration(Document):
         description="What 8-bit operands with a scale per block add to a block's least time"
     )
     eager_factor: Factor = Field(
-        description="What least times grow by in iterations with prompts: no CUDA graph"
+        description="Launching kernels one by one (no CUDA graph) over least times"
     )
     handover_seconds: Seconds = Field(description="Of a request between prefill and decode replica")
     draft_acceptance: Share = Field(description="Chance that a drafted token is kept")

@@ -68,7 +68,7 @@ class EngineConstants:
     expert_variety: Array  # independent choices of experts per token (1: tokens choose alone)
     expert_imbalance: Array  # rows of the busiest rank's experts over the mean
     scaling_seconds: Array  # what operands with a scale per block of 128 add to the least times
-    eager_factor: Array  # least times in iterations with prompts: so much more, no CUDA graphs
+    eager_factor: Array  # launching kernels one by one (no CUDA graph) over their least times
     handover_seconds: Array  # of a request between a prefill and a decode replica
     draft_acceptance: Array  # chance that a drafted token is kept, if those before it were
     token_budget: Array  # tokens of one iteration at most

@@ -34,7 +34,8 @@ from hpctrain.plan.serving.step_time import (
     exchange_seconds,
     group_seconds,
     iteration_seconds,
-    launched,
+    launching_seconds,
+    least_seconds,
     message_seconds,
     moe_seconds,
     product_seconds,
@@ -162,12 +163,24 @@ def test_tokens_go_where_their_experts_are() -> None:
     assert float(exchange_seconds(model, GPU, split, ENGINE, load)) == whole
 
 
-def test_scales_and_single_launches_lengthen_the_least_time() -> None:
-    engine = replace(ENGINE, scaling_seconds=5e-6, eager_factor=0.5)
-    prompt, decode = IterationLoad(8.0, 4.0, 0.0, 0.0), IterationLoad(0.0, 0.0, 8.0, 4.0)
-    assert float(launched(engine, GPU, decode, 20e-6, WIDE)) == pytest.approx(20e-6)
-    assert float(launched(engine, GPU, decode, 20e-6, EIGHT_BLOCKS)) == pytest.approx(25e-6)
-    assert float(launched(engine, GPU, prompt, 20e-6, EIGHT_BLOCKS)) == pytest.approx(37.5e-6)
+def test_scales_lengthen_the_least_time() -> None:
+    engine = replace(ENGINE, scaling_seconds=5e-6)
+    assert float(least_seconds(engine, GPU, 20e-6, WIDE)) == pytest.approx(20e-6)
+    assert float(least_seconds(engine, GPU, 20e-6, EIGHT_BLOCKS)) == pytest.approx(25e-6)
+
+
+def test_kernels_launched_one_by_one_hide_behind_the_work_of_the_gpu() -> None:
+    # 80 blocks of attention and MLP with 30 microseconds each, launched in ten times as long
+    engine = replace(ENGINE, attention_seconds=20e-6, mlp_seconds=10e-6, eager_factor=10.0)
+    short, long = IterationLoad(8.0, 4.0, 0.0, 0.0), IterationLoad(65536.0, 4.0, 0.0, 0.0)
+    model = served()
+    launched = float(launching_seconds(model, GPU, engine, short))
+    assert launched == pytest.approx(80 * 30e-6 * 10)
+    assert float(iteration_seconds(model, GPU, FOUR_GPUS, engine, short)) == launched
+    graphs = replace(engine, eager_factor=0.0)
+    times = [float(iteration_seconds(model, GPU, FOUR_GPUS, e, long)) for e in (engine, graphs)]
+    assert times[0] == times[1] > launched
+    assert float(launching_seconds(model, GPU, engine, IterationLoad(0.0, 0.0, 8.0, 4.0))) == 0
 
 
 def test_a_cache_of_eight_bits_is_multiplied_in_eight_bits() -> None:
