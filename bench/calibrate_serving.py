@@ -391,9 +391,8 @@ def main() -> None:
     values = fit(unique, free, options.rounds, start)
     for constant, value in zip(free, values, strict=True):
         print(f"{constant.name[:60]:60s} {constant.start:10.4g} -> {value:10.4g}")
-    print(
-        f"{len(unique)} distinct rows of {len(cases)}, {len(thinned(unique))} fitted; median errors of all rows:"
-    )
+    fitted = f"{len(unique)} distinct rows of {len(cases)}, {len(thinned(unique))} of them fitted"
+    print(f"{fitted}; median errors of all rows:")
     starts = np.array([constant.start for constant in free])
     for title, ones in (("before the fit", starts), ("after the fit", values)):
         figures = figures_of(predictions(cases, _calibrated(free, ones)))
