@@ -329,7 +329,7 @@ def write_errors(unseen: Sequence[Prediction], kind: str) -> None:
     known = load_serving_calibration().model_dump(mode="json")
     for name, entry in known["engines"].items():
         own = name if name in errors else "other"
-        rows = counts[name] if own == name else counts.total()
+        rows = counts.total() if own == "other" else counts[name]
         entry["unseen_error"] = float(f"{errors[own]:.3g}")
         entry["unseen_provenance"] = (
             f"bench/calibrate_serving.py --without {kind} --write: {rows} rows"

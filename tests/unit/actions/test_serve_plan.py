@@ -21,6 +21,7 @@ from hpctrain.errors import DoesNotFitError, InvalidInputError, LimitError
 from hpctrain.plan.serving.candidates import replica_shapes
 from hpctrain.plan.serving.documents import ServicePlan
 from hpctrain.plan.serving.service_plan import plan_on_cluster
+from hpctrain.spec.loader import load_serving_calibration
 
 # One shape, for tests that are not about choosing it.
 NARROW = ("engine.tp=4", "engine.batch_tokens=2048", "engine.precision=bf16")
@@ -193,7 +194,8 @@ def test_traces_give_order_and_lengths(here: Path) -> None:
 def test_what_the_site_has_measured_counts(here: Path) -> None:
     """Slower iterations take more replicas; a smaller error takes fewer."""
     profile = load_named_profile("h100x16")
-    measured = {"decode_factor": 1.6, "prompt_factor": 1.6, "error": 0.12, "provenance": "a test"}
+    unseen = load_serving_calibration().engine("vllm").unseen_error
+    measured = {"decode_factor": 1.6, "prompt_factor": 1.6, "error": unseen, "provenance": "a test"}
     path = here / "ours.yaml"
     path.write_text("extends: h100x16\nname: ours\ncalibration: ours.calibration.yaml\n")
 
