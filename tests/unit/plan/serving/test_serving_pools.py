@@ -29,13 +29,13 @@ def pools(asked: Demand, **changes: object) -> Pools:
 
 
 def test_each_pool_is_sized_for_its_own_limit() -> None:
-    usual = pools(demand(40.0))
+    usual = pools(demand(60.0))
     assert usual.prompt_replicas >= 2 and usual.answer_replicas >= 1
     assert usual.gpus == 4 * (usual.prompt_replicas + usual.answer_replicas)
-    patient = pools(demand(40.0, objectives=(replace(TTFT, limit_seconds=5.0), TPOT)))
+    patient = pools(demand(60.0, objectives=(replace(TTFT, limit_seconds=5.0), TPOT)))
     assert patient.prompt_replicas < usual.prompt_replicas
     assert patient.answer_replicas == usual.answer_replicas
-    strict = pools(demand(40.0, objectives=(TTFT, replace(TPOT, limit_seconds=0.022))))
+    strict = pools(demand(60.0, objectives=(TTFT, replace(TPOT, limit_seconds=0.022))))
     assert strict.answer_replicas > usual.answer_replicas
 
 
