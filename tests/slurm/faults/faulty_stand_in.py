@@ -69,12 +69,13 @@ def main() -> None:
     rank.install_signals()
     ASKED_TO_LEAVE.append(lambda: bool(rank._stop_signals))
     faults = planned()
+    # before deeds that import `leader`, which binds what it trains with
+    strike_at_steps([fault for fault in faults if fault["step"]])
     for fault in faults:
         if not fault["step"]:
             if fault["do"] == "hear_nothing":  # signals that come later are not installed again
                 rank.install_signals = lambda: None
             DEEDS[fault["do"]](fault)
-    strike_at_steps([fault for fault in faults if fault["step"]])
     from hpctrain.train.stand_in import leader
 
     leader._ROUND_SECONDS = 0.0
