@@ -28,6 +28,12 @@ def parse_archive_name(name: str) -> tuple[str, str] | None:
     return (found["version"], found["digest"]) if found else None
 
 
+def own_code() -> str | None:
+    """Return the digest of the archive from which hpctrain is imported; None without one."""
+    found = parse_archive_name(Path(__file__).parents[2].name)
+    return found and found[1]
+
+
 def current_archive(run: RunLayout) -> str | None:
     """Return the name of the archive that the next attempt imports; None if the run keeps none."""
     try:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hpctrain.store.kept_code import parse_archive_name
+from hpctrain.store.kept_code import own_code
 from hpctrain.store.software import Library, SoftwareFacts
 from hpctrain.version import __version__
 
@@ -110,7 +110,7 @@ def collect() -> SoftwareFacts:
             kernels += [f"{name} {library.version}"] if library.imported else []
     return SoftwareFacts(
         hpctrain=__version__,
-        code=_own_code(),
+        code=own_code(),
         python=platform.python_version(),
         torch=torch.__version__,
         cuda_build=torch.version.cuda,
@@ -166,12 +166,6 @@ def _declared_version(package_info: Path) -> str | None:
     if None in release:
         return _version("megatron-core")
     return ".".join(map(str, release)) + str(values.get("PRE_RELEASE", ""))
-
-
-def _own_code() -> str | None:
-    """Return the digest of the archive from which hpctrain is imported; None without one."""
-    found = parse_archive_name(Path(__file__).parents[2].name)
-    return found and found[1]
 
 
 def _version(distribution: str) -> str | None:

@@ -29,6 +29,7 @@ from hpctrain.checkpoints.manifest import (
 )
 from hpctrain.checkpoints.publish import Retention, publish
 from hpctrain.errors import CheckpointError
+from hpctrain.store.kept_code import own_code
 from hpctrain.store.requests import SaveRequest, is_requested
 from hpctrain.store.run_records import (
     DoneMarker,
@@ -162,6 +163,7 @@ class Leader:
         open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         facts = SoftwareFacts(
             hpctrain=__version__,
+            code=own_code(),
             python=platform.python_version(),
             torch="none",
             open_files=open_files,
