@@ -7,6 +7,7 @@ import os
 import urllib.request
 from pathlib import Path
 
+import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rehearsal import Rehearsal, Stage, held, waits_for
 
@@ -14,6 +15,8 @@ from hpctrain.actions.exporter import Exporter, ExporterSlurm
 from hpctrain.actions.runs import RunFiles
 from hpctrain.observe.exposition import exposed
 from hpctrain.store.ledger import EventKind
+
+pytestmark = pytest.mark.stand_in
 
 # What depends on the moment, on who asks, or on who was asked.
 _OF_THE_MOMENT = (

@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fcntl import ioctl
 
+import pytest
 from rehearsal import MADE_UP, PATIENCE_SECONDS, Rehearsal, Stage
 from terminal_screen import TerminalScreen
 
 from hpctrain.actions.state import RunState
 from hpctrain.checkpoints.publish import published_steps
+
+pytestmark = pytest.mark.stand_in
 
 # Only people end it, and only people save.
 _ENDLESS = ("budget.steps=100000", "checkpoint.every_steps=100000")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rehearsal import Rehearsal, Stage, waits_for
 
 import hpctrain
@@ -16,6 +17,8 @@ from hpctrain.actions.describe import describe
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.software import read_software
 from hpctrain.version import __version__
+
+pytestmark = pytest.mark.stand_in
 
 NEWER = "0.2.0"
 

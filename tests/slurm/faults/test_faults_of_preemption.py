@@ -18,6 +18,8 @@ from hpctrain.slurm.records import RequeueResult
 from hpctrain.store.jobs import sbatch_options
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.stand_in
+
 # One launch after the other is preempted while rank 1 is in the middle of a long step.
 SAVED_DEAF_AND_LAST = (
     PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),

@@ -50,6 +50,7 @@ def test_ranks_that_die_are_named_and_relaunched_in_place(
     assert rehearsal.attempts == 1, "no queue for a crash"
 
 
+@pytest.mark.stand_in
 def test_hangs_are_told_from_slow_saves_and_the_odd_rank_is_named(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
