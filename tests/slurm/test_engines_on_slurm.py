@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rehearsal import PATIENCE_SECONDS, STEPS, PlannedFault, Rehearsal, Stage
+from rehearsal import PATIENCE_SECONDS, PlannedFault, Rehearsal, Stage
 from slurm_settings import grace
 from variants import varied
 
@@ -16,6 +16,7 @@ from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import read_metrics
 from hpctrain.train.job import read_config
 
+STEPS = 20  # some after the preemption, and a save before and after it
 ENGINES = {
     "ddp": ("engine.name=ddp", "parallel.pp=1"),
     "fsdp": ("engine.name=fsdp", "parallel.pp=1"),
@@ -31,7 +32,8 @@ ENGINES = {
 def test_a_preempted_run_is_the_same_run(engine: str, stage: Stage, tmp_path: Path) -> None:
     planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
     name, gpus = engine.replace(" ", "-").lower(), 2 if "3D" in engine else 1
-    rehearsal = stage.start(f"name={name}", *ENGINES[engine], planned=planned, gpus_per_node=gpus)
+    words = (f"name={name}", f"budget.steps={STEPS}", *ENGINES[engine])
+    rehearsal = stage.start(*words, planned=planned, gpus_per_node=gpus)
     rehearsal.wait_for_step(12)
     with grace(stage.sandbox, seconds=600):
         rehearsal.urgent_job()
