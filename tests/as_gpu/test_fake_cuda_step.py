@@ -48,7 +48,7 @@ STEPS: dict[str, tuple[dict[str, Any], int]] = {
 ALWAYS = ("gpt",)
 # Without TransformerEngine the norm is computed by `local_multi_tensor_l2_norm`, which reads one
 # number per parameter and brings the sum back (megatron/core/utils.py).
-LOCAL_STEPS = {"gpt": 52, "llama": 38}
+LOCAL_STEPS = {"gpt": 28, "llama": 20}
 LOCAL_NORM = "utils.py local_multi_tensor_l2_norm"
 # Samples before they are copied, and BERT's choice of tokens, which is drawn on the host.
 SAMPLES = ("datasets/", "engines/models/masking.py")
@@ -74,10 +74,30 @@ def gpu_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FreshProce
     process.close()
 
 
-def step(process: FreshProcess, document: dict[str, Any], microbatches: int = 2) -> Any:
-    size = document["micro_batch_size"] * document["data_parallel_size"]
-    changed = json.dumps({**document, "global_batch_size": microbatches * size})
-    return process.call(fake_cuda_steps.seen_in_a_step, document=changed)
+class Steps:
+    """What is seen in steps of models with two layers, each looked at once."""
+
+    def __init__(self, process: FreshProcess) -> None:
+        self._process = process
+        self._seen: dict[str, Any] = {}
+
+    def seen(self, document: dict[str, Any], microbatches: int = 2) -> Any:
+        size = document["micro_batch_size"] * document["data_parallel_size"]
+        changed = {**document, "global_batch_size": microbatches * size}
+        if "num_layers" in changed:
+            changed |= dict(num_layers=2, pipeline_layer_split=[[2]])
+        else:
+            changed["model"] = {**changed["model"], "layers": 2}
+        text = json.dumps(changed)
+        if text not in self._seen:
+            found = self._process.call(fake_cuda_steps.seen_in_a_step, document=text)
+            self._seen[text] = found
+        return self._seen[text]
+
+
+@pytest.fixture(scope="module")
+def steps(gpu_process: FreshProcess) -> Steps:
+    return Steps(gpu_process)
 
 
 def elsewhere(found: dict[str, int], *allowed: str) -> list[str]:
@@ -85,9 +105,9 @@ def elsewhere(found: dict[str, int], *allowed: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", varied(STEPS, *ALWAYS))
-def test_all_tensors_of_a_step_are_on_the_gpu(name: str, gpu_process: FreshProcess) -> None:
+def test_all_tensors_of_a_step_are_on_the_gpu(name: str, steps: Steps) -> None:
     document, reads = STEPS[name]
-    seen = step(gpu_process, document)
+    seen = steps.seen(document)
     assert seen["mixed"] == {}
     sums = SUMS.get(document["engine"], ())
     assert elsewhere(seen["on_the_host"], *ON_THE_HOST, *sums) == []
@@ -98,9 +118,9 @@ def test_all_tensors_of_a_step_are_on_the_gpu(name: str, gpu_process: FreshProce
 
 
 @pytest.mark.parametrize("name", varied(("gpt", "llama with fsdp", "gpt with ddp"), "gpt"))
-def test_a_microbatch_reads_nothing(name: str, gpu_process: FreshProcess) -> None:
+def test_a_microbatch_reads_nothing(name: str, steps: Steps) -> None:
     """More micro-batches add copies of samples, and no reads."""
-    few, many = (step(gpu_process, STEPS[name][0], number) for number in (2, 4))
+    few, many = (steps.seen(STEPS[name][0], number) for number in (2, 4))
     assert many["reads"] == few["reads"]
     samples = [
         sum(number for place, number in one["copies"].items() if "datasets/" in place)
@@ -110,8 +130,8 @@ def test_a_microbatch_reads_nothing(name: str, gpu_process: FreshProcess) -> Non
 
 
 @pytest.mark.parametrize("name", LOCAL_STEPS)
-def test_layers_of_megatron_core_are_on_the_gpu(name: str, gpu_process: FreshProcess) -> None:
-    seen = step(gpu_process, {**FAMILIES[name], **LOCAL})
+def test_layers_of_megatron_core_are_on_the_gpu(name: str, steps: Steps) -> None:
+    seen = steps.seen({**FAMILIES[name], **LOCAL})
     assert seen["mixed"] == {}
     assert elsewhere(seen["on_the_host"], *ON_THE_HOST, LOCAL_NORM) == []
     assert elsewhere(seen["copies"], *SAMPLES, LOCAL_NORM) == []

@@ -5,6 +5,7 @@ Groups are fake (see `fake_worlds`), so this shows what ranks build and name, no
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 from collections.abc import Callable
@@ -250,11 +251,22 @@ def shards_at(name: str, world_size: int) -> list[Any]:
     return [sum(empty), all(passed)]
 
 
-@pytest.mark.parametrize("world_size", [8, 64, 512])
+SIZES = (8, 64, 512)
+
+
+@functools.cache
+def all_shards() -> dict[tuple[str, int], list[Any]]:
+    """Visit every case in one fork, which imports transformers' models once."""
+    cases = [(name, size) for name in NARROW for size in SIZES]
+    found = apart(lambda: [shards_at(name, size) for name, size in cases])
+    return dict(zip(cases, found, strict=True))
+
+
+@pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("name", NARROW)
 def test_empty_shards_pass_every_reduction(name: str, world_size: int) -> None:
     """Ranks beyond a weight's rows have nothing of it. First, last and middle ranks."""
-    empty, passed = apart(shards_at, name, world_size)
+    empty, passed = all_shards()[name, world_size]
     assert passed
     assert empty > 0 or (name, world_size) == ("gpt", 8), "the case that is tested"
 
