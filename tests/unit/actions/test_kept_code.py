@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -36,8 +37,21 @@ _ENTRIES = (
 )
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache after a first submission: packing takes a second, which few tests are about."""
+    place = tmp_path_factory.mktemp("packed")
+    layout = RunLayout(place / "runs/gpt-0001")
+    layout.create()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        keep_code(layout)
+    return place / "cache"
+
+
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(packed, tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache/hpctrain"
 
