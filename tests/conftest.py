@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from another_user import AnotherUser
     from file_system_calls import FileSystemCalls
 
+# Where an environment with vLLM is, which takes minutes to make (tests/serving_environment.py).
+_WANTED = ("HPCTRAIN_SERVING_ENVIRONMENT",)
 _FOREIGN = ("HPCTRAIN_", "NCCL_", "SACCT_", "SBATCH_", "SINFO_", "SLURM_", "SQUEUE_", "WANDB_")
 
 # At import: before session fixtures, and before anything that reads the environment is imported.
 for _name in [name for name in os.environ if name.startswith(_FOREIGN)]:
-    del os.environ[_name]
+    if _name not in _WANTED:
+        del os.environ[_name]
 os.environ.update(NO_COLOR="1", COLUMNS="100", TZ="UTC0", OMP_NUM_THREADS="1")
 time.tzset()
 
