@@ -51,8 +51,9 @@ def test_a_service_grows_shrinks_and_restarts_without_losing_a_request(
             rehearsal.wait(lambda: rehearsal.status.restart == "done", "the end of the restart")
         assert not clients.failed, f"{clients.failed}\n{rehearsal.story()}"
         assert len(clients.replies) > 20
-        most = max(len(rehearsal.events(ServiceEventKind.REPLICA_READY)), 0)
-        assert most == 5, "two, one more, and one for each that was restarted"
+        # each once, whoever a busy machine took for ill for a moment
+        served = {event.replica for event in rehearsal.events(ServiceEventKind.REPLICA_READY)}
+        assert len(served) == 5, "two, one more, and one for each that was restarted"
         rehearsal.service.down_request.touch()
         rehearsal.wait(lambda: rehearsal.status.state == "down", "down")
         rehearsal.wait(lambda: not rehearsal.router_processes(), "the end of the router's job")

@@ -91,7 +91,8 @@ def test_what_was_sent_before_the_end_is_waited_for() -> None:
 def test_failures_are_named(behaviour: Behaviour, kind: FailureKind) -> None:
     other = Behaviour()
     with streaming_server(lambda number: behaviour if number == 1 else other) as server:
-        records = send(server, [0.0, 0.02, 0.04], timeout_seconds=1.0)
+        limit_seconds = 3.0 if kind == "timeout" else 20.0
+        records = send(server, [0.0, 0.02, 0.04], timeout_seconds=limit_seconds)
     assert [record.failure for record in records] == [None, kind, None]
     assert records[1].request_id == "load-1" and records[1].detail
 

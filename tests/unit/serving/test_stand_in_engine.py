@@ -52,7 +52,7 @@ def test_a_drain_finishes_what_has_begun_and_refuses_the_rest(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     ends: list[int] = []
-    with stand_in(tmp_path, "--shutdown-timeout", "20", token_seconds=0.01) as (process, url):
+    with stand_in(tmp_path, "--shutdown-timeout", "90", token_seconds=0.05) as (process, url):
         long = {**PROMPT, "max_tokens": 100}
         client = threading.Thread(
             target=lambda: ends.append(request(f"{url}/v1/completions", long)[0])
@@ -61,13 +61,14 @@ def test_a_drain_finishes_what_has_begun_and_refuses_the_rest(
         while "running{" not in (text := request(f"{url}/metrics")[1]) or (
             f'running{{engine="0",model_name="{SERVED_NAME}"}} 1.0' not in text
         ):
+            assert client.is_alive(), "the answer was over before it was seen"
             time.sleep(0.01)
         process.send_signal(number)
-        time.sleep(0.1)
-        assert request(f"{url}/health")[0] == 200
-        assert request(f"{url}/v1/completions", PROMPT)[0] == 500
+        while (code := request(f"{url}/v1/completions", PROMPT)[0]) == 200:
+            assert client.is_alive(), "the answer was over before anything was refused"
+        assert (code, request(f"{url}/health")[0]) == (500, 200)
         client.join()
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=90) == 0
     assert ends == [200]
 
 

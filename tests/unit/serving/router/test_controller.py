@@ -305,7 +305,7 @@ class TestRollingRestart:
         service.passes()
 
     def until(self, service: Steered, reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not reached():
             assert time.monotonic() < deadline
             service.passes(1)

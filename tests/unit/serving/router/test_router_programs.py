@@ -97,9 +97,9 @@ def test_without_a_replica_clients_are_told_to_come_again(start: Start, two: lis
 def test_requests_go_on_where_a_replica_was_removed(
     start: Start, two: list[Engine], tmp_path: Path
 ) -> None:
-    with engines(tmp_path, 1, {"first_token_seconds": 1.0}) as (slow,):
+    with engines(tmp_path, 1, {"first_token_seconds": 4.0}) as (slow,):
         router = start(slow)
-        with concurrent.futures.ThreadPoolExecutor() as pool:
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
             answers = [pool.submit(complete, router.port, tokens=8) for _ in range(6)]
             wait(lambda: router.counts().in_flight == 6, "requests in flight")
             assert router.add(two[0].url)
@@ -162,6 +162,7 @@ def test_a_dead_replica_is_not_asked_because_it_is_idle(start: Start, tmp_path: 
         ]
         for number, client in enumerate(clients):
             if number == 15:
+                begun = sum(other.is_alive() for other in clients[:number])
                 mortal.kill()
             client.start()
             time.sleep(0.08)
@@ -169,7 +170,7 @@ def test_a_dead_replica_is_not_asked_because_it_is_idle(start: Start, tmp_path: 
             client.join()
         # Streams that had begun there are lost (0), and nothing else.
         assert set(found) <= {200, 0}, found
-        assert found.count(0) <= 5, found
+        assert found.count(0) <= begun < 20, found
 
 
 def test_only_the_api_is_open(start: Start, two: list[Engine]) -> None:
@@ -218,16 +219,18 @@ def test_one_client_cannot_take_all(start: Start, two: list[Engine], tmp_path: P
     router = start(*two, token_file=tokens, rate_limit=5.0)
     fields = {"Authorization": f"Bearer {TOKEN}"}
     began = time.monotonic()
-    answers = [complete(router.port, fields=fields) for _ in range(12)]
-    if time.monotonic() - began > 1.0:
-        pytest.skip("NOT TRIED: this machine is too slow to send 12 requests in a second")
+    with concurrent.futures.ThreadPoolExecutor(30) as pool:
+        sent = [pool.submit(complete, router.port, fields=fields) for _ in range(30)]
+        answers = [one.result() for one in sent]
+    seconds = time.monotonic() - began
     limited = [one for one in answers if one.status == 429]
-    assert 5 <= len(limited) <= 8
+    passed = len(answers) - len(limited)
+    assert limited and 4 <= passed <= 5 * (seconds + 1) + 1, (passed, seconds)
     assert limited[0].error == "more than 5 requests per second"
     assert int(limited[0].fields["retry-after"]) >= 1
     assert complete(router.port, fields={"Authorization": f"Bearer {OTHER}"}).status == 200
     assert router.counts().limited == len(limited)
-    wait(lambda: complete(router.port, fields=fields).status == 200, "the next second", 5)
+    wait(lambda: complete(router.port, fields=fields).status == 200, "the next second")
 
 
 @pytest.fixture(scope="module")
@@ -350,10 +353,10 @@ def test_it_ends_when_requests_have(start: Start, tmp_path: Path) -> None:
     with engines(tmp_path, 1, {"token_seconds": 0.1}) as (slow,):
         router = start(slow)
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            streams = [pool.submit(complete, router.port, stream=True, tokens=15) for _ in range(3)]
+            streams = [pool.submit(complete, router.port, stream=True, tokens=50) for _ in range(3)]
             wait(lambda: router.counts().in_flight == 3, "requests in flight")
-            ending = threading.Thread(target=router.stop, args=(15.0,))
+            ending = threading.Thread(target=router.stop, args=(60.0,))
             ending.start()
             assert all(one.result().body.endswith(b"data: [DONE]\n\n") for one in streams)
-            ending.join(20)
+            ending.join(90)
             assert not ending.is_alive()
