@@ -6,6 +6,7 @@ what the rank changes later, the process sees.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_trials import ZERO, words_of
-from trial_runs import GPT, MODULE_GPT, Trial
+from trial_runs import GPT, MODULE_GPT, Trial, make_trial
 from variants import varied
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
@@ -98,22 +99,39 @@ def test_a_rank_with_a_gpu_does_not_fork(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(writer.open_writer(0, run, None), writer.ForkedWriter)
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trial]:
+    """A run whose files another process writes, late; made once for each kind."""
+
+    @functools.cache
+    def of_kind(kind: str) -> Trial:
+        base, changes = RUNS[kind]
+        changes = dict(changes, save_interval_steps=2, async_save=True)
+        made = make_trial(tmp_path_factory.mktemp("written") / "run", base, **changes)
+        assert made.train(prepare=_copies_sent_late) == [0, 0]
+        return made
+
+    return of_kind
+
+
 @pytest.mark.parametrize("kind", varied(RUNS, "megatron"))
-def test_the_files_are_those_of_a_forked_writer(kind: str, trial: Callable[..., Trial]) -> None:
+def test_the_files_are_those_of_a_forked_writer(
+    kind: str, trial: Callable[..., Trial], written: Callable[[str], Trial]
+) -> None:
     """Also where training goes on before the process has seen a tensor."""
     base, changes = RUNS[kind]
-    plain = trial(base, **changes, save_interval_steps=2)
-    beside = trial(base, **changes, save_interval_steps=2, async_save=True)
-    assert plain.train() == [0, 0] and beside.train(prepare=_copies_sent_late) == [0, 0]
+    plain, beside = trial(base, **changes, save_interval_steps=2), written(kind)
+    assert plain.train() == [0, 0]
     assert beside.exact == plain.exact
     assert content(beside) == content(plain)
 
 
 @pytest.mark.parametrize("kind", varied(["megatron", "fsdp"], "megatron"))
-def test_a_resume_from_it_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
+def test_a_resume_from_it_is_exact(
+    kind: str, trial: Callable[..., Trial], written: Callable[[str], Trial]
+) -> None:
     base, changes = RUNS[kind]
-    whole = trial(base, **changes, save_interval_steps=2)
-    assert whole.train(prepare=_copies) == [0, 0]
+    whole = written(kind)
     again = trial(base, **changes, save_interval_steps=2)
     again.adopt(whole, 4)
     assert again.train(resume=4, prepare=_copies) == [0, 0]
