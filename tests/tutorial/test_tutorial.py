@@ -31,6 +31,8 @@ from hpctrain.sandbox.sandbox import Sandbox
 
 PAGE = ROOT / "docs" / "tutorial.md"
 _PATIENCE_SECONDS = 300.0
+# Each look starts a Python, beside ranks that train.
+_PAUSE_SECONDS = 2.5
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Reader:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not re.search(until, "\n".join(lines)):
             assert time.monotonic() < deadline, f"`{command.text}` never matched {until}: {lines}"
-            time.sleep(1)
+            time.sleep(_PAUSE_SECONDS)
             code, lines = self._typed(command)
         return code, lines
 
