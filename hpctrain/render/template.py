@@ -6,6 +6,7 @@ belong here: the values (see `script`), and what a site may change (docs/templat
 
 from __future__ import annotations
 
+import functools
 import os
 import traceback
 from pathlib import Path
@@ -42,7 +43,7 @@ def render_template(
     from jinja2 import FileSystemLoader
 
     if template_directory is None:
-        return template_environment().get_template(name).render(script=script, **more)
+        return _packaged_environment().get_template(name).render(script=script, **more)
     site = FileSystemLoader(template_directory)
     environment = template_environment(site)
     _refuse_missing(template_directory, site, environment)
@@ -66,6 +67,12 @@ def refuse_dropped_directives(script: Script, text: str, directory: Path) -> Non
         message = f"this template drops {', '.join(dropped)}, which the supervisor relies on"
         hint = "keep `{{ super() -}}` in the block `directives`"
         raise InvalidInputError([Problem(message, str(directory / TEMPLATE), hint=hint)])
+
+
+@functools.cache
+def _packaged_environment() -> Environment:
+    """Build the environment without a site's templates once: it keeps what it has compiled."""
+    return template_environment()
 
 
 def template_environment(site: BaseLoader | None = None) -> Environment:
