@@ -6,6 +6,7 @@ the counts themselves (`file_rows`, `slurm_rows`).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -124,7 +125,7 @@ class Formula:
     def at(self, size: RunSize) -> float:
         """The count at this size."""
         total = self.fixed
-        for name, factor in self._terms():
+        for name, factor in self._terms:
             product = factor
             for part in _PARTS.get(name, (name,)):
                 product *= getattr(size, part)
@@ -134,11 +135,12 @@ class Formula:
     def __str__(self) -> str:
         """The formula for people: `3 + 2 ranks`; `0` if nothing is counted."""
         words = [f"{self.fixed:g}"] if self.fixed else []
-        for name, factor in self._terms():
+        for name, factor in self._terms:
             unit = " x ".join(part.replace("_", " ") for part in _PARTS.get(name, (name,)))
             words.append(unit if factor == 1 else f"{factor:g} {unit}")
         return " + ".join(words) or "0"
 
+    @functools.cached_property
     def _terms(self) -> list[tuple[str, float]]:
         named = [(one.name, getattr(self, one.name)) for one in fields(self)[1:]]
         return [(name, factor) for name, factor in named if factor]
