@@ -11,10 +11,11 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+from bench.memory_facts import BF16_ACCUMULATOR, copied_gradient_bytes, with_memory_facts
 from bench.pipeline_layout import stage_layers
 from bench.published import PublishedRow, facts_of, precision_of
 from bench.published_models import ModelShape, UnknownModel, model_of
-from bench.published_recipes import Recipe, recipe_of
+from bench.published_recipes import Recipe, product_names, recipe_of
 from hpctrain.plan.cost.case import (
     RECOMPUTE_FULL,
     RECOMPUTE_NONE,
@@ -25,10 +26,18 @@ from hpctrain.plan.cost.case import (
     Shape,
     Software,
 )
-from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
+from hpctrain.plan.cost.constants import (
+    calibration_of,
+    machine_of,
+    newer,
+    software_name,
+    software_of,
+)
+from hpctrain.plan.cost.modules import EAGER_NORM_TRAFFIC
 from hpctrain.plan.model.number_formats import LAYOUT_BYTES
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
 from hpctrain.spec.catalogue import Gpu, GpuCatalogue, match_gpu
+from hpctrain.spec.engines.registry import abilities_of
 
 
 class CannotModel(ValueError):
@@ -51,48 +60,62 @@ class RowCase:
     assumed: tuple[str, ...]
 
 
+MODERN = "megatron-core"
 # (regular expression over source and framework, key of calibration.yaml); the first match counts
 SOFTWARE = (
     (r"zero-?3.*no mp", "deepspeed-zero3-2021"),
     (r"narayanan|ptd-p|sc21", "megatron-2021"),
     (r"bloom|megatron-deepspeed|mt-nlg|turing-nlg|deepspeed-azure", "megatron-deepspeed"),
     (r"aleph alpha", "scaling"),
-    (r"llm-foundry|composer|mosaic", "llm-foundry"),
-    (r"fsdp|torchtitan|automodel", "fsdp"),
+    (r"llm-foundry|composer|mosaic|fsdp|torchtitan|automodel", "fsdp"),
     (r"zero.?bubble|schedule (zb|1f1b|v-)", "megatron-2023"),
     (r"korthikanti|megatron.*2022|selective", "megatron-2022"),
-    (r"simumax|memory_speed|functional test", "mcore-plain"),
-    (r"bridge|moe-modelzoo|modelzoo", "bridge"),
-    (r"nemo|dgxc|mlperf|nemotron|aleph", "nemo"),
-    (r"megatron readme|megatron-core|mcore", "mcore"),
-    (r"deepspeed|zero", "deepspeed-zero3-2021"),
+    (r"simumax|memory_speed|functional test|bridge|modelzoo", MODERN),
+    (r"nemo|dgxc|mlperf|megatron readme|megatron-core|mcore", MODERN),
+    (r"deepspeed|zero", "deepspeed"),
 )
-BRIDGE_RELEASES = ("25.09", "25.11", "26.02", "26.04", "26.06", "26.08")
 
 
 def software_key(row: PublishedRow) -> tuple[str, bool]:
-    """(key, True when it was guessed from the GPU)."""
-    text = f"{row.source} {row.framework}".lower()
+    """(key, True when it was guessed)."""
+    text = product_names(f"{row.source} {row.framework}").lower()
     for pattern, key in SOFTWARE:
         if re.search(pattern, text):
-            return (bridge_key(text), False) if key == "bridge" else (key, False)
-    return ("bridge-26.02" if re.match(r"(gb|b)\d00", row.gpu.lower()) else GENERIC), True
+            return key, False
+    return MODERN, True
 
 
-GENERIC = "generic"
+def memory_key(key: str, recipe: Recipe) -> str:
+    """Which entry of `software` says what is in memory."""
+    return f"{key}-unfused-norms" if key == "scaling" and not recipe.rms_kernel else key
 
 
-def bridge_key(text: str) -> str:
-    """The release of a container, else the one before it; without a number the middle one."""
-    found = re.search(r"\b(2\d)\.(\d\d)", text)
-    if not found:
-        return "bridge-26.02"
-    earlier = [r for r in BRIDGE_RELEASES if r <= found.group(0)]
-    return f"bridge-{earlier[-1] if earlier else BRIDGE_RELEASES[0]}"
+def product_software(recipe: Recipe, calibration: Calibration) -> tuple[str, Calibration]:
+    """Which entry of `software` `hpctrain plan` takes for such a run, whoever measured it.
+
+    A run whose attention is not TransformerEngine's has layers without it, and one that says which
+    kernel its norms are has layers that its authors put together. What is in memory is another
+    thing: that of the framework which the row names (`memory_facts`). The rest is what
+    `plan.cost.from_spec` sets for a spec.
+    """
+    named, local = recipe.rms_kernel is not None, recipe.attention != "te"
+    key = software_name(recipe.engine, eager=named, local=local)
+    own = "megatron" if recipe.engine == "megatron-fsdp" else recipe.engine
+    given = {"scatter_gather": float(abilities_of(own).splits_stage_messages)}
+    known = {**calibration.software, key: calibration.software[key].model_copy(update=given)}
+    return key, calibration.model_copy(update={"software": known})
 
 
-def row_case(row: PublishedRow, catalogue: GpuCatalogue, calibration: Calibration) -> RowCase:
-    """The case of one row. Raises CannotModel."""
+def row_case(
+    row: PublishedRow,
+    catalogue: GpuCatalogue,
+    calibration: Calibration,
+    product: bool = False,
+) -> RowCase:
+    """The case of one row, with `product` on the software that `hpctrain plan` takes for any run.
+
+    Raises CannotModel.
+    """
     try:
         model = model_of(row)
     except UnknownModel as error:
@@ -102,21 +125,25 @@ def row_case(row: PublishedRow, catalogue: GpuCatalogue, calibration: Calibratio
     gpu = match_gpu(catalogue, row.gpu)
     if gpu is None:
         raise CannotModel(f"GPU `{row.gpu}` is not in the catalogue")
-    key, guessed = software_key(row)
     recipe = recipe_of(row)
-    if recipe.mtp_layers is not None:
-        model = replace(model, mtp_layers=recipe.mtp_layers)
-    assumed = [f"software {key}"] if guessed else []
+    key, guessed = software_key(row)
+    own = memory_key(key, recipe)
+    in_memory = calibration.software[own]
+    if product:
+        key, calibration = product_software(recipe, calibration)
+    if not recipe.mtp:
+        model = replace(model, mtp_layers=0)
+    _check_experts(row, model)
+    assumed = [f"software {key}"] if guessed and not product else []
     assumed += [*model.filled, *(name for name in recipe.filled if name not in model.filled)]
-    constants = calibration.software[key]
-    software, kernel = software_for(row, recipe, calibration, key)
+    software, kernel = software_for(recipe, calibration, key, gpu)
     return RowCase(
         row=row,
         case=Case(
             shape_of(model, position_rows(row, model)),
-            mesh_of(row, model, recipe, constants, assumed),
-            machine_for(row, gpu, calibration, constants),
-            software,
+            mesh_of(row, model, recipe, in_memory, assumed),
+            machine_for(row, gpu, calibration),
+            with_memory_facts(software, own, in_memory, row, recipe),
         ),
         gpu=gpu,
         software=key,
@@ -127,6 +154,17 @@ def row_case(row: PublishedRow, catalogue: GpuCatalogue, calibration: Calibratio
         unfused_norms=key == "scaling" and not recipe.rms_kernel,
         assumed=tuple(dict.fromkeys(assumed)),
     )
+
+
+def _check_experts(row: PublishedRow, model: ModelShape) -> None:
+    """Raises CannotModel where experts are divided that the model does not have."""
+    ep, experts = int(row.ep or 1), model.moe.experts if model.moe else 0
+    if ep > 1 and not experts:
+        raise CannotModel(
+            f"model `{row.model}`: ep {ep}, but neither columns, notes nor registry name experts"
+        )
+    if ep > 1 and experts % ep:
+        raise CannotModel(f"model `{row.model}`: {experts} experts do not divide by ep {ep}")
 
 
 def position_rows(row: PublishedRow, model: ModelShape) -> int:
@@ -207,11 +245,18 @@ def mesh_of(
     constants: SoftwareCalibration,
     assumed: list[str],
 ) -> Mesh:
-    """Layout, batch and recomputation; blanks by the rules below, each noted in `assumed`."""
+    """Layout, batch and recomputation; blanks by the rules below, each noted in `assumed`.
+
+    Raises CannotModel for sizes that contradict each other.
+    """
     tp, pp, cp, ep = (_size(row, name, 1, assumed) for name in ("tp", "pp", "cp", "ep"))
     vp = _virtual(row, model, recipe, pp)
     gpus = row.gpus or tp * pp * cp * (row.dp or 1)
     dp = row.dp or max(1, gpus // (tp * pp * cp))
+    if row.dp and row.tp and row.pp and tp * pp * cp * dp != gpus:
+        layout = f"tp {tp}, pp {pp}, cp {cp} and dp {dp}"
+        raise CannotModel(f"model `{row.model}`: {layout} are not the {gpus} GPUs of the row")
+    ep = _expert_ranks(ep, tp * cp * dp, assumed)
     micro, accumulation = _batch(row, recipe, dp, assumed)
     first, middle, last = stage_layers(recipe.layout, model.layers, pp)
     modules = recipe.recompute_modules
@@ -241,9 +286,13 @@ def mesh_of(
         low=int(recipe.precision in ("fp8", "mxfp8", "nvfp4")),
         element_bytes=4 if recipe.precision in ("fp32", "tf32") else 2,
         gradient_bytes=_gradient_bytes(row, recipe, constants),
+        gradient_copy=copied_gradient_bytes(software_key(row)[0], recipe.precision),
         gather_bytes=1 if recipe.fp8_params and recipe.precision != "mxfp8" else 2,
         low_bytes=_low_bytes(recipe),
         low_only=int(recipe.fp8_params),
+        input_bytes=_low_bytes(recipe) / 2,  # TransformerEngine keeps one of two layouts
+        # with delayed scaling attention's projection keeps 8 bits of its own
+        projected_bytes=int((recipe.precision, recipe.fp8_granularity) == ("fp8", "delayed")),
         shard_gpus=dp * cp / recipe.shard_groups if recipe.shard_groups > 1 else 0,
     )
 
@@ -260,6 +309,13 @@ def _size(row: PublishedRow, name: str, default: int, assumed: list[str]) -> int
     if value is None and name != "ep":
         assumed.append(name)
     return int(value or default)
+
+
+def _expert_ranks(ep: int, ranks: int, assumed: list[str]) -> int:
+    """Experts over at most the ranks of a stage; a table that prints more of them is misprinted."""
+    if ep > ranks:
+        assumed.append("ep")
+    return min(ep, ranks)
 
 
 def _virtual(row: PublishedRow, model: ModelShape, recipe: Recipe, pp: int) -> int:
@@ -292,9 +348,7 @@ def _batch(row: PublishedRow, recipe: Recipe, dp: int, assumed: list[str]) -> tu
 
 def _gradient_bytes(row: PublishedRow, recipe: Recipe, constants: SoftwareCalibration) -> float:
     if "bloom" in row.source.lower():
-        more = (
-            4 if recipe.precision == "bf16" else 0
-        )  # and an fp32 accumulator (README of the data)
+        more = BF16_ACCUMULATOR if recipe.precision == "bf16" else 0.0
         return constants.gradient_bytes + more
     if (facts_of(row).mixed_precision or "").upper() == "PURE":
         return 2
@@ -308,40 +362,57 @@ def _low_bytes(recipe: Recipe) -> float:
     return 2 * LAYOUT_BYTES[names[recipe.precision]] if recipe.precision in names else 0.0
 
 
-def machine_for(
-    row: PublishedRow, gpu: Gpu, calibration: Calibration, constants: SoftwareCalibration
-) -> Machine:
+# Clusters that are not as the GPU's maker builds them: words of the source, key of `fabrics`.
+CLUSTERS = ((r"bloom", "jean-zay"), (r"aleph alpha", "aleph-alpha"))
+
+
+def fabric_key(row: PublishedRow) -> str:
+    """The network of the row's cluster."""
+    return next((key for words, key in CLUSTERS if re.search(words, row.source.lower())), USUAL)
+
+
+USUAL = "infiniband"
+
+
+def machine_for(row: PublishedRow, gpu: Gpu, calibration: Calibration) -> Machine:
+    """A GPU of the row's cluster."""
     low = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4", "fp32": "fp32", "tf32": "bf16"}
     precision = low.get(precision_of(row), "bf16")
-    machine = machine_of(gpu, calibration_of(calibration, gpu), constants, precision=precision)
+    shares, fabric = calibration_of(calibration, gpu), calibration.fabrics[fabric_key(row)]
+    machine = machine_of(gpu, shares, fabric, precision=precision)
     domain = min(machine.domain, 64) if machine.domain > 8 else machine.domain
     return replace(machine, domain=domain)  # racks of 72 are used in powers of two
 
 
 def software_for(
-    row: PublishedRow, recipe: Recipe, calibration: Calibration, key: str
+    recipe: Recipe, calibration: Calibration, key: str, gpu: Gpu
 ) -> tuple[Software, str | None]:
-    """The software of a row, with what its recipe and notes say about it."""
+    """The software of a row with what its recipe and notes say about it, and its kernel."""
     software = software_of(calibration.software[key])
-    kernel = facts_of(row).attention
-    kernel = kernel if kernel in calibration.attention else None
+    # rows whose memory shows that attention keeps its scores have an entry that says so
+    assumed = recipe.attention if software.flash or recipe.attention != "flash1" else None
+    kernel = assumed if assumed in calibration.attention else None
     if kernel is not None:
-        software = replace(software, **calibration.attention[kernel].model_dump())
-    elif recipe.attention in ("torch", "fused"):
-        software = replace(software, flash=0)
-    elif recipe.attention in ("flash2", "te"):
-        software = replace(software, flash=1)
-    if key == "scaling" and not recipe.rms_kernel:
-        unfused = calibration.software[f"{key}-unfused-norms"]
-        software = replace(software, streaming=unfused.streaming, norm_bytes=unfused.norm_bytes)
+        own = calibration.attention[kernel]
+        speed = own.newer_speed if newer(gpu) else own.flash_speed
+        passes = own.softmax_passes
+        software = replace(software, flash=own.flash, flash_speed=speed, softmax_passes=passes)
+    if recipe.rms_kernel is False:
+        software = replace(software, norm_traffic=EAGER_NORM_TRAFFIC)
     dispatch = calibration.dispatch[recipe.dispatcher if recipe.dispatcher else "alltoall"]
     graphs = calibration.graphs[recipe.graphs]
     return replace(
         software,
         zero_bubble={"zb-1p": 1, "zb-2p": 2}.get(recipe.schedule, 0),
-        ep_overlap=0.9 if recipe.moe_overlap else dispatch.overlap,
-        dp_overlap=software.dp_overlap * recipe.grad_overlap,
-        layer_overhead=software.layer_overhead * graphs,
-        expert_overhead=software.expert_overhead * graphs,
-        main_bytes=software.main_bytes - 4.0 * (recipe.moment_dtype == "bf16"),
+        fused_loss=int(recipe.cross_entropy != "unfused"),
+        overlaps_tensors=int(recipe.tp_overlap),
+        overlaps_gradients=int(recipe.grad_overlap),
+        overlaps_parameters=int(recipe.param_overlap),
+        overlaps_stages=int(recipe.p2p_overlap),
+        overlaps_experts=int(recipe.moe_overlap),
+        one_copy=dispatch.one_copy,
+        dispatch_efficiency=dispatch.efficiency,
+        launched_layers=graphs.layers,
+        launched_experts=graphs.experts,
+        known_sizes=int(recipe.capacity_factor > 0),
     ), kernel

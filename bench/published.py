@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,6 +81,11 @@ class PublishedRow:
         return max(1, round(sizes[0] / (sizes[1] * sizes[2])))  # type: ignore[operator]
 
 
+def family_of(source: str) -> str:
+    """Whose measurements a source has: its name without a release, which is not another source."""
+    return re.sub(r"\s+v?\d+\.\d[\d.]*.*$", "", source).strip()
+
+
 KINDS = {f.name: str(f.type).removesuffix(" | None") for f in fields(PublishedRow)}
 COLUMNS = tuple(name for name in KINDS if name not in ("line", "oom"))
 
@@ -107,7 +112,7 @@ def read_rows(path: Path | str) -> ReadRows:
         complaints += _header_complaints(reader.fieldnames or ())
         before = reader.line_num
         for record in reader:
-            rows.append(_row(before + 1, record, complaints))
+            rows.append(_timed(_row(before + 1, record, complaints), complaints))
             before = reader.line_num
     return ReadRows(rows, complaints)
 
@@ -128,6 +133,32 @@ def _row(line: int, record: Mapping[str, object], complaints: list[Complaint]) -
     values = {name: _cell(line, name, cells.get(name, ""), complaints) for name in COLUMNS}
     oom = any(cells.get(name, "").upper() == "OOM" for name in ("memory_gb", "step_seconds"))
     return PublishedRow(line=line, oom=oom, **values)  # type: ignore[arg-type]
+
+
+def _timed(row: PublishedRow, complaints: list[Complaint]) -> PublishedRow:
+    """The row without its step time where that is no measurement of speed; its bytes stay."""
+    text = f"{row.source} / {row.framework} / {row.model} / {row.notes}"
+    for pattern, reason in NO_SPEED:
+        if row.step_seconds is not None and re.search(pattern, text, re.IGNORECASE):
+            complaints.append(Complaint(row.line, reason))
+            return replace(row, step_seconds=None)
+    return row
+
+
+NO_SPEED = (
+    # Functional tests of Megatron-LM run with --deterministic-mode, NCCL_ALGO=Ring and cuBLAS
+    # workspaces that repeat (tests/functional_tests/test_cases/*/*_memory_speed/model_config.yaml).
+    (
+        r"megatron-lm ci\b|functional test|(?<!non-)(?<!non)deterministic",
+        "deterministic test: its time measures no speed",
+    ),
+    # Megatron-Bridge docs/performance-summary-archive.md, 26.06.01: "performance regression in
+    # GPT-OSS 120B pre-training is a known issue", NVIDIA/cudnn-frontend issue 256.
+    (
+        r"megatron-bridge 26\.06\.01\b.*gpt[-_ ]?oss[-_ ]?120b",
+        "its source calls the time a known regression of this release",
+    ),
+)
 
 
 def _cell(line: int, name: str, text: str, complaints: list[Complaint]) -> object:
@@ -222,6 +253,7 @@ class NoteFacts:
     mixed_precision: str | None = None  # llm-foundry: DEFAULT, PURE, AMP_BF16
     activation_offload: bool | None = None
     grad_accum: int | None = None
+    date: str | None = None  # of the block of trials, month and day
     schedule: str | None = None
     micro_batches: int | None = None
     main_grad: str | None = None
@@ -233,6 +265,7 @@ class NoteFacts:
     embedding_slots: bool = False
     proxy: bool = False
     lora: bool = False
+    untied: bool = False
 
 
 def facts_of(row: PublishedRow) -> NoteFacts:
@@ -242,11 +275,12 @@ def facts_of(row: PublishedRow) -> NoteFacts:
         attention=_attention(notes),
         rms_kernel="rms kernel" in notes if "attention kernel:" in notes else None,  # Aleph Alpha
         recompute=_recompute(notes),
-        mtp=_mtp(model),
+        mtp=_mtp(f"{model} {notes}"),
         token_drop="tokendrop" in model + notes or "token drop" in notes,  # Megatron-Bridge 25.09
         mixed_precision=_word(r"mp mode (\w+)", row.notes),  # llm-foundry
         activation_offload=_yes(r"activation cpu offload (\w+)", notes),  # llm-foundry
         grad_accum=_count(r"grad-accum (\d+)", notes),  # llm-foundry
+        date=_word(r"source date (\d\d-\d\d)", notes),  # BLOOM
         schedule=_word(r"schedule ([\w-]+)", row.framework),  # Zero-Bubble
         micro_batches=_count(r"(\d+) microbatches", notes),  # Zero-Bubble
         main_grad="fp32" if re.search(r"fp32 (grad|gradient) accumul", notes) else None,
@@ -259,12 +293,17 @@ def facts_of(row: PublishedRow) -> NoteFacts:
         or "embedding slots" in notes,  # BLOOM
         proxy="proxy" in model + notes or bool(re.search(r"\d+[- ]?layers?\b", model)),
         lora="lora" in model or "lora" in notes,
+        # Megatron-LM CI: --untie-embeddings-and-output-weights in every *_memory_speed case
+        untied="untied" in notes or "megatron-lm ci" in row.source.lower(),
     )
 
 
 def _attention(notes: str) -> str | None:
-    if "unfused attention" in notes:  # Megatron-LM CI
-        return "torch"
+    """The kernel. TransformerEngine's unfused attention is two products around a softmax kernel
+    (attention/dot_product_attention/softmax.py), as Megatron's own was: not PyTorch's operations.
+    """
+    if "unfused attention" in notes:  # Megatron-LM CI, --attention-backend: unfused
+        return "fused"
     kernel = _word(r"attention kernel: ([\w.]+)", notes) or ""
     if "flash" in kernel:
         return "flash1" if re.search(r"v1|attention1", kernel) else "flash2"
@@ -278,10 +317,13 @@ def _recompute(notes: str) -> str | None:
     return "full" if "full activation checkpointing" in notes else None  # BLOOM
 
 
-def _mtp(model: str) -> bool | None:
-    if re.search(r"w/o mtp|without mtp|no mtp", model):
+def _mtp(text: str) -> bool | None:
+    """Whether the run predicted further tokens (MTP), where name or notes say so."""
+    if re.search(r"mtp (layers? )?(is |are )?(not stated|unknown)", text):
+        return None
+    if re.search(r"\b(w/o|without|no|0) mtp", text):
         return False
-    return True if "mtp" in model else None
+    return True if "mtp" in text else None
 
 
 def _word(pattern: str, text: str) -> str | None:

@@ -83,6 +83,9 @@ GPT3_TABLE = (
 )
 NEAR = 0.2  # how far (as a ratio) a size may be from the table's
 GPT2_VOCAB = 51200  # 50257 padded to 128 x tp, as Megatron does; what the open rows print
+# Where the size that a source prints cannot have GPT-2's: Llama's and T5's SentencePiece, 50257
+# padded to 128 (GPT-NeoX), ChatGLM3's, cl100k padded to 256, Llama 3's, Qwen's, BLOOM's.
+VOCABULARIES = (GPT2_VOCAB, 32000, 50304, 65024, 100352, 128256, 152064, 250880)
 SEQ = 2048
 
 
@@ -202,9 +205,10 @@ def _from_columns(row: PublishedRow) -> ModelShape:
     """A model without an entry, from its columns alone.
 
     Blank `num_layers`: from the parameters, (P - V h) / (params of a layer). Blank `ffn_hidden`:
-    4 h (gated: 8/3 h to a multiple of 256). Blank heads: h / 128. Blank vocabulary: 51200. Llama-
-    like (gated, RMSNorm, untied, no biases) where the name says so, or where kv_heads differs from
-    heads or ffn is not 4 h; else GPT-like, tied unless an untied head comes nearer to the size.
+    4 h (gated: 8/3 h to a multiple of 256). Blank heads: h / 128. Blank vocabulary: 51200, or
+    what the printed size needs (`_vocabulary`). Llama-like (gated, RMSNorm, untied, no biases)
+    where the name says so, or where kv_heads differs from heads or ffn is not 4 h; else GPT-like,
+    tied unless an untied head comes nearer to the size.
     """
     if not row.hidden:
         raise UnknownModel(f"line {row.line}: no registry entry for `{row.model}` and no columns")
@@ -212,9 +216,9 @@ def _from_columns(row: PublishedRow) -> ModelShape:
     gated = _is_gated(row)
     heads = row.heads or max(1, row.hidden // 128)
     ffn = row.ffn_hidden or (_gated_ffn(row.hidden) if gated else 4 * row.hidden)
-    vocab = row.vocab or GPT2_VOCAB
     kv_heads = row.kv_heads or heads
     width = 2 * row.hidden * row.hidden * (1 + kv_heads / heads) + (2 + gated) * row.hidden * ffn
+    vocab = row.vocab or _vocabulary(row, width, gated)
     layers = row.num_layers or _layers_of(row, vocab, width)
     style = {"family": "llama", "gated": True, "norm": "rmsnorm", "tied": False, "bias": False}
     style = style | {"positions": "rope"} if gated else GPT
@@ -234,6 +238,23 @@ def _from_columns(row: PublishedRow) -> ModelShape:
         filled=(*filled, "gated", "norm", "tied"),
         **style,  # type: ignore[arg-type]
     )
+
+
+def _vocabulary(row: PublishedRow, width: float, gated: bool) -> int:
+    """The vocabulary with which layers and embedding round to the size that the source prints.
+
+    GPT-2's, which is the usual one, wherever it does or no other does. Biases and norms have 13 h
+    parameters a layer, learned positions a row for each token (arXiv 2005.14165, Megatron-LM).
+    """
+    size, hidden = row.params_b, row.hidden or 0
+    if not size or not row.num_layers:
+        return GPT2_VOCAB
+    digits = len(f"{size:g}".partition(".")[2])
+    small = 0 if gated else 13 * hidden * row.num_layers + hidden * (row.seq_len or SEQ)
+    body = row.num_layers * width + small
+    tables = 2 if gated else 1
+    fits = (v for v in VOCABULARIES if round((body + tables * v * hidden) / 1e9, digits) == size)
+    return next(fits, GPT2_VOCAB)
 
 
 def _is_tied(row: PublishedRow, body: float, vocab: int, usual: bool) -> bool:
@@ -280,9 +301,16 @@ def _gated_ffn(hidden: int) -> int:
 
 
 def _noted(shape: ModelShape, facts: NoteFacts) -> ModelShape:
-    """What the name and the notes say against the entry: MTP on or off, experts of a proxy."""
-    if facts.mtp is False:
-        shape = replace(shape, mtp_layers=0)
+    """What the notes say against the entry: experts of a proxy, a second embedding.
+
+    A model without an entry has experts where the notes give their number and how many a token
+    meets; their size is the notes', else that of `ffn_hidden`.
+    """
+    if shape.moe is None and shape.entry is None and facts.experts and facts.top_k:
+        moe = Moe(experts=facts.experts, top_k=facts.top_k, ffn=shape.ffn)
+        shape = replace(shape, moe=moe)
+    if facts.untied:
+        shape = replace(shape, tied=False)
     given = {
         "experts": facts.experts,
         "top_k": facts.top_k,

@@ -68,13 +68,16 @@ class Settings(Document):
     layout: str | None = None
     account_embedding: bool | None = None
     account_loss: bool | None = None
-    mtp_layers: int | None = None
+    mtp: bool | None = None
     micro_batch: int | None = None
     vp: int | None = None
 
 
 class When(Document):
-    """Regular expressions, searched without regard to case; all given ones must match."""
+    """Regular expressions, searched without regard to case; all given ones must match.
+
+    `source` is searched in source and framework: a table may name its software in either.
+    """
 
     source: str = ""
     framework: str = ""
@@ -88,7 +91,6 @@ class Layout(Document):
     """Sizes that must be equal where the row prints them; `stages` is pp x vp, a blank vp is 1."""
 
     stages: int | None = None
-
     tp: int | None = None
     pp: int | None = None
     vp: int | None = None
@@ -151,8 +153,9 @@ class Recipe:
     `grad_dtype` is of the gradients' buffer and reduction (`param`: as the parameters).
     `fp8_params`: the gather of the distributed optimizer moves fp8. `capacity_factor` 0: dropless.
     `layout` is Megatron's `--pipeline-model-parallel-layout`. `account_*`: the embedding, or head
-    and loss, takes the place of a layer. `mtp_layers` None: as the model has. `rules` names what
-    was applied, in order; `filled` what no source states and a default decided.
+    and loss, takes the place of a layer. `mtp`: the model's layers that predict further tokens
+    train too. `rules` names what was applied, in order; `filled` what no source states and a
+    default decided.
     """
 
     precision: str
@@ -192,7 +195,7 @@ class Recipe:
     layout: str | None = None
     account_embedding: bool = False
     account_loss: bool = False
-    mtp_layers: int | None = None
+    mtp: bool = False
     lora: bool = False
     rules: tuple[str, ...] = ()
     filled: tuple[str, ...] = ()
@@ -243,8 +246,8 @@ def gpu_name(row: PublishedRow) -> str:
 
 def _matches(rule: Rule, row: PublishedRow, model: str) -> bool:
     text = {
-        "source": row.source,
-        "framework": row.framework,
+        "source": product_names(f"{row.source} {row.framework}"),
+        "framework": product_names(row.framework),
         "model": model,
         "gpu": gpu_name(row),
         "precision": precision_of(row),
@@ -258,14 +261,23 @@ def _matches(rule: Rule, row: PublishedRow, model: str) -> bool:
     )
 
 
-def bridge_cell(row: PublishedRow, model: str) -> Cell | None:
-    """The line of the Megatron-Bridge table for a row of its performance summary, or None.
+def product_names(text: str) -> str:
+    """The text without the `NeMo` of `NeMo AutoModel`: PyTorch FSDP2, not NeMo on Megatron-core."""
+    return re.sub(r"nemo", "", text, flags=re.IGNORECASE) if _AUTOMODEL.search(text) else text
 
-    The container is the row's, else the newest older one. Precision: the row's, else another of
-    fp8's kinds, else any. Of several lines the one whose layout has most sizes in common, the
-    first of equals.
+
+_AUTOMODEL = re.compile(r"auto[-_ ]?model", re.IGNORECASE)
+
+
+def bridge_cell(row: PublishedRow, model: str) -> Cell | None:
+    """The line of the Megatron-Bridge table for a row that its recipes ran, or None.
+
+    The container is the row's (of dgxc-benchmarking the one of its date), else the newest older
+    one. Precision: the row's, else another of fp8's kinds, else any. Of several lines the one
+    whose layout has most sizes in common, the first of equals.
     """
-    found = re.search(r"megatron-bridge\s+(\d\d\.\d\d(?:\.\d\d)?)", row.source, re.IGNORECASE)
+    bridge = re.search(r"megatron-bridge", f"{row.source} {row.framework}", re.IGNORECASE)
+    found = re.search(r"(?<![\d.])(\d\d\.\d\d(?:\.\d\d)?)", row.source) if bridge else None
     cells = load_bridge().recipes.get(model, {}).get(gpu_name(row), ())
     if not found or not cells:
         return None
@@ -311,7 +323,7 @@ def _noted(facts: NoteFacts) -> dict[str, object]:
         "param_overlap": facts.overlap,
         "tp_overlap": facts.overlap,
         "capacity_factor": 1.0 if facts.token_drop else None,
-        "mtp_layers": 0 if facts.mtp is False else None,
+        "mtp": facts.mtp,
         "rms_kernel": facts.rms_kernel,
         "lora": facts.lora or None,
         "account_embedding": facts.embedding_slots or None,
@@ -349,6 +361,10 @@ def _recipe(row: PublishedRow, chosen: dict[str, object], names: tuple[str, ...]
     for name in ("sequence_parallel", "tp_overlap"):
         if chosen.get(name) in ("auto", True):
             chosen[name] = tensor
+    if chosen.get("engine") == "megatron-fsdp" and row.zero_stage is None:
+        # data_parallel_sharding_strategy optim_grads_params: Megatron-Bridge v0.3.0
+        # scripts/performance/utils/overrides.py, NeMo v2.4.0 scripts/performance/helpers.py
+        chosen["zero"] = 3
     precision = precision_of(row)
     chosen["fp8_params"] = _fp8_params(chosen.get("fp8_params"), row)
     recipe = Recipe(

@@ -11,21 +11,23 @@ import pytest
 import row_specimens as specimens
 
 from bench.cases import (
-    BRIDGE_RELEASES,
     SOFTWARE,
     CannotModel,
     RowCase,
-    bridge_key,
     mesh_of,
     row_case,
     software_for,
     software_key,
 )
+from bench.memory_facts import MEMORY_FIELDS
 from bench.predictions import Predicted
 from bench.published import COLUMNS, PublishedRow
 from bench.published_models import model_of
 from bench.published_recipes import Recipe
 from hpctrain.plan.cost.case import Software
+from hpctrain.plan.cost.modules import EAGER_NORM_TRAFFIC
+from hpctrain.spec.catalogue import match_gpu
+from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.loader import load_calibration, load_catalogue
 
 CATALOGUE, CALIBRATION = load_catalogue(), load_calibration()
@@ -41,9 +43,11 @@ def row(**cells: Any) -> PublishedRow:
 
 
 def gpt(**cells: Any) -> PublishedRow:
-    """A GPT of 24 layers on 16 GPUs; `cells` are further columns."""
+    """A GPT of 24 layers on 16 GPUs; `cells` are further columns. dp is what tp and pp leave."""
     sizes = dict(num_layers=24, hidden=2048, heads=16, vocab=51200, seq_len=2048, gpus=16, tp=2)
-    return row(**(dict(model="GPT", source="megatron 2022", pp=2, dp=4) | sizes | cells))
+    given = dict(model="GPT", source="megatron 2022", pp=2) | sizes | cells
+    ranks = (given["gpus"] or 16) // ((given["tp"] or 1) * (given["pp"] or 1))
+    return row(**({"dp": ranks} | given))
 
 
 def case(one: PublishedRow) -> RowCase:
@@ -127,15 +131,15 @@ class TestSoftware:
             (dict(source="Narayanan2021 T2", framework="PTD-P"), "megatron-2021"),
             (dict(source="BLOOM-176B runs"), "megatron-deepspeed"),
             (dict(source="Aleph Alpha layouts", framework="Megatron-style"), "scaling"),
-            (dict(source="MosaicML llm-foundry", framework="PyTorch FSDP"), "llm-foundry"),
+            (dict(source="MosaicML llm-foundry", framework="PyTorch FSDP"), "fsdp"),
             (dict(framework="torchtitan"), "fsdp"),
             (dict(source="Zero-Bubble PP", framework="schedule ZB-1p"), "megatron-2023"),
             (dict(source="Korthikanti 2022"), "megatron-2022"),
-            (dict(source="SimuMax B200 real"), "mcore-plain"),
-            (dict(source="Megatron-Bridge 25.09"), "bridge-25.09"),
-            (dict(source="dgxc-benchmarking v25.05", framework="NeMo"), "nemo"),
-            (dict(source="Megatron README H100 weak scaling"), "mcore"),
-            (dict(framework="DeepSpeed"), "deepspeed-zero3-2021"),
+            (dict(source="SimuMax B200 real"), "megatron-core"),
+            (dict(source="Megatron-Bridge 25.09"), "megatron-core"),
+            (dict(source="dgxc-benchmarking v25.05", framework="NeMo"), "megatron-core"),
+            (dict(source="Megatron README H100 weak scaling"), "megatron-core"),
+            (dict(framework="DeepSpeed"), "deepspeed"),
         ],
     )
     def test_names(self, cells: dict[str, str], key: str) -> None:
@@ -146,33 +150,18 @@ class TestSoftware:
         key, guessed = software_key(row(gpu=gpu))
         assert guessed
         assert key in CALIBRATION.software
-        assert key.startswith("bridge-") == gpu.startswith(("GB", "B"))
 
     def test_a_guess_is_an_assumption(self) -> None:
         found = case(gpt(source=""))
         assert f"software {found.software}" in found.assumed
         assert not any("software" in one for one in case(gpt()).assumed)
 
-    @pytest.mark.parametrize(
-        ("text", "key"),
-        [
-            ("megatron-bridge 26.04.01", "bridge-26.04"),
-            ("megatron-bridge 26.03", "bridge-26.02"),
-            ("megatron-bridge 27.12", "bridge-26.08"),
-            ("megatron-bridge 24.07", "bridge-25.09"),
-            ("megatron-bridge main", "bridge-26.02"),
-        ],
-    )
-    def test_releases_of_bridge(self, text: str, key: str) -> None:
-        assert bridge_key(text) == key
-
     def test_every_key_is_in_the_calibration(self) -> None:
-        named = {key for _, key in SOFTWARE if key != "bridge"}
-        named |= {f"bridge-{release}" for release in BRIDGE_RELEASES} | {"scaling-unfused-norms"}
+        named = {key for _, key in SOFTWARE} | {"scaling-unfused-norms"}
         assert named <= set(CALIBRATION.software)
         assert {"alltoall", "allgather", "deepep", "hybridep"} <= set(CALIBRATION.dispatch)
         assert {"none", "layer", "full"} <= set(CALIBRATION.graphs)
-        assert {"flash1", "flash2", "fused", "torch"} <= set(CALIBRATION.attention)
+        assert {"flash1", "flash2", "te", "fused", "torch"} <= set(CALIBRATION.attention)
 
     def test_notes_choose_the_attention_kernel(self) -> None:
         aleph = dict(source="Aleph Alpha layouts")
@@ -183,14 +172,15 @@ class TestSoftware:
         assert flash.case.software.flash == 1
         assert flash.attention == "flash2"
 
-    def test_norms_without_their_kernel_stream_more(self) -> None:
+    def test_norms_without_their_kernel_move_more(self) -> None:
         aleph = dict(source="Aleph Alpha layouts")
         plain = case(gpt(**aleph, notes="attention kernel: flash_attention2"))
         fused = case(gpt(**aleph, notes="attention kernel: flash_attention2 + RMS kernel"))
-        unfused = CALIBRATION.software["scaling-unfused-norms"]
+        silent = case(gpt(**aleph))
         assert (plain.unfused_norms, fused.unfused_norms) == (True, False)
-        assert plain.case.software.streaming == unfused.streaming
-        assert fused.case.software.streaming == CALIBRATION.software["scaling"].streaming
+        traffic = [one.case.software.norm_traffic for one in (plain, fused, silent)]
+        assert traffic == [EAGER_NORM_TRAFFIC, 1, 1]
+        assert plain.case.software.streaming == CALIBRATION.software["scaling"].streaming
 
     @pytest.mark.parametrize(("word", "kind"), [("1F1B", 0), ("ZB-1p", 1), ("ZB-2p", 2)])
     def test_schedules(self, word: str, kind: int) -> None:
@@ -202,27 +192,45 @@ class TestRecipes:
     """What a recipe changes about the generation of software."""
 
     @staticmethod
-    def software(**settings: Any) -> Software:
+    def software(gpu: str = "H100-80GB SXM", **settings: Any) -> Software:
         recipe = Recipe(precision="bf16", **settings)
-        return software_for(gpt(), recipe, CALIBRATION, "bridge-26.02")[0]
+        made = match_gpu(CATALOGUE, gpu)
+        assert made is not None
+        return software_for(recipe, CALIBRATION, "megatron-core", made)[0]
 
-    def test_cuda_graphs_shorten_launches(self) -> None:
-        plain, graphs = self.software(), self.software(graphs="full")
-        left = CALIBRATION.graphs["full"]
-        assert plain.layer_overhead == CALIBRATION.software["bridge-26.02"].layer_overhead
-        assert graphs.layer_overhead == pytest.approx(left * plain.layer_overhead)
-        assert graphs.expert_overhead == pytest.approx(left * plain.expert_overhead)
+    def test_cuda_graphs_leave_fewer_launches(self) -> None:
+        plain, graphs, all_of_it = (self.software(graphs=one) for one in ("none", "layer", "full"))
+        assert (plain.launched_layers, plain.launched_experts) == (1, 1)
+        assert (graphs.launched_layers, graphs.launched_experts) == (
+            CALIBRATION.graphs["layer"].layers,
+            1,
+        )
+        assert (all_of_it.launched_layers, all_of_it.launched_experts) == (0, 0)
 
-    def test_overlap_of_experts(self) -> None:
-        for name in ("alltoall", "deepep", "hybridep"):
-            found = self.software(dispatcher=name).ep_overlap
-            assert found == CALIBRATION.dispatch[name].overlap
-        assert self.software(dispatcher="alltoall", moe_overlap=True).ep_overlap == 0.9
+    def test_dispatchers(self) -> None:
+        for name, one_copy in (("alltoall", 0), ("deepep", 1), ("hybridep", 1)):
+            found = self.software(dispatcher=name)
+            assert found.dispatch_efficiency == CALIBRATION.dispatch[name].efficiency
+            assert found.one_copy == one_copy
+            assert found.overlaps_experts == 0
+        assert self.software(dispatcher="alltoall", moe_overlap=True).overlaps_experts == 1
 
-    def test_overlap_of_gradients_and_their_moments(self) -> None:
-        assert self.software(grad_overlap=False).dp_overlap == 0
-        assert self.software().dp_overlap > 0
-        assert self.software(moment_dtype="bf16").main_bytes == self.software().main_bytes - 4
+    def test_what_overlaps(self) -> None:
+        none = self.software(
+            tp_overlap=False, grad_overlap=False, param_overlap=False, p2p_overlap=False
+        )
+        switches = [
+            *("overlaps_tensors", "overlaps_gradients", "overlaps_parameters", "overlaps_stages")
+        ]
+        assert [getattr(none, name) for name in switches] == [0, 0, 0, 0]
+        every = self.software(tp_overlap=True, p2p_overlap=True)
+        assert [getattr(every, name) for name in switches] == [1, 1, 1, 1]
+
+    def test_older_kernels_are_slower_on_newer_gpus(self) -> None:
+        old = CALIBRATION.attention["flash2"]
+        assert self.software(attention="flash2").flash_speed == old.newer_speed < 1
+        assert self.software("A100-80GB SXM", attention="flash2").flash_speed == 1
+        assert self.software(attention="te").flash_speed == 1
 
     @pytest.mark.parametrize(
         ("attention", "flash"), [("torch", 0), ("fused", 0), ("flash2", 1), ("te", 1)]
@@ -298,10 +306,16 @@ class TestMesh:
     )
     def test_modules_of_megatron(self, module: str, field: str) -> None:
         recipe = Recipe(precision="bf16", recompute="selective", recompute_modules=(module,))
-        software = CALIBRATION.software["mcore"]
+        software = CALIBRATION.software["megatron-core"]
         mesh = mesh_of(gpt(), model_of(gpt()), recipe, software, [])
         kinds = ("core", "mlp", "moe", "activation", "norm", "up")
         assert [kind for kind in kinds if getattr(mesh, f"again_{kind}")] == [field]
+
+    def test_a_layout_of_other_gpus_is_refused(self) -> None:
+        with pytest.raises(CannotModel, match="dp 4 are not the 64 GPUs"):
+            case(gpt(gpus=64, dp=4))
+        assert case(gpt(gpus=64, dp=None)).case.mesh.dp == 16
+        assert case(gpt(gpus=None)).case.mesh.dp == 4
 
     def test_racks_of_72_are_used_in_powers_of_two(self) -> None:
         assert case(gpt(gpu="GB200-NVL72")).case.machine.domain == 64
@@ -310,6 +324,99 @@ class TestMesh:
     def test_one_layer_per_chunk_of_the_zero_bubble_paper(self) -> None:
         one = gpt(source="Zero-Bubble PP", framework="fork, schedule 1F1B-I", vp=None, pp=4)
         assert case(one).case.mesh.vpp == 6  # 24 layers over 4 stages
+
+
+class TestExperts:
+    def test_experts_that_no_model_has_are_not_divided(self) -> None:
+        with pytest.raises(CannotModel, match="ep 4, but neither columns, notes nor registry"):
+            case(gpt(ep=4))
+        assert case(gpt(ep=1)).case.shape.moe_blocks == 0
+
+    def test_the_notes_may_name_them(self) -> None:
+        one = case(gpt(ep=4, notes="8 experts top-2"))
+        assert (one.case.shape.experts, one.case.mesh.ep) == (8, 4)
+        with pytest.raises(CannotModel, match="8 experts do not divide by ep 16"):
+            case(gpt(ep=16, notes="8 experts top-2"))
+
+    def test_more_ranks_than_a_stage_has(self) -> None:
+        one = case(gpt(ep=16, notes="16 experts top-2"))  # tp 2 x dp 4 in each of 2 stages
+        assert (one.case.mesh.ep, "ep" in one.assumed) == (8, True)
+        one = case(gpt(ep=8, notes="16 experts top-2"))
+        assert (one.case.mesh.ep, "ep" in one.assumed) == (8, False)
+
+    def test_layers_of_token_prediction_only_where_they_train(self) -> None:
+        sizes = dict(model="DeepSeekV3", num_layers=4, gpus=8, tp=1, ep=8, dp=8, seq_len=4096)
+        bare = case(row(source="SimuMax", framework="Megatron-LM", **sizes))
+        bridge = case(row(source="Megatron-Bridge 26.02", framework="Megatron-Bridge", **sizes))
+        assert (bare.case.shape.mtp_layers, bridge.case.shape.mtp_layers) == (0, 1)
+
+
+class TestProduct:
+    """What `hpctrain plan` takes, whoever measured the row."""
+
+    @pytest.mark.parametrize(
+        ("cells", "key"),
+        [
+            (dict(source="Megatron-Bridge 26.02", framework="Megatron-Bridge"), "megatron"),
+            (dict(source="MosaicML llm-foundry", framework="PyTorch FSDP", tp=1, pp=1), "fsdp"),
+            (dict(source="DeepSpeed", framework="DeepSpeed ZeRO-3", tp=1, pp=1), "deepspeed"),
+        ],
+    )
+    def test_the_software_is_that_of_the_engine(self, cells: dict[str, Any], key: str) -> None:
+        one = row_case(gpt(**cells), CATALOGUE, CALIBRATION, product=True)
+        assert one.software == abilities_of(key).calibration
+        assert "software" not in " ".join(one.assumed)
+
+    @pytest.mark.parametrize(
+        ("cells", "key"),
+        [
+            (dict(source="Narayanan2021", framework="Megatron-LM"), "megatron-2022"),
+            (dict(notes="attention kernel: torch"), "hugging-face"),
+            (dict(notes="attention kernel: flash_attention2 + RMS kernel"), "hugging-face"),
+        ],
+    )
+    def test_it_has_no_kernels_that_the_run_says_it_lacked(
+        self, cells: dict[str, Any], key: str
+    ) -> None:
+        found = row_case(gpt(**cells), CATALOGUE, CALIBRATION, product=True)
+        assert found.software == key
+        assert found.case.software.scatter_gather == 0
+
+    def test_overlaps_are_those_that_the_run_switched_on(self) -> None:
+        def software(**cells: Any) -> Software:
+            given = dict(source="NeMo", framework="NeMo 2") | cells
+            return row_case(gpt(**given), CATALOGUE, CALIBRATION, product=True).case.software
+
+        whole, none = software(), software(notes="no comm overlap")
+        switches = ("overlaps_tensors", "overlaps_gradients", "overlaps_parameters")
+        assert [getattr(whole, name) for name in switches] == [1, 1, 1]
+        assert [getattr(none, name) for name in switches] == [0, 0, 0]
+
+    def test_what_is_in_memory_is_that_of_the_framework_that_the_row_names(self) -> None:
+        def both(framework: str) -> list[Software]:
+            one = gpt(source="a paper", framework=framework, notes="attention kernel: flash_attn2")
+            views = (True, False)
+            return [row_case(one, CATALOGUE, CALIBRATION, product=v).case.software for v in views]
+
+        for framework in ("Megatron-DeepSpeed", "Aleph Alpha Scaling", "Megatron-core"):
+            product, own = both(framework)
+            memory = {name: getattr(own, name) for name in MEMORY_FIELDS}
+            assert {name: getattr(product, name) for name in MEMORY_FIELDS} == memory
+            assert product.gathered_logits == own.gathered_logits
+            assert product.flat_copies == own.flat_copies
+        assert both("Aleph Alpha Scaling")[0].gathered_logits == 1
+        assert both("Megatron-DeepSpeed")[0].slack > both("Megatron-core")[0].slack == 1
+
+    def test_the_software_of_the_source_does_not_matter(self) -> None:
+        cells = dict(framework="Megatron-core", notes="no comm overlap", zero_stage=1)
+        cells |= dict(recompute="none", sequence_parallel=True, precision="bf16")
+        sources = ("SimuMax", "SimuMax of another cluster, NeMo")
+        rows = [gpt(source=source, **cells) for source in sources]
+        seconds = [
+            Predicted([row_case(one, CATALOGUE, CALIBRATION, True)], [], []).seconds[0]
+            for one in rows
+        ]
+        assert seconds[0] == seconds[1]
 
 
 class TestRulesForBlanks:
@@ -374,6 +481,6 @@ class TestRulesForBlanks:
 
     def test_bloom_accumulates_its_16_bit_gradients_in_32(self) -> None:
         own = CALIBRATION.software["megatron-deepspeed"].gradient_bytes
-        for precision, more in (("bf16", 4), ("fp16", 0)):
+        for precision, more in (("bf16", 5.2), ("fp16", 0)):
             one = case(gpt(source="BLOOM prequel sweep", precision=precision))
             assert one.case.mesh.gradient_bytes == own + more

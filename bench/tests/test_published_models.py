@@ -97,6 +97,11 @@ def test_hybrid_layers_add_up(key: str) -> None:
         ("GPT3-175B", "gpt3-175b"),
         ("GPT-3 175B", "gpt3-175b"),
         ("Mixtral 8x7B", "mixtral-8x7b"),
+        ("Qwen3 MoE 30B", "qwen3-30b-a3b"),
+        ("Nemotron V3 Super 120B (26.02)", "nemotron-3-super"),
+        ("Nemotron V3 Ultra 550B", "nemotron-3-ultra"),
+        ("Turing-NLG 530B", "mt-nlg-530b"),
+        ("Turing-NLG", "turing-nlg-17b"),
         ("MIXTRAL_8x22B", "mixtral-8x22b"),
         ("Nemotron_3_Nano", "nemotron-3-nano"),
         ("Nemotron3-8B", "nemotron3-8b"),
@@ -162,10 +167,6 @@ class TestShapes:
         assert mixed.moe is not None
         assert (narrow.moe.ffn, mixed.moe.ffn, mixed.ffn) == (7168, 2048, 7168)
 
-    def test_mtp_follows_the_name(self) -> None:
-        names = ("DeepSeekV3", "DeepSeekV3 (w/o MTP)")
-        assert [model_of(row(model=name)).mtp_layers for name in names] == [1, 0]
-
     def test_proxy_keeps_an_expert_layer_and_the_mix(self) -> None:
         shape = model_of(row(model="DeepSeek-V2", num_layers=1))
         assert shape.moe is not None
@@ -191,6 +192,45 @@ class TestShapes:
         cells = {"num_layers": 96, "hidden": 12288, "ffn_hidden": 49152, "heads": 96}
         assert not model_of(row(model="GPT 177B", params_b=177, vocab=131072, **cells)).tied
         assert model_of(row(model="GPT 174.6B", params_b=174.6, vocab=51200, **cells)).tied
+
+    @pytest.mark.parametrize(
+        ("size", "layers", "hidden", "vocab"),
+        [
+            (1.32, 24, 2048, 51200),  # layers and positions 1.211e9; this table 0.105e9
+            (1.31, 24, 2048, 50304),
+            (1.28, 24, 2048, 32000),
+            (1.3, 24, 2048, 51200),  # too coarse to tell
+            (1.9, 24, 2048, 51200),  # no known table has so many rows
+        ],
+    )
+    def test_a_blank_vocabulary_is_what_the_size_needs(
+        self, size: float, layers: int, hidden: int, vocab: int
+    ) -> None:
+        cells = {"num_layers": layers, "hidden": hidden, "heads": 32, "seq_len": 1024}
+        shape = model_of(row(model="GPT", params_b=size, ffn_hidden=4 * hidden, **cells))
+        assert shape.vocab == vocab
+        assert "vocab" in shape.filled
+
+    def test_a_printed_vocabulary_stays(self) -> None:
+        cells = {"num_layers": 24, "hidden": 2048, "heads": 32, "vocab": 51200}
+        assert model_of(row(model="GPT", params_b=1.28, **cells)).vocab == 51200
+
+    def test_a_second_embedding_where_the_notes_or_the_tests_flags_have_one(self) -> None:
+        cells = {"num_layers": 8, "hidden": 1024, "heads": 16}
+        given = (dict(notes="untied"), dict(source="Megatron-LM CI memory_speed"), dict())
+        assert [model_of(row(model="GPT", **cells, **one)).tied for one in given] == [
+            False,
+            False,
+            True,
+        ]
+
+    def test_experts_of_a_model_without_an_entry(self) -> None:
+        cells = {"num_layers": 8, "hidden": 1024, "heads": 16, "ffn_hidden": 512}
+        notes = "16 experts top-2"
+        shape = model_of(row(model="proxy", notes=notes, **cells))
+        assert shape.moe is not None
+        assert (shape.moe.experts, shape.moe.top_k, shape.moe.ffn) == (16, 2, 512)
+        assert model_of(row(model="proxy", notes="16 experts", **cells)).moe is None
 
     def test_gated_like_llama_without_an_entry(self) -> None:
         cells = {"num_layers": 10, "hidden": 4096, "heads": 32, "vocab": 32000}

@@ -8,7 +8,7 @@ import pytest
 
 from bench.model_registry import load_registry
 from bench.published import PublishedRow
-from bench.published_recipes import load_bridge, load_rules, recipe_of
+from bench.published_recipes import bridge_cell, load_bridge, load_rules, recipe_of
 
 
 def row(**cells: object) -> PublishedRow:
@@ -119,6 +119,71 @@ class TestRecipes:
             for p in ("mxfp8", "fp8-cs", "fp8-sc", "nvfp4", "bf16")
         ]
         assert flags == [True, True, False, False, False]
+
+    @pytest.mark.parametrize(
+        ("cells", "mtp"),
+        [
+            (dict(source="Megatron-Bridge 26.06", framework="Megatron-Bridge/core"), True),
+            (dict(source="dgxc-benchmarking v25.08", framework="NeMo 2 / Megatron-core"), True),
+            (dict(source="Megatron-MoE-ModelZoo", framework="Megatron-core"), True),
+            (dict(source="NeMo AutoModel", framework="NeMo AutoModel (PyTorch)"), False),
+            (dict(source="SimuMax B200 real", framework="Megatron-LM 23e00ed"), False),
+            (dict(source="a paper", framework="Megatron-core"), False),
+            (dict(source="a paper", framework="Megatron-core", notes="1 MTP layer"), True),
+            (dict(source="Megatron-Bridge 26.06", model="DeepSeekV3 (w/o MTP)"), False),
+        ],
+    )
+    def test_mtp_only_where_a_recipe_or_the_row_has_it(
+        self, cells: dict[str, str], mtp: bool
+    ) -> None:
+        given = {"model": "DeepSeekV3", "framework": "Megatron-Bridge"} | cells
+        assert recipe_of(row(**given)).mtp is mtp
+
+    def test_nemo_automodel_is_not_nemo(self) -> None:
+        """NeMo's rules would recompute three modules, gather in 8 bits and overlap messages."""
+        cells = dict(model="DeepSeekV3", gpu="H100-80GB SXM", gpus=256, tp=1, precision="fp8")
+        auto = recipe_of(row(source="NeMo AutoModel", framework="NVIDIA-NeMo/Automodel", **cells))
+        nemo = recipe_of(row(source="dgxc-benchmarking", framework="NeMo 2", **cells))
+        assert {"nemo", "nemo-deepseek-h100"} <= set(nemo.rules)
+        assert not any(name.startswith("nemo") for name in auto.rules)
+        assert (auto.engine, auto.zero, auto.recompute, auto.fp8_params) == (
+            "fsdp",
+            2,
+            "full",
+            False,
+        )
+
+    def test_automodel_recomputes_as_its_files_say(self) -> None:
+        cells = dict(source="NeMo AutoModel", framework="NeMo AutoModel")
+        models = ("DeepSeekV3", "Qwen3 MoE 30B", "GPT-OSS 120B", "Llama3 70B")
+        given = [recipe_of(row(model=model, **cells)) for model in models]
+        assert [recipe.recompute for recipe in given] == ["full", "full", "none", "full"]
+        assert [recipe.zero for recipe in given] == [2, 3, 3, 3]
+
+    def test_megatron_fsdp_shards_parameters(self) -> None:
+        """Their recipes set optim_grads_params; with states alone no 70B fits on these GPUs."""
+        given = dict(source="Megatron-Bridge 26.02", framework="Megatron-Bridge/core")
+        given |= dict(model="Llama3_70B", gpu="GB200", precision="bf16", tp=1, pp=1)
+        recipe = recipe_of(row(**given))
+        assert (recipe.engine, recipe.zero) == ("megatron-fsdp", 3)
+        assert recipe_of(row(**given, zero_stage=2)).zero == 2
+        assert recipe_of(row(**(given | {"gpu": "H100", "tp": 4}))).zero == 1
+
+    def test_a_kernel_of_one_test_is_not_that_of_all(self) -> None:
+        cells = dict(source="Megatron-LM CI memory_speed", framework="Megatron-core")
+        assert recipe_of(row(model="GPT 7B", **cells)).attention == "te"
+        assert (
+            recipe_of(row(model="GPT 7B", notes="unfused attention", **cells)).attention == "fused"
+        )
+
+    def test_recipes_of_bridge_where_another_table_ran_them(self) -> None:
+        cells = dict(model="DeepSeekV3", gpu="GB200", precision="mxfp8", tp=1, pp=4, vp=4, ep=64)
+        other = row(source="dgxc-benchmarking v25.12", framework="Megatron-Bridge", **cells)
+        own = row(source="Megatron-Bridge 25.11", framework="Megatron-Bridge", **cells)
+        assert bridge_cell(own, "deepseek-v3") is not None
+        assert bridge_cell(other, "deepseek-v3") == bridge_cell(own, "deepseek-v3")
+        unnamed = row(source="dgxc-benchmarking v25.12", framework="NeMo 2", **cells)
+        assert bridge_cell(unnamed, "deepseek-v3") is None
 
     def test_nothing_known(self) -> None:
         recipe = recipe_of(row(source="?", framework="?", model="?"))

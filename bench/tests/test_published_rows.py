@@ -133,6 +133,48 @@ class TestNotes:
             None,
         ]
 
+    @pytest.mark.parametrize(
+        ("notes", "mtp"),
+        [
+            ("MLA, 1 MTP layer, 1 dense layer", True),
+            ("without MTP", False),
+            ("0 MTP layers", False),
+            ("MTP is not stated", None),
+            ("MLA", None),
+        ],
+    )
+    def test_mtp_is_read_from_the_notes(self, notes: str, mtp: bool | None) -> None:
+        assert facts_of(row(notes=notes)).mtp is mtp
+
+    def test_unfused_attention_of_transformer_engine_has_a_softmax_kernel(self) -> None:
+        assert facts_of(row(notes="MLA; unfused attention")).attention == "fused"
+
+
+class TestTimes:
+    """A deterministic test or a broken release keeps its bytes and loses its seconds."""
+
+    @pytest.mark.parametrize(
+        ("cells", "timed"),
+        [
+            (dict(source="Megatron-LM CI memory_speed"), False),
+            (dict(framework="Megatron-core (CI functional test)"), False),
+            (dict(notes="deterministic mode"), False),
+            (dict(notes="non-deterministic kernels"), True),
+            (dict(source="Megatron-LM"), True),
+            (dict(source="Megatron-Bridge 26.06.01", model="GPT OSS 120B"), False),
+            (dict(source="Megatron-Bridge 26.06.01", model="GPT OSS 20B"), True),
+            (dict(source="Megatron-Bridge 26.06", model="GPT OSS 120B"), True),
+        ],
+    )
+    def test_what_is_a_measurement_of_speed(
+        self, tmp_path: Path, cells: dict[str, str], timed: bool
+    ) -> None:
+        record = dict(model="GPT", step_seconds="1.5", memory_gb="40") | cells
+        rows = read_rows(table(tmp_path / "t.csv", record))
+        assert (rows[0].step_seconds, rows[0].memory_gb) == (1.5 if timed else None, 40.0)
+        said = [c for c in rows.complaints if "time" in c.reason]
+        assert len(said) == (0 if timed else 1)
+
     def test_experts(self) -> None:
         facts = facts_of(row(notes="32 experts top-4, moe_ffn 1024, MLA, 1 dense layer"))
         given = (facts.experts, facts.top_k, facts.expert_ffn, facts.dense_layers)
