@@ -40,7 +40,8 @@ def _of_number_formats(request: PlanRequest, case: Case) -> Iterator[str]:
         yield (
             f"{spec.precision} ({recipe} scaling): products of layers run at the calibrated rate "
             f"of that precision; their weights take {float(case.mesh.low_bytes):.3g} bytes {how} "
-            f"{float(case.mesh.element_bytes):.0f}. Kept activations are counted in 16 bits."
+            f"{float(case.mesh.element_bytes):.0f}. Inputs of linear layers wait for the backward "
+            f"pass in {float(case.mesh.kept_input_bytes):.3g} bytes, all else in 16 bits."
         )
     if not own.grad_reduce_in_fp32:
         yield (
@@ -58,11 +59,11 @@ def _of_activations(
     request: PlanRequest, candidate: Candidate, case: Case, prediction: Prediction | None
 ) -> Iterator[str]:
     spec, layout = request.spec, candidate.layout
-    if spec.recompute_layers is not None:
+    if candidate.recompute == "full" and candidate.recompute_layers is not None:
         chunk = max(candidate.split)
-        layers = min(spec.recompute_layers, chunk)
+        layers = min(candidate.recompute_layers, chunk)
         yield f"recompute full covers the first {layers} of {chunk} layers in a model chunk."
-    if spec.activation_offload_layers:
+    if candidate.offloaded_layers:
         held = float(np.max(host_bytes(case)))
         share = "; time is not predicted"
         if prediction is not None:
@@ -71,7 +72,7 @@ def _of_activations(
             share += f"compute does not hide are {shown / prediction.parts.total_seconds:.1%} of "
             share += "the step"
         yield (
-            f"{spec.activation_offload_layers} of {spec.model.layers} layers keep their "
+            f"{candidate.offloaded_layers} of {spec.model.layers} layers keep their "
             f"activations in the host's memory: {short_bytes(held)} for each GPU{share}. "
             "Assumed: everything that these layers keep can leave the GPU."
         )
@@ -86,7 +87,7 @@ def _of_activations(
 
 def _of_messages(request: PlanRequest, candidate: Candidate, case: Case) -> Iterator[str]:
     spec, software = request.spec, case.software
-    own, abilities = spec.engine.megatron, spec.engine.abilities
+    own, key = spec.engine.megatron, spec.engine.abilities.calibration
     assert request.knowledge is not None
     calibration = request.knowledge.calibration
     if candidate.layout.etp is not None and candidate.layout.etp > 1:
@@ -95,25 +96,23 @@ def _of_messages(request: PlanRequest, candidate: Candidate, case: Case) -> Iter
             "and reduce their outputs in every MoE layer, in the open."
         )
     if own.tp_comm_overlap:
-        key = abilities.userbuffer_calibration
         yield (
             f"Assumed: userbuffers hide {float(software.tp_overlap):.0%} of tensor parallel "
             f"messages, as in the runs behind calibration `{key}`."
         )
     if own.moe_token_dispatcher_type == "flex":
         backend = own.moe_flex_dispatcher_backend
-        left = 1 - calibration.dispatch[backend].overlap
-        plain = 1 - calibration.dispatch["alltoall"].overlap
         yield (
-            f"Assumed: {backend} shows {left / plain:.0%} of what the alltoall dispatcher shows of "
-            "its messages, the ratio of both in the calibration."
+            f"Assumed: {backend} sends one copy of a token to each node with experts for it, at "
+            f"{calibration.dispatch[backend].efficiency:.0%} of the links; the alltoall dispatcher "
+            f"sends one to each expert, at {calibration.dispatch['alltoall'].efficiency:.0%}."
         )
     if own.moe_shared_expert_overlap:
         yield "Assumed: messages to experts hide behind the shared expert for as long as it takes."
     if own.cuda_graph_impl != "none":
         yield (
-            f"Assumed: CUDA graphs of layers leave {calibration.graphs['layer']:.0%} of the time "
-            "that their launches take, as in the calibration; experts are outside of them."
+            f"Assumed: CUDA graphs of layers leave {calibration.graphs['layer'].layers:.0%} of "
+            "their launches, as in the calibration; experts are outside of them."
         )
 
 
@@ -138,7 +137,7 @@ def option_warnings(
             f"Whether {request.profile.gpu.type} has {spec.precision} products is not checked: the "
             "GPU is not known."
         )
-    if spec.activation_offload_layers:
+    if candidate.offloaded_layers:
         case = case_of(request, columns_of(candidate))
         held = float(np.max(host_bytes(case))) * gpus_per_node
         memory = float(request.profile.nodes.memory)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from hpctrain.plan.divisors import or_list
 from hpctrain.plan.documents import DEFAULT_ORDER, Layout, Recompute
 from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.recomputation import recompute_words
 from hpctrain.plan.mesh.stages import Split, split_layers
-from hpctrain.spec.run import ParallelSpec, RunSpec
+from hpctrain.spec.run import ParallelSpec, RecomputeModule, RunSpec
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Candidate:
     """A layout on a fixed number of GPUs, with microbatch, recomputation and sharding.
 
     It must keep the rules of `mesh.rules`.
+    `recompute_modules` are those of `selective`, `recompute_layers` so many of each chunk that
+    `full` covers (None: all), `offloaded_layers` those whose activations wait on the host.
     `zero` is the ZeRO stage, `shard_gpus` over how many GPUs it shards (None: all replicas),
     `offload` whether `optimizer.offload` applies.
     """
@@ -33,14 +36,24 @@ class Candidate:
     zero: int = 1
     shard_gpus: int | None = None
     offload: bool = False
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    recompute_layers: int | None = None
+    offloaded_layers: int = 0
 
     def __str__(self) -> str:
         return ", ".join([str(self.layout), f"micro {self.micro_batch}", *self.details])
 
     @property
+    def recomputed(self) -> str:
+        """The words for what is computed again."""
+        return recompute_words(self.recompute, self.recompute_modules, self.recompute_layers)
+
+    @property
     def details(self) -> list[str]:
         """The recomputation, and settings besides mesh and microbatch that are not the default."""
-        parts = [f"recompute {self.recompute}"]
+        parts = [f"recompute {self.recomputed}"]
+        if self.offloaded_layers:
+            parts.append(f"activations of {self.offloaded_layers} layers on the host")
         parts += [f"zero {self.zero}"] if self.zero > 1 else []
         parts += [f"shards of {self.shard_gpus}"] if self.shard_gpus else []
         parts += ["offload"] if self.offload else []
@@ -60,8 +73,14 @@ def candidate_of(
     zero: int = 1,
     shard_gpus: int | None = None,
     offload: bool = False,
+    recompute_modules: tuple[RecomputeModule, ...] | None = None,
+    recompute_layers: int | None = None,
+    offloaded_layers: int | None = None,
 ) -> Candidate:
-    """Build the candidate for `parallel` on `gpus` GPUs."""
+    """Build the candidate for `parallel` on `gpus` GPUs.
+
+    `recompute_modules`, `recompute_layers` and `offloaded_layers` default to those of the spec.
+    """
     layout = layout_of(parallel, gpus)
     return Candidate(
         parallel=parallel,
@@ -73,4 +92,7 @@ def candidate_of(
         zero=zero,
         shard_gpus=shard_gpus,
         offload=offload,
+        recompute_modules=recompute_modules or spec.recompute_modules,
+        recompute_layers=recompute_layers or spec.recompute_layers,
+        offloaded_layers=spec.offloaded_layers if offloaded_layers is None else offloaded_layers,
     )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from hpctrain.plan.documents import ORDERS, RECOMPUTES
 from hpctrain.plan.mesh.candidate import Candidate, candidate_of
+from hpctrain.plan.mesh.recomputation import module_bits, modules_of
 from hpctrain.plan.mesh.stages import Split
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
@@ -25,6 +26,9 @@ Ints = NDArray[np.int32]
 @dataclass(frozen=True)
 class Columns:
     """Candidates in columns. `recompute` and `order` are positions in RECOMPUTES and ORDERS.
+
+    `recompute_modules`: bits (`recomputation`), `recompute_layers`: 0 where `full` covers all.
+    `offloaded_layers`: those whose activations wait in the host's memory.
 
     `etp`: 0 where it is the default. `uneven`: the stages are listed, by the spec or as
     `spread_layers` has them. `layers_first`, `layers_middle`, `layers_last`: transformer layers of
@@ -49,6 +53,9 @@ class Columns:
     micro_batch: Ints
     accumulation: Ints
     recompute: Ints
+    recompute_modules: Ints
+    recompute_layers: Ints
+    offloaded_layers: Ints
     zero: Ints
     shard_gpus: Ints
     offload: Ints
@@ -127,6 +134,9 @@ def candidate_at(spec: RunSpec, columns: Columns, row: int, stages: Split | None
         zero=value["zero"],
         shard_gpus=value["shard_gpus"] or None,
         offload=bool(value["offload"]),
+        recompute_modules=modules_of(value["recompute_modules"]),
+        recompute_layers=value["recompute_layers"] or None,
+        offloaded_layers=value["offloaded_layers"],
     )
 
 
@@ -156,6 +166,9 @@ def columns_of(candidate: Candidate) -> Columns:
         micro_batch=row(candidate.micro_batch),
         accumulation=row(candidate.accumulation),
         recompute=row(RECOMPUTES.index(candidate.recompute)),
+        recompute_modules=row(module_bits(candidate.recompute_modules)),
+        recompute_layers=row(candidate.recompute_layers or 0),
+        offloaded_layers=row(candidate.offloaded_layers),
         zero=row(candidate.zero),
         shard_gpus=row(candidate.shard_gpus or 0),
         offload=row(candidate.offload),

@@ -284,12 +284,15 @@ def _expert_ranks(at: ManyLayouts) -> Whole:
     return at.ep * at.expert_tp
 
 
-def _longest_chunk(spec: RunSpec, at: LayoutValues[Number]) -> Number | int:
+def longest_chunk(spec: RunSpec, at: LayoutValues[Number]) -> Number | int:
     """Count the layers of the longest chunk of a pipeline stage."""
     if at.stages is not None:
         return max(at.stages)
-    counted = spec.model.layers + at.count_embedding + at.count_loss
-    return -(-counted // at.chunks)
+    both, either = at.count_embedding * at.count_loss, at.count_embedding + at.count_loss
+    # of one chunk or two, no chunk is between those that embedding and loss make shorter
+    short = (at.chunks == 1) * either + (at.chunks == 2) * both
+    longest: Number = -(-(spec.model.layers + either) // at.chunks) - short
+    return longest
 
 
 def _rows(spec: RunSpec, at: LayoutValues[Number]) -> Number:
@@ -485,10 +488,10 @@ OPTION_RULES: tuple[Rule, ...] = (
     Rule(
         # a count above the layers of every chunk would be another word for all of them
         "recomputed layers fit a chunk",
-        lambda spec, at: (spec.recompute_layers or 0) <= _longest_chunk(spec, at),
+        lambda spec, at: (spec.recompute_layers or 0) <= longest_chunk(spec, at),
         lambda request, at: (
             f"recompute_layers {request.spec.recompute_layers} is above the "
-            f"{_longest_chunk(request.spec, at)} layers of a chunk with pp {at.pp}"
+            f"{longest_chunk(request.spec, at)} layers of a chunk with pp {at.pp}"
             + (f" x vpp {at.vpp}" if at.vpp > 1 else "")
         ),
         after=("stages hold the layers",),
@@ -496,7 +499,7 @@ OPTION_RULES: tuple[Rule, ...] = (
     ),
     Rule(  # transformer_config.py: "no support for Pipeline parallelism with CPU offloading"
         "offloaded activations have no pipeline",
-        lambda spec, at: (spec.activation_offload_layers == 0) | (at.pp == 1),
+        lambda spec, at: (spec.offloaded_layers == 0) | (at.pp == 1),
         lambda request, at: f"activation_offload_layers needs pp 1, not {at.pp}",
         field="activation_offload_layers",
     ),

@@ -10,7 +10,7 @@ Letters: h hidden, a heads, L layers, s sequence length, B global batch, V vocab
 from __future__ import annotations
 
 from hpctrain.plan.model import vision
-from hpctrain.spec.run import ModelSpec
+from hpctrain.spec.model import MlaSpec, ModelSpec
 
 FORWARD_AND_BACKWARD = 3  # the backward pass is two products for each one of the forward pass
 
@@ -20,12 +20,15 @@ def attention_weights(model: ModelSpec) -> int:
     output = model.heads * model.value_size * model.hidden
     if model.mla is None:
         return output + model.hidden * (model.heads + 2 * model.key_value_heads) * model.head_size
-    mla, queries = model.mla, model.heads * model.query_key_size
-    keys_values = mla.kv_rank * model.heads * (mla.nope_dim + mla.value_dim)
-    down = model.hidden * (mla.kv_rank + mla.rope_dim)
-    if mla.q_rank is None:
-        return output + down + keys_values + model.hidden * queries
-    return output + down + keys_values + mla.q_rank * (model.hidden + queries)
+    mla = model.mla
+    down = model.hidden * (mla.kv_rank + mla.rope_dim + (mla.q_rank or 0))
+    return output + down + latent_up_weights(model, mla)
+
+
+def latent_up_weights(model: ModelSpec, mla: MlaSpec) -> int:
+    """Count weights of one layer between the ranks of latent attention and its heads."""
+    queries = (mla.q_rank or model.hidden) * model.heads * model.query_key_size
+    return queries + mla.kv_rank * model.heads * (mla.nope_dim + mla.value_dim)
 
 
 def mlp_weights(model: ModelSpec, layer: int) -> int:

@@ -6,6 +6,7 @@ Belongs here: bytes per parameter, each with its source. Does not belong here: c
 
 from __future__ import annotations
 
+from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.run import RunSpec
 
 # Weights that are no 8-bit copy: with fp8 and fp4 they stay in bf16 (megatron-core: `fp8`, `fp4` of
@@ -57,6 +58,34 @@ def sent_weight_bytes(spec: RunSpec) -> int:
     return ELEMENT_BYTES[spec.precision]
 
 
+def kept_input_bytes(spec: RunSpec) -> float:
+    """Return the bytes that wait for backward of one input element of a linear layer.
+
+    TransformerEngine keeps one layout of the quantized input (module/linear.py, `saved_inputmat`).
+    0 where it keeps what came in: with 16 and 32 bits, and for Hugging Face's classes.
+    """
+    if spec.engine.abilities.model_classes != MEGATRON_CORE:
+        return 0.0
+    recipe = low_recipe(spec)
+    return LAYOUT_BYTES.get(recipe, 1.0) if recipe else 0.0
+
+
+def projected_bytes(spec: RunSpec) -> float:
+    """Return the bytes that attention's projection keeps of one element, besides attention.
+
+    megatron-core lets both keep one tensor but with delayed scaling (transformer/attention.py,
+    set_save_original_input), whose state needs the quantized one.
+    """
+    return kept_input_bytes(spec) if low_recipe(spec) == "delayed" else 0.0
+
+
+def low_recipe(spec: RunSpec) -> str | None:
+    """Name the scaling into 8 or 4 bits; None with 16 and 32. `spec` has its recipe chosen."""
+    if spec.precision == "fp8":
+        return spec.engine.megatron.fp8_recipe
+    return "nvfp4" if spec.precision == "fp4" else None
+
+
 def low_weight_bytes(spec: RunSpec, generation: str | None) -> float:
     """Return the bytes of the 8-bit or 4-bit forms of one weight of a linear layer.
 
@@ -64,8 +93,8 @@ def low_weight_bytes(spec: RunSpec, generation: str | None) -> float:
     extensions/transformer_engine.py, is_first_microbatch). `generation` of the GPU, None if it is
     not known. `spec` has its recipe chosen (`PlanRequest`). 0 with 16 and 32 bits.
     """
-    if spec.precision not in ("fp8", "fp4"):
+    recipe = low_recipe(spec)
+    if recipe is None:
         return 0.0
-    recipe = "nvfp4" if spec.precision == "fp4" else spec.engine.megatron.fp8_recipe
     one = generation == "blackwell" and recipe in ONE_LAYOUT_ON_BLACKWELL
     return LAYOUT_BYTES.get(recipe, 1.0) * (1 if one else 2)

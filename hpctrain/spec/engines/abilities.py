@@ -87,7 +87,7 @@ class Choices:
     recompute: str = "auto"
     recompute_modules: tuple[str, ...] = ()
     recompute_layers: int | None = None
-    activation_offload_layers: int = 0
+    activation_offload_layers: int | Literal["auto"] = 0
     model: ModelSpec | None = None
 
 
@@ -181,10 +181,6 @@ class EngineAbilities:
     recomputes: tuple[Recompute, ...] = ("none", "full")
     # the generation of software in `calibration.yaml` whose constants apply
     calibration: str
-    # one from which only the hidden share of data-parallel traffic is taken
-    overlap_calibration: str | None = None
-    # one from which only the hidden share of tensor parallel traffic is taken with userbuffers
-    userbuffer_calibration: str | None = None
     # gradients are summed after all passes of a pipeline, without overlap
     sums_behind_pipeline: bool = False
     # reads `optimizer.overlap_grad_reduce`

@@ -124,7 +124,7 @@ ABILITIES = EngineAbilities(
     offloads=("none", "cpu", "nvme"),
     checkpoint_files_per_rank=3,  # optimizer, weights of stage 3, random state
     checkpoint_files_of_leader=1,
-    calibration="deepspeed-zero3-2021",
+    calibration="deepspeed",
     # runtime/engine.py, _configure_zero_optimizer: no `overlap_comm` behind a pipeline
     sums_behind_pipeline=True,
     chooses_overlap=True,

@@ -112,10 +112,7 @@ ABILITIES = EngineAbilities(
     planned_offloads=("cpu",),
     recomputes=("none", "selective", "full"),
     checkpoint_files_of_leader=3,  # common.pt, metadata.json, .metadata
-    # It has not been measured on GPUs: it takes the median of measured software, and hides
-    # gradients and weights of data parallelism as the runs of `mcore` do.
-    calibration="generic",
-    overlap_calibration="mcore",
+    calibration="megatron-core",
     chooses_overlap=True,
     environment=ENVIRONMENT,
     settings={"megatron": "{}"},
@@ -125,7 +122,5 @@ ABILITIES = EngineAbilities(
     precisions=("fp32", "fp16", "bf16", "fp8", "fp4"),
     recomputes_some=True,
     offloads_activations=True,
-    # runs of NeMo have userbuffers wherever tp is above 1 (bench/recipes.yaml)
-    userbuffer_calibration="nemo",
     words=(*ZERO_WORDS, *WORDS_OF_EVERY_ENGINE, *MESH_WORDS),
 )

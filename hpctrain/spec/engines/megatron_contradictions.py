@@ -119,6 +119,12 @@ def _of_activations(engine: EngineSpec, choices: Choices) -> Iterator[Contradict
     if not offloaded:
         return
     where = ("activation_offload_layers",)
+    if engine.implementation == "local":
+        # transformer_block.py: "CPU Offloading is enabled when TE is not present"
+        message = "activations are offloaded by TransformerEngine, and `implementation` is local"
+        yield Contradiction(where, message, "set `engine.implementation: transformer_engine`")
+    if offloaded == "auto":  # the planner offloads nothing where the rest excludes it
+        return
     if choices.recompute in ("selective", "full"):
         # transformer_config.py: "CPU offloading does not work when activation recomputation is
         # enabled"
@@ -133,10 +139,6 @@ def _of_activations(engine: EngineSpec, choices: Choices) -> Iterator[Contradict
         layers = choices.model.layers
         message = f"fewer than the model's {layers} layers can be offloaded, not {offloaded}"
         yield Contradiction(where, message, f"set {layers - 1} at most")
-    if engine.implementation == "local":
-        # transformer_block.py: "CPU Offloading is enabled when TE is not present"
-        message = "activations are offloaded by TransformerEngine, and `implementation` is local"
-        yield Contradiction(where, message, "set `engine.implementation: transformer_engine`")
     if graphs:
         # transformer_config.py: "CUDA graphs not supported with CPU offloading"
         message = "graphs of layers exclude offloaded activations"

@@ -88,7 +88,8 @@ class ClusterProfile(Document):
     calibration: str | SiteCalibration | None = Field(
         None,
         description="Measured rates of this cluster, which the planner takes in place of published "
-        "ones: a file of `hpctrain calibrate`, relative to this one, or its content",
+        "ones: a file of `hpctrain calibrate`, relative to this one, or its content; absent: "
+        "NAME.calibration.yaml beside the profile NAME, if there is one",
     )
     locked: tuple[str, ...] = Field(
         (), description="Spec fields that a spec may not set here, such as `resources.qos`"

@@ -32,8 +32,9 @@ class GpuProfile(Document):
     type: str = Field(description="Name in Slurm's GRES, for example a100")
     per_node: int = Field(ge=1, le=1_000, description="GPUs of one node")
     memory: ByteSize = Field(gt=0, description="As the driver reports it")
-    reserved: ByteSize = Field(
-        ByteSize(2 * 2**30), description="CUDA context, NCCL and library workspaces"
+    reserved: ByteSize | None = Field(
+        None,
+        description="CUDA context, NCCL's buffers and library workspaces; default: counted",
     )
     peak: dict[Precision, FlopRate] = Field(
         {}, description="Dense peak rate per precision; empty when unknown (no MFU then)"

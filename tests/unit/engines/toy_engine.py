@@ -17,5 +17,5 @@ ABILITIES = EngineAbilities(
     model_classes="a line",
     families=("gpt",),
     recomputes=("none",),
-    calibration="generic",
+    calibration="megatron-core",
 )
