@@ -5,15 +5,15 @@
 Belongs here: the fit. Does not belong here: which constants are free (`calibration_table`), rows
 (`published`), cases (`cases`). Rows are chosen by a hash of source, model, GPUs and layout, so
 that the rest stays unseen (`planner_accuracy --split` uses the same rule). The residual of a row
-is the logarithm of predicted over measured; every source weighs as the square root of its rows.
+is the logarithm of predicted over measured; every source weighs the same.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,65 +23,102 @@ from scipy.optimize import least_squares
 
 from bench.calibration_table import (
     ATTENTION,
-    GENERIC,
-    GENERIC_FROM,
+    CLUSTERS,
+    DISPATCH,
+    FABRICS,
+    FLASH,
     GPUS,
+    GRAPHS,
+    HALF_HEADS,
+    LAYER_LAUNCHES,
+    NETWORK_EFFICIENCY,
     SOFTWARE,
+    STRAGGLING,
+    STREAMING,
+    TAIL_PRODUCTS,
     Free,
     free_constants,
 )
-from bench.cases import CannotModel, RowCase, row_case
+from bench.cases import CannotModel, RowCase, fabric_key, row_case
+from bench.fit_jacobian import jacobian
 from bench.published import read_rows
 from bench.rows_split import in_calibration
-from hpctrain.plan.cost.case import Case, stack
+from hpctrain.plan.cost.case import Case, Floats, stack
+from hpctrain.plan.cost.constants import CONTEXT_BYTES
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.loader import PACKAGED_CALIBRATION, load_catalogue, packaged_json
 
 TOLERANCE = 0.04  # relative error at which a residual counts 1
 MISTRUST = 3.0  # residuals beyond so many tolerances count less (soft L1)
+ROWS = 8.0  # every source weighs as much as so many rows
 
 GPU_FIXED = dict(
     product_efficiency=0.7,
-    fp8_efficiency=0.6,
+    fp8_efficiency=0.65,
     fp4_efficiency=0.4,
-    flash_efficiency=0.45,
     batched_efficiency=0.25,
     scan_efficiency=0.05,
-    memory_efficiency=0.85,
-    nvlink_efficiency=0.7,
-    tail_products=1.5e6,
+    memory_efficiency=0.86,  # of an H200, measured (docs/gpu.md)
+    nvlink_efficiency=0.77,  # all-gathers of nccl-tests
     misaligned_cost=5.0,
 )
 SOFTWARE_FIXED = dict(
     flash_speed=1.0,
     softmax_passes=6.0,
-    ep_overlap=0.3,
-    expert_overhead=1.2e-3,  # middle of the releases that are fitted
+    tp_overlap=0.7,
+    dp_overlap=0.9,  # all but the last bucket
+    pp_overlap=0.9,
+    ep_overlap=0.8,
+    expert_overhead=3e-5,  # two products and an activation, 10 us each
+    step_overhead=1e-3,
+    beside_weights=0.0,
     fused_loss=0.0,
+    sharding_efficiency=1.0,
     dummy_gradients=1.0,
     norm_bytes=0.0,
     checkpoint_copies=1.0,
     logit_bytes=4.0,
     slack=1.0,
-    context_bytes=0.0,
+    context_bytes=CONTEXT_BYTES,
 )
 
 
 def base_calibration(free: list[Free]) -> dict[str, dict[str, dict[str, Any]]]:
     """All constants before the fit, as the document's sections."""
-    gpus: dict[str, dict[str, Any]] = {key: dict(GPU_FIXED) for key in GPUS}
+    gpus: dict[str, dict[str, Any]] = {
+        key: dict(
+            GPU_FIXED,
+            flash_efficiency=FLASH.get(group, 0.45),
+            half_head=HALF_HEADS.get(group, 14.0),
+            tail_products=TAIL_PRODUCTS.get(group, 1e6),
+        )
+        for key, group in GPUS.items()
+    }
     software = {
-        key: {**SOFTWARE_FIXED, "description": family.description, **family.fixed}
+        key: {
+            **SOFTWARE_FIXED,
+            "streaming": STREAMING[family.kind],
+            "layer_overhead": LAYER_LAUNCHES[family.kind],
+            "description": family.description,
+            **family.fixed,
+        }
         for key, family in SOFTWARE.items()
     }
     attention = {key: dict(values) for key, values in ATTENTION.items()}
+    assumed = "assumed to be as InfiniBand: no open row has it"
+    links = dict(network_efficiency=NETWORK_EFFICIENCY, straggling=STRAGGLING)
+    fabrics: dict[str, dict[str, Any]] = {key: {**links, "provenance": assumed} for key in FABRICS}
+    fabrics |= {
+        key: {**links, "provenance": f"default: {words}"} for key, (_, words) in CLUSTERS.items()
+    }
     sections: dict[str, dict[str, dict[str, Any]]] = dict(
         gpus=gpus,
         software=software,
         attention=attention,
-        dispatch={name: {} for name in ("alltoall", "allgather", "deepep", "hybridep")},
-        graphs={"none": {"factor": 1.0}, "layer": {}, "full": {}},
+        fabrics=fabrics,
+        dispatch={name: dict(values) for name, values in DISPATCH.items()},
+        graphs={name: dict(values) for name, values in GRAPHS.items()},
     )
     return filled(sections, free, np.array([constant.start for constant in free]))
 
@@ -91,21 +128,30 @@ def filled(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """The sections with the free constants set."""
     for constant, value in zip(free, values, strict=True):
-        for section, key, field in constant.targets:
-            sections[section][key][field] = float(f"{value:.4g}")
+        for one in constant.targets:
+            written = one.scale * float(f"{value:.4g}")
+            sections[one.section][one.key][one.field] = float(f"{written:.6g}")
     for entries in (sections["gpus"], sections["software"]):
         for entry in entries.values():
             entry.setdefault("provenance", "default: no open row depends on it")
     for entry in sections["attention"].values():
-        entry.setdefault("flash_speed", 1.0)
         entry.setdefault("softmax_passes", 6.0)
     return sections
 
 
 def document(sections: dict[str, dict[str, dict[str, Any]]]) -> Calibration:
     """The sections as the document; raises pydantic's ValidationError for a wrong figure."""
-    graphs = {scope: entry["factor"] for scope, entry in sections["graphs"].items()}
-    return Calibration.model_validate({**sections, "graphs": graphs})
+    return Calibration.model_validate(sections)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """One field of a record of the stacked cases that a constant sets in some rows."""
+
+    record: str
+    field: str
+    rows: np.ndarray
+    scale: float
 
 
 @dataclass
@@ -119,73 +165,70 @@ class Fit:
         stacks = [[getattr(c.case, part) for c in self.cases] for part in PARTS]
         self.case = Case(*(stack(records) for records in stacks))
         self.measured = np.array([c.row.step_seconds for c in self.cases])
-        self.no_overlap = np.asarray(self.case.software.dp_overlap) == 0
         self.masks = [self._masks(constant) for constant in self.free]
         counts = Counter(c.row.source for c in self.cases)
-        self.weights = np.array([(12 / max(counts[c.row.source], 6)) ** 0.5 for c in self.cases])
+        self.weights = np.array([(ROWS / counts[c.row.source]) ** 0.5 for c in self.cases])
 
-    def _masks(self, constant: Free) -> list[tuple[str, str, np.ndarray]]:
-        """(record, field, rows) that a constant sets."""
+    def _masks(self, constant: Free) -> list[Mask]:
+        """Which figures of which rows a constant sets."""
         found = []
-        for section, key, field in constant.targets:
-            rows = np.array([_uses(c, section, key, field) for c in self.cases])
+        for one in constant.targets:
+            rows = np.array([_uses(c, one.section, one.key, one.field) for c in self.cases])
             if rows.any():
-                record = "machine" if field in MACHINE_FIELDS else "software"
-                record = "graphs" if section == "graphs" else record
-                found.append((record, _field(field), rows))
+                record = "machine" if one.section in ("gpus", "fabrics") else "software"
+                found.append(Mask(record, _field(one.section, one.field), rows, one.scale))
         return found
 
     def with_values(self, values: np.ndarray) -> Case:
         """The cases with these values of the free constants."""
         changed: dict[str, dict[str, np.ndarray]] = {"machine": {}, "software": {}}
-        graphs = np.ones(len(self.cases))
         for value, masks in zip(values, self.masks, strict=True):
-            for record, field, rows in masks:
-                if record == "graphs":
-                    graphs[rows] = value
-                    continue
-                column = changed[record].setdefault(
-                    field, np.array(getattr(getattr(self.case, record), field))
+            for mask in masks:
+                column = changed[mask.record].setdefault(
+                    mask.field, np.array(getattr(getattr(self.case, mask.record), mask.field))
                 )
-                column[rows] = value
-        for field in ("layer_overhead", "expert_overhead"):
-            column = changed["software"].setdefault(field, getattr(self.case.software, field))
-            changed["software"][field] = column * graphs
-        data = changed["software"].get("dp_overlap")
-        if data is not None:
-            changed["software"]["dp_overlap"] = np.where(self.no_overlap, 0.0, data)
+                column[mask.rows] = mask.scale * value
         machine = replace(self.case.machine, **changed["machine"])
         return replace(
             self.case, machine=machine, software=replace(self.case.software, **changed["software"])
         )
 
     def residuals(self, values: np.ndarray) -> np.ndarray:
-        predicted = step_seconds(self.with_values(values)).total
-        rows = self.weights * np.log(predicted / self.measured) / TOLERANCE
-        beliefs = [
+        predicted = np.asarray(step_seconds(self.with_values(values)).total)
+        rows = self.of_rows(predicted, np.arange(len(predicted)))
+        return np.concatenate([rows, self.beliefs(values)])
+
+    def of_rows(self, predicted: Floats, rows: np.ndarray) -> np.ndarray:
+        """Residuals of these rows, from their predictions."""
+        errors = np.log(predicted / self.measured[rows])
+        return _softened(self.weights[rows] * errors / TOLERANCE)
+
+    def beliefs(self, values: np.ndarray) -> np.ndarray:
+        """Residuals of the constants: how far they are from what was believed."""
+        found = [
             constant.weight * np.log(max(value, 1e-12) / constant.start)
             for constant, value in zip(self.free, values, strict=True)
         ]
-        return np.concatenate([_softened(rows), np.clip(beliefs, -6, 6)])
+        return np.clip(found, -6, 6)
+
+    def touched(self, constant: int) -> np.ndarray:
+        """Which rows a constant enters, as their numbers."""
+        masks = [mask.rows for mask in self.masks[constant]]
+        return np.flatnonzero(np.any(masks, axis=0)) if masks else np.zeros(0, dtype=int)
 
 
 PARTS = ("shape", "mesh", "machine", "software")
-MACHINE_FIELDS = {
-    *("product_efficiency", "fp8_efficiency", "fp4_efficiency", "flash_efficiency"),
-    *("batched_efficiency", "memory_efficiency", "nvlink_efficiency", "tail_products"),
-    *("misaligned_cost", "network_efficiency", "scan_efficiency"),
-}
-
-
 FIELDS = {
-    "fp8_efficiency": "low_efficiency",
-    "fp4_efficiency": "low_efficiency",
-    "overlap": "ep_overlap",
+    ("gpus", "fp8_efficiency"): "low_efficiency",
+    ("gpus", "fp4_efficiency"): "low_efficiency",
+    ("dispatch", "efficiency"): "dispatch_efficiency",
+    ("graphs", "layers"): "launched_layers",
+    ("graphs", "experts"): "launched_experts",
 }
 
 
-def _field(field: str) -> str:
-    return FIELDS.get(field, field)
+def _field(section: str, field: str) -> str:
+    return FIELDS.get((section, field), field)
 
 
 def _uses(case: RowCase, section: str, key: str, field: str) -> bool:
@@ -197,18 +240,17 @@ def _uses(case: RowCase, section: str, key: str, field: str) -> bool:
             ("fp8_efficiency", True),
             ("fp4_efficiency", False),
         )
+    if section == "fabrics":
+        return fabric_key(case.row) == key
     if section == "attention":
         return case.attention == key
     if section == "dispatch":
-        return case.dispatcher == key and not case.overlapped_experts
+        return (case.dispatcher or "alltoall") == key
     if section == "graphs":
         return case.graphs == key
     if field in ("flash", "flash_speed", "softmax_passes") and case.attention is not None:
         return False
-    plain = case.software == key
-    if field == "streaming" and case.unfused_norms:
-        return key == f"{case.software}-unfused-norms"
-    return plain
+    return case.software == key
 
 
 def _softened(residuals: np.ndarray) -> np.ndarray:
@@ -234,13 +276,26 @@ def load_cases(
     return cases, refused
 
 
-def fit(cases: list[RowCase], free: list[Free]) -> np.ndarray:
-    """The values of the free constants."""
+def fitted(cases: list[RowCase], start: np.ndarray | None = None) -> Calibration:
+    """All constants, fitted to these rows. `start`: values of a fit to nearly the same rows."""
+    free = free_constants()
+    sections = filled(base_calibration(free), free, fit(cases, free, start))
+    return document(with_provenance(sections, cases))
+
+
+def fit(cases: list[RowCase], free: list[Free], start: np.ndarray | None = None) -> np.ndarray:
+    """The values of the free constants; `start` shortens the search for them."""
     task = Fit(cases, free)
     low, high = (np.array([getattr(c, name) for c in free]) for name in ("low", "high"))
-    start = np.clip([c.start for c in free], low + 1e-9, high - 1e-9)
+    believed = np.array([c.start for c in free])
     solution = least_squares(
-        task.residuals, start, bounds=(low, high), x_scale=np.maximum(start, 1e-5), max_nfev=80
+        task.residuals,
+        np.clip(believed if start is None else start, low + 1e-9, high - 1e-9),
+        jac=partial(jacobian, task),
+        bounds=(low, high),
+        x_scale=np.maximum(believed, 1e-5),
+        max_nfev=60 if start is None else 12,
+        ftol=1e-5,
     )
     return np.asarray(solution.x)
 
@@ -253,12 +308,9 @@ def main() -> None:
     options = parser.parse_args()
     free = free_constants()
     sections = base_calibration(free)
-    sections["software"][GENERIC] = generic(sections["software"])
-    calibration = document(sections)
-    cases, refused = load_cases(options.runs, calibration, options.share)
+    cases, refused = load_cases(options.runs, document(sections), options.share)
     values = fit(cases, free)
     sections = with_provenance(filled(sections, free, values), cases)
-    sections["software"][GENERIC] = generic(sections["software"])
     for constant, value in zip(free, values, strict=True):
         print(f"{constant.name:42s} {constant.start:10.4g} -> {value:10.4g}")
     print(f"{len(cases)} rows fitted, {len(refused)} not modelled")
@@ -266,42 +318,22 @@ def main() -> None:
         write(sections)
 
 
-def generic(
-    software: dict[str, dict[str, Any]], sources: Sequence[str] = GENERIC_FROM
-) -> dict[str, Any]:
-    """Software that nobody has measured: field by field the median of measured modern ones."""
-    known = [software[key] for key in sources]
-    numbers = {
-        field: float(f"{np.median([entry[field] for entry in known]):.4g}")
-        for field, value in known[0].items()
-        if not isinstance(value, str)
-    }
-    memory = {key: software["mcore-plain"][key] for key in MEMORY_FIELDS}
-    return {
-        **numbers,
-        **memory,
-        "description": "Any software that was not measured: median of measured modern ones",
-        "provenance": f"bench/calibrate_planner.py: median of {', '.join(sources)}",
-    }
-
-
-MEMORY_FIELDS = (
-    *("gradient_bytes", "main_bytes", "dummy_gradients", "norm_bytes", "checkpoint_copies"),
-    *("logit_bytes", "slack", "context_bytes"),
-)
-
-
 def with_provenance(
     sections: dict[str, dict[str, dict[str, Any]]], cases: list[RowCase]
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Each entry says how many rows of which sources its figures were fitted to."""
-    for section, key_of in (("gpus", _gpu_key), ("software", lambda case: case.software)):
+    keys = dict(gpus=_gpu_key, software=lambda case: case.software, fabrics=_fabric)
+    for section, key_of in keys.items():
         for key, entry in sections[section].items():
             used = Counter(c.row.source for c in cases if key_of(c) == key)
             if used:
                 listed = ", ".join(f"{source} ({n})" for source, n in used.most_common(6))
                 entry["provenance"] = f"bench/calibrate_planner.py: {listed}"
     return sections
+
+
+def _fabric(case: RowCase) -> str:
+    return fabric_key(case.row)
 
 
 def _gpu_key(case: RowCase) -> str:

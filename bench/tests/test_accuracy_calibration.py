@@ -50,14 +50,37 @@ def drawn_values(seed: int) -> np.ndarray:
 
 def test_free_constants_are_within_their_bounds_and_told_apart() -> None:
     assert len({one.name for one in FREE}) == len(FREE)
-    targets = [target for one in FREE for target in one.targets]
+    targets = [(one.section, one.key, one.field) for free in FREE for one in free.targets]
     assert len(set(targets)) == len(targets)
     assert all(one.low <= one.start <= one.high and one.weight > 0 for one in FREE)
 
 
+def test_products_of_blackwell_are_as_fast_as_its_power() -> None:
+    """1000, 1100, 1200 and 1400 W, for 2250 or 2500 TFLOP/s in 16 bits and twice that in 8."""
+    gpus = document(base_calibration(FREE)).gpus
+    per_watt = {
+        "blackwell": 2.25,
+        "B300-SXM": 2250 / 1100,
+        "GB200": 2500 / 1200,
+        "GB300": 2500 / 1400,
+    }
+    for field in ("product_efficiency", "fp8_efficiency"):
+        reached = [getattr(gpus[name], field) * peak for name, peak in per_watt.items()]
+        assert reached == pytest.approx([reached[0]] * 4, rel=1e-5)
+
+
+def test_blackwell_ultra_has_twice_the_exponentials() -> None:
+    """A pair costs the products of heads of 128 besides those of its exponential."""
+    gpus = document(base_calibration(FREE)).gpus
+    plain, ultra = gpus["GB200"], gpus["GB300"]
+    assert plain.half_head == 2 * ultra.half_head
+    pairs = [(128 + one.half_head) * one.flash_efficiency for one in (plain, ultra)]
+    assert pairs[0] == pytest.approx(pairs[1], rel=1e-3)
+
+
 def test_the_constants_before_the_fit_are_a_calibration() -> None:
     calibration = document(base_calibration(FREE))
-    assert {"mcore", "bridge-26.02"} <= set(calibration.software)
+    assert {"megatron-core", "fsdp"} <= set(calibration.software)
     assert {"none", "layer", "full"} == set(calibration.graphs)
 
 
@@ -69,7 +92,7 @@ def test_what_is_fitted_is_what_is_predicted_with_it(tmp_path: Path, seed: int) 
     seen = step_seconds(task.with_values(values)).total
     calibration = document(filled(base_calibration(FREE), FREE, values))
     expected = [float(step_seconds(one.case).total) for one in cases_of(tmp_path, calibration)]
-    assert seen == pytest.approx(expected, rel=1e-6)
+    assert seen == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_fit_finds_the_constant_that_the_rows_were_made_with(tmp_path: Path) -> None:
@@ -109,4 +132,4 @@ def test_entries_name_their_sources(tmp_path: Path) -> None:
     sections = with_provenance(base_calibration(FREE), cases)
     assert "Aleph Alpha layouts (3)" in sections["gpus"]["ampere"]["provenance"]
     assert sections["gpus"]["volta"]["provenance"].startswith("default")
-    assert "dgxc-benchmarking v25.04 (1)" in sections["software"]["nemo"]["provenance"]
+    assert "dgxc-benchmarking v25.04 (1)" in sections["software"]["megatron-core"]["provenance"]

@@ -15,9 +15,12 @@ import pytest
 import row_specimens as specimens
 
 from bench.accuracy_figures import (
+    CELL,
     GROUP,
     Report,
+    cells,
     error_figures,
+    macro,
     memory_figures,
     oom_report,
     per_source,
@@ -34,7 +37,7 @@ def table(*rows: tuple[str, float, float], **others: Any) -> pd.DataFrame:
     """Rows of (layout, measured seconds, predicted seconds) of one model on one machine."""
     columns = ("layout", "measured_seconds", "predicted_seconds")
     frame = pd.DataFrame([dict(zip(columns, row, strict=True)) for row in rows])
-    return frame.assign(**{name: "same" for name in GROUP} | others)
+    return frame.assign(**{n: "same" for n in {*GROUP, *CELL} - {"layout"}} | others)
 
 
 class TestErrors:
@@ -87,6 +90,24 @@ class TestRanking:
     def test_blanks_are_a_group_of_their_own(self) -> None:
         assert ranking_figures(table(("a", 1.0, 1.0), ("b", 2.0, 2.0), gpus=None))["groups"] == 1
 
+    def test_a_layout_that_was_measured_twice_counts_with_its_median(self) -> None:
+        # a took 10 and 14: 12, which is what b took
+        rows = (("a", 10.0, 9.0), ("a", 14.0, 9.0), ("b", 12.0, 9.5))
+        assert ranking_figures(table(*rows))["regret %"] == pytest.approx(0)
+
+    def test_trials_of_another_day_or_kernel_are_another_group(self, tmp_path: Path) -> None:
+        layouts = [dict(tp="4", dp="8"), dict(tp="2", dp="16")]
+        records = [specimens.BLOOM | {"notes": specimens.BLOOM["notes"]} | one for one in layouts]
+        same = specimens.write(tmp_path / "a.csv", *records)
+        dated = [r | {"notes": f"source date 02-2{n}"} for n, r in enumerate(records)]
+        kernels = [
+            r | {"notes": f"attention kernel: {k}"}
+            for k, r in zip(("torch", "fused"), records, strict=True)
+        ]
+        apart = specimens.write(tmp_path / "b.csv", *dated, *kernels)
+        assert report_of(predict_file(same)).parts["step time"].lines["all"]["groups"] == 1
+        assert report_of(predict_file(apart)).parts["step time"].lines["all"]["groups"] == 0
+
     def test_mean_and_worst_over_groups(self) -> None:
         good = table(("a", 1.0, 1.0), ("b", 2.0, 2.0))
         bad = table(("a", 1.0, 2.0), ("b", 1.5, 1.0), model="other")
@@ -123,23 +144,51 @@ class TestReports:
     def test_rows_without_a_measurement_do_not_count(self, tmp_path: Path) -> None:
         without = specimens.GPT | {"step_seconds": "", "memory_gb": ""}
         predicted = predict_file(specimens.write(tmp_path / "t.csv", specimens.GPT, without))
-        both = report_of(predicted)
-        assert both.time.lines["all"]["rows"] == 1
-        assert both.memory.lines["all"]["rows"] == 1
+        parts = report_of(predicted).parts
+        assert parts["step time"].lines["all"]["rows"] == 1
+        assert parts["memory"].lines["all"]["rows"] == 1
 
     def test_rows_that_print_their_layout_are_told_apart(self, tmp_path: Path) -> None:
         partly = specimens.GPT | {"tp": ""}
         predicted = predict_file(specimens.write(tmp_path / "t.csv", specimens.GPT, partly))
-        both = report_of(predicted)
-        assert both.time.lines["all"]["rows"] == 2
-        assert both.stated.lines["all"]["rows"] == 1
+        parts = report_of(predicted).parts
+        assert parts["step time"].lines["all"]["rows"] == 2
+        assert parts["step time, layout stated"].lines["all"]["rows"] == 1
 
     def test_the_figures_of_a_file(self, tmp_path: Path) -> None:
         path = specimens.write(tmp_path / "t.csv", specimens.GPT)
         predicted = predict_file(path)
         error = float(predicted.seconds[0]) / 10 - 1
-        line = report_of(predicted).time.lines["Narayanan2021 T1"]
+        line = report_of(predicted).parts["step time"].lines["Narayanan2021 T1"]
         assert line["bias %"] == pytest.approx(100 * error)
+
+    def test_the_middle_source_counts_each_source_once(self) -> None:
+        rows = [("a", 1.0, 1.02)] * 9 + [("a", 1.0, 1.10), ("a", 1.0, 0.7)]
+        table_of = table(*rows, source=["many"] * 9 + ["few", "odd"])
+        found = macro(Report("step time", per_source(table_of, time_figures)))
+        assert found == pytest.approx(
+            {"sources": 3, "median %": 10, "p90 %": 10, "worst median %": 30}
+        )
+        assert macro(Report("step time", {"all": {"rows": 0}})) == {"sources": 0}
+
+    def test_a_configuration_counts_once_with_its_middle_row(self) -> None:
+        rows = table(("a", 1.0, 1.1), ("a", 1.0, 1.3), ("a", 1.0, 0.8), ("b", 1.0, 1.5))
+        none = rows.iloc[:0].assign(predicted_gib=[], measured_gib=[])
+        found = cells(rows, none)
+        assert found["step time"]["rows"] == 2
+        assert found["step time"]["worst %"] == pytest.approx(50)
+        assert found["step time"]["bias %"] == pytest.approx(30)  # of 10 and 50
+        assert found["memory"] == {"rows": 0}
+
+    def test_releases_of_one_family_are_one_configuration(self, tmp_path: Path) -> None:
+        releases = [
+            specimens.HYBRID | {"source": f"Megatron-Bridge {n}"} for n in ("26.06", "26.08")
+        ]
+        other = specimens.HYBRID | {"source": "Megatron-Bridge 26.08", "micro_batch": "2"}
+        path = specimens.write(tmp_path / "t.csv", *releases, other)
+        parts = report_of(predict_file(path)).parts
+        assert parts["cells"].lines["step time"]["rows"] == 2
+        assert parts["macro"].lines["step time"]["sources"] == 2
 
 
 class TestOutOfMemory:
@@ -161,7 +210,7 @@ class TestOutOfMemory:
         for predicted, too_much in ((runs, [False, True, False]), (failed, [True, False])):
             assert list(predicted.total_gibibytes > 80) == too_much
         found = oom_report(runs, failed).lines
-        assert list(found) == ["SimuMax", "all"]
+        assert list(found) == ["SimuMax", "sources with both", "and stated", "all"]
         assert found["SimuMax"] == {
             "ran": 2,
             "failed": 2,
@@ -170,6 +219,15 @@ class TestOutOfMemory:
             "recall": 0.5,
         }
         assert found["all"]["ran"] == 3
+        # mcore has no row that failed
+        assert found["sources with both"]["ran"] == found["and stated"]["ran"] == 2
+
+    def test_rows_that_leave_recomputation_or_microbatch_blank(self, tmp_path: Path) -> None:
+        blank = specimens.GPT | {"recompute": ""}
+        noted = blank | {"notes": "full activation checkpointing"}
+        path = specimens.write(tmp_path / "t.csv", specimens.GPT, blank, noted)
+        runs = predict_file(path)
+        assert oom_report(runs, runs).lines["and stated"]["ran"] == 2
 
     def test_without_alarms_there_is_no_precision(self, tmp_path: Path) -> None:
         runs = self.predicted(tmp_path, ("SimuMax", 64))
@@ -203,10 +261,15 @@ class TestCommand:
         return specimens.write(tmp_path / "oom.csv", big, UNKNOWN[0], columns=columns)
 
     def test_text(self, runs: Path, oom: Path) -> None:
-        text = accuracy("--runs", runs, "--oom", oom)
+        text = accuracy("--runs", runs, "--oom", oom, "--quick")
         lines = text.splitlines()
         ours = [line.split() for line in lines if line.startswith("Narayanan2021 T1")]
-        assert [words[2] for words in ours] == ["2", "2", "2"]  # step time, memory, ran
+        # of each view step time, memory and what ran; of `product` both intervals
+        assert [words[2] for words in ours] == ["2"] * 8
+        assert [line for line in lines if line.endswith(": all rows")] == [
+            "product: all rows",
+            "software of each source: all rows",
+        ]
         assert "2 of 5 rows not modelled" in text
         assert "  runs.csv:5: GPU `TPUv4` is not in the catalogue" in lines
         assert any(line.startswith("  runs.csv:6: model `Mystery`") for line in lines)
@@ -214,26 +277,38 @@ class TestCommand:
         assert "out of memory" in text
 
     def test_document(self, runs: Path, oom: Path) -> None:
-        document = json.loads(accuracy("--runs", runs, "--oom", oom, "--json"))
+        document = json.loads(accuracy("--runs", runs, "--oom", oom, "--json", "--quick"))
         times = document["all rows"]["step time"]
         assert list(times) == ["Narayanan2021 T1", "Zero-Bubble PP", "all"]
         assert times["all"]["rows"] == 3
         assert times["Narayanan2021 T1"]["groups"] == 1
         assert document["all rows"]["memory"]["all"]["rows"] == 3
         assert [reason.split(":")[1] for reason in document["not modelled"]] == ["5", "6"]
-        assert document["out of memory"]["all"] == {
-            "ran": 3.0,
-            "failed": 1.0,
-            "alarms": 1.0,
-            "precision": 1.0,
-            "recall": 1.0,
-        }
+        found = {"ran": 3.0, "failed": 1.0, "alarms": 1.0, "precision": 1.0, "recall": 1.0}
+        assert document["out of memory"]["all"] == found
+        assert document["out of memory"]["product"]["all"] == found
+        assert document["product"]["all rows"]["step time"]["all"]["rows"] == 3
+        for key in ("macro", "cells", "memory", "regret"):
+            assert set(document[key]) == {"product", "software of each source"}
+        assert list(document["regret"]["product"]) == ["Narayanan2021 T1", "all"]
+        assert document["macro"]["product"]["step time"]["sources"] == 2
+        intervals = document["intervals"]["product"]
+        assert intervals["step time"]["all"]["rows"] == 3
+        assert 0 <= intervals["memory"]["all"]["inside %"] <= 100
         assert len(document["out of memory, not modelled"]) == 1
+
+    def test_every_row_is_predicted_without_its_source(self, runs: Path) -> None:
+        document = json.loads(accuracy("--runs", runs, "--json"))
+        whole, unseen = document["product"], document["leave one source out"]
+        assert unseen["all rows"]["step time"]["all"]["rows"] == 3
+        assert list(unseen["all rows"]["step time"]) == list(whole["all rows"]["step time"])
+        assert unseen["all rows"]["step time"] != whole["all rows"]["step time"]
 
     def test_missing_columns_are_blank_and_named(self, tmp_path: Path) -> None:
         columns = tuple(n for n in specimens.COLUMNS if n not in ("vp", "notes"))
         text = accuracy(
-            "--runs", specimens.write(tmp_path / "t.csv", specimens.GPT, columns=columns)
+            *("--runs", specimens.write(tmp_path / "t.csv", specimens.GPT, columns=columns)),
+            "--quick",
         )
         assert "  complaint: t.csv:1: no column `vp`; taken as blank" in text.splitlines()
         assert "0 of 1 rows not modelled" in text
@@ -241,18 +316,18 @@ class TestCommand:
     @pytest.mark.parametrize("records", [(), UNKNOWN])
     def test_nothing_to_compare(self, tmp_path: Path, records: tuple[dict[str, str], ...]) -> None:
         empty = specimens.write(tmp_path / "t.csv", *records)
-        text = accuracy("--runs", empty, "--oom", empty)
+        text = accuracy("--runs", empty, "--oom", empty, "--quick")
         assert f"{len(records)} of {len(records)} rows not modelled" in text
         document = json.loads(accuracy("--runs", empty, "--oom", empty, "--json"))
         assert document["all rows"]["step time"]["all"]["rows"] == 0
 
     def test_parts_of_the_split_add_up(self, runs: Path) -> None:
-        document = json.loads(accuracy("--runs", runs, "--json", "--split", "0.5"))
+        document = json.loads(accuracy("--runs", runs, "--json", "--split", "0.5", "--quick"))
         parts = [document["calibration rows"], document["validation rows (not fitted to)"]]
         assert sum(part["step time"]["all"]["rows"] for part in parts) == 3
 
     def test_a_line_for_each_row(self, runs: Path, tmp_path: Path) -> None:
-        accuracy("--runs", runs, "--rows", tmp_path / "out.csv")
+        accuracy("--runs", runs, "--rows", tmp_path / "out.csv", "--quick")
         written = pd.read_csv(tmp_path / "out.csv")
         assert list(written.line) == [2, 3, 4]
         assert list(written.measured_seconds) == [10, 10, 2.5]

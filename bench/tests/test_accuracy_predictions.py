@@ -10,10 +10,12 @@ import pytest
 import row_specimens as specimens
 
 from bench.cases import row_case
+from bench.memory_conventions import BY_SOURCE, IN_WORDS, UNKNOWN, convention_of
 from bench.pipeline_layout import stage_layers
-from bench.predictions import Predicted, memory_convention, predict_file
+from bench.predictions import Predicted, bytes_on_ranks, predict_file
 from bench.published import PublishedRow
 from bench.rows_split import in_calibration
+from hpctrain.plan.cost.memory import outside_allocator_bytes
 from hpctrain.spec.loader import load_calibration, load_catalogue
 
 CATALOGUE, CALIBRATION = load_catalogue(), load_calibration()
@@ -73,13 +75,36 @@ class TestPredictions:
         [
             (dict(notes="Mem = nvidia-smi on first node"), "driver"),
             (dict(notes="max_memory_reserved of the log"), "reserved"),
-            (dict(source="max_memory_res"), "reserved"),
+            (dict(notes="GiB of max_memory_RESERVED; memory_allocated between steps"), "reserved"),
             (dict(notes="max_memory_allocated"), "allocated"),
+            (dict(source="torchtitan docs"), "reserved"),
+            (dict(source="torchtitan docs", notes="max_memory_allocated"), "allocated"),
+            (dict(source="BLOOM prequel"), "driver"),
+            (dict(source="SimuMax B200 real"), "allocated"),
+            (dict(source="Megatron-LM CI memory_speed"), "allocated"),
+            (dict(source="Zero-Bubble PP"), "allocated"),
             (dict(), "allocated"),
         ],
     )
     def test_what_memory_means(self, cells: dict[str, str], convention: str) -> None:
-        assert memory_convention(row(**cells)) == convention
+        assert convention_of(row(**cells)).kind == convention
+
+    def test_the_ranks_are_those_that_the_source_looked_at(self) -> None:
+        cells = dict(num_layers=24, hidden=2048, heads=16, vocab=1000, seq_len=2048, gpus=8)
+        cells |= dict(tp=1, pp=4, dp=2, model="GPT", framework="Megatron-core", memory_gb=1.0)
+        cells |= dict(micro_batch=1.0, global_batch=16)  # the first stage has four in flight
+        sources = ("Megatron-LM CI memory_speed", "BLOOM", "SimuMax")
+        rows = [row(source=source, notes="max_memory_allocated", **cells) for source in sources]
+        cases = [row_case(one, CATALOGUE, CALIBRATION) for one in rows]
+        found = Predicted(cases, [], [])
+        exact = replace(found.case.software, context_bytes=0.0, communicator_bytes=0.0, slack=1.0)
+        ranks = bytes_on_ranks(replace(found.case, software=exact))
+        expected = [ranks["last"][0], ranks["ends"][1], ranks["fullest"][2]]
+        assert list(found.gibibytes * 2**30) == pytest.approx(expected)
+        assert ranks["last"][2] < ranks["fullest"][2]
+
+    def test_every_convention_has_its_source(self) -> None:
+        assert all(len(one.why) > 10 for one in (*IN_WORDS, *BY_SOURCE, UNKNOWN))
 
     def test_each_convention_counts_more(self) -> None:
         sizes = dict(num_layers=24, hidden=2048, heads=16, vocab=51200, seq_len=2048, gpus=16)
@@ -88,9 +113,9 @@ class TestPredictions:
         rows = [replace(one, notes=word) for word in words]
         predicted = Predicted([row_case(r, CATALOGUE, CALIBRATION) for r in rows], [], [])
         allocated, reserved, driver = predicted.gibibytes
-        software = CALIBRATION.software["megatron-deepspeed"]
+        outside = outside_allocator_bytes(predicted.case)[0]
         assert allocated < reserved < driver
-        assert driver - reserved == pytest.approx(software.context_bytes / 2**30)
+        assert driver - reserved == pytest.approx(outside / 2**30)
 
 
 class TestSplit:

@@ -8,16 +8,26 @@ use them (`hpctrain.plan.cost`).
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated
 
 from pydantic import Field
 
 from hpctrain.spec.document import Document
+from hpctrain.spec.uncertainty import SiteLearning
 from hpctrain.units import Bandwidth
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]
 Factor = Annotated[float, Field(ge=0)]
+
+# Fused attention's forward pass over its backward pass, heads of 128: FlashAttention-2 on A100
+# (arXiv 2307.08691, figures 5 and 6) 224 and 196 TFLOP/s, FlashAttention-3 on H100 (arXiv
+# 2407.08608, figures 5 and 6) 648 and 561.
+FORWARD_RATIO = 1.15
+# Keys at which it reaches half its rate, from FlashAttention-3 on H100 (figure 5): 467 TFLOP/s at
+# 512 and 648 at 16k for heads of 128; causal, heads of 64, 197 and 473.
+HALF_LENGTH, HALF_LENGTH_CAUSAL = 150.0, 550.0
 
 
 class GpuCalibration(Document):
@@ -26,7 +36,12 @@ class GpuCalibration(Document):
     product_efficiency: Share = Field(description="Of the 16-bit peak: large matrix products")
     fp8_efficiency: Share = Field(description="Of the 8-bit peak: large matrix products")
     fp4_efficiency: Share = Field(description="Of the 4-bit peak: large matrix products")
-    flash_efficiency: Share = Field(description="Of the 16-bit peak: fused attention")
+    flash_efficiency: Share = Field(
+        description="Of the 16-bit peak: fused causal attention, both passes, heads of 128"
+    )
+    half_head: Factor = Field(
+        description="Head size whose products take as long as the exponentials of attention"
+    )
     batched_efficiency: Share = Field(description="Of the 16-bit peak: unfused attention")
     scan_efficiency: Share = Field(description="Of the 16-bit peak: scan of Mamba-2 blocks")
     memory_efficiency: Share = Field(description="Of the memory bandwidth: elementwise kernels")
@@ -50,14 +65,17 @@ class SoftwareCalibration(Document):
     streaming: Factor = Field(description="Traffic of elementwise kernels over the fused minimum")
     tp_overlap: Share = Field(description="Share of tensor parallel traffic that hides")
     dp_overlap: Share = Field(description="Share of data parallel traffic that can hide")
-    pp_overlap: Share = Field(description="Share of pipeline traffic that hides")
-    ep_overlap: Share = Field(description="Share of the experts' all-to-all that hides")
+    pp_overlap: Share = Field(description="Share of traffic between chunks of a stage that hides")
+    ep_overlap: Share = Field(description="Share of the experts' all-to-all that hides, if any")
+    sharding_efficiency: Share = Field(description="Of the links, of shards of ZeRO-2 and 3")
     scatter_gather: Share = Field(description="1: pipeline traffic split over tensor ranks")
-    layer_overhead: Seconds = Field(description="Per layer, microbatch and pass")
-    expert_overhead: Seconds = Field(description="Per MoE layer, microbatch and pass")
+    beside_weights: Share = Field(
+        description="1: tensor parallel reductions of the backward pass run beside the products of "
+        "weight gradients"
+    )
+    layer_overhead: Seconds = Field(description="The host launches one layer's pass in it")
+    expert_overhead: Seconds = Field(description="It launches one expert's pass in it")
     step_overhead: Seconds = Field(description="Per step")
-    straggling: Factor = Field(description="Extra share of a step per doubling of GPUs beyond 8")
-    network_efficiency: Share = Field(description="Of the network cards' bandwidth")
     fused_loss: Share = Field(description="1: fused cross entropy")
     gradient_bytes: Factor = Field(description="Per parameter, where the spec does not say")
     main_bytes: Factor = Field(description="Optimizer state per parameter")
@@ -70,28 +88,48 @@ class SoftwareCalibration(Document):
     provenance: str = Field(min_length=3, description="What the figures were fitted to")
 
 
+class FabricCalibration(Document):
+    """One kind of network between nodes, with the machines that come with it."""
+
+    network_efficiency: Share = Field(description="Of the network cards' bandwidth")
+    straggling: Factor = Field(description="Deviation of the ranks' step times, share of a step")
+    provenance: str = Field(min_length=3, description="What the figures were fitted to")
+
+
 class AttentionCalibration(Document):
     """One attention kernel, for software that lets its users choose."""
 
     flash: Share = Field(description="1: fused attention; 0: s x s matrices in memory")
-    flash_speed: Factor = Field(description="Over the best kernel for that GPU")
+    flash_speed: Factor = Field(description="Over the best kernel for that GPU, to Ampere")
+    newer_speed: Factor = Field(description="The same from Hopper on")
     softmax_passes: Factor = Field(description="Trips of the s x s matrices through memory")
 
 
 class DispatchCalibration(Document):
     """One way to send tokens to experts."""
 
-    overlap: Share = Field(description="Share of the all-to-all that hides")
+    efficiency: Share = Field(description="Of the links that the messages take")
+    one_copy: Share = Field(description="1: one copy of a token to each node or rank; 0: top_k")
+
+
+class GraphCalibration(Document):
+    """What CUDA graphs of one scope leave of the host's launches."""
+
+    layers: Share = Field(description="Of those of layers")
+    experts: Share = Field(description="Of those of experts")
 
 
 class Calibration(Document):
     """All constants; `gpus` by catalogue name or, where that is missing, by generation."""
 
     gpus: dict[str, GpuCalibration]
+    fabrics: dict[str, FabricCalibration] = Field(
+        description="By `network.fabric` of profiles, or by the name of a published cluster"
+    )
     software: dict[str, SoftwareCalibration]
     attention: dict[str, AttentionCalibration]
     dispatch: dict[str, DispatchCalibration] = Field(description="By Megatron's dispatcher names")
-    graphs: dict[str, Factor] = Field(description="Launch overhead left by CUDA graphs, by scope")
+    graphs: dict[str, GraphCalibration] = Field(description="By scope: none, layer or full")
 
 
 class SiteServingCalibration(Document):
@@ -108,6 +146,16 @@ class SiteServingCalibration(Document):
     )
     error: Share = Field(description="What is left: deviation of the logarithm")
     provenance: str = Field(min_length=3, description="Which service, when, how many answers")
+
+
+# Rates that are measured one by one, and the multiplier of the cost model that each settles.
+RATE_MULTIPLIERS = {
+    "product_efficiency": "products",
+    "flash_efficiency": "attention",
+    "memory_efficiency": "elementwise",
+    "nvlink_bandwidth": "nvlink",
+    "network_bandwidth": "network",
+}
 
 
 class SiteCalibration(Document):
@@ -135,4 +183,18 @@ class SiteCalibration(Document):
     serving: dict[str, SiteServingCalibration] = Field(
         {}, description="By engine (vllm, ...): what services took over what was predicted"
     )
+    learned: dict[str, SiteLearning] = Field(
+        {}, description="By engine: what runs of this cluster have taught (docs/certainty.md)"
+    )
     provenance: str = Field(min_length=3, description="When, on which nodes, by which measurement")
+
+
+def measured_rates(site: SiteCalibration) -> tuple[str, ...]:
+    """List the multipliers whose rates a cluster has measured one by one."""
+    fields = RATE_MULTIPLIERS.items()
+    return tuple(name for field, name in fields if getattr(site, field) is not None)
+
+
+def constants_digest(calibration: Calibration) -> str:
+    """Compute which constants runs have corrected: with other ones the correction is wrong."""
+    return hashlib.sha256(calibration.model_dump_json().encode()).hexdigest()[:16]

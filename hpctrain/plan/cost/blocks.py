@@ -15,9 +15,24 @@ import numpy as np
 
 from hpctrain.plan.cost import links
 from hpctrain.plan.cost.case import Array, Case, flag
-from hpctrain.plan.cost.kernels import flash_seconds, product_seconds, stream, unfused_seconds
+from hpctrain.plan.cost.kernels import (
+    flash_seconds,
+    product_seconds,
+    quantising_seconds,
+    stream,
+    unfused_seconds,
+)
 
 EXPERT_TILE = 128  # rows of a tile of a grouped product: experts' shares are padded to it
+
+
+# Of messages beside products: those lose multiprocessors to NCCL meanwhile.
+BESIDE = 0.8
+
+
+# Of messages beside products: NCCL's blocks of threads, one for each of the 24 channels that it
+# logs on a DGX A100, take a fifth of 108 multiprocessors from those meanwhile.
+BESIDE = 0.8
 
 
 @dataclass(frozen=True)
@@ -57,15 +72,17 @@ def split_tokens(case: Case) -> Array:
     return tokens(case) / np.where(np.asarray(mesh.sequence_parallel) > 0, mesh.tp, 1)
 
 
-def linear(case: Case, rows: Array, n: Array, k: Array) -> Passes:
+def linear(case: Case, rows: Array, n: Array, k: Array, count: Array = 1.0) -> Passes:
     """Price a linear layer [rows, k] -> [rows, n]: one product forward, two of that size back.
 
-    Frozen weights (LoRA) need no weight gradient, which is the second.
+    In 8 bits its input and its gradient are quantised. Frozen weights (LoRA) need no weight
+    gradient, which is the second product back. `count` of them in one grouped kernel.
     """
-    forward = product_seconds(case, rows, n, k)
+    forward = product_seconds(case, rows, n, k, count) + quantising_seconds(case, count * rows * k)
     trained = np.asarray(case.shape.trainable) >= 1
-    of_weights = np.where(trained, product_seconds(case, k, n, rows), 0.0)
-    return Passes(forward, product_seconds(case, rows, k, n) + of_weights)
+    of_weights = np.where(trained, product_seconds(case, k, n, rows, count), 0.0)
+    of_input = product_seconds(case, rows, k, n, count) + quantising_seconds(case, count * rows * n)
+    return Passes(forward, of_input + of_weights)
 
 
 def adapters(case: Case) -> Passes:
@@ -86,12 +103,14 @@ def streaming(case: Case, forward_bytes: Array) -> Passes:
 
 def surroundings(case: Case) -> Passes:
     """Price norm (in, out) and residual addition (two in, one out) in front of a block."""
-    return streaming(case, 5 * case.mesh.element_bytes * split_tokens(case) * case.shape.hidden)
+    added = 3 * case.mesh.element_bytes * split_tokens(case) * case.shape.hidden
+    return norm(case) + streaming(case, added)
 
 
 def norm(case: Case) -> Passes:
-    """Price one norm alone: in and out."""
-    return streaming(case, 2 * case.mesh.element_bytes * split_tokens(case) * case.shape.hidden)
+    """Price one norm alone: in and out, or what kernels of its own for each operation move."""
+    moved = 2 * case.mesh.element_bytes * split_tokens(case) * case.shape.hidden
+    return streaming(case, case.software.norm_traffic * moved)
 
 
 def region_messages(case: Case) -> Passes:
@@ -104,8 +123,24 @@ def region_messages(case: Case) -> Passes:
     """
     whole = case.mesh.element_bytes * tokens(case) * case.shape.hidden
     seconds = links.reduce_seconds(case, whole, case.mesh.tp, 1)
-    shown = seconds * (1 - case.software.tp_overlap)
+    shown = seconds * (1 - case.software.overlaps_tensors * case.software.tp_overlap)
     return Passes(0.0, 0.0, shown, shown)
+
+
+def beside_weights(case: Case, passes: Passes) -> Array:
+    """Compute how much of the messages of a block's backward pass its weight gradients hide.
+
+    The gradient of the input of a column-parallel product is reduced while the weight gradient of
+    that product is computed (Megatron-LM, megatron/core/tensor_parallel/layers.py,
+    LinearWithGradAccumulationAndAsyncCommunication): all messages of the backward pass, or half of
+    them with sequence parallelism, whose all-gather comes before. That product is about a quarter
+    of the backward pass: two products of a block have two gradients each. Zero-bubble schedules
+    compute it later.
+    """
+    software, mesh = case.software, case.mesh
+    half = np.where(np.asarray(mesh.sequence_parallel) > 0, 0.5, 1.0)
+    there = software.beside_weights * flag(np.asarray(software.zero_bubble) == 0)
+    return there * np.minimum(BESIDE * half * passes.backward_messages, passes.backward / 4)
 
 
 def attention(case: Case) -> Passes:
@@ -168,12 +203,12 @@ def core_attention(case: Case) -> Passes:
     return Passes(
         np.where(
             flash,
-            flash_seconds(case, seen, heads, 2.0),
+            flash_seconds(case, seen, heads, backward=False),
             unfused_seconds(case, all_pairs, heads, 2.0),
         ),
         np.where(
             flash,
-            flash_seconds(case, seen, heads, 5.0),
+            flash_seconds(case, seen, heads, backward=True),
             unfused_seconds(case, all_pairs, heads, 4.0),
         ),
     )
@@ -216,9 +251,7 @@ def moe(case: Case) -> Passes:
     """Price norm, router, experts as grouped products, shared experts, residual; no messages."""
     shape = case.shape
     router = linear(case, split_tokens(case), shape.experts, shape.hidden)
-    parts = surroundings(case) + router + shared_expert(case) + experts(case) + permutation(case)
-    overhead = case.software.expert_overhead
-    return parts + Passes(overhead, overhead)
+    return surroundings(case) + router + shared_expert(case) + experts(case) + permutation(case)
 
 
 def routed_rows(case: Case) -> Array:
@@ -243,9 +276,9 @@ def experts(case: Case) -> Passes:
     padded = np.where(rows > 0, each + EXPERT_TILE / 2, 0.0)
     part = shape.expert_ffn / mesh.expert_tp
     width = shape.expert_hidden
-    first = linear(case, padded, shape.mlp_width * part, width)
-    second = linear(case, padded, width, part)
-    return (first + second).times(own) + expert_activation(case)
+    first = linear(case, padded, shape.mlp_width * part, width, own)
+    second = linear(case, padded, width, part, own)
+    return first + second + expert_activation(case)
 
 
 def expert_activation(case: Case) -> Passes:
@@ -273,11 +306,35 @@ def dispatch_messages(case: Case) -> Passes:
     mesh = case.mesh
     width = mesh.element_bytes * case.shape.expert_hidden
     # the experts' own mesh is nearest: expert tp, then ep (Megatron's order)
-    sent = width * own_rows(case)
-    exchanged = 2 * links.exchange_seconds(case, sent, mesh.ep, mesh.expert_tp)
+    exchanged = 2 * exchange(case, width, mesh.ep, mesh.expert_tp)
     gathered = 2 * links.gather_seconds(case, width * routed_rows(case), mesh.expert_tp, 1)
-    shown = exchanged * (1 - case.software.ep_overlap) + gathered
+    hidden = case.software.overlaps_experts * case.software.ep_overlap
+    shown = exchanged * (1 - hidden) + gathered
     return Passes(0.0, 0.0, shown, shown)
+
+
+def exchange(case: Case, token_bytes: Array, size: Array, stride: Array) -> Array:
+    """Price sending the tokens of a rank to the experts of `size` ranks, or back.
+
+    The all-to-all sends each token top_k times. DeepEP and HybridEP send one copy to each other
+    node that has experts for it, and one from there to each such rank over NVLink (deepseek-ai/
+    DeepEP, README, "Normal kernels"): of n places top_k choices meet n (1 - (1 - 1 / n)^top_k).
+    """
+    shape, software = case.shape, case.software
+    own = tokens(case) / case.mesh.tp * token_bytes
+    inside = links.members_inside(case, size, stride)
+    nodes = size / inside
+    ranks_met, nodes_met = _met(size, shape.top_k), _met(nodes, shape.top_k)
+    single = np.asarray(software.one_copy) > 0
+    near_copies = np.where(single, ranks_met / inside, shape.top_k / size) * (inside - 1)
+    far_copies = np.where(single, nodes_met * (nodes - 1) / nodes, shape.top_k * (1 - 1 / nodes))
+    seconds = links.exchange_seconds(case, own * near_copies, own * far_copies, size)
+    return seconds / software.dispatch_efficiency
+
+
+def _met(places: Array, choices: Array) -> Array:
+    """Return the expected number of different places of so many independent choices."""
+    return places * (1 - (1 - 1 / places) ** choices)
 
 
 def shared_expert(case: Case) -> Passes:

@@ -122,7 +122,12 @@ class Mesh:
     gather_bytes: Array = 2  # per parameter that the distributed optimizer sends out
     low_bytes: Array = 0  # per weight of a linear layer: its forms in 8 or 4 bits
     low_only: Array = 0  # 1: these weights have no 16-bit form
-    gradient_copy: Array = 0  # per gradient of a shard: an fp32 copy while the optimizer runs
+    # per element of a linear layer's input that waits for its backward pass; 0: `element_bytes`
+    input_bytes: Array = 0
+    # and of attention's output, which its projection keeps in a form of its own (delayed scaling)
+    projected_bytes: Array = 0
+    gradient_copy: Array = 0  # per gradient of a shard: copies while the optimizer runs
+    imbalance: Array = 1  # rows of the fullest rank's experts over those of all in the mean
     deferred_output: Array = 0  # microbatches whose gradient of the output matrix may wait
 
     @property
@@ -154,6 +159,11 @@ class Mesh:
         return np.where(np.asarray(self.full_layers) > 0, share, self.full_share)
 
     @property
+    def kept_input_bytes(self) -> Array:
+        """Bytes per element of a linear layer's input that waits for its backward pass."""
+        return np.where(np.asarray(self.input_bytes) > 0, self.input_bytes, self.element_bytes)
+
+    @property
     def waiting_outputs(self) -> Array:
         """Microbatches of a step whose gradient of the output matrix waits for its end."""
         return np.minimum(self.deferred_output, self.accumulation)
@@ -179,13 +189,19 @@ class Machine:
     domain: Array  # GPUs that reach each other over NVLink
     product_efficiency: Array  # of `peak`, of a large matrix product
     low_efficiency: Array  # of `peak_low`
-    flash_efficiency: Array  # of `peak`, of a fused attention kernel on long sequences
+    # of `peak`, of fused causal attention, forward and backward, heads of 128, long sequences
+    flash_efficiency: Array
     batched_efficiency: Array  # of `peak`, of the batched products of unfused attention
     memory_efficiency: Array  # of `memory_bandwidth`, of elementwise kernels
     nvlink_efficiency: Array
     network_efficiency: Array
     tail_products: Array = 0.0  # size m x n of a product that fills half a wave of tiles
     scan_efficiency: Array = 0.05  # of `peak`, of the chunked scan of a Mamba-2 block
+    half_head: Array = 0.0  # head size at which exponentials take as long as products
+    half_length: Array = 0.0  # keys at which fused attention reaches half its rate, and
+    half_length_causal: Array = 0.0  # the same where the diagonal's tiles are half thrown away
+    forward_ratio: Array = 1.0  # of fused attention: rate of the forward over the backward pass
+    straggling: Array = 0.0  # standard deviation of the ranks' step times, as a share of a step
     misaligned_cost: Array = 3.0  # of batched products whose head size is no multiple of 8
     host_bandwidth: Array = 25e9  # bytes/s per GPU over PCIe, for offload
     # bytes/s and direction per GPU; ZeRO-Infinity (arXiv 2104.07857), figure 2b
@@ -205,17 +221,29 @@ class Software:
     streaming: Array  # memory traffic of elementwise kernels over the fused minimum
     tp_overlap: Array  # share of tensor parallel traffic hidden behind products
     dp_overlap: Array  # share of gradient and parameter traffic that can hide
-    pp_overlap: Array  # share of pipeline traffic that hides
-    ep_overlap: Array  # share of the experts' all-to-all that hides
+    pp_overlap: Array  # share of traffic between the chunks of an interleaved pipeline that hides
+    ep_overlap: Array  # share of the experts' all-to-all that hides behind another microbatch
     scatter_gather: Array  # 1: pipeline traffic is split over tensor parallel ranks
-    layer_overhead: Array  # seconds per layer, microbatch and pass
+    layer_overhead: Array  # seconds in which the host launches one layer's pass
     step_overhead: Array  # seconds per step
-    straggling: Array  # extra share of a step per doubling of nodes
+    overlaps_tensors: Array = 1  # switches, 1 or 0: userbuffers,
+    beside_weights: Array = 0  # backward reductions beside the products of weight gradients,
+    overlaps_gradients: Array = 1  # gradients reduced behind the backward pass,
+    overlaps_parameters: Array = 1  # parameters gathered behind the forward pass,
+    overlaps_stages: Array = 1  # messages between chunks behind the next chunk
+    overlaps_experts: Array = 1  # tokens of one microbatch travel behind another's compute
+    launched_layers: Array = 1  # share of the launches of layers that CUDA graphs leave
+    launched_experts: Array = 1  # share of the launches of experts that they leave
+    sharding_efficiency: Array = 1.0  # of the links, of gathering and reducing shards of ZeRO-3
     late_sums: Array = 0  # 1: behind a pipeline gradients are summed after all passes, in the open
     zero_bubble: Array = 0  # 1: ZB-1p, 2: ZB-2p (Qi et al. 2023, arXiv 2401.10241)
+    norm_traffic: Array = 1  # memory traffic of a norm over that of one fused kernel
     fused_loss: Array = 0  # 1: fused cross entropy, no fp32 copy of the logits
     loss_bytes: Array = 0  # moved per logit and pass; 0: as `fused_loss` has it
-    expert_overhead: Array = 0.0  # seconds per MoE layer, microbatch and pass
+    expert_overhead: Array = 0.0  # seconds in which the host launches what one expert computes
+    known_sizes: Array = 0  # 1: experts take fixed numbers of tokens, which no host waits for
+    one_copy: Array = 0  # 1: a token travels once to each rank or node with experts for it
+    dispatch_efficiency: Array = 1.0  # of the links, of the all-to-all
     shared_overlap: Array = 0  # 1: the shared expert is computed while tokens travel
     main_bytes: Array = 12  # optimizer state per parameter: main copy and two moments
     dummy_gradients: Array = 1  # 16-bit copies of one layer's weights that backward leaves behind
@@ -227,9 +255,16 @@ class Software:
     # of a softmax of unfused attention that has another precision than what is multiplied
     softmax_bytes: Array = 0  # per pair of tokens and head; 0: it has not
     split_logit_bytes: Array = 0  # and besides, where tensor parallel ranks share them
+    gathered_logits: Array = 0  # 1: each tensor parallel rank has the whole vocabulary's
+    gathered_inputs: Array = 0  # 1: what sequence parallelism gathers for a product stays gathered
+    narrow_logits: Array = 0  # 1: logits before the loss are there beside their fp32 form
     loss_first: Array = 0  # 1: the loss's tensors are gone before a layer is computed again
+    bucket_bytes: Array = 0.0  # blocks in which gradients are summed
     slack: Array = 1.0  # allocator's share on top of activations and buffers
-    context_bytes: Array = 0.0  # CUDA context, NCCL, libraries: outside the allocator
+    cached: Array = 0.0  # share that it holds besides as long as there is room: freed blocks
+    flat_copies: Array = 0  # 1: `Mesh.gradient_copy` is one block, which freed ones cannot become
+    context_bytes: Array = 0.0  # CUDA context and libraries: outside the allocator
+    communicator_bytes: Array = 0.0  # and NCCL's buffers there, of each group of ranks
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,36 @@ from dataclasses import fields
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.cost.case import Machine, Software
 from hpctrain.spec.calibration import (
+    FORWARD_RATIO,
+    HALF_LENGTH,
+    HALF_LENGTH_CAUSAL,
     Calibration,
+    FabricCalibration,
     GpuCalibration,
     SiteCalibration,
     SoftwareCalibration,
 )
 from hpctrain.spec.catalogue import Gpu
+from hpctrain.spec.engines.registry import abilities_of
 
 # What copies between pinned host memory and a GPU reach of the link: 25 of PCIe 4's 32 GB/s.
 HOST_LINK_SHARE = 25 / 32
 PCIE4_BANDWIDTH = 32e9  # bytes/s and direction of 16 lanes; PCI-SIG, PCI Express 4.0
+# What the driver keeps of the memory that it reports: 143,771 MiB are 139.8 GiB to a program on an
+# H200 (docs/gpu.md), 81,920 MiB are 79.15 GiB on an A100.
+DRIVER_BYTES = 0.6 * 2**30
+# Of CUDA: 400 MB since kernels are loaded when they are called (CUDA 11.7, pytorch/pytorch issue
+# 109888), and some for cuBLAS, whose workspaces are the allocator's. Before it were 1.3 GB
+# (transformers' documentation, "GPU memory": "kernels alone take up").
+CONTEXT_BYTES = 0.5 * 2**30
+# NCCL's buffers of one communicator: 10 MiB (NVIDIA/nccl issue 1685, allocations in its log) for
+# each of 24 channels over an A100's NVLinks and of three neighbours, two in a tree, one in a ring.
+COMMUNICATOR_BYTES = 24 * 3 * 10 * 2**20
+# Activations as they lie in memory over their bytes, where the allocator cannot grow its segments
+# (before PyTorch 2.1, on AMD's GPUs): freed blocks between kept ones. BLOOM's trials want 1.1 to
+# 1.18, 410 layouts of Aleph Alpha at least 1.1, the zero-bubble runs at most 1.12, with which they
+# still fit (bench/fit_memory.py).
+FRAGMENTED = 1.12
 LOW_PRECISIONS = {"fp8": ("fp8",), "fp4": ("fp4", "fp8")}
 
 
@@ -40,8 +60,8 @@ def calibration_of(calibration: Calibration, gpu: Gpu) -> GpuCalibration:
 def calibrated_at_site(calibration: Calibration, site: SiteCalibration, gpu: Gpu) -> Calibration:
     """Put the figures that a site has measured in place of the packaged ones.
 
-    Rates of links become shares of what catalogue and profile give for this GPU. The network's
-    share belongs to the software in the packaged figures; a site has measured its own.
+    Rates of links become shares of what catalogue and profile give for this GPU; the network's
+    takes the place of that of every fabric, as a site has one.
     """
     shares: dict[str, object] = {
         name: value
@@ -52,22 +72,20 @@ def calibrated_at_site(calibration: Calibration, site: SiteCalibration, gpu: Gpu
         shares["nvlink_efficiency"] = min(1.0, site.nvlink_bandwidth / gpu.nvlink_bandwidth)
     shares["provenance"] = site.provenance
     own = calibration_of(calibration, gpu).model_copy(update=shares)
-    software = calibration.software
+    fabrics = calibration.fabrics
     if site.network_bandwidth is not None:
         share = min(1.0, site.network_bandwidth / gpu.network_bandwidth)
-        software = {
-            name: entry.model_copy(update={"network_efficiency": share})
-            for name, entry in software.items()
-        }
+        measured = {"network_efficiency": share, "provenance": site.provenance}
+        fabrics = {name: one.model_copy(update=measured) for name, one in fabrics.items()}
     return calibration.model_copy(
-        update={"gpus": {**calibration.gpus, gpu.name: own}, "software": software}
+        update={"gpus": {**calibration.gpus, gpu.name: own}, "fabrics": fabrics}
     )
 
 
 def machine_of(
     gpu: Gpu,
     shares: GpuCalibration,
-    software: SoftwareCalibration,
+    fabric: FabricCalibration,
     *,
     precision: str = "bf16",
     leaf_gpus: int = 0,
@@ -95,7 +113,12 @@ def machine_of(
         batched_efficiency=shares.batched_efficiency,
         memory_efficiency=shares.memory_efficiency,
         nvlink_efficiency=shares.nvlink_efficiency,
-        network_efficiency=software.network_efficiency,
+        network_efficiency=fabric.network_efficiency,
+        straggling=fabric.straggling,
+        half_head=shares.half_head,
+        half_length=HALF_LENGTH,
+        half_length_causal=HALF_LENGTH_CAUSAL,
+        forward_ratio=FORWARD_RATIO,
         tail_products=shares.tail_products,
         scan_efficiency=shares.scan_efficiency,
         misaligned_cost=shares.misaligned_cost,
@@ -112,6 +135,46 @@ def peak_rate(gpu: Gpu, precision: str) -> float:
         if name in gpu.peak:
             return float(gpu.peak[name])
     return float(max(gpu.peak.values()))
+
+
+def newer(gpu: Gpu) -> bool:
+    """Tell whether a GPU has kernels of attention that FlashAttention-2 does not reach."""
+    return gpu.generation not in ("volta", "ampere", "ada", "cdna2", "cdna3")
+
+
+def fabric_of(calibration: Calibration, fabric: str) -> FabricCalibration:
+    """Select the constants of a network. Raises InvalidInputError if it is missing."""
+    if fabric not in calibration.fabrics:
+        raise InvalidInputError([Problem(f"the calibration has no fabric `{fabric}`")])
+    return calibration.fabrics[fabric]
+
+
+def software_entry(
+    calibration: Calibration, engine: str, *, eager: bool = False, local: bool = False
+) -> SoftwareCalibration:
+    """Select the constants that `plan` takes for an engine, ours or that of a published run.
+
+    `eager` and `local`: see `software_name`. Raises InvalidInputError if the calibration has no
+    such software.
+    """
+    key = software_name(engine, eager=eager, local=local)
+    if key not in calibration.software:
+        raise InvalidInputError([Problem(f"the calibration has no software `{key}`")])
+    return calibration.software[key]
+
+
+def software_name(engine: str, *, eager: bool = False, local: bool = False) -> str:
+    """Name the software that an engine is: what it has today, not what it was.
+
+    Megatron's own FSDP shares all kernels with the rest of megatron-core. `local`: Megatron's
+    layers without TransformerEngine, whose elementwise kernels are those of Megatron-LM before
+    it. `eager`: layers out of PyTorch's operations, such as Hugging Face's classes under FSDP, DDP
+    and DeepSpeed.
+    """
+    key = abilities_of(engine.removesuffix("-fsdp")).calibration
+    if eager:
+        return "hugging-face"
+    return "megatron-2022" if local and key == "megatron-core" else key
 
 
 def software_of(calibration: SoftwareCalibration) -> Software:

@@ -10,13 +10,26 @@ from dataclasses import MISSING, fields, replace
 from math import sqrt
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import InvalidInputError, Problem
+import numpy as np
+
 from hpctrain.plan.abilities.low_precision import LOW_PRECISIONS
-from hpctrain.plan.cost.case import Case, Machine, Mesh, Shape, Software
-from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
+from hpctrain.plan.cost.case import Array, Case, Machine, Mesh, Shape, Software
+from hpctrain.plan.cost.constants import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    DRIVER_BYTES,
+    FRAGMENTED,
+    calibration_of,
+    fabric_of,
+    machine_of,
+    software_entry,
+    software_of,
+)
+from hpctrain.plan.cost.learned import corrected
 from hpctrain.plan.cost.modules import eager
 from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS
 from hpctrain.plan.mesh.nvlink_domain import priced_domains
+from hpctrain.plan.mesh.recomputation import MODULES
 from hpctrain.plan.model import vision
 from hpctrain.plan.model.number_formats import ELEMENT_BYTES as ELEMENT_BYTES
 from hpctrain.plan.model.number_formats import (
@@ -24,18 +37,20 @@ from hpctrain.plan.model.number_formats import (
     MOMENT_BYTES,
     OPTIMIZER_BYTES,
     gradient_bytes,
+    kept_input_bytes,
     low_weight_bytes,
+    projected_bytes,
     sent_weight_bytes,
 )
 from hpctrain.plan.model.parameters import BERT_SEGMENTS
 from hpctrain.plan.request import PlanRequest
-from hpctrain.spec.calibration import Calibration, SoftwareCalibration
-from hpctrain.spec.engines.abilities import EngineAbilities
+from hpctrain.spec.calibration import Calibration
+from hpctrain.spec.engines.abilities import MEGATRON_CORE, TRANSFORMERS
 from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
 from hpctrain.spec.run import ModelSpec, RunSpec
 
 if TYPE_CHECKING:
-    from hpctrain.plan.mesh.columns import Columns
+    from hpctrain.plan.mesh.columns import Columns, Ints
 
 # Per logit and pass, in the mean: three kernels forward, which read 2, 4 and 4 bytes and write 4
 # each, and one backward, which reads 4 and writes 2 (fusions/fused_cross_entropy.py). Memory is
@@ -44,6 +59,9 @@ FUSED_LOSS_BYTES = 14.0
 # Per pair of tokens and head in 16 bits: megatron-core's own attention computes the softmax in fp32
 # and keeps it (fusions/fused_softmax.py, forward_torch_softmax); Apex's fused one is not used.
 SOFTMAX_BYTES = 4.0
+# Rows of the fullest rank's experts over the mean, where a loss balances them: 1.03 by the bytes of
+# Megatron-LM's functional test mixtral_8x7b_tp1pp4ep8vpp8_release, and some more.
+EXPERT_IMBALANCE = 1.05
 
 
 def case_of(request: PlanRequest, columns: Columns) -> Case:
@@ -62,7 +80,8 @@ def case_of(request: PlanRequest, columns: Columns) -> Case:
     machine = machine_for(request) or NO_MACHINE
     domains = priced_domains(columns, spec.resources, request.profile)
     machine = replace(machine, domain=domains)
-    return Case(shape, mesh_of(request, columns), machine, software_for(request))
+    case = Case(shape, mesh_of(request, columns), machine, software_for(request))
+    return corrected(case, request)
 
 
 def shape_of(model: ModelSpec) -> Shape:
@@ -153,7 +172,8 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
     DistributedDataParallel halve the bytes on the slowest link.
     """
     spec = request.spec
-    near, again = columns.order == ORDERS.index(DEFAULT_ORDER), spec.recompute_modules
+    near = columns.order == ORDERS.index(DEFAULT_ORDER)
+    again = {name: columns.recompute_modules >> bit & 1 for bit, name in enumerate(MODULES)}
     own, trainable = spec.engine.megatron, request.counts.trainable_share
     each = gradient_bytes(spec)
     held = each * trainable
@@ -179,15 +199,15 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
         layers_last=columns.layers_last.astype(float),
         shard_gpus=columns.shard_gpus.astype(float),
         offload=columns.offload.astype(float) * (2 if spec.optimizer.offload == "nvme" else 1),
-        again_core=int("core_attn" in again),
-        again_mlp=int("mlp" in again),
-        again_moe=int("moe" in again),
-        again_norm=int("layernorm" in again),
-        again_activation=int("moe_act" in again),
-        again_up=int("mla_up_proj" in again),
+        again_core=_number(again["core_attn"]),
+        again_mlp=_number(again["mlp"]),
+        again_moe=_number(again["moe"]),
+        again_norm=_number(again["layernorm"]),
+        again_activation=_number(again["moe_act"]),
+        again_up=_number(again["mla_up_proj"]),
         pipeline_outside=near.astype(float),
-        full_layers=spec.recompute_layers or 0,
-        kept_on_host=spec.activation_offload_layers,
+        full_layers=_number(columns.recompute_layers),
+        kept_on_host=_number(columns.offloaded_layers),
         low=int(spec.precision in LOW_PRECISIONS),
         element_bytes=ELEMENT_BYTES[spec.precision],
         gradient_bytes=held,
@@ -196,10 +216,19 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
         gather_bytes=sent_weight_bytes(spec),
         low_bytes=low_weight_bytes(spec, request.generation),
         low_only=int(own.fp8_param_gather),
+        imbalance=np.where(columns.ep > 1, EXPERT_IMBALANCE, 1.0),
+        input_bytes=kept_input_bytes(spec),
+        projected_bytes=projected_bytes(spec),
         # distrib_optimizer.py: shard_main_param.grad = shard_model_grad.float()
         gradient_copy=FP32_BYTES * trainable if each < FP32_BYTES else 0,
         deferred_output=WGRAD_DEFERRAL_LIMIT if own.defer_embedding_wgrad_compute else 0,
     )
+
+
+def _number(column: Ints) -> Array:
+    """Convert a column, to a plain number where all rows are the same."""
+    same = len(column) > 0 and bool((column == column[0]).all())
+    return float(column[0]) if same else column.astype(float)
 
 
 def machine_for(request: PlanRequest) -> Machine | None:
@@ -211,7 +240,7 @@ def machine_for(request: PlanRequest) -> Machine | None:
     return machine_of(
         gpu,
         calibration_of(calibration, gpu),
-        _software_calibration(spec.engine.abilities, calibration),
+        fabric_of(calibration, profile.network.fabric),
         precision=spec.precision,
         leaf_gpus=(switches.usable_nodes or 0) * profile.gpu.per_node,
         oversubscription=switches.oversubscription,
@@ -221,21 +250,22 @@ def machine_for(request: PlanRequest) -> Machine | None:
 def software_for(request: PlanRequest) -> Software:
     """Describe the engine's software for one spec and profile.
 
-    Overlap is the share of data parallel traffic that can hide; each of the two switches of the
-    optimizer enables half of it. Optimizer bytes are per parameter; frozen ones have no moments.
-    They have an fp32 main copy where the module itself is in fp32 (FSDP, DDP). DeepSpeed keeps the
-    module in bf16, and main copies only of what its optimizer updates. What `engine.megatron`
-    switches on takes constants of measured runs that had it (docs/planner.md).
+    What hides behind compute does so where the spec switches it on. Optimizer bytes are per
+    parameter; frozen ones have no moments. They have an fp32 main copy where the module itself is
+    in fp32 (FSDP, DDP). DeepSpeed keeps the module in bf16, and main copies only of what its
+    optimizer updates.
     """
     spec, knowledge, abilities = request.spec, request.knowledge, request.spec.engine.abilities
-    base, overlap = PLAIN, float(PLAIN.dp_overlap)
+    base = PLAIN
     if knowledge is not None:
-        measured = knowledge.calibration.software
-        base = software_of(_software_calibration(abilities, knowledge.calibration))
-        overlap = float(base.dp_overlap)
-        if abilities.overlap_calibration is not None and abilities.overlap_calibration in measured:
-            overlap = measured[abilities.overlap_calibration].dp_overlap
-    switches = (spec.optimizer.overlap_grad_reduce, spec.optimizer.overlap_param_gather)
+        eager_classes = abilities.model_classes == TRANSFORMERS
+        local = spec.engine.implementation == "local"
+        measured = software_entry(
+            knowledge.calibration, spec.engine.name, eager=eager_classes, local=local
+        )
+        # megatron-core without TransformerEngine has no fused softmax
+        passes = knowledge.calibration.attention["torch"].softmax_passes
+        base = replace(software_of(measured), softmax_passes=passes)
     trainable = request.counts.trainable_share
     main = OPTIMIZER_BYTES[spec.precision] - MOMENT_BYTES
     copied = trainable if abilities.main_copy_of_trained_only else 1.0
@@ -243,35 +273,66 @@ def software_for(request: PlanRequest) -> Software:
         base,
         flash=int(uses_flash_attention(spec)),
         softmax_bytes=0.0 if spec.precision == "fp32" else SOFTMAX_BYTES,
-        dp_overlap=overlap * sum(switches) / len(switches),
+        narrow_logits=int(abilities.model_classes == MEGATRON_CORE and spec.precision != "fp32"),
+        overlaps_tensors=int(spec.engine.megatron.tp_comm_overlap),
+        overlaps_gradients=int(spec.optimizer.overlap_grad_reduce),
+        overlaps_parameters=int(spec.optimizer.overlap_param_gather),
+        overlaps_experts=0,
         late_sums=int(abilities.sums_behind_pipeline),
-        scatter_gather=1.0 if abilities.splits_stage_messages else base.scatter_gather,
+        scatter_gather=float(abilities.splits_stage_messages),
         main_bytes=main * copied + MOMENT_BYTES * trainable,
-        context_bytes=float(request.profile.gpu.reserved),
+        slack=base.slack if grows_segments(request) else FRAGMENTED,
+        bucket_bytes=bucket_bytes(spec),
+        **_outside(request),
     )
     if knowledge is not None:
         software = _with_options(software, spec, knowledge.calibration)
     return replace(software, **eager(spec), **_fused_loss(spec))
 
 
-def _with_options(software: Software, spec: RunSpec, calibration: Calibration) -> Software:
-    """Apply userbuffers, dispatcher, shared expert and CUDA graphs of `engine.megatron`.
+def bucket_bytes(spec: RunSpec) -> float:
+    """Compute the blocks in which DeepSpeed sums gradients: one, at stages 1 and 2 two to overlap.
 
-    The flex dispatcher leaves as much of the shown all-to-all as its backend does where both were
-    measured. Graphs leave experts out, whose sizes the host has to read.
+    They are besides the gradients (runtime/zero/stage_1_and_2.py, ipg_buffer; stage3.py,
+    __ipg_bucket_flat_buffer); buckets of other engines are parts of them.
     """
-    own, key = spec.engine.megatron, spec.engine.abilities.userbuffer_calibration
-    if own.tp_comm_overlap and key in calibration.software:
-        software = replace(software, tp_overlap=calibration.software[key].tp_overlap)
-    if own.moe_token_dispatcher_type == "flex":
-        backend = calibration.dispatch[own.moe_flex_dispatcher_backend]
-        left = (1 - backend.overlap) / (1 - calibration.dispatch["alltoall"].overlap)
-        software = replace(software, ep_overlap=1 - (1 - software.ep_overlap) * left)
-    launches = calibration.graphs["none" if own.cuda_graph_impl == "none" else "layer"]
+    optimizer, own = spec.optimizer, spec.engine.deepspeed
+    if 1 not in spec.engine.abilities.bucket_stages or optimizer.zero == 0:
+        return 0.0
+    two = optimizer.overlap_grad_reduce and optimizer.zero != 3
+    return float((2 if two else 1) * int(own.reduce_bucket))
+
+
+def grows_segments(request: PlanRequest) -> bool:
+    """Tell whether PyTorch's allocator has expandable segments there: not on AMD's GPUs."""
+    return not (request.generation or "").startswith("cdna")
+
+
+def _outside(request: PlanRequest) -> dict[str, float]:
+    """Return what is outside of the allocator: what the profile says, else what is usual."""
+    stated = request.profile.gpu.reserved
+    if stated is not None:
+        return dict(context_bytes=float(stated))
+    return dict(context_bytes=DRIVER_BYTES + CONTEXT_BYTES, communicator_bytes=COMMUNICATOR_BYTES)
+
+
+def _with_options(software: Software, spec: RunSpec, calibration: Calibration) -> Software:
+    """Apply dispatcher, shared expert and CUDA graphs of `engine.megatron`.
+
+    Graphs leave experts out, whose sizes the host has to read.
+    """
+    own = spec.engine.megatron
+    flexible = own.moe_token_dispatcher_type == "flex"
+    dispatcher = own.moe_flex_dispatcher_backend if flexible else "alltoall"
+    dispatch = calibration.dispatch[dispatcher]
+    graphs = calibration.graphs["none" if own.cuda_graph_impl == "none" else "layer"]
     return replace(
         software,
+        one_copy=dispatch.one_copy,
+        dispatch_efficiency=dispatch.efficiency,
         shared_overlap=int(own.moe_shared_expert_overlap),
-        layer_overhead=software.layer_overhead * launches,
+        launched_layers=graphs.layers,
+        launched_experts=graphs.experts,
     )
 
 
@@ -280,16 +341,6 @@ def _fused_loss(spec: RunSpec) -> dict[str, float]:
     return (
         dict(loss_bytes=FUSED_LOSS_BYTES) if spec.engine.megatron.cross_entropy_loss_fusion else {}
     )
-
-
-def _software_calibration(
-    abilities: EngineAbilities, calibration: Calibration
-) -> SoftwareCalibration:
-    """Select the software that the engine resembles. Raises InvalidInputError if it is missing."""
-    key = abilities.calibration
-    if key not in calibration.software:
-        raise InvalidInputError([Problem(f"the calibration has no software `{key}`")])
-    return calibration.software[key]
 
 
 def uses_flash_attention(spec: RunSpec) -> bool:

@@ -70,7 +70,8 @@ def shown_seconds(
     than its uplink is busy.
     """
     gradients, activations = loads
-    hidden = software.dp_overlap * step / columns.accumulation
+    hidden = software.dp_overlap * software.overlaps_gradients * step / columns.accumulation
     late = np.maximum(0.0, gradients - hidden - data_messages)
-    waiting = (1 - software.pp_overlap) * activations
+    between_chunks = software.pp_overlap * software.overlaps_stages * (columns.vpp > 1)
+    waiting = (1 - between_chunks) * activations
     return np.asarray(np.maximum(late + waiting, gradients + activations - step), dtype=float)

@@ -12,15 +12,18 @@ from hpctrain.plan.cost.case import Array, Case
 # Elements: tensor cores take 16-bit operands in multiples of 16 bytes (NVIDIA, Matrix
 # Multiplication Background User's Guide, "Tensor Core Requirements").
 ALIGNMENT = 8
+LARGEST_HEAD = 128.0  # larger ones have no faster kernel: registers are full
+# Moved to quantise one operand of a product in 8 bits: 16 bits in, rows and columns out in 8.
+QUANTISED_BYTES = 4.0
 
 
-def product_seconds(case: Case, m: Array, n: Array, k: Array) -> Array:
-    """Price one matrix product [m, k] x [k, n] of a linear layer.
+def product_seconds(case: Case, m: Array, n: Array, k: Array, count: Array = 1.0) -> Array:
+    """Price matrix products [m, k] x [k, n] of a linear layer, `count` in one grouped kernel.
 
     Additive roofline: the operations at the rate a large product reaches, plus the time to move
     both operands and the result once. The second term is what makes small products slower per
     operation; adding instead of taking the maximum stands for tiles that wait for memory at
-    their start and end.
+    their start and end. A grouped kernel has one last wave of tiles, however many products.
     """
     mesh, machine = case.mesh, case.machine
     low = np.asarray(mesh.low) > 0
@@ -32,18 +35,51 @@ def product_seconds(case: Case, m: Array, n: Array, k: Array) -> Array:
     width = np.where(low, 1.5, mesh.element_bytes)  # 8-bit operands, 16-bit result
     moved = width * (m * k + k * n + m * n)
     tail = 2.0 * machine.tail_products * k / rate
-    return 2.0 * m * n * k / rate + tail + stream(case, moved)
+    return count * (2.0 * m * n * k / rate + stream(case, moved)) + tail
 
 
-def flash_seconds(case: Case, pairs: Array, heads: Array, factor: Array) -> Array:
-    """Fused attention: `pairs` of query and key per head, `factor` products of size d per pair.
+def flash_seconds(case: Case, pairs: Array, heads: Array, backward: bool) -> Array:
+    """Fused attention: `pairs` of query and key per head, products of the head's size per pair.
 
     Dao et al. 2022 (arXiv 2205.14135), Dao 2023 (arXiv 2307.08691): two products forward, five
     backward, causal halves the pairs.
     """
-    shape, machine = case.shape, case.machine
-    flops = 2.0 * factor * pairs * heads * (shape.qk_dim + shape.value_dim) / 2
-    return flops / (machine.peak * machine.flash_efficiency * case.software.flash_speed)
+    machine = case.machine
+    flops = 2.0 * (5.0 if backward else 2.0) * pairs * heads * _head_size(case)
+    speed = case.software.flash_speed * pass_speed(machine.forward_ratio, backward)
+    shares = _share_of_heads(case) * _share_of_length(case)
+    return flops / (machine.peak * machine.flash_efficiency * shares * speed)
+
+
+def pass_speed(forward_ratio: Array, backward: bool) -> Array:
+    """Return the rate of one pass over that of both, 2 and 5 products, which take as long as 7."""
+    together = (2.0 / forward_ratio + 5.0) / 7.0
+    return together * (1.0 if backward else forward_ratio)
+
+
+def _head_size(case: Case) -> Array:
+    """Return the mean size of the heads of queries and values."""
+    return (case.shape.qk_dim + case.shape.value_dim) / 2
+
+
+def _share_of_heads(case: Case) -> Array:
+    """Return the rate of a fused kernel over that with heads of 128.
+
+    Each pair of query and key costs one exponential, as long as the products of `half_head`
+    numbers (arXiv 2407.08608, section 3.1): smaller heads wait for it.
+    """
+    size = np.clip(_head_size(case), 1.0, LARGEST_HEAD)
+    half = case.machine.half_head
+    return size / (size + half) * (LARGEST_HEAD + half) / LARGEST_HEAD
+
+
+def _share_of_length(case: Case) -> Array:
+    """Return the rate of a fused kernel over that of long causal sequences."""
+    length = case.shape.seq / case.mesh.cp
+    machine = case.machine
+    causal = np.asarray(case.shape.causal) > 0
+    half = np.where(causal, machine.half_length_causal, machine.half_length)
+    return length / (length + half)
 
 
 def unfused_seconds(case: Case, pairs: Array, heads: Array, products: Array) -> Array:
@@ -54,6 +90,12 @@ def unfused_seconds(case: Case, pairs: Array, heads: Array, products: Array) -> 
     penalty = np.where(aligned, 1.0, machine.misaligned_cost)
     moved = case.software.softmax_passes * products / 2 * element * pairs * heads
     return penalty * flops / (machine.peak * machine.batched_efficiency) + stream(case, moved)
+
+
+def quantising_seconds(case: Case, elements: Array) -> Array:
+    """Price turning the operand of a product into 8 bits; nothing in 16 bits."""
+    seconds = stream(case, QUANTISED_BYTES * elements)
+    return np.where(np.asarray(case.mesh.low) > 0, seconds, 0.0)
 
 
 def stream(case: Case, moved_bytes: Array) -> Array:

@@ -43,11 +43,9 @@ def reduce_seconds(case: Case, whole_bytes: Array, size: Array, stride: Array) -
     return 2 * gather_seconds(case, whole_bytes, size, stride)
 
 
-def exchange_seconds(case: Case, sent_bytes: Array, size: Array, stride: Array) -> Array:
-    """All-to-all in which every rank sends `sent_bytes` in all, spread evenly over the group."""
-    inside = members_inside(case, size, stride)
-    near = sent_bytes * (inside - 1) / size / nvlink(case)
-    far = sent_bytes * (size - inside) / size / network(case)
+def exchange_seconds(case: Case, near_bytes: Array, far_bytes: Array, size: Array) -> Array:
+    """All-to-all in which each of `size` ranks sends so much over NVLink and over the network."""
+    near, far = near_bytes / nvlink(case), far_bytes / network(case)
     hops = HOP_SECONDS * np.log2(np.maximum(size, 1) + 1)
     return np.where(np.asarray(size) > 1, np.maximum(near, far) + hops, 0.0)
 

@@ -1,7 +1,8 @@
 """Compute bytes on one GPU, by component, of any stage of any number of cases.
 
 After Korthikanti et al. 2022 (arXiv 2205.05198), with terms for grouped-query and latent
-attention, gated MLPs, experts, flash attention, context parallelism and 8-bit operands. The paper
+attention, gated MLPs, experts, flash attention, context parallelism and 8-bit operands, of which
+TransformerEngine keeps what backward multiplies: inputs of linear layers, in one layout. The paper
 counts s b h units for 16-bit activations with dropout and unfused attention; each docstring says
 which of its terms a line is. What the paper leaves out was found on runs that print exact bytes
 (docs/planner.md): 16-bit placeholders of one layer's weight gradients and of the output matrix.
@@ -104,10 +105,9 @@ def stage_memory(case: Case, stage: Stage) -> StageMemory:
     weights = held_weights(case, stage)
     kept = activation_bytes(case, stage)
     logits = logit_bytes(case) * stage.loss
-    buffers = transient_bytes(case, stage) + message_bytes(case)
+    buffers = passing_buffers(case, stage)
     # these are gone while the optimizer runs, which has copies of its own
-    copies = case.mesh.gradient_copy * _divided(weights, shards(case, 1))
-    buffers = buffers + np.maximum(copies - (kept + logits + buffers), 0.0)
+    buffers = buffers + np.maximum(copied_bytes(case, stage) - (kept + logits + buffers), 0.0)
     slack = np.where(np.asarray(software.slack) > 0, software.slack, 1.0)
     return StageMemory(
         weights=weight_bytes(case, weights, low_weights(case, stage)),
@@ -115,9 +115,76 @@ def stage_memory(case: Case, stage: Stage) -> StageMemory:
         optimizer=optimizer_bytes(case, weights),
         activations=kept * slack,
         logits=logits * slack,
-        buffers=buffers * slack,
-        context=software.context_bytes + 0.0 * kept,
+        buffers=buffers * slack + software.bucket_bytes,
+        context=outside_allocator_bytes(case) + 0.0 * kept,
     )
+
+
+def outside_allocator_bytes(case: Case) -> Array:
+    """Compute what PyTorch's allocator does not hold: CUDA context, libraries, NCCL's buffers."""
+    software = case.software
+    total: Array = software.context_bytes + communicators(case) * software.communicator_bytes
+    return total
+
+
+def communicators(case: Case) -> Array:
+    """Count the groups that a rank sums or gathers over: tensor, context, pipeline, data parallel.
+
+    NCCL has buffers of its own for each, and makes them with the first message ("More communicators
+    = more memory used", NVIDIA/nccl issue 986). That of experts counts by its peers: messages from
+    each to each have channels of their own, with up to eight ranks half as many bytes for each peer
+    as a ring and a tree have for all (issue 1685: 3.3 GB for seven peers on H100).
+    """
+    mesh = case.mesh
+    groups = (mesh.tp, mesh.cp, mesh.pp, mesh.replicas)
+    total: Array = 0.5 * (np.minimum(mesh.ep, 8) - 1)
+    return sum((flag(np.asarray(size) > 1) for size in groups), start=total)
+
+
+def passing_bytes(case: Case, stage: Stage) -> Array:
+    """Compute what forward and backward passes have at their peak besides weights and state."""
+    logits = logit_bytes(case) * stage.loss
+    passing: Array = activation_bytes(case, stage) + logits + passing_buffers(case, stage)
+    return passing
+
+
+def passing_buffers(case: Case, stage: Stage) -> Array:
+    """Compute what passes in a layer's backward pass, or at the loss where that is more."""
+    loss = loss_bytes(case, stage)
+    scores = stage.loss * score_gradient_bytes(case) - logit_bytes(case) * stage.loss
+    more: Array = np.maximum(loss, scores)
+    return transient_bytes(case, stage) + message_bytes(case) + more
+
+
+def copied_bytes(case: Case, stage: Stage) -> Array:
+    """Compute what the optimizer copies of its shard's gradients while it runs."""
+    if not np.any(case.mesh.gradient_copy):
+        return 0.0
+    copies: Array = case.mesh.gradient_copy * _divided(held_weights(case, stage), shards(case, 1))
+    return copies
+
+
+def reserved_bytes(case: Case, capacity_bytes: Array) -> Array:
+    """Compute what the allocator holds on the fullest GPU, with what lies outside of it.
+
+    That is what `nvidia-smi` shows, and not what a run needs: PyTorch's allocator keeps freed
+    blocks, and gives them back only where an allocation fails (c10/cuda/CUDACachingAllocator.cpp,
+    release_cached_blocks). So one large copy of gradients comes on top of freed activations, until
+    the GPU is full.
+    """
+    held = [reserved_on_stage(case, stage, capacity_bytes) for stage in stages_that_matter(case)]
+    return np.maximum(np.maximum(held[0], held[1]), held[2])
+
+
+def reserved_on_stage(case: Case, stage: Stage, capacity_bytes: Array) -> Array:
+    """Compute the same on one GPU of `stage`."""
+    found = stage_memory(case, stage)
+    passing = found.activations + found.logits + found.buffers
+    cached = case.software.cached * passing
+    copies = copied_bytes(case, stage)
+    # of copies and all else `passing` has the larger
+    beside = case.software.flat_copies * np.minimum(copies, passing_bytes(case, stage))
+    return np.minimum(found.total + cached + beside, np.maximum(found.total, capacity_bytes))
 
 
 def held_weights(case: Case, stage: Stage) -> Weights:
@@ -182,6 +249,18 @@ def outside_bytes(case: Case) -> Array:
     return case.mesh.element_bytes * split_tokens(case) * case.shape.hidden
 
 
+def outside_pair(case: Case) -> Array:
+    """Compute what a norm and the linear layer behind it keep of [T, h], / t with SP.
+
+    The norm keeps its input, the layer what the norm put out, in 8 or 4 bits where its product is
+    (TransformerEngine: module/layernorm_linear.py, `ln_out`, of which one layout is saved).
+    """
+    mesh, split = case.mesh, split_tokens(case)
+    whole = np.asarray(case.software.gathered_inputs) > 0
+    products = mesh.kept_input_bytes * np.where(whole, tokens(case), split)
+    return (mesh.element_bytes * split + products) * case.shape.hidden
+
+
 @dataclass(frozen=True)
 class Kept:
     """Bytes that one block keeps, and how many of them selective recomputation drops."""
@@ -198,7 +277,10 @@ def attention_kept(case: Case) -> Kept:
     """One attention block: eq. 2's 11 s b h (and 5 a s^2 b when unfused), plus masks.
 
     Selective recomputation of core attention drops the s x s part (eq. 6), of the
-    up-projections of latent attention their outputs.
+    up-projections of latent attention their outputs. In 8 and 4 bits queries, keys, values and
+    the output of attention stay in 16, and the projection behind keeps that same output; with
+    delayed scaling it keeps 8 bits of it besides (megatron-core: transformer/attention.py,
+    set_save_original_input). The two down-projections of latent attention each keep their input.
     """
     shape = case.shape
     plain = shape.heads * (shape.qk_dim + shape.value_dim)
@@ -206,15 +288,22 @@ def attention_kept(case: Case) -> Kept:
     turned = case.software.turned_copy * shape.rope
     copies = turned * (shape.heads + shape.kv_heads) * shape.qk_dim
     latent = shape.heads * (2 * shape.qk_dim + 2 * shape.value_dim)
-    low = 2 * (shape.q_rank + shape.kv_rank) + shape.rope_dim
+    kept = case.mesh.kept_input_bytes
     rows = case.mesh.element_bytes * tokens(case)
     mla = np.asarray(shape.mla) > 0
     inside = rows * np.where(mla, latent, plain + grouped + copies) / case.mesh.tp
-    inside = inside + rows * np.where(mla, low, 0.0)
+    ranks = (case.mesh.element_bytes + kept) * (shape.q_rank + shape.kv_rank)
+    ranks = ranks + case.mesh.element_bytes * shape.rope_dim
+    inside = inside + tokens(case) * np.where(mla, ranks, 0.0)
+    output = shape.heads * shape.value_dim / case.mesh.tp
+    inside = inside + case.mesh.projected_bytes * tokens(case) * output
+    second = np.where(mla & (np.asarray(case.mesh.input_bytes) > 0), kept, 0.0)
+    inside = inside + second * split_tokens(case) * shape.hidden
     core = core_attention_bytes(case)
     up = rows * np.where(mla, shape.heads * 2 * shape.qk_dim, 0.0) / case.mesh.tp
     again = case.mesh.again_core * core + case.mesh.again_up * up
-    return Kept((2 + _mask(case)) * outside_bytes(case) + inside + core, again)
+    outside = outside_pair(case) + _mask(case) * outside_bytes(case)
+    return Kept(outside + inside + core, again)
 
 
 def _mask(case: Case) -> Array:
@@ -239,25 +328,39 @@ def core_attention_bytes(case: Case) -> Array:
 
 
 def mlp_kept(case: Case) -> Kept:
-    """One MLP block: eq. 2's 19 s b h for f = 4h; recomputed, its input alone stays."""
+    """One MLP block: eq. 2's 19 s b h for f = 4h; recomputed, its input alone stays.
+
+    The input of the activation function stays in 16 bits (megatron-core keeps 8 with
+    activation_func_fp8_input_store, which no recipe sets); its output has the product's format.
+    """
     shape, mesh = case.shape, case.mesh
     copies = case.software.gate_copy * shape.gated
-    inside = mesh.element_bytes * tokens(case) * (shape.mlp_width + 1 + copies) * shape.ffn
-    inside = inside / mesh.tp
-    whole = (2 + _mask(case)) * outside_bytes(case) + inside
+    inside = tokens(case) * _activated(case, shape.mlp_width + copies) * shape.ffn / mesh.tp
+    whole = outside_pair(case) + _mask(case) * outside_bytes(case) + inside
     return Kept(whole, mesh.again_mlp * (whole - outside_bytes(case)))
 
 
+def _activated(case: Case, inputs: Array) -> Array:
+    """Compute bytes per unit of an MLP's width: `inputs` of its activation function, one output."""
+    return case.mesh.element_bytes * inputs + case.mesh.kept_input_bytes
+
+
 def moe_kept(case: Case) -> Kept:
-    """One MoE block: routed rows before and inside the experts, shared experts, scores."""
+    """One MoE block: routed rows before and inside the experts, shared experts, scores.
+
+    The router keeps what the norm put out in 16 bits, and a shared expert the same; with delayed
+    scaling that expert has 8 bits of its own (megatron-core: moe/shared_experts.py).
+    """
     shape, mesh = case.shape, case.mesh
-    routed = mesh.element_bytes * routed_rows(case)
-    active = routed * shape.expert_ffn / mesh.expert_tp
-    rows = routed * shape.expert_hidden + shape.mlp_width * active
-    part = mesh.element_bytes * tokens(case) * shape.shared_ffn / mesh.tp
-    shared = (shape.mlp_width + 1) * part
+    kept, part = mesh.kept_input_bytes, shape.expert_ffn / mesh.expert_tp
+    own = mesh.imbalance * routed_rows(case)
+    rows = own * (kept * shape.expert_hidden + _activated(case, shape.mlp_width) * part)
+    active = kept * own * part
+    shared = tokens(case) * _activated(case, shape.mlp_width) * shape.shared_ffn / mesh.tp
+    has_shared = np.where(np.asarray(shape.shared_ffn) > 0, mesh.projected_bytes, 0.0)
+    shared = shared + has_shared * split_tokens(case) * shape.hidden
     scores = 4.0 * 3 * split_tokens(case) * shape.experts
-    whole = 2 * outside_bytes(case) + rows + active + shared + scores
+    whole = 2 * outside_bytes(case) + rows + shared + scores
     again = np.maximum(
         mesh.again_moe * (whole - outside_bytes(case)), mesh.again_activation * active
     )
@@ -267,23 +370,27 @@ def moe_kept(case: Case) -> Kept:
 def mamba_kept(case: Case) -> Kept:
     """One Mamba-2 block: projections, convolution, gate and scan inputs."""
     shape, mesh = case.shape, case.mesh
-    inner = (5 * shape.mamba_inner + 4 * shape.mamba_groups * shape.mamba_state) / mesh.tp
-    return Kept(2 * outside_bytes(case) + mesh.element_bytes * tokens(case) * inner, 0.0)
+    inner = (4 * shape.mamba_inner + 4 * shape.mamba_groups * shape.mamba_state) / mesh.tp
+    output = mesh.kept_input_bytes * shape.mamba_inner / mesh.tp
+    inside = tokens(case) * (mesh.element_bytes * inner + output)
+    return Kept(outside_pair(case) + inside, 0.0)
 
 
 def blocks_bytes(case: Case, blocks: Blocks, *, whole: bool = False) -> Array:
     """Compute one microbatch in a group of layers; `whole`: without recomputation."""
-    parts = (
-        (blocks.attention, attention_kept(case)),
-        (blocks.mlp, mlp_kept(case)),
-        (blocks.moe, moe_kept(case)),
-        (blocks.mamba, mamba_kept(case)),
+    kinds = (
+        (blocks.attention, attention_kept),
+        (blocks.mlp, mlp_kept),
+        (blocks.moe, moe_kept),
+        (blocks.mamba, mamba_kept),
     )
+    parts = ((n, kept_by(case)) for n, kept_by in kinds if np.any(n))
     total = sum((n * (kept.whole if whole else kept.left(case)) for n, kept in parts), start=0.0)
     outputs = np.asarray(case.mesh.recompute) == RECOMPUTE_SELECTIVE
     dropped = np.where(outputs, case.mesh.again_norm, 0.0) * (0.0 if whole else 1.0)
-    eager = case.software.norm_bytes / case.mesh.element_bytes
-    return total + blocks.count * (eager - dropped) * outside_bytes(case)
+    dropped = dropped * case.mesh.kept_input_bytes
+    each = split_tokens(case) * case.shape.hidden
+    return total + blocks.count * (case.software.norm_bytes - dropped) * each
 
 
 def kept_bytes(case: Case, blocks: Blocks) -> Array:
@@ -304,12 +411,14 @@ def microbatches_in_flight(case: Case, stage: Stage) -> Array:
     1F1B: min(p - stage, m) microbatches (Narayanan et al. 2021, section 2.2.1). Interleaved:
     2 (p - stage - 1) + (v - 1) p + 1 chunks (megatron/core/pipeline_parallel/schedules.py,
     get_pp_rank_microbatches); on stage 0 the factor 1 + (p - 1) / (p v) of Korthikanti et al.,
-    section 4.2.3. ZB-2p keeps twice as many (Qi et al. 2023, section 2.3).
+    section 4.2.3. The schedules ZB-1p and ZB-2p are searched under a limit of p and 2 p
+    microbatches, the same for all stages, which all of them use up (Qi et al. 2023, arXiv
+    2401.10241, section 5.1 and table 4).
     """
     mesh = case.mesh
     plain = np.minimum(mesh.pp - stage.index, mesh.accumulation)
-    twice = np.minimum(2 * mesh.pp - 1 - stage.index, mesh.accumulation)
-    plain = np.where(np.asarray(case.software.zero_bubble) == 2, twice, plain)
+    limit = np.minimum(case.software.zero_bubble * mesh.pp, mesh.accumulation)
+    plain = np.where(np.asarray(case.software.zero_bubble) > 0, limit, plain)
     chunks = 2 * (mesh.pp - stage.index - 1) + (mesh.vpp - 1) * mesh.pp + 1
     chunks = np.minimum(chunks, mesh.accumulation * mesh.vpp)
     return np.where(np.asarray(mesh.vpp) > 1, chunks / mesh.vpp, plain)
@@ -329,13 +438,43 @@ def activation_bytes(case: Case, stage: Stage) -> Array:
     working = np.maximum(working - before, 0.0)
     start = stage.embedding * np.minimum(case.mesh.pp, case.mesh.accumulation)
     ends = (start + 2 * stage.loss) * outside_bytes(case)
-    extra = stage.loss * predicted_bytes(case)
+    extra = stage.loss * predicted_bytes(case) if np.any(case.shape.mtp_layers) else 0.0
     gradient = case.mesh.element_bytes * tokens(case) * case.shape.vocab / case.mesh.tp
     heads = (1 + case.shape.mtp_layers) * stage.loss
     deferred = heads * case.mesh.waiting_outputs * (outside_bytes(case) + gradient)
-    here = kept - away_bytes(case, stage.blocks)
+    here = kept - (away_bytes(case, stage.blocks) if np.any(case.mesh.kept_on_host) else 0.0)
     in_flight = microbatches_in_flight(case, stage) * here
-    total: Array = in_flight + working + ends + extra + deferred
+    late: Array = 0.0
+    if np.any(case.software.zero_bubble):
+        late = np.maximum(weight_gradient_bytes(case, stage.blocks) - kept, 0.0)
+        late = np.where(np.asarray(case.software.zero_bubble) > 0, late, 0.0)
+    total: Array = in_flight + working + ends + extra + deferred + late
+    return total
+
+
+def weight_gradient_bytes(case: Case, blocks: Blocks) -> Array:
+    """Compute what one microbatch keeps until its weight gradients are computed.
+
+    Zero-bubble schedules compute them later than the gradients of activations: inputs of linear
+    layers and gradients of their outputs wait (Qi et al. 2023, table 1: M_W = 32 s b h). Where that
+    is more than the forward pass keeps, as with recomputation, one microbatch has it.
+    """
+    shape, mesh = case.shape, case.mesh
+    low, wide = mesh.kept_input_bytes, mesh.element_bytes
+    whole = (low + wide) * split_tokens(case) * shape.hidden  # of [T, h]: one input, one gradient
+    width = shape.heads * shape.qk_dim + shape.kv_heads * (shape.qk_dim + shape.value_dim)
+    output = shape.heads * shape.value_dim
+    attention = whole + tokens(case) * (wide * width + low * output) / mesh.tp
+    inside = wide * shape.mlp_width + low
+    mlp = whole + tokens(case) * inside * shape.ffn / mesh.tp
+    rows = mesh.imbalance * routed_rows(case)
+    each = (low + wide) * shape.expert_hidden + inside * shape.expert_ffn / mesh.expert_tp
+    shared = tokens(case) * inside * shape.shared_ffn / mesh.tp
+    total: Array = (
+        blocks.attention * attention
+        + blocks.mlp * mlp
+        + blocks.moe * (rows * each + shared + whole)
+    )
     return total
 
 
@@ -365,7 +504,8 @@ def logit_bytes(case: Case) -> Array:
     shape, mesh = case.shape, case.mesh
     heads = 1 + shape.mtp_layers
     more = np.where(np.asarray(mesh.tp) > 1, case.software.split_logit_bytes, 0)
-    return heads * (case.software.logit_bytes + more) * tokens(case) * shape.vocab / mesh.tp
+    ranks = np.where(np.asarray(case.software.gathered_logits) > 0, 1, mesh.tp)
+    return heads * (case.software.logit_bytes + more) * tokens(case) * shape.vocab / ranks
 
 
 def transient_bytes(case: Case, stage: Stage) -> Array:
@@ -385,9 +525,39 @@ def transient_bytes(case: Case, stage: Stage) -> Array:
     gathered = np.asarray(mesh.zero) >= 3
     layer = np.where(gathered, 2 * whole, case.software.dummy_gradients * single)
     widest = np.maximum(shape.mlp_width * shape.ffn / mesh.tp, shape.hidden / mesh.tp)
-    table = stage.loss * case.software.dummy_gradients * element * table_weights(case)
-    wide = np.where(np.asarray(stage.loss) > 0, 0.0, element * tokens(case) * widest)
-    return element * layer + table + wide
+    wide = np.maximum(element * tokens(case) * widest, score_gradient_bytes(case))
+    return element * layer + np.where(np.asarray(stage.loss) > 0, 0.0, wide)
+
+
+def score_gradient_bytes(case: Case) -> Array:
+    """Compute gradients of one layer's s x s matrices that are there at once; flash: none.
+
+    Fused kernels of the softmax put its gradient in place of the product's (Megatron-LM and
+    TransformerEngine: scaled_upper_triang_masked_softmax, "backward pass is completely in-place");
+    dropout makes one more. A softmax in fp32 has its own two beside that of the product.
+    """
+    mesh, software = case.mesh, case.software
+    dropped = np.asarray(case.shape.dropout) > 0
+    own = 2.0 * np.asarray(software.softmax_bytes)
+    each = mesh.element_bytes * (1.0 + dropped) * np.where(own > 0, 0.0, 1.0) + own
+    pairs = tokens(case) * case.shape.seq * case.shape.heads / mesh.tp
+    return np.where(np.asarray(software.flash) > 0, 0.0, each * pairs)
+
+
+def loss_bytes(case: Case, stage: Stage) -> Array:
+    """Compute what is there beside fp32 logits: a placeholder of the output matrix's gradient.
+
+    megatron-core's caller of the loss has the 16-bit logits while their fp32 form is made; the
+    placeholder is there when that form has become a 16-bit gradient (models/gpt/gpt_model.py,
+    tensor_parallel/cross_entropy.py). Two of Megatron-LM's functional tests print both
+    (gpt3_7b_tp1_pp4_memory_speed and gpt3_7b_tp4_pp1_memory_speed: 6 bytes per logit).
+    """
+    software, element = case.software, case.mesh.element_bytes
+    table = software.dummy_gradients * element * table_weights(case)
+    logits = tokens(case) * case.shape.vocab / case.mesh.tp
+    narrow = np.where(np.asarray(software.narrow_logits) > 0, element * logits, 0.0)
+    later = narrow + table - np.where(narrow > 0, software.logit_bytes * logits, 0.0)
+    return stage.loss * np.maximum(narrow, later)
 
 
 def message_bytes(case: Case) -> Array:

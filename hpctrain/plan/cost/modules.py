@@ -1,9 +1,9 @@
-"""What Hugging Face's classes keep in memory where Megatron's fused kernels do not.
+"""What Hugging Face's classes keep and move in memory where Megatron's fused kernels do not.
 
 Read off transformers' models and torch's operations, and compared with what their forward and
 backward passes hold (tests/engines/test_kept_by_modules.py). Belongs here: the constants of a
 `Software` that follow from the model and its precision. Does not belong here: formulas of bytes
-(see `plan_memory`), time.
+(see `plan_memory`) or of time (`blocks`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ _LOGIT_BYTES = 12.0
 _SPLIT_BYTES = 2.0
 # x / rms(x) in fp32 (modeling_llama.py, LlamaRMSNorm), which its product with the weight keeps.
 _RMS_BYTES = 4.0
+# Its operations one by one (a cast, the square, its mean, two products, a cast back) move 36 bytes
+# per element forward and 76 backward, where one fused kernel moves 4 and 6 of 16 bits. Without the
+# casts, in fp32, 28 and 64 instead of 8 and 12.
+EAGER_NORM_TRAFFIC = (36 + 76) / (4 + 6)
+_WIDE_NORM_TRAFFIC = (28 + 64) / (8 + 12)
 # torch.autocast leaves what is added up between blocks in fp32, where bf16 was counted.
 _STREAM_BYTES = 2.0
 # It makes a bf16 copy of its input for each product: of queries, keys and values, of gate and up.
@@ -35,7 +40,9 @@ def eager(spec: RunSpec) -> dict[str, float]:
     model, abilities = spec.model, spec.engine.abilities
     if abilities.model_classes != TRANSFORMERS or model.family == "resnet":
         return {}
-    norm_bytes = _RMS_BYTES if model.norm == "rmsnorm" else 0.0
+    apart = model.norm == "rmsnorm"  # operations of their own: LayerNorm is one kernel of PyTorch's
+    norm_bytes = _RMS_BYTES if apart else 0.0
+    traffic = _WIDE_NORM_TRAFFIC if spec.precision == "fp32" else EAGER_NORM_TRAFFIC
     if abilities.autocast and spec.precision == "bf16":
         # GPT-2 has one matrix for queries, keys and values
         attention_products = 1 if model.family == "gpt" else 3
@@ -48,4 +55,5 @@ def eager(spec: RunSpec) -> dict[str, float]:
         split_logit_bytes=0.0 if spec.precision == "fp32" else _SPLIT_BYTES,
         loss_first=1.0,
         norm_bytes=norm_bytes,
+        norm_traffic=traffic if apart else 1.0,
     )

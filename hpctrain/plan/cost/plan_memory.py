@@ -12,7 +12,7 @@ import numpy as np
 from hpctrain.plan.cost.composition import Blocks
 from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.memory import Stage as CostStage
-from hpctrain.plan.cost.memory import shards, stage_memory
+from hpctrain.plan.cost.memory import outside_allocator_bytes, shards, stage_memory
 from hpctrain.plan.documents import MemoryBreakdown
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import columns_of
@@ -47,6 +47,7 @@ def candidate_memory(request: PlanRequest, candidate: Candidate) -> tuple[Memory
     )
     wide, low_only = float(case.mesh.element_bytes), float(case.mesh.low_only)
     low_bytes = float(case.mesh.low_bytes) - low_only * wide
+    outside = float(np.asarray(outside_allocator_bytes(case)).item())
     state = 0.0 if candidate.offload else float(case.software.main_bytes)
     # by ZeRO stage: over how many ranks dense weights and experts are divided from it on
     divisors = {
@@ -69,7 +70,7 @@ def candidate_memory(request: PlanRequest, candidate: Candidate) -> tuple[Memory
                 activations_bytes=round(float(activations[n])),
                 logits_bytes=round(float(logits[n])),
                 buffers_bytes=round(float(buffers[n])),
-                reserved_bytes=int(request.profile.gpu.reserved),
+                reserved_bytes=round(outside),
             )
         )
     return tuple(stage_bytes)

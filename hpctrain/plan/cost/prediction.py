@@ -6,6 +6,8 @@ Belongs here: the prediction of one candidate. Does not belong here: formulas of
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from hpctrain.plan.cost.from_spec import case_of
@@ -18,13 +20,16 @@ from hpctrain.plan.mesh.stages import Split
 from hpctrain.plan.model.flops import (
     FORWARD_AND_BACKWARD,
     attention_flops_per_token,
+    latent_up_weights,
+    mlp_weights,
     model_flops_per_step,
 )
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.catalogue import Gpu
-from hpctrain.spec.run import ModelSpec
+from hpctrain.spec.run import ModelSpec, RecomputeModule
 
 SECONDS_PER_DAY = 86400
+CORE_ATTENTION: tuple[RecomputeModule, ...] = ("core_attn",)
 
 
 def predict(request: PlanRequest, candidate: Candidate) -> Prediction | None:
@@ -36,7 +41,11 @@ def predict(request: PlanRequest, candidate: Candidate) -> Prediction | None:
     spec, gpus, seconds = request.spec, candidate.layout.world_size, parts.total_seconds
     peak = peak_flops(request.knowledge.gpu, spec.precision)
     flops = request.counts.flops_per_step
-    again = recomputed_flops(spec.model, spec.batch.global_, candidate.recompute)
+    again = recomputed_flops(
+        spec.model, spec.batch.global_, candidate.recompute, candidate.recompute_modules
+    )
+    if candidate.recompute == "full" and candidate.recompute_layers is not None:
+        again *= min(1.0, candidate.recompute_layers / max(candidate.split))
     run_seconds = seconds * spec.train_steps
     return Prediction(
         parts=parts,
@@ -81,17 +90,38 @@ def peak_flops(gpu: Gpu, precision: str) -> float:
     return float(max(gpu.peak.values()))
 
 
-def recomputed_flops(model: ModelSpec, global_batch: int, recompute: Recompute) -> float:
+def recomputed_flops(
+    model: ModelSpec,
+    global_batch: int,
+    recompute: Recompute,
+    modules: Collection[RecomputeModule] = CORE_ATTENTION,
+) -> float:
     """Count the operations that recomputation adds to a step.
 
-    full: the forward pass of all layers, without the output matrix; selective: that of the core
-    attention (Korthikanti et al. 2022, arXiv 2205.05198, appendix A: hardware FLOPs).
+    full: the forward pass of all layers, without the output matrix; selective: that of `modules`,
+    of which norms and activation functions have no products (Korthikanti et al. 2022, arXiv
+    2205.05198, appendix A: hardware FLOPs).
     """
     if recompute == "none" or model.family == "resnet":
         return 0.0
     tokens = global_batch * model.seq
     if recompute == "selective":
-        return attention_flops_per_token(model) / FORWARD_AND_BACKWARD * tokens
+        attention = attention_flops_per_token(model) / FORWARD_AND_BACKWARD
+        core = attention if "core_attn" in modules else 0.0
+        return (core + 2 * _weights_again(model, modules)) * tokens
     output = 0 if model.reads_images else 2 * model.vocab * model.hidden * (1 + model.mtp_layers)
     forward = model_flops_per_step(model, global_batch) / FORWARD_AND_BACKWARD
     return forward - output * tokens
+
+
+def _weights_again(model: ModelSpec, modules: Collection[RecomputeModule]) -> int:
+    """Count weights that multiply a token once more where these modules are computed again."""
+    last = model.layers - 1
+    found = 0
+    for layer in (*range(model.layers), *[last] * model.mtp_layers):
+        routed = model.moe is not None and model.has_experts(layer)
+        if ("moe" if routed else "mlp") in modules:
+            found += mlp_weights(model, layer)
+        if "mla_up_proj" in modules and model.mla is not None:
+            found += latent_up_weights(model, model.mla)
+    return found

@@ -21,6 +21,12 @@ from hpctrain.plan.cost.composition import (
     prediction_blocks,
 )
 
+# Sorting tokens by expert and back takes as many kernels as the products of so many experts.
+SORTING_EXPERTS = 24
+# Each product in 8 bits, an expert's too, has kernels besides that quantise its operands, and more
+# host code.
+LOW_LAUNCHES = 1.5
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -57,45 +63,16 @@ class Stages:
 def stages_of(case: Case) -> Stages:
     """Compute the times of the stages of every case."""
     mesh = case.mesh
-    counted = np.any(mesh.full_layers)
-    kinds = _Kinds.of(_with_share(case, mesh.full_share_of_predicted) if counted else case)
+    kinds = _Shares.of(case) if np.any(mesh.full_layers) else _Kinds.of(case)
     start, end = kinds.start, kinds.end
-    first = _turn(case, kinds, first_blocks(case)) + start
-    middle = _turn(case, kinds, later_blocks(case, mesh.layers_middle))
-    last = _turn(case, kinds, later_blocks(case, mesh.layers_last)) + end
-    whole = _sum_of_stages(case, kinds) + start + end
+    first = kinds.turn(first_blocks(case)) + start
+    middle = kinds.turn(later_blocks(case, mesh.layers_middle))
+    last = kinds.turn(later_blocks(case, mesh.layers_last)) + end
+    whole = kinds.everything(all_blocks(case)) + start + end
     alone = np.asarray(mesh.pp) == 1
     slowest = _where(alone, whole, _slowest(first, _slowest(middle, last)))
     backward = slowest.backward + slowest.again
     return Stages(slowest, whole.total, backward, slowest.forward)
-
-
-def _turn(case: Case, kinds: _Kinds, blocks: Blocks) -> Turn:
-    """Add up one stage; what is computed again depends on its number of layers."""
-    if not np.any(case.mesh.full_layers):
-        return kinds.turn(blocks)
-    return _Kinds.of(_with_share(case, case.mesh.full_share_of(blocks.layers))).turn(blocks)
-
-
-def _sum_of_stages(case: Case, kinds: _Kinds) -> Turn:
-    """Add up all layers; each stage computes its own share of them again."""
-    mesh = case.mesh
-    if not np.any(mesh.full_layers):
-        return kinds.turn(all_blocks(case))
-    behind = np.maximum(mesh.pp - 2, 0)
-    several = flag(np.asarray(mesh.pp) > 1)
-    covered = (
-        mesh.full_share_of(mesh.layers_first) * mesh.layers_first
-        + behind * mesh.full_share_of(mesh.layers_middle) * mesh.layers_middle
-        + several * mesh.full_share_of(mesh.layers_last) * mesh.layers_last
-    )
-    counted = np.minimum(1.0, covered / case.shape.layers)
-    share = np.where(np.asarray(mesh.full_layers) > 0, counted, mesh.full_share)
-    return _Kinds.of(_with_share(case, share)).turn(all_blocks(case))
-
-
-def _with_share(case: Case, share: Array) -> Case:
-    return replace(case, mesh=replace(case.mesh, full_layers=0, full_share=share))
 
 
 def _slowest(one: Turn, other: Turn) -> Turn:
@@ -123,14 +100,17 @@ class _Kinds:
 
     @classmethod
     def of(cls, case: Case) -> _Kinds:
-        mamba = block.mamba(case)
-        again, messages = _again(case, mamba, 0.0)
-        mamba_turn = _plain(case, mamba, again) + Turn(0.0, 0.0, 0.0, messages, 0.0, 0.0)
-        adapters = Turn(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        nothing = Turn(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        mamba_turn, adapters = nothing, nothing
+        if np.any(case.shape.mamba_blocks):
+            mamba = block.mamba(case)
+            again, messages = _again(case, mamba, 0.0)
+            mamba_turn = _plain(case, mamba, again) + Turn(0.0, 0.0, 0.0, messages, 0.0, 0.0)
         if np.any(case.shape.adapters):
             passes = block.adapters(case)
             adapters = _plain(case, passes, _again(case, passes, 0.0)[0])
-        each = (_attention_turn(case), _mlp_turn(case), _moe_turn(case), mamba_turn, adapters)
+        moe_turn = _moe_turn(case) if np.any(case.shape.moe_blocks) else nothing
+        each = (_attention_turn(case), _mlp_turn(case), moe_turn, mamba_turn, adapters)
         head = _plain(case, block.output_layer(case), 0.0)
         share = case.mesh.waiting_outputs / case.mesh.accumulation
         waiting = share * block.output_gradient(case)
@@ -141,23 +121,113 @@ class _Kinds:
         start = _plain(case, block.embedding(case), 0.0)
         return cls(case, *each, start, predicted)
 
+    def everything(self, blocks: Blocks) -> Turn:
+        """Add up all stages."""
+        return self.turn(blocks)
+
     def turn(self, blocks: Blocks) -> Turn:
-        """Add up a group of layers."""
-        overhead = self.case.software.layer_overhead * blocks.layers
-        launches = Turn(overhead, overhead, 0.0, 0.0, 0.0, 0.0)
-        return (
+        """Add up a group of layers, and what the GPU waits for the host that launches them."""
+        busy = (
             self.attention.times(blocks.attention)
             + self.mlp.times(blocks.mlp)
             + self.moe.times(blocks.moe)
             + self.mamba.times(blocks.mamba)
             + self.adapters.times(blocks.layers)
-            + launches
         )
+        host, behind_sizes = launch_seconds(self.case, blocks)
+        full = np.asarray(self.case.mesh.recompute) == RECOMPUTE_FULL
+        again = np.where(full, self.case.mesh.full_share, 0.0) * host
+        messages = (busy.tensor + busy.experts) / 2
+        there = waiting_seconds(busy.forward + messages + busy.context / 3, host)
+        behind = busy.backward + busy.again + messages + busy.context * 2 / 3
+        back = waiting_seconds(behind, host + again)
+        there, back = there + behind_sizes, back + behind_sizes
+        return busy + Turn(there, back, 0.0, 0.0, 0.0, 0.0)
+
+
+def launch_seconds(case: Case, blocks: Blocks) -> tuple[Array, Array]:
+    """Compute how long the host takes to launch one pass of a group of layers: (ahead, late).
+
+    An MoE block sorts tokens, and starts the products of its experts one by one: late, as the host
+    waits for the numbers of their tokens, unless these are fixed.
+    """
+    software, own = case.software, np.maximum(case.shape.experts / case.mesh.ep, 1)
+    kernels = np.where(np.asarray(case.mesh.low) > 0, LOW_LAUNCHES, 1.0)
+    layers = kernels * software.launched_layers * software.layer_overhead * blocks.layers
+    each = kernels * software.launched_experts * software.expert_overhead * (SORTING_EXPERTS + own)
+    known = np.asarray(software.known_sizes) > 0
+    experts = each * blocks.moe
+    return layers + np.where(known, experts, 0.0), np.where(known, 0.0, experts)
+
+
+def waiting_seconds(busy: Array, host: Array) -> Array:
+    """Compute how long a GPU that is busy for a time waits for its host, which launches ahead.
+
+    The longer of the two counts; where they are alike, kernels shorter than their launch show even
+    if the whole is not: the norm of order 4, between one after the other (1) and the longer one
+    alone (infinite).
+    """
+    squares = np.asarray(busy) ** 2, np.asarray(host) ** 2
+    together = np.sqrt(np.sqrt(squares[0] ** 2 + squares[1] ** 2))  # the norm of order 4
+    return np.where(np.asarray(host) > 0, together - busy, 0.0)
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """The same where stages compute a number of layers again, each its own share of them.
+
+    A stage's times are linear in that share: `nothing` is with none, `layers` with all of them.
+    """
+
+    case: Case
+    nothing: _Kinds
+    layers: _Kinds
+
+    @classmethod
+    def of(cls, case: Case) -> _Shares:
+        none, every = (
+            replace(case, mesh=replace(case.mesh, full_layers=0, full_share=share))
+            for share in (0.0, 1.0)
+        )
+        return cls(case, _Kinds.of(none), _Kinds.of(every))
+
+    @property
+    def start(self) -> Turn:
+        return self.nothing.start
+
+    @property
+    def end(self) -> Turn:
+        share = self.case.mesh.full_share_of_predicted
+        return _between(self.nothing.end, self.layers.end, share)
+
+    def turn(self, blocks: Blocks) -> Turn:
+        """Add up a group of layers."""
+        share = self.case.mesh.full_share_of(blocks.layers)
+        return _between(self.nothing.turn(blocks), self.layers.turn(blocks), share)
+
+    def everything(self, blocks: Blocks) -> Turn:
+        """Add up all stages."""
+        mesh = self.case.mesh
+        behind = np.maximum(mesh.pp - 2, 0)
+        several = flag(np.asarray(mesh.pp) > 1)
+        covered = (
+            mesh.full_share_of(mesh.layers_first) * mesh.layers_first
+            + behind * mesh.full_share_of(mesh.layers_middle) * mesh.layers_middle
+            + several * mesh.full_share_of(mesh.layers_last) * mesh.layers_last
+        )
+        counted = np.minimum(1.0, covered / self.case.shape.layers)
+        share = np.where(np.asarray(mesh.full_layers) > 0, counted, mesh.full_share)
+        return _between(self.nothing.turn(blocks), self.layers.turn(blocks), share)
+
+
+def _between(none: Turn, every: Turn, share: Array) -> Turn:
+    return none.times(1 - share) + every.times(share)
 
 
 def _plain(case: Case, passes: Passes, again: Array) -> Turn:
     """Make the turn of a block whose messages are those of tensor parallelism."""
-    messages = passes.forward_messages + passes.backward_messages
+    hidden = block.beside_weights(case, passes)
+    messages = passes.forward_messages + passes.backward_messages - hidden
     return Turn(passes.forward, passes.backward, again, messages, 0.0, 0.0)
 
 

@@ -63,12 +63,27 @@ def step_seconds(case: Case) -> StepTime:
         bubble=bubble,
         data_messages=data_messages(case, weights, stages),
         optimizer=optimizer_seconds(case, weights),
-        overhead=case.software.step_overhead + 0.0 * slow.forward,
+        overhead=case.software.step_overhead * layers_of_rank(case) + 0.0 * slow.forward,
         straggling=0.0,
         activation_messages=turns * host_copies(case, stages),
     )
-    doublings = np.log2(np.maximum(1.0, case.mesh.gpus / 8))
-    return replace(smooth, straggling=case.software.straggling * doublings * smooth.total)
+    return replace(smooth, straggling=straggling_share(case) * smooth.total)
+
+
+def layers_of_rank(case: Case) -> Array:
+    """Count the layers of the fullest stage: each has weights of its own to update."""
+    mesh = case.mesh
+    return np.maximum(np.maximum(mesh.layers_first, mesh.layers_middle), mesh.layers_last)
+
+
+def straggling_share(case: Case) -> Array:
+    """Return how much longer than the mean the slowest of all ranks takes, as a share of a step.
+
+    The largest of n draws of a normal distribution is sqrt(2 ln n) deviations above its mean
+    (Gumbel 1958, Statistics of Extremes, section 4.2), and every step waits for it.
+    """
+    deviations: Array = np.sqrt(2 * np.log(np.maximum(1.0, case.mesh.gpus)))
+    return case.machine.straggling * deviations
 
 
 def late_gradients(case: Case, bubble: Array) -> Array:
@@ -112,7 +127,9 @@ def bubble_seconds(case: Case, stages: Stages, transfer: Array) -> Array:
 def transfers(case: Case, transfer: Array) -> Array:
     """Price messages between stages in the steady state, two per microbatch and chunk."""
     mesh = case.mesh
-    shown = 2 * mesh.accumulation * mesh.vpp * transfer * (1 - case.software.pp_overlap)
+    interleaved = np.asarray(mesh.vpp) > 1  # between whole passes of a stage nothing hides
+    hidden = np.where(interleaved, case.software.overlaps_stages * case.software.pp_overlap, 0.0)
+    shown = 2 * mesh.accumulation * mesh.vpp * transfer * (1 - hidden)
     return np.where(np.asarray(mesh.pp) > 1, shown, 0.0)
 
 
@@ -145,9 +162,11 @@ def data_messages(case: Case, weights: Weights, stages: Stages) -> Array:
         case, weights.routed, mesh.expert_replicas, mesh.ep * mesh.expert_tp * outside
     )
     gradients, parameters = dense[0] + routed[0], dense[1] + routed[1]
-    in_time = overlap * (1 - (np.asarray(mesh.pp) > 1) * np.asarray(case.software.late_sums))
+    late = (np.asarray(mesh.pp) > 1) * np.asarray(case.software.late_sums)
+    in_time = overlap * case.software.overlaps_gradients * (1 - late)
+    ahead = overlap * case.software.overlaps_parameters
     hidden = np.minimum(in_time * gradients, in_time * stages.last_backward)
-    hidden_gather = np.minimum(overlap * parameters, overlap * stages.first_forward)
+    hidden_gather = np.minimum(ahead * parameters, ahead * stages.first_forward)
     once = (gradients - hidden) + (parameters - hidden_gather)
     every = np.asarray(mesh.zero) + (np.asarray(mesh.pp) == 1) >= 3
     return np.where(every, sharded_messages(case, weights, stages), once)
@@ -172,15 +191,17 @@ def sharded_messages(case: Case, weights: Weights, stages: Stages) -> Array:
     ZeRO-3 gathers the weights forward and backward and reduces gradients each microbatch
     (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2).
     """
-    mesh, overlap = case.mesh, case.software.dp_overlap
+    mesh, software = case.mesh, case.software
+    ahead = software.dp_overlap * software.overlaps_parameters
+    in_time = software.dp_overlap * software.overlaps_gradients
     gather = _sharded_seconds(case, weights, mesh.element_bytes)
     reduce = _sharded_seconds(case, weights, mesh.gradient_bytes)
     third = np.asarray(mesh.zero) >= 3
     forward = np.where(third, gather, 0.0)
     backward = reduce + forward
-    room, room_back = overlap * stages.first_forward, overlap * stages.last_backward
-    shown = np.maximum(forward - room, (1 - overlap) * forward)
-    shown_back = np.maximum(backward - room_back, (1 - overlap) * backward)
+    room, room_back = ahead * stages.first_forward, in_time * stages.last_backward
+    shown = np.maximum(forward - room, (1 - ahead) * forward)
+    shown_back = np.maximum(backward - room_back, (1 - in_time) * backward)
     return mesh.accumulation * (shown + shown_back) + np.where(third, 0.0, gather)
 
 
@@ -193,7 +214,8 @@ def _sharded_seconds(case: Case, weights: Weights, parameter_bytes: Array) -> Ar
     routed = links.gather_seconds(
         case, parameter_bytes * weights.routed, mesh.expert_replicas, stride
     )
-    return dense + np.where(np.asarray(weights.routed) > 0, routed, 0.0)
+    whole = dense + np.where(np.asarray(weights.routed) > 0, routed, 0.0)
+    return whole / case.software.sharding_efficiency
 
 
 def optimizer_seconds(case: Case, weights: Weights) -> Array:

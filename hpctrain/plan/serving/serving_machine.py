@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 from hpctrain.plan.cost.case import Array, Machine, stack
 from hpctrain.plan.cost.constants import calibration_of, machine_of, peak_rate
-from hpctrain.spec.calibration import Calibration, SoftwareCalibration
+from hpctrain.spec.calibration import Calibration, FabricCalibration
 from hpctrain.spec.catalogue import Gpu
 from hpctrain.spec.serving_calibration import ServingCalibration
 
@@ -85,14 +85,14 @@ def serving_machine(
     gpu: Gpu,
     serving: ServingCalibration,
     training: Calibration,
-    software: SoftwareCalibration,
+    fabric: FabricCalibration,
 ) -> ServingMachine:
     """Describe a GPU for inference; a GPU without constants of its own takes its generation's."""
     shares = serving.gpu(gpu.name, gpu.generation)
     wide = peak_rate(gpu, "bf16")
     eight = float(gpu.peak.get("fp8", wide))
     return ServingMachine(
-        links=machine_of(gpu, calibration_of(training, gpu), software),
+        links=machine_of(gpu, calibration_of(training, gpu), fabric),
         memory=float(gpu.memory),
         memory_bandwidth=float(gpu.memory_bandwidth),
         peak_16=wide,

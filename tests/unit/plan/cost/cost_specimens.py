@@ -75,7 +75,6 @@ SOFTWARE = Software(
     scatter_gather=0,
     layer_overhead=0.0,
     step_overhead=0.0,
-    straggling=0.0,
 )
 RECORDS = ("shape", "mesh", "machine", "software")
 

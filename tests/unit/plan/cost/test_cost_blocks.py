@@ -10,10 +10,11 @@ import math
 
 import numpy as np
 import pytest
-from cost_specimens import NEVER, case, only_products
+from cost_specimens import NEVER, case, changed, only_products
 
 from hpctrain.plan.cost import blocks
 from hpctrain.plan.cost.case import Case
+from hpctrain.plan.cost.modules import EAGER_NORM_TRAFFIC
 from hpctrain.plan.cost.stages import stages_of
 
 T, H, V = 2048, 1024, 51200
@@ -148,6 +149,15 @@ class TestStreams:
         assert passes.backward == pytest.approx(1.6 * passes.forward)
         assert blocks.norm(only_memory()).forward * 1e12 == pytest.approx(2 * 2 * T * H)
 
+    def test_a_norm_of_many_kernels_moves_more_and_the_residual_does_not(self) -> None:
+        one = only_memory(norm_traffic=EAGER_NORM_TRAFFIC)
+        both = [blocks.norm(one).forward, blocks.norm(one).backward]
+        # 36 bytes per element forward and 76 backward, split as those of a fused kernel
+        assert sum(both) * 1e12 == pytest.approx((36 + 76) * T * H, rel=0.05)
+        residual = 3 * 2 * T * H
+        moved = blocks.surroundings(one).forward * 1e12
+        assert moved == pytest.approx(both[0] * 1e12 + residual)
+
     @pytest.mark.parametrize(("sequence", "share"), [(0, 1.0), (1, 0.25)])
     def test_sequence_parallelism_splits_what_is_outside(self, sequence: int, share: float) -> None:
         one = only_memory(tp=4, sequence_parallel=sequence)
@@ -183,12 +193,29 @@ class TestExperts:
         activation = blocks.expert_activation(one)
         assert activation.forward * 1e12 == pytest.approx(3 * 2 * 4096 * 2048)
 
-    def test_launches(self) -> None:
-        without, slow = (
-            blocks.moe(only_products(**EXPERTS, expert_overhead=o)) for o in (0.0, 1e-3)
+    def test_one_copy_goes_to_each_node_and_each_rank(self) -> None:
+        # 1024 tokens of 2048 bytes; 2 of 8 experts' choices meet 2 (1 - 1/4) = 1.5 of 2 nodes and
+        # 16 (1 - (15/16)^2) = 1.9375 of 16 ranks
+        one = case(**{**EXPERTS, "seq": 1024, "experts": 64}, ep=16, one_copy=1)
+        moved = 1024 * 2048
+        near, far = 1.9375 / 8 * 7 * moved / 1e11, 1.5 / 2 * moved / 1e10
+        there = blocks.exchange(one, 2048, 16, 1)
+        assert there == pytest.approx(max(near, far) + hops(16))
+        every = blocks.exchange(changed(one, one_copy=0), 2048, 16, 1)
+        assert every == pytest.approx(2 * moved / 2 / 1e10 + hops(16))
+
+    def test_with_many_choices_every_rank_is_met_once(self) -> None:
+        wide = case(**{**EXPERTS, "seq": 1024, "experts": 512, "top_k": 200}, ep=8, one_copy=1)
+        assert blocks.exchange(wide, 2048, 8, 1) == pytest.approx(
+            7 / 8 * 8 * 1024 * 2048 / 1e11 + hops(8)
         )
-        assert slow.forward - without.forward == pytest.approx(1e-3)
-        assert slow.backward - without.backward == pytest.approx(1e-3)
+
+    def test_a_dispatcher_reaches_a_share_of_the_links(self) -> None:
+        whole, half = (
+            blocks.exchange(case(**EXPERTS, ep=8, dispatch_efficiency=e), 2048, 8, 1)
+            for e in (1.0, 0.5)
+        )
+        assert half == pytest.approx(2 * whole)
 
     def test_tokens_are_sent_there_and_back(self) -> None:
         # 4096 rows of 2 x 1024 bytes; 7 of 8 leave the GPU; there and back in either pass
@@ -316,3 +343,29 @@ def test_arrays_and_numbers_give_the_same() -> None:
     for index, length in enumerate(lengths):
         alone = blocks.attention(only_products(seq=float(length)))
         assert together.forward[index] == pytest.approx(float(alone.forward), rel=1e-12)
+
+
+class TestBesideWeights:
+    """8 ranks over NVLink; without sequence parallelism one all-reduce back for each region."""
+
+    @pytest.mark.parametrize(("sequence_parallel", "share"), [(0, 0.8), (1, 0.4)])
+    def test_reductions_of_the_backward_pass_hide(
+        self, sequence_parallel: int, share: float
+    ) -> None:
+        slow = dict(peak=1e12, tp=8, sequence_parallel=sequence_parallel)
+        plain, beside = case(**slow), case(beside_weights=1.0, **slow)
+        hidden = share * blocks.region_messages(plain).backward_messages
+        assert blocks.beside_weights(beside, blocks.mlp(beside)) == pytest.approx(hidden)
+        assert blocks.beside_weights(plain, blocks.mlp(plain)) == 0
+        before, after = (float(stages_of(one).slowest.tensor) for one in (plain, beside))
+        assert before - after > 2 * 8 * hidden * (1 - 1e-9), "of each attention and each MLP"
+
+    def test_no_longer_than_the_product_beside_them(self) -> None:
+        slow_links = dict(nvlink_bandwidth=1e6, tp=8)
+        one = blocks.attention(case(**slow_links))
+        both = case(beside_weights=1.0, **slow_links)
+        assert blocks.beside_weights(both, one) == pytest.approx(one.backward / 4)
+
+    def test_later_weight_gradients_hide_nothing(self) -> None:
+        late = case(tp=8, beside_weights=1.0, zero_bubble=1)
+        assert blocks.beside_weights(late, blocks.mlp(late)) == 0

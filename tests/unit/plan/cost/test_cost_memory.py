@@ -18,19 +18,30 @@ from hpctrain.plan.cost.memory import (
     Stage,
     activation_bytes,
     attention_kept,
+    communicators,
+    copied_bytes,
     gradient_bytes,
     kept_bytes,
     logit_bytes,
+    loss_bytes,
     mamba_kept,
     message_bytes,
     microbatches_in_flight,
     mlp_kept,
     moe_kept,
     optimizer_bytes,
+    outside_allocator_bytes,
+    outside_pair,
+    passing_buffers,
+    passing_bytes,
+    peak_bytes,
+    reserved_bytes,
+    score_gradient_bytes,
     stage_memory,
     stages_that_matter,
     transient_bytes,
     weight_bytes,
+    weight_gradient_bytes,
 )
 from hpctrain.plan.cost.weights import Weights
 
@@ -119,6 +130,56 @@ class TestOneLayer:
         assert layer(**PAPER, again_mlp=1, again_norm=1) == SBH * 194
 
 
+class TestLowPrecision:
+    """What TransformerEngine keeps of a layer whose products are in 8 or 4 bits."""
+
+    def test_inputs_of_linear_layers_take_their_format(self) -> None:
+        # a byte less of what two norms put out (2 s b h) and of the output of GELU (4 s b h)
+        assert layer() - layer(input_bytes=1) == (2 + 4) * SBH
+
+    def test_scales_are_kept_too(self) -> None:
+        assert layer(input_bytes=1 + 1 / 32) - layer(input_bytes=1) == (2 + 4) * SBH / 32
+
+    def test_delayed_scaling_keeps_the_output_of_attention_twice(self) -> None:
+        assert layer(input_bytes=1, projected_bytes=1) - layer(input_bytes=1) == SBH
+
+    def test_sequence_parallelism_splits_what_norms_put_out(self) -> None:
+        split = dict(tp=4, sequence_parallel=1)
+        assert layer(**split) - layer(**split, input_bytes=1) == (2 + 4) * SBH / 4
+
+    def test_recomputed_norms_drop_what_would_be_kept(self) -> None:
+        again = dict(recompute=1, again_core=0, again_norm=1)
+        assert layer(input_bytes=1) - layer(**again, input_bytes=1) == 2 * SBH
+
+    def test_a_recomputed_mlp_keeps_the_same_input(self) -> None:
+        again = dict(recompute=1, again_core=0, again_mlp=1)
+        assert layer(**again) - layer(**again, input_bytes=1) == SBH
+
+    def test_down_projections_of_latent_attention_keep_one_copy_each(self) -> None:
+        # norm's input 2 h, two inputs of h; ranks 2 + 1 bytes; heads and rotation in 16 bits
+        one = case(mla=1, q_rank=384, kv_rank=128, qk_dim=96, rope_dim=32, input_bytes=1)
+        each = 2 * 1024 + 2 * 1024 + 2 * 16 * 320 + 3 * 512 + 2 * 32
+        assert attention_kept(one).whole == 2048 * each + 4 * 16 * 2048
+
+    def test_experts(self) -> None:
+        # router and shared expert have one 16-bit tensor; 4096 rows of 1024 and of 2048 in 8 bits
+        one, low = case(**EXPERTS), case(**EXPERTS, input_bytes=1)
+        fewer = 4096 * (1024 + 2048) + 2048 * 512
+        assert moe_kept(one).whole - moe_kept(low).whole == fewer
+        delayed = changed(low, projected_bytes=1)
+        assert moe_kept(delayed).whole - moe_kept(low).whole == SBH
+        assert moe_kept(changed(low, again_activation=1)).again == 4096 * 2048
+
+    def test_rows_of_the_fullest_rank(self) -> None:
+        one, full = case(**EXPERTS), case(**EXPERTS, imbalance=1.5)
+        assert moe_kept(full).whole - moe_kept(one).whole == 0.5 * 2 * 4096 * (1024 + 3 * 2048)
+
+    def test_mamba(self) -> None:
+        one = case(mamba_inner=2048, mamba_state=128, mamba_groups=8)
+        less = mamba_kept(one).whole - mamba_kept(changed(one, input_bytes=1)).whole
+        assert less == SBH + 2048 * 2048
+
+
 class TestOtherBlocks:
     def test_latent_attention(self) -> None:
         # norm and its output 2 x 2 h; 16 heads x (2 x 96 + 2 x 64); ranks 2 (384 + 128) + 32
@@ -202,11 +263,37 @@ class TestInFlight:
         one = pipeline(4, 16, vpp=4, accumulation=4)
         assert microbatches_in_flight(one, first_stage(one)) == 4
 
-    @pytest.mark.parametrize(("kind", "expected"), [(0, 4), (1, 4), (2, 7)])
-    def test_zero_bubble_schedules(self, kind: int, expected: int) -> None:
-        # ZB-1p as 1F1B, ZB-2p 2 p - 1
+    @pytest.mark.parametrize("index", [0, 3])
+    @pytest.mark.parametrize(("kind", "expected"), [(1, 4), (2, 8)])
+    def test_zero_bubble_schedules_use_up_one_limit(
+        self, kind: int, expected: int, index: int
+    ) -> None:
         one = pipeline(4, 8, accumulation=16, zero_bubble=kind)
-        assert microbatches_in_flight(one, first_stage(one)) == expected
+        assert microbatches_in_flight(one, replace(first_stage(one), index=index)) == expected
+
+    def test_zero_bubble_schedules_have_no_more_than_there_are(self) -> None:
+        one = pipeline(4, 8, accumulation=6, zero_bubble=2)
+        assert microbatches_in_flight(one, first_stage(one)) == 6
+
+    def test_late_weight_gradients_of_one_microbatch(self) -> None:
+        # 14 s b h of inputs and 18 of gradients wait in a layer, where its input of 2 was kept
+        one = pipeline(4, 8, accumulation=16, recompute=2)
+        late = changed(one, zero_bubble=1)
+        assert weight_gradient_bytes(one, first_stage(one).blocks) == 2 * 32 * SBH
+        more = activation_bytes(late, first_stage(late)) - activation_bytes(one, first_stage(one))
+        assert more == 2 * (32 - 2) * SBH
+
+    def test_they_need_no_more_than_a_forward_pass_that_keeps_everything(self) -> None:
+        one = pipeline(4, 8, accumulation=16)
+        late = changed(one, zero_bubble=1)
+        assert activation_bytes(late, first_stage(late)) == activation_bytes(one, first_stage(one))
+
+    def test_late_weight_gradients_of_experts_in_8_bits(self) -> None:
+        one = case(**EXPERTS, input_bytes=1)
+        rows = 4096 * (3 * 1024 + 5 * 2048) + 2048 * 5 * 512
+        mlps = rows + 3 * SBH
+        blocks = replace(first_stage(one).blocks, attention=0, moe=1)
+        assert weight_gradient_bytes(one, blocks) == mlps
 
     def test_all_of_them_are_held(self) -> None:
         # of 4 microbatches two layers each, and four outputs of the embedding
@@ -288,6 +375,18 @@ class TestTheRest:
         assert logit_bytes(case(tp=8, cp=2, mtp_layers=1)) == 2 * 4 * 1024 * 51200 / 8
         assert logit_bytes(case(logit_bytes=20)) == 20 * 2048 * 51200
 
+    def test_a_head_that_gathers_has_the_whole_vocabulary_on_every_rank(self) -> None:
+        split, whole = (case(tp=8, gathered_logits=value) for value in (0, 1))
+        assert logit_bytes(split) == 4 * 2048 * 51200 / 8
+        assert logit_bytes(whole) == 4 * 2048 * 51200
+
+    def test_gathered_inputs_of_products_stay_whole(self) -> None:
+        sizes = dict(tp=4, sequence_parallel=1)
+        split, whole = (case(**sizes, gathered_inputs=value) for value in (0, 1))
+        assert outside_pair(split) == 2 * 2 * SBH / 4
+        assert outside_pair(whole) == 2 * SBH / 4 + 2 * SBH
+        assert outside_pair(case(gathered_inputs=1)) == outside_pair(case())
+
     @pytest.mark.parametrize(("pp", "held"), [(1, [1, 1, 1]), (2, [0, 1, 1]), (4, [0, 0, 1])])
     def test_logits_are_on_the_last_stage(self, pp: int, held: list[int]) -> None:
         one = pipeline(pp, 8, tp=2)
@@ -304,10 +403,23 @@ class TestTheRest:
         # one layer of 12 h^2 and two norms of 2 h, the output matrix, in 16 bits
         one = case()
         own = 12 * 1024**2 + 2 * 2 * 1024
-        table = 51200 * 1024
-        assert transient_bytes(one, first_stage(one)) == 2 * (own + table)
+        assert transient_bytes(one, first_stage(one)) == 2 * own
+        assert loss_bytes(one, first_stage(one)) == 2 * 51200 * 1024
         without = case(dummy_gradients=0)
         assert transient_bytes(without, first_stage(without)) == 0
+        assert loss_bytes(without, first_stage(without)) == 0
+
+    def test_16_bit_logits_beside_the_fp32_ones(self) -> None:
+        # 2 bytes of 2048 x 51200 logits are more than 2 of the table's 1024 x 51200, less 4 of them
+        one = case(narrow_logits=1)
+        assert loss_bytes(one, first_stage(one)) == 2 * 2048 * 51200
+
+    def test_a_table_larger_than_the_logits(self) -> None:
+        # 16 tokens: fp32 logits have become 16-bit ones when the table's placeholder is there
+        one = case(narrow_logits=1, seq=16)
+        expected = 2 * 16 * 51200 + 2 * 1024 * 51200 - 4 * 16 * 51200
+        assert loss_bytes(one, first_stage(one)) == expected
+        assert loss_bytes(one, replace(first_stage(one), loss=0)) == 0
 
     def test_the_widest_gradient_where_there_are_no_logits(self) -> None:
         one = pipeline(2, 8, gated=1, dummy_gradients=0, tp=2)
@@ -317,13 +429,13 @@ class TestTheRest:
         one = case(**EXPERTS, ep=2, dp=2)
         dense = 4 * 1024**2 + 3 * 1024 * 512 + 8 * 1024 + 2 * 2 * 1024
         single = 3 * 1024 * 2048
-        found = transient_bytes(one, first_stage(one)) - 2 * 51200 * 1024
+        found = transient_bytes(one, first_stage(one))
         assert found == 2 * (dense + single)
 
     def test_zero_3_gathers_two_whole_layers(self) -> None:
         one = case(**EXPERTS, zero=3, dp=2)
         dense = 4 * 1024**2 + 3 * 1024 * 512 + 8 * 1024 + 2 * 2 * 1024
-        found = transient_bytes(one, first_stage(one)) - 2 * 51200 * 1024
+        found = transient_bytes(one, first_stage(one))
         assert found == 2 * 2 * (dense + 8 * 3 * 1024 * 2048)
 
     def test_slack_is_the_allocators_and_context_is_outside(self) -> None:
@@ -334,4 +446,92 @@ class TestTheRest:
         for part in ("weights", "gradients", "optimizer"):
             assert getattr(loose, part) == getattr(tight, part)
         assert (tight.context, loose.context) == (0, 3e9)
+        blocks = stage_memory(case(slack=1.25, bucket_bytes=7e9), first_stage(one))
+        assert blocks.buffers - loose.buffers == pytest.approx(7e9), "without the factor"
         assert stage_memory(case(slack=0), first_stage(one)).total == tight.total
+
+
+class TestScores:
+    """Gradients of s x s matrices, of one layer."""
+
+    PAIRS = 2048 * 2048 * 16
+
+    @pytest.mark.parametrize(
+        ("given", "each"),
+        [
+            (dict(flash=1), 0),
+            (dict(flash=0), 2),  # in place
+            (dict(flash=0, dropout=0.1), 4),
+            (dict(flash=0, softmax_bytes=4), 8),
+            (dict(flash=0, softmax_bytes=4, dropout=0.1), 8),
+            (dict(flash=0, tp=2), 1),
+        ],
+    )
+    def test_by_kernel(self, given: dict[str, float], each: float) -> None:
+        assert score_gradient_bytes(case(**given)) == each * self.PAIRS
+
+    def test_the_wider_of_them_and_of_the_mlp_passes(self) -> None:
+        one, flash = (pipeline(2, 8, flash=kernel, dummy_gradients=0) for kernel in (0, 1))
+        assert transient_bytes(one, first_stage(one)) == 2 * self.PAIRS
+        assert transient_bytes(flash, first_stage(flash)) == 2 * 2048 * 4096
+
+    def test_on_the_last_stage_what_is_more_than_the_logits_counts(self) -> None:
+        many, few = (case(flash=0, vocab=vocab, dummy_gradients=0) for vocab in (51200, 1024))
+        assert passing_buffers(many, first_stage(many)) == 0
+        more = 2 * self.PAIRS - 4 * 2048 * 1024
+        assert passing_buffers(few, first_stage(few)) == more
+
+
+class TestOutside:
+    """What nvidia-smi shows besides the allocator."""
+
+    @pytest.mark.parametrize(
+        ("given", "count"),
+        [
+            (dict(), 0),
+            (dict(dp=8), 1),
+            (dict(cp=2), 2),  # its own group, and that over which gradients are summed
+            (dict(tp=8, pp=4, dp=2), 3),
+            (dict(dp=8, ep=2), 1.5),
+            (dict(dp=64, ep=64), 1 + 7 / 2),
+        ],
+    )
+    def test_communicators(self, given: dict[str, int], count: float) -> None:
+        assert communicators(case(**given)) == count
+        one = case(**given, context_bytes=1e9, communicator_bytes=1e8)
+        assert outside_allocator_bytes(one) == 1e9 + count * 1e8
+        assert stage_memory(one, first_stage(one)).context == 1e9 + count * 1e8
+
+
+class TestReserved:
+    """What the allocator holds, which is more than a run needs."""
+
+    def test_the_same_where_nothing_is_cached_or_copied(self) -> None:
+        one = case(dp=2)
+        assert reserved_bytes(one, 1e12) == peak_bytes(one)
+
+    def test_a_share_of_what_passes_stays_cached(self) -> None:
+        one = case(dp=2, cached=0.2)
+        passing = passing_bytes(one, first_stage(one))
+        assert reserved_bytes(one, 1e12) - peak_bytes(one) == pytest.approx(0.2 * passing)
+
+    def test_copies_in_one_block_come_on_top(self) -> None:
+        # 6 bytes for each of half of the parameters, less than the activations
+        one = case(dp=2, gradient_copy=6, flat_copies=1, micro_batch=8)
+        copies = copied_bytes(one, first_stage(one))
+        assert copies < passing_bytes(one, first_stage(one))
+        assert reserved_bytes(one, 1e12) - peak_bytes(one) == copies
+        small = changed(one, micro_batch=1, recompute=2, gradient_copy=60)
+        passing = passing_bytes(small, first_stage(small))
+        assert passing < copied_bytes(small, first_stage(small))
+        assert reserved_bytes(small, 1e12) - peak_bytes(small) == passing
+
+    def test_small_copies_fit_into_freed_blocks(self) -> None:
+        one = case(dp=2, gradient_copy=6, micro_batch=8)
+        assert reserved_bytes(one, 1e12) == peak_bytes(one)
+
+    def test_it_gives_back_what_it_cached_when_the_gpu_is_full(self) -> None:
+        one = case(dp=2, cached=0.2)
+        needed = float(peak_bytes(one))
+        assert reserved_bytes(one, needed * 1.001) == pytest.approx(needed * 1.001)
+        assert reserved_bytes(one, needed * 0.9) == needed

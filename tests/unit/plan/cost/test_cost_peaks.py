@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,7 @@ def published(model: dict[str, Any], seq: int, **mesh: int) -> Case:
             layers_last=each,
         ),
         NO_MACHINE,
-        software_of(load_calibration().software["mcore-plain"]),
+        replace(software_of(load_calibration().software["megatron-core"]), context_bytes=0),
     )
 
 

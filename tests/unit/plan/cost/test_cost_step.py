@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,14 @@ import pytest
 from cost_specimens import NEVER, case, changed, drawn, many, only_products, pipeline
 
 from hpctrain.plan.cost.case import Case
-from hpctrain.plan.cost.stages import Stages, Turn, stages_of
+from hpctrain.plan.cost.composition import Blocks
+from hpctrain.plan.cost.stages import (
+    Stages,
+    Turn,
+    launch_seconds,
+    stages_of,
+    waiting_seconds,
+)
 from hpctrain.plan.cost.step import (
     data_messages,
     optimizer_seconds,
@@ -235,19 +241,67 @@ class TestOptimizer:
 
 
 class TestWholeStep:
-    def test_straggling_grows_with_every_doubling_beyond_a_node(self) -> None:
-        for gpus, doublings in ((1, 0), (8, 0), (64, 3)):
+    def test_straggling_is_the_slowest_of_all_ranks(self) -> None:
+        # the largest of n draws is sqrt(2 ln n) deviations above the mean
+        for gpus, deviations in ((1, 0.0), (8, 2.039), (64, 2.884), (4096, 4.079)):
             one = case(dp=gpus, straggling=0.01)
-            calm = seconds(replace(one, software=replace(one.software, straggling=0)))
-            assert seconds(one) == pytest.approx(calm * (1 + 0.01 * doublings))
+            calm = seconds(changed(one, straggling=0))
+            assert seconds(one) == pytest.approx(calm * (1 + 0.01 * deviations), rel=1e-4)
 
-    def test_overheads(self) -> None:
-        # 8 layers, 4 microbatches, forward and backward
-        calm, slow = (
-            case(accumulation=4, layer_overhead=o, step_overhead=10 * o) for o in (0.0, 1e-3)
-        )
-        assert seconds(slow) - seconds(calm) == pytest.approx(8 * 4 * 2 * 1e-3 + 1e-2)
+    def test_a_step_has_a_part_for_each_layer_of_the_fullest_stage(self) -> None:
+        calm, slow = (case(step_overhead=o) for o in (0.0, 1e-3))
+        assert seconds(slow) - seconds(calm) == pytest.approx(8e-3)
+        calm, slow = (pipeline(4, 16, step_overhead=o) for o in (0.0, 1e-3))
+        assert seconds(slow) - seconds(calm) == pytest.approx(4e-3)
 
+
+class TestLaunches:
+    """The host launches kernels while the GPU computes those before."""
+
+    LAYERS = Blocks(layers=8, attention=8, mlp=8, moe=0, mamba=0)
+
+    def test_of_layers(self) -> None:
+        one = case(layer_overhead=1e-4)
+        assert launch_seconds(one, self.LAYERS) == pytest.approx((8e-4, 0))
+        assert launch_seconds(changed(one, low=1), self.LAYERS) == pytest.approx((12e-4, 0))
+        captured = changed(one, launched_layers=0.25)
+        assert launch_seconds(captured, self.LAYERS) == pytest.approx((2e-4, 0))
+
+    def test_of_experts(self) -> None:
+        # sorting as 24 experts, and each of 64 / 16
+        blocks = Blocks(layers=2, attention=2, mlp=0, moe=2, mamba=0)
+        one = case(experts=64, ep=16, expert_overhead=1e-4)
+        assert launch_seconds(one, blocks) == pytest.approx((0, 2 * 28 * 1e-4))
+        low = launch_seconds(changed(one, low=1), blocks)
+        assert low == pytest.approx((0, 1.5 * 2 * 28 * 1e-4))  # of which each is quantised
+        assert launch_seconds(changed(one, launched_experts=0), blocks) == (0, 0)
+        assert launch_seconds(changed(one, known_sizes=1), blocks) == pytest.approx((56e-4, 0))
+
+    def test_numbers_of_tokens_are_waited_for(self) -> None:
+        # 2 layers of 8 experts on one GPU, in either pass, in the open
+        experts = dict(mlp_blocks=0, moe_blocks=8, experts=8, top_k=2, expert_ffn=1024)
+        calm, slow = (case(**experts, expert_overhead=o) for o in (0.0, 1e-6))
+        assert seconds(slow) - seconds(calm) == pytest.approx(2 * 8 * 32 * 1e-6)
+        ahead = changed(slow, known_sizes=1)
+        assert seconds(ahead) - seconds(calm) == pytest.approx(0, abs=1e-6)
+
+    def test_the_longer_of_both_counts(self) -> None:
+        assert waiting_seconds(1.0, 0.0) == 0
+        assert waiting_seconds(1.0, 0.1) == pytest.approx(0, abs=1e-4)
+        assert waiting_seconds(0.1, 1.0) == pytest.approx(0.9, abs=1e-4)
+        assert waiting_seconds(1.0, 1.0) == pytest.approx(2**0.25 - 1)
+        hosts = np.linspace(0, 3, 31)
+        assert np.all(np.diff(waiting_seconds(1.0, hosts)) > 0)
+
+    def test_a_busy_gpu_hides_them_and_a_fast_one_waits(self) -> None:
+        # some 30 ms of compute a pass against 8 x 1 us, and against 8 x 100 ms
+        calm = seconds(case(accumulation=4))
+        assert seconds(case(accumulation=4, layer_overhead=1e-6)) == pytest.approx(calm, rel=1e-6)
+        slow = seconds(case(accumulation=4, layer_overhead=0.1))
+        assert slow == pytest.approx(calm + 4 * 2 * 0.8, rel=0.05)
+
+
+class TestRecomputation:
     def test_full_recomputation_is_one_more_forward_pass(self) -> None:
         plain, again = (stages_of(only_products(recompute=r)) for r in (0, 2))
         output = 2 * SBH * 51200 / 1e15
@@ -345,8 +399,9 @@ class TestManyCases:
     def test_a_better_machine_is_never_slower(self, field: str) -> None:
         gains = ratios(field)
         if field.startswith("flash"):  # a ring and ZeRO-3's traffic hide behind the same attention
-            gains = gains[(TOGETHER.mesh.cp == 1) | (TOGETHER.mesh.zero < 2)]
-        assert max(gains) <= 1 + 1e-12
+            gains = gains[TOGETHER.mesh.cp == 1]
+        # a shared expert hides messages, half of which count in each pass against its launches
+        assert max(gains) <= 1 + 2e-5
         assert min(gains) < 1, "it matters to none of the cases"
 
     @pytest.mark.parametrize("field", WORSE)

@@ -30,7 +30,7 @@ def offer(gpu: str = "H100-80GB SXM", **changes: object) -> Offer:
     assert found is not None
     training = load_calibration()
     machine = serving_machine(
-        found, load_serving_calibration(), training, training.software["generic"]
+        found, load_serving_calibration(), training, training.fabrics["infiniband"]
     )
     made = Offer("site", found, machine, 8, 512, 64, 2.0, "USD", float(found.network_bandwidth))
     return replace(made, **changes)  # type: ignore[arg-type]

@@ -19,8 +19,8 @@ def gpu(name: str) -> Gpu:
 def test_a_gpu_takes_its_generations_constants() -> None:
     known = load_serving_calibration()
     training = load_calibration()
-    software = next(iter(training.software.values()))
-    h200 = serving_machine(gpu("H200-141GB SXM"), known, training, software)
+    fabric = training.fabrics["infiniband"]
+    h200 = serving_machine(gpu("H200-141GB SXM"), known, training, fabric)
     assert h200.product_8 == known.gpus["hopper"].product_8
     assert h200.memory_bandwidth == 4.8e12 and h200.peak_8 == pytest.approx(1.9789e15)
 
@@ -33,8 +33,8 @@ def test_a_generation_without_rows_takes_those_of_other() -> None:
 
 def test_a_gpu_without_low_precision_has_the_peak_of_the_next() -> None:
     training = load_calibration()
-    software = next(iter(training.software.values()))
-    a100 = serving_machine(gpu("A100-80GB SXM"), load_serving_calibration(), training, software)
+    fabric = training.fabrics["infiniband"]
+    a100 = serving_machine(gpu("A100-80GB SXM"), load_serving_calibration(), training, fabric)
     assert a100.peak_4 == a100.peak_8 == a100.peak_16 == 312e12
 
 
