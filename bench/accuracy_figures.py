@@ -6,14 +6,21 @@ belong here: predictions (`predictions`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from bench.predictions import GIB, Predicted
+from bench.published import PublishedRow, facts_of
 
-GROUP = ["source", "model", "gpu", "gpus", "global_batch", "seq_len", "precision"]
+# What layouts have to share to be compared: one source and block of trials, one model, machine,
+# batch and software. The planner chooses among layouts, not among kernels or frameworks.
+MACHINE = ["framework", "model", "shape", "gpu", "gpus", "global_batch", "seq_len", "precision"]
+GROUP = ["source", "date", *MACHINE, "kernels"]
+# One configuration, whenever it was measured: releases and repeated trials are rows of one cell.
+CELL = ["family", *MACHINE, "kernels", "layout"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Report:
 
     def text(self) -> str:
         names = list(dict.fromkeys(key for line in self.lines.values() for key in line))
-        width = max(len(name) for name in self.lines)
+        width = max(map(len, [self.title, *self.lines]))
         head = f"{self.title:{width}s} " + " ".join(f"{name:>9s}" for name in names)
         rows = [
             f"{name:{width}s} " + " ".join(_cell(line.get(key)) for key in names)
@@ -41,20 +48,16 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Both:
-    """Step time and memory of the same rows."""
+class Figures:
+    """Step time and memory of the same rows; what `parts` are called is their key in the JSON."""
 
-    time: Report
-    stated: Report
-    memory: Report
+    parts: dict[str, Report]
 
     def text(self) -> str:
-        return "\n\n".join(part.text() for part in (self.time, self.stated, self.memory))
+        return "\n\n".join(part.text() for part in self.parts.values())
 
-    def figures(self) -> dict[str, object]:
-        parts = {"step time": self.time, "step time, layout stated": self.stated}
-        parts["memory"] = self.memory
-        return {name: part.figures() for name, part in parts.items()}
+    def figures(self) -> dict[str, dict[str, dict[str, float]]]:
+        return {name: part.figures() for name, part in self.parts.items()}
 
 
 def _cell(value: float | None) -> str:
@@ -63,16 +66,52 @@ def _cell(value: float | None) -> str:
     return f"{value:9.0f}" if float(value).is_integer() else f"{value:9.2f}"
 
 
-def report_of(predicted: Predicted) -> Both:
+def report_of(predicted: Predicted) -> Figures:
     """The figures of measured rows."""
     table = predicted.table()
     timed = table[table.measured_seconds.notna()]
     sized = table[table.measured_gib.notna()]
-    return Both(
-        Report("step time", per_source(timed, time_figures)),
-        Report("layout stated", {"all": time_figures(timed[timed.stated_layout.astype(bool)])}),
-        Report("memory", per_source(sized, memory_figures)),
+    stated = time_figures(timed[timed.stated_layout.astype(bool)])
+    time = Report("step time", per_source(timed, time_figures))
+    memory = Report("memory", per_source(sized, memory_figures))
+    return Figures(
+        {
+            "step time": time,
+            "step time, layout stated": Report("layout stated", {"all": stated}),
+            "memory": memory,
+            "macro": Report("sources", {"step time": macro(time), "memory": macro(memory)}),
+            "cells": Report("configurations", cells(timed, sized)),
+        }
     )
+
+
+def macro(report: Report) -> dict[str, float]:
+    """The middle source: the median of sources' medians and of their 90th percentiles.
+
+    A source with many rows counts as much as one with few.
+    """
+    lines = [line for name, line in report.lines.items() if name != "all" and line["rows"]]
+    if not lines:
+        return {"sources": 0}
+    return {
+        "sources": len(lines),
+        "median %": float(np.median([line["median %"] for line in lines])),
+        "p90 %": float(np.median([line["p90 %"] for line in lines])),
+        "worst median %": max(line["median %"] for line in lines),
+    }
+
+
+def cells(timed: pd.DataFrame, sized: pd.DataFrame) -> dict[str, dict[str, float]]:
+    """Errors of configurations, each the median of its rows' errors."""
+    return {
+        "step time": error_figures(_cell_errors(timed, "seconds")),
+        "memory": error_figures(_cell_errors(sized, "gib")),
+    }
+
+
+def _cell_errors(table: pd.DataFrame, unit: str) -> pd.Series:
+    errors = table[f"predicted_{unit}"] / table[f"measured_{unit}"] - 1
+    return errors.groupby([table[name] for name in CELL], dropna=False).median()
 
 
 def per_source(table: pd.DataFrame, figures) -> dict[str, dict[str, float]]:  # type: ignore[no-untyped-def]
@@ -106,20 +145,22 @@ def error_figures(errors: pd.Series) -> dict[str, float]:
 
 
 def ranking_figures(table: pd.DataFrame) -> dict[str, float]:
-    """Over groups of at least two layouts of one model, GPUs and batch.
+    """Over groups of at least two layouts that differ in nothing else (`GROUP`).
 
-    rank: mean Spearman correlation of predicted and measured times in groups of three and more.
-    regret: how much slower than the best measured layout the one is that the prediction puts
-    first; mean and worst over groups.
+    A layout that was measured more than once counts once, with its median. rank: mean Spearman
+    correlation of predicted and measured times in groups of three and more. regret: how much
+    slower than the best measured layout the one is that the prediction puts first; mean and worst
+    over groups.
     """
     ranks, regrets = [], []
     for _, group in table.groupby(GROUP, dropna=False):
-        if group.layout.nunique() < 2:
+        layouts = group.groupby("layout")[["predicted_seconds", "measured_seconds"]].median()
+        if len(layouts) < 2:
             continue
-        chosen = group.loc[group.predicted_seconds.idxmin()]
-        regrets.append(chosen.measured_seconds / group.measured_seconds.min() - 1)
-        if len(group) >= 3 and group.measured_seconds.nunique() > 1:
-            ranks.append(group.predicted_seconds.corr(group.measured_seconds, method="spearman"))
+        chosen = layouts.loc[layouts.predicted_seconds.idxmin()]
+        regrets.append(chosen.measured_seconds / layouts.measured_seconds.min() - 1)
+        if len(layouts) >= 3 and layouts.measured_seconds.nunique() > 1:
+            ranks.append(layouts.corr(method="spearman").iloc[0, 1])
     if not regrets:
         return {"groups": 0}
     return {
@@ -131,18 +172,27 @@ def ranking_figures(table: pd.DataFrame) -> dict[str, float]:
 
 
 def oom_report(runs: Predicted, oom: Predicted) -> Report:
-    """Precision and recall of "out of memory" over rows that ran and rows that did not."""
-    ran, failed = _too_much(runs), _too_much(oom)
-    lines = {}
-    sources = list(dict.fromkeys(c.row.source for c in [*oom.cases]))
-    for source in [*sources, "all"]:
-        here = [_from(part, source) for part in (runs, oom)]
-        lines[source] = _classified(ran[here[0]], failed[here[1]])
+    """Precision and recall of "out of memory" over rows that ran and rows that did not.
+
+    Of all sources; of those with rows of both kinds, where alone precision says something; and of
+    these the rows that state recomputation and microbatch, on which memory depends most.
+    """
+    failing = list(dict.fromkeys(c.row.source for c in oom.cases))
+    both = {c.row.source for c in runs.cases} & set(failing)
+    chosen: dict[str, Callable[[PublishedRow], bool]] = {
+        source: lambda row, source=source: row.source == source for source in failing
+    }
+    chosen["sources with both"] = lambda row: row.source in both
+    chosen["and stated"] = lambda row: row.source in both and states_activations(row)
+    chosen["all"] = lambda row: True
+    parts = {name: (runs.where(rule), oom.where(rule)) for name, rule in chosen.items()}
+    lines = {name: _classified(_too_much(a), _too_much(b)) for name, (a, b) in parts.items()}
     return Report("out of memory", lines)
 
 
-def _from(predicted: Predicted, source: str) -> np.ndarray:
-    return np.array([source in ("all", c.row.source) for c in predicted.cases], dtype=bool)
+def states_activations(row: PublishedRow) -> bool:
+    """Whether column or notes give recomputation and microbatch."""
+    return bool(row.micro_batch and (row.recompute or facts_of(row).recompute))
 
 
 def _too_much(predicted: Predicted) -> np.ndarray:

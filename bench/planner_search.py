@@ -33,6 +33,7 @@ from hpctrain.spec.loader import (  # noqa: E402
     load_catalogue,
     load_profile,
     load_run_spec,
+    load_uncertainty,
 )
 from hpctrain.spec.profile import ClusterProfile  # noqa: E402
 from hpctrain.spec.run import RunSpec  # noqa: E402
@@ -66,7 +67,8 @@ CASES: dict[str, tuple[Callable[[], tuple[RunSpec, ClusterProfile]], float]] = {
 def measure(name: str) -> dict[str, Any]:
     """One case in this process."""
     spec, profile = CASES[name][0]()
-    knowledge = Knowledge(cluster_gpu(load_catalogue(), profile), load_calibration())
+    gpu = cluster_gpu(load_catalogue(), profile)
+    knowledge = Knowledge(gpu, load_calibration(), load_uncertainty())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds, decision = [], None
     for _ in range(ROUNDS):

@@ -6,9 +6,8 @@ Belongs here: running the model over a file of rows. Does not belong here: stati
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +16,15 @@ import numpy as np
 import pandas as pd
 
 from bench.cases import CannotModel, RowCase, row_case
-from bench.published import PublishedRow, read_rows
-from hpctrain.plan.cost.case import Case, Floats, stack
-from hpctrain.plan.cost.memory import peak_bytes
+from bench.memory_conventions import Ranks, convention_of
+from bench.published import PublishedRow, facts_of, family_of, read_rows
+from hpctrain.plan.cost.case import Array, Case, Floats, stack
+from hpctrain.plan.cost.memory import (
+    peak_bytes,
+    reserved_on_stage,
+    stage_memory,
+    stages_that_matter,
+)
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.spec.loader import load_calibration, load_catalogue
 
@@ -50,21 +55,28 @@ class Predicted:
 
     @cached_property
     def gibibytes(self) -> Floats:
-        """Peak of the fullest rank as the source of each row counts it, GiB."""
+        """Peak as the source of each row counts it, on the ranks that it looked at, GiB."""
         if not self.cases:
             return NONE
-        conventions = np.array([memory_convention(c.row) for c in self.cases])
-        inner = replace(self.case.software, context_bytes=0.0)
-        reserved = np.asarray(peak_bytes(replace(self.case, software=inner)))
-        exact = replace(inner, slack=1.0)
-        allocated = np.asarray(peak_bytes(replace(self.case, software=exact)))
-        everything = self.total_gibibytes * GIB
-        chosen = [conventions == "driver", conventions == "reserved"]
-        return np.select(chosen, [everything, reserved], allocated) / GIB
+        capacities = np.array([float(c.gpu.memory) for c in self.cases])
+        inner = replace(self.case.software, context_bytes=0.0, communicator_bytes=0.0)
+        exact = replace(self.case, software=replace(inner, slack=1.0))
+        counted = {
+            "driver": reserved_on_ranks(self.case, capacities),
+            "reserved": reserved_on_ranks(replace(self.case, software=inner), capacities),
+            "allocated": bytes_on_ranks(exact),
+        }
+        conventions = [convention_of(c.row) for c in self.cases]
+        found = np.zeros(len(self.cases))
+        for kind, on_ranks in counted.items():
+            for ranks, size in on_ranks.items():
+                here = np.array([(c.kind, c.ranks) == (kind, ranks) for c in conventions])
+                found = np.where(here, size, found)
+        return found / GIB
 
     @cached_property
     def total_gibibytes(self) -> Floats:
-        """Everything that the driver counts, which has to fit into the GPU, GiB."""
+        """What has to fit into the GPU, with what lies outside the allocator, GiB."""
         return np.asarray(peak_bytes(self.case)) / GIB if self.cases else NONE
 
     def where(self, chosen: Callable[[PublishedRow], bool]) -> Predicted:
@@ -82,12 +94,17 @@ class Predicted:
             {
                 "line": [row.line for row in rows],
                 "source": [row.source for row in rows],
+                "family": [family_of(row.source) for row in rows],
+                "framework": [row.framework for row in rows],
+                "date": [facts_of(row).date for row in rows],
                 "model": [row.model for row in rows],
+                "shape": [_shape(c) for c in self.cases],
                 "gpu": [c.gpu.name for c in self.cases],
                 "gpus": [row.gpus for row in rows],
                 "global_batch": [row.global_batch for row in rows],
                 "seq_len": [row.seq_len for row in rows],
                 "precision": [row.precision for row in rows],
+                "kernels": [_kernels(row) for row in rows],
                 "layout": [_layout(row) for row in rows],
                 "software": [c.software for c in self.cases],
                 "assumed": [" ".join(c.assumed) for c in self.cases],
@@ -100,10 +117,41 @@ class Predicted:
         )
 
 
+def bytes_on_ranks(case: Case) -> dict[Ranks, Floats]:
+    """Peak bytes of the fullest rank, of the last stage's, and of the fuller end's."""
+    return _on_ranks([stage_memory(case, stage).total for stage in stages_that_matter(case)])
+
+
+def reserved_on_ranks(case: Case, capacity_bytes: Floats) -> dict[Ranks, Floats]:
+    """What the allocator holds there, with what lies outside of it."""
+    stages = stages_that_matter(case)
+    return _on_ranks([reserved_on_stage(case, stage, capacity_bytes) for stage in stages])
+
+
+def _on_ranks(sizes: Sequence[Array]) -> dict[Ranks, Floats]:
+    """By ranks that a source looks at; `sizes` of the first, the second and the last stage."""
+    first, second, last = (np.asarray(size, dtype=float) for size in sizes)
+    ends = np.maximum(first, last)
+    return {"fullest": np.maximum(ends, second), "last": last, "ends": ends}
+
+
+def _shape(case: RowCase) -> str:
+    shape = case.case.shape
+    return f"{shape.layers}x{shape.hidden} {shape.heads}/{shape.kv_heads} {shape.vocab}"
+
+
+def _kernels(row: PublishedRow) -> str:
+    """What of its software a row names that a planner does not choose."""
+    facts = facts_of(row)
+    return f"{facts.attention} {facts.rms_kernel} {facts.mixed_precision}"
+
+
 def _layout(row: PublishedRow) -> str:
     sizes = (("tp", row.tp), ("pp", row.pp), ("vp", row.vp), ("cp", row.cp), ("ep", row.ep))
     shown = [f"{name}{size}" for name, size in sizes if size and size > 1]
-    return " ".join([*shown, f"dp{row.dp}", f"mb{row.micro_batch}", row.recompute])
+    shown += [f"zero{row.zero_stage}"] * bool(row.zero_stage) + ["sp"] * bool(row.sequence_parallel)
+    offload = ["offload"] * bool(facts_of(row).activation_offload)
+    return " ".join([*shown, *offload, f"dp{row.dp}", f"mb{row.micro_batch}", row.recompute])
 
 
 def _states_layout(row: PublishedRow) -> bool:
@@ -111,27 +159,18 @@ def _states_layout(row: PublishedRow) -> bool:
     return None not in (row.tp, row.pp, row.micro_batch)
 
 
-def memory_convention(row: PublishedRow) -> str:
-    """`driver` (nvidia-smi), `reserved` by the allocator, or `allocated` (the README of the data).
+def predict_file(path: Path, product: bool = False) -> Predicted:
+    """All rows of a CSV file, with `product` as `hpctrain plan` prices them.
 
-    Zero-Bubble's figures are max_memory_reserved of their fork's log; a source that says nothing
-    is taken as allocated.
+    Raises OSError when it cannot be read.
     """
-    text = f"{row.notes} {row.source}".lower()
-    if "nvidia-smi" in text:
-        return "driver"
-    return "reserved" if re.search(r"memory_reserved|max_memory_res", text) else "allocated"
-
-
-def predict_file(path: Path) -> Predicted:
-    """All rows of a CSV file; raises OSError when it cannot be read."""
     catalogue, calibration = load_catalogue(), load_calibration()
     rows = read_rows(path)
     cases: list[RowCase] = []
     refused: list[str] = []
     for row in rows:
         try:
-            cases.append(row_case(row, catalogue, calibration))
+            cases.append(row_case(row, catalogue, calibration, product))
         except CannotModel as error:
             refused.append(f"{path.name}:{row.line}: {error}")
     complaints = [f"{path.name}:{c.line}: {c.reason}" for c in rows.complaints]

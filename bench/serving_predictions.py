@@ -44,7 +44,7 @@ from hpctrain.spec.serving_calibration import ServingCalibration
 
 CLOSED, SPLIT, OPEN, OFFLINE = "closed", "split", "open", "offline"
 OFFLINE_STREAMS = 2.0  # times the largest batch: what offline runs have waiting at least
-LINKS_SOFTWARE = "mcore-plain"  # of training's calibration; only its network share is used
+FABRIC = "infiniband"  # of training's calibration
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ def _replicas(
     cases: Sequence[ServingCase], layouts: Sequence[Any], serving: ServingCalibration
 ) -> ReplicaCase:
     training = load_calibration()
-    software = training.software[LINKS_SOFTWARE]
+    fabric = training.fabrics[FABRIC]
     machines = {
-        case.gpu.name: serving_machine(case.gpu, serving, training, software) for case in cases
+        case.gpu.name: serving_machine(case.gpu, serving, training, fabric) for case in cases
     }
     engines = {case.engine: engine_constants(serving, case.engine) for case in cases}
     set_up = [_set_up(engines[case.engine], case.protocol) for case in cases]
