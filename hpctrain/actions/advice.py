@@ -17,6 +17,8 @@ from hpctrain.spec.run import RunSpec
 
 # Less than this share of days or GPU-hours is not worth another plan.
 _WORTH = 0.02
+# Days so near to each other are the same: predictions are no better (docs/planner.md).
+_SAME = 0.05
 # Nodes fewer than the spec's that are tried.
 _FEWER = (1, 2, 4, 8, 16)
 
@@ -69,8 +71,12 @@ def _sizes(
     mine, shown = best.forecast, option.forecast
     assert mine is not None and shown is not None
     smaller = [(one, one.forecast) for one in _smaller(inputs, free, mine, goal)]
-    known = [(one, found) for one, found in smaller if found and _earlier(found, mine)]
-    leader = min(known, key=lambda pair: pair[1].times.total_seconds, default=None)
+    known = [(one, found) for one, found in smaller if found and _as_good(found, mine)]
+    earlier = [pair for pair in known if _earlier(pair[1], mine)]
+    # of those that end as early as the plan the smallest
+    leader = min(earlier, key=lambda pair: pair[1].times.total_seconds, default=None) or min(
+        known, key=lambda pair: pair[1].gpus, default=None
+    )
     reason, waits = "", shown.times.repair_seconds
     if waits >= _WORTH * shown.times.total_seconds:
         count = inputs.profile.nodes.count
@@ -99,21 +105,33 @@ def _sizes(
 
 
 def _smaller(inputs: Inputs, free: RunSpec, mine: Forecast, goal: Goal) -> Iterator[Option]:
-    """Plan on a few nodes less where that could end earlier than `mine`."""
+    """Plan on fewer nodes where that could end as early as `mine`."""
     per_node = mine.gpus // mine.nodes
-    for fewer in _FEWER:
-        if 2 * fewer > mine.nodes:
-            return
-        spec = with_gpus(free, (mine.nodes - fewer) * per_node)
+    for nodes in _fewer_nodes(mine.nodes):
+        spec = with_gpus(free, nodes * per_node)
         yield plan_option(
             Inputs(spec, inputs.profile, inputs.knowledge),
             goal,
-            before_seconds=mine.times.total_seconds,
+            before_seconds=(1 + _SAME) * mine.times.total_seconds,
         )
+
+
+def _fewer_nodes(nodes: int) -> tuple[int, ...]:
+    """List a few nodes less, down to half, and the next power of two, which divides most easily."""
+    some = {nodes - fewer for fewer in _FEWER if 2 * fewer <= nodes}
+    if nodes > 1:
+        some.add(1 << (nodes - 1).bit_length() - 1)
+    return tuple(sorted(some, reverse=True))
 
 
 def _better(other: Forecast, mine: Forecast) -> bool:
     return _earlier(other, mine) or other.gpu_hours < (1 - _WORTH) * mine.gpu_hours
+
+
+def _as_good(other: Forecast, mine: Forecast) -> bool:
+    """Tell whether a smaller run ends earlier, or as early for fewer GPU-hours."""
+    late = other.times.total_seconds > (1 + _SAME) * mine.times.total_seconds
+    return _earlier(other, mine) or (not late and other.gpu_hours < (1 - _SAME) * mine.gpu_hours)
 
 
 def _earlier(other: Forecast, mine: Forecast) -> bool:

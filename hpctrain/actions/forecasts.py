@@ -72,6 +72,7 @@ def scenario_of(
         cluster_nodes=max(profile.nodes.count, facts.nodes + spares),
         work_seconds=expected.times.training_seconds + expected.times.evaluation_seconds,
         step_seconds=facts.step_seconds,
+        step_deviation=facts.step_deviation,
         interval_seconds=expected.interval.seconds,
         save_stall_seconds=saving.stall_seconds,
         save_write_seconds=saving.write_seconds if saving.asynchronous else 0.0,
@@ -167,7 +168,8 @@ def _played(
     )
     hours, cost = outcome.gpu_hours, expected.cost
     if cost is not None:
-        cost = cost.model_copy(update={"amount": hours.mean * cost.per_gpu_hour})
+        ends = {"amount": hours.mean, "least_amount": hours.p5, "most_amount": hours.p95}
+        cost = cost.model_copy(update={name: end * cost.per_gpu_hour for name, end in ends.items()})
     kept = [one for one in expected.assumptions if one.kind != "queue"]
     if not scenario.queue_wait_seconds:
         text = "no wait beyond Slurm's own 2 min" if scenario.requeue_delay_seconds else "no wait"
@@ -193,6 +195,7 @@ def _played(
                 most_gpu_hours=hours.p95,
                 stopped=outcome.stopped,
                 stop_reason=outcome.stop_reasons[0] if outcome.stop_reasons else None,
+                step_deviation=scenario.step_deviation,
             ),
         }
     )

@@ -41,16 +41,23 @@ from hpctrain.render.template import (
     render_script,
 )
 from hpctrain.render.warning_lead import short_grace
-from hpctrain.spec.calibration import SiteCalibration
+from hpctrain.spec.calibration import (
+    Calibration,
+    SiteCalibration,
+    constants_digest,
+    measured_rates,
+)
 from hpctrain.spec.loader import (
     Loaded,
     load_calibration,
     load_catalogue,
     load_run_spec,
+    load_uncertainty,
     partition_profile,
 )
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, RunSpec
+from hpctrain.spec.uncertainty import SiteLearning, Uncertainty
 from hpctrain.store.datasets import bin_path, idx_path, npz_path
 from hpctrain.store.jobs import run_comment
 from hpctrain.store.supervise_config import SuperviseConfig
@@ -60,6 +67,7 @@ from hpctrain.units import short_duration
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
     from hpctrain.spec.catalogue import Gpu, GpuVariable
+    from hpctrain.spec.uncertainty import SiteLearning, Uncertainty
 
 
 @dataclass(frozen=True)
@@ -114,8 +122,9 @@ def load_knowledge(profile: Loaded[ClusterProfile]) -> Knowledge:
 
     Figures that the site has measured replace the packaged ones. A profile that leaves `gpu.peak`
     empty on purpose (`peak: {}`) may have an unknown GPU: then there is none, and time is not
-    predicted. Raises InvalidInputError for any other GPU that is not in the catalogue, and for a
-    calibration of another GPU.
+    predicted. Where partitions have GPUs of their own, figures count on the GPU that they were
+    measured on alone. Raises InvalidInputError for any other GPU that is not in the catalogue, and
+    for a calibration of another GPU where the cluster has one kind.
     """
     from hpctrain.plan.request import Knowledge
     from hpctrain.spec.catalogue import cluster_gpu, match_gpu
@@ -126,16 +135,52 @@ def load_knowledge(profile: Loaded[ClusterProfile]) -> Knowledge:
     gpu = None
     if not (unknown_on_purpose and nameless):
         gpu = cluster_gpu(catalogue, profile.document, profile.origin)
-    site, calibration = profile.document.calibration, load_calibration()
-    if not isinstance(site, SiteCalibration) or gpu is None:
-        return Knowledge(gpu=gpu, calibration=calibration)
-    from hpctrain.plan.cost.constants import calibrated_at_site
+    site, calibration, uncertainty = (
+        profile.document.calibration,
+        load_calibration(),
+        load_uncertainty(),
+    )
+    several = any(one.gpu is not None for one in profile.document.slurm.partitions)
+    if not isinstance(site, SiteCalibration) or gpu is None or (several and site.gpu != gpu.name):
+        return Knowledge(gpu, calibration, uncertainty)
 
     if site.gpu != gpu.name:
         message = f"`calibration` was measured on `{site.gpu}`, and this cluster has `{gpu.name}`"
-        hint = "measure this cluster (docs/gpu.md), or remove `calibration`"
-        raise InvalidInputError([profile.problem("calibration", message, hint)])
-    return Knowledge(gpu=gpu, calibration=calibrated_at_site(calibration, site, gpu))
+        hint = "measure this cluster (docs/gpu.md), or take its calibration away"
+        raise InvalidInputError([profile.problem("calibration.gpu", message, hint)])
+    return site_knowledge(gpu, calibration, uncertainty, site)
+
+
+def site_knowledge(
+    gpu: Gpu, calibration: Calibration, uncertainty: Uncertainty | None, site: SiteCalibration
+) -> Knowledge:
+    """Put what a site has measured and learned in place of packaged figures."""
+    from hpctrain.plan.cost.constants import calibrated_at_site
+    from hpctrain.plan.request import Knowledge
+
+    measured = measured_rates(site)
+    if measured:
+        calibration = calibrated_at_site(calibration, site, gpu)
+    digest = constants_digest(calibration) if site.learned else ""
+    holds = {name: one for name, one in site.learned.items() if _holds(one, digest, uncertainty)}
+    return Knowledge(
+        gpu,
+        calibration,
+        uncertainty,
+        learned=holds,
+        outdated=tuple(name for name in site.learned if name not in holds),
+        measured=measured,
+    )
+
+
+def _holds(learned: SiteLearning, constants: str, uncertainty: Uncertainty | None) -> bool:
+    """Tell whether runs have corrected these constants, in all multipliers that the planner has."""
+    if learned.constants != constants or uncertainty is None:
+        return learned.constants == constants
+    time, memory = uncertainty.time, uncertainty.memory
+    if set(learned.time.multipliers) != {*time.multipliers, *time.classes}:
+        return False
+    return learned.memory is None or set(learned.memory.multipliers) == set(memory.multipliers)
 
 
 def refuse_untrainable(spec: Loaded[RunSpec], plan: Plan | None = None) -> None:

@@ -149,6 +149,7 @@ def trial_record(
         first_problem = str(refusal).splitlines()[0]
     predicted = None
     if plan is not None:
+        sure = plan.certainty
         predicted = Predicted(
             layout=str(plan.layout),
             zero=plan.zero,
@@ -158,6 +159,11 @@ def trial_record(
             peak_bytes=plan.memory[plan.peak_stage].total_bytes,
             step_seconds=plan.step_seconds,
             parts=plan.prediction.parts if plan.prediction else None,
+            low_step_seconds=sure.low_step_seconds if sure else None,
+            high_step_seconds=sure.high_step_seconds if sure else None,
+            step_deviation=sure.step_deviation if sure else None,
+            layout_deviation=sure.layout_deviation if sure else None,
+            fit_probability=sure.fit_probability if sure else None,
         )
     return TrialRecord(
         name=variant.name,

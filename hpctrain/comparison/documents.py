@@ -16,7 +16,11 @@ Price = tuple[float, str]
 
 
 class Predicted(Document):
-    """The planner's figures of one variant; `step_seconds` is absent if it predicts none."""
+    """The planner's figures of one variant; `step_seconds` is absent if it predicts none.
+
+    `low_step_seconds`, `high_step_seconds`: where 80 of 100 sites would measure; `step_deviation`:
+    of the logarithm, `layout_deviation`: of that of two layouts over each other.
+    """
 
     layout: str
     zero: int
@@ -26,6 +30,11 @@ class Predicted(Document):
     peak_bytes: int
     step_seconds: float | None
     parts: StepParts | None
+    low_step_seconds: float | None = None
+    high_step_seconds: float | None = None
+    step_deviation: float | None = None
+    layout_deviation: float | None = None
+    fit_probability: float | None = None
 
 
 class TrialRecord(Document):

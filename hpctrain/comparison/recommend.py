@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 from hpctrain.comparison.documents import Recommendation, TrialResult
 from hpctrain.units import short_bytes
 
-# Above this share a GPU has no room for a longer batch or a fragmented allocator; the planner calls
-# layouts above the same share tight (plan.documents.SearchCounts).
+# Above this share a GPU that was measured has no room for a longer batch or a fragmented allocator.
 ROOM = 0.94
+_SURE = 0.9  # probability of fitting from which on `plan` says yes
 _TIE = 0.02
-_TIE_OF_PREDICTIONS = 0.05  # about the planner's median error (docs/planner.md)
+_TIE_OF_PREDICTIONS = 0.05  # where nothing is known of their errors
+# Deviations beyond which one of two predictions is the faster one with 80 %, as `plan` has it.
+_TOLD_APART = NormalDist().inv_cdf(0.8)
 _WORTH_TELLING = 0.05  # of the memory of the choice
 
 
@@ -46,7 +49,11 @@ def recommend(
 def flaw(trial: TrialResult, gpu_memory_bytes: int) -> str:
     """Explain why a successful trial should not be chosen; empty if nothing is wrong."""
     share = (trial.peak_bytes or 0) / gpu_memory_bytes
-    if share > ROOM:
+    odds = trial.record.predicted.fit_probability if trial.record.predicted else None
+    if trial.measured is None and odds is not None:
+        if odds < _SURE:
+            return f"fits with {odds:.0%} only"
+    elif share > ROOM:
         return f"fills {100 * share:.0f} % of the memory"
     if trial.stability is not None and trial.stability.failures:
         return f"has failed on the way ({', '.join(trial.stability.failures)})"
@@ -107,13 +114,27 @@ def _others(others: Sequence[TrialResult], best: TrialResult) -> list[str]:
 def is_tie(best: TrialResult, other: TrialResult) -> bool:
     """Decide whether two variants differ by less than the noise of their step times."""
     if best.measured is None or other.measured is None:
-        return _pace(best) / _pace(other) - 1 <= _TIE_OF_PREDICTIONS
+        return _pace(best) / _pace(other) - 1 <= _tie_of_predictions(best, other)
     noise = 0.0
     for measured in (best.measured, other.measured):
         # relative error of the mean step: eight of ten steps lie within about 2.6 deviations
         spread = measured.step_seconds
         noise += (spread.p90 - spread.p10) / 2.6 / spread.mean / math.sqrt(measured.steps)
     return _pace(best) / _pace(other) - 1 <= max(_TIE, noise)
+
+
+def _tie_of_predictions(best: TrialResult, other: TrialResult) -> float:
+    """Compute by how much two predictions have to differ to tell them apart, as a share.
+
+    They err together in what is alike. What one knows less than the other is its own: an engine
+    without own runs beside one with them.
+    """
+    one, two = best.record.predicted, other.record.predicted
+    if not (one and two and one.layout_deviation and two.layout_deviation):
+        return _TIE_OF_PREDICTIONS
+    own = abs((one.step_deviation or 0.0) ** 2 - (two.step_deviation or 0.0) ** 2)
+    alike = max(one.layout_deviation, two.layout_deviation)
+    return math.expm1(_TOLD_APART * math.sqrt(alike**2 + own))
 
 
 def short_number(value: float) -> str:

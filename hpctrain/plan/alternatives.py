@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.plan.cost.plan_memory import TIGHT_SHARE, candidate_memory
+from hpctrain.plan.cost.from_spec import case_of
+from hpctrain.plan.cost.plan_memory import candidate_memory
 from hpctrain.plan.cost.prediction import step_parts
 from hpctrain.plan.documents import (
     ORDERS,
@@ -25,12 +26,21 @@ from hpctrain.plan.documents import (
 )
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import Columns, columns_of, joined
+from hpctrain.plan.mesh.recomputation import modules_of, recompute_words
 from hpctrain.plan.planner import Decision
+from hpctrain.plan.search.fitting import comfortable, deviations, probabilities
 from hpctrain.plan.search.layouts import Found
 from hpctrain.plan.search.ranking import pareto, preferred
+from hpctrain.plan.search.rivals import winner_faster
+from hpctrain.plan.uncertainty.site import belief_of
 
 Rows = NDArray[np.intp]
-FREE_FIELDS = ("vpp", "micro_batch", "recompute", "zero", "shard_gpus", "offload", "order")
+# What can differ beside the mesh; which modules and layers is a part of how to recompute.
+RECOMPUTATION: tuple[str, ...] = ("recompute", "recompute_modules", "recompute_layers")
+FREE_FIELDS: tuple[tuple[str, ...], ...] = (
+    *(("vpp",), ("etp",), ("micro_batch",), RECOMPUTATION, ("offloaded_layers",)),
+    *(("zero",), ("shard_gpus",), ("offload",), ("order",)),
+)
 TOO_LARGE_SHOWN = 3
 MAX_SLOWDOWN = 1.5  # of the winner's step: more memory is not worth it for slower layouts
 
@@ -112,14 +122,11 @@ def _select_meshes(decision: Decision, others: Rows, top: int) -> Rows:
 
 
 def variants(found: Found, row: int, top: int) -> Rows:
-    """Find rows with the winner's mesh and exactly one other field changed, the fastest first."""
+    """Find rows with the winner's mesh and exactly one other thing changed, the fastest first."""
     columns = found.columns
     same = np.flatnonzero(columns.mesh == columns.mesh[row])
-    differences = sum(
-        (getattr(columns, name)[same] != getattr(columns, name)[row]).astype(int)
-        for name in FREE_FIELDS
-    )
-    single = same[np.asarray(differences) == 1]
+    changed = [_changed(columns, names, same, row) for names in FREE_FIELDS]
+    single = same[np.sum(changed, axis=0) == 1]
     key = found.step_seconds if found.timed else found.peak_bytes
     return np.asarray(single[np.argsort(key[single], kind="stable")][:top], dtype=np.intp)
 
@@ -130,6 +137,7 @@ def _describe(
     """Make one document for each candidate; all are compared with the first one."""
     capacity = decision.found.capacity_bytes
     parts = _parts(decision, joined([columns_of(candidate) for candidate in candidates]))
+    odds = _odds(decision, candidates, parts)
     documents = []
     for number, (candidate, label) in enumerate(zip(candidates, labels, strict=False)):
         memory = candidate_memory(decision.request, candidate)
@@ -157,10 +165,31 @@ def _describe(
                 slower=own.total_seconds / winner.total_seconds - 1 if own and winner else None,
                 changes=_changes(winner, own) if own and winner else (),
                 shortage=shortage,
-                tight=TIGHT_SHARE * capacity < peak <= capacity,
+                tight=_is_tight(decision, candidate, peak),
+                winner_faster=odds[number] if odds else None,
             )
         )
     return documents
+
+
+def _odds(
+    decision: Decision, candidates: Sequence[Candidate], parts: Sequence[StepParts]
+) -> list[float]:
+    """Compute how probably the first candidate is faster than each; empty without intervals."""
+    if not parts or belief_of(decision.request) is None:
+        return []
+    columns = joined([columns_of(candidate) for candidate in candidates])
+    seconds = np.array([part.total_seconds for part in parts])
+    return [float(value) for value in winner_faster(decision.request, columns, seconds)]
+
+
+def _is_tight(decision: Decision, candidate: Candidate, peak: int) -> bool:
+    """Tell whether a candidate fits, but is less sure to do so than others are preferred to be."""
+    request, capacity = decision.request, decision.found.capacity_bytes
+    case = case_of(request, columns_of(candidate))
+    exact = np.array([float(peak)])
+    odds = float(probabilities(exact, deviations(request, case, exact), capacity)[0])
+    return peak <= capacity and odds < comfortable(request)
 
 
 def _parts(decision: Decision, columns: Columns) -> list[StepParts]:
@@ -182,17 +211,25 @@ def _changes(winner: StepParts, own: StepParts) -> tuple[Change, ...]:
     return tuple(sorted(filter(lambda c: c.share, changes), key=lambda c: -abs(c.share)))
 
 
+def _changed(columns: Columns, names: Sequence[str], rows: Rows, row: int) -> NDArray[np.bool_]:
+    """Tell which of some rows differ from one in any of these fields."""
+    own = [getattr(columns, name)[rows] != getattr(columns, name)[row] for name in names]
+    return np.asarray(np.any(own, axis=0), dtype=bool)
+
+
 def _difference(columns: Columns, winner: int, row: int) -> str:
-    """Format the one field that a variant has changed: `vpp 3`, `recompute full`."""
-    (name,) = [
-        name
-        for name in FREE_FIELDS
-        if getattr(columns, name)[row] != getattr(columns, name)[winner]
-    ]
+    """Format the one thing that a variant has changed: `vpp 3`, `recompute selective (mlp)`."""
+    one = np.array([row], dtype=np.intp)
+    (names,) = [names for names in FREE_FIELDS if _changed(columns, names, one, winner)[0]]
+    if names == RECOMPUTATION:
+        mode, modules, layers = (int(getattr(columns, name)[row]) for name in names)
+        return f"recompute {recompute_words(RECOMPUTES[mode], modules_of(modules), layers)}"
+    (name,) = names
     value = int(getattr(columns, name)[row])
     texts = {
         "micro_batch": f"micro {value}",
-        "recompute": f"recompute {RECOMPUTES[value]}" if name == "recompute" else "",
+        "offloaded_layers": f"activations of {value} layers on the host",
+        "etp": f"etp {value}" if value else "etp as by default",
         "order": f"order {ORDERS[value]}" if name == "order" else "",
         "offload": "with offload" if value else "without offload",
         "shard_gpus": f"shards of {value} GPUs" if value else "shards over all GPUs",

@@ -13,7 +13,7 @@ from hpctrain.spec.engines.abilities import Home
 from hpctrain.spec.engines.abilities import Recompute as Recompute
 from hpctrain.spec.engines.megatron import Fp8Recipe
 from hpctrain.spec.engines.registry import EngineName
-from hpctrain.spec.run import Precision
+from hpctrain.spec.run import Precision, RecomputeModule
 
 Axis = Literal["tp", "cp", "ep", "dp", "pp"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
@@ -25,6 +25,9 @@ Span = Literal[
 ]
 ORDERS: tuple[Order, ...] = get_args(Order)
 DEFAULT_ORDER: Order = ORDERS[0]
+# Below this probability that the chosen one is faster, two layouts cannot be told apart: as often
+# as one in five the other one would be the better choice.
+TOLD_APART = 0.8
 
 
 class Layout(Document):
@@ -178,11 +181,32 @@ class Prediction(Document):
     gpu_hours: float
 
 
+class Certainty(Document):
+    """How sure a plan's figures are: where 80 of 100 sites would measure, and the odds of fitting.
+
+    Without own runs, of sites that nobody has measured; with them, of this one. `step_deviation`:
+    of the logarithm of the step time; `layout_deviation`: of that of two layouts of one model over
+    each other. `fit_probability`: that the fullest GPU has enough memory.
+    `calibrated`: which own runs the figures lean on. `measured`: multipliers whose rates are those
+    of the site, one by one, in place of packaged ones.
+    """
+
+    low_step_seconds: float | None = None
+    high_step_seconds: float | None = None
+    step_deviation: float | None = None
+    layout_deviation: float | None = None
+    low_peak_bytes: int
+    high_peak_bytes: int
+    fit_probability: float
+    calibrated: str | None = None
+    measured: tuple[str, ...] = ()
+
+
 class SearchCounts(Document):
     """Candidates of a search. `enumerated` = `infeasible` + `too_large` + `fitting`.
 
     `infeasible`: a rule forbids them (model, batch, engine); `too_large`: more memory than a GPU
-    has; `tight`: those of `fitting` that would use more than 94 % of it.
+    has, or too likely so; `tight`: those of `fitting` that are less sure to fit than 90 %.
     """
 
     enumerated: int
@@ -196,6 +220,9 @@ class Plan(Document):
     """Everything that was decided for one spec on one profile.
 
     `implementation`: megatron-core's layers, None for engines that have one kind only.
+    `recompute_modules`: those of `selective`, None in plans of older versions; `recompute_layers`:
+    so many of each chunk that `full` covers, None for all; `activation_offload_layers`: those whose
+    activations wait on the host.
     `parameters`: of the whole model, each once, with LoRA's adapters; `learned_parameters`: how
     many of them are trainable (and in checkpoints), where that is not all.
     `scattered_step_seconds`: of the same layout with no two nodes in one NVLink domain or under one
@@ -213,6 +240,9 @@ class Plan(Document):
     nodes: NodeRequest
     batch: BatchSplit
     recompute: Recompute
+    recompute_modules: tuple[RecomputeModule, ...] | None = None
+    recompute_layers: int | None = None
+    activation_offload_layers: int = 0
     precision: Precision
     fp8_recipe: Fp8Recipe | None = None
     zero: int = 1
@@ -228,6 +258,7 @@ class Plan(Document):
     step_seconds: float | None = None
     scattered_step_seconds: float | None = None
     prediction: Prediction | None = None
+    certainty: Certainty | None = None
     unit: Literal["tokens", "images"] = "tokens"
     search: SearchCounts | None = None
     model_flops_per_step: float
@@ -264,8 +295,9 @@ class RunnerUp(Document):
     """A layout that was not chosen, compared with the one that was.
 
     `slower` is its step over the winner's, less one; it is the sum of `changes`. Both are absent
-    where time is not predicted. `shortage` is set where it does not fit, `tight` where it would
-    fill more than 94 % of the memory.
+    where time is not predicted. `shortage` is set where it does not fit, `tight` where it is less
+    sure to fit than 90 %. `winner_faster`: the probability that the winner has the shorter step;
+    absent where nothing is known of errors.
     """
 
     description: str
@@ -279,6 +311,7 @@ class RunnerUp(Document):
     changes: tuple[Change, ...]
     shortage: Shortage | None
     tight: bool
+    winner_faster: float | None = None
 
 
 class FrontPoint(Document):

@@ -13,6 +13,7 @@ from hpctrain.plan.cost.plan_memory import TIGHT_SHARE, candidate_peak
 from hpctrain.plan.divisors import divisors
 from hpctrain.plan.documents import (
     AxisPlacement,
+    Certainty,
     Goal,
     MemoryBreakdown,
     Prediction,
@@ -25,6 +26,8 @@ from hpctrain.plan.mesh.placement import stays_inside
 from hpctrain.plan.model.parameters import pad_vocab
 from hpctrain.plan.option_sentences import option_reasons, option_warnings
 from hpctrain.plan.request import PlanRequest
+from hpctrain.plan.search.fitting import comfortable
+from hpctrain.plan.search.rivals import Rivals
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.units import short_bytes
 
@@ -42,7 +45,7 @@ class Facts:
     """Everything about one plan that its sentences mention.
 
     `domain`: consecutive ranks in one NVLink domain; `segment`: nodes that share a block, if the
-    script requests that.
+    script requests that; `rivals`: other meshes that may be faster.
     """
 
     request: PlanRequest
@@ -53,6 +56,8 @@ class Facts:
     prediction: Prediction | None
     domain: int
     segment: int | None
+    certainty: Certainty | None
+    rivals: Rivals | None
 
     @property
     def bubble(self) -> float:
@@ -140,10 +145,11 @@ def _choice_reasons(facts: Facts) -> list[str]:
         lines.append(
             f"{_BEST[facts.request.goal]} of {counts.fitting:,} candidates that fit{more}."
         )
+        lines += _rival_reasons(facts.rivals)
     if facts.prediction is None and spec.parallel == "auto":
         lines.append(
             f"tp {layout.tp} x pp {layout.pp} is the smallest group of GPUs that holds the model "
-            f"with recompute {candidate.recompute}; time is not predicted."
+            f"with recompute {candidate.recomputed}; time is not predicted."
         )
     if facts.prediction is None and spec.batch.micro == "auto":
         if layout.pp == 1:
@@ -160,6 +166,18 @@ def _choice_reasons(facts: Facts) -> list[str]:
     return lines
 
 
+def _rival_reasons(rivals: Rivals | None) -> list[str]:
+    """Say which other meshes may be faster: the prediction cannot tell them apart."""
+    if rivals is None or not rivals.count:
+        return []
+    others = "one other mesh" if rivals.count == 1 else f"{rivals.count} other meshes"
+    return [
+        f"It cannot be told apart from {others}: {rivals.nearest} is predicted "
+        f"{rivals.slower:.1%} slower, and is the faster one with a probability of "
+        f"{rivals.probability:.0%} (--explain)."
+    ]
+
+
 def _recompute_reasons(facts: Facts) -> list[str]:
     """Report the memory that recomputation saves and the time it costs."""
     candidate = facts.candidate
@@ -168,13 +186,14 @@ def _recompute_reasons(facts: Facts) -> list[str]:
     without = candidate_peak(facts.request, replace(candidate, recompute="none"))
     saved = without - max(stage.total_bytes for stage in facts.memory)
     why = " (flash attention keeps no s x s matrices anyway)"
-    flash = candidate.recompute == "selective" and uses_flash_attention(facts.request.spec)
+    core = candidate.recompute == "selective" and candidate.recompute_modules == ("core_attn",)
+    flash = core and uses_flash_attention(facts.request.spec)
     cost = ""
     if facts.prediction is not None:
         parts = facts.prediction.parts
         cost = f" and costs {parts.recompute_seconds / parts.total_seconds:.1%} of the step"
     return [
-        f"recompute {candidate.recompute} saves {short_bytes(saved)} per GPU{cost}"
+        f"recompute {candidate.recomputed} saves {short_bytes(saved)} per GPU{cost}"
         f"{why if flash else ''}; without it the peak is {short_bytes(without)}."
     ]
 
@@ -244,7 +263,14 @@ def warnings(facts: Facts) -> tuple[str, ...]:
     lines += _cut_groups(facts)
     capacity = int(profile.gpu.memory)
     share = max(stage.total_bytes for stage in facts.memory) / capacity
-    if share > TIGHT_SHARE:
+    sure = facts.certainty
+    if sure is not None and sure.fit_probability < comfortable(facts.request):
+        lines.append(
+            f"Memory is tight: {fill_level(facts.memory, capacity)} ({share:.0%}) fits with a "
+            f"probability of {sure.fit_probability:.0%} (`fit_probability` refuses less than "
+            f"{spec.fit_probability:.0%})."
+        )
+    elif sure is None and share > TIGHT_SHARE:
         lines.append(
             f"Memory is tight: {fill_level(facts.memory, capacity)} ({share:.0%}); fragmentation "
             "may end the run."
@@ -259,8 +285,20 @@ def warnings(facts: Facts) -> tuple[str, ...]:
             f"kv_heads {spec.model.key_value_heads} is below tp {layout.tp}: QKV is gathered "
             "over tp in every layer."
         )
+    lines += _outdated(facts.request)
     per_node = node_request(layout.world_size, profile.gpu.per_node).gpus_per_node
     return (*lines, *option_warnings(facts.request, candidate, per_node))
+
+
+def _outdated(request: PlanRequest) -> list[str]:
+    """Warn where what own runs have taught is left aside."""
+    engine = request.spec.engine.name
+    if request.knowledge is None or engine not in request.knowledge.outdated:
+        return []
+    return [
+        f"What runs of {engine} have taught here is not used: the planner's constants or "
+        "multipliers are others since; run `hpctrain calibrate RUN ...` again."
+    ]
 
 
 def _bubble_warning(facts: Facts) -> str:

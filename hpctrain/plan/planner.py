@@ -37,15 +37,25 @@ from hpctrain.plan.mesh.rules import BATCH, MESH_RULES, RULES, layout_values, re
 from hpctrain.plan.mesh.stages import build_stages
 from hpctrain.plan.model.parameters import pad_vocab
 from hpctrain.plan.request import Knowledge, PlanRequest
-from hpctrain.plan.search.hints import fit_around, nearest_fits, roomiest, sizes_around
+from hpctrain.plan.search.hints import (
+    fit_around,
+    lighter_settings,
+    nearest_fits,
+    roomiest,
+    sizes_around,
+)
 from hpctrain.plan.search.layouts import Found, search
 from hpctrain.plan.search.ranking import preferred
+from hpctrain.plan.search.rivals import rivals
 from hpctrain.plan.search.space import freedom_of
+from hpctrain.plan.uncertainty.certainty import certainty_of
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
 # How many candidates just below the capacity are counted exactly before giving up.
 BORDERLINE = 64
+# Probability of fitting from which on a refusal names it.
+_WORTH_TELLING = 0.01
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,8 @@ def _first_that_fits(found: Found) -> int | None:
     """Find the first preferred row whose exact memory fits; None when none does."""
     for row in preferred(found)[:BORDERLINE]:
         memory = candidate_memory(found.request, found.candidate(int(row)))
-        if max(stage.total_bytes for stage in memory) <= found.capacity_bytes:
+        peak = max(stage.total_bytes for stage in memory)
+        if found.exact_probability(int(row), peak) >= found.request.spec.fit_probability:
             return int(row)
     return None
 
@@ -143,8 +154,14 @@ def _memory_refusal(found: Found) -> str:
             f"no layout of {spec.resources.gpus} GPUs divides layers {spec.model.layers}, heads "
             f"{spec.model.heads} and global batch {spec.batch.global_} (micro {spec.batch.micro})"
         )
-    best = roomiest(found)
-    refusal = memory_refusal(best, candidate_memory(found.request, best), found.capacity_bytes)
+    row = roomiest(found)
+    best = found.candidate(row)
+    memory = candidate_memory(found.request, best)
+    refusal = memory_refusal(best, memory, found.capacity_bytes)
+    odds = found.exact_probability(row, max(stage.total_bytes for stage in memory))
+    if odds >= _WORTH_TELLING:
+        refusal += f", which fits with {odds:.0%}; `fit_probability` asks for "
+        refusal += f"{spec.fit_probability:.0%}"
     if spec.parallel == "auto":
         how = "" if spec.recompute == "auto" else f" with recompute {spec.recompute}"
         refusal = f"no layout fits{how}; the leanest, {refusal}"
@@ -158,7 +175,14 @@ def _refusal(request: PlanRequest, refused: Refusals) -> HpctrainError:
     too_many = allowed_gpus(spec, request.profile) != spec.resources.gpus
     # a precision or sharding that is not to be had has its hint in its message
     hinted = not refused.precision and not refused.sharding and (too_many or not only_site)
-    return kind(refused.lines, _hint(request) if hinted else None)
+    if not hinted:
+        return kind(refused.lines)
+    settings = lighter_settings(request) if refused.memory and not refused.site else ()
+    hint = _hint(request)
+    if settings:
+        words = " and ".join(settings)
+        hint = f"{hint}\nor leave the layout as it is, with {words}, as NVIDIA's recipes have it"
+    return kind(refused.lines, hint)
 
 
 def _hint(request: PlanRequest) -> str:
@@ -241,7 +265,12 @@ def _assemble(found: Found, row: int) -> Plan:
     nodes = nodes.model_copy(update={"domain": domain, "segment": segment})
     placements = place_axes(layout, profile, nodes, domain)
     prediction = predict(request, candidate)
-    facts = Facts(request, candidate, placements, memory, found.counts, prediction, domain, segment)
+    certainty = certainty_of(request, candidate, prediction, memory)
+    facts = Facts(
+        *(request, candidate, placements, memory, found.counts, prediction, domain, segment),
+        certainty,
+        rivals(found, row),
+    )
     return Plan(
         run_name=spec.name,
         profile_name=profile.name,
@@ -253,6 +282,9 @@ def _assemble(found: Found, row: int) -> Plan:
         nodes=nodes,
         batch=batch_split(spec, layout.dp, candidate.micro_batch),
         recompute=candidate.recompute,
+        recompute_modules=candidate.recompute_modules,
+        recompute_layers=candidate.recompute_layers if candidate.recompute == "full" else None,
+        activation_offload_layers=candidate.offloaded_layers,
         precision=spec.precision,
         fp8_recipe=request.fp8_recipe,
         zero=candidate.zero,
@@ -270,6 +302,7 @@ def _assemble(found: Found, row: int) -> Plan:
         step_seconds=prediction.parts.total_seconds if prediction else None,
         scattered_step_seconds=_scattered_seconds(request, candidate, nodes),
         prediction=prediction,
+        certainty=certainty,
         unit="images" if model.reads_images else "tokens",
         search=found.counts,
         model_flops_per_step=counts.flops_per_step,

@@ -6,7 +6,8 @@ anything that needs NumPy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hpctrain.plan.documents import Goal
@@ -17,14 +18,25 @@ from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.engines.megatron import Fp8Recipe, with_fp8_recipe
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
+from hpctrain.spec.uncertainty import SiteLearning, Uncertainty
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """Constants of the cost model. `gpu`: the GPU with its links, None if it is not listed."""
+    """Constants of the cost model. `gpu`: the GPU with its links, None if it is not listed.
+
+    `uncertainty`: how far they may be off; None: predictions are without intervals. `learned`: what
+    the site's own runs have taught, by engine; `outdated`: engines of which that no longer holds,
+    because the constants have changed. `measured`: names of multipliers that were measured at the
+    site one by one, without a run.
+    """
 
     gpu: Gpu | None
     calibration: Calibration
+    uncertainty: Uncertainty | None = None
+    learned: Mapping[str, SiteLearning] = field(default_factory=dict)
+    outdated: tuple[str, ...] = ()
+    measured: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class Scenario(Document):
     loading. `requeue_delay_seconds` is Slurm's own delay (cred_expire + 1 s = 121 s),
     `queue_wait_seconds` the mean of an exponential wait after it. `walltime_seconds` ends
     attempts; before that, and with `warned` before a preemption, there is time for a last save.
+    `step_deviation`, of the logarithm of the step time, is drawn once per run.
     `bad_nodes_found` is the share of responsive nodes with broken hardware that a probe detects.
     The other ones are avoided if the policy may exclude nodes, or else fail the next launch.
     """
@@ -36,6 +37,7 @@ class Scenario(Document):
     cluster_nodes: int | None = Field(None, ge=1)
     work_seconds: float = Field(gt=0)
     step_seconds: float = Field(gt=0)
+    step_deviation: float = Field(0.0, ge=0)
     interval_seconds: float = Field(gt=0)
     save_stall_seconds: float = Field(ge=0)
     save_write_seconds: float = Field(0.0, ge=0)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hpctrain.spec.run import RunSpec
     from hpctrain.spec.service import ServiceSpec
     from hpctrain.spec.serving_calibration import ServingCalibration
+    from hpctrain.spec.uncertainty import Uncertainty
 
 DocumentT = TypeVar("DocumentT", bound="BaseModel")
 MAX_FILE_BYTES = 2**20
@@ -52,6 +53,7 @@ _NO_PROFILES = frozenset({CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE})
 CALIBRATION_SUFFIX = ".calibration.yaml"  # of the files that `hpctrain calibrate` writes
 _EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PACKAGED_CALIBRATION = Path(__file__).resolve().parent / "catalogue" / "calibration.yaml"
+PACKAGED_UNCERTAINTY = Path(__file__).resolve().parent / "catalogue" / "uncertainty.yaml"
 PACKAGED_SERVING = Path(__file__).resolve().parent / "catalogue" / "serving.yaml"
 PACKAGED_CATALOGUE = Path(__file__).resolve().parent / "catalogue" / CATALOGUE_FILE
 EXTENDS = "extends"
@@ -139,12 +141,30 @@ def kind_of(parsed: Parsed) -> str | None:
 def load_profile(path: Path | str, search_path: Sequence[Path] = ()) -> Loaded[ClusterProfile]:
     """Read a cluster profile with what it extends, and the file that its `calibration` names.
 
+    Without that line it is NAME.calibration.yaml beside it, after the profile's name, if there is
+    one.
     `extends` is a profile beside this one, in the search path or packaged, or a path relative to
     this file. The digest covers the whole document, the measured figures included, and a copy of
     the profile needs no second file. Raises InvalidInputError with all problems, each at the place
     of the file that contains it.
     """
-    from hpctrain.spec.calibration import SiteCalibration
+    profile = load_plain_profile(path, search_path)
+    file = calibration_file(profile, path)
+    if file is None:
+        return profile
+    if not file.is_file():
+        hint = "`hpctrain calibrate` writes it; without the line the packaged figures are used"
+        raise InvalidInputError([profile.problem("calibration", f"no such file: {file}", hint)])
+    return calibrated_profile(profile, file)
+
+
+def load_plain_profile(
+    path: Path | str, search_path: Sequence[Path] = ()
+) -> Loaded[ClusterProfile]:
+    """Read a cluster profile as `load_profile` does, but not the file that its site has measured.
+
+    For who writes that file: it need not be there yet.
+    """
     from hpctrain.spec.profile import ClusterProfile
 
     parsed = _parse_extended(path, search_path, ())
@@ -158,16 +178,31 @@ def load_profile(path: Path | str, search_path: Sequence[Path] = ()) -> Loaded[C
     ]
     if problems:
         raise InvalidInputError(problems)
+    return profile
+
+
+def calibration_file(profile: Loaded[ClusterProfile], path: Path | str) -> Path | None:
+    """Name the file that a profile read from `path` takes what its site has measured from.
+
+    That of its line `calibration`, whether it exists or not, else the one beside it, if there is
+    one. None where the profile contains the figures, as the copies of runs do.
+    """
     name = profile.document.calibration
-    if not isinstance(name, str):
-        return profile
-    file = Path(profile.places["calibration"].file).parent / name
-    if not file.is_file():
-        hint = "`hpctrain calibrate` writes it; without the line the packaged figures are used"
-        raise InvalidInputError([profile.problem("calibration", f"no such file: {file}", hint)])
-    measured = _load(SiteCalibration, file, ()).document
-    document = profile.document.model_copy(update={"calibration": measured})
-    return replace(profile, document=document, digest=document_digest(document))
+    if isinstance(name, str):
+        return Path(profile.places["calibration"].file).parent / name
+    beside = Path(path).parent / f"{profile.document.name}{CALIBRATION_SUFFIX}"
+    return beside if name is None and str(path) != "-" and beside.is_file() else None
+
+
+def calibrated_profile(profile: Loaded[ClusterProfile], file: Path) -> Loaded[ClusterProfile]:
+    """Put what a site has measured into its profile, each value with its place in `file`."""
+    from hpctrain.spec.calibration import SiteCalibration
+
+    measured = _load(SiteCalibration, file, ())
+    document = profile.document.model_copy(update={"calibration": measured.document})
+    inside = {f"calibration.{name}": place for name, place in measured.places.items()}
+    places = MappingProxyType({**profile.places, **inside})
+    return replace(profile, document=document, digest=document_digest(document), places=places)
 
 
 def partition_profile(
@@ -338,6 +373,14 @@ def load_calibration() -> Calibration:
     from hpctrain.spec.calibration import Calibration
 
     return load_packaged(Calibration, PACKAGED_CALIBRATION)
+
+
+@cache
+def load_uncertainty() -> Uncertainty:
+    """Load how far the cost model may be off on an unknown site, once per process."""
+    from hpctrain.spec.uncertainty import Uncertainty
+
+    return load_packaged(Uncertainty, PACKAGED_UNCERTAINTY)
 
 
 @cache

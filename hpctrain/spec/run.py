@@ -298,8 +298,17 @@ class RunSpec(Document):
     recompute_layers: int | None = Field(
         None, ge=1, description="With `full`: the first layers of each model chunk; default: all"
     )
-    activation_offload_layers: int = Field(
-        0, ge=0, description="Layers whose activations wait in the host's memory (pp 1)"
+    fit_probability: float = Field(
+        0.5,
+        ge=0.01,
+        le=0.99,
+        description="Least probability of fitting into GPU memory with which a layout is planned; "
+        "below 0.9 with a warning",
+    )
+    activation_offload_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        0,
+        description="Layers whose activations wait in the host's memory (pp 1); auto: the planner "
+        "chooses, none or some",
     )
     checkpoint: CheckpointSpec
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -335,6 +344,12 @@ class RunSpec(Document):
     seed: int = Field(
         1234, ge=0, lt=2**31, description="Seed of initial weights, data order and dropout"
     )
+
+    @property
+    def offloaded_layers(self) -> int:
+        """Layers whose activations are offloaded in any case; 0 where the planner chooses."""
+        given = self.activation_offload_layers
+        return 0 if given == "auto" else given
 
     @field_validator("engine")
     @classmethod

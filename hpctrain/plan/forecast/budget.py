@@ -132,7 +132,9 @@ def _chosen_lines(
     if quick.times.total_seconds < best.times.total_seconds:
         lines.append(f"the fastest of those that meet it: {describe(quick)}")
     if best.spread is not None:
-        lines.append("met in 95 of 100 played runs; the step time is taken as predicted")
+        taken = " the step time is taken as predicted" if not best.spread.step_deviation else ""
+        also = taken or " failures and the error of the step time are in them"
+        lines.append(f"met in 95 of 100 played runs;{also}")
     elif budget.deadline is not None:
         lines.append("the forecast is a mean, no run was played: some runs take longer")
     return tuple(lines)

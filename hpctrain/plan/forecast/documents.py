@@ -30,6 +30,9 @@ class RunFacts(Document):
     """The input of the forecast: facts of one plan."""
 
     step_seconds: float = Field(gt=0, allow_inf_nan=False, description="One optimizer step")
+    step_deviation: float = Field(
+        0.0, ge=0, description="Of the logarithm of the step time: how sure the prediction is"
+    )
     gpus: int = Field(ge=1, description="GPUs that compute")
     nodes: int = Field(ge=1, description="Nodes that they are on; all must work")
     parameters: int = Field(ge=1, description="That learn, each counted once: a checkpoint's")
@@ -118,10 +121,11 @@ class TimeShares(Document):
 
 
 class Spread(Document):
-    """What 90 of 100 runs keep within, as far as failures and preemptions go.
+    """What 90 of 100 runs keep within: failures, preemptions, and how sure the step time is.
 
     From `trials` played runs (`hpctrain.simulate`) drawn from `seed`; `stopped` is the share that
-    the supervisor gives up, for `stop_reason` most often. The step time is taken as predicted.
+    the supervisor gives up, for `stop_reason` most often. Each run has drawn a step time whose
+    logarithm deviates by `step_deviation`; 0: as predicted.
     """
 
     trials: int
@@ -132,15 +136,18 @@ class Spread(Document):
     most_gpu_hours: float
     stopped: float
     stop_reason: str | None
+    step_deviation: float = 0.0
 
 
 class Cost(Document):
-    """Money for the whole run."""
+    """Money for the whole run; `least_amount` and `most_amount` are those of its `spread`."""
 
     tariff: Tariff
     currency: str
     per_gpu_hour: float
     amount: float
+    least_amount: float | None = Field(None, description="5 % of the runs cost less")
+    most_amount: float | None = Field(None, description="5 % of the runs cost more")
 
 
 class Forecast(Document):
@@ -179,10 +186,9 @@ class Forecast(Document):
     @property
     def most_cost(self) -> float | None:
         """Money that suffices in 95 of 100 runs; None without prices."""
-        if self.cost is None:
-            return None
-        hours = self.spread.most_gpu_hours if self.spread else self.gpu_hours
-        return hours * self.cost.per_gpu_hour
+        if self.cost is None or self.cost.most_amount is None:
+            return self.cost.amount if self.cost else None
+        return self.cost.most_amount
 
     @property
     def days(self) -> float:

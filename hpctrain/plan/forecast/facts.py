@@ -18,6 +18,7 @@ def run_facts(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> RunFacts | 
     partition = profile.slurm.partition(spec.resources.partition)
     return RunFacts(
         step_seconds=plan.step_seconds,
+        step_deviation=(plan.certainty.step_deviation or 0.0) if plan.certainty else 0.0,
         gpus=plan.layout.world_size,
         nodes=plan.nodes.nodes,
         parameters=plan.learned,

@@ -54,13 +54,12 @@ def span(low: float, high: float) -> str:
 
 def money_range(forecast: Forecast) -> str | None:
     """Format the money with its range, `930,000-998,000 USD`; None without prices."""
-    cost, spread = forecast.cost, forecast.spread
+    cost = forecast.cost
     if cost is None:
         return None
-    if spread is None:
+    if cost.least_amount is None or cost.most_amount is None:
         return f"{cost.amount:,.0f} {cost.currency}"
-    ends = (spread.least_gpu_hours, spread.most_gpu_hours)
-    low, high = (f"{hours * cost.per_gpu_hour:,.0f}" for hours in ends)
+    low, high = f"{cost.least_amount:,.0f}", f"{cost.most_amount:,.0f}"
     return f"{high} {cost.currency}" if low == high else f"{low}-{high} {cost.currency}"
 
 

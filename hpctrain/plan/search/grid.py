@@ -23,6 +23,7 @@ from hpctrain.plan.mesh.rules import (
     Mask,
     Whole,
     allowed,
+    longest_chunk,
 )
 from hpctrain.plan.search.space import Freedom
 from hpctrain.spec.run import RunSpec
@@ -58,12 +59,18 @@ class Structures:
 
 
 def structures(spec: RunSpec, freedom: Freedom) -> Structures:
-    """List every tp x cp x pp that divides the GPUs, with every ep and (behind a pipeline) vpp."""
-    axes = (freedom.tp, freedom.cp, freedom.pp, freedom.vpp, freedom.ep)
+    """List every tp x cp x pp that divides the GPUs, with every ep and (behind a pipeline) vpp.
+
+    Where etp is free, it splits experts over ranks that split the other layers too, and only with
+    ep: without, it is tp.
+    """
+    axes = (freedom.tp, freedom.cp, freedom.pp, freedom.vpp, freedom.ep, freedom.etps)
     grid = np.meshgrid(*(np.array(axis, dtype=np.int64) for axis in axes), indexing="ij")
-    tp, cp, pp, vpp, ep = (axis.ravel() for axis in grid)
+    tp, cp, pp, vpp, ep, etp = (axis.ravel() for axis in grid)
     kept = (freedom.gpus % (tp * cp * pp) == 0) & ((vpp == 1) | (pp > 1))
-    tp, cp, pp, vpp, ep = (axis[kept] for axis in (tp, cp, pp, vpp, ep))
+    if len(freedom.etps) > 1:
+        kept &= (etp == 0) | ((etp <= tp) & (ep > 1))
+    tp, cp, pp, vpp, ep, etp = (axis[kept] for axis in (tp, cp, pp, vpp, ep, etp))
     sequence_parallel = freedom.sequence_parallel
     splits = _splits(spec.model.layers, freedom, pp, vpp)
     zero = np.zeros_like(tp)
@@ -75,7 +82,7 @@ def structures(spec: RunSpec, freedom: Freedom) -> Structures:
         pp=pp,
         vpp=vpp,
         ep=ep,
-        etp=zero + freedom.etp,
+        etp=etp,
         sequence_parallel=np.where(tp > 1, sequence_parallel is not False, 0),
         count_embedding=splits.embedding,
         count_loss=splits.loss,
@@ -165,12 +172,14 @@ def tables(
 def _expanded(spec: RunSpec, freedom: Freedom, found: Structures, rows: Whole) -> Columns:
     """Combine some structures with all other choices, without those that break a rule."""
     choices = (
-        freedom.micro_batches, freedom.recomputes, freedom.zeros,
+        freedom.micro_batches, range(len(freedom.recomputes)), freedom.zeros,
         freedom.offloads, freedom.shards, freedom.orders,
     )  # fmt: skip
     grid = np.meshgrid(rows, *(np.array(c, dtype=np.int64) for c in choices), indexing="ij")
-    row, micro, recompute, zero, offload, shard, order = (axis.ravel() for axis in grid)
+    row, micro, way, zero, offload, shard, order = (axis.ravel() for axis in grid)
     mesh, splits = found.layouts, found.splits
+    chunk = longest_chunk(spec, mesh) + 0 * mesh.pp
+    again = _recomputed(freedom, chunk[row], mesh.pp[row], way)
     layouts = LayoutValues[Whole](
         gpus=mesh.gpus,
         stages=mesh.stages,
@@ -194,7 +203,7 @@ def _expanded(spec: RunSpec, freedom: Freedom, found: Structures, rows: Whole) -
     once = both | (order == freedom.orders[0])
     if len(freedom.orders) > 1:
         layouts = replace(layouts, order=np.where(both, order, DEFAULT))
-    kept = np.flatnonzero(once & allowed(spec, layouts, CANDIDATE_RULES))
+    kept = np.flatnonzero(once & again.distinct & allowed(spec, layouts, CANDIDATE_RULES))
 
     def of(values: Whole) -> NDArray[np.int32]:
         return values[kept].astype(np.int32)
@@ -217,9 +226,53 @@ def _expanded(spec: RunSpec, freedom: Freedom, found: Structures, rows: Whole) -
         layers_last=splits.last[structure].astype(np.int32),
         micro_batch=of(micro),
         accumulation=of(spec.batch.global_ // (micro * layouts.dp)),
-        recompute=of(recompute),
+        recompute=of(again.mode),
+        recompute_modules=of(again.modules),
+        recompute_layers=of(again.layers),
+        offloaded_layers=of(again.offloaded),
         zero=of(zero),
         shard_gpus=of(shard),
         offload=of(offload),
         order=of(layouts.order),
     )
+
+
+@dataclass(frozen=True)
+class _Recomputed:
+    """Recomputation of many candidates; `distinct`: no other of the same chunk is the same."""
+
+    mode: Whole
+    modules: Whole
+    layers: Whole
+    offloaded: Whole
+    distinct: Mask
+
+
+def _recomputed(freedom: Freedom, chunk: Whole, pp: Whole, way: Whole) -> _Recomputed:
+    """Translate positions in `freedom.recomputes`; `chunk`: layers of the longest chunk.
+
+    Activations are offloaded without a pipeline only, whose one chunk is the whole model.
+    """
+    mode, modules, fixed, quarters, away, away_quarters = (
+        np.array([getattr(one, name) for one in freedom.recomputes], dtype=np.int64)[way]
+        for name in (
+            *("mode", "modules", "layers", "quarters"),
+            *("offloaded", "offloaded_quarters"),
+        )
+    )
+    layers, some = _part(chunk, quarters)
+    offloaded, others = _part(chunk, away_quarters)
+    return _Recomputed(
+        mode=mode,
+        modules=modules,
+        layers=np.where(quarters > 0, layers, fixed),
+        offloaded=np.where(away_quarters > 0, offloaded, away),
+        distinct=some & others & ((away_quarters == 0) | (pp == 1)),
+    )
+
+
+def _part(chunk: Whole, quarters: Whole) -> tuple[Whole, Mask]:
+    """Return so many quarters of a chunk, and where that is no other part of it."""
+    layers = quarters * chunk // 4
+    more = layers > (quarters - 1) * chunk // 4
+    return layers, (quarters == 0) | ((layers > 0) & more & (layers < chunk))

@@ -6,6 +6,7 @@ Belongs here: the distance between a candidate and the spec. Does not belong her
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import Columns
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import Floats, Found, search
-from hpctrain.plan.search.space import hint_freedom
+from hpctrain.plan.search.space import freedom_of, hint_freedom
+from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
 
@@ -82,6 +84,29 @@ def fit_around(request: PlanRequest, sizes: Sequence[int]) -> Candidate | None:
     return None
 
 
-def roomiest(found: Found) -> Candidate:
-    """Return the candidate that needs the least memory; there must be one."""
-    return found.candidate(int(np.argmin(found.peak_bytes)))
+def lighter_settings(request: PlanRequest) -> tuple[str, ...]:
+    """Find the fewest settings of `engine.megatron` with which the spec's own layouts fit.
+
+    Those of NVIDIA's recipes for 8 bits (Megatron-Bridge, training/mixed_precision.py): gradients
+    in 16 bits, and with `precision: fp8` weights in 8 bits alone. Both change what is computed, so
+    no plan chooses them. Empty where they do not help or do not exist.
+    """
+    spec, own = request.spec, request.spec.engine.megatron
+    if spec.engine.abilities.model_classes != MEGATRON_CORE or spec.precision == "fp32":
+        return ()
+    known = [("grad_reduce_in_fp32", False)] if own.grad_reduce_in_fp32 else []
+    sharded = spec.optimizer.distributed and spec.optimizer.offload == "none"
+    if spec.precision == "fp8" and sharded and not own.fp8_param_gather:
+        known.append(("fp8_param_gather", True))
+    for chosen in (*((one,) for one in known), tuple(known)):
+        lighter = own.model_copy(update=dict(chosen))
+        engine = spec.engine.model_copy(update=dict(megatron=lighter))
+        changed = replace(request, spec=spec.model_copy(update={"engine": engine}))
+        if chosen and search(changed, freedom_of(changed), timed=False).fits.any():
+            return tuple(f"engine.megatron.{name}={str(on).lower()}" for name, on in chosen)
+    return ()
+
+
+def roomiest(found: Found) -> int:
+    """Return the row of the candidate that needs the least memory; there must be one."""
+    return int(np.argmin(found.peak_bytes))

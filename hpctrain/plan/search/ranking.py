@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hpctrain.plan.documents import Goal
 from hpctrain.plan.mesh.batch import LOW_BUBBLE
 from hpctrain.plan.mesh.columns import Columns
-from hpctrain.plan.search.layouts import BORDER, Found
+from hpctrain.plan.search.layouts import Found
 
 Rows = NDArray[np.intp]
 NEAR_TIE = 0.01  # predictions are not better than that
@@ -21,17 +21,19 @@ NEAR_TIE = 0.01  # predictions are not better than that
 def preferred(found: Found, goal: Goal | None = None) -> Rows:
     """Sort the rows that may be chosen, best first.
 
-    Rows that leave memory to the allocator; only if there are none, those that just fit.
+    Rows that are as good as sure to fit; only if there are none, those that fit as probably as
+    the spec wants it.
 
-    time, gpu-hours: the shortest step; within 1 % of it the simplest (fewest axes, no offload, the
-    lowest ZeRO stage, Megatron's order of axes, the least recomputation), then the leanest.
+    time, gpu-hours: the shortest step, given that it fits; within 1 % of it the simplest (fewest
+    axes, no offload, the lowest ZeRO stage, Megatron's order of axes, the least recomputation),
+    then the leanest.
     memory: the least memory; within 1 % of the capacity the fastest. Without times, whatever the
     goal: see `_by_size`.
     """
     goal = goal or found.request.goal
     rows = np.flatnonzero(found.roomy)
     if not len(rows):
-        rows = np.flatnonzero(found.peak_bytes <= BORDER * found.capacity_bytes)
+        rows = np.flatnonzero(found.nearly)
     if not found.timed:
         return _by_size(found, rows)
     if not len(rows):
@@ -55,7 +57,8 @@ def simplicity(columns: Columns) -> tuple[NDArray[np.int64], ...]:
         start=(columns.ep > 1).astype(np.int64) + (columns.vpp > 1),
     )
     others = (
-        *(columns.offload, columns.zero, columns.shard_gpus > 0),
+        *(columns.offload, columns.offloaded_layers > 0, columns.zero, columns.shard_gpus > 0),
+        columns.etp > 0,
         *(columns.order, columns.recompute),
     )
     return (np.asarray(axes), *(np.asarray(key, dtype=np.int64) for key in others))
@@ -76,7 +79,12 @@ def _by_size(found: Found, rows: Rows) -> Rows:
     large = bubble > LOW_BUBBLE
     return _ordered(
         rows,
-        *(columns.offload, columns.tp > found.nvlink_domain, columns.recompute == 2),
+        *(
+            columns.offload,
+            columns.offloaded_layers > 0,
+            columns.tp > found.nvlink_domain,
+            columns.recompute == 2,
+        ),
         *(group, -columns.tp, columns.cp, columns.vpp),
         *(columns.zero, columns.shard_gpus > 0, columns.order, columns.recompute, large),
         np.where(large, bubble, -columns.micro_batch),

@@ -16,6 +16,11 @@ from hpctrain.plan.mesh.batch import micro_choices
 from hpctrain.plan.mesh.layout import settled, tensor_sizes
 from hpctrain.plan.mesh.nvlink_domain import possible_domains
 from hpctrain.plan.mesh.placement import stays_inside
+from hpctrain.plan.mesh.recomputation import (
+    Recomputation,
+    recomputations,
+    whole_recomputations,
+)
 from hpctrain.plan.mesh.stages import Split
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.run import ParallelSpec, RunSpec
@@ -23,6 +28,8 @@ from hpctrain.spec.run import ParallelSpec, RunSpec
 # (embedding, loss) as layers of the pipeline, in the order in which they are tried. Llama 3 405B
 # has 126 layers so that 126 + 2 divides (arXiv 2407.21783, section 3.3.2).
 EMBEDDING_LOSS_AS_LAYERS = ((False, False), (True, True), (False, True), (True, False))
+# Modules of `recompute_modules` in which nothing is drawn at random.
+_WITHOUT_DROPOUT = frozenset({"layernorm", "moe_act", "mla_up_proj"})
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Freedom:
 
     `counted`: (embedding, loss) as pipeline layers; the first of them that divides is used.
     `stages`: the split that a spec lists, which then has exactly one pp and vpp.
-    `etp`: 0 for the default. `sequence_parallel`: None means on where tp > 1. `uneven`: where
+    `etps`: 0 for the default. `sequence_parallel`: None means on where tp > 1. `uneven`: where
     nothing divides the layers, stages of nearly equal length are tried.
     """
 
@@ -42,7 +49,7 @@ class Freedom:
     ep: tuple[int, ...]
     vpp: tuple[int, ...]
     micro_batches: tuple[int, ...]
-    recomputes: tuple[int, ...]
+    recomputes: tuple[Recomputation, ...]
     zeros: tuple[int, ...]
     offloads: tuple[int, ...]
     shards: tuple[int, ...]
@@ -51,7 +58,7 @@ class Freedom:
     counted: tuple[tuple[bool, bool], ...] = EMBEDDING_LOSS_AS_LAYERS
     stages: Split | None = None
     uneven: bool = False
-    etp: int = 0
+    etps: tuple[int, ...] = (0,)
 
 
 def freedom_of(request: PlanRequest) -> Freedom:
@@ -71,6 +78,7 @@ def freedom_of(request: PlanRequest) -> Freedom:
         cp=tuple(n for n in sizes if n <= spec.model.seq // 2) if splits_context else (1,),
         ep=tuple(n for n in sizes if n <= experts) if "ep" in axes else (1,),
         vpp=tuple(n for n in chunks if n <= layers) if "vpp" in axes else (1,),
+        etps=_expert_splits(spec, sizes) if {"tp", "ep"} <= set(axes) else (0,),
         counted=EMBEDDING_LOSS_AS_LAYERS,
         uneven=True,
     )
@@ -101,7 +109,7 @@ def hint_freedom(request: PlanRequest, gpus: int) -> Freedom:
         ep=ep,
         vpp=tuple({1, *given.vpp}),
         micro_batches=tuple(sorted({1, 2, 4, 8, *micro})),
-        recomputes=tuple(RECOMPUTES.index(mode) for mode in _combinable(spec, RECOMPUTES)),
+        recomputes=whole_recomputations(spec, _combinable(spec, RECOMPUTES)),
         shards=(spec.optimizer.shard_gpus or 0,),
         orders=(ORDERS.index(DEFAULT_ORDER),),
         counted=EMBEDDING_LOSS_AS_LAYERS,
@@ -130,7 +138,7 @@ def _given(request: PlanRequest, gpus: int) -> Freedom:
         sequence_parallel=settled(spec, parallel).sequence_parallel,
         counted=((parallel.count_embedding, parallel.count_loss),),
         stages=parallel.stages,
-        etp=parallel.etp or 0,
+        etps=(parallel.etp or 0,),
     )
 
 
@@ -149,25 +157,35 @@ def _tensor_choices(spec: RunSpec, sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(n for n in sizes if n <= heads and (copies or groups % n == 0))
 
 
-def recompute_choices(spec: RunSpec) -> tuple[int, ...]:
-    """List positions in RECOMPUTES: for `auto` all that are possible; a ResNet has no blocks."""
+def _expert_splits(spec: RunSpec, sizes: Iterable[int]) -> tuple[int, ...]:
+    """List ranks that may split one expert, 0 for the default; none without experts."""
+    if spec.model.moe is None or not spec.engine.abilities.splits_experts:
+        return (0,)
+    return (0, *(n for n in _tensor_choices(spec, sizes) if n > 1))
+
+
+def recompute_choices(spec: RunSpec) -> tuple[Recomputation, ...]:
+    """List ways to compute again: for `auto` all that are possible; a ResNet has no blocks."""
     if spec.recompute != "auto":
-        return (RECOMPUTES.index(spec.recompute),)
+        return recomputations(spec, (spec.recompute,))
     if spec.model.family == "resnet":
-        return (RECOMPUTES.index("none"),)
-    modes = _combinable(spec, spec.engine.abilities.recomputes)
-    return tuple(RECOMPUTES.index(mode) for mode in modes)
+        return recomputations(spec, ("none",))
+    return recomputations(spec, _combinable(spec, spec.engine.abilities.recomputes))
 
 
 def _combinable(spec: RunSpec, modes: Iterable[Recompute]) -> tuple[Recompute, ...]:
     """Select what can be computed again beside other settings of the spec.
 
-    megatron-core offloads activations or computes them again, and does not compute whole layers
-    again whose CUDA graphs it captures (transformer_config.py). Only `full` counts layers.
+    megatron-core offloads activations or computes them again. It does not compute whole layers
+    again whose CUDA graphs it captures, nor modules with dropout, which a graph cannot draw again
+    (transformer_config.py). Only `full` counts layers.
     """
-    if spec.activation_offload_layers:
+    if spec.offloaded_layers:
         return ("none",)
     if spec.recompute_layers is not None:
         return ("full",)
-    graphs = spec.engine.megatron.cuda_graph_impl != "none"
-    return tuple(mode for mode in modes if not (graphs and mode == "full"))
+    if spec.engine.megatron.cuda_graph_impl == "none":
+        return tuple(modes)
+    drawn = spec.model.dropout and not _WITHOUT_DROPOUT.issuperset(spec.recompute_modules)
+    excluded = ("full", "selective") if drawn else ("full",)
+    return tuple(mode for mode in modes if mode not in excluded)

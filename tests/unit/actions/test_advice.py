@@ -57,3 +57,36 @@ def test_nothing_is_said_without_a_forecast() -> None:
     tiny = load(ROOT / "examples/gpt-tiny.yaml", "sandbox")
     option = plan_option(tiny, "time")
     assert option.plan is not None and advise(tiny, option, "time") == ()
+
+
+def test_fewer_gpus_that_end_as_early_are_said(tmp_path: Path) -> None:
+    """Seven nodes leave a pipeline of 7 stages of 4 and 5 layers; six divide the batch."""
+    path = tmp_path / "seven.yaml"
+    path.write_text(SEVEN_NODES)
+    seven = load(path, "h100x16")
+    (size,) = advice(seven)
+    assert "48 GPUs (1 node less) end" in size.sentence and "cheaper" in size.sentence
+    assert size.command == "hpctrain plan -p a100x64 gpt.yaml --gpus 48 --apply"
+    assert size.saves_gpu_hours > 0
+    mine, other = (plan_option(seven, "time", gpus).forecast for gpus in (56, 48))
+    assert mine is not None and other is not None
+    assert other.times.total_seconds < 1.05 * mine.times.total_seconds
+    assert size.saves_gpu_hours == mine.gpu_hours - other.gpu_hours
+
+
+def test_one_node_has_no_smaller_number(tmp_path: Path) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(SEVEN_NODES.replace("gpus: 56", "gpus: 8"))
+    assert not any("GPUs (" in one.sentence for one in advice(load(path, "h100x16")))
+
+
+SEVEN_NODES = """\
+name: seven
+model: {family: llama, layers: 32, hidden: 4096, ffn: 11008, heads: 32, vocab: 32000, seq: 4096}
+batch: {global: 256}
+budget: {tokens: 100B}
+optimizer: {lr: 1e-4}
+parallel: auto
+checkpoint: {every: 30min}
+resources: {gpus: 56}
+"""

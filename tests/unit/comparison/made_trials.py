@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hpctrain.comparison.documents import (
     LossAgreement,
     Measured,
+    Predicted,
     Stability,
     StepSpread,
     TrialRecord,
@@ -72,3 +73,29 @@ def trial(
         ),
         agreement=apart if drifts else None,
     )
+
+
+def predicted(
+    name: str,
+    step_seconds: float,
+    *,
+    step_deviation: float | None = 0.1,
+    layout_deviation: float | None = 0.1,
+    fit_probability: float = 0.99,
+) -> TrialResult:
+    """A trial that only the planner knows, at 64 samples a step."""
+    figures = Predicted(
+        layout="tp 1",
+        zero=1,
+        offload="none",
+        recompute="none",
+        micro_batch=1,
+        peak_bytes=40 * GIB,
+        step_seconds=step_seconds,
+        parts=None,
+        step_deviation=step_deviation,
+        layout_deviation=layout_deviation,
+        fit_probability=fit_probability,
+    )
+    known = record(name).model_copy(update={"predicted": figures})
+    return TrialResult(record=known, state="PLANNED", over=True)

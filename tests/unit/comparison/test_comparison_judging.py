@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from made_trials import MEMORY_BYTES, trial
+from made_trials import MEMORY_BYTES, predicted, trial
 
 from hpctrain.comparison.agreement import agreement, bound_of
 from hpctrain.comparison.documents import StepShares, TrialResult
@@ -139,6 +139,27 @@ def test_what_to_take_and_why(
 def test_a_slower_one_that_saves_nothing_is_not_praised() -> None:
     told = recommend([FAST, trial("slow", 3.0, 39)], MEMORY_BYTES, measured=True)
     assert len(told.sentences) == 1
+
+
+def test_predictions_are_ties_as_far_as_they_are_unsure() -> None:
+    """The faster one is the faster one with 80 %: 0.84 deviations of their difference."""
+    assert is_tie(predicted("a", 1.0), predicted("b", 1.08))
+    assert not is_tie(predicted("a", 1.0), predicted("b", 1.1))
+    doubtful = predicted("b", 1.1, step_deviation=0.2)
+    assert is_tie(predicted("a", 1.0), doubtful), "an engine without own runs beside one with them"
+    blind = predicted("b", 1.04, layout_deviation=None)
+    assert is_tie(predicted("a", 1.0), blind)
+    assert not is_tie(predicted("a", 1.0), predicted("b", 1.06, layout_deviation=None))
+
+
+def test_what_is_not_sure_to_fit_is_not_recommended() -> None:
+    found = recommend(
+        [predicted("fast", 0.5, fit_probability=0.83), predicted("sure", 1.0)],
+        MEMORY_BYTES,
+        measured=False,
+    )
+    assert found.choice == "sure"
+    assert any("fast is faster" in one and "fits with 83% only" in one for one in found.sentences)
 
 
 def test_ties_depend_on_how_much_the_steps_differ() -> None:

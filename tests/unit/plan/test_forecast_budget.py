@@ -134,7 +134,11 @@ def test_a_limit_is_met_where_95_of_100_runs_keep_it() -> None:
         stopped=0.0,
         stop_reason=None,
     )
-    played = mean.model_copy(update={"spread": spread})
+    assert mean.cost is not None
+    amount = mean.cost.amount
+    ends = {"least_amount": 0.95 * amount, "most_amount": 1.1 * amount}
+    cost = mean.cost.model_copy(update=ends)
+    played = mean.model_copy(update={"spread": spread, "cost": cost})
     early, later = (f"{factor * seconds:.0f}s" for factor in (1.19, 1.21))
     assert choose([played], deadline=early).chosen is None
     assert choose([mean], deadline=early).chosen == 0

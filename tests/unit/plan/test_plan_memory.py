@@ -6,15 +6,23 @@ import pytest
 from specimens import GPT175B, GPT_TINY, LLAMA405B, cluster, run_spec
 
 from hpctrain.plan.cost.case import Case
-from hpctrain.plan.cost.from_spec import case_of
-from hpctrain.plan.cost.memory import peak_bytes, shards
+from hpctrain.plan.cost.constants import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    DRIVER_BYTES,
+    FRAGMENTED,
+)
+from hpctrain.plan.cost.from_spec import bucket_bytes, case_of, software_for
+from hpctrain.plan.cost.memory import outside_allocator_bytes, peak_bytes, shards
 from hpctrain.plan.cost.plan_memory import candidate_memory
 from hpctrain.plan.documents import MemoryBreakdown, Recompute
 from hpctrain.plan.mesh.candidate import Candidate, candidate_of
 from hpctrain.plan.mesh.columns import columns_of
 from hpctrain.plan.planner import make_plan
-from hpctrain.plan.request import PlanRequest
+from hpctrain.plan.request import Knowledge, PlanRequest
 from hpctrain.plan.search.layouts import BORDER
+from hpctrain.spec.catalogue import match_gpu
+from hpctrain.spec.loader import load_calibration, load_catalogue
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
 SBH = 2048 * 12288
@@ -310,3 +318,49 @@ def test_the_estimate_of_the_search_is_within_its_border(
     exact = max(stage.total_bytes for stage in candidate_memory(PlanRequest(spec, cluster()), one))
     estimate = float(peak_bytes(case(model, gpus=gpus, batch=gpus * 16, **axes))[0])
     assert estimate == pytest.approx(exact, rel=BORDER - 1)
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "expected"),
+    [
+        ("deepspeed", {}, 2 * 200 * 2**20),
+        ("deepspeed", dict(overlap_grad_reduce=False), 200 * 2**20),
+        ("deepspeed", dict(zero=3), 200 * 2**20),
+        ("fsdp", {}, 0),
+        ("megatron", {}, 0),
+    ],
+)
+def test_blocks_in_which_deepspeed_sums_gradients(
+    engine: str, changes: dict[str, Any], expected: int
+) -> None:
+    optimizer = {"lr": 1e-3, **changes}
+    spec = run_spec(GPT_TINY, engine={"name": engine}, optimizer=optimizer)
+    assert bucket_bytes(spec) == expected
+    assert software_for(PlanRequest(spec, cluster())).bucket_bytes == expected
+
+
+def test_deepspeed_of_fp32_without_sharding_has_no_such_block() -> None:
+    optimizer = {"lr": 1e-3, "zero": 0}
+    spec = run_spec(GPT_TINY, engine={"name": "deepspeed"}, precision="fp32", optimizer=optimizer)
+    assert bucket_bytes(spec) == 0
+
+
+def test_what_is_outside_of_the_allocator_is_counted_where_the_profile_does_not_say() -> None:
+    spec, layout = candidate(GPT_TINY, gpus=8, batch=8, tp=2, pp=2)
+    stated = cluster(reserved="2GiB")
+    silent = stated.model_copy(update={"gpu": stated.gpu.model_copy(update={"reserved": None})})
+    found = [case_of(PlanRequest(spec, one), columns_of(layout)) for one in (stated, silent)]
+    assert outside_allocator_bytes(found[0]) == 2 * GIB
+    groups = 3  # tp, pp and dp
+    counted = DRIVER_BYTES + CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
+    assert outside_allocator_bytes(found[1]) == counted
+
+
+def test_amds_allocator_cannot_grow_its_segments() -> None:
+    spec = run_spec(GPT_TINY, engine={"name": "megatron"})
+    for name, slack in (("MI300X", FRAGMENTED), ("H100-80GB SXM", 1.0)):
+        knowledge = Knowledge(match_gpu(load_catalogue(), name), load_calibration())
+        assert software_for(PlanRequest(spec, cluster(), knowledge)).slack == slack

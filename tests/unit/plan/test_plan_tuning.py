@@ -100,7 +100,7 @@ def test_frozen_weights_need_two_products_of_three() -> None:
 def test_a_step_of_tuning_is_shorter_by_the_gradients_of_frozen_weights() -> None:
     larger = dict(engine=dict(name="fsdp"), resources=dict(gpus=64), batch={"global": 64})
     whole, tuned = predicted(**larger), predicted(**larger, lora={})
-    assert 0.6 < tuned / whole < 0.85
+    assert 0.6 < tuned / whole < 0.9  # norms of many kernels take as long
 
 
 def predicted(**fields: Any) -> float:

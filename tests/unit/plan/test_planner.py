@@ -216,7 +216,7 @@ def test_proposed_layouts_fit_when_planned(
     hint = str(refusal(spec).hint)
     found = nearest_fits(PlanRequest(spec, cluster()))
     assert 1 <= len(found) <= 3
-    assert hint.splitlines()[1:] == [f"  {candidate}" for candidate in found]
+    assert hint.splitlines()[1 : 1 + len(found)] == [f"  {candidate}" for candidate in found]
     for candidate in found:
         plan = make_plan(as_proposed(spec, candidate), cluster())
         assert plan.layout == candidate.layout

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from planner_knowledge import knowledge_of
-from specimens import GPT175B, GPT_TINY, LLAMA7B, cluster, run_spec
+from specimens import GPT175B, GPT_TINY, LLAMA7B, LLAMA405B, cluster, run_spec
 
 from hpctrain.plan.abilities.sharding import sharding_problems
 from hpctrain.plan.abilities.trainable_deepspeed import untrainable_by_deepspeed
 from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.step import step_seconds
-from hpctrain.plan.documents import ORDERS, RECOMPUTES
+from hpctrain.plan.documents import ORDERS
 from hpctrain.plan.mesh.candidate import Candidate, candidate_of
 from hpctrain.plan.mesh.columns import columns_of, spread_layers
 from hpctrain.plan.mesh.layout import settled
@@ -29,6 +29,8 @@ from hpctrain.plan.mesh.rules import (
     layout_values,
     refusals,
 )
+from hpctrain.plan.mesh.stages import split_layers
+from hpctrain.plan.planner import make_plan
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import Found, search
 from hpctrain.plan.search.ranking import NEAR_TIE, pareto, preferred
@@ -94,6 +96,7 @@ SPECS: dict[str, dict[str, Any]] = {
     ),
 }
 
+ENDS = dict(count_embedding=True, count_loss=True)
 GPU = {"type": "a100", "per_node": 8, "reserved": "100MiB", "model": "A100-80GB SXM"}
 
 
@@ -122,7 +125,10 @@ def parallels(spec: RunSpec) -> list[ParallelSpec]:
         whole = spec.resources.gpus % (tp * pp * cp) == 0  # else `world_problems` has words
         if (vpp > 1 and pp == 1) or not whole or (ep > 1 and spec.model.moe is None):
             continue
-        written.append(_split(spec, dict(tp=tp, pp=pp, cp=cp, ep=ep, vpp=vpp)))
+        # ranks that split other layers may split experts that are spread over others
+        splits = (2, 3, 4, 5, 6, 7, 8) if ep > 1 and spec.engine.abilities.splits_experts else ()
+        for etp in (None, *(n for n in splits if n <= tp)):
+            written.append(_split(spec, dict(tp=tp, pp=pp, cp=cp, ep=ep, vpp=vpp, etp=etp)))
     return [settled(spec, parallel) for parallel in written if parallel is not None]
 
 
@@ -133,7 +139,7 @@ def can_be_trained(spec: RunSpec) -> bool:
     return not any(untrainable_by_deepspeed(spec))
 
 
-def _split(spec: RunSpec, axes: dict[str, int]) -> ParallelSpec | None:
+def _split(spec: RunSpec, axes: dict[str, Any]) -> ParallelSpec | None:
     """The first way of splitting the layers, in words of the spec."""
     layers, chunks = spec.model.layers, axes["pp"] * axes["vpp"]
     for first, last in EMBEDDING_LOSS_AS_LAYERS:
@@ -169,14 +175,22 @@ def _details(spec: RunSpec, parallel: ParallelSpec, values: OneLayout) -> list[C
     orders = ORDERS if parallel.pp > 1 and values.dp > 1 else ORDERS[:1]
     made = []
     # engines of PyTorch modules recompute whole blocks or nothing
-    recomputes = RECOMPUTES if engine == "megatron" else ("none", "full")
+    recomputes = [("none", {}), ("full", {})]
+    if engine == "megatron":
+        chunk = max(split_layers(spec.model.layers, parallel))
+        some = sorted({quarter * chunk // 4 for quarter in (1, 2, 3)} - {0, chunk})
+        dense = spec.model.moe is None or spec.model.moe.dense_layers > 0
+        recomputes += [("full", dict(recompute_layers=layers)) for layers in some]
+        for module in ("core_attn", "mlp" if dense else "moe"):
+            recomputes.append(("selective", dict(recompute_modules=(module,))))
     for zero, shard, order in product(zeros, shards, orders):
         details = dict(zero=zero, shard_gpus=shard or 0, order=ORDERS.index(order))
         if broken_rules(spec, replace(values, **details), CANDIDATE_RULES):
             continue
         written, micro = parallel.model_copy(update={"order": order}), values.micro_batch
-        for offload, how in product(offloads, recomputes):
-            made.append(candidate_of(spec, written, gpus, micro, how, zero, shard, offload))
+        for offload, (how, what) in product(offloads, recomputes):
+            one = candidate_of(spec, written, gpus, micro, how, zero, shard, offload, **what)
+            made.append(one)
     return made
 
 
@@ -185,6 +199,7 @@ def key(candidate: Candidate) -> tuple[Any, ...]:
     return (
         *(parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.vpp, candidate.layout.order),
         *(parallel.count_embedding, parallel.count_loss, candidate.split, candidate.micro_batch),
+        *(candidate.layout.etp, candidate.recompute_modules, candidate.recompute_layers),
         *(candidate.recompute, candidate.zero, candidate.shard_gpus, candidate.offload),
     )
 
@@ -211,6 +226,10 @@ def test_columns_say_what_the_candidate_is(name: str) -> None:
             "dp",
             "zero",
             "order",
+            "etp",
+            "recompute",
+            "recompute_modules",
+            "recompute_layers",
         ):
             assert getattr(one, field)[0] == getattr(found.columns, field)[row], field
 
@@ -369,3 +388,34 @@ def test_what_an_engine_does_not_have_is_said(
     (line,) = sharding_problems(spec)
     for word in words:
         assert word in line
+
+
+def priced(model: dict[str, Any], gpus: int, layout: dict[str, Any]) -> float:
+    """Seconds of a step of an explicit layout on 64 nodes, recomputing as the planner likes."""
+    spec = run_spec(model, gpus=gpus, batch=1536, micro="auto", parallel=layout)
+    profile = cluster()
+    seconds = make_plan(spec, profile, knowledge_of(profile)).step_seconds
+    assert seconds is not None
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "odd", "usual"),
+    [
+        # tensors over two nodes; 128 stages, the first with nothing but the embedding
+        (GPT175B, 512, dict(tp=16, pp=8), dict(tp=8, pp=8)),
+        (LLAMA405B, 512, dict(tp=4, pp=128, **ENDS), dict(tp=8, pp=32, **ENDS)),
+    ],
+)
+def test_ends_that_nobody_runs_have_their_price(
+    model: dict[str, Any], gpus: int, odd: dict[str, Any], usual: dict[str, Any]
+) -> None:
+    assert priced(model, gpus, odd) > 1.02 * priced(model, gpus, usual)
+
+
+def test_experts_may_be_split_over_the_ranks_that_split_other_layers() -> None:
+    columns = named("experts")[1].columns
+    split = columns.etp > 0
+    assert split.any() and (columns.ep[split] > 1).all()
+    assert (columns.etp[split] <= columns.tp[split]).all()
+    assert not named("dense")[1].columns.etp.any()

@@ -7,6 +7,7 @@ import pytest
 from planner_knowledge import knowledge_of
 from specimens import LLAMA7B, cluster, run_spec
 
+from hpctrain.plan.cost.constants import software_of
 from hpctrain.plan.cost.island_links import crossed_islands, shown_seconds, uplink_seconds
 from hpctrain.plan.cost.prediction import predict
 from hpctrain.plan.mesh.candidate import candidate_of
@@ -69,12 +70,12 @@ def test_pipelines_across_the_border_send_activations_instead() -> None:
 def test_no_step_is_shorter_than_its_uplink_is_busy() -> None:
     spec = run_spec(SMALL, gpus=32, batch=32)
     columns = columns_of(candidate_of(spec, ParallelSpec(), 32, 1, "none"))
-    software = knowledge_of(cluster()).calibration.software["mcore"]
+    software = software_of(knowledge_of(cluster()).calibration.software["megatron-core"])
     step, none = np.array([1.0]), np.array([0.0])
 
     def shown(gradients: float, activations: float, charged: float = 0.0) -> float:
         loads, data = (np.array([gradients]), np.array([activations])), none + charged
-        return float(shown_seconds(columns, software, step, data, loads)[0])  # type: ignore[arg-type]
+        return float(shown_seconds(columns, software, step, data, loads)[0])
 
     assert shown(0, 0) == 0
     assert shown(0.5 * software.dp_overlap, 0) == 0  # behind the only microbatch
@@ -83,6 +84,9 @@ def test_no_step_is_shorter_than_its_uplink_is_busy() -> None:
     overlap = software.dp_overlap
     assert shown(overlap + 0.5, 0, charged=0.2) == pytest.approx(max(0.3, overlap - 0.5))
     assert 1 + shown(0, 100) >= 100
+    # between whole passes of a stage nothing hides
+    assert shown(0, 0.5) == pytest.approx(0.5)
+    columns = columns_of(candidate_of(spec, ParallelSpec(pp=2, vpp=2), 32, 1, "none"))
     assert shown(0, 0.5) == pytest.approx(0.5 * (1 - software.pp_overlap))
 
 

@@ -21,10 +21,10 @@ WRONG_VALUES = [
         "2:1: `tp`: unknown key | did you mean `parallel.tp`?"]),
     ("name: tiny", "name: tiny\nzzz: 8", [
         "2:1: `zzz`: unknown key | known here: activation_offload_layers, after, batch, budget, "
-        "checkpoint, container, data, engine, environment, evaluation, launcher, logging, lora, "
-        "metrics, model, name, notify, optimizer, parallel, precision, profile, recompute, "
-        "recompute_layers, recompute_modules, resources, schedule, seed, supervise, task, "
-        "tracking"]),
+        "checkpoint, container, data, engine, environment, evaluation, fit_probability, "
+        "launcher, logging, lora, metrics, model, name, notify, optimizer, parallel, precision, "
+        "profile, recompute, recompute_layers, recompute_modules, resources, schedule, seed, "
+        "supervise, task, tracking"]),
     ("name: tiny", "name: tiny\nlauncher: torchrum", [
         "2:11: `launcher`: expected `srun` or `torchrun`, got `torchrum`"
         " | did you mean `torchrun`?"]),
