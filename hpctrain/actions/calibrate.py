@@ -9,42 +9,46 @@ true, writing the site's file. Does not belong here: computing the shares (see
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from hpctrain.actions.engine_learning import engine_learning, planned_again, unexplained
 from hpctrain.actions.measured_rates import Measurements, Share, Suspect, measured_shares
-from hpctrain.actions.prepare import load_knowledge
-from hpctrain.actions.profiles import load_named_profile, profile_search_path
-from hpctrain.durable import replace_text
+from hpctrain.actions.own_runs import MeasuredRun, measured_job
+from hpctrain.actions.prepare import load_knowledge, site_knowledge
+from hpctrain.actions.profiles import profile_search_path
+from hpctrain.actions.site_calibration import (
+    calibration_target,
+    how_plans_use,
+    write_site_calibration,
+)
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.plan.request import Knowledge
-from hpctrain.spec.calibration import Calibration, GpuCalibration, SiteCalibration
-from hpctrain.spec.catalogue import Gpu, match_gpu
-from hpctrain.spec.loader import (
-    CALIBRATION_SUFFIX,
-    Loaded,
-    load_catalogue,
-    load_document,
+from hpctrain.spec.calibration import (
+    Calibration,
+    FabricCalibration,
+    GpuCalibration,
+    SiteCalibration,
+    constants_digest,
 )
+from hpctrain.spec.catalogue import Gpu, match_gpu
+from hpctrain.spec.loader import Loaded, load_catalogue, load_document
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.store.gpu_report import GpuReport, StepTime
+from hpctrain.store.layout import RunLayout
 from hpctrain.store.speed_checks import SpeedCheck
 from hpctrain.units import Bandwidth
 
+if TYPE_CHECKING:
+    from hpctrain.plan.uncertainty.learning import SeenRun
+
 SPEED_FILE = "speed.jsonl"
-# A step's products run at lower clocks and beside other kernels, never faster than alone.
-_LEAST_OF_PRODUCTS = 0.6
-_FEWEST_JOBS = 3  # of one GPU, before their step times change a constant
-_HEADER = """\
-# Measured on this cluster; written by `hpctrain calibrate`. Name this file in `calibration` of the
-# profile. Shares are of the data sheet, bandwidths per GPU. Fields: docs/gpu.md.
-"""
+_NAMED_RUNS = 3  # in a hint
 
 
 class CalibratedFigure(BaseModel):
@@ -72,7 +76,10 @@ class CalibratedStep(BaseModel):
 
 
 class CalibrationResult(BaseModel):
-    """What `hpctrain calibrate` has found; `path` is the file that it wrote."""
+    """What `hpctrain calibrate` has found; `path` is the file that it wrote.
+
+    `usage`: whether plans use that file, and else what to do.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -82,6 +89,7 @@ class CalibrationResult(BaseModel):
     steps: tuple[CalibratedStep, ...] = ()
     remarks: tuple[str, ...] = ()
     path: str = ""
+    usage: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,22 +107,24 @@ def calibrate(
 ) -> CalibrationResult:
     """Compute the calibration of a cluster from `result`, and write it.
 
-    `result` is a report of the rungs, `speed.jsonl` or a run directory with one. `output`: default
-    NAME.calibration.yaml beside a profile given as a file, else in the current directory. Raises
-    InvalidInputError with the position of each value that cannot be right.
+    `result` is a report of the rungs, `speed.jsonl` or a run directory with one. `output`: see
+    `calibration_target`. Raises InvalidInputError with the position of each value that cannot be
+    right.
     """
     read = _read(result)
     name = profile or read.profile
     if name is None:
         hint = "give the profile of the cluster: --profile NAME"
         raise InvalidInputError([Problem(f"{result}: contains no profile", hint=hint)])
-    loaded = load_named_profile(name)
+    target = calibration_target(name, output)
+    loaded = target.profile
     packaged = load_knowledge(_without_calibration(loaded))
     gpu = packaged.gpu
     if gpu is None:
         message = f"profile {loaded.document.name} describes no known GPU"
         raise InvalidInputError([loaded.problem("gpu", message, "name it in `gpu.model`")])
     own = packaged_shares(packaged.calibration, gpu)
+    fabric = packaged_fabric(packaged.calibration, loaded.document.network.fabric)
     problems = [read.problem(*one) for one in _other_gpus(read.measurements, gpu)]
     found, suspects = measured_shares(read.measurements, gpu, own)
     problems += [_positioned(read, suspect) for suspect in suspects]
@@ -124,18 +134,28 @@ def calibrate(
     if problems:
         raise InvalidInputError(problems)
     site = _site(found, gpu, _provenance(read, result))
-    site, remarks = _fitted_to_steps(site, read.steps, loaded, packaged, gpu)
+    site, remarks = _learned_from_steps(site, read.steps, loaded, packaged, gpu)
     calibrated = _at_site(packaged, site, gpu)
-    path = output or site_calibration_path(loaded, name)
-    write_site_calibration(path, _with_services(site, loaded))
+    if target.before is not None:
+        site = site.model_copy(update={"serving": target.before.serving})
+        remarks += _forgotten(target.before, site)
+    write_site_calibration(target.path, site)
     return CalibrationResult(
         profile=loaded.document.name,
         site=site,
-        figures=tuple(_figures(found, site, own, packaged.calibration, gpu)),
+        figures=tuple(_figures(found, site, own, fabric, gpu)),
         steps=tuple(_step(step, loaded, packaged, calibrated) for step in read.steps),
         remarks=tuple(remarks),
-        path=str(path),
+        path=str(target.path),
+        usage=how_plans_use(target.path, name),
     )
+
+
+def packaged_fabric(calibration: Calibration, fabric: str) -> FabricCalibration:
+    """Select the packaged constants of a network."""
+    from hpctrain.plan.cost.constants import fabric_of  # with NumPy
+
+    return fabric_of(calibration, fabric)
 
 
 def packaged_shares(calibration: Calibration, gpu: Gpu) -> GpuCalibration:
@@ -148,6 +168,8 @@ def packaged_shares(calibration: Calibration, gpu: Gpu) -> GpuCalibration:
 def _read(result: Path) -> _Read:
     """Read a report, `speed.jsonl` or a run directory. Raises InvalidInputError."""
     if result.is_dir():
+        if not (result / SPEED_FILE).is_file():
+            raise InvalidInputError([_no_result(result)])
         result = result / SPEED_FILE
     if result.suffix == ".jsonl":
         return _read_lines(result)
@@ -156,6 +178,15 @@ def _read(result: Path) -> _Read:
     return _Read(
         Measurements(report.speed, report.kernels), loaded.problem, report.profile, report.steps
     )
+
+
+def _no_result(directory: Path) -> Problem:
+    """Say that a directory has measured nothing, and which directories in it are runs."""
+    message = "is no run that has trained, no comparison and no service"
+    runs = sorted(one for one in directory.iterdir() if RunLayout(one).metrics.is_file())
+    names = " ".join(map(str, runs[:_NAMED_RUNS])) + (" ..." if len(runs) > _NAMED_RUNS else "")
+    hint = f"give the runs in it: {names}" if runs else "`hpctrain status` lists runs"
+    return Problem(message, str(directory), hint=hint)
 
 
 def _read_lines(path: Path) -> _Read:
@@ -227,61 +258,48 @@ def _provenance(read: _Read, result: Path) -> str:
     return f"measured{day}{where}: {result.name}"
 
 
-def _fitted_to_steps(
+def _learned_from_steps(
     site: SiteCalibration,
     steps: Sequence[StepTime],
     profile: Loaded[ClusterProfile],
     packaged: Knowledge,
     gpu: Gpu,
 ) -> tuple[SiteCalibration, list[str]]:
-    """Lower the rate of products until the median job of one GPU is planned as it was measured.
+    """Let the jobs of a report teach what the rates have left open, as runs do.
 
-    The rate of products alone is the upper bound. Where even `_LEAST_OF_PRODUCTS` of it does not
-    meet the measured times, something else is slow, and the rate stays.
+    Jobs that cannot be planned, or whose time no constant explains, teach nothing, and are named.
     """
-    alone = site.product_efficiency
-    jobs = [step for step in steps if step.gpus == 1]
-    if alone is None or len(jobs) < _FEWEST_JOBS:
-        return site, []
+    knowledge, remarks = _at_site(packaged, site, gpu), []
+    runs: dict[str, list[tuple[MeasuredRun, SeenRun]]] = {}
+    for step in steps:
+        try:
+            spec = RunSpec.model_validate_json(step.spec, strict=True)
+            run = measured_job(step.name, spec, step.measured_seconds)
+            seen = planned_again(run, profile.document, knowledge)
+        except ValidationError:
+            remarks.append(f"{step.name} teaches nothing: its spec is not valid in this version")
+            continue
+        except HpctrainError as error:
+            remarks.append(f"{step.name} teaches nothing: {_reason(error)}")
+            continue
+        runs.setdefault(spec.engine.name, []).append((run, seen))
+    digest = constants_digest(knowledge.calibration)
+    learned = {
+        engine: engine_learning(engine, of_engine, {}, digest).learned
+        for engine, of_engine in sorted(runs.items())
+    }
+    remarks += unexplained(learned.values())
+    return site.model_copy(update={"learned": learned}), remarks
 
-    def planned_over_measured(share: float) -> float | None:
-        changed = site.model_copy(update={"product_efficiency": share})
-        knowledge = _at_site(packaged, changed, gpu)
-        ratios = []
-        for step in jobs:
-            seconds, _ = _planned_seconds(step, profile, knowledge)
-            if seconds is not None:
-                ratios.append(seconds / step.measured_seconds)
-        return statistics.median(ratios) if len(ratios) >= _FEWEST_JOBS else None
 
-    low, high = _LEAST_OF_PRODUCTS * alone, alone
-    at_low, at_high = planned_over_measured(low), planned_over_measured(high)
-    if at_low is None or at_high is None:
-        return site, ["the jobs of one GPU cannot be planned: their step times change nothing"]
-    if at_high >= 1:
-        share, note = high, "as products alone: steps are not slower than planned"
-    elif at_low < 1:
-        share = high
-        note = (
-            f"as products alone: steps are {1 / at_high:.2f} times as long as planned, "
-            "which slower products cannot explain"
-        )
-    else:
-        for _ in range(12):  # to 1e-4 of the interval
-            middle = (low + high) / 2
-            ratio = planned_over_measured(middle)
-            low, high = (middle, high) if ratio is not None and ratio > 1 else (low, middle)
-        share = (low + high) / 2
-        note = f"from {alone:.3f} of products alone"
-    share = float(f"{share:.4g}")
-    remark = f"product_efficiency {share:.3f} by {len(jobs)} jobs of one GPU: {note}"
-    return site.model_copy(update={"product_efficiency": share}), [remark]
+def _reason(error: HpctrainError) -> str:
+    if isinstance(error, InvalidInputError):
+        return error.problems[0].message
+    return str(error).splitlines()[0]
 
 
 def _at_site(packaged: Knowledge, site: SiteCalibration, gpu: Gpu) -> Knowledge:
-    from hpctrain.plan.cost.constants import calibrated_at_site  # with NumPy
-
-    return Knowledge(gpu, calibrated_at_site(packaged.calibration, site, gpu))
+    return site_knowledge(gpu, packaged.calibration, packaged.uncertainty, site)
 
 
 def _planned_seconds(
@@ -318,17 +336,16 @@ def _figures(
     shares: Sequence[Share],
     site: SiteCalibration,
     own: GpuCalibration,
-    calibration: Calibration,
+    fabric: FabricCalibration,
     gpu: Gpu,
 ) -> list[CalibratedFigure]:
     """Compare each figure with the packaged one, links in bytes per second."""
-    network = statistics.median(one.network_efficiency for one in calibration.software.values())
     packaged = {
         "product_efficiency": own.product_efficiency,
         "flash_efficiency": own.flash_efficiency,
         "memory_efficiency": own.memory_efficiency,
         "nvlink_bandwidth": own.nvlink_efficiency * float(gpu.nvlink_bandwidth),
-        "network_bandwidth": network * float(gpu.network_bandwidth),
+        "network_bandwidth": fabric.network_efficiency * float(gpu.network_bandwidth),
     }
     return [
         CalibratedFigure(
@@ -341,30 +358,11 @@ def _figures(
     ]
 
 
-def _with_services(site: SiteCalibration, profile: Loaded[ClusterProfile]) -> SiteCalibration:
-    """Keep what services have measured on this cluster before."""
-    before = profile.document.calibration
-    if not isinstance(before, SiteCalibration):
-        return site
-    return site.model_copy(update={"serving": before.serving})
-
-
-def write_site_calibration(path: Path, site: SiteCalibration) -> None:
-    """Write the file that a profile names in `calibration`. Raises OSError."""
-    replace_text(path, _HEADER + _yaml(site))
-
-
-def site_calibration_path(profile: Loaded[ClusterProfile], name: str) -> Path:
-    """Name the file after the profile, beside it where the user gave a file."""
-    directory = Path(name).parent if "/" in name or name.endswith((".yaml", ".yml")) else Path()
-    return directory / f"{profile.document.name}{CALIBRATION_SUFFIX}"
-
-
-def _yaml(site: SiteCalibration) -> str:
-    from ruamel.yaml import YAML
-
-    yaml, stream = YAML(), StringIO()
-    yaml.width = 90
-    values = site.model_dump(mode="json", exclude_none=True)
-    yaml.dump({name: value for name, value in values.items() if value != {}}, stream)
-    return stream.getvalue()
+def _forgotten(before: SiteCalibration, site: SiteCalibration) -> list[str]:
+    """Say what runs had taught on top of other rates, which goes with those rates."""
+    now = {run.run for one in site.learned.values() for run in one.runs}
+    gone = sorted({run.run for one in before.learned.values() for run in one.runs} - now)
+    if not gone:
+        return []
+    names = ", ".join(gone)
+    return [f"not kept, for it leaned on other rates, is what these have taught: {names}"]

@@ -16,15 +16,25 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.actions.calibrate import site_calibration_path, write_site_calibration
-from hpctrain.actions.profiles import load_named_profile
 from hpctrain.actions.serve_plan import read_model, service_request
+from hpctrain.actions.site_calibration import (
+    CalibrationTarget,
+    calibration_target,
+    how_plans_use,
+    write_site_calibration,
+)
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.serving.documents import ServicePlan
 from hpctrain.serving.engines.registry import SERVING_ENGINES
 from hpctrain.serving.load.measurement import RequestRecord
 from hpctrain.spec.calibration import SiteCalibration, SiteServingCalibration
-from hpctrain.spec.loader import Loaded, load_document, load_profile, load_service_spec
+from hpctrain.spec.loader import (
+    CALIBRATION_SUFFIX,
+    Loaded,
+    load_document,
+    load_profile,
+    load_service_spec,
+)
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.service import ServingEngineName
 from hpctrain.store.service_layout import ServiceLayout
@@ -46,7 +56,7 @@ class ServiceCalibrationResult(BaseModel):
     """What `hpctrain calibrate SERVICE` has found; `path` is the file that it wrote.
 
     `error_before`: median distance of the logarithms of measured and predicted seconds, without the
-    factors.
+    factors; `usage`: whether plans use that file, and else what to do.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -59,6 +69,7 @@ class ServiceCalibrationResult(BaseModel):
     answers: int
     error_before: float
     path: str = ""
+    usage: str = ""
 
 
 def is_service_directory(directory: Path) -> bool:
@@ -78,7 +89,8 @@ def calibrate_service(
     from hpctrain.plan.serving.measured_speed import fit_speed, request_seconds, typical_error
 
     layout = ServiceLayout(directory)
-    loaded = load_named_profile(profile) if profile else load_profile(layout.profile)
+    target = _target(layout, profile, output)
+    loaded = target.profile
     spec = load_service_spec(layout.spec)
     plan = load_document(ServicePlan, layout.plan).document
     request = service_request(spec, loaded, read_model(spec), measured=False)
@@ -101,8 +113,7 @@ def calibrate_service(
         provenance=f"service {layout.service_id}, {day:%Y-%m-%d}: {answers:,} answers, "
         f"{speed.iterations:,} iterations",
     )
-    path = output or site_calibration_path(loaded, profile or str(layout.profile))
-    write_site_calibration(path, _joined(request, loaded, plan.replica.engine, found))
+    write_site_calibration(target.path, _joined(request, target, plan.replica.engine, found))
     return ServiceCalibrationResult(
         profile=loaded.document.name,
         engine=plan.replica.engine,
@@ -111,8 +122,18 @@ def calibrate_service(
         iterations=speed.iterations,
         answers=answers,
         error_before=typical_error(cost, measured),
-        path=str(path),
+        path=str(target.path),
+        usage=how_plans_use(target.path, profile),
     )
+
+
+def _target(layout: ServiceLayout, profile: str | None, output: Path | None) -> CalibrationTarget:
+    """Find the file to write: without a profile not beside the service's own copy, which would
+    take it although the service has been planned without it."""
+    if profile is None and output is None:
+        name = load_profile(layout.profile).document.name
+        output = Path(f"{name}{CALIBRATION_SUFFIX}")
+    return calibration_target(profile or str(layout.profile), output)
 
 
 def _shape(
@@ -236,13 +257,13 @@ def read_counters(file: Path, engine: ServingEngineName) -> EngineCounters:
 
 def _joined(
     request: ServiceRequest,
-    profile: Loaded[ClusterProfile],
+    target: CalibrationTarget,
     engine: str,
     found: SiteServingCalibration,
 ) -> SiteCalibration:
     """Put the engine's factors beside what the profile has measured already."""
-    before = profile.document.calibration
-    if not isinstance(before, SiteCalibration):
+    before = target.before
+    if before is None:
         return SiteCalibration(
             gpu=request.offer.gpu.name, serving={engine: found}, provenance=found.provenance
         )

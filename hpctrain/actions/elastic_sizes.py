@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import DoesNotFitError, LimitError
+from hpctrain.plan.as_planned import parallel_as_planned
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import ParallelSpec, RunSpec
+from hpctrain.spec.run import RunSpec
 from hpctrain.store.supervise_config import LaunchShape
 
 if TYPE_CHECKING:
@@ -74,20 +75,6 @@ def shapes_of(plan: Plan, smaller: tuple[SizedConfig, ...]) -> tuple[LaunchShape
 
 def _on_fewer_nodes(spec: RunSpec, plan: Plan, nodes: int, micro: int | str) -> RunSpec:
     """Change a spec to `nodes` nodes, with the plan's model-parallel layout."""
-    layout, stages = plan.layout, None
-    if isinstance(spec.parallel, ParallelSpec):
-        stages = spec.parallel.stages
-    parallel = ParallelSpec(
-        tp=layout.tp,
-        pp=layout.pp,
-        vpp=layout.vpp,
-        cp=layout.cp,
-        ep=layout.ep,
-        etp=layout.etp,
-        order=layout.order,
-        sequence_parallel=layout.sequence_parallel if layout.tp > 1 else None,
-        stages=stages,
-    )
     resources = spec.resources.model_copy(
         update={
             "gpus": nodes * plan.nodes.gpus_per_node,
@@ -99,7 +86,7 @@ def _on_fewer_nodes(spec: RunSpec, plan: Plan, nodes: int, micro: int | str) -> 
     # a checkpoint of DeepSpeed belongs to a ZeRO stage
     stage = {} if spec.engine.abilities.resumes_other_stage else {"zero": plan.zero}
     changed = dict(
-        parallel=parallel,
+        parallel=parallel_as_planned(spec, plan),
         resources=resources,
         batch=batch,
         optimizer=spec.optimizer.model_copy(update=stage),

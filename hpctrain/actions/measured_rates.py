@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hpctrain.spec.calibration import GpuCalibration
+from hpctrain.spec.calibration import HALF_LENGTH_CAUSAL, GpuCalibration
 from hpctrain.spec.catalogue import Gpu
 from hpctrain.store.gpu_report import KernelRates
 from hpctrain.store.speed_checks import AxisSpeed, SpeedCheck
@@ -22,6 +22,9 @@ _LEAST_SHARE = 0.05
 _SWITCH_SUMS = {"all_reduce": 2.0, "all_gather": 1.0, "send_recv": 1.0}
 # The operation that a constant is taken from, best first: no switch can shorten an all-gather.
 _PREFERENCE = ("all_gather", "all_reduce", "send_recv")
+# Fused attention is measured with causal sequences of 4096 (bench/gpu/rates.py), which reach this
+# share of the rate of long ones.
+_ATTENTION_SHARE = 4096 / (4096 + HALF_LENGTH_CAUSAL)
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def _kernels(measurements: Measurements, gpu: Gpu) -> tuple[_Samples, _Samples]:
             and rates.precision == "bf16"
             and attention.accepts(f"{path}attention_flops_per_second", rate, peak, 1e12, "TFLOP/s")
         ):
-            attention.values.append(rate / peak)
+            attention.values.append(min(1.0, rate / peak / _ATTENTION_SHARE))
     if not streams.values:
         streams = _copies(measurements, bandwidth)
     return streams, attention

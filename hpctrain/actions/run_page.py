@@ -37,7 +37,10 @@ class CurvePoint(BaseModel):
 
 
 class Planned(BaseModel):
-    """What the plan promised: seconds of a step, and GPU-hours of all steps without any loss."""
+    """What the plan promised: seconds of a step, and GPU-hours of all steps without any loss.
+
+    `low_step_seconds` and `high_step_seconds`: the ends of the 80 % interval, None without one.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -45,6 +48,8 @@ class Planned(BaseModel):
     nodes: str
     step_seconds: float | None
     gpu_hours: float | None
+    low_step_seconds: float | None = None
+    high_step_seconds: float | None = None
 
 
 class LossRow(StepRow, Protocol):
@@ -125,4 +130,6 @@ def _planned(run: RunFiles) -> Planned | None:
         nodes=str(plan.nodes),
         step_seconds=plan.step_seconds,
         gpu_hours=gpu_hours,
+        low_step_seconds=plan.certainty.low_step_seconds if plan.certainty else None,
+        high_step_seconds=plan.certainty.high_step_seconds if plan.certainty else None,
     )

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 EMULATED_ERROR = 0.7
 # One core that computes in place of a GPU: a few operations per cycle, a share of the main memory.
 CORE_RATE, CORE_BANDWIDTH = FlopRate(30e9), Bandwidth(8e9)
-# Generation of software whose share of the network's bandwidth inference is taken to reach, as in
-# the fit of the other constants (bench/serving_predictions.py).
-_LINKS = "mcore-plain"
 
 
 class RefusedCluster(BaseModel):
@@ -128,6 +125,7 @@ def service_request(
 
     Raises InvalidInputError for a GPU that nobody knows.
     """
+    from hpctrain.plan.cost.constants import fabric_of
     from hpctrain.plan.serving.candidates import EngineFacts
     from hpctrain.plan.serving.measured_speed import AS_PREDICTED, MeasuredSpeed
     from hpctrain.plan.serving.offers import offer_of
@@ -144,7 +142,9 @@ def service_request(
         message = f"profile {own.document.name} has no speed of its GPUs: a service is not planned"
         raise InvalidInputError([own.problem("gpu", message, "name the GPU in `gpu.model`")])
     serving, training = load_serving_calibration(), knowledge.calibration
-    machine = serving_machine(gpu, serving, training, training.software[_LINKS])
+    machine = serving_machine(
+        gpu, serving, training, fabric_of(training, own.document.network.fabric)
+    )
     speed, site = AS_PREDICTED, own.document.calibration
     if measured and isinstance(site, SiteCalibration) and service.engine.name in site.serving:
         found = site.serving[service.engine.name]

@@ -1,14 +1,16 @@
-"""Command `calibrate`: what a cluster or a service measured becomes the planner's constants."""
+"""Command `calibrate`: what a cluster, its runs or a service measured corrects the planner."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.cli.options import ProfileName, json_option
-from hpctrain.cli.output import json_out, paragraph, say
+from hpctrain.cli.output import json_out, line_width, paragraph, say
+from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from hpctrain.actions.calibrate import CalibratedFigure, CalibratedStep
@@ -24,9 +26,12 @@ _NAMES = {
 
 
 @click.command()
-@click.argument("result", type=click.Path(path_type=Path, exists=True))
+@click.argument("results", type=click.Path(path_type=Path, exists=True), nargs=-1, required=True)
 @click.option(
-    "--profile", "-p", type=ProfileName(), help="Profile of the cluster; default: the report's."
+    "--profile",
+    "-p",
+    type=ProfileName(),
+    help="Profile of the cluster; default: the report's or the run's.",
 )
 @click.option(
     "--output",
@@ -35,31 +40,76 @@ _NAMES = {
     help="File to write.  [default: PROFILE.calibration.yaml]",
 )
 @json_option
-def calibrate(result: Path, profile: str | None, output: Path | None, as_json: bool) -> None:
-    """Turn measurements of a cluster into constants of the planner.
+def calibrate(
+    results: tuple[Path, ...], profile: str | None, output: Path | None, as_json: bool
+) -> None:
+    """Let the planner learn from what this cluster has measured.
 
-    RESULT is the report of `make gpu` (docs/gpu.md), a run directory whose launches have
-    measured their GPUs and links, or the directory of a service that `serve test` has measured.
-    Name the written file in `calibration` of the profile.
+    RESULTS are the directories of 1 to 10 own runs of an engine, or of a comparison: their step
+    times and memory correct the planner's constants, and narrow its intervals
+    (docs/certainty.md). Or one of: the report of `make gpu` (docs/gpu.md), the speed.jsonl of a
+    run, the directory of a service that `serve test` has measured. The file is written beside
+    the profile; deleting it undoes everything.
 
     \b
     Examples:
+      hpctrain calibrate runs/gpt175b-1a2b runs/llama70b-3c4d -p sites/ours.yaml
+      hpctrain calibrate runs/compare-llama7b-5e6f -p sites/ours.yaml
       hpctrain calibrate gpu-report.json
-      hpctrain calibrate runs/gpt175b-1a2b --profile sites/ours.yaml
       hpctrain calibrate runs/chat70b-3c4d --profile sites/ours.yaml
     """
-    from hpctrain.actions.calibrate import calibrate as action
-    from hpctrain.actions.calibrate_service import calibrate_service, is_service_directory
+    from hpctrain.actions.calibrate_runs import are_runs
+    from hpctrain.actions.calibrate_service import is_service_directory
 
-    if is_service_directory(result):
-        served = calibrate_service(result, profile, output)
-        if as_json:
-            json_out("service_calibration", served)
-            return
-        for line in _service_lines(served):
-            click.echo(line)
-        say(f"\nWrote {served.path}. In the profile: `calibration: {Path(served.path).name}`")
+    if are_runs(results):
+        _from_runs(results, profile, output, as_json=as_json)
         return
+    if len(results) > 1:
+        others = ", ".join(f"`{one}`" for one in results if not are_runs([one]))
+        raise UsageError(
+            f"several results have to be runs that have trained, or comparisons: {others} "
+            f"{'is' if ',' not in others else 'are'} not",
+            "reports, speed.jsonl and services: one at a time",
+        )
+    if is_service_directory(results[0]):
+        _from_service(results[0], profile, output, as_json=as_json)
+    else:
+        _from_rates(results[0], profile, output, as_json=as_json)
+
+
+def _from_runs(
+    results: tuple[Path, ...], profile: str | None, output: Path | None, *, as_json: bool
+) -> None:
+    """Learn from runs, and show what changes for them."""
+    from hpctrain.actions.calibrate_runs import calibrate_runs
+    from hpctrain.cli.calibrate_text import learning_lines
+
+    learned = calibrate_runs(results, profile, output)
+    if as_json:
+        json_out("learning", learned)
+        return
+    click.echo("\n".join(learning_lines(learned, line_width(sys.stdout))))
+    say(f"Wrote {learned.path}: {learned.usage}")
+
+
+def _from_service(result: Path, profile: str | None, output: Path | None, *, as_json: bool) -> None:
+    """Fit the serving planner to a service's own measurements."""
+    from hpctrain.actions.calibrate_service import calibrate_service
+
+    served = calibrate_service(result, profile, output)
+    if as_json:
+        json_out("service_calibration", served)
+        return
+    for line in _service_lines(served):
+        click.echo(line)
+    say(f"\nWrote {served.path}: {served.usage}")
+
+
+def _from_rates(result: Path, profile: str | None, output: Path | None, *, as_json: bool) -> None:
+    """Take rates that were measured one by one in place of the packaged ones."""
+    from hpctrain.actions.calibrate import calibrate as action
+    from hpctrain.cli.calibrate_text import accuracy_line
+
     done = action(result, profile, output)
     if as_json:
         json_out("calibration", done)
@@ -71,9 +121,13 @@ def calibrate(result: Path, profile: str | None, output: Path | None, as_json: b
         click.echo(f"\n{'step time':37}{'packaged':>12}{'calibrated':>12}{'measured':>12}")
     for step in done.steps:
         click.echo(_step_line(step))
+    if done.site.learned:
+        click.echo()
+    for engine, learned in done.site.learned.items():
+        click.echo(accuracy_line(engine, learned))
     for remark in done.remarks:
         click.echo("\n" + "\n".join(paragraph(remark, "", hang=0)))
-    say(f"\nWrote {done.path}. In the profile: `calibration: {Path(done.path).name}`")
+    say(f"\nWrote {done.path}: {done.usage}")
 
 
 def _service_lines(found: ServiceCalibrationResult) -> list[str]:

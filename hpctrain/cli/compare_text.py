@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hpctrain.cli.output import or_dash
 from hpctrain.cli.plan_text import wrapped
-from hpctrain.comparison.documents import Comparison, ComparisonRecord, TrialResult
+from hpctrain.comparison.documents import Comparison, ComparisonRecord, Predicted, TrialResult
 from hpctrain.comparison.recommend import short_number
 
 _VERDICTS = {
@@ -33,7 +33,7 @@ def heading(found: Comparison) -> str:
 
 def predicted_rows(found: Comparison) -> Rows:
     """Tabulate memory and time as the planner predicts them."""
-    headers = ["VARIANT", "ZERO", "REC", "MICRO", "GIB", "S/STEP", "SAMPLES/S"]
+    headers = ["VARIANT", "ZERO", "REC", "MICRO", "GIB", "S/STEP", "80%"]
     rows = []
     for trial in found.trials:
         prediction = trial.record.predicted
@@ -41,7 +41,7 @@ def predicted_rows(found: Comparison) -> Rows:
         if prediction is not None:
             zero, recompute = str(prediction.zero), prediction.recompute[:4]
             plan = [zero, recompute, str(prediction.micro_batch)]
-        pace = [_gib(trial.peak_bytes), _seconds(trial.step_seconds), _pace(trial)]
+        pace = [_gib(trial.peak_bytes), _seconds(trial.step_seconds), _range(prediction)]
         rows.append([trial.name, *plan, *pace, _cost(trial)])
     return [*headers, _cost_header(found.record)], rows
 
@@ -192,6 +192,13 @@ def _gib(count: int | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
+
+
+def _range(predicted: Predicted | None) -> str:
+    """Format where 80 of 100 sites would measure the step."""
+    if predicted is None or predicted.low_step_seconds is None:
+        return "-"
+    return f"{_seconds(predicted.low_step_seconds)}-{_seconds(predicted.high_step_seconds)}"
 
 
 def _percent(share: float | None) -> str:

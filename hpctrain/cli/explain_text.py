@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hpctrain.cli.output import LINE_WIDTH
 from hpctrain.cli.plan_text import entry, seconds_text, wrapped
-from hpctrain.plan.documents import Change, Explanation, FrontPoint, RunnerUp
+from hpctrain.plan.documents import TOLD_APART, Change, Explanation, FrontPoint, RunnerUp
 from hpctrain.units import short_bytes
 
 _LEAST_SHOWN = 0.002  # of the winner's step: smaller differences are noise
@@ -50,7 +50,7 @@ def counts_text(explanation: Explanation) -> str:
     return (
         f"{counts.enumerated:,} candidates{took}: {counts.infeasible:,} break a rule, "
         f"{counts.too_large:,} do not fit, {counts.fitting:,} fit ({counts.tight:,} of them "
-        "with less than 6% to spare)"
+        "less surely than with 90%)"
     )
 
 
@@ -76,6 +76,9 @@ def _loss(runner: RunnerUp) -> str:
         )
         return missing + (f"; its step: {share(runner.slower)}" if runner.slower else "")
     memory = short_bytes(runner.peak_bytes) + (", tight" if runner.tight else "")
+    odds = runner.winner_faster
+    if odds is not None and runner.slower and odds < TOLD_APART:
+        memory += f" · cannot be told apart ({1 - odds:.0%} that it is the faster one)"
     return f"{memory} · {shown}" if shown else memory
 
 

@@ -68,8 +68,12 @@ def _played(forecast: Forecast) -> str:
         return "no run, for there would be too many interruptions: means by closed forms"
     text = (
         f"{spread.trials} runs with the supervisor's policy (seed {spread.seed}), 90 of 100 within "
-        f"{days_range(forecast)}; the step time is taken as predicted"
+        f"{days_range(forecast)}; "
     )
+    if spread.step_deviation:
+        text += f"each has a step time of its own, ±{spread.step_deviation:.0%}"
+    else:
+        text += "the step time is taken as predicted"
     if spread.stopped:
         text += f"; {spread.stopped:.0%} of them stop, most often: {spread.stop_reason}"
     return text

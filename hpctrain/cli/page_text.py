@@ -143,12 +143,17 @@ def _plan(page: RunPage) -> str:
     if planned.step_seconds is None:
         return words
     words += f" · {short_duration(planned.step_seconds)} a step planned"
+    low, high = planned.low_step_seconds, planned.high_step_seconds
+    if low is not None and high is not None:
+        words += f" (80%: {short_duration(low)}-{short_duration(high)})"
     if measured is None:
         return words
     ratio = measured / planned.step_seconds
     words += f", {short_duration(measured)} measured"
     if abs(ratio - 1) >= _NOTABLE:
         words += f": {abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'}"
+    if low is not None and high is not None and not low <= measured <= high:
+        words += ", outside the interval"
     return words
 
 

@@ -90,7 +90,7 @@ def plan(
       hpctrain plan -p a100x64 gpt175b.yaml --set parallel=auto --explain
       hpctrain plan -p a100x64 gpt175b.yaml --apply
       hpctrain plan -p a100x64 gpt175b.yaml --gpus 128,256,512 --by gpu-hours
-      hpctrain plan -p a100x64 gpt175b.yaml --budget 900000usd --deadline 60d
+      hpctrain plan -p a100x64 gpt175b.yaml --budget 1100000usd --deadline 70d
     """
     from hpctrain.actions import plan as action
     from hpctrain.actions.advice import advise

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
+from math import floor, log10
 from typing import TYPE_CHECKING
 
 from hpctrain.cli.output import LINE_WIDTH
-from hpctrain.plan.documents import DEFAULT_ORDER, Plan, Prediction, Stage
+from hpctrain.plan.documents import DEFAULT_ORDER, Certainty, Plan, Prediction, Stage
 from hpctrain.plan.forecast.sentences import days, days_range, money_range
+from hpctrain.plan.mesh.recomputation import recompute_words
 from hpctrain.render.continuation import continuation_line, continuation_problems
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
@@ -27,6 +29,7 @@ _COLUMNS = {  # of the stages: header -> its parts of `MemoryBreakdown`
     "BUFFER": ("logits", "buffers"),
     "RESERV": ("reserved",),
 }
+_SURE, _LIKELY = 0.9, 0.5  # probabilities of fitting, and the words for them
 _INDENT = 10
 _TIE = "\N{NO-BREAK SPACE}"  # textwrap breaks at ASCII white space only
 _TIED = re.compile(r"(?<=\d) (?=(?:%|d|h|min|s|ms|[KMGT]iB|B|GPUs?|x|nodes?)\b|%)|(?<=·) ")
@@ -60,8 +63,8 @@ def plan_lines(plan: Plan, width: int = LINE_WIDTH) -> list[str]:
         ),
         *entry(
             "Memory",
-            f"{short_bytes(peak.total_bytes)} of {short_bytes(plan.gpu_memory_bytes)} a GPU in "
-            f"stage {plan.peak_stage} ({parts})",
+            f"{short_bytes(peak.total_bytes)}{_memory_range(plan)} of "
+            f"{short_bytes(plan.gpu_memory_bytes)} a GPU in stage {plan.peak_stage} ({parts})",
             width,
         ),
         *(_step_lines(plan, plan.prediction, width) if plan.prediction else []),
@@ -84,12 +87,7 @@ def answer_lines(
     assert plan is not None
     peak = plan.memory[plan.peak_stage].total_bytes
     free = 1 - peak / plan.gpu_memory_bytes
-    lines = entry(
-        "Fits",
-        f"yes: {short_bytes(peak)} of {short_bytes(plan.gpu_memory_bytes)} a GPU at most, "
-        f"{percent(free)} free",
-        width,
-    )
+    lines = entry("Fits", f"{_fits(plan)}{percent(free)} free", width)
     last = [*(entry("Ready", ready, width) if ready else []), ""]
     if forecast is None:
         unknown = option.remark or "unknown: the profile does not have the speed of its GPUs"
@@ -168,9 +166,66 @@ def _step_lines(plan: Plan, prediction: Prediction, width: int) -> list[str]:
         if part >= 0.001 * seconds
     ]
     return [
-        *entry("Step", f"{seconds_text(seconds)} predicted, {rates}, {speed}", width),
+        *entry(
+            "Step", f"{seconds_text(seconds)} a step{_step_range(plan)}, {rates}, {speed}", width
+        ),
         *entry("", ", ".join(shares), width),
+        *(_site_lines(plan.certainty, width) if plan.certainty else []),
     ]
+
+
+def _site_lines(certainty: Certainty, width: int) -> list[str]:
+    """Say which figures are the site's own: a plan never uses them silently."""
+    rates = ", ".join(certainty.measured)
+    measured = f"on this cluster, in place of packaged rates: {rates}"
+    return [
+        *(entry("Measured", measured, width) if rates else []),
+        *(entry("Learned", f"from {certainty.calibrated}", width) if certainty.calibrated else []),
+    ]
+
+
+def _fits(plan: Plan) -> str:
+    """Format `yes, with 98%: 61.2 GiB of 79.2 GiB a GPU, `; `likely` below 90 %."""
+    sure = plan.certainty
+    peak = plan.memory[plan.peak_stage].total_bytes
+    level = f"{short_bytes(peak)} of {short_bytes(plan.gpu_memory_bytes)} a GPU"
+    if sure is None:
+        return f"yes: {level} at most, "
+    odds = sure.fit_probability
+    word = "yes" if odds >= _SURE else "likely" if odds >= _LIKELY else "unlikely"
+    return f"{word} ({_odds(odds)}): {level}{_memory_range(plan)}, "
+
+
+def _odds(probability: float) -> str:
+    """Format a probability without a claim of being sure: `97%`, `above 99%`."""
+    return "above 99%" if probability > 0.99 else f"{probability:.0%}"
+
+
+def _step_range(plan: Plan) -> str:
+    """Format ` (80%: 31.2-37.5)`, in the digits of the prediction."""
+    sure = plan.certainty
+    if sure is None or sure.low_step_seconds is None or sure.high_step_seconds is None:
+        return " predicted"
+    return f" ({step_range(sure.low_step_seconds, sure.high_step_seconds)})"
+
+
+def step_range(low: float, high: float) -> str:
+    """Format `80%: 31.2-37.5`, `80%: 0.512-0.604`."""
+    if high >= 1000:
+        return f"80%: {short_duration(low)}-{short_duration(high)}"
+    digits = max(0, 2 - floor(log10(low)))  # three that say something
+    return f"80%: {low:.{digits}f}-{high:.{digits}f}"
+
+
+def _memory_range(plan: Plan) -> str:
+    """Format ` (80%: 55.1-63.0)`, in the unit of the prediction."""
+    sure = plan.certainty
+    if sure is None:
+        return ""
+    low, high = short_bytes(sure.low_peak_bytes), short_bytes(sure.high_peak_bytes)
+    if low.split()[-1] == high.split()[-1]:
+        low, high = low.split()[0], high.split()[0]
+    return f" (80%: {low}-{high})"
 
 
 def percent(share: float) -> str:
@@ -192,10 +247,14 @@ def _run(plan: Plan) -> str:
     if plan.prediction is not None:
         hours = f"{plan.prediction.gpu_hours:,.0f} GPU-hours of training"
         parts.append(f"{short_duration(86400 * plan.prediction.days)}, {hours}")
-    how = [f"recompute {plan.recompute}", plan.precision]
+    modules = plan.recompute_modules or ("core_attn",)
+    again = recompute_words(plan.recompute, modules, plan.recompute_layers)
+    how = [f"recompute {again}", plan.precision]
     how += [f"ZeRO {plan.zero}"] if plan.zero > 1 else []
     how += [f"shards of {plan.shard_gpus} GPUs"] if plan.shard_gpus else []
     how += [f"offload to {plan.offload}"] if plan.offload != "none" else []
+    away = plan.activation_offload_layers
+    how += [f"activations of {away} layers on the host"] if away else []
     return f"{', '.join(parts)}; {', '.join(how)}"
 
 

