@@ -1,6 +1,6 @@
 #!/bin/sh
 # llama7b on h100x16: 2 nodes x 8 GPUs, megatron, tp 1 · pp 1 · dp 16, 3815 steps
-# hpctrain 0.1.0 · spec ee71d5e82d9e · profile h100x16 e79412d20d13
+# hpctrain 0.1.0 · spec c3924f3e0c26 · profile h100x16 e79412d20d13
 #
 # Starts the ranks of one node:  sh run-node.sh RANK
 # RANK is the line of this host in hostfile, from 0; below mpirun it is known.
