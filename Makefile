@@ -13,7 +13,7 @@ N ?= 100
 # Releases that `make test-slurms` runs on; Debian's packages of them are fetched into .slurm.
 SLURMS ?= 22.05 24.11 26.05
 SEED ?= 1
-.PHONY: help install install-tests demo test unit lint megatron-core-newest golden reliability test-slurms chaos many-ranks bench house screens gpu sandbox-down clean
+.PHONY: help install install-tests demo test unit lint megatron-core-newest golden reliability test-slurms chaos many-ranks bench bench-planner house screens gpu sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -66,6 +66,10 @@ chaos: install  ## N=100 faults of both tables at random, three runs at a time, 
 
 many-ranks: install  ## 512 ranks on 64 nodes of a real Slurm, four faults; writes docs/scale.md
 	@$(PYTHON) -m bench.many_ranks --write
+
+bench-planner: install  ## RUNS=FILE.csv [OOM=FILE.csv]: the planner, Calculon and SimuMax on the same rows
+	@$(PYTHON) bench/planner_accuracy.py --runs $(RUNS) $(if $(OOM),--oom $(OOM)) --split 0.7
+	@$(PYTHON) -m bench.peers --runs $(RUNS)
 
 bench: install  ## Benchmarks and their tests; each prints ratios against a peer in the same run
 	@$(PYTHON) -m pytest -q bench/tests
