@@ -67,7 +67,7 @@ def priors(rows: LeftOut) -> dict[str, Doubt]:
 
 
 def curve(rows: LeftOut, known: Mapping[str, Doubt], by_gpu: bool = False) -> list[Point]:
-    """Compute the curve over all sources that have enough rows.
+    """Compute the curve over all sources that have enough rows, as far as any has.
 
     `known`: the prior of each. `by_gpu`: a source that has measured on several kinds of GPU is as
     many clusters, as it is for `hpctrain calibrate`.
@@ -76,17 +76,12 @@ def curve(rows: LeftOut, known: Mapping[str, Doubt], by_gpu: bool = False) -> li
     keys = tuple(f"{source}, {gpu}" for source, gpu in pairs)
     doubts = {key: known[source] for key, (source, _) in zip(keys, pairs, strict=True)}
     sites = list(zip(sources_of(rows, keys), doubts.values(), strict=True))
-    return [
-        _point(
-            count,
-            [
-                hidden(own, doubt, TIME_NAMES, count, DRAWS, SEED)
-                for own, doubt in sites
-                if len(own.errors) >= count + FEWEST_LEFT
-            ],
-        )
-        for count in COUNTS
-    ]
+    points = []
+    for count in COUNTS:
+        enough = [site for site in sites if len(site[0].errors) >= count + FEWEST_LEFT]
+        parts = [hidden(own, doubt, TIME_NAMES, count, DRAWS, SEED) for own, doubt in enough]
+        points += [_point(count, parts)] if parts else []
+    return points
 
 
 def _point(count: int, parts: list[Hidden]) -> Point:

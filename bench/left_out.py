@@ -50,7 +50,7 @@ class LeftOut:
         return np.asarray(np.log(self.measured / self.predicted))
 
     def save(self, file: Path) -> None:
-        """Keep the rows for another program: the fits behind them take minutes."""
+        """Keep the rows for another program: the fits behind them take a while."""
         np.savez(
             file,
             sources=np.array(self.sources),

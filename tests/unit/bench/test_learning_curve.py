@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from bench.fit_uncertainty import Source, hidden, prior_from, widened
-from bench.learning_curve import weighted_quantile
+from bench.learning_curve import curve, weighted_quantile
+from bench.left_out import LeftOut
 from hpctrain.plan.uncertainty.intervals import TIME_NAMES, prior_of
 
 TRUTH = {"everything": 0.12, "network": 0.4}
@@ -110,6 +111,20 @@ def test_widenings_make_intervals_hold_for_sources_and_rows_alike(doubt) -> None
     inside = [np.abs(one.after) <= 1.2816 * one.deviation for one in rows]
     by_source = np.mean([one.mean() for one in inside])
     assert (by_source + np.concatenate(inside).mean()) / 2 == pytest.approx(0.8, abs=0.02)
+
+
+def test_the_curve_ends_where_no_source_has_enough_rows(doubt) -> None:  # type: ignore[no-untyped-def]
+    source = made(4, count=1, rows=5)[0]
+    rows = LeftOut(
+        ("A",) * 5,
+        np.exp(source.errors),
+        np.ones(5),
+        source.effects,
+        source.classes,
+        source.places,
+        ("H100",) * 5,
+    )
+    assert [point.count for point in curve(rows, {"A": doubt})] == [0, 1, 2]
 
 
 def test_a_weighted_quantile() -> None:
