@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpctrain.actions.engine_learning import EngineLearning, LearnedMultiplier
     from hpctrain.spec.uncertainty import OwnRun, SiteLearning
 
-_NAMES = {
+MULTIPLIERS = {
     "products": "matrix products",
     "attention": "attention kernels",
     "elementwise": "elementwise kernels",
@@ -97,7 +97,9 @@ def _against(text: str, error: float) -> str:
 
 def _multiplier_line(one: LearnedMultiplier) -> str:
     before, after = _range(1.0, one.before), _range(one.factor, one.after)
-    return f"{_NAMES.get(one.name, one.name)[:36]:37}{one.factor:>8.2f}x{before:>17}{after:>17}"
+    return (
+        f"{MULTIPLIERS.get(one.name, one.name)[:36]:37}{one.factor:>8.2f}x{before:>17}{after:>17}"
+    )
 
 
 def _range(factor: float, deviation: float) -> str:

@@ -6,15 +6,21 @@ Belongs here: sentences and columns. Does not belong here: which runners-up ther
 
 from __future__ import annotations
 
+from hpctrain.cli.calibrate_text import MULTIPLIERS
 from hpctrain.cli.output import LINE_WIDTH
 from hpctrain.cli.plan_text import entry, seconds_text, wrapped
-from hpctrain.plan.documents import TOLD_APART, Change, Explanation, FrontPoint, RunnerUp
+from hpctrain.plan.documents import TOLD_APART, Certainty, Change, Explanation, FrontPoint, RunnerUp
 from hpctrain.units import short_bytes
 
 _LEAST_SHOWN = 0.002  # of the winner's step: smaller differences are noise
 _PARTS_SHOWN = 3
 _FRONT_SHOWN = 6
 _MARGIN = 11
+_LEAST_DOUBT, _DOUBTS_SHOWN = 0.05, 4
+_BESIDES = {
+    "alike": "what layouts like this one share",
+    "noise": "what each layout has alone",
+}
 
 
 def explanation_lines(explanation: Explanation, width: int = LINE_WIDTH) -> list[str]:
@@ -41,6 +47,20 @@ def explanation_lines(explanation: Explanation, width: int = LINE_WIDTH) -> list
         *_section("The winner with one thing changed", explanation.variants, width),
         *_front_lines(explanation.front, width),
     ]
+
+
+def doubt_lines(certainty: Certainty | None, width: int = LINE_WIDTH) -> list[str]:
+    """Say what the interval of the step comes from, and what would narrow it."""
+    if certainty is None or certainty.step_deviation is None:
+        return []
+    parts = [one for one in certainty.doubt if one.share >= _LEAST_DOUBT][:_DOUBTS_SHOWN]
+    names = MULTIPLIERS | _BESIDES
+    told = ", ".join(f"{names.get(one.name, one.name)} {one.share:.0%}" for one in parts)
+    text = (
+        f"of ±{certainty.step_deviation:.0%} (68%) about the step: {told}; "
+        "`hpctrain calibrate RUN ...` narrows it"
+    )
+    return entry("Doubt", text, width)
 
 
 def counts_text(explanation: Explanation) -> str:

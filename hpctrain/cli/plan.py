@@ -149,7 +149,7 @@ def plan(
         ready = ready_sentence(spec, profile, overrides) if named and not options else None
         click.echo("\n".join(answer_lines(option, advice, ready, line_width(sys.stdout))))
         _print_option(inputs, option, budget)
-        _print_more(explained, built)
+        _print_more(option, explained, built)
     if written is not None:
         say(written)
     if decision is not None and decision.chosen is None:
@@ -208,11 +208,13 @@ def _print_option(inputs: Inputs, option: Option, budget: Budget | None) -> None
         warn(warning)
 
 
-def _print_more(explained: Explanation | None, built: Verification | None) -> None:
-    from hpctrain.cli.explain_text import explanation_lines
+def _print_more(option: Option, explained: Explanation | None, built: Verification | None) -> None:
+    from hpctrain.cli.explain_text import doubt_lines, explanation_lines
 
     if explained is not None:
-        click.echo("\n" + "\n".join(explanation_lines(explained, line_width(sys.stdout))))
+        width = line_width(sys.stdout)
+        doubt = doubt_lines(option.plan.certainty, width) if option.plan else []
+        click.echo("\n" + "\n".join([*doubt, *explanation_lines(explained, width)]))
     if built is not None:
         from hpctrain.cli.verify_text import verification_lines
 

@@ -181,6 +181,13 @@ class Prediction(Document):
     gpu_hours: float
 
 
+class DoubtPart(Document):
+    """Which share of the variance of the step's logarithm a multiplier, or the rest, is behind."""
+
+    name: str
+    share: float
+
+
 class Certainty(Document):
     """How sure a plan's figures are: where 80 of 100 sites would measure, and the odds of fitting.
 
@@ -188,7 +195,9 @@ class Certainty(Document):
     of the logarithm of the step time; `layout_deviation`: of that of two layouts of one model over
     each other. `fit_probability`: that the fullest GPU has enough memory.
     `calibrated`: which own runs the figures lean on. `measured`: multipliers whose rates are those
-    of the site, one by one, in place of packaged ones.
+    of the site, one by one, in place of packaged ones. `doubt`: what the doubt about the step is
+    made of, the largest part first; `alike`: of what configurations that are alike err by,
+    `noise`: of each one alone.
     """
 
     low_step_seconds: float | None = None
@@ -200,6 +209,7 @@ class Certainty(Document):
     fit_probability: float
     calibrated: str | None = None
     measured: tuple[str, ...] = ()
+    doubt: tuple[DoubtPart, ...] = ()
 
 
 class SearchCounts(Document):

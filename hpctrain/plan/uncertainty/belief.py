@@ -94,6 +94,20 @@ class Belief:
         own = TAILS * self.noise_factor * np.square(noise)
         return np.asarray(np.sqrt(self.variance(effects, places) + own))
 
+    def parts(self, effects: Floats, noise: Floats | float, places: Floats | None = None) -> Floats:
+        """Compute what each multiplier, the rest and the noise add to that variance, of one row.
+
+        Shape [n + 2]; their sum is the square of `deviation`. What runs have taught of two together
+        is shared by both, so that a part may be a little below 0.
+        """
+        joined = self._joined(effects, places)[0]
+        shares = joined * (self.covariance @ joined)
+        count = effects.shape[1]
+        unseen = 0.0 if self.rest is None or places is None else self.rest.unseen(places)[0]
+        alike = shares[count:].sum() + unseen
+        own = TAILS * self.noise_factor * np.square(np.ravel(noise)[0])
+        return np.asarray([*shares[:count], alike, own])
+
     def difference(
         self, effects: Floats, noise: Floats | float, places: Floats | None = None
     ) -> Floats:

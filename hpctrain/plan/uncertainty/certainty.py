@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpctrain.plan.cost.case import Case
 from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.learned import learning_of
-from hpctrain.plan.documents import Certainty, MemoryBreakdown, Prediction
+from hpctrain.plan.documents import Certainty, DoubtPart, MemoryBreakdown, Prediction
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import columns_of
 from hpctrain.plan.request import PlanRequest
-from hpctrain.plan.uncertainty.intervals import layout_deviation, memory_spread, time_spread
-from hpctrain.plan.uncertainty.site import belief_of
+from hpctrain.plan.uncertainty.intervals import (
+    doubt_parts,
+    layout_deviation,
+    memory_spread,
+    time_spread,
+)
+from hpctrain.plan.uncertainty.site import SiteBelief, belief_of
 from hpctrain.spec.uncertainty import SiteLearning
 
 _NAMED = 3  # of the runs that a plan leans on
@@ -51,7 +57,16 @@ def certainty_of(
             "high_step_seconds": float(seconds.high[0]),
             "step_deviation": float(seconds.deviation[0]),
             "layout_deviation": layout_deviation(belief.time, belief.time_doubt),
+            "doubt": _doubt(case, belief),
         }
+    )
+
+
+def _doubt(case: Case, belief: SiteBelief) -> tuple[DoubtPart, ...]:
+    """List the parts of the doubt that are more than a hundredth of it."""
+    parts = doubt_parts(case, belief.time, belief.time_doubt, belief.known_gpu)
+    return tuple(
+        DoubtPart(name=name, share=round(share, 3)) for name, share in parts.items() if share > 0.01
     )
 
 

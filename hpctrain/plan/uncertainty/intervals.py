@@ -87,6 +87,18 @@ def time_spread(
     return _spread(median, effects, effects[:, len(TIME) :], belief, doubt, places_of(case))
 
 
+def doubt_parts(case: Case, belief: Belief, doubt: Doubt, known_gpu: Mask) -> dict[str, float]:
+    """Compute which share of the variance of one step's logarithm each multiplier is behind.
+
+    Besides those of `TIME_NAMES`: `alike` and `noise`. The largest first; they add up to 1.
+    """
+    effects = time_effects(case, known_gpu)
+    noise = noise_of(doubt, effects[:, len(TIME) :])
+    parts = belief.parts(effects[:1], noise[:1], places_of(case)[:1])
+    named = dict(zip((*TIME_NAMES, "alike", "noise"), parts / parts.sum(), strict=True))
+    return dict(sorted(named.items(), key=lambda part: -part[1]))
+
+
 def memory_spread(
     case: Case, belief: Belief, doubt: Doubt, known_gpu: Mask = True, peak: Array | None = None
 ) -> Spread:

@@ -71,6 +71,8 @@ def test_explain_says_what_others_lose_and_how_long_it_took() -> None:
     text = plan("a100x64", GPT175B, *FREE, "--explain", "--top", "3").stdout
     assert "candidates in " in text and " break a rule" in text
     assert "Winner    tp " in text
+    doubt = text[text.index("Doubt     of ±") : text.index("Search    ")]
+    assert "what layouts like this one share " in doubt.replace("\n          ", " ")
     others = text[text.index("Other meshes") : text.index("The winner with")]
     assert others.count(" · pp ") == 3
     assert "% · pp" not in others and "%" in others

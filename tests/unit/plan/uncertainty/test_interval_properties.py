@@ -19,7 +19,7 @@ from hpctrain.plan.search.fitting import deviations
 from hpctrain.plan.search.layouts import NEAR, search
 from hpctrain.plan.search.rivals import rivals, winner_faster
 from hpctrain.plan.search.space import freedom_of
-from hpctrain.plan.uncertainty.belief import Belief, Observations, updated
+from hpctrain.plan.uncertainty.belief import Belief, Observations, Rest, updated
 from hpctrain.plan.uncertainty.intervals import (
     TIME_NAMES,
     Spread,
@@ -223,3 +223,33 @@ def test_a_plan_for_a_network_without_published_rows_is_less_sure() -> None:
         assert sure.step_deviation is not None
         widths.append(sure.step_deviation)
     assert widths[1] > widths[0] > widths[2]
+
+
+def test_the_parts_of_the_doubt_are_all_of_it() -> None:
+    """Before and after own runs, whose lesson some parts share."""
+    random = np.random.default_rng(3)
+    effects = random.uniform(0, 1, (4, 3))
+    places = random.uniform(0, 2, (4, 2))
+    rest = Rest(0.05, 1.5, np.zeros((0, 2)))
+    prior = Belief(np.zeros(3), np.diag([0.01, 0.04, 0.0]), rest=rest)
+    after = updated(prior, Observations(np.full(4, 0.1), effects, np.full(4, 0.02), places))
+    for belief in (prior, after):
+        parts = belief.parts(effects[:1], 0.02, places[:1])
+        whole = belief.deviation(effects[:1], 0.02, places[:1])[0]
+        assert parts.sum() == pytest.approx(whole**2)
+        assert parts[2] == pytest.approx(0.0)
+    assert after.parts(effects[:1], 0.02, places[:1])[3] < prior.parts(effects, 0.02, places)[3]
+
+
+def test_a_plan_says_what_its_doubt_is_made_of() -> None:
+    profile, knowledge = sure_knowledge("a100x64")
+    network = profile.network.model_copy(update={"fabric": "ethernet"})
+    assert knowledge.uncertainty is not None
+    open_ = knowledge.uncertainty.model_copy(update={"other_network": 3.0})
+    other = profile.model_copy(update={"network": network})
+    sure = decide(gpt_request(replace(knowledge, uncertainty=open_), other)).plan.certainty
+    assert sure is not None
+    assert sure.doubt[0].name == "network"
+    shares = [one.share for one in sure.doubt]
+    assert shares == sorted(shares, reverse=True)
+    assert 0.9 < sum(shares) < 1.05
