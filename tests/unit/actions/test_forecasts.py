@@ -134,7 +134,7 @@ def test_a_site_that_does_not_requeue_is_played_with_people_who_resume(
 
 
 def test_a_run_that_is_stopped_too_often_is_not_played(inputs: Inputs, facts: RunFacts) -> None:
-    short = facts.model_copy(update={"walltime": Duration(900)})
+    short = facts.model_copy(update={"walltime": Duration(800)})
     found = forecast_run(inputs.spec, inputs.profile, short)
     closed = forecast(inputs.spec, inputs.profile, short)
     assert found == closed and found.spread is None
