@@ -86,7 +86,7 @@ def test_a_run_is_saved_and_stopped_by_keys(stage: Stage) -> None:
         person.sees("Asked run", "to stop")
         row = rehearsal.wait_till_over()
         assert row.state is RunState.STOPPED and "test is over" in layout.ledger.read_text()
-        person.sees("STOPPED", "1 stopped")
+        person.sees("STOPPED", " stopped")
         person.types("q")
         deadline = time.monotonic() + PATIENCE_SECONDS
         while process.poll() is None:

@@ -329,16 +329,19 @@ def test_a_token_is_not_shown_to_replicas(start: Start, tmp_path: Path) -> None:
     assert set(seen) == {None}
 
 
+def children() -> set[int]:
+    """Processes that this one has started, whatever test has."""
+    paths = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return {int(pid) for path in paths for pid in path.read_text().split()}
+
+
 def test_a_router_that_ends_is_started_anew(start: Start, two: list[Engine]) -> None:
+    before = children()
     router = start(*two)
     port = router.port
-    children = [
-        int(pid)
-        for path in Path(f"/proc/{os.getpid()}/task").glob("*/children")
-        for pid in path.read_text().split()
-    ]
-    own = [p for p in children if b"stand_in" not in Path(f"/proc/{p}/cmdline").read_bytes()]
-    os.kill(own[0], 9)
+    own = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children() - before}
+    (program,) = (pid for pid, words in own.items() if b".router.gate" not in words)
+    os.kill(program, 9)
     wait(lambda: router.problem() is not None, "the end of the router")
     assert "-9" in (router.problem() or "")
     router.restart()
