@@ -141,7 +141,10 @@ def test_an_external_megatron_lm_compares_before_it_starts(tmp_path: Path) -> No
     for rank in (0, 1):  # where only one leaves, the other waits for it until it is ended
         flip_a_byte(hurt.run.checkpoints / checkpoint_name(2) / f"__{rank}_1.distcp")
     assert hurt.train(resume=2) == [CRASHED, CRASHED]
-    assert [record.cause for record in hurt.exits()] == ["bad_checkpoint"] * 2
+    causes = [record.cause for record in hurt.exits()]
+    # rank 0 has the store: with it gone, rank 1 may end before it has compared
+    assert causes[0] == "bad_checkpoint"
+    assert causes[1] in ("bad_checkpoint", None)
     assert hurt.rows == []
 
 
