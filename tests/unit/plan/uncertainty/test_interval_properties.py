@@ -57,6 +57,13 @@ def test_an_interval_contains_its_median_and_grows_with_the_deviation() -> None:
     assert (np.diff(width) > 0).all()
 
 
+def test_a_tenth_of_all_sites_lies_beyond_each_end() -> None:
+    spread = Spread(np.full(4, 30.0), DEVIATIONS[1:])
+    assert spread.within(spread.high) == pytest.approx(0.9)
+    assert spread.within(spread.low) == pytest.approx(0.1)
+    assert spread.within(spread.median) == pytest.approx(0.5)
+
+
 def test_more_memory_never_lowers_the_probability_of_fitting() -> None:
     for deviation in DEVIATIONS:
         limits = np.linspace(0.0, 200.0, 401)
