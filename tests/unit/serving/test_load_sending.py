@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import subprocess
@@ -172,3 +173,17 @@ def test_the_program_imports_no_torch() -> None:
     loaded = set(done.stdout.split())
     assert "hpctrain.serving.load.sending" in loaded
     assert not loaded & {"torch", "pandas", "transformers", "scipy", "aiohttp"}
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_objects_that_a_caller_has_frozen_stay_frozen(frozen: bool) -> None:
+    """One process has one set of them; tests that build models take ten times as long without."""
+    gc.unfreeze()
+    try:
+        if frozen:
+            gc.freeze()
+        with streaming_server(lambda _: Behaviour()) as server:
+            send(server, [0.0])
+        assert bool(gc.get_freeze_count()) is frozen
+    finally:
+        gc.freeze()
