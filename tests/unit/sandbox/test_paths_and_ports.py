@@ -41,7 +41,7 @@ def test_two_sandboxes_that_start_together_have_ports_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their daemons listen seconds after the ports were found free."""
-    monkeypatch.setattr(ports_module, "LOWEST", 32640)
+    monkeypatch.setattr(ports_module, "LOWEST", 32401)
     monkeypatch.setattr(ports_module, "HIGHEST", 32700)
     blocks = [find_ports(1) for _ in range(6)]
     numbers = [number for ports in blocks for number in (ports.controller, ports.first_node)]
