@@ -10,22 +10,17 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import secrets
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.free_ports import free_port
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.supervise.srun_process import reserve_port
 from hpctrain.train.stop import StopSignals
-
-_RESERVED: deque[socket.socket] = deque(maxlen=64)
 
 
 @dataclass
@@ -153,15 +148,6 @@ def become(rank: int, logs: Path, environment: dict[str, str], work: Callable[[]
             sys.stderr.flush()
         finally:
             os._exit(code)
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody takes before rank 0 listens.
-
-    Reserved as supervisors reserve theirs, until 64 later ones were; a new number for each caller.
-    """
-    _RESERVED.append(reserve_port(secrets.token_hex(8), epoch=0))
-    return int(_RESERVED[-1].getsockname()[1])
 
 
 def run(arguments: list[str]) -> int:

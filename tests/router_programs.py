@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.serving.router.programs import free_loopback_port
+from bench.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVED_NAME = "tiny"
@@ -84,7 +84,7 @@ def engines(
     running = []
     try:
         for _ in range(count):
-            port = free_loopback_port()
+            port = free_port()
             words = ["--model", str(place), "--served-model-name", SERVED_NAME]
             words += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "64"]
             command = [sys.executable, "-m", "hpctrain.serving.stand_in", *words]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.free_ports import free_port
 from hpctrain.serving.engines.contract import CpuEngine, EngineCommand, EngineStart, ServingEngine
 from hpctrain.serving.engines.registry import SERVING_ENGINES, command_of
 from hpctrain.serving.tiny_llama import TinyShape, write_tiny_llama
@@ -55,13 +55,6 @@ def serving_python() -> Path:
         pytest.skip(f"NOT TRIED with real engines: {reason}")
     assert done.returncode == 0, done.stderr
     return _DIRECTORY / "bin" / "python"
-
-
-def free_port() -> int:
-    """A port that the kernel gives; somebody else may take it before it is used."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 def tiny_start(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bench import prefork
+from bench.free_ports import free_port
 from bench.gpu.rung import ROOT, Site
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.engines.documents import parse_train_config
@@ -220,7 +221,7 @@ def start_processes(
     shared = {
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(prefork.free_port()),
+        "MASTER_PORT": str(free_port()),
         **environment,
     }
     popens = []

@@ -24,9 +24,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.free_ports import free_port
 from bench.gpu.planned_spec import planned_spec
 from bench.one_gpu.jobs import CASES, Case
-from bench.prefork import free_port
 from hpctrain.actions.plan import load, plan_option
 from hpctrain.actions.profiles import load_named_profile
 from hpctrain.engines.documents import train_config

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import FrameType
 
+from hpctrain import reserved_ports
 from hpctrain.slurm.messages import (
     StepNotice,
     TaskFailure,
@@ -26,8 +27,6 @@ from hpctrain.slurm.messages import (
 from hpctrain.store.run_records import TrainerExit
 from hpctrain.supervise.job_log import write_log
 
-# Below the ephemeral range of Linux (32768-60999), above the ports of services.
-PORT_FIRST, PORT_COUNT = 20000, 10000
 _PORT_STEP = 7  # between the launches of an attempt: a few ports may be passed over
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _FINAL = frozenset({"TERM", "INT", "HUP"})
@@ -141,18 +140,11 @@ def reserve_port(attempt: str, epoch: int, ports: tuple[int, int] | None = None)
     not connect to the next (pytorch/pytorch#126510). `ports` are the first and the last that the
     site allows. Raises OSError without a free port.
     """
-    first, last = ports or (PORT_FIRST, PORT_FIRST + PORT_COUNT - 1)
+    first, last = ports or (reserved_ports.FIRST, reserved_ports.FIRST + reserved_ports.COUNT - 1)
     count = last - first + 1
     start = (zlib.crc32(attempt.encode()) + _PORT_STEP * epoch) % count
-    for offset in range(count):
-        port = first + (start + offset) % count
-        reserved = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        try:
-            reserved.bind(("", port))
-            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-                probe.bind(("", port))
-        except OSError:
-            reserved.close()
-            continue
-        return reserved
-    raise OSError(f"no free port between {first} and {last}")
+    numbers = (first + (start + offset) % count for offset in range(count))
+    reserved = reserved_ports.reserve("", numbers)
+    if reserved is None:
+        raise OSError(f"no free port between {first} and {last}")
+    return reserved

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from trial_runs import LIMIT_SECONDS, Trial
 
-from bench import prefork
+from bench.free_ports import free_port
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.store.layout import RunLayout
 
@@ -37,7 +37,7 @@ def layers_of(directory: str) -> dict[str, list[str]]:
     from hpctrain.train.engines.megatron.model import build_model
     from hpctrain.train.rank_environment import Launch
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(prefork.free_port()))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     os.environ.update(RANK="0", WORLD_SIZE="1")
     fixes.install()
     mesh = open_mesh(config, Launch(0, 1, 0, "here", 0, ""))

@@ -14,6 +14,7 @@ from typing import Any
 from trial_runs import GPT, Trial, make_trial
 
 from bench import prefork
+from bench.free_ports import free_port
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.train.stop import StopSignals
@@ -86,7 +87,7 @@ class RealTrial(LmTrial):
             **self._environment(resume, epoch),
             "WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(prefork.free_port()),
+            "MASTER_PORT": str(free_port()),
             **(environment or {}),
         }
         logs.mkdir(parents=True)

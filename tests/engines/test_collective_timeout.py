@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.prefork import free_port
+from bench.free_ports import free_port
 from hpctrain.train.collective_timeout import limit_collectives
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 import yaml
 from trial_runs import LIMIT_SECONDS, Trial, make_trial
 
+from bench.free_ports import free_port
 from hpctrain.actions.export_spec import PodOptions, export_hosts, export_pods, write_files
 from hpctrain.actions.prepare import Prepared, prepare
 from hpctrain.checkpoints.manifest import checkpoint_name
@@ -51,12 +51,6 @@ def prepared(tmp_path: Path) -> Prepared:
     return prepare(spec, str(profile), runs=tmp_path / "runs", python=sys.executable)
 
 
-def free_port() -> str:
-    """Return a port that the kernel has just given, for nodes that are started now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 Start = Callable[[int], "subprocess.Popen[str]"]
 
 
@@ -75,7 +69,7 @@ def ended(nodes: list[subprocess.Popen[str]], logs: Path) -> list[int]:
 def starter(command: Callable[[int], list[str]], logs: Path, **variables: str) -> Start:
     """Return what starts the command of a node, in an environment without Slurm."""
     logs.mkdir(exist_ok=True)
-    port = free_port()
+    port = str(free_port())
 
     def start(rank: int) -> subprocess.Popen[str]:
         # `GLOO_SOCKET_IFNAME` of the profile is among the variables of the files
@@ -144,7 +138,7 @@ def pods(prepared: Prepared, run: RunLayout, logs: Path) -> Start:
         words = [word.replace(inside, outside) for word in words]
     given = {one["name"]: one["value"] for one in container["env"] if "value" in one}
     assert given.pop("PET_MASTER_ADDR") == "tiny-node-0-0.tiny"
-    given["PET_MASTER_PORT"] = free_port()
+    given["PET_MASTER_PORT"] = str(free_port())
 
     def command(rank: int) -> list[str]:
         return ["env", f"PET_NODE_RANK={rank}", "PET_MASTER_ADDR=127.0.0.1", *words]
@@ -162,7 +156,7 @@ def test_torchrun_itself_starts_the_first_launch(
 ) -> None:
     prepared = replace(prepared, train=reference.config)  # with its order of mock tokens
     made = make_trial(tmp_path / "run", prepared.train.model_dump(mode="json"))
-    port = free_port()
+    port = str(free_port())
 
     def command(rank: int) -> list[str]:
         words = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}"]

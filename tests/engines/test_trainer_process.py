@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from trial_runs import LIMIT_SECONDS, MODULE_GPT, Trial
 
-from bench import prefork
+from bench.free_ports import free_port
 from hpctrain.store.run_records import TrainerExit
 
 # Sends itself a signal at the moment when torch begins to be imported.
@@ -43,7 +43,7 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
         "SLURM_NTASKS": str(world_size),
         "SLURMD_NODENAME": f"node{rank}",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(prefork.free_port()),
+        "MASTER_PORT": str(free_port()),
         "HPCTRAIN_EPOCH": "0",
     }
 
@@ -62,7 +62,7 @@ def _start(
 
 def test_as_srun_starts_it(trial: Callable[..., Trial]) -> None:
     made = trial(train_steps=2, data_parallel_size=2, save_interval_steps=1)
-    port = str(prefork.free_port())
+    port = str(free_port())
     ranks = [
         _start(["-m", "hpctrain.train"], made.run.train_config, rank, 2, MASTER_PORT=port)
         for rank in range(2)

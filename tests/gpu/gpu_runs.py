@@ -13,7 +13,7 @@ from typing import Any
 
 from trial_runs import GPT, MODULE_GPT, Trial, make_trial
 
-from bench.prefork import free_port
+from bench.free_ports import free_port
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.store.run_records import RankTimes, read_record
 

@@ -13,7 +13,7 @@ import pytest
 from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage
 from slurm_settings import grace
 
-from bench.prefork import free_port
+from bench.free_ports import free_port
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import lineage, read_metrics

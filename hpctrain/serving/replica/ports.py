@@ -6,7 +6,6 @@ another port (`lifecycle`).
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import random
@@ -14,6 +13,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain import reserved_ports
 from hpctrain.serving.replica.failures import PortTakenError
 
 _TRIES_OF_KERNEL = 20
@@ -47,7 +47,7 @@ def hold_port(host: str, ports: tuple[int, int] | None, directory: Path | None =
         lock = _locked(place / f"{port}.lock")
         if lock is None:
             continue
-        if _is_free(host, port):
+        if reserved_ports.is_free(host, port):
             return HeldPort(port, lock)
         os.close(lock)
     where = "of this node" if ports is None else f"between {ports[0]} and {ports[1]}"
@@ -76,10 +76,3 @@ def _locked(path: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe, contextlib.suppress(OSError):
-        probe.bind((host, port))
-        return True
-    return False

@@ -132,12 +132,6 @@ def listen(front: Front) -> socket.socket:
     raise PortTakenError(f"cannot listen on {front.host}:{which}: {problem}")
 
 
-def free_loopback_port() -> int:
-    """Find a port of the loopback device that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 class Child:
     """A process of the router's job, in a group of its own, whose output goes to a log.
 

@@ -23,11 +23,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+from hpctrain import reserved_ports
 from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.serving.router.counters import MOST_PROCESSES, Count, Counters
 from hpctrain.serving.router.gate_settings import GateSettings
-from hpctrain.serving.router.programs import Child, Counts, Front, free_loopback_port, listen
+from hpctrain.serving.router.programs import Child, Counts, Front, listen
 
 _POLICIES = {
     "least_loaded": "cache_aware",
@@ -43,6 +44,8 @@ _MOST_FAILURES, _LEFT_ALONE_SECONDS = 2, 2
 # It waits for a replica to be healthy before it adds it; ours have answered a request already.
 _ADD_SECONDS = 5
 _START_SECONDS = 60.0
+# Others may listen on a port between its choice and the program's start; so many in a row do not.
+_TRIES_OF_PORTS = 3
 _CALL_SECONDS = 10.0
 _HEALTH_SECONDS = 2
 _PROGRAM = "vllm-router"
@@ -66,6 +69,7 @@ class VllmRouter:
         self._gates: dict[int, Child] = {}
         self._listener: socket.socket | None = None
         self._router_port = self._metrics_port = 0
+        self._reserved: list[socket.socket] = []
         self._counters: Counters | None = None
 
     @property
@@ -81,23 +85,11 @@ class VllmRouter:
 
     def start(self) -> None:
         self._listener = listen(self._front)
-        path = self._directory / "counters"
-        self._counters = Counters(path, create=True)
+        self._counters = Counters(self._counters_path, create=True)
+        self._choose_ports()
         self._start_router()
-        front = self._front
-        settings = GateSettings(
-            router_port=self._router_port,
-            counters=str(path),
-            certificate=_text(front.certificate),
-            key=_text(front.key),
-            token_file=_text(front.token_file),
-            rate_limit=front.rate_limit,
-            retries=front.retries,
-            retry_after_seconds=front.retry_after_seconds,
-            drain_seconds=front.drain_seconds,
-        )
-        replace_text(self._settings, settings.model_dump_json(indent=1), mode=0o600, durable=False)
-        for row in range(min(front.processes, MOST_PROCESSES)):
+        self._write_gate_settings()
+        for row in range(min(self._front.processes, MOST_PROCESSES)):
             self._start_gate(row)
         self._wait_for_gate()
 
@@ -107,11 +99,16 @@ class VllmRouter:
         return next((words for words in found if words is not None), None)
 
     def restart(self) -> None:
+        moved = False
         if self._router is not None and self._router.problem() is not None:
             self._router.kill()
+            known_port = self._router_port
             self._start_router()
+            moved = self._router_port != known_port
+        if moved:
+            self._write_gate_settings()
         for row, gate in list(self._gates.items()):
-            if gate.problem() is not None:
+            if moved or gate.problem() is not None:
                 gate.kill()
                 self._start_gate(row)
 
@@ -160,13 +157,38 @@ class VllmRouter:
                 gate.kill()
         if self._router is not None:
             self._router.kill()
+        self._release_ports()
 
     # -- vllm-router -----------------------------------------------------------------------
 
+    def _choose_ports(self) -> None:
+        """Reserve a port for it and one for its metrics, until it is stopped. Raises OSError."""
+        self._release_ports()
+        self._reserved = [reserved_ports.reserve_any(), reserved_ports.reserve_any()]
+        numbers = (reserved_ports.number_of(reserved) for reserved in self._reserved)
+        self._router_port, self._metrics_port = numbers
+
+    def _release_ports(self) -> None:
+        for reserved in self._reserved:
+            reserved.close()
+
     def _start_router(self) -> None:
-        """Start it, on the port it had, and wait until it answers. Raises InvalidInputError."""
-        self._router_port = self._router_port or free_loopback_port()
-        self._metrics_port = self._metrics_port or free_loopback_port()
+        """Start it and wait until it answers: on the ports it had, unless they are another's.
+
+        Raises InvalidInputError, OSError.
+        """
+        for left in reversed(range(_TRIES_OF_PORTS)):
+            try:
+                self._try_to_start_router()
+                return
+            except InvalidInputError:
+                numbers = self._router_port, self._metrics_port
+                free = all(reserved_ports.is_free("127.0.0.1", number) for number in numbers)
+                if free or not left:
+                    raise
+                self._choose_ports()
+
+    def _try_to_start_router(self) -> None:
         log = self._logs / f"{_PROGRAM}.log"
         self._router = Child(self._words(), log, environment=self._environment)
         deadline = time.monotonic() + _START_SECONDS
@@ -227,6 +249,25 @@ class VllmRouter:
     @property
     def _settings(self) -> Path:
         return self._directory / "gate.json"
+
+    @property
+    def _counters_path(self) -> Path:
+        return self._directory / "counters"
+
+    def _write_gate_settings(self) -> None:
+        front = self._front
+        settings = GateSettings(
+            router_port=self._router_port,
+            counters=str(self._counters_path),
+            certificate=_text(front.certificate),
+            key=_text(front.key),
+            token_file=_text(front.token_file),
+            rate_limit=front.rate_limit,
+            retries=front.retries,
+            retry_after_seconds=front.retry_after_seconds,
+            drain_seconds=front.drain_seconds,
+        )
+        replace_text(self._settings, settings.model_dump_json(indent=1), mode=0o600, durable=False)
 
     def _start_gate(self, row: int) -> None:
         assert self._listener is not None, "listens before"

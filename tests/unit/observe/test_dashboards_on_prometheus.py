@@ -6,7 +6,6 @@ exporter and node_exporter, so that no query may be empty for what it needs.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from command_line import hpctrain
 from fabricated_metrics import FLEET, SEEN_TWICE, SERVICE, fabricated_metrics
 from fetched_prometheus import fetched_prometheus
 
+from bench.free_ports import free_port
 from hpctrain.actions.dashboards import collect_dashboards
 from hpctrain.actions.state import RunState
 from hpctrain.errors import NoSuchRunError, UsageError
@@ -36,9 +36,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, 
     command = [programs.promtool, "tsdb", "create-blocks-from", "openmetrics", "metrics", "data"]
     subprocess.run(command, cwd=place, check=True, capture_output=True, timeout=300)
     (place / "prometheus.yml").write_text("{}\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     arguments = [
         *(programs.prometheus, "--config.file=prometheus.yml", "--storage.tsdb.path=data"),
         f"--web.listen-address=127.0.0.1:{port}",

@@ -15,6 +15,7 @@ import pytest
 from engine_process import SERVED_NAME, request
 from replica_process import NAME, Task, config_of, make_service, task_of
 
+from bench.free_ports import free_port
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.run_records import TrainerExit, write_record
 from hpctrain.store.service_records import Endpoint
@@ -240,7 +241,7 @@ def test_a_taken_port_is_not_the_end(tmp_path: Path) -> None:
     """Of three ports another program has one, and takes the next while the engine loads."""
     service = make_service(tmp_path)
     with socket.socket() as first:
-        first.bind(("127.0.0.1", 0))
+        first.bind(("127.0.0.1", free_port()))
         first.listen()
         port = first.getsockname()[1]
         config = config_of(service, ports=(port, port + 2))

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain import reserved_ports
 from hpctrain.sandbox.ports import HIGHEST
-from hpctrain.supervise import srun_process
 from hpctrain.supervise.srun_process import Signals, SrunProcess, reserve_port
 
 PATIENCE_SECONDS = 300.0
@@ -252,12 +252,12 @@ def own_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     Above the ports of launches, below the ephemeral ones.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    monkeypatch.setattr(srun_process, "PORT_FIRST", 30001 + 100 * (worker % 27))
-    monkeypatch.setattr(srun_process, "PORT_COUNT", 100)
+    monkeypatch.setattr(reserved_ports, "FIRST", 30001 + 100 * (worker % 27))
+    monkeypatch.setattr(reserved_ports, "COUNT", 100)
 
 
 def test_two_launches_of_an_attempt_never_begin_at_one_number(own_ports: None) -> None:
-    """`PORT_COUNT` is no multiple of the step between them."""
+    """`COUNT` of the ports is no multiple of the step between them."""
     for attempt in (f"runs/a {job}" for job in range(40)):
         assert port_of(attempt, 8) != port_of(attempt, 9)
 
@@ -283,8 +283,8 @@ def test_a_reserved_port_is_free_for_rank_0_and_for_nobody_else(own_ports: None)
 
 def test_no_port_at_all_is_an_error(own_ports: None, monkeypatch: pytest.MonkeyPatch) -> None:
     first = port_of("runs/a 1", 1)
-    monkeypatch.setattr(srun_process, "PORT_FIRST", first)
-    monkeypatch.setattr(srun_process, "PORT_COUNT", 1)
+    monkeypatch.setattr(reserved_ports, "FIRST", first)
+    monkeypatch.setattr(reserved_ports, "COUNT", 1)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", first))
         with pytest.raises(OSError, match=f"no free port between {first} and {first}"):

@@ -6,6 +6,8 @@ import concurrent.futures
 import contextlib
 import os
 import re
+import socket
+import socketserver
 import ssl
 import subprocess
 import threading
@@ -18,6 +20,7 @@ from pathlib import Path
 import pytest
 from router_programs import Engine, ask, complete, engines, haproxy, vllm_router, wait
 
+from hpctrain import reserved_ports
 from hpctrain.errors import InvalidInputError
 from hpctrain.serving.router.haproxy import Haproxy
 from hpctrain.serving.router.programs import Front, PortTakenError, RouterProgram
@@ -335,13 +338,18 @@ def children() -> set[int]:
     return {int(pid) for path in paths for pid in path.read_text().split()}
 
 
+def program_of(since: set[int]) -> int:
+    """The process of the router's program, of those started since."""
+    own = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children() - since}
+    (program,) = (pid for pid, words in own.items() if b".router.gate" not in words)
+    return program
+
+
 def test_a_router_that_ends_is_started_anew(start: Start, two: list[Engine]) -> None:
     before = children()
     router = start(*two)
     port = router.port
-    own = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children() - before}
-    (program,) = (pid for pid, words in own.items() if b".router.gate" not in words)
-    os.kill(program, 9)
+    os.kill(program_of(before), 9)
     wait(lambda: router.problem() is not None, "the end of the router")
     assert "-9" in (router.problem() or "")
     router.restart()
@@ -350,6 +358,56 @@ def test_a_router_that_ends_is_started_anew(start: Start, two: list[Engine]) -> 
         assert router.add(engine.url)
     assert router.port == port
     assert complete(port).status == 200
+
+
+class Other(socketserver.TCPServer):
+    """Another program that listens on a port, and ends every connection."""
+
+    allow_reuse_address = True
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", port), socketserver.BaseRequestHandler)
+        threading.Thread(target=self.serve_forever, args=(0.01,)).start()
+
+    def end(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+@pytest.mark.parametrize("start", ["vllm-router"], indirect=True)
+@pytest.mark.parametrize("which", ["its port", "that of its metrics"])
+def test_a_port_that_another_program_has_taken_is_given_up(
+    start: Start, two: list[Engine], monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Taken between its choice and the start of the program, and then while the program is away."""
+    choose, place = reserved_ports.reserve_any, ("its port", "that of its metrics").index(which)
+    chosen: list[int] = []
+
+    with contextlib.ExitStack() as stack:
+
+        def lose(port: int) -> None:
+            stack.callback(Other(port).end)
+
+        def choose_and_lose() -> socket.socket:
+            reserved = choose()
+            chosen.append(reserved_ports.number_of(reserved))
+            if len(chosen) == place + 1:
+                lose(chosen[-1])
+            return reserved
+
+        monkeypatch.setattr(reserved_ports, "reserve_any", choose_and_lose)
+        before = children()
+        router = start(*two)
+        assert len(chosen) == 4
+        assert complete(router.port).status == 200
+        os.kill(program_of(before), 9)
+        wait(lambda: router.problem() is not None, "the end of the router")
+        lose(chosen[2 + place])
+        router.restart()
+        assert len(chosen) == 6
+        for engine in two:
+            assert router.add(engine.url)
+        wait(lambda: complete(router.port).status == 200, "an answer by another port")
 
 
 def test_it_ends_when_requests_have(start: Start, tmp_path: Path) -> None:
