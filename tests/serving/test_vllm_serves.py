@@ -144,8 +144,11 @@ def _tpot(gaps: list[float]) -> float:
 
 
 def _overlap(one: SampleQuantile, other: SampleQuantile) -> bool:
-    """Intervals, widened by a tenth: the two clients do not spend the same on one piece."""
-    return one.low * 0.9 <= other.high * 1.1 and other.low * 0.9 <= one.high * 1.1
+    """Intervals, widened by half: beside other tests two clients get unequal shares of two cores.
+
+    A client that counts the time to connect, or waits for earlier answers, is off by more.
+    """
+    return one.low / 1.5 <= other.high * 1.5 and other.low / 1.5 <= one.high * 1.5
 
 
 def what_has_begun_ends_and_nothing_new_begins(engine: RunningEngine) -> None:
