@@ -7,6 +7,7 @@ true. Does not belong here: reading files, or writing the calibration (see
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -117,7 +118,8 @@ def _products(
 ) -> _Samples:
     """Solve the planner's price of a product (plan/cost/kernels.py, product_seconds) for its rate.
 
-    seconds = 2 k (m n + tail) / rate + bytes moved / memory rate.
+    seconds = hypot(2 m n k / rate, operands) + result + 2 k tail / rate, of which operands and
+    result are bytes over the memory's rate: a quadratic equation for 1 / rate.
     """
     samples = _Samples()
     for number, check in enumerate(measurements.speed):
@@ -125,13 +127,18 @@ def _products(
             continue
         m, n, k = check.product_mnk
         peak = max(float(gpu.peak[name]) for name in ("bf16", "fp16", "fp32") if name in gpu.peak)
-        moved = 2 * (m * k + k * n + m * n) / (float(gpu.memory_bandwidth) * memory)
+        operands, result = (
+            2 * numbers / (float(gpu.memory_bandwidth) * memory)
+            for numbers in (m * k + k * n, m * n)
+        )
+        products, tail = 2 * m * n * k, 2 * packaged.tail_products * k
         for rank, rate in enumerate(check.product_flops_per_second):
             path = f"speed[{number}].product_flops_per_second[{rank}]"
             if rate is None or not samples.accepts(path, rate, peak, 1e12, "TFLOP/s"):
                 continue
-            seconds = 2 * m * n * k / rate - moved
-            share = 2 * k * (m * n + packaged.tail_products) / (peak * max(seconds, 1e-12))
+            seconds = max(2 * m * n * k / rate - result, operands)
+            root = math.sqrt((products * seconds) ** 2 - (products**2 - tail**2) * operands**2)
+            share = (products**2 - tail**2) / (peak * max(root - seconds * tail, 1e-12))
             samples.values.append(min(1.0, share))
     return samples
 

@@ -26,10 +26,6 @@ from hpctrain.plan.cost.kernels import (
 EXPERT_TILE = 128  # rows of a tile of a grouped product: experts' shares are padded to it
 
 
-# Of messages beside products: those lose multiprocessors to NCCL meanwhile.
-BESIDE = 0.8
-
-
 # Of messages beside products: NCCL's blocks of threads, one for each of the 24 channels that it
 # logs on a DGX A100, take a fifth of 108 multiprocessors from those meanwhile.
 BESIDE = 0.8
@@ -76,11 +72,13 @@ def linear(case: Case, rows: Array, n: Array, k: Array, count: Array = 1.0) -> P
     """Price a linear layer [rows, k] -> [rows, n]: one product forward, two of that size back.
 
     In 8 bits its input and its gradient are quantised. Frozen weights (LoRA) need no weight
-    gradient, which is the second product back. `count` of them in one grouped kernel.
+    gradient, which is the second product back. `count` of them in one grouped kernel. Where that
+    product does not add to earlier gradients itself, other kernels do.
     """
     forward = product_seconds(case, rows, n, k, count) + quantising_seconds(case, count * rows * k)
     trained = np.asarray(case.shape.trainable) >= 1
-    of_weights = np.where(trained, product_seconds(case, k, n, rows, count), 0.0)
+    adding = stream(case, count * case.mesh.added_bytes * k * n)
+    of_weights = np.where(trained, product_seconds(case, k, n, rows, count) + adding, 0.0)
     of_input = product_seconds(case, rows, k, n, count) + quantising_seconds(case, count * rows * n)
     return Passes(forward, of_input + of_weights)
 

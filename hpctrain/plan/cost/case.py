@@ -119,6 +119,10 @@ class Mesh:
     gradient_bytes: Array = 4
     summed_bytes: Array = 0  # per gradient that is sent to be summed; 0: as `gradient_bytes`
     summed_inside: Array = 0  # the same inside a node, where that is more
+    whole_sums: Array = 0  # 1: all ranks get all sums, though each keeps a shard of the state
+    # moved per weight and microbatch to add its gradient to those of other microbatches, besides
+    # what its product writes
+    added_bytes: Array = 0
     gather_bytes: Array = 2  # per parameter that the distributed optimizer sends out
     low_bytes: Array = 0  # per weight of a linear layer: its forms in 8 or 4 bits
     low_only: Array = 0  # 1: these weights have no 16-bit form

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpctrain.plan.abilities.low_precision import LOW_PRECISIONS
+from hpctrain.plan.cost.added_gradients import added_bytes
 from hpctrain.plan.cost.case import Array, Case, Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import (
     COMMUNICATOR_BYTES,
@@ -45,7 +46,7 @@ from hpctrain.plan.model.number_formats import (
 from hpctrain.plan.model.parameters import BERT_SEGMENTS
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.calibration import Calibration
-from hpctrain.spec.engines.abilities import MEGATRON_CORE, TRANSFORMERS
+from hpctrain.spec.engines.abilities import MEGATRON_CORE, TRANSFORMERS, GradientAddition
 from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
 from hpctrain.spec.run import ModelSpec, RunSpec
 
@@ -175,7 +176,7 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
     near = columns.order == ORDERS.index(DEFAULT_ORDER)
     again = {name: columns.recompute_modules >> bit & 1 for bit, name in enumerate(MODULES)}
     own, trainable = spec.engine.megatron, request.counts.trainable_share
-    each = gradient_bytes(spec)
+    each, element = gradient_bytes(spec), ELEMENT_BYTES[spec.precision]
     held = each * trainable
     hook = spec.engine.ddp.hook if spec.engine.abilities.gradient_hook else "none"
     sent_share = 1.0 if hook == "none" else 0.5
@@ -209,10 +210,11 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
         full_layers=_number(columns.recompute_layers),
         kept_on_host=_number(columns.offloaded_layers),
         low=int(spec.precision in LOW_PRECISIONS),
-        element_bytes=ELEMENT_BYTES[spec.precision],
+        element_bytes=element,
         gradient_bytes=held,
         summed_bytes=held * sent_share,
         summed_inside=held if hook == "hierarchical" else 0,
+        added_bytes=added_bytes(_addition(spec), element, each, columns.accumulation.astype(float)),
         gather_bytes=sent_weight_bytes(spec),
         low_bytes=low_weight_bytes(spec, request.generation),
         low_only=int(own.fp8_param_gather),
@@ -223,6 +225,12 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
         gradient_copy=FP32_BYTES * trainable if each < FP32_BYTES else 0,
         deferred_output=WGRAD_DEFERRAL_LIMIT if own.defer_embedding_wgrad_compute else 0,
     )
+
+
+def _addition(spec: RunSpec) -> GradientAddition:
+    """Megatron's layers without TransformerEngine add to main gradients by kernels of their own."""
+    way = spec.engine.abilities.gradient_addition
+    return "main" if way == "product" and spec.engine.implementation == "local" else way
 
 
 def _number(column: Ints) -> Array:

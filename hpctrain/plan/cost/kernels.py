@@ -20,10 +20,11 @@ QUANTISED_BYTES = 4.0
 def product_seconds(case: Case, m: Array, n: Array, k: Array, count: Array = 1.0) -> Array:
     """Price matrix products [m, k] x [k, n] of a linear layer, `count` in one grouped kernel.
 
-    Additive roofline: the operations at the rate a large product reaches, plus the time to move
-    both operands and the result once. The second term is what makes small products slower per
-    operation; adding instead of taking the maximum stands for tiles that wait for memory at
-    their start and end. A grouped kernel has one last wave of tiles, however many products.
+    A roofline: the operations at the rate a large product reaches, while both operands come from
+    memory once; then the result goes there, which nothing of its tile hides. Operands that take as
+    long as the operations show half: the norm of order 2, between one after the other (1) and the
+    longer one alone (infinite). Of orders 1, 1.5 and 2 the last predicts unseen sources best. A
+    grouped kernel has one last wave of tiles, however many products.
     """
     mesh, machine = case.mesh, case.machine
     low = np.asarray(mesh.low) > 0
@@ -33,9 +34,10 @@ def product_seconds(case: Case, m: Array, n: Array, k: Array, count: Array = 1.0
         machine.peak * machine.product_efficiency,
     )
     width = np.where(low, 1.5, mesh.element_bytes)  # 8-bit operands, 16-bit result
-    moved = width * (m * k + k * n + m * n)
+    busy, operands = 2.0 * m * n * k / rate, stream(case, width * (m * k + k * n))
+    result = stream(case, width * m * n)
     tail = 2.0 * machine.tail_products * k / rate
-    return count * (2.0 * m * n * k / rate + stream(case, moved)) + tail
+    return count * (np.hypot(busy, operands) + result) + tail
 
 
 def flash_seconds(case: Case, pairs: Array, heads: Array, backward: bool) -> Array:

@@ -58,10 +58,17 @@ class Stages:
     everything: Array  # seconds of one microbatch in all stages
     last_backward: Array  # backward of one microbatch in the slowest stage
     first_forward: Array
+    messages: Array = 0.0  # seconds in which the slowest stage exchanges one microbatch
 
 
-def stages_of(case: Case) -> Stages:
-    """Compute the times of the stages of every case."""
+def stages_of(case: Case, exchange: Array = 0.0) -> Stages:
+    """Compute the times of the stages of every case.
+
+    `exchange`: seconds in which two neighbours exchange an activation and a gradient, both ways at
+    once. A stage does so with each neighbour, and the ends of a pipeline have one (megatron-core:
+    pipeline_parallel/schedules.py, send_forward_recv_backward); the chunks of an interleaved one
+    are a ring. So the output layer slows a pipeline down by less than it takes itself.
+    """
     mesh = case.mesh
     kinds = _Shares.of(case) if np.any(mesh.full_layers) else _Kinds.of(case)
     start, end = kinds.start, kinds.end
@@ -70,13 +77,14 @@ def stages_of(case: Case) -> Stages:
     last = kinds.turn(later_blocks(case, mesh.layers_last)) + end
     whole = kinds.everything(all_blocks(case)) + start + end
     alone = np.asarray(mesh.pp) == 1
-    slowest = _where(alone, whole, _slowest(first, _slowest(middle, last)))
+    inner = 2 * mesh.vpp * exchange
+    outer = np.where(np.asarray(mesh.vpp) > 1, inner, exchange)
+    outermost = _where(first.total >= last.total, first, last)
+    within = np.logical_and(np.asarray(mesh.pp) > 2, middle.total + inner > outermost.total + outer)
+    slowest = _where(alone, whole, _where(within, middle, outermost))
+    messages = np.where(alone, 0.0, np.where(within, inner, outer))
     backward = slowest.backward + slowest.again
-    return Stages(slowest, whole.total, backward, slowest.forward)
-
-
-def _slowest(one: Turn, other: Turn) -> Turn:
-    return _where(one.total >= other.total, one, other)
+    return Stages(slowest, whole.total, backward, slowest.forward, messages)
 
 
 def _where(condition: Mask, yes: Turn, no: Turn) -> Turn:

@@ -49,8 +49,8 @@ class StepTime:
 
 def step_seconds(case: Case) -> StepTime:
     """Compute the seconds of one step of every case."""
-    stages, weights, turns = stages_of(case), weights_of(case), case.mesh.accumulation
-    transfer = transfer_seconds(case)
+    transfer, turns = transfer_seconds(case), case.mesh.accumulation
+    stages, weights = stages_of(case, shown_transfer(case, transfer)), weights_of(case)
     slow = stages.slowest
     bubble = bubble_seconds(case, stages, transfer)
     smooth = StepTime(
@@ -59,7 +59,7 @@ def step_seconds(case: Case) -> StepTime:
         tensor_messages=turns * slow.tensor,
         context_messages=turns * slow.context,
         expert_messages=turns * slow.experts,
-        pipeline_messages=transfers(case, transfer),
+        pipeline_messages=turns * stages.messages,
         bubble=bubble,
         data_messages=data_messages(case, weights, stages),
         optimizer=optimizer_seconds(case, weights),
@@ -124,13 +124,11 @@ def bubble_seconds(case: Case, stages: Stages, transfer: Array) -> Array:
     return np.where(np.asarray(mesh.pp) > 1, fill * left, 0.0)
 
 
-def transfers(case: Case, transfer: Array) -> Array:
-    """Price messages between stages in the steady state, two per microbatch and chunk."""
-    mesh = case.mesh
-    interleaved = np.asarray(mesh.vpp) > 1  # between whole passes of a stage nothing hides
+def shown_transfer(case: Case, transfer: Array) -> Array:
+    """Price what no chunk hides of a message; between whole passes of a stage nothing hides."""
+    interleaved = np.asarray(case.mesh.vpp) > 1
     hidden = np.where(interleaved, case.software.overlaps_stages * case.software.pp_overlap, 0.0)
-    shown = 2 * mesh.accumulation * mesh.vpp * transfer * (1 - hidden)
-    return np.where(np.asarray(mesh.pp) > 1, shown, 0.0)
+    return transfer * (1 - hidden)
 
 
 def transfer_seconds(case: Case) -> Array:
@@ -173,7 +171,10 @@ def data_messages(case: Case, weights: Weights, stages: Stages) -> Array:
 
 
 def _data_seconds(case: Case, parameters: Array, size: Array, stride: Array) -> tuple[Array, Array]:
-    """Price (gradient reduction, parameter gathering); an all-reduce is both at once."""
+    """Price (gradient reduction, parameter gathering); an all-reduce is both at once.
+
+    With `whole_sums` gradients are reduced by it although each rank updates its shard alone.
+    """
     mesh = case.mesh
     size = np.where(parameters > 0, size, 1)  # a model without experts sends none
     each = np.where(np.asarray(mesh.summed_bytes) > 0, mesh.summed_bytes, mesh.gradient_bytes)
@@ -182,7 +183,9 @@ def _data_seconds(case: Case, parameters: Array, size: Array, stride: Array) -> 
     inside = links.gather_seconds(case, mesh.summed_inside * parameters, node, stride)
     gradients = np.maximum(gradients, inside)
     gathered = links.gather_seconds(case, mesh.gather_bytes * parameters, size, stride)
-    return gradients, np.where(np.asarray(mesh.zero) >= 1, gathered, gradients)
+    sharded = np.asarray(mesh.zero) >= 1
+    sums = np.where(sharded, 1 + np.asarray(mesh.whole_sums), 1) * gradients
+    return sums, np.where(sharded, gathered, gradients)
 
 
 def sharded_messages(case: Case, weights: Weights, stages: Stages) -> Array:

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 Axis = Literal["tp", "pp", "vpp", "cp", "ep"]
 Home = Literal["none", "cpu", "nvme"]
 Recompute = Literal["none", "selective", "full"]
+# How a microbatch's weight gradients join those of earlier ones. product: the product that computes
+# them adds (Megatron's gradient_accumulation_fusion); main: a kernel adds them to main gradients
+# (Megatron's distributed_data_parallel.py, `main_grad.add_`; DeepSpeed's BF16_Optimizer,
+# update_hp_grads); autograd: PyTorch adds to `grad` from the second microbatch on (AccumulateGrad);
+# block: FSDP copies them into the block that is reduced (_fsdp_collectives.py, foreach_reduce);
+# joined: its first version, where autograd has joined them before (torch.split) and which then
+# changes their type and divides them (_runtime_utils.py).
+GradientAddition = Literal["product", "main", "autograd", "block", "joined"]
 MODEL_AXES: tuple[Axis, ...] = ("tp", "pp", "vpp", "cp", "ep")
 FAMILIES: tuple[Family, ...] = get_args(Family)
 # Libraries whose classes the engines train.
@@ -181,6 +189,8 @@ class EngineAbilities:
     recomputes: tuple[Recompute, ...] = ("none", "full")
     # the generation of software in `calibration.yaml` whose constants apply
     calibration: str
+    # how a microbatch's weight gradients join those before it
+    gradient_addition: GradientAddition = "autograd"
     # gradients are summed after all passes of a pipeline, without overlap
     sums_behind_pipeline: bool = False
     # reads `optimizer.overlap_grad_reduce`

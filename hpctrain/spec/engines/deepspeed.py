@@ -125,6 +125,8 @@ ABILITIES = EngineAbilities(
     checkpoint_files_per_rank=3,  # optimizer, weights of stage 3, random state
     checkpoint_files_of_leader=1,
     calibration="deepspeed",
+    # `data_types.grad_accum_dtype` is fp32: runtime/zero/stage_1_and_2.py, grad_accum
+    gradient_addition="main",
     # runtime/engine.py, _configure_zero_optimizer: no `overlap_comm` behind a pipeline
     sums_behind_pipeline=True,
     chooses_overlap=True,

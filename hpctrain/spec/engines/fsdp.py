@@ -30,6 +30,7 @@ ABILITIES = EngineAbilities(
     shards_over_part=True,
     offloads=("none", "cpu"),  # CPUOffloadPolicy
     calibration="fsdp",
+    gradient_addition="block",
     one_copy_checkpoints=True,
     words=(
         zero_word(2),

@@ -113,6 +113,7 @@ ABILITIES = EngineAbilities(
     recomputes=("none", "selective", "full"),
     checkpoint_files_of_leader=3,  # common.pt, metadata.json, .metadata
     calibration="megatron-core",
+    gradient_addition="product",
     chooses_overlap=True,
     environment=ENVIRONMENT,
     settings={"megatron": "{}"},

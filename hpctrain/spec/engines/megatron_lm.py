@@ -206,6 +206,7 @@ ABILITIES = EngineAbilities(
     checkpoint_files_per_rank=2,  # its writer has two threads
     checkpoint_files_of_leader=3,
     calibration="megatron-core",
+    gradient_addition="product",
     chooses_overlap=True,
     saves_by_steps_only=True,
     environment=ENVIRONMENT,

@@ -60,7 +60,7 @@ def test_nothing_is_said_without_a_forecast() -> None:
 
 
 def test_fewer_gpus_that_end_as_early_are_said(tmp_path: Path) -> None:
-    """Seven nodes leave a pipeline of 7 stages of 4 and 5 layers; six divide the batch."""
+    """Seven nodes leave a pipeline of 7 stages of 4 and 5 layers; six divide the batch of 192."""
     path = tmp_path / "seven.yaml"
     path.write_text(SEVEN_NODES)
     seven = load(path, "h100x16")
@@ -83,7 +83,7 @@ def test_one_node_has_no_smaller_number(tmp_path: Path) -> None:
 SEVEN_NODES = """\
 name: seven
 model: {family: llama, layers: 32, hidden: 4096, ffn: 11008, heads: 32, vocab: 32000, seq: 4096}
-batch: {global: 256}
+batch: {global: 192}
 budget: {tokens: 100B}
 optimizer: {lr: 1e-4}
 parallel: auto

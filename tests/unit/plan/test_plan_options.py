@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 from planner_knowledge import knowledge_of
 from specimens import LLAMA7B, cluster, run_spec
@@ -54,6 +55,28 @@ def own(**settings: Any) -> dict[str, Any]:
 def planned(gpu: str = "h100", **spec: Any) -> Plan:
     given = dict(model=SMALL, gpus=8, batch=32, parallel={"tp": 2}, recompute="none") | spec
     return make_plan(run_spec(**given), *site(gpu))
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ({"name": "megatron", "implementation": "transformer_engine"}, 0),
+        ({"name": "megatron", "implementation": "local"}, 2 + 2 * 4),
+        ({"name": "fsdp"}, 2 + 4),
+        ({"name": "ddp"}, 3 * 4 * 3 / 4),
+        ({"name": "deepspeed"}, 2 + 2 * 4),
+    ],
+)
+def test_gradients_of_microbatches_are_added_as_each_engine_does(
+    engine: dict[str, str], expected: float
+) -> None:
+    """Four microbatches of two samples on each of eight GPUs."""
+    given = dict(model=SMALL, gpus=8, batch=64, micro=2, parallel={}, engine=engine)
+    request = PlanRequest(run_spec(**given), *site())
+    found = search(request, freedom_of(request))
+    mesh = case_of(request, columns_of(found.candidate(0))).mesh
+    assert list(np.asarray(mesh.accumulation)) == [4]
+    assert np.asarray(mesh.added_bytes) == pytest.approx(expected)
 
 
 class TestWhatTheGpuHas:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
@@ -54,19 +55,22 @@ def gpu(peak: dict[str, str], **others: Any) -> Gpu:
 
 
 class TestProducts:
-    def test_operations_and_both_operands_and_the_result_add_up(self) -> None:
-        # 2 x 1000 x 2000 x 500 = 2e9 operations at half of 1e15; bytes of 16 bits:
-        # 2 (1000 x 500 + 500 x 2000 + 1000 x 2000) = 7e6 at 80 % of 1e12
+    def test_operations_hide_operands_in_part_and_the_result_comes_after(self) -> None:
+        # 2 x 1000 x 2000 x 500 = 2e9 operations at half of 1e15; bytes of 16 bits at 80 % of 1e12:
+        # operands 2 (1000 x 500 + 500 x 2000) = 3e6, result 2 x 1000 x 2000 = 4e6
         one = case(product_efficiency=0.5, memory_efficiency=0.8)
-        assert product_seconds(one, 1000, 2000, 500) == pytest.approx(4e-6 + 8.75e-6)
+        expected = math.hypot(4e-6, 3.75e-6) + 5e-6
+        assert product_seconds(one, 1000, 2000, 500) == pytest.approx(expected)
 
     def test_eight_bits_have_their_own_rate_and_move_less(self) -> None:
-        # 2e9 / (2e15 / 4) + 1.5 x 3.5e6 / 1e12
+        # 2e9 / (2e15 / 4) beside 1.5 x 1.5e6 / 1e12, then 1.5 x 2e6 / 1e12
         one = case(low=1, product_efficiency=0.5, low_efficiency=0.25)
-        assert product_seconds(one, 1000, 2000, 500) == pytest.approx(4e-6 + 5.25e-6)
+        expected = math.hypot(4e-6, 2.25e-6) + 3e-6
+        assert product_seconds(one, 1000, 2000, 500) == pytest.approx(expected)
 
     def test_four_byte_elements_move_twice_as_much(self) -> None:
-        assert product_seconds(case(element_bytes=4), 1000, 2000, 500) == pytest.approx(16e-6)
+        expected = math.hypot(2e-6, 6e-6) + 8e-6
+        assert product_seconds(case(element_bytes=4), 1000, 2000, 500) == pytest.approx(expected)
 
     def test_the_last_wave_of_tiles_is_half_empty(self) -> None:
         # as if the result had 1e6 more elements: 2 x 1e6 x 500 / 1e15

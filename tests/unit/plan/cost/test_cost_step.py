@@ -23,7 +23,6 @@ from hpctrain.plan.cost.step import (
     optimizer_seconds,
     step_seconds,
     transfer_seconds,
-    transfers,
 )
 from hpctrain.plan.cost.weights import Weights
 
@@ -131,9 +130,27 @@ class TestMessagesBetweenStages:
         one = pipeline(2, 8, tp=2, dp=4, pipeline_outside=outside)
         assert transfer_seconds(one) == pytest.approx(2 * SBH / rate + 6e-6)
 
-    def test_two_for_every_microbatch_and_chunk(self) -> None:
+    @pytest.mark.parametrize(("pp", "neighbours"), [(2, 1), (4, 2)])
+    def test_one_exchange_with_each_neighbour_of_the_slowest_stage(
+        self, pp: int, neighbours: int
+    ) -> None:
+        # stages are equal: those within have two neighbours, and so are the slowest
+        one = pipeline(pp, 8, accumulation=8, vocab=0, memory_bandwidth=NEVER)
+        expected = 8 * neighbours * float(transfer_seconds(one))
+        assert step_seconds(one).pipeline_messages == pytest.approx(expected)
+
+    def test_an_end_that_is_slower_has_one_neighbour(self) -> None:
+        # the output layer takes longer than a transfer, or less
+        for vocab, neighbours in ((1024, 2), (512_000, 1)):
+            one = pipeline(4, 8, accumulation=8, vocab=vocab, network_bandwidth=1e10)
+            one = changed(one, domain=1)
+            step, transfer = step_seconds(one), float(transfer_seconds(one))
+            assert step.pipeline_messages == pytest.approx(8 * neighbours * transfer)
+
+    def test_two_for_every_microbatch_and_chunk_of_a_ring(self) -> None:
         one = pipeline(2, 8, vpp=2, accumulation=8, pp_overlap=0.25)
-        assert transfers(one, 1e-3) == pytest.approx(2 * 8 * 2 * 0.75 * 1e-3)
+        expected = 2 * 8 * 2 * 0.75 * float(transfer_seconds(one))
+        assert step_seconds(one).pipeline_messages == pytest.approx(expected)
 
 
 class TestDataParallel:
@@ -145,6 +162,10 @@ class TestDataParallel:
     def test_without_sharding_gradients_are_reduced_twice(self) -> None:
         found = data_messages(case(dp=8, zero=0), WEIGHTS, stages())
         assert found == pytest.approx(7 / 8 * 2 * 32e9 / 1e11 + 2 * hops(8))
+
+    def test_whole_sums_are_an_all_reduce_before_the_gathering(self) -> None:
+        found = data_messages(case(dp=8, whole_sums=1), WEIGHTS, stages())
+        assert found == pytest.approx(7 / 8 * (2 * 32e9 + 16e9) / 1e11 + 3 * hops(8))
 
     def test_context_parallel_ranks_are_replicas(self) -> None:
         one, other = case(dp=8), case(dp=2, cp=4)
