@@ -266,7 +266,7 @@ def _fabric_constants() -> list[Free]:
     own = []
     for key, (start, _) in CLUSTERS.items():
         reached = Target("fabrics", key, "network_efficiency")
-        own.append(Free(f"{key}.network", start, 0.05, 0.95, 3, (reached,)))
+        own.append(Free(f"{key}.network", start, 0.02, 0.95, 3, (reached,)))
     sharding = (Target("software", "deepspeed-zero3-2021", "sharding_efficiency"),)
     return [
         *own,

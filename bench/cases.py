@@ -16,10 +16,12 @@ from bench.pipeline_layout import stage_layers
 from bench.published import PublishedRow, facts_of, precision_of
 from bench.published_models import ModelShape, UnknownModel, model_of
 from bench.published_recipes import Recipe, product_names, recipe_of
+from hpctrain.plan.cost.added_gradients import added_bytes
 from hpctrain.plan.cost.case import (
     RECOMPUTE_FULL,
     RECOMPUTE_NONE,
     RECOMPUTE_SELECTIVE,
+    Array,
     Case,
     Machine,
     Mesh,
@@ -258,7 +260,9 @@ def mesh_of(
         raise CannotModel(f"model `{row.model}`: {layout} are not the {gpus} GPUs of the row")
     ep = _expert_ranks(ep, tp * cp * dp, assumed)
     micro, accumulation = _batch(row, recipe, dp, assumed)
-    first, middle, last = stage_layers(recipe.layout, model.layers, pp)
+    first, middle, last = stage_layers(recipe.layout, model.layers, pp, recipe.equal_modules)
+    element = 4 if recipe.precision in ("fp32", "tf32") else 2
+    kept = _kept_bytes(row, recipe)
     modules = recipe.recompute_modules
     return Mesh(
         tp=tp,
@@ -284,8 +288,11 @@ def mesh_of(
         layers_middle=middle,
         layers_last=last,
         low=int(recipe.precision in ("fp8", "mxfp8", "nvfp4")),
-        element_bytes=4 if recipe.precision in ("fp32", "tf32") else 2,
+        element_bytes=element,
         gradient_bytes=_gradient_bytes(row, recipe, constants),
+        summed_bytes=4 if recipe.sum_dtype == "fp32" else kept,
+        whole_sums=int(recipe.whole_sums),
+        added_bytes=added_bytes(recipe.addition, element, kept, accumulation),
         gradient_copy=copied_gradient_bytes(software_key(row)[0], recipe.precision),
         gather_bytes=1 if recipe.fp8_params and recipe.precision != "mxfp8" else 2,
         low_bytes=_low_bytes(recipe),
@@ -350,6 +357,11 @@ def _gradient_bytes(row: PublishedRow, recipe: Recipe, constants: SoftwareCalibr
     if "bloom" in row.source.lower():
         more = BF16_ACCUMULATOR if recipe.precision == "bf16" else 0.0
         return constants.gradient_bytes + more
+    return _kept_bytes(row, recipe)
+
+
+def _kept_bytes(row: PublishedRow, recipe: Recipe) -> int:
+    """Bytes of the gradient that microbatches are added to, and that is reduced."""
     if (facts_of(row).mixed_precision or "").upper() == "PURE":
         return 2
     return 4 if recipe.grad_dtype == "fp32" or recipe.precision == "fp32" else 2
@@ -384,6 +396,11 @@ def machine_for(row: PublishedRow, gpu: Gpu, calibration: Calibration) -> Machin
     return replace(machine, domain=domain)  # racks of 72 are used in powers of two
 
 
+def _stage_split(recipe: Recipe, software: Software) -> Array:
+    given = recipe.stage_split
+    return software.scatter_gather if given is None else int(given)
+
+
 def software_for(
     recipe: Recipe, calibration: Calibration, key: str, gpu: Gpu
 ) -> tuple[Software, str | None]:
@@ -409,6 +426,7 @@ def software_for(
         overlaps_gradients=int(recipe.grad_overlap),
         overlaps_parameters=int(recipe.param_overlap),
         overlaps_stages=int(recipe.p2p_overlap),
+        scatter_gather=_stage_split(recipe, software),
         overlaps_experts=int(recipe.moe_overlap),
         one_copy=dispatch.one_copy,
         dispatch_efficiency=dispatch.efficiency,

@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.accuracy_figures import Report
-from bench.left_out import known_gpus
+from bench.left_out import counted, known_gpus
 from bench.predictions import Predicted
 from hpctrain.plan.cost.case import Floats
-from hpctrain.plan.uncertainty.intervals import interval_of, memory_interval_of
+from hpctrain.plan.cost.classes import classes_of
+from hpctrain.plan.cost.multipliers import MEMORY, memory_sensitivities
+from hpctrain.plan.uncertainty.intervals import Spread, interval_of, noise_of, prior_of
 from hpctrain.spec.loader import load_uncertainty
 
 
@@ -33,16 +35,21 @@ def time_intervals(predicted: Predicted, unseen: bool) -> Report:
 
 
 def memory_intervals(predicted: Predicted, unseen: bool) -> Report:
-    """Coverage of the peaks' 80 % intervals, around bytes as each source counts them."""
+    """Coverage of the peaks' 80 % intervals, around bytes as each source counts them.
+
+    What a source does not count is no reason to doubt its figure (`left_out.counted`).
+    """
     title = "memory, 80 % intervals"
     sized = predicted.where(lambda row: row.memory_gb is not None)
     if not sized.cases:
         return Report(title, {})
-    low, high = memory_interval_of(sized.case, load_uncertainty(), _known(sized, unseen))
-    middle = np.sqrt(low * high)
-    peak = sized.gibibytes
+    doubt = load_uncertainty().memory
+    effects = memory_sensitivities(sized.case) * counted(sized.cases)
+    noise = noise_of(doubt, classes_of(sized.case, _known(sized, unseen)))
+    deviation = doubt.widening * prior_of(doubt, MEMORY).deviation(effects, noise)
+    spread = Spread(sized.gibibytes, deviation)
     measured = np.array([case.row.memory_gb for case in sized.cases], dtype=float)
-    return _report(title, sized, measured, peak * low / middle, peak * high / middle)
+    return _report(title, sized, measured, spread.low, spread.high)
 
 
 def _known(predicted: Predicted, unseen: bool) -> NDArray[np.bool_]:

@@ -110,26 +110,33 @@ def known_gpus(cases: list[RowCase]) -> NDArray[np.bool_]:
 def memory_rows(runs: list[Path]) -> LeftOut:
     """Predict the memory of every row that states it, as its source counts bytes.
 
-    What an allocator and what lies outside of it move depends on that: bytes that PyTorch has
-    allocated know neither. No memory constant of `hpctrain plan` is fitted to these rows.
+    No memory constant of `hpctrain plan` is fitted to these rows.
     """
     parts = [
         predict_file(file, product=True).where(lambda row: row.memory_gb is not None)
         for file in runs
     ]
     cases = [case for part in parts for case in part.cases]
-    kinds = np.array([convention_of(case.row).kind for case in cases])
     case = stacked(cases)
-    seen = np.column_stack([np.ones(len(cases)), kinds != "allocated", kinds == "driver"])
     return LeftOut(
         sources=tuple(one.row.source for one in cases),
         measured=np.array([one.row.memory_gb for one in cases], dtype=float),
         predicted=np.concatenate([part.gibibytes for part in parts]),
-        effects=memory_sensitivities(case) * seen,
+        effects=memory_sensitivities(case) * counted(cases),
         classes=classes_of(case),
         places=row_places(case),
         gpus=tuple(one.gpu.name for one in cases),
     )
+
+
+def counted(cases: list[RowCase]) -> Floats:
+    """Tell which multipliers of memory move what a row's source counts: 1 or 0, [rows, MEMORY].
+
+    Bytes that PyTorch has allocated know neither its allocator nor what lies outside of it.
+    """
+    kinds = np.array([convention_of(case.row).kind for case in cases])
+    seen = [np.ones(len(cases), dtype=bool), kinds != "allocated", kinds == "driver"]
+    return np.column_stack(seen).astype(float)
 
 
 def row_places(case: Case) -> Floats:

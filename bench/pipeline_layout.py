@@ -10,18 +10,25 @@ import math
 import re
 
 
-def stage_layers(layout: str | None, layers: int, pp: int) -> tuple[float, float, float]:
+def stage_layers(
+    layout: str | None, layers: int, pp: int, equal_modules: bool = False
+) -> tuple[float, float, float]:
     """Layers of the first, a middle and the last stage.
 
-    By the layout where it holds the model's layers; evenly where that divides; else embedding and
-    loss count as layers (account_for_embedding_in_pipeline_split of megatron-core), else the last
-    stage has what is left.
+    By the layout where it holds the model's layers. With `equal_modules` embedding, layers, norm
+    and head are split evenly, and the first stages have one more. Else evenly where that divides;
+    else embedding and loss count as layers (account_for_embedding_in_pipeline_split of
+    megatron-core), else the last stage has what is left.
     """
     if pp == 1:
         return layers, layers, layers
     counts = _counts(layout, pp) if layout else None
     if counts and sum(counts) == layers:
         return counts[0], max(counts[1:-1], default=counts[-1]), counts[-1]
+    if equal_modules:
+        least, more = divmod(layers + 3, pp)
+        sizes = [least + (stage < more) for stage in range(pp)]
+        return sizes[0] - 1, max(sizes[1:-1], default=sizes[0] - 1), max(0, sizes[-1] - 2)
     if layers % pp == 0:
         return layers / pp, layers / pp, layers / pp
     most = math.ceil((layers + 2) / pp)

@@ -26,6 +26,7 @@ from bench.published import (
     precision_of,
 )
 from hpctrain.spec.document import Document
+from hpctrain.spec.engines.abilities import GradientAddition
 
 RULES = Path(__file__).with_name("recipes.yaml")
 BRIDGE = Path(__file__).with_name("bridge_recipes.yaml")
@@ -50,6 +51,11 @@ class Settings(Document):
     recompute_modules: tuple[str, ...] | None = None
     recompute_layers: int | None = None
     grad_dtype: Literal["param", "bf16", "fp32"] | None = None
+    sum_dtype: Literal["fp32"] | None = None
+    whole_sums: bool | None = None
+    addition: GradientAddition | None = None
+    stage_split: bool | None = None
+    equal_modules: bool | None = None
     moment_dtype: Literal["bf16", "fp32"] | None = None
     master_dtype: Literal["bf16", "fp32"] | None = None
     fp8_params: Switch | None = None
@@ -150,7 +156,11 @@ class Recipe:
 
     `recompute_layers` counts layers of a pipeline stage (0: all); `recompute_modules` are
     Megatron's names. `shard_groups` are copies of the sharded state (HSDP; 1: sharded over all).
-    `grad_dtype` is of the gradients' buffer and reduction (`param`: as the parameters).
+    `grad_dtype` is of the gradients' buffer and reduction (`param`: as the parameters);
+    `sum_dtype` is of the reduction alone, `whole_sums`: an all-reduce, whatever is sharded;
+    `addition`: how a microbatch's gradients join the others. `stage_split`: messages between
+    stages are split over tensor parallel ranks (None: as the software has it).
+    `equal_modules`: stages have as many modules each, embedding, norm and head included.
     `fp8_params`: the gather of the distributed optimizer moves fp8. `capacity_factor` 0: dropless.
     `layout` is Megatron's `--pipeline-model-parallel-layout`. `account_*`: the embedding, or head
     and loss, takes the place of a layer. `mtp`: the model's layers that predict further tokens
@@ -176,6 +186,11 @@ class Recipe:
     recompute_modules: tuple[str, ...] = ()
     recompute_layers: int = 0
     grad_dtype: str = "fp32"
+    sum_dtype: str | None = None
+    whole_sums: bool = False
+    addition: GradientAddition = "product"
+    stage_split: bool | None = None
+    equal_modules: bool = False
     moment_dtype: str = "fp32"
     master_dtype: str = "fp32"
     fp8_params: bool = False

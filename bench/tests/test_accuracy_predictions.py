@@ -48,6 +48,21 @@ class TestStageLayers:
     ) -> None:
         assert stage_layers(layout, layers, pp) == expected
 
+    @pytest.mark.parametrize(
+        ("layers", "pp", "expected"),
+        [
+            (40, 1, (40, 40, 40)),
+            (40, 2, (21, 21, 19)),  # 22 and 21 modules: embedding, layers, norm and head
+            (40, 4, (10, 11, 8)),
+            (32, 8, (4, 5, 2)),  # 35 modules: three stages have one more
+            (5, 8, (0, 1, 0)),
+        ],
+    )
+    def test_stages_of_equally_many_modules(
+        self, layers: int, pp: int, expected: tuple[int, int, int]
+    ) -> None:
+        assert stage_layers(None, layers, pp, equal_modules=True) == expected
+
     def test_never_fewer_than_none_and_no_layer_is_lost(self) -> None:
         for layers in range(1, 40):
             for pp in range(1, 20):
