@@ -16,7 +16,6 @@ from hpctrain.plan.cost.case import Array, Case, Floats, Mask
 from hpctrain.plan.cost.classes import CLASSES, classes_of
 from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.multipliers import (
-    MEMORY,
     TIME,
     memory_sensitivities,
     sensitivities,
@@ -135,16 +134,6 @@ def interval_of(
 ) -> tuple[Floats, Floats]:
     """Compute the ends between which 80 of 100 unseen sites measure a step: seconds, [cases]."""
     spread = time_spread(case, prior_of(uncertainty.time, TIME_NAMES), uncertainty.time, known_gpu)
-    return spread.low, spread.high
-
-
-def memory_interval_of(
-    case: Case, uncertainty: Uncertainty, known_gpu: Mask = True
-) -> tuple[Floats, Floats]:
-    """Compute the ends between which 80 of 100 unseen sites measure the peak: bytes, [cases]."""
-    spread = memory_spread(
-        case, prior_of(uncertainty.memory, MEMORY), uncertainty.memory, known_gpu
-    )
     return spread.low, spread.high
 
 

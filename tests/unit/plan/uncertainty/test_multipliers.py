@@ -27,7 +27,7 @@ from hpctrain.plan.search.space import freedom_of
 from hpctrain.plan.uncertainty.intervals import (
     TIME_NAMES,
     interval_of,
-    memory_interval_of,
+    memory_spread,
     prior_of,
     probability_faster,
     time_effects,
@@ -91,8 +91,8 @@ def test_intervals_are_wider_where_less_is_known() -> None:
     strange = interval_of(case, uncertainty, known_gpu=False)
     assert strange[0][0] < low[0]
     assert high[0] < strange[1][0]
-    lean, full = memory_interval_of(case, uncertainty)
-    assert lean[0] < float(np.asarray(peak_bytes(case))[0]) < full[0]
+    memory = memory_spread(case, prior_of(uncertainty.memory, MEMORY), uncertainty.memory)
+    assert memory.low[0] < float(np.asarray(peak_bytes(case))[0]) < memory.high[0]
 
 
 def test_layouts_of_one_model_are_told_apart_better_than_their_intervals_say() -> None:
