@@ -92,13 +92,14 @@ def test_half_of_the_time_is_for_training(limit: int, seconds: int, cut: bool) -
 
 def test_a_large_model() -> None:
     """174.6e9 parameters x 14 bytes at 100 GB/s are 24.4 s each, and 2.5 s for the copy; a step
-    takes 37 s as planned."""
+    takes 37 s as planned, and there is room for two."""
     spec = load_run_spec(ROOT / "examples/gpt175b.yaml").document
     profile = load_profile(find_profile("a100x64"))
     plan = make_plan(spec, profile.document, load_knowledge(profile))
     assert plan.step_seconds == pytest.approx(37, abs=1)
     found = warning_lead(spec, profile.document, plan, DAY)
-    assert (found.seconds, round(found.running_seconds)) == (190, 74)
+    assert found.running_seconds == pytest.approx(2 * plan.step_seconds)
+    assert found.seconds == 190
 
 
 def test_slurm_takes_no_more_than_65535_seconds() -> None:
