@@ -172,6 +172,32 @@ class TestSoftware:
         assert flash.case.software.flash == 1
         assert flash.attention == "flash2"
 
+    @pytest.mark.parametrize("product", [False, True])
+    @pytest.mark.parametrize(
+        ("names", "precision", "expected"),
+        [  # (split over tp, all-reduced, bytes of a sum, bytes of adding without the first)
+            (("Aleph Alpha layouts", "Aleph Alpha Scaling"), "bf16", (0, 1, 4, 6)),
+            (("BLOOM prequel sweep", "Megatron-DeepSpeed"), "fp16", (1, 0, 2, 6)),
+            (("BLOOM prequel sweep", "Megatron-DeepSpeed"), "bf16", (1, 1, 4, 10)),
+            (("MosaicML llm-foundry", "MosaicML FSDP"), "bf16", (0, 0, 4, 18)),
+            (("SimuMax B200 real", "Megatron-core"), "bf16", (0, 0, 4, 0)),
+        ],
+    )
+    def test_what_a_framework_does_in_its_own_way_is_in_both_views(
+        self, product: bool, names: tuple[str, str], precision: str, expected: tuple[float, ...]
+    ) -> None:
+        sizes = dict(gpus=8, tp=1, pp=1, dp=8, micro_batch=1, global_batch=8000)
+        source, framework = names
+        row = gpt(source=source, framework=framework, precision=precision, **sizes)
+        one = row_case(row, CATALOGUE, CALIBRATION, product).case
+        found = (
+            one.software.scatter_gather,
+            one.mesh.whole_sums,
+            one.mesh.summed_bytes,
+            one.mesh.added_bytes,
+        )
+        assert found == pytest.approx(expected, rel=2e-3)
+
     def test_norms_without_their_kernel_move_more(self) -> None:
         aleph = dict(source="Aleph Alpha layouts")
         plain = case(gpt(**aleph, notes="attention kernel: flash_attention2"))

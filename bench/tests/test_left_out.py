@@ -7,7 +7,7 @@ from pathlib import Path
 import row_specimens as specimens
 
 from bench.cases import row_case
-from bench.interval_figures import time_intervals
+from bench.interval_figures import memory_intervals, time_intervals
 from bench.left_out import known_gpus
 from bench.predictions import predict_file
 from hpctrain.spec.loader import load_calibration, load_catalogue
@@ -35,3 +35,14 @@ def test_plans_know_the_gpus_that_they_name(tmp_path: Path) -> None:
     predicted = predict_file(file, product=True)
     plan, unseen = (time_intervals(predicted, one).lines["all"]["+- %"] for one in (False, True))
     assert unseen > plan + 0.5
+
+
+def test_what_a_source_does_not_count_is_no_reason_to_doubt_its_figure(tmp_path: Path) -> None:
+    """Bytes that PyTorch has allocated, reserved, and that the driver sees besides."""
+    widths = []
+    for words in ("max_memory_allocated", "max_memory_reserved", "Mem = nvidia-smi on first node"):
+        row = dict(specimens.LLAMA, memory_gb="40", notes=words)
+        predicted = predict_file(specimens.write(tmp_path / "rows.csv", row), product=True)
+        widths.append(memory_intervals(predicted, unseen=False).lines["all"]["+- %"])
+    allocated, reserved, driver = widths
+    assert allocated < reserved < driver
