@@ -13,7 +13,7 @@ N ?= 100
 # Releases that `make test-slurms` runs on; Debian's packages of them are fetched into .slurm.
 SLURMS ?= 22.05 24.11 26.05
 SEED ?= 1
-.PHONY: help install install-tests demo test unit lint megatron-core-newest golden reliability test-slurms chaos many-ranks bench bench-planner house screens gpu sandbox-down clean
+.PHONY: help install install-tests demo test quick unit lint megatron-core-newest golden reliability test-slurms chaos many-ranks bench bench-planner house screens gpu sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -30,6 +30,9 @@ demo: install  ## Train, preempt, resume and finish a real Megatron job on a rea
 test: install-tests  ## All tests but variants: unit, golden, engines, Slurm; and the 15 slowest
 	@$(PYTHON) -m compileall -q -j 2 hpctrain tests bench
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rR -n $(WORKERS) --dist worksteal --durations=15
+
+quick: install  ## [SINCE=REV]: what a change reaches by imports, the nearest tests first; 60 s
+	@$(PYTHON) tests/quick.py $(if $(SINCE),--since $(SINCE))
 
 unit: install-tests  ## The fast tests only
 	@$(PYTHON) -m pytest tests/unit tests/golden tests/sites tests/test_house.py
