@@ -4,16 +4,19 @@
 PYTHON := .venv/bin/python
 # Thousands of processes import the checkout: they keep its bytecode, whatever the caller's shell says.
 export PYTHONDONTWRITEBYTECODE :=
-# Test processes side by side; each has a Slurm of its own. Half of their time they wait for Slurm,
-# so four keep two cores busy.
-WORKERS ?= 4
+# Test processes side by side: those that compute, and those that wait, each for a Slurm of its own
+# (tests/lanes.py).
+COMPUTE ?= $(shell nproc)
+WAIT ?= $(shell expr 3 \* $(COMPUTE))
+LANES = $(PYTHON) tests/lanes.py --compute $(COMPUTE) --wait $(WAIT)
 .DEFAULT_GOAL := help
 # Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.
 N ?= 100
+NIGHTLY_N ?= 50
 # Releases that `make test-slurms` runs on; Debian's packages of them are fetched into .slurm.
 SLURMS ?= 22.05 24.11 26.05
 SEED ?= 1
-.PHONY: help install install-tests demo test quick unit lint megatron-core-newest golden reliability test-slurms chaos many-ranks bench bench-planner house screens gpu sandbox-down clean
+.PHONY: help install install-tests demo test nightly quick unit lint megatron-core-newest golden reliability test-slurms chaos many-ranks bench bench-planner house screens gpu sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -27,9 +30,15 @@ install-tests:
 demo: install  ## Train, preempt, resume and finish a real Megatron job on a real Slurm
 	@$(PYTHON) scripts/demo.py
 
-test: install-tests  ## All tests but variants: unit, golden, engines, Slurm; and the 15 slowest
+test: install-tests  ## The tests of every landing, in two lanes; docs/tests.md says which
 	@$(PYTHON) -m compileall -q -j 2 hpctrain tests bench
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rR -n $(WORKERS) --dist worksteal --durations=15
+	@$(LANES)
+
+nightly: install-tests  ## All tests: variants, newest releases, emulated GPU, vLLM, Prometheus, chaos, mutants
+	@$(PYTHON) -m compileall -q -j 2 hpctrain tests bench
+	@$(LANES) --nightly
+	@$(MAKE) megatron-core-newest
+	@$(MAKE) chaos N=$(NIGHTLY_N)
 
 quick: install  ## [SINCE=REV]: what a change reaches by imports, the nearest tests first; 60 s
 	@$(PYTHON) tests/quick.py $(if $(SINCE),--since $(SINCE))
@@ -38,7 +47,7 @@ unit: install-tests  ## The fast tests only
 	@$(PYTHON) -m pytest tests/unit tests/golden tests/sites tests/test_house.py
 
 megatron-core-newest: install  ## The tests of megatron-core with its newest release
-	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/megatron-lm $(PYTHON) -m pytest -rR -n $(WORKERS) \
+	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/megatron-lm $(PYTHON) -m pytest -n $(COMPUTE) \
 		--dist worksteal tests/engines --ignore-glob='*/test_deepspeed_*' \
 		--ignore-glob='*/test_megatron_lm_*' --ignore-glob='*/test_native_*' \
 		--ignore-glob='*/test_plan_parameters*'
@@ -55,14 +64,12 @@ lint: install  ## Style, types, architecture contracts, shell scripts
 golden: install  ## Write the golden scripts and transcripts anew; review the diff
 	@$(PYTHON) -m pytest tests/golden tests/sites --write-golden
 
-reliability: install  ## All faults on a real Slurm, into docs/reliability.md; then other variants
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:rerunfailures -n $(WORKERS) --dist worksteal \
-		--variants tests/slurm/faults --write-reliability
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:rerunfailures -n $(WORKERS) --dist worksteal \
-		--variants -m variant tests --ignore=tests/slurm/faults
+reliability: install  ## All faults on a real Slurm, into docs/reliability.md
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WAIT) --dist worksteal \
+		--nightly tests/slurm/faults --write-reliability
 
 test-slurms: install  ## The rehearsals and the demo on each of SLURMS, into docs/slurm-versions.md
-	@$(PYTHON) scripts/test_slurms.py --workers $(WORKERS) $(SLURMS)
+	@$(PYTHON) scripts/test_slurms.py --workers $(WAIT) $(SLURMS)
 
 chaos: install  ## N=100 faults of both tables at random, three runs at a time, and three questions
 	@$(PYTHON) -m bench.chaos --strikes $(N) --seed $(SEED)

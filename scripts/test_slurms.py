@@ -108,8 +108,8 @@ def try_release(release: str, workers: str, subjects: Sequence[str]) -> Outcome:
     report = CACHE / f"tests-{release}.xml"
     report.unlink(missing_ok=True)
     files = [file for name in subjects for file in SUBJECTS[name]]
-    argv = [sys.executable, "-m", "pytest", "-rfEs", "-p", "no:rerunfailures", "-n", workers]
-    argv += ["--dist", "worksteal", "--variants", "--slurm", release]
+    argv = [sys.executable, "-m", "pytest", "-rfEs", "-n", workers]
+    argv += ["--dist", "worksteal", "--nightly", "--slurm", release]
     argv += [f"--junitxml={report}", *files]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(argv, env=environment, check=False, timeout=None)

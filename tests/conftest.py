@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import longest_first
 import pytest
-import reruns
+from parts import LeavesOut
 from reliability_report import ReliabilityReport
-from variants import Variants
 
 if TYPE_CHECKING:
     from another_user import AnotherUser
@@ -54,14 +53,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Run tests/slurm on another Slurm, as `hpctrain sandbox up --slurm` does.",
     )
     parser.addoption(
-        "--variants",
+        "--nightly",
         action="store_true",
-        help="Run tests with the mark `variant`, too, as `make reliability` does.",
+        help="Run what `make test` leaves out, too: tests/parts.py.",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Variants(), "variants")
+    config.pluginmanager.register(LeavesOut(), "leaves-out")
     if hasattr(config, "workerinput"):
         return
     if config.getoption("--write-reliability"):
@@ -71,9 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    reruns.mark_allowed(items)
-    plugin = config.pluginmanager.get_plugin("variants")
-    assert isinstance(plugin, Variants)
+    plugin = config.pluginmanager.get_plugin("leaves-out")
+    assert isinstance(plugin, LeavesOut)
     plugin.leave_out(config, items)
     worker = getattr(config, "workerinput", None)
     if worker is not None:
@@ -87,11 +85,6 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    repeated = [report.nodeid for report in terminalreporter.stats.get("rerun", [])]
-    terminalreporter.write_line(reruns.summary(repeated))
 
 
 @pytest.fixture

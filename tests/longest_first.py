@@ -85,7 +85,10 @@ def durations_text(seconds: Mapping[str, float]) -> str:
 
 
 class DurationsWriter:
-    """A plugin that adds up the time of each file and writes `durations.json` at the end."""
+    """A plugin that adds up the time of each file and writes it into `durations.json` at the end.
+
+    Files that did not run stay as they were.
+    """
 
     def __init__(self) -> None:
         self._seconds: Counter[str] = Counter()
@@ -94,7 +97,7 @@ class DurationsWriter:
         self._seconds[_file(report.nodeid)] += report.duration  # type: ignore[assignment]
 
     def pytest_sessionfinish(self) -> None:
-        FILE.write_text(durations_text(self._seconds))
+        FILE.write_text(durations_text(read_durations() | self._seconds))
 
 
 def _file(node_id: str) -> str:

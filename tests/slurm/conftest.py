@@ -80,10 +80,10 @@ def uses_stand_in(request: pytest.FixtureRequest) -> bool:
     """Whether the test's ranks compute nothing: the closest mark `stand_in` says so.
 
     It is for tests of supervisor, Slurm and commands, for which ranks that start in a tenth of the
-    time are as good. `make reliability` (`--variants`) runs them with the real trainer as well.
+    time are as good. `make nightly` (`--nightly`) runs them with the real trainer as well.
     """
     mark = request.node.get_closest_marker("stand_in")
-    return mark is not None and mark.args != (False,) and not request.config.getoption("--variants")
+    return mark is not None and mark.args != (False,) and not request.config.getoption("--nightly")
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_what_goes_wrong_is_told_and_told_to_be_over(
     watched: Watched, pytestconfig: pytest.Config
 ) -> None:
     stage = watched.stage
-    runs = start_all(stage, replace(stage, stand_in=not pytestconfig.getoption("--variants")))
+    runs = start_all(stage, replace(stage, stand_in=not pytestconfig.getoption("--nightly")))
     watch(watched)
     name_again(watched)
     hangs, fails, poisoned = (run.run.run_id for run in runs)

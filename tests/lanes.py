@@ -1,0 +1,104 @@
+"""Run the tests in two lanes side by side: those that compute, and those that wait for Slurm.
+
+    lanes.py [--compute N] [--wait N] [--nightly] [OPTION OF PYTEST ...]
+
+Each lane is a pytest with processes of its own, so that each collects its own parts alone
+(tests/parts.py). As many processes as cores compute; of those that wait, more keep the cores busy.
+Prints the lines of both as they come, and at the end how many tests passed, failed and were skipped
+in all. Exits with 0 if both lanes have passed, else with the worse exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from parts import PARTS, ROOT
+
+SLOWEST = 12  # tests named at the end of each lane
+
+
+def command(lane: str, processes: int, report: Path, options: Sequence[str]) -> list[str]:
+    """The pytest of one lane, with the parts of the lane that such a run has."""
+    runs = ("test", "nightly") if "--nightly" in options else ("test",)
+    paths = [part.path for part in PARTS if part.lane == lane and part.runs in runs]
+    argv = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "worksteal"]
+    return [*argv, f"--durations={SLOWEST}", f"--junitxml={report}", *options, *paths]
+
+
+def counts(report: Path) -> Counter[str]:
+    """Tests by outcome, as pytest's JUnit XML has them; nothing where it wrote none."""
+    found: Counter[str] = Counter()
+    if report.exists():
+        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+            failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+            skipped = int(suite.get("skipped", 0))
+            found["passed"] += int(suite.get("tests", 0)) - failed - skipped
+            found += Counter(failed=failed, skipped=skipped)
+    return found
+
+
+def told(found: Counter[str]) -> str:
+    """The last line of a run."""
+    return f"{found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped"
+
+
+def exit_code(codes: Sequence[int], found: Counter[str]) -> int:
+    """The worst of the lanes' codes; 1 if a lane that ended well has left no report of tests."""
+    return max(map(abs, codes)) or int(found["failed"] > 0 or found["passed"] == 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the tests in two lanes side by side.")
+    parser.add_argument("--compute", type=int, default=os.cpu_count() or 1, metavar="N")
+    parser.add_argument("--wait", type=int, default=3 * (os.cpu_count() or 1), metavar="N")
+    arguments, options = parser.parse_known_args()
+    begun = time.monotonic()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="hpctrain-tests-") as directory:
+        lanes, readers, reports = [], [], []
+        for lane, processes in (("compute", arguments.compute), ("wait", arguments.wait)):
+            reports.append(Path(directory, f"{lane}.xml"))
+            lanes.append(
+                subprocess.Popen(
+                    command(lane, processes, reports[-1], options),
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                )
+            )
+            readers.append(threading.Thread(target=_show, args=(lane, lanes[-1])))
+            readers[-1].start()
+        try:
+            codes = [lane.wait() for lane in lanes]
+        except KeyboardInterrupt:  # both lanes have heard it, too
+            codes = [lane.wait() for lane in lanes]
+        for reader in readers:
+            reader.join()
+        found = sum(map(counts, reports), Counter[str]())
+    print(f"in {time.monotonic() - begun:.0f} s: lanes ended with {codes}")
+    print(told(found), flush=True)
+    return exit_code(codes, found)
+
+
+def _show(lane: str, process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(f"{lane:7} | {line}", end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

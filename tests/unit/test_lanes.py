@@ -1,0 +1,50 @@
+"""Two lanes of tests: what each runs, and what is said when both have ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import lanes
+import parts
+import pytest
+
+REPORT = Path("report.xml")
+PATHS = {part.path for part in parts.PARTS}
+
+
+@pytest.mark.parametrize(
+    ("options", "runs"), [((), {"test"}), (("--nightly",), {"test", "nightly"})]
+)
+def test_every_part_is_in_one_lane(options: tuple[str, ...], runs: set[str]) -> None:
+    words = [lanes.command(lane, 2, REPORT, options) for lane in ("compute", "wait")]
+    named = [word for argv in words for word in argv if word in PATHS]
+    assert sorted(named) == sorted(part.path for part in parts.PARTS if part.runs in runs)
+    assert all(set(options) <= set(argv) for argv in words)
+
+
+def test_outcomes_of_both_lanes_are_added_up(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.xml", tmp_path / "2.xml"
+    suite = (
+        '<testsuites><testsuite tests="{}" failures="{}" errors="{}" skipped="{}"/></testsuites>'
+    )
+    first.write_text(suite.format(10, 1, 1, 2))
+    second.write_text(suite.format(5, 0, 0, 0))
+    found = lanes.counts(first) + lanes.counts(second) + lanes.counts(tmp_path / "none.xml")
+    assert lanes.told(found) == "11 passed, 2 failed, 2 skipped"
+
+
+@pytest.mark.parametrize(
+    ("codes", "found", "code"),
+    [
+        ([0, 0], {"passed": 9}, 0),
+        ([0, 1], {"passed": 9, "failed": 1}, 1),
+        ([0, -9], {"passed": 9}, 9),
+        ([0, 0], {"passed": 9, "failed": 1}, 1),
+        ([0, 0], {}, 1),
+    ],
+)
+def test_a_run_is_good_only_if_both_lanes_are(
+    codes: list[int], found: dict[str, int], code: int
+) -> None:
+    assert lanes.exit_code(codes, Counter(found)) == code
