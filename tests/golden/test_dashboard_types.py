@@ -19,6 +19,8 @@ import pytest
 from hpctrain.observe.grafana import PACKAGED
 from hpctrain.observe.panels import DASHBOARDS
 
+pytestmark = pytest.mark.nightly("type definitions of Grafana, which npm fetches")
+
 TYPESCRIPT = "5.9.3"
 RELEASES = ("11.6.0", "13.2.3")
 _CACHE = Path(__file__).resolve().parents[2] / ".slurm" / "grafana-types"

@@ -18,6 +18,8 @@ from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import default_shape
 from hpctrain.slurm import JobState, SlurmClient, WaitReason
 
+pytestmark = pytest.mark.nightly("newer releases of Slurm, which are fetched, with accounting")
+
 # As free text may look: a value that a reader of Key=Value lines would take for Slurm's own.
 HOSTILE = "JobState=RUNNING NodeAddr=10.9.8.7 BootTime=2001-01-01T00:00:00 NodeName=n3"
 

@@ -18,6 +18,8 @@ from hpctrain.sandbox.processes import read_environment
 from hpctrain.store.ledger import EventKind
 from hpctrain.version import __version__
 
+pytestmark = pytest.mark.nightly("a real Apptainer, which is fetched")
+
 # What a shell would make something else of.
 ODD = 'it\'s $$(id) `id` "x" \\ $$HOME'
 ODD_INSIDE = ODD.replace("$$", "$")

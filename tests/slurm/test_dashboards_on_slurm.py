@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from command_line import hpctrain
 from fetched_prometheus import fetched_prometheus
 from rehearsal import PATIENCE_SECONDS, PlannedFault, Rehearsal, Stage
@@ -17,6 +18,8 @@ from hpctrain.actions.dashboards import collect_dashboards
 from hpctrain.observe.panels import DASHBOARDS
 from hpctrain.observe.prometheus_api import PrometheusServer
 from hpctrain.sandbox.monitoring import Monitoring
+
+pytestmark = pytest.mark.nightly("a real Prometheus, which is fetched")
 
 SHOWN_SECONDS = 600.0
 

@@ -11,6 +11,8 @@ from hpctrain.errors import SlurmUnreachableError
 from hpctrain.sandbox.debian_packages import is_complete
 from hpctrain.sandbox.debian_slurm import fetch_slurm
 
+pytestmark = pytest.mark.nightly("apt fetches a release of Slurm")
+
 
 def without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """apt asks a proxy that nobody has started (apt-transport-http(1))."""

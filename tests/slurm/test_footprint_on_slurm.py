@@ -24,6 +24,8 @@ from hpctrain.plan.footprint.quantities import OPERATIONS, Event, FileRow, RunSi
 from hpctrain.plan.footprint.slurm_rows import RPC_OF_COMMAND, SLURM_ROWS
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.nightly("counts every call of a whole run by strace")
+
 SUPERVISOR = "supervisor"
 # The daemons' own, and what this test asks itself.
 NOT_OF_COMMANDS = re.compile(r"MESSAGE_|REQUEST_STATS_INFO|REQUEST_COMPLETE_BATCH|_REGISTRATION")

@@ -17,6 +17,8 @@ from bench.gpu.rung import Found, Site
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.store.gpu_report import GpuReport
 
+pytestmark = pytest.mark.nightly("rungs of make gpu on an emulated GPU")
+
 SPEC = """
 name: own
 model: {layers: 2, hidden: 64, heads: 4, vocab: 256, seq: 64}

@@ -17,6 +17,8 @@ from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm import JobHold, JobState, SlurmClient
 from hpctrain.slurm.capabilities import capabilities
 
+pytestmark = pytest.mark.nightly("newer releases of Slurm, which are fetched, with accounting")
+
 # Tasks get SIGTERM when the grace begins, and the batch script nothing; it ends with its step.
 LEAVES = "#!/bin/sh\nsrun sleep 3600\nexit 7\n"
 ASKS_AND_LEAVES = "#!/bin/sh\nsrun sleep 3600\nscontrol requeue $SLURM_JOB_ID\nexit 7\n"

@@ -14,6 +14,8 @@ from hpctrain.actions.state import RunState
 from hpctrain.sandbox.faults import crash_node, restart_node, resume_node
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.nightly("64 ranks on 8 nodes")
+
 STEPS, EVERY = 300, 50
 
 

@@ -38,6 +38,8 @@ from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import default_shape
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.nightly("a real Prometheus and Alertmanager, which are fetched")
+
 STALL_SECONDS = 20
 # Minutes become hundredths of a minute. No condition is changed.
 DELAY_FACTOR = 0.01

@@ -306,6 +306,7 @@ def test_daemons_are_known_after_a_change_of_the_configuration(
     assert [daemon.name for daemon in box.status().daemons if not daemon.alive] == ["slurmd-n1"]
 
 
+@pytest.mark.nightly("newer releases of Slurm, which are fetched")
 def test_clients_of_a_newer_sandbox_are_newer_too(directory: Path) -> None:
     newer_slurm = fetched(NEWER[0])
     box = Sandbox.create(directory, default_shape(nodes=1), newer_slurm)

@@ -17,6 +17,7 @@ from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.spec.loader import find_profile, load_profile
 
+NEWER = "newer releases of Slurm, which are fetched"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -24,7 +25,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
     ("profile", "examples"),
     [
         ("a100x64", ("gpt175b/full", "llama7b", "gpt-tiny")),
-        ("gb200nvl72", ("llama7b", "gpt-tiny")),
+        pytest.param("gb200nvl72", ("llama7b", "gpt-tiny"), marks=pytest.mark.nightly(NEWER)),
         ("a100x1", ("digits/full", "gpt1300m-one-node/full", "llama7b", "resnet50-ddp/full")),
         ("islands10b", ("gpt10b-islands/full", "llama7b", "gpt-tiny")),
         ("h100x16", ("gpt130b/full", "moe/full")),
@@ -34,14 +35,15 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
     ],
 )
 def test_a_controller_in_the_shape_of_the_cluster_accepts_the_scripts(
-    profile: str, examples: tuple[str, ...], tmp_path: Path, newer_slurm: Path
+    profile: str, examples: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """On this distribution's Slurm; what a rack asks for (`--segment`) exists since 24.05."""
     own = EXAMPLES / profile / "profile.yaml"
     profile = str(own) if own.exists() else profile
     document = load_profile(find_profile(profile)).document
     shape = replace(shape_from_profile(document), slurmd_timeout_seconds=600)
-    slurm_directory = newer_slurm if document.network.switches.plugin == "block" else None
+    is_new = document.network.switches.plugin == "block"
+    slurm_directory = request.getfixturevalue("newer_slurm") if is_new else None
     with own_sandbox(shape, slurm_directory) as box:
         slurm = patient_client({**os.environ, **box.environment()})
         for example in examples:

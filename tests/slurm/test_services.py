@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from router_programs import haproxy, vllm_router
 from service_rehearsal import service_on
+from variants import varied
 
 from hpctrain.actions.router_on_login_node import start_router_here
 from hpctrain.actions.serve_restart import request_restart
@@ -21,23 +22,21 @@ from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.store.service_ledger import ServiceEventKind
 
 
-def vllm_router_text() -> str:
-    return f"{{name: vllm-router, program: {vllm_router()}, cpus: 2, memory: 1GiB}}"
-
-
-def haproxy_text() -> str:
-    return f"{{name: haproxy, program: {haproxy()}, cpus: 1, memory: 1GiB}}"
+def router_text(name: str) -> str:
+    program, cpus = (haproxy(), 1) if name == "haproxy" else (vllm_router(), 2)
+    return f"{{name: {name}, program: {program}, cpus: {cpus}, memory: 1GiB}}"
 
 
 def enough(clients: object, count: int = 8) -> bool:
     return len(clients.replies) >= count  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("router", varied(["haproxy", "vllm-router"], "haproxy"))
 def test_a_service_grows_shrinks_and_restarts_without_losing_a_request(
-    sandbox: Sandbox, tmp_path: Path
+    router: str, sandbox: Sandbox, tmp_path: Path
 ) -> None:
     """One service for all of it, because each replica costs seconds to start."""
-    with service_on(sandbox, tmp_path, vllm_router_text()) as rehearsal:
+    with service_on(sandbox, tmp_path, router_text(router)) as rehearsal:
         rehearsal.wait_ready("r001-g001", "r002-g001")
         with rehearsal.clients() as clients:
             request_scale(rehearsal.service, 3)
@@ -60,12 +59,15 @@ def test_a_service_grows_shrinks_and_restarts_without_losing_a_request(
         assert rehearsal.address is None
 
 
+@pytest.mark.variant("test_a_service_grows_shrinks_and_restarts_without_losing_a_request")
 def test_time_limits_are_outlived_by_successors(sandbox: Sandbox, tmp_path: Path) -> None:
     """Four minutes, of which Slurm's warning takes the last hundred seconds and a minute more.
 
     Replicas and router leave after 80 s at the latest, and their successors answer before.
     """
-    with service_on(sandbox, tmp_path, vllm_router_text(), walltime="00:04:00") as rehearsal:
+    with service_on(
+        sandbox, tmp_path, router_text("vllm-router"), walltime="00:04:00"
+    ) as rehearsal:
         rehearsal.wait_ready("r001-g001", "r002-g001")
         first = rehearsal.address
         assert first is not None
@@ -89,7 +91,7 @@ def test_time_limits_are_outlived_by_successors(sandbox: Sandbox, tmp_path: Path
 def test_a_router_that_is_killed_comes_back_and_replicas_know_nothing_of_it(
     sandbox: Sandbox, tmp_path: Path
 ) -> None:
-    with service_on(sandbox, tmp_path, haproxy_text()) as rehearsal:
+    with service_on(sandbox, tmp_path, router_text("haproxy")) as rehearsal:
         rehearsal.wait_ready("r001-g001", "r002-g001")
         before = rehearsal.address
         jobs = [(one.name, one.job_id) for one in rehearsal.status.replicas]
@@ -110,7 +112,7 @@ def test_a_router_that_is_killed_comes_back_and_replicas_know_nothing_of_it(
 @pytest.mark.variant("test_a_service_grows_shrinks_and_restarts_without_losing_a_request")
 def test_of_two_controllers_one_gives_up(sandbox: Sandbox, tmp_path: Path) -> None:
     """A person starts a router on a login node beside the job, and scales the service."""
-    with service_on(sandbox, tmp_path, haproxy_text(), replicas="{count: 1}") as rehearsal:
+    with service_on(sandbox, tmp_path, router_text("haproxy"), replicas="{count: 1}") as rehearsal:
         rehearsal.wait_ready("r001-g001", "r002-g001")
         environment = {**os.environ, **sandbox.environment()}
         address = start_router_here(rehearsal.service, environment)

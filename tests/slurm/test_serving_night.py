@@ -17,6 +17,8 @@ from bench.serving_night.events import EVENTS
 from bench.serving_night.load import NightLoad, RotationWatch
 from hpctrain.sandbox.sandbox import Sandbox
 
+pytestmark = pytest.mark.nightly("a night of a service takes minutes")
+
 pytest.importorskip("aiohttp", reason="NOT TRIED: the clients of a night need aiohttp")
 # 2 s for an answer: with so many requests each replica computes four at any moment, so that one
 # which leaves seldom has none.

@@ -20,6 +20,8 @@ from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, SwitchShape
 from hpctrain.slurm.client import SlurmClient
 
+pytestmark = pytest.mark.nightly("newer releases of Slurm, which are fetched")
+
 SCRIPTS = sorted((Path(__file__).resolve().parents[1] / "sites" / "golden").glob("*.sbatch"))
 NODES, BLOCK = 36, 18
 OPTION = re.compile(r"^#SBATCH --([\w-]+)=(\S+)$", re.MULTILINE)

@@ -170,6 +170,7 @@ def blocks(newer_slurm: Path) -> Iterator[Site]:
         yield Site(box, "{plugin: block, nodes_per_leaf: 2}", domain=2)
 
 
+@pytest.mark.nightly("newer releases of Slurm, which are fetched")
 def test_segments_keep_groups_in_blocks(blocks: Site, tmp_path: Path) -> None:
     run = blocks.run(tmp_path, gpus=4, pp=2)
     assert "#SBATCH --segment=2\n" in run.layout.script.read_text()
@@ -179,6 +180,7 @@ def test_segments_keep_groups_in_blocks(blocks: Site, tmp_path: Path) -> None:
     assert "nodes per block: even: 2, odd: 2" in event.evidence
 
 
+@pytest.mark.nightly("newer releases of Slurm, which are fetched")
 def test_the_controller_takes_no_other_segments(blocks: Site, tmp_path: Path) -> None:
     script = blocks.prepared(tmp_path, gpus=2, pp=1).script
     assert "#SBATCH --segment=2\n" in script, "for a job that fits into one block as well"
@@ -203,6 +205,7 @@ def yaml_site(request: pytest.FixtureRequest) -> Iterator[Site]:
         yield Site(box, f"{{plugin: {kind}, nodes_per_leaf: 2}}", domain=2)
 
 
+@pytest.mark.nightly("newer releases of Slurm, which are fetched")
 def test_what_topology_yaml_says_is_found_and_followed(
     yaml_site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

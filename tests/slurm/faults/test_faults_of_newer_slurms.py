@@ -12,6 +12,8 @@ from survival import Fault, Survival
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.ledger import EventKind
 
+pytestmark = pytest.mark.nightly("newer releases of Slurm, which are fetched")
+
 # Longer than Slurm lets a requeued job wait here (cred_expire + 1 s).
 _COMEBACK_SECONDS = 12.0
 # Preempted in the middle of a long step, and again in the last step of the run.

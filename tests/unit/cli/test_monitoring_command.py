@@ -54,6 +54,7 @@ def test_a_directory_is_needed() -> None:
     assert hpctrain("monitoring").exit_code == 2
 
 
+@pytest.mark.nightly("a real Prometheus, which is fetched")
 def test_programs_accept_the_examples(tmp_path: Path) -> None:
     programs = fetched_prometheus()
     hpctrain("monitoring", str(tmp_path))
@@ -63,6 +64,7 @@ def test_programs_accept_the_examples(tmp_path: Path) -> None:
     assert re.search(r"SUCCESS: \d+ rules found", done.stdout + done.stderr)
 
 
+@pytest.mark.nightly("a real Prometheus, which is fetched")
 def test_amtool_accepts_the_routes(tmp_path: Path) -> None:
     programs = fetched_prometheus()
     hpctrain("monitoring", str(tmp_path))

@@ -68,11 +68,13 @@ def promtool(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly("a real Prometheus, which is fetched")
 def test_promtool_accepts_the_rules() -> None:
     assert f"{len(rules())} rules found" in promtool("check", "rules", str(RULES))
 
 
 @pytest.mark.parametrize("played", PLAYED, ids=lambda path: path.stem)
+@pytest.mark.nightly("a real Prometheus, which is fetched")
 def test_promtool_plays_them(played: Path) -> None:
     assert "SUCCESS" in promtool("test", "rules", str(played))
 

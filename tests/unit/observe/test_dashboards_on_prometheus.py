@@ -24,6 +24,8 @@ from hpctrain.observe.panel_types import DashboardPlan, Panel, PanelRow, Query
 from hpctrain.observe.panels import DASHBOARDS
 from hpctrain.observe.prometheus_api import PrometheusServer, QueryRefusedError
 
+pytestmark = pytest.mark.nightly("a real Prometheus, which is fetched")
+
 HOURS = 2
 
 

@@ -45,6 +45,7 @@ def files(tmp_path: Path) -> MonitorFiles:
     return found
 
 
+@pytest.mark.nightly("a real Prometheus, which is fetched")
 def test_the_real_programs_accept_their_configuration(files: MonitorFiles, tmp_path: Path) -> None:
     programs = fetched_prometheus()
     for hook in (None, HOOK):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from router_programs import Engine, ask, complete, engines, haproxy, vllm_router, wait
+from variants import varied
 
 from hpctrain import reserved_ports
 from hpctrain.errors import InvalidInputError
@@ -38,7 +39,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
         yield running
 
 
-@pytest.fixture(params=["vllm-router", "haproxy"])
+@pytest.fixture(params=varied(["vllm-router", "haproxy"], "haproxy"))
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     """Starts the router of this test, with changes of its front."""
     program = haproxy() if request.param == "haproxy" else vllm_router()
@@ -374,6 +375,7 @@ class Other(socketserver.TCPServer):
         self.server_close()
 
 
+@pytest.mark.nightly("vLLM's router, which is in an environment of its own")
 @pytest.mark.parametrize("start", ["vllm-router"], indirect=True)
 @pytest.mark.parametrize("which", ["its port", "that of its metrics"])
 def test_a_port_that_another_program_has_taken_is_given_up(
