@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 from golden_files import Golden
+from planned_once import planned_once
 from reviewed_files import compare
+
+__all__ = ["golden", "planned_once"]
 
 
 @pytest.fixture

@@ -235,7 +235,13 @@ def test_columns_say_what_the_candidate_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "memory"), [("dense", "1GiB"), ("experts", "80GiB"), ("deepspeed", "1GiB")]
+    ("name", "memory"),
+    [
+        pytest.param("dense", "1GiB", marks=pytest.mark.variant),  # minutes of pricing one by one
+        pytest.param("experts", "80GiB", marks=pytest.mark.variant),
+        ("local", "1GiB"),
+        ("deepspeed", "1GiB"),
+    ],
 )
 def test_the_winner_is_the_optimum_of_a_plain_loop(name: str, memory: str) -> None:
     spec = run_spec(**SPECS[name])
