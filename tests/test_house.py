@@ -102,6 +102,17 @@ POPEN = (*POPEN, "serving/router/programs.py", "actions/router_on_login_node.py"
 # A profiler that lives as long as the rank below it.
 POPEN = (*POPEN, "train/launchers/nsight_task.py")
 
+# Who has a time of his own beside `hpctrain.clock`.
+OWN_TIME = {
+    "clock.py": "it is the place",
+    "beside_training.py": "waits in select(2) for its stdin",
+    "supervise/timeouts.py": "waits for a thread that may be stuck in a system call",
+    "serving/router/gate.py": "waits in asyncio, whose time is its own",
+    "serving/load/": "a program that measures, in asyncio",
+    "serving/stand_in/": "a program for rehearsals, in asyncio and threads",
+    "train/": "programs with torch, which measure",
+}
+
 # Rooms of engines, which may name them; all others ask `EngineAbilities` what an engine can do.
 ENGINE_ROOMS = ("spec/engines/", "engines/", "train/engines/")
 # Names that are an engine's and something else's.
@@ -281,6 +292,20 @@ def test_the_pure_rooms_touch_nothing() -> None:
             if isinstance(node, ast.ImportFrom) and node.module in modules:
                 found.append(f"{where(path, node)} from {node.module}")
     assert not found, f"hand it in as an argument; the shell around does the reading: {found}"
+
+
+def test_time_comes_from_one_clock() -> None:
+    forbidden = {"time.sleep", "time.time", "time.monotonic"}
+    found, needed = [], set()
+    for path, tree in TREES.items():
+        own = next((one for one in OWN_TIME if name(path).startswith(one)), None)
+        for node in ast.walk(tree):
+            direct = isinstance(node, ast.Attribute) and dotted(node) in forbidden
+            if direct or (isinstance(node, ast.ImportFrom) and node.module == "time"):
+                needed.add(own)
+                found += [where(path, node)] if own is None else []
+    assert not found, f"`hpctrain.clock`, which a test can replace: {found}"
+    assert needed == {*OWN_TIME}, "not all of them have a time of their own any more"
 
 
 # What Slurm prints, whole or in part. `hpctrain.slurm` has a typed value for each.

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,8 @@ from click.testing import CliRunner
 from command_line import hpctrain, on_terminal
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, said
 from token_files import write_tokens
+from virtual_clock import VirtualClock
+from waiting import wait_until
 
 from hpctrain.cli.failures import EXTRAS
 from hpctrain.cli.main import EXIT_CODES, cli
@@ -321,9 +322,8 @@ def test_an_interrupt_during_the_imports(here: Path) -> None:
         # a shell's background command, as these tests may be, ignores it and hands that on
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    while not (here / "importing").exists():
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: (here / "importing").exists() or process.poll() is not None)
+    assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "")
@@ -628,7 +628,7 @@ def test_a_broken_profile_hides_no_other(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_status_waits_and_fails_with_the_run(
-    here: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    here: Path, slurm: FakeSlurm, virtual_clock: VirtualClock
 ) -> None:
     fabricate(here / "runs", "failed-0001", [*SUBMITTED, STARTED, *ended("crash", "x", "stop")])
     fabricate(here / "runs", "done-0002", SUBMITTED, done=True)
@@ -636,17 +636,17 @@ def test_status_waits_and_fails_with_the_run(
     assert hpctrain("status", "--wait", "done").exit_code == 0
     assert hpctrain("status", "--wait", "--watch", "done").exit_code == 0
     job = slurm.submit("")
-    naps: list[float] = []
+    naps = virtual_clock.pauses
 
-    def finish(seconds: float) -> None:
-        naps.append(seconds)
+    def finish() -> None:
         slurm.records[job.job_id] = replace(slurm.records[job.job_id], state=JobState.FAILED)
 
+    virtual_clock.at(1.0, finish)
     fabricate(here / "runs", "waiting-0003", SUBMITTED)
-    monkeypatch.setattr(time, "sleep", finish)
     assert hpctrain("status", "--wait", "waiting").exit_code == 7
     assert len(naps) == 1 and naps[0] >= 10, "squeue(1) asks not to be polled"
     slurm.records[job.job_id] = replace(slurm.records[job.job_id], state=JobState.RUNNING)
+    virtual_clock.at(virtual_clock.passed_seconds + 1.0, finish)
     assert hpctrain("status", "--wait", "--every", "2min", "waiting").exit_code == 7
     assert naps[1:] == [120.0]
     refused = hpctrain("status", "--wait", "--every", "2s", "waiting")
