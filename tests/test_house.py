@@ -113,6 +113,19 @@ OWN_TIME = {
     "train/": "programs with torch, which measure",
 }
 
+# Unit tests that sleep, beside programs in strings, which are other processes.
+SLEEPERS = {
+    "checkpoints/test_verify.py": "leaves other threads the time to come, if they may",
+    "observe/test_service_metrics.py": "a server that answers slowly",
+    "serving/router/test_router_programs.py": "clients that come one after the other",
+    "serving/streaming_server.py": "an engine that answers slowly",
+    "supervise/acting_rank.py": "a process that stands still",
+    "supervise/acting_srun.py": "a process that takes its time",
+    "supervise/test_supervise_probe.py": "would see a signal that comes afterwards",
+    "supervise/test_supervise_process.py": "a signal must not interrupt a sleep",
+    "supervise/test_supervise_watch.py": "waits without using the processor, which is measured",
+}
+
 # Rooms of engines, which may name them; all others ask `EngineAbilities` what an engine can do.
 ENGINE_ROOMS = ("spec/engines/", "engines/", "train/engines/")
 # Names that are an engine's and something else's.
@@ -306,6 +319,15 @@ def test_time_comes_from_one_clock() -> None:
                 found += [where(path, node)] if own is None else []
     assert not found, f"`hpctrain.clock`, which a test can replace: {found}"
     assert needed == {*OWN_TIME}, "not all of them have a time of their own any more"
+
+
+def test_unit_tests_do_not_sleep() -> None:
+    found = set()
+    for path in (ROOT / "tests/unit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.Attribute) and dotted(node) in ("time.sleep", "asyncio.sleep"):
+                found.add(path.relative_to(ROOT / "tests/unit").as_posix())
+    assert found == {*SLEEPERS}, "advance a virtual clock, or wait for a condition (tests/waiting)"
 
 
 # What Slurm prints, whole or in part. `hpctrain.slurm` has a typed value for each.
