@@ -9,6 +9,7 @@ so that parsing of hostile text stops at the limit, before it fills the memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from hpctrain.errors import Problem
@@ -72,11 +73,15 @@ def parse_yaml(text: str, file: str) -> Parsed:
     """Parse one document. Never raises for bad text: see `Parsed.problems`."""
     parsed = Parsed()
     try:
-        root = _Composer(text, file).document()
-        parsed.data = _Flattener(parsed).value(root, ())
+        parsed.data = _Flattener(parsed).value(_composed(text, file), ())
     except StopReading as stop:
         parsed.problems.append(stop.problem)
     return parsed
+
+
+@lru_cache(maxsize=64)  # each point of a sweep, for one, reads the same profile several times
+def _composed(text: str, file: str) -> Node:
+    return _Composer(text, file).document()
 
 
 class _Composer:
