@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import longest_first
@@ -18,6 +19,7 @@ from reliability_report import ReliabilityReport
 if TYPE_CHECKING:
     from another_user import AnotherUser
     from file_system_calls import FileSystemCalls
+    from virtual_clock import ShiftedClock, VirtualClock
 
 # Where an environment with vLLM is, which takes minutes to make (tests/serving_environment.py).
 _WANTED = ("HPCTRAIN_SERVING_ENVIRONMENT",)
@@ -101,3 +103,25 @@ def file_system_calls(monkeypatch: pytest.MonkeyPatch) -> FileSystemCalls:
     from file_system_calls import FileSystemCalls
 
     return FileSystemCalls(monkeypatch)
+
+
+@pytest.fixture
+def virtual_clock() -> Iterator[VirtualClock]:
+    """Time that passes only in pauses, and at once (tests/virtual_clock.py)."""
+    from virtual_clock import VirtualClock
+
+    from hpctrain import clock
+
+    with clock.replaced(by := VirtualClock()):
+        yield by
+
+
+@pytest.fixture
+def shifted_clock() -> Iterator[ShiftedClock]:
+    """Real time, which a test sets ahead."""
+    from virtual_clock import ShiftedClock
+
+    from hpctrain import clock
+
+    with clock.replaced(by := ShiftedClock()):
+        yield by

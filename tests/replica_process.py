@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_process import SERVED_NAME
+from waiting import wait_until
 
 from hpctrain.serving.engines.contract import EngineStart
 from hpctrain.serving.replica.config import ReplicaConfig
@@ -76,11 +77,11 @@ class Task:
         return self.process.wait(timeout=PATIENCE_SECONDS)
 
     def wait(self, reached: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not reached():
+        def reached_by_a_living_one() -> bool:
             assert self.process.poll() is None, f"ended before {what}\n{self.log}"
-            assert time.monotonic() < deadline, f"no {what}\n{self.log}"
-            time.sleep(0.02)
+            return reached()
+
+        wait_until(reached_by_a_living_one, lambda: f"{what}\n{self.log}")
 
     def rotate(self, *names: str) -> None:
         """What the router writes after a pass."""

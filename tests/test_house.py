@@ -102,6 +102,30 @@ POPEN = (*POPEN, "serving/router/programs.py", "actions/router_on_login_node.py"
 # A profiler that lives as long as the rank below it.
 POPEN = (*POPEN, "train/launchers/nsight_task.py")
 
+# Who has a time of his own beside `hpctrain.clock`.
+OWN_TIME = {
+    "clock.py": "it is the place",
+    "beside_training.py": "waits in select(2) for its stdin",
+    "supervise/timeouts.py": "waits for a thread that may be stuck in a system call",
+    "serving/router/gate.py": "waits in asyncio, whose time is its own",
+    "serving/load/": "a program that measures, in asyncio",
+    "serving/stand_in/": "a program for rehearsals, in asyncio and threads",
+    "train/": "programs with torch, which measure",
+}
+
+# Unit tests that sleep, beside programs in strings, which are other processes.
+SLEEPERS = {
+    "checkpoints/test_verify.py": "leaves other threads the time to come, if they may",
+    "observe/test_service_metrics.py": "a server that answers slowly",
+    "serving/router/test_router_programs.py": "clients that come one after the other",
+    "serving/streaming_server.py": "an engine that answers slowly",
+    "supervise/acting_rank.py": "a process that stands still",
+    "supervise/acting_srun.py": "a process that takes its time",
+    "supervise/test_supervise_probe.py": "would see a signal that comes afterwards",
+    "supervise/test_supervise_process.py": "a signal must not interrupt a sleep",
+    "supervise/test_supervise_watch.py": "waits without using the processor, which is measured",
+}
+
 # Rooms of engines, which may name them; all others ask `EngineAbilities` what an engine can do.
 ENGINE_ROOMS = ("spec/engines/", "engines/", "train/engines/")
 # Names that are an engine's and something else's.
@@ -281,6 +305,29 @@ def test_the_pure_rooms_touch_nothing() -> None:
             if isinstance(node, ast.ImportFrom) and node.module in modules:
                 found.append(f"{where(path, node)} from {node.module}")
     assert not found, f"hand it in as an argument; the shell around does the reading: {found}"
+
+
+def test_time_comes_from_one_clock() -> None:
+    forbidden = {"time.sleep", "time.time", "time.monotonic"}
+    found, needed = [], set()
+    for path, tree in TREES.items():
+        own = next((one for one in OWN_TIME if name(path).startswith(one)), None)
+        for node in ast.walk(tree):
+            direct = isinstance(node, ast.Attribute) and dotted(node) in forbidden
+            if direct or (isinstance(node, ast.ImportFrom) and node.module == "time"):
+                needed.add(own)
+                found += [where(path, node)] if own is None else []
+    assert not found, f"`hpctrain.clock`, which a test can replace: {found}"
+    assert needed == {*OWN_TIME}, "not all of them have a time of their own any more"
+
+
+def test_unit_tests_do_not_sleep() -> None:
+    found = set()
+    for path in (ROOT / "tests/unit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.Attribute) and dotted(node) in ("time.sleep", "asyncio.sleep"):
+                found.add(path.relative_to(ROOT / "tests/unit").as_posix())
+    assert found == {*SLEEPERS}, "advance a virtual clock, or wait for a condition (tests/waiting)"
 
 
 # What Slurm prints, whole or in part. `hpctrain.slurm` has a typed value for each.

@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from waiting import wait_until
 
 PATH = "/services/T0/B0/verysecretpath"
 
@@ -41,11 +42,8 @@ class Webhook:
         path.chmod(0o600)
         return path
 
-    def wait(self, reached: Callable[[], bool], seconds: float = 300.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not reached():
-            assert time.monotonic() < deadline, self.received
-            time.sleep(0.05)
+    def wait(self, reached: Callable[[], bool]) -> None:
+        wait_until(reached, lambda: f"received: {self.received}")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import io
 import os
 import stat
 import tarfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import IO, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.job_queries import why_in_use
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
@@ -161,7 +161,7 @@ def _write(
         listing = ArchiveListing(
             run_id=run.run_id,
             version=__version__,
-            packed_at=time.time(),
+            packed_at=clock.now(),
             checkpoints=with_checkpoints,
             left_out_files=left_out_files,
             left_out_bytes=left_out_bytes,

@@ -10,10 +10,9 @@ Slurm refuses, the announcement is withdrawn, or it would be followed at the nex
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from hpctrain import clock
 from hpctrain.actions.job_queries import jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
@@ -45,9 +44,7 @@ class Cancelled:
     still: tuple[int, ...] = ()
 
 
-def cancel(
-    run: RunFiles, slurm: SlurmClient, *, sleep: Callable[[float], None] = time.sleep
-) -> Cancelled:
+def cancel(run: RunFiles, slurm: SlurmClient) -> Cancelled:
     """Cancel the run's jobs.
 
     Raises UsageError for a run that has nothing to cancel or whose jobs are on another cluster,
@@ -81,7 +78,7 @@ def cancel(
             live = _live(run, slurm)
     except SlurmError as error:
         raise _withdraw(run, slurm, live, announced.cancelled, error) from error
-    still = _wait_for_end(run, slurm, tuple(announced.cancelled), sleep)
+    still = _wait_for_end(run, slurm, tuple(announced.cancelled))
     if not still:
         run.ledger.append(EventKind.CANCELLED, job_id=announced.job_id, user=user_name())
     return Cancelled(run.run_id, announced.job_id, tuple(announced.cancelled), still=still)
@@ -139,14 +136,12 @@ def _withdraw(
     return kind(message, hint=f"`{run.command('cancel')}` again")
 
 
-def _wait_for_end(
-    run: RunFiles, slurm: SlurmClient, asked_for: tuple[int, ...], sleep: Callable[[float], None]
-) -> tuple[int, ...]:
+def _wait_for_end(run: RunFiles, slurm: SlurmClient, asked_for: tuple[int, ...]) -> tuple[int, ...]:
     """Wait a few seconds for jobs to end; returns those that Slurm has not begun to end."""
-    deadline, pauses = time.monotonic() + _CONFIRM_SECONDS, Backoff()
+    deadline, pauses = clock.monotonic() + _CONFIRM_SECONDS, Backoff()
     while True:
         found = jobs_of(run, slurm)
         going = [job for job in found.live if job.state is not JobState.COMPLETING]
-        if (found.answered and not going) or time.monotonic() >= deadline:
+        if (found.answered and not going) or clock.monotonic() >= deadline:
             return tuple(job.job_id for job in going) if found.answered else asked_for
-        sleep(pauses.next_seconds())
+        clock.sleep(pauses.next_seconds())

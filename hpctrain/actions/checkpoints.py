@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.evaluations import EvaluatedDocument, evaluation_rows
 from hpctrain.actions.run_documents import known_train_config
 from hpctrain.actions.runs import RunFiles
@@ -157,7 +157,7 @@ def report_checkpoints(
 
     Raises CheckpointError when their directory does not exist.
     """
-    now = time.time() if now is None else now
+    now = clock.now() if now is None else now
     layout, root = run.layout, run.layout.checkpoints
     if not root.is_dir():
         raise CheckpointError(

@@ -7,11 +7,11 @@ here: retention of checkpoints (`hpctrain.checkpoints`), removing a run (`remove
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.actions.disk_usage import DiskUsage, remove_tree, total_usage, walk
 from hpctrain.actions.job_queries import why_in_use
 from hpctrain.actions.runs import RunFiles
@@ -173,7 +173,7 @@ def _directories(root: Path) -> list[Path]:
 
 def _temporary_files(run: RunLayout) -> Iterator[Path]:
     """Yield files that writers have not completed; a live writer completes one within seconds."""
-    before = time.time() - _TEMPORARY_SECONDS
+    before = clock.now() - _TEMPORARY_SECONDS
     for entry in walk(run.directory):
         is_temporary = _TEMPORARY_NAME.fullmatch(entry.name) is not None
         if is_temporary and entry.stat(follow_symlinks=False).st_mtime < before:

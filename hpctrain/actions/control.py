@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hpctrain import clock
 from hpctrain.actions.acceptances import Acceptance, accept
 from hpctrain.actions.describe import TAKE_BACK
 from hpctrain.actions.job_queries import jobs_of, record_found
@@ -213,7 +212,6 @@ def resume(
     *,
     reason: str = "",
     acceptance: Acceptance | None = None,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> ControlResult:
     """Continue a held, stopped or failed run; pending requests are withdrawn.
 
@@ -230,7 +228,7 @@ def resume(
     for _ in range(_SECONDS_TO_LEAVE):
         if not (queue.unheld and queue.active is not None and _is_leaving(run)):
             break
-        sleep(1.0)
+        clock.sleep(1.0)
         queue = _queue(run, slurm)
     else:
         raise UsageError(
@@ -320,20 +318,18 @@ def wait_for_save(
     slurm: SlurmClient,
     after_step: int,
     timeout_seconds: float | None = None,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Wait for a checkpoint newer than `after_step` (see `step_now`); returns its step.
 
     Raises RunFailedError when the run ends or is requeued without one, TimeoutError after
     `timeout_seconds`.
     """
-    begun_at = queried_at = time.monotonic()
+    begun_at = queried_at = clock.monotonic()
     while True:
         newest = newest_checkpoint(run.layout)
         if newest > after_step and not is_requested(run.layout, "save"):
             return newest
-        now = time.monotonic()
+        now = clock.monotonic()
         if timeout_seconds is not None and now - begun_at >= timeout_seconds:
             raise TimeoutError(f"run {run.run_id} has not saved within {timeout_seconds:.0f} s")
         if now - queried_at >= _SLURM_QUERY_SECONDS:
@@ -341,7 +337,7 @@ def wait_for_save(
             queue = _queue(run, slurm)
             if queue.answered and queue.active is None and newest <= after_step:
                 raise RunFailedError(f"run {_name(run)} does not run any more and has not saved")
-        sleep(0.5)
+        clock.sleep(0.5)
 
 
 _ONLY_OWNER = "only the owner of the job can"

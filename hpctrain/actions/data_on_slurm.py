@@ -8,13 +8,13 @@ few queries. Does not belong here: the program (see `data`), Slurm commands (see
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from hpctrain import clock
 from hpctrain.actions.data import DatasetRequest, program, run_program
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError, SlurmUnreachableError, UsageError
@@ -147,16 +147,16 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
 
 def wait_for(job_id: int, slurm: SlurmClient) -> None:
     """Wait until no element of the array waits or runs. Raises SlurmUnreachableError at last."""
-    pause, answered_at = _FIRST_PAUSE_SECONDS, time.monotonic()
+    pause, answered_at = _FIRST_PAUSE_SECONDS, clock.monotonic()
     while True:
         try:
             if not _is_live(job_id, slurm):
                 return
-            answered_at = time.monotonic()
+            answered_at = clock.monotonic()
         except SlurmUnreachableError:
-            if time.monotonic() - answered_at > _PATIENCE_SECONDS:
+            if clock.monotonic() - answered_at > _PATIENCE_SECONDS:
                 raise
-        time.sleep(pause)
+        clock.sleep(pause)
         pause = min(pause * 1.5, _LAST_PAUSE_SECONDS)
 
 

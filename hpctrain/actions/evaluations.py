@@ -7,13 +7,13 @@ Belongs here: rows for the commands, one pass for `watch`. Does not belong here:
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
+from hpctrain import clock
 from hpctrain.actions.job_queries import find_jobs
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import saving_epochs
@@ -163,7 +163,7 @@ def _is_supervised(layout: RunLayout) -> bool:
     if layout.done.exists():
         return False
     progress = read_record(layout.progress, Progress)
-    if progress is None or time.time() - progress.time > _SUPERVISED_SECONDS:
+    if progress is None or clock.now() - progress.time > _SUPERVISED_SECONDS:
         return False
     return not any(
         one.state == "refused" and one.refused_by == "supervisor"

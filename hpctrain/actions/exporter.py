@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.actions.metrics_scraper import ANSWER_SECONDS, MetricsScraper
 from hpctrain.actions.nodes import node_rows
 from hpctrain.actions.run_metrics import RunMetrics
@@ -55,7 +55,7 @@ class ExporterSlurm(SlurmClient):
 
     def past_jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
         """Query the jobs that squeue does not know, the same ones once in ten minutes."""
-        key, now = frozenset(ids), time.monotonic()
+        key, now = frozenset(ids), clock.monotonic()
         known = self._past.get(key)
         if known is None or now - known[0] > _PAST_SECONDS:
             known = (now, super().past_jobs(ids))
@@ -85,7 +85,7 @@ class Exporter:
 
     def samples(self, now: float | None = None) -> list[Sample]:
         """Make one pass at the time `now` (default: the present); at most one squeue."""
-        now, began = time.time() if now is None else now, time.monotonic()
+        now, began = clock.now() if now is None else now, clock.monotonic()
         runs = self._runs(now)
         services, lost = self._begun_services(now)
         observed = observe(runs, self._slurm)
@@ -109,7 +109,7 @@ class Exporter:
         if asked:
             up = any(jobs.answered for jobs in asked)
             own.append(own_sample("hpctrain_exporter_slurm_up", up))
-        took_seconds = time.monotonic() - began
+        took_seconds = clock.monotonic() - began
         own.append(own_sample("hpctrain_exporter_collection_seconds", took_seconds))
         return [*samples, *of_services, *own]
 
@@ -196,7 +196,7 @@ class AttemptExporter:
 
     def samples(self, now: float | None = None) -> list[Sample]:
         """Collect the samples; an error of reading leaves the run out."""
-        now = time.time() if now is None else now
+        now = clock.now() if now is None else now
         run = self._metrics.run
         with contextlib.suppress(OSError, NewerFormatError):
             run.layout.require()

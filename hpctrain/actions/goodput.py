@@ -6,12 +6,12 @@ document. Does not belong here: assigning time to categories (`telemetry.timelin
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
 from hpctrain.plan.documents import Plan
@@ -133,7 +133,7 @@ def read_history(
         marks_of(events),
         steps,
         [Save(save.step, save.epoch, save.stall_seconds) for save in saves],
-        time.time() if now is None else now,
+        clock.now() if now is None else now,
         quiet_seconds_of(known_supervise_config(layout.supervise_config)),
     )
     return History(steps[-1].step if steps else 0, saves, cut, is_over(events))

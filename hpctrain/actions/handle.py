@@ -9,11 +9,11 @@ It returns the same frozen objects as the command line shows, and prints nothing
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.actions import control
 from hpctrain.actions.acceptances import Acceptance
 from hpctrain.actions.cancel import cancel
@@ -74,11 +74,11 @@ class Run:
         but DONE, TimeoutError after `timeout_seconds`.
         """
         pause_seconds = poll_interval([self.files], poll_seconds)
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        deadline = None if timeout_seconds is None else clock.monotonic() + timeout_seconds
         while not (row := self.status).state.over:
-            if deadline is not None and time.monotonic() >= deadline:
+            if deadline is not None and clock.monotonic() >= deadline:
                 raise TimeoutError(f"run {self.run_id} is {row.state} after {timeout_seconds} s")
-            time.sleep(pause_seconds)
+            clock.sleep(pause_seconds)
         if row.state is not RunState.DONE:
             raise RunFailedError(f"run `{self.run_id}` is {row.state}: {row.reason}")
         return row

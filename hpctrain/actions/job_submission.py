@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hpctrain import clock
 from hpctrain.actions.job_queries import find_jobs, jobs_of, record_found
 from hpctrain.actions.runs import RunFiles, all_runs, find_run
 from hpctrain.errors import (
@@ -209,7 +209,7 @@ def _lead(
             job = slurm.jobs([waiting_id]).get(waiting_id)
             if last or job is None or not job.state.is_active:
                 raise
-            time.sleep(1.0)
+            clock.sleep(1.0)
     if was_put_back(follower.ledger.events()):
         slurm.release(waiting_id)
 

@@ -20,6 +20,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 
@@ -56,7 +57,7 @@ def keep_code(run: RunLayout) -> str:
     damaged is written anew. Raises OSError.
     """
     package = Path(__file__).parents[1]
-    name = archive_name(__version__, _digest(_texts(package)))
+    name = archive_name(__version__, _digest_of(package, _stamps(package)))
     make_private_directory(run.kept_software)  # beside a script that is no run's, too
     target = run.kept_software / name
     if not (target.exists() and _is_whole(target.read_bytes(), name)):
@@ -107,6 +108,18 @@ def _texts(package: Path) -> Iterator[tuple[str, bytes]]:
     """Read the modules, by their paths in the package."""
     for path in _sources(package):
         yield path.relative_to(package).as_posix(), path.read_bytes()
+
+
+def _stamps(package: Path) -> tuple[tuple[int, int], ...]:
+    """What changes with a module: its time of change (ns) and its size (bytes)."""
+    found = (os.stat(path) for path in _sources(package))
+    return tuple((status.st_mtime_ns, status.st_size) for status in found)
+
+
+@lru_cache(maxsize=1)
+def _digest_of(package: Path, stamps: tuple[tuple[int, int], ...]) -> str:
+    """Read the code once per process, as long as it stays: a sweep submits a hundred runs."""
+    return _digest(_texts(package))
 
 
 def _digest(texts: Iterable[tuple[str, bytes]]) -> str:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.growing_curve import GrowingCurve
 from hpctrain.actions.notify import NoticeState, notice_states
 from hpctrain.actions.poll_interval import poll_interval
@@ -121,7 +121,7 @@ class LiveRuns:
         if ask_slurm:
             self._silent = not answered
             if answered:
-                self._slurm_time = time.time()
+                self._slurm_time = clock.now()
         rows: dict[str, LiveRow] = {}
         for one in observed:
             if one.jobs is not None and one.jobs.answered:
@@ -138,7 +138,7 @@ class LiveRuns:
         return LiveView(
             rows=tuple(sorted(newest_first, key=_place)),
             poll_seconds=poll_interval(changed),
-            look_time=time.time(),
+            look_time=clock.now(),
             slurm_time=self._slurm_time,
             slurm_silent=self._silent,
             cluster=next((one.here for one in self._jobs.values() if one.here), None),
@@ -279,7 +279,7 @@ def _checkpoint_age_seconds(layout: RunLayout, step: int | None) -> float | None
         return None
     manifest = layout.checkpoints / checkpoint_name(step) / MANIFEST_NAME
     try:
-        return max(0.0, time.time() - manifest.stat().st_mtime)
+        return max(0.0, clock.now() - manifest.stat().st_mtime)
     except OSError:
         return None
 

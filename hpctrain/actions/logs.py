@@ -7,11 +7,11 @@ inotify does not see what other nodes write on a shared file system.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
 from hpctrain.errors import UsageError
@@ -146,7 +146,7 @@ def follow(
             yield from current.read()
         if last_round:
             return
-        time.sleep(_POLL_SECONDS)
+        clock.sleep(_POLL_SECONDS)
 
 
 class _Growing:

@@ -11,11 +11,11 @@ import contextlib
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain import clock
 from hpctrain.durable import replace_bytes, replace_text
 from hpctrain.errors import UsageError
 from hpctrain.observe.exposition import SampleCollector, exposed
@@ -98,7 +98,7 @@ class Textfile:
 
     def remove_abandoned(self, now: float | None = None) -> None:
         """Remove files of this user whose writers were killed before they could."""
-        now = time.time() if now is None else now
+        now = clock.now() if now is None else now
         with contextlib.suppress(OSError):
             for path in self.path.parent.glob(f"{_TEXTFILE_PREFIX}*{_TEXTFILE_ENDING}"):
                 with contextlib.suppress(OSError):

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import http.client
-import time
 import urllib.parse
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+
+from hpctrain import clock
 
 # One answer of a replica that is alive takes milliseconds, also under load.
 ANSWER_SECONDS = 2.0
@@ -35,7 +36,7 @@ class MetricsTarget:
 
 def fetch_metrics(target: MetricsTarget, seconds: float = ANSWER_SECONDS) -> str:
     """Ask one target. Raises OSError or ValueError, at the latest after twice the seconds."""
-    deadline = time.monotonic() + seconds
+    deadline = clock.monotonic() + seconds
     parts = urllib.parse.urlsplit(target.url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{target.url!r} is no address of HTTP")
@@ -49,7 +50,7 @@ def fetch_metrics(target: MetricsTarget, seconds: float = ANSWER_SECONDS) -> str
         text = b""
         while piece := answer.read1(_PIECE_BYTES):
             text += piece
-            if len(text) > _MOST_BYTES or time.monotonic() > deadline:
+            if len(text) > _MOST_BYTES or clock.monotonic() > deadline:
                 raise ValueError("an answer that does not end")
         return text.decode()
     except http.client.HTTPException as error:
@@ -82,11 +83,11 @@ class MetricsScraper:
             for target in dict.fromkeys(targets):
                 if target not in self._owed:
                     self._asked[target] = self._pool.submit(fetch_metrics, target, self._seconds)
-        self._deadline = time.monotonic() + self._seconds
+        self._deadline = clock.monotonic() + self._seconds
 
     def answers(self) -> Mapping[MetricsTarget, str]:
         """Return the answers that come in time after `begin`."""
-        left_seconds = max(0.0, self._deadline - time.monotonic())
+        left_seconds = max(0.0, self._deadline - clock.monotonic())
         concurrent.futures.wait(self._asked.values(), timeout=left_seconds)
         return {
             target: asked.result()

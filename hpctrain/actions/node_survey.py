@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.errors import HpctrainError, SlurmError
 from hpctrain.nodes import survey as survey_program
 from hpctrain.nodes.survey_texts import NodeSurvey, node_survey, survey_line
@@ -75,14 +75,14 @@ def _program() -> str:
 
 def _wait_for(slurm: SlurmClient, job_id: int, patience_seconds: float) -> JobRecord | None:
     """Wait until the job has ended; None when the controller has forgotten it."""
-    deadline, pause = time.monotonic() + patience_seconds, FIRST_PAUSE_SECONDS
+    deadline, pause = clock.monotonic() + patience_seconds, FIRST_PAUSE_SECONDS
     while True:
-        time.sleep(pause)
+        clock.sleep(pause)
         pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
         record = slurm.jobs([job_id]).get(job_id)
         if record is None or record.state.is_ended:
             return record
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             waits = f": {record.reason}" if record.reason else ""
             raise HpctrainError(
                 f"job {job_id} is {record.state.value} after {patience_seconds:.0f} s{waits}; it "
@@ -92,15 +92,15 @@ def _wait_for(slurm: SlurmClient, job_id: int, patience_seconds: float) -> JobRe
 
 
 def _output(file: Path) -> str:
-    deadline = time.monotonic() + _OUTPUT_SECONDS
+    deadline = clock.monotonic() + _OUTPUT_SECONDS
     while True:
         with contextlib.suppress(OSError):
             text = file.read_text(encoding="utf-8", errors="replace")
-            if survey_line(text) is not None or time.monotonic() > deadline:
+            if survey_line(text) is not None or clock.monotonic() > deadline:
                 return text
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             return ""
-        time.sleep(0.2)
+        clock.sleep(0.2)
 
 
 def _read(output: str, what: str) -> NodeSurvey:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.errors import InvalidInputError, Problem, UsageError
 from hpctrain.nodes.blame import NodeScore, nodes_to_avoid, scores, story
 from hpctrain.nodes.record import NodeEvidence, NodeLedger, forgiveness
@@ -59,7 +60,7 @@ def node_rows(
         evidence = NodeLedger(ledger).read()
     except OSError as error:
         raise InvalidInputError([_problem(ledger, "read", error)]) from error
-    at = time.time() if now is None else now
+    at = clock.now() if now is None else now
     clusters = dict.fromkeys(one.cluster for one in evidence if cluster in (None, one.cluster))
     rows = []
     for name in clusters:
@@ -100,7 +101,7 @@ def forgive(ledger: Path, node: str, user: str, cluster: str | None = None) -> N
     if len(clusters) > 1:
         names = " and ".join(clusters)
         raise UsageError(f"`{node}` is a node of {names}", hint="choose one with `--cluster`")
-    entry = forgiveness(time.time(), clusters[0], node, user, f"forgiven by {user}")
+    entry = forgiveness(clock.now(), clusters[0], node, user, f"forgiven by {user}")
     try:
         NodeLedger(ledger).append([entry])
     except OSError as error:

@@ -7,13 +7,13 @@ which events are told, sending one message (`hpctrain.notify`), when passes are 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
@@ -86,12 +86,12 @@ def send_notices(runs: Sequence[RunFiles], grace_seconds: float = 0.0) -> tuple[
     sender = Sender(sender_name("watch"), os.environ, grace_seconds=grace_seconds)
     results: list[NoticeResult] = []
     broken: set[tuple[str | None, ...]] = set()
-    deadline = time.monotonic() + _PASS_SECONDS
+    deadline = clock.monotonic() + _PASS_SECONDS
     for run in runs:
-        if time.monotonic() >= deadline:
+        if clock.monotonic() >= deadline:
             break
         try:
-            if time.time() - run.layout.ledger.stat().st_mtime > EXPIRES_SECONDS:
+            if clock.now() - run.layout.ledger.stat().st_mtime > EXPIRES_SECONDS:
                 continue
             config = known_supervise_config(run.layout.supervise_config)
             if config is None or config.notify is None:
@@ -99,7 +99,7 @@ def send_notices(runs: Sequence[RunFiles], grace_seconds: float = 0.0) -> tuple[
             channels = {_address(one): one.name for one in config.notify.channels}
             skipped = frozenset(name for key, name in channels.items() if key in broken)
             events = run.ledger.events()
-            found = deliver(run.layout, config, events, sender, time.time(), skipped).results
+            found = deliver(run.layout, config, events, sender, clock.now(), skipped).results
         except (OSError, HpctrainError):
             continue  # the pass itself reports what cannot be read
         results += found
@@ -143,7 +143,7 @@ def notice_states(run: RunFiles, now: float | None = None) -> list[NoticeState]:
     config = known_supervise_config(run.layout.supervise_config)
     if config is None or config.notify is None:
         return []
-    now = time.time() if now is None else now
+    now = clock.now() if now is None else now
     outbox, facts = read_outbox(run.layout), facts_of(run.layout, config)
     states = []
     for notice in notices_of(run.ledger.events(), facts):

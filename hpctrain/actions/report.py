@@ -7,12 +7,12 @@ belong here: finding them (`status`, `goodput`, `describe`, `diagnose`, `report_
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.checkpoints import CheckpointReport, report_checkpoints
 from hpctrain.actions.describe import RunStory, describe
 from hpctrain.actions.diagnose import Diagnosis, diagnose
@@ -128,7 +128,7 @@ def collect_reports(
 
     Raises UsageError for a run that cannot be read at all.
     """
-    now = time.time() if now is None else now
+    now = clock.now() if now is None else now
     rows = statuses(runs, slurm)
     for run in runs:
         run.refuse_unreadable()

@@ -12,10 +12,10 @@ import os
 import pwd
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.errors import UsageError
 from hpctrain.store.requests import take_back
 from hpctrain.store.run_records import read_record
@@ -59,14 +59,14 @@ def start_router_here(service: ServiceLayout, environment: Mapping[str, str]) ->
     ServiceLedger(service.ledger).append(
         ServiceEventKind.ROUTER_STARTED, node=os.uname().nodename, reason="on this node"
     )
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline:
+    deadline = clock.monotonic() + _START_SECONDS
+    while clock.monotonic() < deadline:
         address = read_record(service.address, Address)
         if address is not None and address != standing:
             return address
         if process.poll() is not None:
             break
-        time.sleep(0.1)
+        clock.sleep(0.1)
     lines = log.read_text(errors="replace").strip().splitlines()[-3:]
     raise UsageError("the router did not come up: " + " / ".join(lines), hint=f"see {log}")
 

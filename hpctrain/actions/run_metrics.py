@@ -12,11 +12,11 @@ import itertools
 import math
 import os
 import statistics
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpctrain import clock
 from hpctrain.actions.goodput import Goodput, goodput
 from hpctrain.actions.gpu_price import gpu_price
 from hpctrain.actions.policy_preview import budgets
@@ -100,11 +100,11 @@ class RunMetrics:
             return self._samples
         if self._submitted is None:
             self._submitted = _submitted(self.run)
-        if time.monotonic() >= self._account_due_at or stamp is not None:
-            began = time.monotonic()
+        if clock.monotonic() >= self._account_due_at or stamp is not None:
+            began = clock.monotonic()
             self._account = goodput(self.run, now)
-            took_seconds = time.monotonic() - began
-            self._account_due_at = time.monotonic() + took_seconds / account_share
+            took_seconds = clock.monotonic() - began
+            self._account_due_at = clock.monotonic() + took_seconds / account_share
         self._samples = tuple(self._collected(observed, self._submitted, now))
         self._stamp = stamp
         return self._samples

@@ -6,9 +6,9 @@ and draining one (`serve_replicas`), what is done about it (`hpctrain.serving.ro
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
+from hpctrain import clock
 from hpctrain.actions.job_queries import find_jobs, record_found
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.serve_replicas import drain_replica, start_replica
@@ -39,7 +39,7 @@ class SlurmReplicaJobs:
 
     def look(self) -> tuple[JobView, ...] | None:
         """All generations, oldest first; None if Slurm does not answer. Raises OSError."""
-        now = time.time()
+        now = clock.now()
         names = self._service.replica_names()
         settled = {
             name: view

@@ -6,8 +6,7 @@ Belongs here: the request, and whether it makes sense. Does not belong here: the
 
 from __future__ import annotations
 
-import time
-
+from hpctrain import clock
 from hpctrain.actions.serve_scale import refuse_ending
 from hpctrain.errors import UsageError
 from hpctrain.store.requests import printable_reason, user_name
@@ -40,7 +39,7 @@ def request_restart(
             hint=f"`hpctrain serve scale {service.service_id} {most - 1}` first",
         )
     request = RestartRequest(
-        user=user_name(), time=time.time(), reason=printable_reason(reason), compare=compare
+        user=user_name(), time=clock.now(), reason=printable_reason(reason), compare=compare
     )
     ServiceLedger(service.ledger).append(
         ServiceEventKind.RESTART_REQUESTED, user=request.user, reason=request.reason or None

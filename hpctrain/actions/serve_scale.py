@@ -6,8 +6,7 @@ replicas (`hpctrain.serving.router`).
 
 from __future__ import annotations
 
-import time
-
+from hpctrain import clock
 from hpctrain.errors import UsageError
 from hpctrain.store.requests import user_name
 from hpctrain.store.run_records import write_record
@@ -33,7 +32,7 @@ def request_scale(service: ServiceLayout, replicas: int | None) -> ScaleRequest:
             hint="change it in the spec and `hpctrain serve up` again",
         )
     refuse_ending(service)
-    request = ScaleRequest(replicas=replicas, user=user_name(), time=time.time())
+    request = ScaleRequest(replicas=replicas, user=user_name(), time=clock.now())
     ServiceLedger(service.ledger).append(
         ServiceEventKind.SCALE_REQUESTED, replicas=replicas, user=request.user
     )

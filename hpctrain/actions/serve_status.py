@@ -7,11 +7,11 @@ finding a service (`services`).
 
 from __future__ import annotations
 
-import time
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.store.run_records import read_record
 from hpctrain.store.service_layout import ReplicaName, ServiceLayout
 from hpctrain.store.service_ledger import ServiceEvent, ServiceLedger
@@ -86,7 +86,7 @@ def service_status(service: ServiceLayout, now: float | None = None) -> ServiceS
 
     Raises StorageError, InvalidInputError or OSError where it cannot be read.
     """
-    now = time.time() if now is None else now
+    now = clock.now() if now is None else now
     read_service_settings(service.settings)
     state = read_record(service.state, ServiceState)
     rotation = read_record(service.rotation, Rotation)

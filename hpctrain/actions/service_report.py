@@ -8,13 +8,13 @@ belong here: lives of replicas (`replica_lives`), windows of latencies (`latency
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.gpu_price import GpuPrice, gpu_price
 from hpctrain.actions.latency_windows import (
     FailedRequest,
@@ -134,7 +134,7 @@ class ServiceReport(_Frozen):
 
 def collect_service_report(service: ServiceFiles, now: float | None = None) -> ServiceReport:
     """Collect the page of a service; what cannot be read is left out with its reason."""
-    return _Collector(service, time.time() if now is None else now).report()
+    return _Collector(service, clock.now() if now is None else now).report()
 
 
 class _Collector:

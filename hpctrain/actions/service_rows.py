@@ -6,11 +6,11 @@ Belongs here: that line. Does not belong here: everything about one service (`se
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.serve_status import service_status
 from hpctrain.errors import HpctrainError
 from hpctrain.store.run_records import Record, RecordPart, read_record
@@ -62,7 +62,7 @@ class ServiceRow(BaseModel):
 
 def service_rows(services: Sequence[ServiceLayout], now: float | None = None) -> list[ServiceRow]:
     """Find the line of each service; one that cannot be read has a line with the reason."""
-    now = time.time() if now is None else now
+    now = clock.now() if now is None else now
     rows = []
     for service in services:
         try:

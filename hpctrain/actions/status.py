@@ -6,12 +6,12 @@ Belongs here: querying, and combining the results. Does not belong here: tables.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.job_queries import find_jobs, with_past
 from hpctrain.actions.queue_ahead import queue_ahead_seconds
 from hpctrain.actions.runs import RunFiles
@@ -170,7 +170,7 @@ def status_row(run: RunFiles, events: Sequence[Event], found: RunJobs | None) ->
             for metrics in tail_metrics(run.layout, _RECENT_STEPS)
         ]
     )
-    age = None if progress is None else max(0.0, time.time() - progress.time)
+    age = None if progress is None else max(0.0, clock.now() - progress.time)
     step = progress.step if progress else None
     target = config.target_step if config else progress.target_step if progress else None
     left = None if target is None or step is None else max(0, target - step)

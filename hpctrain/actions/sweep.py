@@ -16,11 +16,11 @@ Belongs here: that order, and the Python API. Does not belong here: planning the
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.data_records import record_data
 from hpctrain.actions.job_queries import find_jobs, record_found
@@ -272,9 +272,7 @@ class CancelledSweep:
     failed: tuple[tuple[str, str], ...]
 
 
-def cancel_sweep(
-    layout: SweepLayout, slurm: SlurmClient, *, sleep: Callable[[float], None] = time.sleep
-) -> CancelledSweep:
+def cancel_sweep(layout: SweepLayout, slurm: SlurmClient) -> CancelledSweep:
     """Cancel every run that is not over, those that wait first, and submit no further point.
 
     A process that submits points stops at the next one, and this waits for that. Raises UsageError
@@ -285,20 +283,20 @@ def cancel_sweep(
     if not os.access(layout.directory, os.W_OK):
         raise UsageError(f"you cannot cancel sweep `{record.sweep_id}`, which you may only read")
     layout.cancel_request.touch(mode=0o600)
-    lock = _lock_of_submitter(layout, sleep)
+    lock = _lock_of_submitter(layout)
     try:
         return _cancel(layout, slurm)
     finally:
         os.close(lock)
 
 
-def _lock_of_submitter(layout: SweepLayout, sleep: Callable[[float], None]) -> int:
+def _lock_of_submitter(layout: SweepLayout) -> int:
     """Wait until nobody submits points of the sweep. Raises UsageError when that takes long."""
     for _ in range(_SECONDS_TO_STOP):
         lock = layout.try_lock()
         if lock is not None:
             return lock
-        sleep(1.0)
+        clock.sleep(1.0)
     raise UsageError(
         f"another process submits a run of sweep `{layout.directory.name}`, and has not ended "
         f"within {_SECONDS_TO_STOP} s: nothing was cancelled, and no further run is submitted",
@@ -310,7 +308,7 @@ def _cancel(layout: SweepLayout, slurm: SlurmClient) -> CancelledSweep:
     record = layout.read()
     rows = sweep_table(layout, slurm).rows
     if record.cancelled_time is None:
-        layout.write(record.model_copy(update={"cancelled_time": time.time()}))
+        layout.write(record.model_copy(update={"cancelled_time": clock.now()}))
     runs = runs_of_sweep(layout, record)
     states = {row.run_id: row.state for row in rows if row.run_id is not None}
     cancelled, over, failed = [], [], []

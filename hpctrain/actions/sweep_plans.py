@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.actions.disk_usage import directory_facts
 from hpctrain.actions.footprint import footprint_of
 from hpctrain.actions.forecasts import forecast_run
@@ -302,7 +302,7 @@ def _new_record(
     return SweepRecord(
         sweep_id=layout.directory.name,
         digest=_digest(request, axes, first, site),
-        begun_time=time.time(),
+        begun_time=clock.now(),
         run_name=first.document.name,
         profile_name=site.document.name,
         fields=tuple(axis.field for axis in axes),

@@ -6,12 +6,12 @@ Does not belong here: submitting (`sweep`), columns (`hpctrain.cli.sweep_text`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.evaluations import evaluation_rows, newest_metrics
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
@@ -221,7 +221,7 @@ def _used_gpu_hours(run: RunFiles, *, running: bool) -> float | None:
     if plan is None:
         return None
     nodes = plan.nodes.nodes + (config.spare_nodes if config else 0)
-    seconds = held_seconds(run.ledger.events(), time.time() if running else None)
+    seconds = held_seconds(run.ledger.events(), clock.now() if running else None)
     return nodes * plan.nodes.gpus_per_node * seconds / 3600
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.goodput import gpus_held, is_over, marks_of, quiet_seconds_of
 from hpctrain.actions.gpu_price import GpuPrice, gpu_price
 from hpctrain.actions.replica_lives import held_timeline, job_records, replica_life
@@ -144,7 +144,7 @@ def team_report(
     A run that cannot be read is named and not counted. Raises UsageError for what is no directory,
     NoSuchRunError if there is no run at all.
     """
-    now = time.time() if now is None else now
+    now = clock.now() if now is None else now
     reader = _Reader(window, now)
     found: list[RunFiles | ServiceFiles] = [*_runs_of(directories), *_services_of(directories)]
     if not found:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from hpctrain import clock
 from hpctrain.actions.job_queries import find_jobs, record_found
 from hpctrain.actions.job_submission import submit_jobs
 from hpctrain.actions.poll_interval import poll_interval
@@ -120,7 +120,7 @@ class TrialRunner:
                     self._report_change(names[run_id], row)
                 if not self.wait or all(self._is_over(row) for row in rows.values()):
                     break
-                time.sleep(pause_seconds)  # squeue(1), PERFORMANCE: no queries in a tight loop
+                clock.sleep(pause_seconds)  # squeue(1), PERFORMANCE: no queries in a tight loop
             found = read_comparison(record, self.layout.runs, rows)
             if found.over and not self.keep_checkpoints:
                 # Nobody resumes a trial, and checkpoints of large models fill a quota.
@@ -169,8 +169,8 @@ class TrialRunner:
         if row.state is not RunState.UNKNOWN:
             self._silent_since.pop(row.run_id, None)
             return row.state.over
-        since = self._silent_since.setdefault(row.run_id, time.monotonic())
-        return time.monotonic() - since > _FORGOTTEN_SECONDS
+        since = self._silent_since.setdefault(row.run_id, clock.monotonic())
+        return clock.monotonic() - since > _FORGOTTEN_SECONDS
 
     def _report_change(self, name: str, row: RunStatus) -> None:
         """Report a change of state, and the first step."""

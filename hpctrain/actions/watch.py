@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.evaluations import evaluations_of_runs, submit_evaluations
 from hpctrain.actions.job_queries import find_jobs, jobs_of, record_found, with_past
 from hpctrain.actions.job_submission import submit_jobs
@@ -198,7 +198,7 @@ def watch(
                 silence = f"Slurm does not answer: {error}"
                 blind = (*blind, silence)
     result = WatchPass(
-        pass_time=time.time(),
+        pass_time=clock.now(),
         act=act,
         runs=survey.runs,
         open_runs=sum(not one.over for one in survey.open),
@@ -333,7 +333,7 @@ def snapshot(
         events=events,
         config=config,
         jobs=jobs.jobs,
-        now=time.time(),
+        now=clock.now(),
         grace_seconds=grace_seconds,
         signs_time=max(signs, default=None),
         asked_by=request.by if request else None,
@@ -434,4 +434,4 @@ def heartbeat_age_seconds(path: Path) -> float | None:
         beat = WatchHeartbeat.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return time.time() - beat.pass_time
+    return clock.now() - beat.pass_time

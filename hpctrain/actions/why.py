@@ -6,11 +6,11 @@ Belongs here: querying the ledger, the policy and Slurm. Does not belong here: d
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain import clock
 from hpctrain.actions.job_holds import hold_text
 from hpctrain.actions.policy_preview import CauseBudget, PolicyPreview, budgets, preview_policy
 from hpctrain.actions.runs import RunFiles
@@ -108,7 +108,7 @@ class Why(BaseModel):
 
 def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
     """Explain a run. Raises InvalidInputError when its supervise.json cannot be read."""
-    now = time.time() if now is None else now
+    now = clock.now() if now is None else now
     config = read_supervise_config(run.layout.supervise_config)
     row, events = statuses([run], slurm)[0], run.ledger.events()
     past = history(events, config.storm_window_seconds)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain import clock
 from hpctrain.cli.evaluation_text import evaluation_lines
 from hpctrain.cli.options import RunName, json_option, runs_option
 from hpctrain.cli.output import json_out, or_dash, paragraph, table
@@ -95,11 +95,11 @@ def checkpoints(run: str, verify: bool, threads: int, runs: Path | None, as_json
 
 def progress_line() -> Callable[[Verified], None]:
     """Make a callback that overwrites one line of the terminal, at most twice a second."""
-    began_at, shown_at = time.monotonic(), 0.0
+    began_at, shown_at = clock.monotonic(), 0.0
 
     def show(verified: Verified) -> None:
         nonlocal shown_at
-        now, last = time.monotonic(), verified.files == verified.total_files
+        now, last = clock.monotonic(), verified.files == verified.total_files
         if now - shown_at < _PROGRESS_SECONDS and not last:
             return
         shown_at = now

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain import clock
 from hpctrain.actions.metrics_outlets import DEFAULT_ADDRESS
 from hpctrain.cli.options import Seconds
 from hpctrain.cli.output import say
@@ -102,7 +103,7 @@ def exporter(
         signal.signal(number, lambda *_: ended.set())
     while True:
         _hand_out(source.samples(), server, file)
-        if ended.wait(every):
+        if clock.wait(ended, every):
             break
     if server is not None:
         server.close()

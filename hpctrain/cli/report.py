@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain import clock
 from hpctrain.cli.options import RunName, Seconds, json_option
 from hpctrain.cli.output import busy
 from hpctrain.cli.private_file import write_private
@@ -157,7 +158,6 @@ def _write_dashboards(
     require_data: bool,
 ) -> None:
     """Write the page of dashboards; fail for a refused query, and for an empty panel if wished."""
-    import time
 
     from hpctrain.actions.dashboards import collect_dashboards
     from hpctrain.observe.panels import DASHBOARDS
@@ -166,7 +166,7 @@ def _write_dashboards(
 
     with busy("Asking Prometheus"):
         found = collect_dashboards(
-            PrometheusServer(url), DASHBOARDS, time.time(), names, range_seconds
+            PrometheusServer(url), DASHBOARDS, clock.now(), names, range_seconds
         )
     write_private(output, write_dashboards(found))
     panels = [(one.plan.short_name, panel) for one in found for panel in one.panels()]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain import clock
 from hpctrain.cli.options import RunName, Seconds, confirm, json_option, runs_option, yes_option
 from hpctrain.cli.output import busy, json_out, say, table, terminal_width
 
@@ -78,7 +78,7 @@ def status(
             _fail_if_any_failed(rows)
         if (wait and over) or not (wait or follow):
             return
-        time.sleep(pause_seconds)  # squeue(1), PERFORMANCE: no queries in a tight loop
+        clock.sleep(pause_seconds)  # squeue(1), PERFORMANCE: no queries in a tight loop
 
 
 def _pause_seconds(names: tuple[str, ...], runs: Path | None, every: float | None) -> float:
@@ -285,13 +285,14 @@ def _follow(run_id: str, rank: int | None, runs: Path | None, tail: int | None) 
         return _collect((run_id,), False, None, runs)[0]
 
     pause_seconds = poll_interval([found])
-    clock = {"next": 0.0, "over": False}
+    next_at, is_over = 0.0, False
 
     def over() -> bool:
-        if time.monotonic() >= clock["next"]:  # lines come every second, Slurm is asked rarely
-            clock["next"] = time.monotonic() + pause_seconds
-            clock["over"] = all(row.state.over for row in rows())
-        return bool(clock["over"])
+        nonlocal next_at, is_over
+        if clock.monotonic() >= next_at:  # lines come every second, Slurm is asked rarely
+            next_at = clock.monotonic() + pause_seconds
+            is_over = all(row.state.over for row in rows())
+        return is_over
 
     for text in action.follow(newest, over, tail):
         click.echo(text, nl=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain import clock
 from hpctrain.cli.options import ProfileName, runs_option
 from hpctrain.cli.output import say, table
 
@@ -112,7 +113,6 @@ def up(
       hpctrain sandbox up --slurm 24.11 --accounting
       hpctrain sandbox up --prometheus --runs runs
     """
-    import time
     from dataclasses import replace
 
     from hpctrain.actions.profiles import load_named_profile
@@ -121,7 +121,7 @@ def up(
     from hpctrain.sandbox.monitoring import alerts_page
     from hpctrain.sandbox.sandbox import Sandbox
 
-    began = time.monotonic()
+    began = clock.monotonic()
     if webhook is not None and not prometheus:
         raise UsageError("--webhook is for the alerts of --prometheus", "add --prometheus")
     monitoring = _monitoring(runs, webhook, alert_delays) if prometheus else None
@@ -148,7 +148,7 @@ def up(
     box.up(timeout)
     if monitoring is not None:
         box.monitor(monitoring)
-    seconds = time.monotonic() - began
+    seconds = clock.monotonic() - began
     size = f"{shape.nodes} nodes x {shape.gpus_per_node} GPUs"
     say(f"Slurm {_dotted(box.state.version)} with {size} is up ({seconds:.1f} s)")
     if (watching := box.state.monitoring) is not None:

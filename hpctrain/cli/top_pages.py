@@ -6,11 +6,11 @@ here: threads and events (`top_screen`), the sentences themselves.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 from rich.text import Text
 
+from hpctrain import clock
 from hpctrain.actions.log_tail import LogTail
 from hpctrain.actions.runs import RunFiles
 from hpctrain.cli.top_text import folded, footer, printable, shortened
@@ -96,7 +96,7 @@ def why_page(run: RunFiles, slurm: SlurmClient) -> list[str]:
     from hpctrain.actions.why import why
     from hpctrain.cli.why_text import why_lines
 
-    now = time.time()
+    now = clock.now()
     return list(why_lines(why(run, slurm, now), now))
 
 

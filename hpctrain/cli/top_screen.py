@@ -12,7 +12,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +26,7 @@ from textual.geometry import Size
 from textual.strip import Strip
 from textual.widget import Widget
 
+from hpctrain import clock
 from hpctrain.actions import control
 from hpctrain.actions.live_view import (
     ChosenRun,
@@ -176,7 +176,7 @@ class TopApp(App[None]):
             # The window or the connection is gone, and nobody should go on asking Slurm.
             self._leave()
             return
-        if not self._looking and time.monotonic() >= self._look_at:
+        if not self._looking and clock.monotonic() >= self._look_at:
             self._look(ask_slurm=True)
         if self._page is not None and self._page.follows:
             self._read_page(self._page)
@@ -185,7 +185,7 @@ class TopApp(App[None]):
     def _look(self, *, ask_slurm: bool) -> None:
         self._looking = True
         if ask_slurm:
-            self._asked_at = time.monotonic()
+            self._asked_at = clock.monotonic()
         self._in_thread(
             partial(self._runs.look, ask_slurm=ask_slurm), self._take_view, self._take_problem
         )
@@ -195,7 +195,7 @@ class TopApp(App[None]):
         if self._looking:
             return
         least_seconds = self._view.poll_seconds if self._view else 0.0
-        self._look(ask_slurm=time.monotonic() - self._asked_at >= least_seconds)
+        self._look(ask_slurm=clock.monotonic() - self._asked_at >= least_seconds)
 
     def _take_view(self, view: LiveView) -> None:
         self._view, self._problem = view, ""
@@ -240,7 +240,7 @@ class TopApp(App[None]):
         message = self._message if self._question is None else self._question.line
         return TopState(
             directory=str(self.options.runs),
-            now=time.time(),
+            now=clock.now(),
             every_seconds=self.every_seconds,
             view=self._view,
             shown=self._shown(),

@@ -6,13 +6,13 @@ Belongs here: which window, and in which form it is written. Does not belong her
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from hpctrain import clock
 from hpctrain.cli.output import busy, json_out
 from hpctrain.cli.private_file import write_private
 from hpctrain.errors import UsageError
@@ -52,7 +52,7 @@ def show_week(request: WeekRequest) -> None:
     ]
     if len(to_stdout) > 1:
         raise UsageError(f"{' and '.join(to_stdout)} both write to standard output")
-    now = time.time()
+    now = clock.now()
     window: ReportWindow
     if request.since is not None or request.until is not None:
         if request.week is not None:

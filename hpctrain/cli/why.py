@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain import clock
 from hpctrain.cli.options import RunName, json_option, runs_option
 from hpctrain.cli.output import json_out
 
@@ -25,14 +26,13 @@ def why(run: str, runs: Path | None, as_json: bool) -> None:
       hpctrain why gpt175b-7f3a
       hpctrain why gpt175b-7f3a --json
     """
-    import time
 
     from hpctrain.actions.runs import find_run, runs_directory
     from hpctrain.actions.why import why as explain
     from hpctrain.cli.why_text import why_lines
     from hpctrain.slurm.client import SlurmClient
 
-    now = time.time()
+    now = clock.now()
     explained = explain(find_run(runs_directory(runs), run), SlurmClient(), now)
     if as_json:
         json_out("why", explained)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from hpctrain import clock
 from hpctrain.errors import SlurmError
 from hpctrain.sandbox.accounting import database_argv
 from hpctrain.sandbox.monitoring import (
@@ -156,7 +156,7 @@ class DaemonLauncher:
         call(argv, environment | dict(more), directory=directory or self.paths.directory)
 
     def _await(self, name: str, argv: list[str]) -> DaemonRecord:
-        seen_at = time.monotonic()
+        seen_at = clock.monotonic()
 
         def started_or_died() -> bool:
             # A daemon daemonizes first and reads most of its configuration later, so its exit code
@@ -166,8 +166,8 @@ class DaemonLauncher:
             if read_record(self.paths, name) is not None:
                 return True
             if any(read_command_line(process.pid) == tuple(argv) for process in all_processes()):
-                seen_at = time.monotonic()
-            return time.monotonic() - seen_at > _ABSENT_SECONDS
+                seen_at = clock.monotonic()
+            return clock.monotonic() - seen_at > _ABSENT_SECONDS
 
         await_condition(started_or_died, _START_TIMEOUT_SECONDS)
         record = read_record(self.paths, name)

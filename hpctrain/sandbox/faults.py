@@ -11,8 +11,8 @@ connections stay open and nothing arrives.
 from __future__ import annotations
 
 import signal
-import time
 
+from hpctrain import clock
 from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.sandbox.daemons import slurmd_name, step_daemons
 from hpctrain.sandbox.job_processes import JobProcess, find_job_processes, processes_of_nodes
@@ -76,7 +76,7 @@ def restart_node(sandbox: Sandbox, node: str, *, rebooted: bool) -> None:
     if sandbox.daemon_is_alive(slurmd_name(_known(sandbox, node))):
         raise UsageError(f"the slurmd of {node} is running", "crash the node first")
     if rebooted:
-        time.sleep(_BOOT_SECONDS)
+        clock.sleep(_BOOT_SECONDS)
     sandbox.remember(sandbox.launcher.slurmd(node, rebooted=rebooted))
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from hpctrain import clock
 
 _PROC = Path("/proc")
 _POLL_SECONDS = 0.05
@@ -143,9 +144,9 @@ def kill(identities: Iterable[ProcessId]) -> None:
 
 def await_condition(condition: Callable[[], bool], timeout_seconds: float) -> bool:
     """Poll a condition every 50 ms; returns False at the timeout."""
-    deadline = time.monotonic() + timeout_seconds
+    deadline = clock.monotonic() + timeout_seconds
     while not condition():
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             return False
-        time.sleep(_POLL_SECONDS)
+        clock.sleep(_POLL_SECONDS)
     return True

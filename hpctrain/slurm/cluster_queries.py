@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from hpctrain import clock
 from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import cluster_parse, parse
 from hpctrain.slurm.answers import accepted, parsed
@@ -32,7 +32,7 @@ _Parsed = TypeVar("_Parsed")
 class ClusterQueries:
     """One pass over a cluster. `count` is the number of commands that were run.
 
-    `run`, `pause` and `clock` (seconds since the epoch) are seams for tests.
+    `run` is a seam for tests.
     """
 
     def __init__(
@@ -42,21 +42,19 @@ class ClusterQueries:
         timeout_seconds: float = 30.0,
         *,
         run: Runner = run_command,
-        pause: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.count = 0
         self._user = user
         self._environment = for_queries(os.environ if environment is None else environment)
         self._timeout_seconds = timeout_seconds
-        self._run, self._pause, self._clock = run, pause, clock
+        self._run = run
         self._unanswered: dict[str, str] = {}
 
     def facts(self) -> ClusterFacts:
         """Read everything. Raises SlurmError without configuration, nodes or partitions."""
-        began = self._clock()
+        began = clock.now()
         text = self._ask("scontrol", "show", "config")
-        config_seconds, told = self._clock() - began, cluster_parse.controller_time(text)
+        config_seconds, told = clock.now() - began, cluster_parse.controller_time(text)
         config = SlurmConfig(parse.config_values(text))
         kind = cluster_parse.topology_kind(config)
         nodes = self._shown("node", cluster_parse.nodes)
@@ -117,7 +115,7 @@ class ClusterQueries:
                 if attempt == ATTEMPTS:
                     raise
             # jitter: many users begin to ask again when a controller comes back
-            self._pause(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
+            clock.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
         raise AssertionError("the last attempt returns or raises")
 
     def _asked_once(self, argv: tuple[str, ...]) -> str:

@@ -13,7 +13,6 @@ import os
 import select
 import stat
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from hpctrain import clock
 from hpctrain.errors import InvalidInputError, Problem, RefusedPlanError
 from hpctrain.spec.former_fields import rename_former_fields
 from hpctrain.spec.inheritance import PARTITION_SECTIONS, complete_partitions, merge
@@ -544,7 +544,7 @@ def _read_pipe(path: Path | str) -> bytes:
     try:
         status = os.fstat(descriptor)
         key = os.path.realpath(path), status.st_dev, status.st_ino
-        deadline = time.monotonic() + (0 if key in _READ_ONCE else _WRITER_SECONDS)
+        deadline = clock.monotonic() + (0 if key in _READ_ONCE else _WRITER_SECONDS)
         raw, written = b"", False
         while len(raw) <= MAX_FILE_BYTES:
             try:
@@ -556,9 +556,9 @@ def _read_pipe(path: Path | str) -> bytes:
             raw += part
             if part:
                 continue
-            if raw or written or time.monotonic() >= deadline:
+            if raw or written or clock.monotonic() >= deadline:
                 break
-            time.sleep(_POLL_SECONDS)
+            clock.sleep(_POLL_SECONDS)
     finally:
         os.close(descriptor)
     if raw or written:

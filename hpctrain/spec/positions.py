@@ -79,7 +79,7 @@ def parse_yaml(text: str, file: str) -> Parsed:
     return parsed
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)  # each point of a sweep, for one, reads the same profile several times
 def _composed(text: str, file: str) -> Node:
     """Build the nodes of a text; one command reads its profile several times.
 

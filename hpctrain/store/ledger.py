@@ -7,11 +7,11 @@ also while the file cannot be reached. Does not belong here: deciding anything.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.durable import LineBuffer, append_line
 from hpctrain.errors import StorageError
 from hpctrain.store.layout import RunLayout
@@ -116,7 +116,7 @@ class Ledger:
 
     def append(self, kind: EventKind, **fields: object) -> Event:
         """Write one event durably and return it."""
-        event = Event.model_validate({"event": kind, "time": time.time(), **fields})
+        event = Event.model_validate({"event": kind, "time": clock.now(), **fields})
         self._write(event.model_dump_json(exclude_defaults=True))
         return event
 

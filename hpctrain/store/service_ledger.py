@@ -8,10 +8,10 @@ anything.
 
 from __future__ import annotations
 
-import time
 from enum import StrEnum
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.durable import append_line
 from hpctrain.store.run_records import Record, parse_record
 
@@ -69,7 +69,7 @@ class ServiceLedger:
 
     def append(self, kind: ServiceEventKind, **fields: object) -> ServiceEvent:
         """Write one event durably and return it. Raises OSError."""
-        event = ServiceEvent.model_validate({"event": kind, "time": time.time(), **fields})
+        event = ServiceEvent.model_validate({"event": kind, "time": clock.now(), **fields})
         append_line(self.path, event.model_dump_json(exclude_defaults=True), mode=0o600)
         return event
 

@@ -7,11 +7,11 @@ here: deciding (`judge.policy`), weighing evidence against nodes (`hpctrain.node
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain import clock
 from hpctrain.checkpoints.discover import good_steps
 from hpctrain.errors import SlurmError, StorageError
 from hpctrain.nodes.blame import (
@@ -94,7 +94,7 @@ def assess(
     avoid = nodes_to_avoid(
         past,
         config.cluster,
-        time.time(),
+        clock.now(),
         usable_nodes=config.cluster_nodes,
         needed_nodes=least_nodes(config, allocation),
         allocated=allocation.nodes,
@@ -248,7 +248,7 @@ def blame_lost_attempt(
 
 def _evidence_source(context: AttemptContext) -> EvidenceSource:
     config = context.config
-    return EvidenceSource(time.time(), config.cluster, config.run_id, context.job_id)
+    return EvidenceSource(clock.now(), config.cluster, config.run_id, context.job_id)
 
 
 def _append(ledger: NodeLedger, evidence: list[NodeEvidence]) -> None:
@@ -274,10 +274,10 @@ def _unfit(
     config = context.config
     now_unfit = [report.node for report in probe.unfit_with_reason] if probe is not None else []
     usable = probe.usable if probe is not None else ()
-    before = unfit_nodes(past, config.cluster, config.run_id, time.time())
+    before = unfit_nodes(past, config.cluster, config.run_id, clock.now())
     # a probe measures no speed
     excludes = config.speed_check == "exclude"
-    slow = slow_nodes(past, config.cluster, config.run_id, time.time()) if excludes else ()
+    slow = slow_nodes(past, config.cluster, config.run_id, clock.now()) if excludes else ()
     nodes = dict.fromkeys(
         (*verdict.unfit_nodes, *now_unfit, *(node for node in before if node not in usable), *slow)
     )

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from hpctrain import clock
 from hpctrain.checkpoints.discover import saving_epochs
 from hpctrain.errors import AccessDeniedError, HpctrainError, SlurmError, SlurmRefusedError
 from hpctrain.slurm.client import SlurmClient
@@ -89,7 +89,7 @@ class EvaluationPass:
             self._refused = {
                 name
                 for (name, by), those in refusals.items()
-                if by == self.by and time.time() < those.next_time
+                if by == self.by and clock.now() < those.next_time
             }
             waiting = waiting_evaluations(settings, known, saving_epochs(self.run.checkpoints))
             jobs: list[JobRecord] = []
@@ -132,7 +132,7 @@ class EvaluationPass:
         record = next((record for record in jobs if record.job_id == one.job_id), None)
         if record is not None and not record.state.is_ended:
             return
-        if time.time() - one.since_time < self.silent_seconds:
+        if clock.now() - one.since_time < self.silent_seconds:
             return
         newest = read_evaluations_of(self.run).get((one.name, one.step, one.epoch), one)
         if not newest.open:
@@ -190,7 +190,7 @@ class EvaluationPass:
             "step": one.step,
             "epoch": one.epoch,
             "attempt": attempt,
-            "time": time.time(),
+            "time": clock.now(),
             "by": self.by,
             "cluster": self.cluster if kind in ("submitting", "submitted") else None,
             **more,
@@ -244,7 +244,7 @@ class EvaluationThread:
         run_with_timeout(finish, _LAST_PASS_SECONDS)
 
     def _loop(self) -> None:
-        while not self._stopping.wait(self._pause_seconds):
+        while not clock.wait(self._stopping, self._pause_seconds):
             self._pass()
 
     def _pass(self) -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.store.evaluations import (
     EvaluationEvent,
@@ -35,7 +35,7 @@ def record(arguments: Sequence[str], run: RunLayout, job_id: int) -> int:
         step=int(step),
         epoch=int(epoch),
         attempt=int(attempt),
-        time=time.time(),
+        time=clock.now(),
         by="job",
         job_id=job_id,
     )

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.durable import FULL_ERRNOS
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
@@ -200,15 +200,15 @@ class Supervisor:
                 verdict = Verdict(cause, f"the run directory cannot be used: {error}")
                 self._note_end(verdict)
                 ended = Ended(verdict)
-                time.sleep(_FAULT_PAUSE_SECONDS)
+                clock.sleep(_FAULT_PAUSE_SECONDS)
                 continue
             if action.kind is not ActionKind.RELAUNCH:
                 return exit_code
-            deadline = time.monotonic() + action.delay_seconds
-            while time.monotonic() < deadline and not self.context.signals.standing:
+            deadline = clock.monotonic() + action.delay_seconds
+            while clock.monotonic() < deadline and not self.context.signals.standing:
                 if self._request() is not None:
                     break
-                time.sleep(0.1)
+                clock.sleep(0.1)
             ended = self._interrupted(allocation)
 
     def _note_placement(self, placement: Placement) -> None:
@@ -380,7 +380,7 @@ class Supervisor:
             if still_ours(context, evidence.job):
                 # Slurm did not send the signal: ask the nodes.
                 context.signals.dismiss(count)
-                traces = Traces(time.time(), newest_logged_step(context))
+                traces = Traces(clock.now(), newest_logged_step(context))
                 nodes = allocation.nodes
                 examined = examine_failure(context, evidence, nodes, traces, self.prober)
                 evidence, probe = examined.evidence, examined.probe

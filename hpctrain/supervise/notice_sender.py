@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Mapping
 
+from hpctrain import clock
 from hpctrain.notify.delivery import Sender, deliver, sender_name
 from hpctrain.store.ledger import Event, Ledger
 from hpctrain.supervise.context import AttemptContext, log_message
@@ -62,7 +62,7 @@ class NoticeSender:
     def _work(self) -> None:
         next_time: float | None = None
         while True:
-            self._wake.wait(None if next_time is None else max(0.0, next_time - time.time()))
+            clock.wait(self._wake, None if next_time is None else max(0.0, next_time - clock.now()))
             self._wake.clear()
             # In this order: a `close` in between is then seen here or wakes the next wait.
             closing = self._closing.is_set()
@@ -75,7 +75,7 @@ class NoticeSender:
         context = self._context
         try:
             delivery = deliver(
-                context.run_layout, context.config, self._events(), self._sender, time.time()
+                context.run_layout, context.config, self._events(), self._sender, clock.now()
             )
         except Exception as error:  # whatever it is, the run goes on; texts may contain anything
             log_message(f"nobody was told: {type(error).__name__}")

@@ -20,11 +20,11 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.supervise.evidence.node_checks import (
     NodeReport,
     check_directory,
@@ -66,8 +66,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--settings", type=Path, help="the run's supervise.json")
     parsed = parser.parse_args(arguments)
     options = CheckOptions(parsed.run_directory, parsed.since, parsed.gpus, parsed.settings)
-    started = time.monotonic()
-    _print_line("begin", clock=time.time(), step=os.environ.get("SLURM_STEP_ID", ""))
+    started = clock.monotonic()
+    _print_line("begin", clock=clock.now(), step=os.environ.get("SLURM_STEP_ID", ""))
     facts: dict[str, object] = {}
     for check, report in _run_checks(options):
         for problem in report.problems:
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
         facts.update(report.facts)
     for name, value in facts.items():
         _print_line("fact", name=name, value=value)
-    _print_line("end", seconds=round(time.monotonic() - started, 3))
+    _print_line("end", seconds=round(clock.monotonic() - started, 3))
     return 0
 
 
@@ -96,10 +96,10 @@ def _run_checks(options: CheckOptions) -> list[tuple[str, NodeReport]]:
         ("kernel log", lambda report: check_kernel(report, options.since, node, CHECK_SECONDS)),
     ]
     running = [(name, *_start(check)) for name, check in checks]
-    deadline = time.monotonic() + CHECK_SECONDS
+    deadline = clock.monotonic() + CHECK_SECONDS
     results = []
     for name, thread, report in running:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(max(0.0, deadline - clock.monotonic()))
         if thread.is_alive():
             report = NodeReport()
             report.problem(f"no answer within {CHECK_SECONDS:g} s")

@@ -7,10 +7,10 @@ Belongs here: the order of these steps. Does not belong here: judging (`judge.cl
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hpctrain import clock
 from hpctrain.checkpoints.discover import Checkpoint, good_steps, select_for_resume
 from hpctrain.checkpoints.publish import fence_off
 from hpctrain.checkpoints.resume_shares import write_shares
@@ -139,7 +139,7 @@ class TrainerLauncher:
 
         Returns the end and srun's exit code.
         """
-        argv, since = place_command(self.argv, placement), time.time()
+        argv, since = place_command(self.argv, placement), clock.now()
         step_before = newest_logged_step(self.context)
         attempt = f"{self.context.run_layout.directory} {self.context.attempt}"
         port = None

@@ -10,13 +10,12 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import FrameType
 
-from hpctrain import reserved_ports
+from hpctrain import clock, reserved_ports
 from hpctrain.slurm.messages import (
     StepNotice,
     TaskFailure,
@@ -103,7 +102,7 @@ class SrunProcess:
                     if (notice := read_notice(line)) is not None:
                         self._notices.append(notice)
                 elif failure.code != TrainerExit.YIELDED:
-                    self._failures.append(replace(failure, at=time.time()))
+                    self._failures.append(replace(failure, at=clock.now()))
 
         self._reader = threading.Thread(target=read, daemon=True)
         self._reader.start()

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 
+from hpctrain import clock
 from hpctrain.slurm.environment import for_queries
 from hpctrain.store.ledger import EventKind
 from hpctrain.supervise.context import AttemptContext, log_message
@@ -50,9 +50,9 @@ def use_up_step_ids(
     newest = max(found, default=-1)
     # Steps of ranks leave logs; one more for the probe of nodes that may have followed.
     last = newest + 1 if newest >= 0 else -1
-    deadline = time.monotonic() + _SECONDS
+    deadline = clock.monotonic() + _SECONDS
     while last >= 0 and not context.signals.final:
-        used = _empty_step(context, environment, srun) if time.monotonic() < deadline else None
+        used = _empty_step(context, environment, srun) if clock.monotonic() < deadline else None
         if used is None:
             log_message(f"step ids up to {last} of lost attempts could not be used up")
             return

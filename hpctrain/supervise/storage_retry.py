@@ -6,10 +6,10 @@ Does not belong here: what is decided when it does not come back (`policy`), how
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from hpctrain import clock
 from hpctrain.durable import FULL_ERRNOS
 from hpctrain.supervise.context import AttemptContext
 
@@ -25,12 +25,12 @@ def retry_while_storage_fails(context: AttemptContext, work: Callable[[], _Resul
     Raises the last OSError after a minute, or at once if the job is being ended or the disk is
     full.
     """
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = clock.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
             return work()
         except OSError as error:
-            over = time.monotonic() >= deadline or context.signals.final
+            over = clock.monotonic() >= deadline or context.signals.final
             if over or error.errno in FULL_ERRNOS:
                 raise
-        time.sleep(_RETRY_SECONDS)
+        clock.sleep(_RETRY_SECONDS)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.act.requeue import requeue
 from hpctrain.supervise.context import AttemptContext, log_message
@@ -49,13 +49,13 @@ class FileSystemCheck:
             # on a machine that was suspended the check may not have run since it began
             self._thread.join(_LAST_CHANCE_SECONDS)
             if self._thread.is_alive():
-                return time.monotonic() - self._began_at
+                return clock.monotonic() - self._began_at
 
         def check() -> None:
             with contextlib.suppress(OSError):  # an error is an answer
                 self._touch(self._path)
 
-        self._began_at = time.monotonic()
+        self._began_at = clock.monotonic()
         self._thread = threading.Thread(target=check, daemon=True, name="file-system-check")
         self._thread.start()
         return 0.0

@@ -8,10 +8,10 @@ query, and whether a launch is possible. Does not belong here: what is done abou
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hpctrain import clock
 from hpctrain.errors import SlurmError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import read_saves
@@ -72,7 +72,7 @@ def too_late_for_launch(context: AttemptContext, limit: JobTimeLimit | None) -> 
     if "USR1" in context.signals.names:
         reason = "Slurm has warned that the job ends soon"
         return Verdict(Cause.TIME_LIMIT, reason, ("signal USR1 from Slurm",))
-    now = time.time()
+    now = clock.now()
     if limit is None:
         at_start = context.attempt.end_time
         limit = JobTimeLimit(at_start if at_start is not None and at_start > now else None)
@@ -124,7 +124,7 @@ class StopTime:
         self._due = math.inf
         # A launch trains for half of what is left to it, however long a stop takes.
         end_time = self._end_time(limit)
-        self._longest_seconds = math.inf if end_time is None else (end_time - time.time()) / 2
+        self._longest_seconds = math.inf if end_time is None else (end_time - clock.now()) / 2
         self._schedule(limit)
 
     @property
@@ -137,14 +137,14 @@ class StopTime:
 
         The limit may have been changed by then, and the run has measured more.
         """
-        if self._next_query is None or time.time() < self._next_query:
+        if self._next_query is None or clock.now() < self._next_query:
             return False
         limit = query_time_limit(self._context)
         if limit is None:
-            self._next_query = time.time() + _RETRY_SECONDS
+            self._next_query = clock.now() + _RETRY_SECONDS
             return False
         self._schedule(limit)
-        return self._next_query is not None and time.time() >= self._due
+        return self._next_query is not None and clock.now() >= self._due
 
     def outlasts_warning(self) -> bool:
         """Whether Slurm's warning, which has come, leaves time to train on (see `is_due`).
@@ -157,11 +157,11 @@ class StopTime:
         limit = query_time_limit(self._context)
         if limit is None or limit.preempted or limit.end_time is None:
             return False
-        left_seconds = limit.left_seconds(time.time())
+        left_seconds = limit.left_seconds(clock.now())
         if left_seconds > self.planned_seconds + _EARLIEST_WARNING_SECONDS:
             return False
         self._schedule(limit)
-        return time.time() < self._due and not math.isinf(self._due)
+        return clock.now() < self._due and not math.isinf(self._due)
 
     def _end_time(self, limit: JobTimeLimit | None) -> float | None:
         end_time = limit.end_time if limit is not None else self._context.attempt.end_time
@@ -179,4 +179,4 @@ class StopTime:
             lead_seconds = min(self.lead.seconds, self._longest_seconds)
         self._due = end_time - lead_seconds
         earlier = end_time - 2 * max(lead_seconds, self.planned_seconds)
-        self._next_query = earlier if time.time() < earlier else self._due
+        self._next_query = earlier if clock.now() < earlier else self._due

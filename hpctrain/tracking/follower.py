@@ -6,11 +6,11 @@ belong here: the writers (`event_files`, `wandb_run`), the process (`__main__`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from hpctrain import clock
 from hpctrain.errors import HpctrainError
 from hpctrain.store.jobs import cancel_requested
 from hpctrain.store.layout import RunLayout
@@ -63,12 +63,12 @@ class WandbWriter:
         self._run = run
         self._wandb = WandbRun(run, config)
         # An attempt that was killed may have left rows.
-        self._due_at = time.monotonic()
+        self._due_at = clock.monotonic()
 
     def write(self, *, last: bool) -> None:
-        if not last and not self._wandb.online and time.monotonic() < self._due_at:
+        if not last and not self._wandb.online and clock.monotonic() < self._due_at:
             return
-        self._due_at = time.monotonic() + SEGMENT_SECONDS
+        self._due_at = clock.monotonic() + SEGMENT_SECONDS
         self._wandb.write(over=run_is_over(self._run))
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from fabricated_runs import (
 )
 from golden_files import Golden
 from judged_runs import GIB, has_saved, has_trained, has_window, submitted
+from virtual_clock import VirtualClock
 
 import hpctrain as package
 from hpctrain.actions.runs import find_run
@@ -35,11 +36,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, virtual_clock: VirtualClock) -> Path:
     """A directory with the examples and without runs, at a fixed time."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hpctrain.actions.status.time.time", lambda: NOW)
+    virtual_clock.begins_at = NOW
     return tmp_path
 
 

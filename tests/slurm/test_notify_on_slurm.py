@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rehearsal import PlannedFault, Rehearsal, Stage
+from virtual_clock import ShiftedClock
 from webhook_server import PATH, Webhook, sendmail_stand_in, webhook
 
 from hpctrain.actions.state import RunState
@@ -74,7 +75,7 @@ def test_a_run_that_fails_for_good_is_told_once(
 
 
 def test_what_a_job_could_not_send_is_sent_by_watch(
-    stage: Stage, hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, hook: Webhook, tmp_path: Path, shifted_clock: ShiftedClock
 ) -> None:
     """The webhook is down while the job ends, as it is for nodes without a network."""
     hook.answer = 503
@@ -90,8 +91,7 @@ def test_what_a_job_could_not_send_is_sent_by_watch(
     ]
     assert look(stage, rehearsal) == [], "it was tried a moment ago, and the mail was sent"
     hook.answer = 200
-    now = tries[0].try_time + 61
-    monkeypatch.setattr("hpctrain.actions.notify.time.time", lambda: now)
+    shifted_clock.ahead_seconds = 61.0
     assert look(stage, rehearsal) == [("slack", None)]
     assert look(stage, rehearsal) == []
     assert len(hook.received) == 2 and hook.texts[0] == hook.texts[1]

@@ -11,9 +11,9 @@ Belongs here: this order and its times. Does not belong here: why a replica leav
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
+from hpctrain import clock
 from hpctrain.plan.serving.leaving import ENGINE_END_SECONDS
 from hpctrain.serving.replica.answers import EngineAnswers
 from hpctrain.serving.replica.engine_process import EngineProcess
@@ -50,25 +50,25 @@ class Drain:
 
     def run(self, reason: str) -> DrainRecord:
         """Carry it out and return its record, which is kept up to date in its file."""
-        began, deadline = time.time(), time.monotonic() + self.times.whole_seconds
+        began, deadline = clock.now(), clock.monotonic() + self.times.whole_seconds
         self.life.enter("draining")
         self.lease.withdraw()
         record = DrainRecord(epoch=self.life.launch.epoch, reason=reason, withdrawn_at=began)
         record = self._note(record, in_flight=self._in_flight())
         say(f"drain ({reason}): withdrawn, {_counted(record.in_flight)} in flight")
-        notice_ends = min(deadline, time.monotonic() + self.times.notice_seconds)
-        while not self.lease.is_out_of_rotation(began) and time.monotonic() < notice_ends:
+        notice_ends = min(deadline, clock.monotonic() + self.times.notice_seconds)
+        while not self.lease.is_out_of_rotation(began) and clock.monotonic() < notice_ends:
             self._wait()
         seen = self.lease.is_out_of_rotation(began)
-        record = self._note(record, router_left_at=time.time() if seen else None)
+        record = self._note(record, router_left_at=clock.now() if seen else None)
         say("drain: out of the router" if seen else "drain: no router has confirmed it")
-        drain_ends = time.monotonic() + self.times.drain_seconds
+        drain_ends = clock.monotonic() + self.times.drain_seconds
         record = self._await_idle(record, min(deadline - _LEAST_END_SECONDS, drain_ends))
         # What no metric shows is left to the engine's own drain, which takes as long as it may.
-        own_end = drain_ends if record.in_flight is None else time.monotonic() + ENGINE_END_SECONDS
-        left_seconds = min(own_end, deadline) - time.monotonic()
+        own_end = drain_ends if record.in_flight is None else clock.monotonic() + ENGINE_END_SECONDS
+        left_seconds = min(own_end, deadline) - clock.monotonic()
         self.engine.end(max(_LEAST_END_SECONDS, left_seconds))
-        record = self._note(record, broken_off=record.in_flight, ended_at=time.time())
+        record = self._note(record, broken_off=record.in_flight, ended_at=clock.now())
         say(f"drain: the engine has ended, {_counted(record.in_flight)} broken off")
         return record
 
@@ -79,7 +79,7 @@ class Drain:
         """
         idle = 0
         while record.in_flight is not None and self.engine.failure() is None:
-            if idle >= _IDLE_LOOKS or time.monotonic() >= until:
+            if idle >= _IDLE_LOOKS or clock.monotonic() >= until:
                 break
             self._wait()
             counted = self._in_flight()
@@ -94,7 +94,7 @@ class Drain:
 
     def _wait(self) -> None:
         self.life.beat()
-        time.sleep(_POLL_SECONDS)
+        clock.sleep(_POLL_SECONDS)
 
     def _note(self, record: DrainRecord, **changes: object) -> DrainRecord:
         changed = record.model_copy(update=changes)

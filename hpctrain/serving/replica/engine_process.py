@@ -14,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.serving.replica.failures import EngineCrashedError, EngineLeftError, ReplicaError
 from hpctrain.serving.replica.shield import DIRECTORY_VARIABLE
 
@@ -92,11 +92,11 @@ class EngineProcess:
 
     def end(self, seconds: float) -> bool:
         """Ask it to end, wait, and kill what is left of its group; True if it left by itself."""
-        deadline = time.monotonic() + seconds
+        deadline = clock.monotonic() + seconds
         if self._process.poll() is None:
             self.ask_to_end()
-        while self._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        while self._process.poll() is None and clock.monotonic() < deadline:
+            clock.sleep(_POLL_SECONDS)
         left = self._process.poll() is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -7,9 +7,9 @@ not belong here: when it is published and withdrawn (`lifecycle`, `drain`).
 from __future__ import annotations
 
 import contextlib
-import time
 from dataclasses import dataclass
 
+from hpctrain import clock
 from hpctrain.errors import StorageError
 from hpctrain.serving.replica.failures import SupersededError
 from hpctrain.store.epochs import current_epoch
@@ -41,7 +41,7 @@ class Lease:
         Raises SupersededError if a newer launch owns the replica.
         """
         self.check_fence()
-        until = time.time() + self.lease_seconds
+        until = clock.now() + self.lease_seconds
         self.endpoint = self.endpoint.model_copy(update={"lease_until": until})
         path = self.service.endpoint(self._path_name)
         with contextlib.suppress(OSError):

@@ -7,8 +7,8 @@ formats (`hpctrain.store`), what happens (`lifecycle`).
 from __future__ import annotations
 
 import contextlib
-import time
 
+from hpctrain import clock
 from hpctrain.serving.replica.failures import ReplicaError
 from hpctrain.serving.replica.log import say
 from hpctrain.store.exit_records import write_exit_record
@@ -50,13 +50,13 @@ class Life:
     def enter(self, phase: Phase) -> None:
         """Begin a phase, and say so."""
         if phase == "serving" and self._ready_since is None:
-            self._ready_since = time.time()
+            self._ready_since = clock.now()
         self._phase, self._written_at = phase, 0.0
         self.beat()
 
     def beat(self) -> None:
         """Replace the sign of life if it is older than a second."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if not self.launch.leads or now - self._written_at < _PROGRESS_SECONDS:
             return
         progress = Progress(
@@ -64,7 +64,7 @@ class Life:
             phase=self._phase,
             step=int(self._ready_since is not None),
             target_step=1,
-            time=time.time(),
+            time=clock.now(),
             ready_since=self._ready_since,
         )
         with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ class Life:
             outcome=outcome,
             step=int(self._ready_since is not None),
             exit_code=_CODES[outcome],
-            time=time.time(),
+            time=clock.now(),
             message=message,
             traceback=tail,
             cause=cause,

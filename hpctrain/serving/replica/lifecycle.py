@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import string
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.plan.serving.leaving import ENGINE_END_SECONDS
 from hpctrain.serving.engines.contract import EngineCommand, EngineStart, NodeOfReplica
 from hpctrain.serving.engines.registry import SERVING_ENGINES, command_of
@@ -58,7 +58,7 @@ class Replica:
         self._config, self._life, self._stop = config, life, stop
         self._environment = environment
         self._service = ServiceLayout(Path(config.service))
-        self._began_at = time.monotonic()
+        self._began_at = clock.monotonic()
         self._engine: EngineProcess | None = None
 
     def run(self) -> int:
@@ -121,12 +121,12 @@ class Replica:
     def _await_ready(self, port: HeldPort) -> bool:
         """Wait for the engine's own check and one token; False if a stop was asked for."""
         answers, limit_seconds = self._answers(port), self._config.load_limit_seconds
-        deadline = time.monotonic() + limit_seconds
+        deadline = clock.monotonic() + limit_seconds
         while not answers.is_ready():
             self._require_engine()
             if self._asked() is not None:
                 return False
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise EngineHungError(
                     f"the engine was not ready {limit_seconds:.0f} s after its start", self._tail
                 )
@@ -140,18 +140,18 @@ class Replica:
     def _serve(self, lease: Lease, answers: EngineAnswers) -> str:
         """Renew the lease while the engine is healthy; return why the replica is to leave."""
         watch = HealthWatch(answers, self._config.health_seconds, self._config.canary_seconds)
-        renewed_at = time.monotonic()
+        renewed_at = clock.monotonic()
         while True:
             self._require_engine()
             reason = self._asked()
             if reason is not None:
                 return reason
-            problem = watch.problem(time.monotonic())
+            problem = watch.problem(clock.monotonic())
             if problem is not None:
                 raise EngineHungError(problem, self._tail)
-            if not watch.doubtful and time.monotonic() - renewed_at > lease.lease_seconds / 3:
+            if not watch.doubtful and clock.monotonic() - renewed_at > lease.lease_seconds / 3:
                 lease.renew()
-                renewed_at = time.monotonic()
+                renewed_at = clock.monotonic()
             self._pause(_POLL_SECONDS)
 
     # -- tasks of further nodes ----------------------------------------------------------------
@@ -232,8 +232,8 @@ class Replica:
             served_name=config.start.served_name,
             engine=config.engine,
             weights_digest=weights.digest,
-            ready_since=time.time(),
-            load_seconds=time.monotonic() - self._began_at,
+            ready_since=clock.now(),
+            load_seconds=clock.monotonic() - self._began_at,
             lease_until=0.0,
             walltime_ends=float(ends) if ends.isdigit() else None,
         )
@@ -269,7 +269,7 @@ class Replica:
 
     def _pause(self, seconds: float) -> None:
         self._life.beat()
-        time.sleep(seconds)
+        clock.sleep(seconds)
 
 
 def _working_directory(

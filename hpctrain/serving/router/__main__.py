@@ -11,9 +11,9 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-import time
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.actions.serve_jobs import SlurmReplicaJobs
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.errors import HpctrainError, InvalidInputError
@@ -82,9 +82,9 @@ def _run_task(path: Path, life: Life, stop: StopSignals) -> int:
     successor = Successor(service, run, place.job_id, SlurmClient(shielded=True))
     left = settings.drain_seconds
     try:
-        began_at = time.monotonic()
+        began_at = clock.monotonic()
         job.start()
-        successor.loaded_in(time.monotonic() - began_at)
+        successor.loaded_in(clock.monotonic() - began_at)
         life.enter("serving")
         while not stop.requested and not is_requested(run, "stop"):
             reason = "the service has ended" if job.is_over else None
@@ -95,10 +95,10 @@ def _run_task(path: Path, life: Life, stop: StopSignals) -> int:
                 make_request(run, "stop", reason)
                 break
             if not job.is_superseded:
-                successor.start_in_time(time.time())
+                successor.start_in_time(clock.now())
             job.look()
             life.beat()
-            time.sleep(POLL_SECONDS)
+            clock.sleep(POLL_SECONDS)
         life.enter("draining")
         if stop.name == "SIGTERM":
             left = min(left, max(_SLACK_SECONDS, own.term_seconds - 2 * _SLACK_SECONDS))
@@ -131,7 +131,7 @@ def run_on_login_node(service: ServiceLayout, stop: StopSignals) -> int:
             job.start()
             while not stop.requested and not run.stop_request.exists() and not job.is_over:
                 job.look()
-                time.sleep(POLL_SECONDS)
+                clock.sleep(POLL_SECONDS)
         finally:
             job.leave(settings.drain_seconds if stop.requested or job.is_over else 0.0)
     except HpctrainError as error:

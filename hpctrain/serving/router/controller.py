@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
+from hpctrain import clock
 from hpctrain.errors import HpctrainError
 from hpctrain.serving.replica.log import say
 from hpctrain.serving.router.decide import (
@@ -76,10 +77,9 @@ class Controller:
         asked: Callable[[], dict[ReplicaName, str]],
         epoch: int,
         claimant: str,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._service, self._settings, self._jobs = service, settings, jobs
-        self._traffic, self._asked, self._clock = traffic, asked, clock
+        self._traffic, self._asked = traffic, asked
         self._epoch, self._claimant = epoch, claimant
         self._ledger = ServiceLedger(service.ledger)
         self._endpoints = EndpointReader(service.endpoints)
@@ -118,7 +118,7 @@ class Controller:
         self._comparing.shutdown(wait=False, cancel_futures=True)
 
     def _loop(self) -> None:
-        while not self._stopping.wait(PASS_SECONDS) and not self.superseded:
+        while not clock.wait(self._stopping, PASS_SECONDS) and not self.superseded:
             try:
                 self.make_pass()
             except OSError as error:
@@ -130,11 +130,11 @@ class Controller:
         """Look once, decide once and act. Raises OSError while the service directory is away."""
         if self._gives_up():
             return
-        now = self._clock()
+        now = clock.now()
         endpoints = self._endpoints.valid(now)
         self._measure(endpoints)
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + self._settings.poll_seconds
+        if clock.monotonic() >= self._next_look:
+            self._next_look = clock.monotonic() + self._settings.poll_seconds
             self._views = self._jobs.look()
         load = self._traffic.load({name: one.url for name, one in endpoints.items()}, now)
         if self._views is None:
@@ -148,7 +148,7 @@ class Controller:
         for action in decision.actions:
             if self._gives_up():
                 return
-            if time.monotonic() >= self._not_before.get(_subject(action), 0.0):
+            if clock.monotonic() >= self._not_before.get(_subject(action), 0.0):
                 self._carry_out(action)
                 self._next_look = 0.0  # what was done is to be seen
         down = self._service.down_request.exists()
@@ -333,7 +333,7 @@ class Controller:
             job_id = self._jobs.start(action.name)
         except HpctrainError as error:
             self._note(ServiceEventKind.START_FAILED, action.name, str(error))
-            self._not_before[str(action.name)] = time.monotonic() + _RETRY_SECONDS
+            self._not_before[str(action.name)] = clock.monotonic() + _RETRY_SECONDS
             return
         say(f"{action.name} is job {job_id}: {action.reason}")
 
@@ -343,7 +343,7 @@ class Controller:
             self._jobs.drain(action.name)
         except HpctrainError as error:
             self._note(ServiceEventKind.DRAIN_FAILED, action.name, str(error))
-            self._not_before[str(action.name)] = time.monotonic() + _RETRY_SECONDS
+            self._not_before[str(action.name)] = clock.monotonic() + _RETRY_SECONDS
             return
         say(f"{action.name} is to leave: {action.reason}")
 

@@ -11,11 +11,11 @@ import csv
 import io
 import signal
 import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from hpctrain import clock
 from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.serving.router.gate_settings import token_digests
@@ -90,11 +90,11 @@ class Haproxy:
         if said is None:
             return False
         self._places[url] = free[0]
-        deadline = time.monotonic() + _ADD_SECONDS
-        while time.monotonic() < deadline:
+        deadline = clock.monotonic() + _ADD_SECONDS
+        while clock.monotonic() < deadline:
             if self._statuses().get(free[0], "").startswith("UP"):
                 return True
-            time.sleep(0.05)
+            clock.sleep(0.05)
         return self.remove(url) and False
 
     def remove(self, url: str) -> bool:
@@ -120,7 +120,7 @@ class Haproxy:
         limited = _number(totals.get(LIMITED, {}), "req_tot")
         requests = _number(asked, "req_tot") + refused + limited
         if requests > self._last_requests:
-            self._last_request_at = time.time()
+            self._last_request_at = clock.now()
         self._last_requests = requests
         return Counts(
             requests=requests,
@@ -190,13 +190,13 @@ class Haproxy:
         self._child = Child(
             words, log, environment=self._environment, descriptors=[self._listener.fileno()]
         )
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = clock.monotonic() + _START_SECONDS
         while self._say("show version") is None:
             problem = self._child.problem()
-            if problem is not None or time.monotonic() > deadline:
+            if problem is not None or clock.monotonic() > deadline:
                 words_of_problem = problem or "haproxy did not answer on its socket"
                 raise InvalidInputError([Problem(words_of_problem, str(log))])
-            time.sleep(0.05)
+            clock.sleep(0.05)
 
     # -- its socket ------------------------------------------------------------------------
 

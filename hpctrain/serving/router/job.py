@@ -11,11 +11,11 @@ import os
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.errors import HpctrainError
 from hpctrain.serving.engines.registry import SERVING_ENGINES
 from hpctrain.serving.router.controller import Controller, claimant_of
@@ -80,7 +80,7 @@ class RouterJob:
         self._controller: Controller | None = None
         self._restarts: list[float] = []
         self._epoch = 0
-        self._last_requests, self._busy_at = 0, time.monotonic()
+        self._last_requests, self._busy_at = 0, clock.monotonic()
         self._engines: Engines | None = None
 
     def start(self) -> None:
@@ -118,14 +118,14 @@ class RouterJob:
         """Start what has ended anew. Raises RouterFailedError when that does not help."""
         problem = self._router.problem()
         if problem is not None:
-            now = time.monotonic()
+            now = clock.monotonic()
             recent = [at for at in self._restarts if now - at < _RESTART_WINDOW_SECONDS]
             if len(recent) >= _MOST_RESTARTS:
                 raise RouterFailedError(f"the router ended {len(recent) + 1} times: {problem}")
             self._restarts = [*recent, now]
             self._router.restart()
         rotation = self._rotation
-        if rotation is not None and time.monotonic() - rotation.passed_at > _HUNG_SECONDS:
+        if rotation is not None and clock.monotonic() - rotation.passed_at > _HUNG_SECONDS:
             raise RouterFailedError(f"no look at endpoints for {_HUNG_SECONDS:.0f} s")
 
     @property
@@ -135,7 +135,7 @@ class RouterJob:
 
     def is_quiet(self) -> bool:
         """Whether no client has asked for a while, so that all have found the other router."""
-        counts, now = self._router.counts(), time.monotonic()
+        counts, now = self._router.counts(), clock.monotonic()
         if counts.in_flight or counts.requests != self._last_requests:
             self._last_requests, self._busy_at = counts.requests, now
         return now - self._busy_at > _QUIET_SECONDS
@@ -157,7 +157,7 @@ class RouterJob:
             with contextlib.suppress(OSError):
                 # Replicas that drain need not wait for a router that asks nobody any more.
                 if self._is_newest():
-                    nobody = Rotation(epoch=self._epoch, time=time.time())
+                    nobody = Rotation(epoch=self._epoch, time=clock.now())
                     write_record(self._service.rotation, nobody)
         if self._engines is not None:
             self._engines.close()
@@ -191,7 +191,7 @@ class RouterJob:
             node=place.node,
             url=f"{scheme}://{host}:{self._router.port}",
             needs_token=router.token_file is not None,
-            time=time.time(),
+            time=clock.now(),
         )
         write_record(self._service.address, address)
         ServiceLedger(self._service.ledger).append(

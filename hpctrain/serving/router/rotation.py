@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import http.client
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from urllib.parse import urlsplit
 
+from hpctrain import clock
 from hpctrain.serving.replica.log import say
 from hpctrain.serving.router.endpoints import EndpointReader
 from hpctrain.serving.router.programs import RouterProgram
@@ -63,14 +63,14 @@ class RotationLoop:
         self._stopping, self._settled = threading.Event(), threading.Event()
         self._pool = ThreadPoolExecutor(_CHECKERS, thread_name_prefix="replica")
         self._thread = threading.Thread(target=self._loop, name="rotation", daemon=True)
-        self.passed_at = time.monotonic()
+        self.passed_at = clock.monotonic()
 
     def start(self) -> None:
         self._thread.start()
 
     def await_settled(self, seconds: float) -> None:
         """Wait until the router asks all replicas that answer, but no longer than this."""
-        self._settled.wait(seconds)
+        clock.wait(self._settled, seconds)
 
     def stop(self) -> None:
         """End the loop; the router keeps what it has."""
@@ -84,7 +84,7 @@ class RotationLoop:
         return dict(self._asked)
 
     def _loop(self) -> None:
-        while not self._stopping.wait(PASS_SECONDS):
+        while not clock.wait(self._stopping, PASS_SECONDS):
             try:
                 self.make_pass()
             except OSError as error:
@@ -94,7 +94,7 @@ class RotationLoop:
 
     def make_pass(self) -> None:
         """Compare endpoints and router once. Raises OSError while the service is away."""
-        now = time.time()
+        now = clock.now()
         self._compare_with_router()
         endpoints = self._reader.valid(now)
         self._check(endpoints)
@@ -117,7 +117,7 @@ class RotationLoop:
         self._write(now)
         if not self._adding:
             self._settled.set()
-        self.passed_at = time.monotonic()
+        self.passed_at = clock.monotonic()
 
     def _add(self, url: str) -> bool:
         return is_well(url, self._health_path) and self._router.add(url)
@@ -136,9 +136,9 @@ class RotationLoop:
 
     def _compare_with_router(self) -> None:
         """Forget replicas that the router does not have, and remove those that nobody knows."""
-        if time.monotonic() < self._next_compare:
+        if clock.monotonic() < self._next_compare:
             return
-        self._next_compare = time.monotonic() + _COMPARE_SECONDS
+        self._next_compare = clock.monotonic() + _COMPARE_SECONDS
         there = self._router.replicas()
         if there is None:
             return
@@ -155,8 +155,8 @@ class RotationLoop:
                 del self._checks[url]
                 self._failed_checks[url] = 0 if check.result() else self._failed(url) + 1
         self._failed_checks = {u: n for u, n in self._failed_checks.items() if u in urls}
-        if time.monotonic() >= self._next_check:
-            self._next_check = time.monotonic() + _CHECK_SECONDS
+        if clock.monotonic() >= self._next_check:
+            self._next_check = clock.monotonic() + _CHECK_SECONDS
             for url in urls - self._checks.keys():
                 self._checks[url] = self._pool.submit(is_well, url, self._health_path)
 

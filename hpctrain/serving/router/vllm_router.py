@@ -18,12 +18,11 @@ import json
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from hpctrain import reserved_ports
+from hpctrain import clock, reserved_ports
 from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.serving.router.counters import MOST_PROCESSES, Count, Counters
@@ -151,9 +150,9 @@ class VllmRouter:
             gate.signal(signal.SIGINT)
         if self._listener is not None:
             self._listener.close()
-        deadline = time.monotonic() + seconds
+        deadline = clock.monotonic() + seconds
         for gate in self._gates.values():
-            if not gate.ended_within(max(0.0, deadline - time.monotonic())):
+            if not gate.ended_within(max(0.0, deadline - clock.monotonic())):
                 gate.kill()
         if self._router is not None:
             self._router.kill()
@@ -191,16 +190,16 @@ class VllmRouter:
     def _try_to_start_router(self) -> None:
         log = self._logs / f"{_PROGRAM}.log"
         self._router = Child(self._words(), log, environment=self._environment)
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = clock.monotonic() + _START_SECONDS
         while self.replicas() is None:
             problem = self._router.problem()
             if problem is not None:
                 raise InvalidInputError([Problem(problem, str(log))])
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 self._router.kill()
                 words = f"{_PROGRAM} did not answer within {_START_SECONDS:.0f} s"
                 raise InvalidInputError([Problem(words, str(log))])
-            time.sleep(0.05)
+            clock.sleep(0.05)
 
     def _words(self) -> list[str]:
         """Its command line; `vllm-router --help` of 0.1.17 has these options."""
@@ -282,15 +281,15 @@ class VllmRouter:
     def _wait_for_gate(self) -> None:
         """Wait until a process of the gate accepts. Raises InvalidInputError."""
         # A connection is accepted by the kernel before that, so the gate's own word is awaited.
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = clock.monotonic() + _START_SECONDS
         counters = self._counters
         assert counters is not None, "made before"
         while counters.listening < len(self._gates):
             problem = self.problem()
-            if problem is not None or time.monotonic() > deadline:
+            if problem is not None or clock.monotonic() > deadline:
                 words = problem or f"the gate did not listen within {_START_SECONDS:.0f} s"
                 raise InvalidInputError([Problem(words, str(self._logs / "gate.log"))])
-            time.sleep(0.05)
+            clock.sleep(0.05)
 
     def _tell_gate(self) -> None:
         """Let the gate refuse requests with 503 while there is no replica."""

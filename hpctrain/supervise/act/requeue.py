@@ -7,9 +7,9 @@ every process of the batch step, a child `scontrol` included.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 
+from hpctrain import clock
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.client import SlurmClient
@@ -59,13 +59,13 @@ def _until_answered(
     call: Callable[[int], RequeueAnswer],
     before_retry: Callable[[], None] = lambda: None,
 ) -> tuple[bool, str]:
-    deadline, pauses = time.monotonic() + _PATIENCE_SECONDS, Backoff()
+    deadline, pauses = clock.monotonic() + _PATIENCE_SECONDS, Backoff()
     while True:
         answer = call(job_id)
-        if answer.result is not RequeueResult.UNREACHABLE or time.monotonic() >= deadline:
+        if answer.result is not RequeueResult.UNREACHABLE or clock.monotonic() >= deadline:
             return answer.will_run_again, answer.result.value
         before_retry()
-        time.sleep(pauses.next_seconds())
+        clock.sleep(pauses.next_seconds())
         # Slurm 22.05.8 accepts the requeue of a cancelled job, which would bring it back.
         with contextlib.suppress(SlurmError):
             job = slurm.jobs([job_id]).get(job_id)

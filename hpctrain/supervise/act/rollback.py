@@ -7,8 +7,7 @@ trainer).
 
 from __future__ import annotations
 
-import time
-
+from hpctrain import clock
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.errors import InvalidInputError, StorageError
 from hpctrain.formats import NewerFormatError
@@ -45,7 +44,7 @@ def skip_batches(run: RunLayout, step: int, skip_steps: int, reason: str) -> Ski
         from_samples=first,
         to_samples=first + skip_steps * batch,
         reason=reason,
-        time=time.time(),
+        time=clock.now(),
     )
     known = read_skip_list(run)
     write_record(run.skips, SkipList(skips=(*known.skips, skipped)))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Sequence
 
+from hpctrain import clock
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.records import JobRecord
@@ -171,7 +171,7 @@ def must_leave(context: AttemptContext) -> str | None:
     if home is not None and context.attempt.cluster not in (None, home):
         # No Slurm can tell from here whether the jobs of the other cluster run.
         progress = read_record(context.run_layout.progress, Progress)
-        age_seconds = time.time() - progress.time if progress is not None else math.inf
+        age_seconds = clock.now() - progress.time if progress is not None else math.inf
         if age_seconds <= context.config.stall_seconds:
             return (
                 f"its jobs are on cluster {home}, where it made progress "
@@ -186,7 +186,7 @@ def must_leave(context: AttemptContext) -> str | None:
         end_succession(context)
         return f"job {stopped.job_id} has stopped this run ({stopped.reason})"
     patience_seconds = context.config.kill_wait_seconds + _ENDING_SECONDS
-    deadline, pauses = time.monotonic() + patience_seconds, Backoff()
+    deadline, pauses = clock.monotonic() + patience_seconds, Backoff()
     while True:
         try:
             jobs = {job.job_id: job for job in _jobs_of_run(context, events).jobs}
@@ -203,9 +203,9 @@ def must_leave(context: AttemptContext) -> str | None:
             return reason
         leave_to = reason_to_leave(context.job_id, jobs)
         ending = [job for job in jobs.values() if job.state is JobState.COMPLETING]
-        if leave_to or not ending or time.monotonic() >= deadline or context.signals.final:
+        if leave_to or not ending or clock.monotonic() >= deadline or context.signals.final:
             break
-        time.sleep(pauses.next_seconds())
+        clock.sleep(pauses.next_seconds())
     return leave_to
 
 

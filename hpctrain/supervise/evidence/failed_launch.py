@@ -6,11 +6,11 @@ here: reading logs (`log_scan`), probing (`probe`), judging (`classify`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.store.ledger import EventKind
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.gather import has_failed, keeps_nodes
@@ -127,7 +127,7 @@ def find_lines(
     )
     if not read or read[0] is None:
         return ()
-    scanner, now = Scanner(read[0]), time.time()
+    scanner, now = Scanner(read[0]), clock.now()
     # Slurm gives each node consecutive ranks (srun(1), --distribution=block, its default).
     node_of: dict[int, str] = {}
     nodes, world_size = traces.nodes, evidence.world_size

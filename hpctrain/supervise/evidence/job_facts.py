@@ -5,8 +5,7 @@ Belongs here: the query and its retries. Does not belong here: judging (`externa
 
 from __future__ import annotations
 
-import time
-
+from hpctrain import clock
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.states import JobState
@@ -24,7 +23,7 @@ def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
     `patient`: retry for minutes, because only the controller can tell a preemption, a cancel or a
     lost node from a crash.
     """
-    deadline = time.monotonic() + (_PATIENCE_SECONDS if patient else 0.0)
+    deadline = clock.monotonic() + (_PATIENCE_SECONDS if patient else 0.0)
     pauses = Backoff()
     while True:
         try:
@@ -38,9 +37,9 @@ def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
                 restart_count=record.restart_count or 0,
                 preempt_time=record.preempt_time is not None,
             )
-        if time.monotonic() >= deadline or context.signals.final:
+        if clock.monotonic() >= deadline or context.signals.final:
             return None
-        time.sleep(pauses.next_seconds())
+        clock.sleep(pauses.next_seconds())
 
 
 def still_ours(context: AttemptContext, facts: JobFacts | None) -> bool:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.errors import InvalidInputError
 from hpctrain.slurm.backoff import Backoff
@@ -142,7 +142,7 @@ class LaunchWatch:
         self._state.stragglers.launched()
         self._steps = OwnSteps(context)
         self._reader = RunDirReader(context.run_layout, epoch)
-        now = time.monotonic()
+        now = clock.monotonic()
         self._silence = SilenceMonitor(self._state.limits, resume_step, now)
         self._progress: Progress | None = None
         self._seen_at = now
@@ -197,12 +197,12 @@ class LaunchWatch:
                 self._request_stop("the time limit is near")
             if self._time_is_up() or self._poll_snapshot(background):
                 break
-            time.sleep(_POLL_SECONDS)
+            clock.sleep(_POLL_SECONDS)
         background.close()
         last: list[SpeedCheck | None] = []  # of a launch that ended soon after the record
         run_with_timeout(lambda: last.append(self._reader.speed_check()), _WRITE_SECONDS)
         self._record_speed_check(last[0] if last else None)
-        if time.monotonic() - self._fault_at > _FAULT_COUNTS_SECONDS:
+        if clock.monotonic() - self._fault_at > _FAULT_COUNTS_SECONDS:
             self.storage_fault = None
         # While srun is alive its pipe stays open: do not wait for the end of it.
         self.launch.finish_reading(_FINAL_READING_SECONDS if self.launch.poll() is None else 2.0)
@@ -237,7 +237,7 @@ class LaunchWatch:
                 else:
                     self._request_stop("Slurm's warning signal USR1")
             elif self._final_at is None:
-                self._final_at = time.monotonic()
+                self._final_at = clock.monotonic()
                 self._slurm_query = _JobFactsQuery(self.context)
         self._check_final_signal()
 
@@ -263,7 +263,7 @@ class LaunchWatch:
         still starting.
         """
         run = self.context.run_layout
-        self._stopping_at = self._stopping_at or time.monotonic()
+        self._stopping_at = self._stopping_at or clock.monotonic()
         run_with_timeout(lambda: ask_trainer_to_leave(run, reason), _WRITE_SECONDS)
         self._signal_pending = True
         self._send_pending_signal()
@@ -315,13 +315,13 @@ class LaunchWatch:
             return False
         seconds = self.context.config.kill_wait_seconds
         left = seconds - min(max(seconds / 2, _LEAST_VERDICT_SECONDS), _VERDICT_SECONDS)
-        return time.monotonic() - self._final_at >= max(left, 0.5)
+        return clock.monotonic() - self._final_at >= max(left, 0.5)
 
     def _is_ending_within(self, seconds: float) -> bool:
         """Pause, and go on handling signals; True once Slurm ends the job."""
-        until = time.monotonic() + seconds
-        while not self._is_ending() and (left := until - time.monotonic()) > 0:
-            time.sleep(min(_POLL_SECONDS, left))
+        until = clock.monotonic() + seconds
+        while not self._is_ending() and (left := until - clock.monotonic()) > 0:
+            clock.sleep(min(_POLL_SECONDS, left))
         return self.context.signals.final
 
     def _is_ending(self) -> bool:
@@ -339,7 +339,7 @@ class LaunchWatch:
 
     def _poll_snapshot(self, background: BackgroundReader) -> bool:
         """Request a snapshot or take its result; True when the step must end."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if not background.busy:
             if now >= self._next_read:
                 self._next_read = now + _READ_SECONDS
@@ -464,13 +464,13 @@ class LaunchWatch:
         """Have the ranks dump their stacks, then read a last snapshot; True if still silent."""
         self._inquiry.open()
         background.request(find_saves=True, rank_times=False)
-        deadline = time.monotonic() + _BLOCKED_SECONDS
+        deadline = clock.monotonic() + _BLOCKED_SECONDS
         snapshot = None
-        while background.busy and time.monotonic() < deadline and not self._is_ending():
+        while background.busy and clock.monotonic() < deadline and not self._is_ending():
             snapshot = background.result(_POLL_SECONDS)
         if snapshot is None:  # this process may have been suspended for all of that time
             snapshot = background.result()
-        if snapshot is None or not self._must_end(snapshot, time.monotonic()):
+        if snapshot is None or not self._must_end(snapshot, clock.monotonic()):
             self.stall = None
             self._log(f"silent for {stall.silent_seconds:.0f} s while {stall.phase}, but no hang")
             return False
@@ -485,19 +485,19 @@ class LaunchWatch:
 
     def _end_step(self) -> None:
         """Kill what is left of the step (its tasks may outlive srun), then srun."""
-        began_at, pauses = time.time(), Backoff()
-        deadline = time.monotonic() + self.context.config.kill_wait_seconds + 10
+        began_at, pauses = clock.now(), Backoff()
+        deadline = clock.monotonic() + self.context.config.kill_wait_seconds + 10
         while self._steps.kill():
             self.killed_at = began_at
-            self.step_remains = time.monotonic() >= deadline
+            self.step_remains = clock.monotonic() >= deadline
             if self.step_remains or self._is_ending_within(pauses.next_seconds()):
                 break
         # Wait for srun's own end, but not when Slurm ends the job: the verdict comes first.
-        deadline = time.monotonic() + 5
-        while self.launch.poll() is None and time.monotonic() < deadline:
+        deadline = clock.monotonic() + 5
+        while self.launch.poll() is None and clock.monotonic() < deadline:
             if self.context.signals.final:
                 break
-            time.sleep(_POLL_SECONDS)
+            clock.sleep(_POLL_SECONDS)
         self.launch.kill()
         self.launch.finish_reading(_FINAL_READING_SECONDS)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from hpctrain import clock
 from hpctrain.store.launch_logs import LOG_NAME, LabelledLines
 from hpctrain.supervise.evidence.line_times import line_time
 from hpctrain.supervise.evidence.tracebacks import final_exception
@@ -186,7 +186,7 @@ class _Reading:
         self._listed = False
 
     def run(self) -> tuple[LogFinding, ...]:
-        deadline = time.monotonic() + self._limits.seconds
+        deadline = clock.monotonic() + self._limits.seconds
         self._join([self._start(self._list)], deadline)
         readers = [self._start(self._read_all) for _ in range(self._limits.readers)]
         self._join(readers, deadline)
@@ -207,7 +207,7 @@ class _Reading:
 
     def _join(self, threads: list[threading.Thread], deadline: float) -> None:
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - clock.monotonic()))
 
     def _list(self) -> None:
         """List the logs; those of ranks that recorded their own end come first, as likely places.

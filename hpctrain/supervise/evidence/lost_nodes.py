@@ -6,9 +6,9 @@ of its end (`attempt`), evidence against nodes (`decision_inputs`), nodes of run
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
+from hpctrain import clock
 from hpctrain.errors import SlurmError
 from hpctrain.store.ledger import Event
 from hpctrain.store.run_records import Progress, read_record
@@ -44,7 +44,7 @@ def gone_nodes(
     except SlurmError:
         return ()
     down = {node for node, one in states.items() if one.is_down or not one.responding}
-    if len(down) == len(states) or time.time() > since + REBOOT_SECONDS:
+    if len(down) == len(states) or clock.now() > since + REBOOT_SECONDS:
         down = set()
     back = {node for node, at in booted.items() if since <= at <= since + REBOOT_SECONDS}
     return tuple(node for node in nodes if node in down | back)

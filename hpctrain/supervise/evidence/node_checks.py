@@ -11,12 +11,12 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.store.supervise_inputs import read_inputs
 
 KERNEL_LOG_VARIABLE = "HPCTRAIN_KERNEL_LOG"
@@ -85,7 +85,7 @@ def check_shutdown(report: NodeReport, timeout_seconds: float) -> None:
         return
     with contextlib.suppress(OSError):
         match = re.search(r"^USEC=(\d+)", _SCHEDULED_SHUTDOWN.read_text(), re.MULTILINE)
-        if match is not None and int(match[1]) / 1e6 - time.time() < _SOON_SECONDS:
+        if match is not None and int(match[1]) / 1e6 - clock.now() < _SOON_SECONDS:
             report.problem("a shutdown of the machine is scheduled within minutes")
 
 
@@ -223,7 +223,7 @@ def check_kernel(report: NodeReport, since: float, node: str, timeout_seconds: f
     """Report the newest lines since `since` that may explain a failure, unchanged."""
     source, lines = _read_kernel_log(node, since, timeout_seconds / 2)
     report.facts["kernel_log"] = source
-    report.kernel = select_lines(lines, since, time.time() - time.monotonic())
+    report.kernel = select_lines(lines, since, clock.now() - clock.monotonic())
 
 
 def select_lines(

@@ -18,12 +18,12 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.environment import for_queries
@@ -84,7 +84,7 @@ def probe_nodes(
     are unknown. `deadline_seconds` is for all nodes together, by default 20 s plus 0.05 s per node.
     Tests replace `srun` and `environment`.
     """
-    started = time.monotonic()
+    started = clock.monotonic()
     try:
         states = _query_states(slurm, job_id, nodes, options.since)
     except SlurmError as error:
@@ -113,7 +113,7 @@ def probe_nodes(
         # Slurm may have found out meanwhile that a node is down or has booted.
         with contextlib.suppress(SlurmError):
             states = _query_states(slurm, job_id, nodes, options.since)
-    return _result(nodes, states, probe, time.monotonic() - started)
+    return _result(nodes, states, probe, clock.monotonic() - started)
 
 
 # -- states of nodes ---------------------------------------------------------------
@@ -208,7 +208,7 @@ class _Probe:
     def run_together(self, nodes: Sequence[str], limit_seconds: float) -> None:
         """Probe all nodes with one srun."""
         if nodes:
-            deadline = time.monotonic() + limit_seconds
+            deadline = clock.monotonic() + limit_seconds
             self._wait([self._start(nodes)], nodes, deadline, _Stragglers(nodes))
 
     def run_alone(self, nodes: Sequence[str], limit_seconds: float) -> None:
@@ -218,13 +218,13 @@ class _Probe:
         """
         found = self.answers.found
         earlier = {node: found.pop(node) for node in nodes if node in found}
-        deadline = time.monotonic() + limit_seconds
+        deadline = clock.monotonic() + limit_seconds
         for first in range(0, len(nodes), _ALONE_AT_ONCE):
-            if time.monotonic() >= deadline or self.interrupted():
+            if clock.monotonic() >= deadline or self.interrupted():
                 break
             batch = nodes[first : first + _ALONE_AT_ONCE]
             processes = [self._start([node]) for node in batch]
-            self._wait(processes, batch, min(deadline, time.monotonic() + _ALONE_SECONDS))
+            self._wait(processes, batch, min(deadline, clock.monotonic() + _ALONE_SECONDS))
         self.answers.found = {**earlier, **found}
 
     def _start(self, nodes: Sequence[str]) -> _ProbeProcess | None:
@@ -252,16 +252,16 @@ class _Probe:
     ) -> None:
         """Wait until all nodes have finished, no srun is left, or the time is up."""
         running = [process for process in processes if process is not None]
-        while time.monotonic() < deadline and not self.interrupted():
+        while clock.monotonic() < deadline and not self.interrupted():
             ended = self.answers.ended
             if set(nodes) <= ended or not any(process.is_running for process in running):
                 break
             if stragglers is not None and stragglers.are_overdue(ended):
                 break
-            time.sleep(_POLL_SECONDS)
+            clock.sleep(_POLL_SECONDS)
         for process in running:
             process.terminate()
-        last = time.monotonic() + _ENDING_SECONDS
+        last = clock.monotonic() + _ENDING_SECONDS
         for process in running:
             process.end(last)
 
@@ -271,12 +271,12 @@ class _Stragglers:
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = frozenset(nodes)
-        self._started = self._last = time.monotonic()
+        self._started = self._last = clock.monotonic()
         self._ended = 0
 
     def are_overdue(self, ended: frozenset[str]) -> bool:
         """True once half have ended, and the last of them long ago for how long it took."""
-        now, count = time.monotonic(), len(ended & self._nodes)
+        now, count = clock.monotonic(), len(ended & self._nodes)
         if count != self._ended:
             self._ended, self._last = count, now
         patience = _LATER_FACTOR * (self._last - self._started) + _LATER_SECONDS
@@ -305,7 +305,7 @@ class _ProbeProcess:
 
         def read_answers() -> None:
             for line in process.stdout or ():
-                answers.add_line(line, time.time())
+                answers.add_line(line, clock.now())
 
         def read_errors() -> None:
             for line in process.stderr or ():
@@ -329,7 +329,7 @@ class _ProbeProcess:
     def end(self, deadline: float) -> None:
         """Wait until `deadline`, then kill srun, which would wait for a hung node for ever."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(max(0.0, deadline - time.monotonic()))
+            self.process.wait(max(0.0, deadline - clock.monotonic()))
         if self.is_running:
             self.process.kill()
             self.process.wait()

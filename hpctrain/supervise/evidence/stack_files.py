@@ -13,11 +13,11 @@ import contextlib
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpctrain import clock
 from hpctrain.store.layout import RunLayout
 
 _NAME = re.compile(r"rank-(\d+)\.txt")
@@ -65,21 +65,21 @@ def wait_for_dumps(
     run: RunLayout, epoch: int, before: Mapping[int, int], timeout_seconds: float
 ) -> None:
     """Return when every file has grown and none is still growing, or after the timeout."""
-    deadline = time.monotonic() + timeout_seconds
-    last, changed_at = sizes(run, epoch), time.monotonic()
-    while time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    deadline = clock.monotonic() + timeout_seconds
+    last, changed_at = sizes(run, epoch), clock.monotonic()
+    while clock.monotonic() < deadline:
+        clock.sleep(_POLL_SECONDS)
         now = sizes(run, epoch)
         if now != last:
-            last, changed_at = now, time.monotonic()
-        quiet = time.monotonic() - changed_at >= _QUIET_SECONDS
+            last, changed_at = now, clock.monotonic()
+        quiet = clock.monotonic() - changed_at >= _QUIET_SECONDS
         if quiet and all(now.get(rank, 0) > size for rank, size in before.items()):
             return
 
 
 def read_dumps(run: RunLayout, epoch: int, before: Mapping[int, int]) -> StackDumps:
     """Read what was appended after the sizes in `before`, within limits of time and size."""
-    deadline = time.monotonic() + _READING_SECONDS
+    deadline = clock.monotonic() + _READING_SECONDS
     texts: dict[int, str] = {}
     nodes: dict[int, str] = {}
     packages: dict[int, str] = {}
@@ -98,7 +98,7 @@ def read_dumps(run: RunLayout, epoch: int, before: Mapping[int, int]) -> StackDu
             nodes[rank] = header["node"]
             if header["package"]:
                 packages[rank] = header["package"]
-        if time.monotonic() >= deadline:
+        if clock.monotonic() >= deadline:
             return StackDumps(texts, nodes, complete=False, packages=packages)
     return StackDumps(texts, nodes, complete, packages)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, published
+from virtual_clock import VirtualClock
 
 from hpctrain.actions import control
 from hpctrain.actions.control import ControlResult
@@ -282,52 +283,50 @@ def leaving(tmp_path: Path, slurm: FakeSlurm, action: str = "hold") -> RunFiles:
 
 
 def test_a_run_that_is_just_being_held_is_released_when_it_is(
-    tmp_path: Path, slurm: FakeSlurm
+    tmp_path: Path, slurm: FakeSlurm, virtual_clock: VirtualClock
 ) -> None:
     """Else the answer is that it runs already, and it stays held."""
-    run, waits = leaving(tmp_path, slurm), []
-
-    def sleep(_: float) -> None:
-        waits.append(slurm.records[1].reason)
-        if len(waits) == 2:
-            change(slurm, state=JobState.PENDING, reason="job requeued in held state")
-
-    assert control.resume(run, slurm, sleep=sleep).message.startswith("Released")
-    assert len(waits) == 2 and slurm.records[1].reason == "None"
+    run, held = leaving(tmp_path, slurm), "job requeued in held state"
+    virtual_clock.at(2.0, lambda: change(slurm, state=JobState.PENDING, reason=held))
+    assert control.resume(run, slurm).message.startswith("Released")
+    assert virtual_clock.passed_seconds == 2.0 and slurm.records[1].reason == "None"
 
 
 @pytest.mark.parametrize("action", ["stop", "hold"])
 def test_a_run_that_is_just_stopping_is_submitted_again(
-    tmp_path: Path, slurm: FakeSlurm, action: str
+    tmp_path: Path, slurm: FakeSlurm, action: str, virtual_clock: VirtualClock
 ) -> None:
     """Also when Slurm refuses to hold it."""
     run = leaving(tmp_path, slurm, action)
-    answer = control.resume(run, slurm, sleep=lambda _: change(slurm, state=JobState.FAILED))
-    assert answer.job_id == 2
+    virtual_clock.at(3.0, lambda: change(slurm, state=JobState.FAILED))
+    assert control.resume(run, slurm).job_id == 2
 
 
 def test_a_run_that_does_not_leave_is_not_waited_for_forever(
-    tmp_path: Path, slurm: FakeSlurm
+    tmp_path: Path, slurm: FakeSlurm, virtual_clock: VirtualClock
 ) -> None:
     with pytest.raises(UsageError, match="has not left") as caught:
-        control.resume(leaving(tmp_path, slurm), slurm, sleep=lambda _: None)
-    assert caught.value.hint
+        control.resume(leaving(tmp_path, slurm), slurm)
+    assert caught.value.hint and virtual_clock.passed_seconds == 60.0
 
 
 def test_a_run_that_was_released_already_is_not_waited_for(
-    tmp_path: Path, slurm: FakeSlurm
+    tmp_path: Path, slurm: FakeSlurm, virtual_clock: VirtualClock
 ) -> None:
     """Its job waits in the queue, and the hold is still the supervisor's newest decision."""
     run = leaving(tmp_path, slurm)
     change(slurm, state=JobState.PENDING, reason="Priority")
-    answer = control.resume(run, slurm, sleep=lambda _: pytest.fail("waited"))
+    answer = control.resume(run, slurm)
     assert not answer.changed and "waiting in the queue already" in answer.message
+    assert not virtual_clock.pauses
 
 
-def test_an_attempt_after_a_hold_is_not_waited_for(tmp_path: Path, slurm: FakeSlurm) -> None:
+def test_an_attempt_after_a_hold_is_not_waited_for(
+    tmp_path: Path, slurm: FakeSlurm, virtual_clock: VirtualClock
+) -> None:
     run = leaving(tmp_path, slurm)
     run.ledger.append(EventKind.ATTEMPT_STARTED, job_id=1, restart_count=1)
-    assert not control.resume(run, slurm, sleep=lambda _: pytest.fail("waited")).changed
+    assert not control.resume(run, slurm).changed and not virtual_clock.pauses
 
 
 def test_an_administrators_hold_is_told_in_slurms_words(
@@ -399,30 +398,26 @@ def test_a_run_that_is_done_is_left_alone(tmp_path: Path, slurm: FakeSlurm, verb
 
 
 def test_waiting_for_a_save_wants_one_of_after_the_request(
-    running: RunFiles, slurm: FakeSlurm
+    running: RunFiles, slurm: FakeSlurm, virtual_clock: VirtualClock
 ) -> None:
     """Step 20 is being published when the save is asked for at step 23, and then that of a step
     that was saved before the request was seen."""
     after_step = control.step_now(running.layout)
     assert after_step == 23
     control.save(running, slurm)
-    acts = iter(
-        (
-            lambda: published(running, 20),
-            lambda: published(running, 24),
-            lambda: running.layout.save_request.unlink(),
-        )
-    )
-    step = control.wait_for_save(running, slurm, after_step, 60.0, sleep=lambda _: next(acts)())
-    assert step == 24 and next(acts, None) is None
+    virtual_clock.at(1.0, lambda: published(running, 20))
+    virtual_clock.at(2.0, lambda: published(running, 24))
+    virtual_clock.at(3.0, running.layout.save_request.unlink)
+    assert control.wait_for_save(running, slurm, after_step, 60.0) == 24
+    assert virtual_clock.passed_seconds == 3.0
 
 
 def test_waiting_ends_with_the_time_or_the_run(
-    running: RunFiles, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    running: RunFiles, slurm: FakeSlurm, virtual_clock: VirtualClock
 ) -> None:
     with pytest.raises(TimeoutError):
-        control.wait_for_save(running, slurm, 23, 0.0)
-    monkeypatch.setattr(control, "_SLURM_QUERY_SECONDS", 0.0)
+        control.wait_for_save(running, slurm, 23, 100.0)
+    assert virtual_clock.passed_seconds == 100.0
     change(slurm, state=JobState.FAILED)
     with pytest.raises(RunFailedError, match="does not run any more"):
         control.wait_for_save(running, slurm, 23, 60.0)

@@ -11,6 +11,7 @@ import pytest
 from another_user import AnotherUser, public_directory
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, published, said
 from judged_runs import submitted
+from virtual_clock import VirtualClock
 
 from hpctrain.actions.bitwise import compare_runs
 from hpctrain.actions.cancel import cancel
@@ -146,12 +147,11 @@ def test_following_a_rank_among_others(tmp_path: Path, monkeypatch: pytest.Monke
         yield True
 
     states = rounds()
-    monkeypatch.setattr("hpctrain.actions.logs.time.sleep", lambda seconds: None)
     text = "".join(follow(lambda: LogPart(path, 0), lambda: next(states)))
     assert text == "one\ntwo\n"
 
 
-def test_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follow(tmp_path: Path, virtual_clock: VirtualClock) -> None:
     """Text that is appended while we look, then a newer log, then the end: nothing is lost."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.write_text("one ")
@@ -169,7 +169,6 @@ def test_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         yield True
 
     states = rounds()
-    monkeypatch.setattr("hpctrain.actions.logs.time.sleep", lambda seconds: None)
     assert "".join(follow(lambda: newest[0], lambda: next(states))) == "one two three four five"
     assert "".join(follow(lambda: None, lambda: True)) == ""
 
@@ -453,14 +452,14 @@ def test_no_question_without_open_runs(tmp_path: Path) -> None:
 
 
 def test_a_running_job_without_a_sign_of_life_is_stale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, virtual_clock: VirtualClock
 ) -> None:
     slurm = FakeSlurm()
     slurm.submit("")
     slurm.records[1] = replace(slurm.records[1], state=JobState.RUNNING)
     run = fabricate(tmp_path, entries=[*SUBMITTED, STARTED, LAUNCHED], steps=23)
     for now, stale in ((1_800_000_000.0, False), (1_800_000_700.0, True)):
-        monkeypatch.setattr("hpctrain.actions.status.time.time", lambda now=now: now)
+        virtual_clock.begins_at = now
         (row,) = statuses([run], slurm)  # type: ignore[arg-type]
         assert row.stale is stale
         assert (row.step, row.target_step, row.eta_seconds) == (23, 60, 74.0)

@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 from foreign_clusters import DGX_SURVEY
+from virtual_clock import VirtualClock
 
 from hpctrain.actions import node_survey
 from hpctrain.errors import HpctrainError, SlurmRefusedError
@@ -38,18 +39,15 @@ class OneJob(FakeSlurm):
 
 @pytest.fixture
 def look(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    virtual_clock: VirtualClock, tmp_path: Path
 ) -> Callable[[FakeSlurm], node_survey.NodeSurvey]:
-    monkeypatch.setattr(node_survey, "FIRST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(node_survey, "_OUTPUT_SECONDS", 0.0)
-
     def survey(slurm: FakeSlurm) -> node_survey.NodeSurvey:
         return node_survey.survey_node(
             cast(SlurmClient, slurm),
             partition="batch",
             gpus="gpu:h100:8",
             account="ml",
-            patience_seconds=0.0,
+            patience_seconds=600.0,
             directory=tmp_path,
             say=lambda _: None,
         )
@@ -73,7 +71,7 @@ def test_it_asks_for_one_node_and_cleans_up(
         (None, JobState.FAILED, "job 1 (FAILED) has left no survey"),
         ("env: python3: not found\n", JobState.FAILED, "python3: not found"),
         (MARK + "{}", JobState.COMPLETED, "not the survey of a node"),
-        (None, JobState.PENDING, "job 1 is PENDING after 0 s; it was cancelled"),
+        (None, JobState.PENDING, "job 1 is PENDING after 600 s; it was cancelled"),
     ],
 )
 def test_what_went_wrong_is_said(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import hpctrain as command
 from trained_trials import SPEC
+from virtual_clock import VirtualClock
 
 from hpctrain.actions.job_submission import resubmit
 from hpctrain.actions.runs import RunFiles, find_run
@@ -126,29 +127,24 @@ def test_a_follower_that_was_put_back_is_released_to_wait_again(slurm: FakeSlurm
 
 
 def test_a_follower_that_has_just_begun_is_put_back_first(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, virtual_clock: VirtualClock
 ) -> None:
     first = submitted("name=first")
     follower = submitted("name=second", "--set", f"after={first.run_id}")
     slurm.records[1] = replace(slurm.records[1], state=JobState.COMPLETED)
     slurm.records[2] = replace(slurm.records[2], state=JobState.RUNNING)
-    real, pauses = slurm.update_job, []
+    real = slurm.update_job
 
     def while_pending(job_id: int, **changes: object) -> None:
         if slurm.records[job_id].state is JobState.RUNNING:
             raise SlurmRefusedError("Job is no longer pending execution")
         real(job_id, **changes)  # type: ignore[arg-type]
 
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 2:
-            put_back(follower, first, slurm, 2)
-
     monkeypatch.setattr(slurm, "update_job", while_pending)
-    monkeypatch.setattr("hpctrain.actions.job_submission.time.sleep", pause)
+    virtual_clock.at(2.0, lambda: put_back(follower, first, slurm, 2))
     resubmit(first, slurm)  # type: ignore[arg-type]
     assert slurm.dependencies == {2: "afterok:3"} and slurm.records[2].hold is None
-    assert pauses == [1.0, 1.0]
+    assert virtual_clock.pauses == [1.0, 1.0]
 
 
 def test_a_follower_whose_job_nobody_recorded_waits_all_the_same(slurm: FakeSlurm) -> None:

@@ -13,6 +13,7 @@ import pytest
 from command_line import hpctrain
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate
 from fabricated_services import GPUS_PER_REPLICA, LIVES, NOW, fabricate_service
+from virtual_clock import VirtualClock
 
 from hpctrain.actions.live_view import LiveRuns
 from hpctrain.actions.report_windows import ReportWindow
@@ -77,8 +78,8 @@ def test_a_private_directory_of_somebody_else_hides_no_service(
 # -- status ----------------------------------------------------------------------------------------
 
 
-def test_status_shows_services_below_runs(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.time", lambda: NOW)
+def test_status_shows_services_below_runs(runs: Path, virtual_clock: VirtualClock) -> None:
+    virtual_clock.begins_at = NOW
     outcome = hpctrain("status", "--runs", str(runs))
     lines = outcome.stdout.splitlines()
     assert lines[0].startswith("RUN ") and lines[1].startswith("gpt-0001") and lines[2] == ""

@@ -15,6 +15,7 @@ import pytest
 from command_line import hpctrain as command
 from command_line import on_terminal
 from trained_trials import SPEC
+from virtual_clock import VirtualClock
 
 import hpctrain
 from hpctrain.actions import sweep_plans
@@ -533,15 +534,15 @@ def test_cancel_ends_those_that_wait_first_and_stays(slurm: FakeSlurm) -> None:
 
 
 def test_a_submission_in_progress_stops_when_the_sweep_is_cancelled(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, virtual_clock: VirtualClock
 ) -> None:
-    plan, cancelled = planned(), []
+    plan, cancelled = planned(), virtual_clock.pauses
     real = slurm.submit
 
     def cancelled_meanwhile(*args: object, **more: object) -> SubmittedJob:
         if len(slurm.scripts) == 1:
             with pytest.raises(UsageError, match="another process submits a run of sweep"):
-                cancel_sweep(plan.layout, slurm, sleep=cancelled.append)  # type: ignore[arg-type]
+                cancel_sweep(plan.layout, slurm)  # type: ignore[arg-type]
         return real(*args, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(slurm, "submit", cancelled_meanwhile)
@@ -557,11 +558,14 @@ def test_a_submission_in_progress_stops_when_the_sweep_is_cancelled(
     assert plan.layout.read().cancelled_time is not None
 
 
-def test_a_cancel_waits_for_the_submission_in_progress(slurm: FakeSlurm) -> None:
+def test_a_cancel_waits_for_the_submission_in_progress(
+    slurm: FakeSlurm, virtual_clock: VirtualClock
+) -> None:
     layout = submitted(planned("seed=1,2"), slurm)
     lock = layout.try_lock()
     assert lock is not None
-    done = cancel_sweep(layout, slurm, sleep=lambda seconds: os.close(lock))  # type: ignore[arg-type]
+    virtual_clock.at(5.0, lambda: os.close(lock))
+    done = cancel_sweep(layout, slurm)  # type: ignore[arg-type]
     assert len(done.cancelled) == 2
 
 

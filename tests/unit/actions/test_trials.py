@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from trained_trials import SPEC, train
+from virtual_clock import VirtualClock
 
 from hpctrain.actions import trials
 from hpctrain.actions.compare import (
@@ -41,15 +42,8 @@ def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(virtual_clock: VirtualClock) -> None:
     """Nobody sleeps; a test that would wait for ever fails."""
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        assert len(slept) < 50, "waits for ever"
-
-    monkeypatch.setattr(trials.time, "sleep", sleep)
 
 
 def asked(subject: Subject, *variants: str, engines: str = ENGINES) -> TrialRequest:
@@ -186,15 +180,14 @@ def test_checkpoints_are_kept_on_request(subject: Subject) -> None:
 
 
 def test_a_job_that_everybody_has_forgotten_is_not_waited_for(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, virtual_clock: VirtualClock
 ) -> None:
     slurm, layout = FakeSlurm(), begun(subject, engines="ddp")
     submitted(layout, slurm)
     del slurm.records[1]
-    now = iter(range(0, 100_000, 100))
-    monkeypatch.setattr(trials.time, "monotonic", lambda: float(next(now)))
     found = submitted(layout, slurm, wait=True)
     assert found.trials[0].state == "UNKNOWN" and not found.over
+    assert 0 < virtual_clock.passed_seconds - trials._FORGOTTEN_SECONDS < 120
 
 
 def test_other_batches_are_another_run(subject: Subject) -> None:

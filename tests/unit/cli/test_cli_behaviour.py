@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,8 @@ from click.testing import CliRunner
 from command_line import hpctrain, on_terminal
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, said
 from token_files import write_tokens
+from virtual_clock import VirtualClock
+from waiting import wait_until
 
 from hpctrain.cli.failures import EXTRAS
 from hpctrain.cli.main import EXIT_CODES, cli
@@ -82,6 +83,12 @@ if [ -f "$last" ]; then cat "$last"; else cat; fi >'{directory}/script'
     )
     program.chmod(0o755)
     return {**os.environ, "PATH": f"{program.parent}:/usr/bin:/bin"}
+
+
+@pytest.fixture
+def sbatch(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stub's environment is that of this process."""
+    monkeypatch.setenv("PATH", stub_sbatch(here)["PATH"])
 
 
 def start(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
@@ -207,7 +214,10 @@ def test_extras_are_those_of_the_package() -> None:
 def test_an_output_that_takes_nothing(stdout: str, code: int) -> None:
     command = f'exec "$0" -c "$1" profiles {stdout}'
     done = subprocess.run(
-        ["sh", "-c", command, *(PROGRAM[0], PROGRAM[2])], capture_output=True, text=True, timeout=60
+        ["sh", "-c", command, *(PROGRAM[0], PROGRAM[2])],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == code, done.stderr
     assert "a bug" not in done.stderr and "Exception ignored" not in done.stderr
@@ -321,11 +331,10 @@ def test_an_interrupt_during_the_imports(here: Path) -> None:
         # a shell's background command, as these tests may be, ignores it and hands that on
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    while not (here / "importing").exists():
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: (here / "importing").exists() or process.poll() is not None)
+    assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (130, "")
 
 
@@ -336,7 +345,7 @@ def test_a_reader_that_goes_away(arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [*PROGRAM, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60
+        [*PROGRAM, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300
     )
     os.close(writing)
     assert done.returncode == 0, done.stderr
@@ -347,11 +356,9 @@ def test_a_reader_that_goes_away(arguments: list[str]) -> None:
 # -- submitting ------------------------------------------------------------------------------
 
 
-def test_without_terminal_and_without_yes_nothing_is_submitted(here: Path) -> None:
-    environment = stub_sbatch(here)
-    process = start("submit", *TINY, environment=environment)
-    stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 2 and "`-y` answers yes" in stderr and stdout == ""
+def test_without_terminal_and_without_yes_nothing_is_submitted(here: Path, sbatch: None) -> None:
+    done = hpctrain("submit", *TINY)
+    assert done.exit_code == 2 and "`-y` answers yes" in done.stderr and done.stdout == ""
     assert not (here / "argv").exists() and not (here / "runs").exists()
 
 
@@ -362,23 +369,22 @@ def test_the_other_questions_do_not_hang_either(here: Path, slurm: FakeSlurm, co
     assert outcome.exit_code == 2 and "-y" in outcome.stderr
 
 
-def test_dry_run_prints_what_sbatch_gets(here: Path) -> None:
-    environment = stub_sbatch(here)
-    shown = start("submit", *TINY, "--dry-run", environment=environment)
-    stdout, stderr = shown.communicate(timeout=300)
-    assert shown.returncode == 0 and "Plan " in stderr
+def test_dry_run_prints_what_sbatch_gets(here: Path, sbatch: None) -> None:
+    shown = hpctrain("submit", *TINY, "--dry-run")
+    stdout = shown.stdout
+    assert shown.exit_code == 0 and "Plan " in shown.stderr
     assert stdout.startswith("#!/bin/bash\n") and "Plan " not in stdout
     assert not (here / "runs").exists() and not (here / "script").exists()
 
-    checked = start("submit", *TINY, "--check", environment=environment)
-    assert checked.communicate(timeout=300)[0] == "" and checked.returncode == 0
+    checked = hpctrain("submit", *TINY, "--check")
+    assert checked.stdout == "" and checked.exit_code == 0
     assert (here / "script").read_text() == stdout
     assert "--test-only" in (here / "argv").read_text().split()
     assert not (here / "runs").exists(), "--check leaves nothing behind"
 
-    submitted = start("submit", *TINY, "-y", environment=environment)
-    run_id = submitted.communicate(timeout=300)[0].strip()
-    assert submitted.returncode == 0
+    submitted = hpctrain("submit", *TINY, "-y")
+    run_id = submitted.stdout.strip()
+    assert submitted.exit_code == 0
     assert (here / "script").read_text() == stdout
     directory = here / "runs" / run_id
     assert (directory / "job.sbatch").read_text() == stdout
@@ -389,9 +395,12 @@ def test_dry_run_prints_what_sbatch_gets(here: Path) -> None:
     ]
 
 
-def test_options_of_the_shell_do_not_reach_sbatch(here: Path) -> None:
-    environment = {**stub_sbatch(here), "SBATCH_PARTITION": "other", "SLURM_JOB_ID": "1"}
-    assert start("submit", *TINY, "-y", environment=environment).wait(300) == 0
+def test_options_of_the_shell_do_not_reach_sbatch(
+    here: Path, sbatch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "other")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert hpctrain("submit", *TINY, "-y").exit_code == 0
     seen = (here / "environment").read_text()
     assert "SBATCH_" not in seen and "SLURM_JOB_ID" not in seen
 
@@ -412,18 +421,19 @@ def test_values_of_inherited_variables_are_written_nowhere(
     assert "do-not-write-me" not in everything
 
 
-def test_refused_by_slurm(here: Path) -> None:
+def test_refused_by_slurm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "sbatch: error: Batch job submission failed: Invalid account or account/partition"
-    environment = stub_sbatch(here, f"echo '{words}' >&2; exit 1")
-    process = start("submit", *TINY, "-y", environment=environment)
-    stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 5 and stdout == "" and words in stderr
+    monkeypatch.setenv("PATH", stub_sbatch(here, f"echo '{words}' >&2; exit 1")["PATH"])
+    done = hpctrain("submit", *TINY, "-y")
+    assert done.exit_code == 5 and done.stdout == "" and words in done.stderr
     assert not list((here / "runs").iterdir()), "a submission that was refused is no run"
 
 
-def test_everything_but_slurm_works_without_slurm(here: Path) -> None:
+def test_everything_but_slurm_works_without_slurm(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fabricate(here / "runs", "gpt-tiny-7f3a", [*SUBMITTED, STARTED], steps=4)
-    environment = {**os.environ, "PATH": "/nowhere"}
+    monkeypatch.setenv("PATH", "/nowhere")
     for arguments in (
         ["submit", *GPT175B, "--dry-run"],
         ["plan", *GPT175B, "--json"],
@@ -432,12 +442,10 @@ def test_everything_but_slurm_works_without_slurm(here: Path) -> None:
         ["status"],
         ["describe", "gpt-tiny"],
     ):
-        process = start(*arguments, environment=environment)
-        stdout, stderr = process.communicate(timeout=300)
-        assert process.returncode == 0 and stdout, f"{arguments}: {stderr}"
-    process = start("submit", *TINY, "-y", environment=environment)
-    stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 5 and "cannot run `sbatch`" in stderr and stdout == ""
+        done = hpctrain(*arguments)
+        assert done.exit_code == 0 and done.stdout, done.transcript()
+    done = hpctrain("submit", *TINY, "-y")
+    assert done.exit_code == 5 and "cannot run `sbatch`" in done.stderr and done.stdout == ""
 
 
 def test_spec_from_stdin(slurm: FakeSlurm) -> None:
@@ -464,7 +472,7 @@ def test_spec_from_a_pipe(here: Path) -> None:
 
 def test_an_endless_file_is_read_in_part(here: Path) -> None:
     limited = "ulimit -v 4000000; exec " + shlex.join([*PROGRAM, "validate", "/dev/zero"])
-    ended = subprocess.run(["sh", "-c", limited], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(["sh", "-c", limited], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 3 and "larger than 1 MiB" in ended.stderr
 
 
@@ -497,7 +505,7 @@ def test_the_question_on_a_terminal(here: Path, answer: str, code: int) -> None:
         stdin=terminal,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     os.close(terminal)
     os.close(keyboard)
@@ -509,7 +517,9 @@ def test_the_question_on_a_terminal(here: Path, answer: str, code: int) -> None:
 def test_tables_fit_a_narrow_terminal() -> None:
     screen, terminal = os.openpty()
     environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
-    subprocess.run([*PROGRAM, "profiles"], env=environment, stdout=terminal, timeout=60, check=True)
+    subprocess.run(
+        [*PROGRAM, "profiles"], env=environment, stdout=terminal, timeout=300, check=True
+    )
     os.close(terminal)
     text = os.read(screen, 100_000).decode()
     os.close(screen)
@@ -613,7 +623,7 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
 
 def test_the_module_is_the_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "hpctrain", "--version"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "hpctrain", "--version"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and "hpctrain" in done.stdout
 
@@ -628,7 +638,7 @@ def test_a_broken_profile_hides_no_other(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_status_waits_and_fails_with_the_run(
-    here: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    here: Path, slurm: FakeSlurm, virtual_clock: VirtualClock
 ) -> None:
     fabricate(here / "runs", "failed-0001", [*SUBMITTED, STARTED, *ended("crash", "x", "stop")])
     fabricate(here / "runs", "done-0002", SUBMITTED, done=True)
@@ -636,17 +646,17 @@ def test_status_waits_and_fails_with_the_run(
     assert hpctrain("status", "--wait", "done").exit_code == 0
     assert hpctrain("status", "--wait", "--watch", "done").exit_code == 0
     job = slurm.submit("")
-    naps: list[float] = []
+    naps = virtual_clock.pauses
 
-    def finish(seconds: float) -> None:
-        naps.append(seconds)
+    def finish() -> None:
         slurm.records[job.job_id] = replace(slurm.records[job.job_id], state=JobState.FAILED)
 
+    virtual_clock.at(1.0, finish)
     fabricate(here / "runs", "waiting-0003", SUBMITTED)
-    monkeypatch.setattr(time, "sleep", finish)
     assert hpctrain("status", "--wait", "waiting").exit_code == 7
     assert len(naps) == 1 and naps[0] >= 10, "squeue(1) asks not to be polled"
     slurm.records[job.job_id] = replace(slurm.records[job.job_id], state=JobState.RUNNING)
+    virtual_clock.at(virtual_clock.passed_seconds + 1.0, finish)
     assert hpctrain("status", "--wait", "--every", "2min", "waiting").exit_code == 7
     assert naps[1:] == [120.0]
     refused = hpctrain("status", "--wait", "--every", "2s", "waiting")

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from command_line import Outcome, hpctrain
 from trained_trials import SPEC, train
+from virtual_clock import VirtualClock
 
-from hpctrain.actions import comparison_plot, trials
+from hpctrain.actions import comparison_plot
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.store.layout import RunLayout
 
@@ -135,11 +136,11 @@ def test_mistakes_end_it_before_anything_is_submitted(
     assert words in done(*arguments, code=2).stderr and not slurm.scripts
 
 
-def test_who_leaves_is_told_how_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(seconds: float) -> None:
+def test_who_leaves_is_told_how_to_come_back(virtual_clock: VirtualClock) -> None:
+    def leave() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trials.time, "sleep", leave)
+    virtual_clock.at(1.0, leave)
     left = done(*NEW, "-y", code=130)
     assert f"the trials continue in Slurm; `hpctrain compare {directory()}`" in left.stderr
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import hpctrain
 from foreign_clusters import DGX_H100, UNIVERSITY, Answers
+from virtual_clock import VirtualClock
 
 from hpctrain.slurm import cluster_queries
 from hpctrain.spec.loader import load_profile
@@ -90,7 +91,7 @@ def test_doctor_ends_in_what_will_not_work(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_without_a_controller_the_machine_is_judged_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, virtual_clock: VirtualClock
 ) -> None:
     monkeypatch.chdir(tmp_path)
     answers = serve(monkeypatch, DGX_H100, {"config": "away"})
@@ -102,9 +103,10 @@ def test_without_a_controller_the_machine_is_judged_all_the_same(
     assert hpctrain("profile", "detect").exit_code == 5
 
 
-def test_a_machine_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_slurm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, virtual_clock: VirtualClock
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(cluster_queries, "FIRST_PAUSE_SECONDS", 0.0)
     done = hpctrain("profile", "detect")
     assert done.exit_code == 5 and "cannot run `scontrol`" in done.stderr
 

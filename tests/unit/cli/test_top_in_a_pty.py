@@ -20,6 +20,7 @@ import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate
 from terminal_screen import TerminalScreen
 from variants import varied
+from waiting import wait_until
 
 PATIENCE_SECONDS = 60.0
 _ALTERNATE_SCREEN, _MOUSE = 1049, 1000
@@ -199,7 +200,8 @@ def test_control_z_gives_the_shell_back_and_fg_returns(runs: Path) -> None:
             assert time.monotonic() < deadline, "never left the screen"
             seat.read()
         seat.screen = TerminalScreen(80, 24)
-        time.sleep(0.3)
+        stat = Path(f"/proc/{seat.process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "stopped")
         seat.process.send_signal(signal.SIGCONT)
         seat.sees("> gpt-1111")
         seat.types("q")

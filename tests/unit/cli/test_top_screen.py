@@ -462,7 +462,7 @@ def test_two_keys_quit(runs: Path, slurm: Slurm, key: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while seat.app.is_running:
             assert time.monotonic() < deadline, "never quit"
-            await asyncio.sleep(0.02)
+            await seat.pilot.pause(0.02)
         assert seat.app.return_code == 0
 
     sit(told, runs, slurm)

@@ -15,6 +15,7 @@ import pytest
 from command_line import hpctrain
 from fabricated_metrics import FLEET, SEEN_TWICE, SERVICE, fabricated_metrics
 from fetched_prometheus import fetched_prometheus
+from waiting import wait_until
 
 from bench.free_ports import free_port
 from hpctrain.actions.dashboards import collect_dashboards
@@ -54,14 +55,15 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, 
 
 
 def _wait_until_ready(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while server.poll() is None and time.monotonic() < deadline:
+    def answers() -> bool:
+        assert server.poll() is None, log.read_text()[-2000:]
         try:
             PrometheusServer(url).now("1", time.time())
-            return
         except (UsageError, QueryRefusedError):  # no socket yet, or it is still reading its blocks
-            time.sleep(0.1)
-    raise AssertionError(f"Prometheus does not answer: {log.read_text()[-2000:]}")
+            return False
+        return True
+
+    wait_until(answers, lambda: f"an answer of Prometheus: {log.read_text()[-2000:]}")
 
 
 @pytest.mark.parametrize("plan", DASHBOARDS, ids=lambda plan: plan.short_name)

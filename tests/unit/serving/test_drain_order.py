@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
+from virtual_clock import VirtualClock
 
-from hpctrain.serving.replica import drain
+from hpctrain import clock
 from hpctrain.serving.replica.answers import EngineLoad
 from hpctrain.serving.replica.drain import Drain, DrainTimes
 from hpctrain.store.service_records import DrainRecord
@@ -57,40 +57,33 @@ class Played:
         return True
 
 
-def drained(played: Played, monkeypatch: pytest.MonkeyPatch, seconds: float = 60.0) -> DrainRecord:
-    clock = [1000.0]
-
-    def sleep(pause_seconds: float) -> None:
-        clock[0] += pause_seconds
-
-    times = SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0], time=lambda: clock[0])
-    monkeypatch.setattr(drain, "time", times)
+def drained(played: Played, seconds: float = 60.0) -> DrainRecord:
     parts: Any = played
-    return Drain(DrainTimes(3.0, seconds, 2 * seconds), parts, parts, parts, parts).run("a test")
+    drain = Drain(DrainTimes(3.0, seconds, 2 * seconds), parts, parts, parts, parts)
+    with clock.replaced(VirtualClock()):
+        return drain.run("a test")
 
 
-def test_the_engine_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_ends_last() -> None:
     played = Played([2, 2, 1, 0])
-    record = drained(played, monkeypatch)
+    record = drained(played)
     order = ["draining", "withdrawn", "looked", "asked the router", "asked the router", "looked"]
     assert played.done == [*order, "engine ended"]
     assert record.broken_off == 0 and record == played.record
 
 
-def test_one_look_that_finds_nothing_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_look_that_finds_nothing_is_not_enough() -> None:
     """A request may be between the router and the engine's count."""
-    assert drained(Played([0, 0, 1, 1, 0]), monkeypatch).broken_off == 0
-    assert drained(Played([0, 0, 1]), monkeypatch, seconds=5.0).broken_off == 1
+    assert drained(Played([0, 0, 1, 1, 0])).broken_off == 0
+    assert drained(Played([0, 0, 1]), seconds=5.0).broken_off == 1
 
 
-def test_an_engine_that_ends_by_itself_has_broken_off_what_it_had(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_that_ends_by_itself_has_broken_off_what_it_had() -> None:
     """Seen with vLLM when its own drain was over: its metrics are away, then it is."""
-    record = drained(Played([3, 3, None], ends_after=6), monkeypatch)
+    record = drained(Played([3, 3, None], ends_after=6))
     assert (record.in_flight, record.broken_off) == (3, 3)
 
 
-def test_of_an_engine_without_metrics_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = drained(Played([None]), monkeypatch)
+def test_of_an_engine_without_metrics_nothing_is_known() -> None:
+    record = drained(Played([None]))
     assert record.broken_off is None and record.ended_at is not None

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from engine_process import SERVED_NAME, request
 from replica_process import NAME, Task, config_of, make_service, task_of
+from waiting import wait_until
 
 from bench.free_ports import free_port
 from hpctrain.store.epochs import claim_epoch
@@ -195,9 +196,7 @@ def test_the_engine_does_not_outlive_its_task(tmp_path: Path) -> None:
         url, engine = task.await_endpoint().url, task.engine_pid
         task.process.kill()
         task.process.wait()
-        deadline = time.monotonic() + 60
-        while Path(f"/proc/{engine}").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: not Path(f"/proc/{engine}").exists(), "ended")
         with pytest.raises(OSError):
             request(f"{url}/health")
 

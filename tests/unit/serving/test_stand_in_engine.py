@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_process import SERVED_NAME, request, stand_in
+from waiting import wait_until
 
 PROMPT = {"model": SERVED_NAME, "prompt": "a b c", "max_tokens": 4}
 
@@ -58,11 +58,13 @@ def test_a_drain_finishes_what_has_begun_and_refuses_the_rest(
             target=lambda: ends.append(request(f"{url}/v1/completions", long)[0])
         )
         client.start()
-        while "running{" not in (text := request(f"{url}/metrics")[1]) or (
-            f'running{{engine="0",model_name="{SERVED_NAME}"}} 1.0' not in text
-        ):
+        running = f'running{{engine="0",model_name="{SERVED_NAME}"}} 1.0'
+
+        def is_seen() -> bool:
             assert client.is_alive(), "the answer was over before it was seen"
-            time.sleep(0.01)
+            return running in request(f"{url}/metrics")[1]
+
+        wait_until(is_seen)
         process.send_signal(number)
         while (code := request(f"{url}/v1/completions", PROMPT)[0]) == 200:
             assert client.is_alive(), "the answer was over before anything was refused"

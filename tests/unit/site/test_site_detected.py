@@ -21,7 +21,9 @@ from foreign_clusters import (
     partition,
     survey,
 )
+from virtual_clock import VirtualClock
 
+from hpctrain import clock
 from hpctrain.errors import InvalidInputError
 from hpctrain.nodes.survey_texts import mounts, node_survey
 from hpctrain.site.detected import DetectedProfile, detected_profile
@@ -46,8 +48,9 @@ LOGIN = LoginFacts(
 
 
 def site(texts: dict[str, str], surveyed: str | None = None) -> SiteFacts:
-    queries = ClusterQueries("me", {}, run=Answers(texts), clock=lambda: 0.0)
-    return SiteFacts(queries.facts(), LOGIN, node_survey(surveyed) if surveyed else None)
+    with clock.replaced(VirtualClock(begins_at=0.0)):
+        facts = ClusterQueries("me", {}, run=Answers(texts)).facts()
+    return SiteFacts(facts, LOGIN, node_survey(surveyed) if surveyed else None)
 
 
 def loaded(found: DetectedProfile, directory: Path) -> ClusterProfile:

@@ -13,7 +13,9 @@ from foreign_clusters import (
     node,
     partition,
 )
+from virtual_clock import VirtualClock
 
+from hpctrain import clock
 from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import cluster_parse, settings
 from hpctrain.slurm.cluster_queries import ATTEMPTS, ClusterQueries
@@ -25,7 +27,8 @@ from hpctrain.slurm.records import SlurmConfig
 
 
 def facts(answers: Answers) -> ClusterFacts:
-    return ClusterQueries("me", {}, run=answers, pause=lambda _: None, clock=lambda: 0.0).facts()
+    with clock.replaced(VirtualClock(begins_at=0.0)):
+        return ClusterQueries("me", {}, run=answers).facts()
 
 
 @pytest.mark.parametrize(
@@ -181,10 +184,12 @@ def test_licenses_and_reservations() -> None:
     assert one.end_time - one.start_time == 36 * 3600
 
 
-def test_a_query_without_answer_is_repeated_with_growing_pauses() -> None:
-    pauses: list[float] = []
+def test_a_query_without_answer_is_repeated_with_growing_pauses(
+    virtual_clock: VirtualClock,
+) -> None:
+    pauses = virtual_clock.pauses
     answers = Answers(DGX_H100, {"node": "away"})
-    queries = ClusterQueries("me", {}, run=answers, pause=pauses.append, clock=lambda: 0.0)
+    queries = ClusterQueries("me", {}, run=answers)
     with pytest.raises(SlurmUnreachableError):
         queries.facts()
     assert queries.count == 1 + ATTEMPTS == len(answers.asked)
@@ -207,7 +212,7 @@ def test_queries_do_not_obey_variables_of_the_shell() -> None:
         return inner(command)
 
     shell = {"PATH": "/bin", "SLURM_CONF": "/s", "SLURM_TIME_FORMAT": "%s", "TZ": "Asia/Tokyo"}
-    ClusterQueries("me", shell, run=run, clock=lambda: 0.0).facts()
+    ClusterQueries("me", shell, run=run).facts()
     assert seen[0].environment == {
         "PATH": "/bin",
         "SLURM_CONF": "/s",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fabricated_runs import NOW, SUBMITTED, fabricate, published
+from fabricated_runs import SUBMITTED, fabricate, published
+from virtual_clock import VirtualClock
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
@@ -124,7 +124,7 @@ def test_a_job_that_ended_without_a_word_is_lost_and_tried_once_more(run: RunLay
 
 
 def test_sbatch_refuses_here_and_not_on_a_login_node(
-    run: RunLayout, monkeypatch: pytest.MonkeyPatch
+    run: RunLayout, virtual_clock: VirtualClock
 ) -> None:
     slurm = FakeSlurm()
     slurm.refusal = "Access/permission denied"
@@ -134,10 +134,8 @@ def test_sbatch_refuses_here_and_not_on_a_login_node(
     thread._pass()
     assert states(run) == {4: "refused"}, "one is enough to know"
     assert sum("hpctrain watch --act" in line for line in said) == 1
-    tomorrow = time.time() + 86400.0
-    with monkeypatch.context() as later:
-        later.setattr("time.time", lambda: tomorrow)
-        thread._pass()
+    virtual_clock.advance(86400.0)
+    thread._pass()
     assert len(run.evaluations.read_text().splitlines()) == 2, "not again in this attempt"
     slurm.refusal = ""
     passed(run, slurm, "watch")
@@ -146,25 +144,24 @@ def test_sbatch_refuses_here_and_not_on_a_login_node(
 
 @pytest.mark.parametrize("by", ["supervisor", "watch"])
 def test_a_refusal_is_of_one_job_and_for_a_while(
-    run: RunLayout, monkeypatch: pytest.MonkeyPatch, by: str
+    run: RunLayout, virtual_clock: VirtualClock, by: str
 ) -> None:
     """The limit of one QOS: the other job goes on, and the refused one is tried again later."""
     two = tuple(EvaluationJob(name=name, every_steps=None) for name in ("score", "other"))
     run.evaluation_config.write_text(EvaluationSettings(jobs=two, last_step=8).model_dump_json())
     run.evaluation_script("other").write_text("#!/bin/sh\n")
-    slurm, now, tried = Limited("score"), NOW, list[float]()
-    monkeypatch.setattr("time.time", lambda: now)
+    slurm, tried = Limited("score"), list[float]()
     for _ in range(200):
         before = len(slurm.refused)
         passed(run, slurm, by, silent=1e9)
-        tried += [now - NOW] * (len(slurm.refused) - before)
-        now += 30.0
+        tried += [virtual_clock.passed_seconds] * (len(slurm.refused) - before)
+        virtual_clock.advance(30.0)
     assert len([job for job in slurm.records.values() if "-other-" in str(job.name)]) == 2
     assert tried == [0.0, 60.0, 180.0, 420.0, 900.0, 1860.0, 3660.0, 5460.0], "once, ever rarer"
     slurm.full = ""
     for _ in range(60):
         passed(run, slurm, by, silent=1e9)
-        now += 30.0
+        virtual_clock.advance(30.0)
     assert {one.state for one in read_evaluations_of(run).values()} == {"submitted"}
 
 

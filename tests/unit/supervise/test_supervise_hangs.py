@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from supervise_facts import config
 from supervise_stage import JOB_ID, PATIENCE_SECONDS, Stage
+from virtual_clock import ShiftedClock
+from waiting import wait_until
 
 from hpctrain.slurm.messages import waits_for_step
 from hpctrain.slurm.states import JobState
@@ -27,7 +29,11 @@ from hpctrain.supervise.evidence import (
     stack_inquiry,
 )
 from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
-from hpctrain.supervise.evidence.run_dir_snapshot import BackgroundReader, RunDirReader
+from hpctrain.supervise.evidence.run_dir_snapshot import (
+    BackgroundReader,
+    RunDirReader,
+    RunDirSnapshot,
+)
 from hpctrain.supervise.judge import silence_limits
 from hpctrain.supervise.judge.odd_stacks import NO_STACK
 from hpctrain.supervise.judge.silence_limits import StallLimits
@@ -60,23 +66,14 @@ def watched(stage: Stage, *parts: str, tasks: int = 0) -> LaunchWatch:
     return ours
 
 
-class Clock:
-    """The watch's clock, which a test sets ahead: what is long for the watch is short here."""
+def later(clock: ShiftedClock, reached: Callable[[], object], step_seconds: float) -> None:
+    """Let time go by until the watch has noticed: what is long for it is short here."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ahead_seconds = 0.0
-        self.time, self.sleep = time.time, time.sleep
-        monkeypatch.setattr(launch_watch, "time", self)
+    def noticed() -> object:
+        clock.monotonic_ahead_seconds += step_seconds
+        return reached()
 
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead_seconds
-
-    def until(self, reached: Callable[[], object], step_seconds: float) -> None:
-        """Let time go by until the watch has noticed."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not reached() and time.monotonic() < deadline:
-            self.ahead_seconds += step_seconds
-            time.sleep(0.05)
+    wait_until(noticed, "noticed")
 
 
 # One sign only: between two of them a busy machine may pause for longer than a stall takes here.
@@ -266,13 +263,6 @@ def test_a_step_that_is_never_created_is_no_hang_of_ranks(
     assert str(ended.reason).startswith("srun could not create the step in ")
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 # -- a file system that hangs ----------------------------------------------------------------
 
 
@@ -303,15 +293,16 @@ def held(stage: Stage) -> Iterator[Held]:
 
 
 def test_a_hung_file_system_is_no_hang_of_the_ranks(
-    stage: Stage, held: Held, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, held: Held, shifted_clock: ShiftedClock
 ) -> None:
     stage.configure(config().model_copy(update={"stall_seconds": 300.0}))
-    clock, go = Clock(monkeypatch), stage.layout.directory / "go"
+    go = stage.layout.directory / "go"
     ours = begun(stage, f"{TRAINING} await:go progress:5 done")
 
     def hang() -> None:
         held.hang()
-        clock.until(lambda: ours.storage_stalled_seconds > 1000.0, 1500.0)  # five times the limit
+        # five times the limit
+        later(shifted_clock, lambda: ours.storage_stalled_seconds > 1000.0, 1500.0)
         held.recover()
         go.touch()
 
@@ -326,17 +317,16 @@ def read(path: Path) -> str:
 
 
 def test_a_rank_that_hangs_behind_a_hung_file_system_is_found_after_it(
-    stage: Stage, held: Held, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, held: Held, shifted_clock: ShiftedClock
 ) -> None:
     stage.configure(config().model_copy(update={"stall_seconds": 60.0}))
-    clock = Clock(monkeypatch)
     ours = begun(stage, f"{TRAINING} sleep:600")
 
     def hang() -> None:
         held.hang()
-        clock.until(lambda: ours.storage_stalled_seconds > 1000.0, 1500.0)
+        later(shifted_clock, lambda: ours.storage_stalled_seconds > 1000.0, 1500.0)
         held.recover()
-        clock.until(lambda: ours.stall, 2.0)
+        later(shifted_clock, lambda: ours.stall, 2.0)
 
     stage.once_training(hang)
     ours.wait()
@@ -345,15 +335,18 @@ def test_a_rank_that_hangs_behind_a_hung_file_system_is_found_after_it(
     assert ours.storage_stalled_seconds > 1000.0
 
 
-def test_a_hung_file_system_does_not_hold_signals(stage: Stage, held: Held) -> None:
+def test_a_hung_file_system_does_not_hold_signals(
+    stage: Stage, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """USR1 reaches the ranks and TERM ends the watch while a read hangs."""
     stage.configure(config().model_copy(update={"stall_seconds": 60.0, "kill_wait_seconds": 4.0}))
 
     def hang() -> None:
         held.hang()
-        time.sleep(0.3)
+        before = len(begun)
+        wait_until(lambda: len(begun) > before, "a read that hangs")
         os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.3)
+        wait_until(lambda: (JOB_ID, "0", "USR2") in stage.slurm.signals, "passed on")
         stage.slurm.change(state=JobState.COMPLETING)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -361,11 +354,17 @@ def test_a_hung_file_system_does_not_hold_signals(stage: Stage, held: Held) -> N
     supervisor.context.signals.install()
     launch = SrunProcess(supervisor.launcher.argv, environment())
     ours = LaunchWatch(supervisor.context, launch, 1)
+    begun, read = list[bool](), ours._reader.read
+
+    def counted(find_saves: bool, rank_times: bool) -> RunDirSnapshot:
+        begun.append(True)
+        return read(find_saves, rank_times)
+
+    monkeypatch.setattr(ours._reader, "read", counted)
     stage.once(lambda: ours.started, hang)
     started = time.monotonic()
     ours.wait()
     assert time.monotonic() - started < 300
-    assert (JOB_ID, "0", "USR2") in stage.slurm.signals
     assert [e.signal for e in stage.events(EventKind.SIGNAL)] == ["USR1", "TERM"]
     assert ours.stall is None
     launch.kill()
@@ -391,18 +390,16 @@ def test_a_ledger_that_cannot_be_written_does_not_hold_signals(
     free.set()
 
 
-def test_files_that_give_errors_are_no_silence(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_give_errors_are_no_silence(stage: Stage, shifted_clock: ShiftedClock) -> None:
     """A stale handle for long: nobody can say that the trainer was silent."""
     stage.configure(config().model_copy(update={"stall_seconds": 300.0}))
-    clock, ours_sign = Clock(monkeypatch), stage.layout.progress.with_name("sign")
+    ours_sign = stage.layout.progress.with_name("sign")
     ours = begun(stage, f"{TRAINING} await:go progress:5 done")
 
     def stale() -> None:
         stage.layout.progress.rename(ours_sign)
         stage.layout.progress.mkdir()
-        clock.until(lambda: ours.storage_stalled_seconds > 1000.0, 1500.0)
+        later(shifted_clock, lambda: ours.storage_stalled_seconds > 1000.0, 1500.0)
         stage.layout.progress.rmdir()
         ours_sign.rename(stage.layout.progress)
         (stage.layout.directory / "go").touch()

@@ -13,6 +13,7 @@ import pytest
 from file_system_calls import FileSystemCalls
 from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
+from virtual_clock import VirtualClock
 
 from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError
@@ -488,23 +489,10 @@ def test_slurm_away_for_the_whole_attempt(stage: Stage) -> None:
     assert stage.slurm.signals == []
 
 
-class Seconds:
-    """What `time` is to who only waits: seconds go by in `sleep` and nowhere else."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_slurm_away_when_the_job_has_to_be_requeued(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requeue_module, "time", Seconds())
+    monkeypatch.setattr(requeue_module, "clock", VirtualClock(all_threads=True))
     stage.slurm.away = True
     stage.signal_once_training(signal.SIGUSR1)
     assert stage.play("progress:3 await-stop") == 1

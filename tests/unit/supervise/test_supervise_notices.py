@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from supervise_facts import config
 from supervise_stage import Stage
+from virtual_clock import ShiftedClock
 from webhook_server import Webhook, webhook
 
 from hpctrain.actions.notify import send_notices
@@ -108,28 +109,27 @@ def test_a_webhook_that_hangs_delays_no_requeue(
 
 
 def test_what_could_not_be_sent_is_sent_by_watch(
-    stage: Stage, hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, hook: Webhook, tmp_path: Path, shifted_clock: ShiftedClock
 ) -> None:
     tell(stage, url_file=str(hook.file(tmp_path)))
     hook.answer = 503
     assert stage.play("config") == 1
     run = RunFiles(stage.layout)
     assert send_notices([run]) == (), "not at once again"
-    later = read_outbox(stage.layout).of_channel("slack")[0].try_time + 61
-    monkeypatch.setattr("hpctrain.actions.notify.time.time", lambda: later)
+    shifted_clock.ahead_seconds = 61.0
     (failed,) = send_notices([run])
     assert failed.problem == "the server answers HTTP 503"
     hook.answer = 200
-    monkeypatch.setattr("hpctrain.actions.notify.time.time", lambda: later + 121)
+    shifted_clock.ahead_seconds = 183.0
     (sent,) = send_notices([run])
     assert (sent.kinds, sent.problem) == (("failed",), None)
-    monkeypatch.setattr("hpctrain.actions.notify.time.time", lambda: later + 10**5)
+    shifted_clock.ahead_seconds = 1e5
     assert send_notices([run]) == () and len(hook.received) == 3
     assert len({text for text in hook.texts}) == 1, "the same message, whoever sends it"
 
 
 def test_a_supervisor_that_died_while_sending_is_followed_by_watch(
-    stage: Stage, hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, hook: Webhook, tmp_path: Path, shifted_clock: ShiftedClock
 ) -> None:
     """Nobody can know whether its message arrived: it is repeated once, and says so."""
     tell(stage, url_file=str(hook.file(tmp_path)))
@@ -138,8 +138,7 @@ def test_a_supervisor_that_died_while_sending_is_followed_by_watch(
     path.write_text(path.read_text().replace('"state":"sent"', '"state":"sending"'))
     run = RunFiles(stage.layout)
     assert send_notices([run]) == ()
-    begun = read_outbox(stage.layout).of_channel("slack")[0].try_time
-    monkeypatch.setattr("hpctrain.actions.notify.time.time", lambda: begun + 301)
+    shifted_clock.ahead_seconds = 301.0
     assert len(send_notices([run])) == 1
     assert "may be a repetition" in hook.texts[1] and "may be" not in hook.texts[0]
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from virtual_clock import VirtualClock
+from waiting import wait_until
 
 from hpctrain.errors import SlurmUnreachableError
 from hpctrain.slurm.client import SlurmClient
@@ -123,12 +125,9 @@ def theatre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Theatre:
         fates = {node: theatre.fate_of(node) for node in nodes}
         if {"hung", "begins"} & {*fates.values()}:
             well = {node for node, fate in fates.items() if fate in ("", "begins")}
-            end = time.monotonic() + 300
-            while not well <= self.answers.begun and time.monotonic() < end:
-                time.sleep(0.01)
-            well = {node for node in well if fates[node] != "begins"}
-            while not well <= ended_of(dict(self.answers.found)) and time.monotonic() < end:
-                time.sleep(0.01)
+            wait_until(lambda: well <= self.answers.begun, "begun")
+            quick = {node for node in well if fates[node] != "begins"}
+            wait_until(lambda: quick <= ended_of(dict(self.answers.found)), "ended")
         real(self, processes, nodes, time.monotonic() + left_seconds, stragglers)
 
     monkeypatch.setattr(_Probe, "_wait", wait)
@@ -188,14 +187,12 @@ def test_nobody_waits_for_a_node_that_takes_much_longer_than_the_others(
     assert result.lost == ("n1",) and result.seconds < 50
 
 
-def test_who_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_overdue(virtual_clock: VirtualClock) -> None:
     """Three times as long as the last of the others, and 3 s; only once half have answered."""
-    clock = [100.0]
-    monkeypatch.setattr("hpctrain.supervise.evidence.probe.time.monotonic", lambda: clock[0])
     latecomers = _Stragglers(NODES)
 
     def at(seconds: float, *ended: str) -> bool:
-        clock[0] = 100.0 + seconds
+        virtual_clock.advance(seconds - virtual_clock.passed_seconds)
         return latecomers.are_overdue(frozenset(ended))
 
     assert not at(1, "n0", "elsewhere", "nowhere")
@@ -233,9 +230,7 @@ def test_checks_that_do_not_end_leave_a_node_unfit_and_their_step_is_killed(
     theatre.fate(n2="begins")
     result = theatre.probe(deadline_seconds=0.5)
     assert (result.lost, result.unfit) == ((), ("n2",))
-    deadline = time.monotonic() + 300
-    while not theatre.slurm.signals and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: theatre.slurm.signals, "killed")
     assert theatre.slurm.signals == [(5, "3", "KILL")]
 
 

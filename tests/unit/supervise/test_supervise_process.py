@@ -9,23 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 from hpctrain import reserved_ports
 from hpctrain.sandbox.ports import HIGHEST
 from hpctrain.supervise.srun_process import Signals, SrunProcess, reserve_port
-
-PATIENCE_SECONDS = 300.0
-
-
-def until(reached: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def launch(program: str) -> SrunProcess:
@@ -113,7 +104,7 @@ def test_an_orphan_that_holds_the_pipe_does_not_hold_the_supervisor(tmp_path: Pa
     running = launch(program)
     try:
         running.process.wait(PATIENCE_SECONDS)
-        until(lambda: running.failures)
+        wait_until(lambda: running.failures)
         started = time.monotonic()
         running.finish_reading(0.3)
         assert 0.25 < time.monotonic() - started < 300

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from virtual_clock import VirtualClock
 
 import hpctrain
 from hpctrain.store.layout import RunLayout
@@ -330,40 +331,26 @@ def test_waiting_ends_when_all_have_written(run: RunLayout, start: Start) -> Non
     assert time.monotonic() - started < 300
 
 
-def test_waiting_ends_when_the_time_is_up(run: RunLayout, start: Start) -> None:
-    ranks = [start(0, "recv")]
-    ready(*ranks)
-    os.kill(ranks[0].pid, signal.SIGSTOP)
-    started = time.monotonic()
-    assert ask(run, ranks, timeout_seconds=0.4).texts == {0: ""}
-    assert 0.3 < time.monotonic() - started < 300
-
-
-class Dribble:
-    """What `time` is to who waits for `path`: a line is written in each of 30 pauses."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.lines, self.now = path, 30, 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        if self.lines:
-            self.lines -= 1
-            with self.path.open("a") as stream:
-                stream.write("  File\n")
+def test_waiting_ends_when_the_time_is_up(run: RunLayout, virtual_clock: VirtualClock) -> None:
+    write(run, 0, "header\n")
+    assert ask(run, [], timeout_seconds=20.0).texts == {0: ""}
+    assert 20 <= virtual_clock.passed_seconds < 21
 
 
 def test_waiting_goes_on_while_something_is_written(
-    run: RunLayout, monkeypatch: pytest.MonkeyPatch
+    run: RunLayout, virtual_clock: VirtualClock
 ) -> None:
-    clock = Dribble(write(run, 0, "header\n"))
-    monkeypatch.setattr(stack_files, "time", clock)
+    path = write(run, 0, "header\n")
+
+    def line() -> None:
+        with path.open("a") as stream:
+            stream.write("  File\n")
+
+    for number in range(30):
+        virtual_clock.at(0.05 * number, line)
     before = stack_files.sizes(run, EPOCH)
     stack_files.wait_for_dumps(run, EPOCH, before, 10.0)
-    assert clock.now < 5.0, "and ends soon after"
+    assert virtual_clock.passed_seconds < 5.0, "and ends soon after"
     assert stack_files.read_dumps(run, EPOCH, before).texts[0].count("File") == 30
 
 

@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 import pytest
 from supervise_facts import config
+from virtual_clock import VirtualClock
 
 from hpctrain.errors import SlurmRefusedError
 from hpctrain.slurm.client import SlurmClient
@@ -20,7 +21,6 @@ from hpctrain.store.jobs import cancel_requested, generation, job_ids
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import BufferedLedger, EventKind
 from hpctrain.store.run_records import Progress, write_record
-from hpctrain.supervise.act import successor
 from hpctrain.supervise.act.successor import (
     adopt_own_job,
     end_succession,
@@ -239,34 +239,23 @@ def test_nobody_leaves_after_a_job_that_has_ended(
 
 
 def test_a_job_that_is_just_ending_is_waited_for(
-    tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, slurm: FakeSlurm, virtual_clock: VirtualClock
 ) -> None:
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        if len(slept) == 3:
-            slurm.records[5] = job(5, JobState.CANCELLED, 50.0, node_list="n0")
-
-    monkeypatch.setattr(successor.time, "sleep", sleep)
+    over = job(5, JobState.CANCELLED, 50.0, node_list="n0")
+    virtual_clock.at(3.0, lambda: slurm.records.update({5: over}))
     context = second(tmp_path, slurm)
     slurm.records[5] = job(5, JobState.COMPLETING, 50.0)
     assert "cancelled runs stay cancelled" in (must_leave(context) or "")
-    assert len(slept) == 3
+    assert 3 <= virtual_clock.passed_seconds < 10
 
 
 def test_patience_with_a_job_that_never_ends_has_a_limit(
-    tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, slurm: FakeSlurm, virtual_clock: VirtualClock
 ) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(successor.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(
-        successor.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
-    )
     context = second(tmp_path, slurm)
     slurm.records[5] = job(5, JobState.COMPLETING, 50.0)
     assert must_leave(context) is None
-    assert 30 <= clock[0] <= 40, "KillWait of 3 s and half a minute"
+    assert 30 <= virtual_clock.passed_seconds <= 40, "KillWait of 3 s and half a minute"
 
 
 def test_after_a_cancelled_job_the_next_one_leaves_and_ends_the_others(

@@ -7,12 +7,12 @@ import os
 import signal
 import time
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
+from virtual_clock import ShiftedClock, VirtualClock
 
 from hpctrain.actions.describe import describe
 from hpctrain.actions.runs import RunFiles
@@ -92,62 +92,51 @@ def test_a_job_that_has_been_started_anew_tells_nothing(warned: Stage) -> None:
     assert query_time_limit(context) is None
 
 
-class Clock:
-    """`time.time` by hand."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def time(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(time_limit, "time", clock)
-    return clock
+def clock(virtual_clock: VirtualClock) -> VirtualClock:
+    virtual_clock.begins_at = 1000.0
+    return virtual_clock
 
 
-def test_a_warning_that_does_not_come_is_noticed(warned: Stage, clock: Clock) -> None:
+def test_a_warning_that_does_not_come_is_noticed(warned: Stage, clock: VirtualClock) -> None:
     """Slurm warns 180 s before the end or a little earlier."""
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
     warning = StopTime(context, query_time_limit(context))
     for now, due in ((1000, False), (1820, False), (1834, False), (1835, True)):
-        clock.now = now
+        clock.advance_to(now)
         assert warning.is_due() is due
 
 
-def test_a_limit_that_has_been_moved_warns_later(warned: Stage, clock: Clock) -> None:
+def test_a_limit_that_has_been_moved_warns_later(warned: Stage, clock: VirtualClock) -> None:
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
     warning = StopTime(context, query_time_limit(context))
     warned.slurm.change(end_time=3000.0)
     for now, due in ((1835, False), (2834, False), (2835, True)):
-        clock.now = now
+        clock.advance_to(now)
         assert warning.is_due() is due
 
 
-def test_silence_of_slurm_is_no_warning(warned: Stage, clock: Clock) -> None:
+def test_silence_of_slurm_is_no_warning(warned: Stage, clock: VirtualClock) -> None:
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
     warning = StopTime(context, query_time_limit(context))
     warned.slurm.away = True
-    clock.now = 1900
+    clock.advance_to(1900)
     assert not warning.is_due()
     warned.slurm.away = False
     assert not warning.is_due(), "asked again after half a minute, not at once"
-    clock.now = 1931
+    clock.advance_to(1931)
     assert warning.is_due()
 
 
 @pytest.mark.parametrize("end_time", [None, math.inf])
-def test_no_limit_no_warning(warned: Stage, clock: Clock, end_time: float | None) -> None:
+def test_no_limit_no_warning(warned: Stage, clock: VirtualClock, end_time: float | None) -> None:
     warned.slurm.change(end_time=end_time)
     context = warned.supervisor().context
     warning = StopTime(context, query_time_limit(context))
-    clock.now = 1e12
+    clock.advance_to(1e12)
     assert not warning.is_due()
 
 
@@ -174,27 +163,29 @@ def known(step_seconds: float, save_seconds: float) -> Any:
     return lambda run: lead
 
 
-def test_a_run_whose_saves_are_slow_stops_before_the_warning(warned: Stage, clock: Clock) -> None:
+def test_a_run_whose_saves_are_slow_stops_before_the_warning(
+    warned: Stage, clock: VirtualClock
+) -> None:
     """A stop takes 30 + 10 + 2 x 100 s, and the script has planned 180 s."""
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
     stop = StopTime(context, query_time_limit(context), known(10.0, 100.0))
     for now, due in ((1519, False), (1521, False), (1759, False), (1760, True)):
-        clock.now = now
+        clock.advance_to(now)
         assert stop.is_due() is due
 
 
 def test_a_run_whose_saves_are_fast_trains_on_after_the_warning(
-    warned: Stage, clock: Clock
+    warned: Stage, clock: VirtualClock
 ) -> None:
     """A stop takes 30 + 2 + 2 x 4 s."""
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
     stop = StopTime(context, query_time_limit(context), known(2.0, 4.0))
-    clock.now = 1820
+    clock.advance_to(1820)
     assert not stop.is_due() and stop.outlasts_warning()
     for now, due in ((1900, False), (1959, False), (1960, True)):
-        clock.now = now
+        clock.advance_to(now)
         assert stop.is_due() is due
     assert not stop.outlasts_warning()
 
@@ -209,12 +200,12 @@ def test_a_run_whose_saves_are_fast_trains_on_after_the_warning(
     ],
 )
 def test_a_warning_that_is_followed_at_once(
-    warned: Stage, clock: Clock, change: dict[str, Any] | None
+    warned: Stage, clock: VirtualClock, change: dict[str, Any] | None
 ) -> None:
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
     stop = StopTime(context, query_time_limit(context), known(2.0, 4.0))
-    clock.now = 1820
+    clock.advance_to(1820)
     assert stop.outlasts_warning()
     if change is None:
         warned.slurm.away = True
@@ -223,13 +214,13 @@ def test_a_warning_that_is_followed_at_once(
     assert not stop.outlasts_warning()
 
 
-def test_a_stop_leaves_half_of_the_time_to_training(warned: Stage, clock: Clock) -> None:
+def test_a_stop_leaves_half_of_the_time_to_training(warned: Stage, clock: VirtualClock) -> None:
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
     stop = StopTime(context, query_time_limit(context), known(10.0, 5000.0))
-    clock.now = 1499
+    clock.advance_to(1499)
     assert not stop.is_due()
-    clock.now = 1500
+    clock.advance_to(1500)
     assert stop.is_due()
 
 
@@ -260,15 +251,12 @@ def trained(step: int, epoch: int) -> StepMetrics:
 
 
 def test_a_stop_by_measured_times_is_in_the_ledger(
-    warned: Stage, monkeypatch: pytest.MonkeyPatch
+    warned: Stage, monkeypatch: pytest.MonkeyPatch, shifted_clock: ShiftedClock
 ) -> None:
     """The launch is stopped by the supervisor, with a save, and the next attempt goes on."""
-    later = [0.0]
-    clock = SimpleNamespace(time=lambda: time.time() + later[0], monotonic=time.monotonic)
-    monkeypatch.setattr(time_limit, "time", clock)
     monkeypatch.setattr(launch_watch, "StopTime", partial(StopTime, learn=known(10.0, 200.0)))
     ends_in(warned, 10000)
-    warned.once_training(lambda: later.append(later.pop() + 9700))
+    warned.once_training(lambda: setattr(shifted_clock, "ahead_seconds", 9700.0))
     assert warned.play("progress:3 save:20 await-stop") == 0
     assert (warned.causes, warned.actions) == (["time_limit"], ["requeue"])
     (timed,) = warned.events(EventKind.STOP_TIMED)
@@ -276,22 +264,19 @@ def test_a_stop_by_measured_times_is_in_the_ledger(
 
 
 def test_a_launch_trains_on_after_the_warning(
-    warned: Stage, monkeypatch: pytest.MonkeyPatch
+    warned: Stage, monkeypatch: pytest.MonkeyPatch, shifted_clock: ShiftedClock
 ) -> None:
     """Slurm warns 170 s before the end, and a stop takes 40 s: it comes when these are left."""
-    later = [0.0]
-    clock = SimpleNamespace(time=lambda: time.time() + later[0], monotonic=time.monotonic)
-    monkeypatch.setattr(time_limit, "time", clock)
     monkeypatch.setattr(launch_watch, "StopTime", partial(StopTime, learn=known(2.0, 4.0)))
     ends_in(warned, 10000)
 
     def warn() -> None:
-        later[0] = 9830
+        shifted_clock.ahead_seconds = 9830
         os.kill(os.getpid(), signal.SIGUSR1)
 
     def near_the_end() -> None:
         assert not (warned.layout.control / "stop").exists()
-        later[0] = 9990
+        shifted_clock.ahead_seconds = 9990
 
     warned.once_training(warn)
     warned.once(lambda: warned.events(EventKind.STOP_TIMED), near_the_end)

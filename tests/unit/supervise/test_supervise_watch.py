@@ -16,6 +16,7 @@ import pytest
 from supervise_facts import config
 from supervise_stage import Stage
 from trainer_documents import train_json
+from virtual_clock import VirtualClock
 
 from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.messages import TaskFailure
@@ -47,16 +48,6 @@ from hpctrain.supervise.srun_process import SrunProcess
 NEXT_SECONDS = Backoff.next_seconds
 
 
-class Clock:
-    """What `time` is to the watch; `monotonic` moves by hand."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 class Srun:
     """An srun that is never waited for."""
 
@@ -70,7 +61,7 @@ class Srun:
 class Scene:
     """A watch over epoch 3 that looks every two seconds of a clock that moves by hand."""
 
-    def __init__(self, stage: Stage, clock: Clock) -> None:
+    def __init__(self, stage: Stage, clock: VirtualClock) -> None:
         self.stage, self.clock = stage, clock
         self.srun = Srun()
         self.watch = self.resumed_at(0)
@@ -82,8 +73,8 @@ class Scene:
     def looks(self) -> bool:
         """True when the step has to be ended."""
         watch = self.watch
-        find_saves = watch._silence.is_late(self.clock.now)
-        return watch._must_end(watch._reader.read(find_saves, True), self.clock.now)
+        find_saves = watch._silence.is_late(self.clock.monotonic())
+        return watch._must_end(watch._reader.read(find_saves, True), self.clock.monotonic())
 
     def says(self, phase: Phase, step: int, *, epoch: int = 3, clock_seconds: float = 0.0) -> None:
         record = Progress(
@@ -91,7 +82,7 @@ class Scene:
             phase=phase,
             step=step,
             target_step=100,
-            time=self.clock.now + clock_seconds,
+            time=self.clock.monotonic() + clock_seconds,
         )
         write_record(self.stage.layout.progress, record, durable=False)
         assert not self.looks()
@@ -99,7 +90,7 @@ class Scene:
     def silent(self, seconds: float) -> bool:
         ended = False
         while seconds > 0:
-            self.clock.now += min(seconds, 2.0)
+            self.clock.advance(min(seconds, 2.0))
             seconds -= 2.0
             ended = self.looks()
         return ended
@@ -111,11 +102,10 @@ class Scene:
 
 
 @pytest.fixture
-def scene(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    clock = Clock()
-    monkeypatch.setattr(launch_watch, "time", clock)
+def scene(stage: Stage, monkeypatch: pytest.MonkeyPatch, virtual_clock: VirtualClock) -> Scene:
+    virtual_clock.advance(1000.0)
     monkeypatch.setattr(launch_watch, "_READ_SECONDS", 2.0)
-    return Scene(stage, clock)
+    return Scene(stage, virtual_clock)
 
 
 def stalled(scene: Scene) -> tuple[str, float]:
@@ -247,7 +237,7 @@ def test_a_job_that_was_suspended(scene: Scene) -> None:
     """Nobody looked for an hour, and nobody trained."""
     scene.says("training", 1)
     assert not scene.silent(50)
-    scene.clock.now += 3600
+    scene.clock.advance(3600)
     assert not scene.looks()
     assert not scene.silent(6)
     assert scene.silent(4)
@@ -257,8 +247,8 @@ def test_a_job_that_was_suspended(scene: Scene) -> None:
 def test_times_without_an_answer_add_up(scene: Scene) -> None:
     scene.says("training", 1)
     for seconds, in_all in ((6, 0), (20, 20), (100, 120), (30, 150)):
-        scene.clock.now += seconds
-        scene.watch._count_failed_read(scene.clock.now, None)
+        scene.clock.advance(seconds)
+        scene.watch._count_failed_read(scene.clock.monotonic(), None)
         assert not scene.looks()
         assert scene.watch.storage_stalled_seconds == in_all
     assert not scene.silent(48), "the time between two looks counts, the rest of the 150 s not"
@@ -538,10 +528,10 @@ def test_of_the_final_seconds_some_are_kept_for_the_verdict(
 ) -> None:
     scene.stage.configure(config().model_copy(update={"kill_wait_seconds": kill_wait}))
     scene.watch = scene.resumed_at(0)
-    scene.watch._final_at = scene.clock.now
-    scene.clock.now += waited - 0.1
+    scene.watch._final_at = scene.clock.monotonic()
+    scene.clock.advance(waited - 0.1)
     assert not scene.watch._time_is_up()
-    scene.clock.now += 0.2
+    scene.clock.advance(0.2)
     assert scene.watch._time_is_up()
 
 
@@ -597,7 +587,7 @@ def test_records_are_read_in_the_order_of_their_ends(stage: Stage) -> None:
 class PausedReader:
     """A reader that has its result when its process goes on, after a minute."""
 
-    def __init__(self, clock: Clock, snapshot: RunDirSnapshot) -> None:
+    def __init__(self, clock: VirtualClock, snapshot: RunDirSnapshot) -> None:
         self.clock, self.snapshot = clock, snapshot
 
     def request(self, *, find_saves: bool, rank_times: bool) -> None:
@@ -605,7 +595,7 @@ class PausedReader:
 
     @property
     def busy(self) -> bool:
-        self.clock.now += 60
+        self.clock.advance(60)
         return True
 
     def result(self, wait_seconds: float = 0.0) -> RunDirSnapshot:
@@ -628,26 +618,16 @@ def test_a_hang_is_confirmed_also_after_a_pause_of_the_supervisor(
 # -- a step that refuses to die ------------------------------------------------------------------
 
 
-class MovingClock(Clock):
-    """Sleeping takes no time but its own."""
-
-    def time(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 class Bucket:
     """Slurm's limit for one user: slurm.conf(5), rl_bucket_size 30 and rl_refill_rate 2."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self.clock, self.left, self.least, self.calls = clock, 30.0, 30.0, 0
-        self.since = clock.now
+        self.since = clock.monotonic()
 
     def take(self) -> None:
-        self.left = min(30.0, self.left + 2.0 * (self.clock.now - self.since)) - 1.0
-        self.since, self.calls = self.clock.now, self.calls + 1
+        self.left = min(30.0, self.left + 2.0 * (self.clock.monotonic() - self.since)) - 1.0
+        self.since, self.calls = self.clock.monotonic(), self.calls + 1
         self.least = min(self.least, self.left)
 
 
@@ -655,11 +635,10 @@ def test_a_step_that_refuses_to_die_leaves_calls_for_the_requeue(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KillWait and 10 s more, and the shortest pauses that chance can give."""
-    clock, slurm = MovingClock(), scene.stage.slurm
+    clock, slurm = scene.clock, scene.stage.slurm
     bucket = Bucket(clock)
     watch = scene.resumed_at(0)
     seconds = watch.context.config.kill_wait_seconds + 10
-    monkeypatch.setattr(launch_watch, "time", clock)
     monkeypatch.setattr(launch_watch, "_POLL_SECONDS", 0.2)
     monkeypatch.setattr(Backoff, "next_seconds", NEXT_SECONDS)
     monkeypatch.setattr(launch_watch, "Backoff", partial(Backoff, draw=lambda: 1.0))
@@ -677,8 +656,8 @@ def test_a_step_that_refuses_to_die_leaves_calls_for_the_requeue(
     monkeypatch.setattr(slurm, "steps", steps)
     monkeypatch.setattr(slurm, "kill_step", lambda *_: bucket.take())
     scene.srun.kill = scene.srun.finish_reading = lambda *_: None  # type: ignore[attr-defined]
-    began = clock.now
+    began = clock.monotonic()
     watch._end_step()
-    assert watch.step_remains and clock.now - began >= seconds
+    assert watch.step_remains and clock.monotonic() - began >= seconds
     assert bucket.calls >= 3 * 3, "it is killed again and again"
     assert bucket.least > 0, f"{bucket.calls} calls in {seconds:.0f} s"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy
 import pytest
 from fabricated_runs import fabricate
 from tracked_runs import evaluation, follow, loss_of, row, shown, tracked, train
+from waiting import wait_until
 
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import append_metrics
@@ -157,7 +157,7 @@ def test_a_follower_that_is_killed_is_continued(run: RunLayout) -> None:
 
 
 def wait_for_steps(run: RunLayout, count: int) -> None:
-    deadline = time.monotonic() + 120
-    while not position_file(run.tensorboard).exists() or len(shown(run.tensorboard)) < count:
-        assert time.monotonic() < deadline, "the follower does not write"
-        time.sleep(0.1)
+    def written() -> bool:
+        return position_file(run.tensorboard).exists() and len(shown(run.tensorboard)) >= count
+
+    wait_until(written, "written by the follower")

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 # As nsys does it starts the program as a child. A signal that reaches it ends it.
 PROFILER = """
@@ -64,13 +64,6 @@ def task(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
     return start
 
 
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 300
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_a_stop_signal_reaches_the_rank(
@@ -78,9 +71,9 @@ def test_a_stop_signal_reaches_the_rank(
 ) -> None:
     started = task()
     (tmp_path / "begin").touch()
-    until((tmp_path / "rank").exists)
+    wait_until((tmp_path / "rank").exists)
     os.kill(started.pid, signal.SIGQUIT)
-    until((tmp_path / "stacks").exists)
+    wait_until((tmp_path / "stacks").exists)
     send = os.killpg if whole_group else os.kill
     send(started.pid, signal.Signals[name])
     assert started.wait(300) == 75
@@ -92,7 +85,7 @@ def test_what_comes_before_the_rank_listens_is_kept_for_it(
     task: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     early, handed = task(), task("SIGUSR1")
-    until(lambda: len(list(tmp_path.glob("hpctrain-nsight-*"))) == 2)
+    wait_until(lambda: len(list(tmp_path.glob("hpctrain-nsight-*"))) == 2)
     os.kill(early.pid, signal.SIGTERM)
     (tmp_path / "begin").touch()
     assert [early.wait(300), handed.wait(300)] == [75, 75]
@@ -103,7 +96,7 @@ def test_a_rank_that_is_killed_is_told_by_the_code(
 ) -> None:
     started = task()
     (tmp_path / "begin").touch()
-    until((tmp_path / "rank").exists)
+    wait_until((tmp_path / "rank").exists)
     rank = int((tmp_path / "rank").read_text())
     profiler = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(profiler, signal.SIGKILL)
@@ -116,10 +109,10 @@ def test_nothing_is_recorded_without_its_task(
 ) -> None:
     started = task()
     (tmp_path / "begin").touch()
-    until((tmp_path / "rank").exists)
+    wait_until((tmp_path / "rank").exists)
     rank = int((tmp_path / "rank").read_text())
     profiler = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]
     started.kill()
     started.wait()
-    until(lambda: not Path(f"/proc/{profiler}").exists())
+    wait_until(lambda: not Path(f"/proc/{profiler}").exists())
     os.kill(rank, signal.SIGKILL)

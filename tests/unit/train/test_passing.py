@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from hpctrain.store.launch_logs import lines_of_rank
 from hpctrain.train.launchers.agent_rank_setup import LOG_VARIABLE, set_up_under_agent
@@ -36,7 +36,7 @@ while not os.path.exists("leave"):
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", RANK], cwd=tmp_path)
-    until((tmp_path / "started").exists)
+    wait_until((tmp_path / "started").exists)
     yield process
     process.kill()
     process.wait()
@@ -52,13 +52,6 @@ def forwarder() -> Iterator[SignalForwarder]:
         signal.signal(number, handler)
 
 
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 300
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGQUIT"])
 def test_a_signal_waits_for_the_rank_to_listen(
     name: str, forwarder: SignalForwarder, rank: subprocess.Popen[bytes], tmp_path: Path
@@ -69,9 +62,9 @@ def test_a_signal_waits_for_the_rank_to_listen(
         forwarder.forward([rank.pid])
     assert rank.poll() is None, "a rank that is still starting would have died"
     (tmp_path / "listen").touch()
-    until(lambda: catches(rank.pid, signal.SIGQUIT))
+    wait_until(lambda: catches(rank.pid, signal.SIGQUIT))
     forwarder.forward([rank.pid])
-    until((tmp_path / f"heard-{name}").exists)
+    wait_until((tmp_path / f"heard-{name}").exists)
     (tmp_path / f"heard-{name}").unlink()
     forwarder.forward([rank.pid])
     (tmp_path / "leave").touch()
@@ -165,10 +158,10 @@ def test_a_rank_does_not_outlive_its_agent(tmp_path: Path) -> None:
     )
     assert agent.stdout is not None
     rank = int(agent.stdout.readline())
-    until(lambda: log.exists() and "settled" in log.read_text())
+    wait_until(lambda: log.exists() and "settled" in log.read_text())
     agent.kill()
     agent.wait()
-    until(lambda: not is_alive(rank))
+    wait_until(lambda: not is_alive(rank))
 
 
 def is_alive(pid: int) -> bool:

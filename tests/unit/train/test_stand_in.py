@@ -8,12 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from trainer_contract import assert_done, assert_yielded
+from waiting import wait_until
 
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.run_directory import write_run_directory
@@ -106,11 +106,11 @@ class Launches:
         self.wait(reached)
 
     def wait(self, reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while not reached():
-            assert time.monotonic() < deadline
+        def reached_by_living_ranks() -> bool:
             assert all(process.poll() is None for process in self.ranks), self.codes()
-            time.sleep(0.02)
+            return reached()
+
+        wait_until(reached_by_living_ranks)
 
     def end(self) -> None:
         for process in self.ranks:

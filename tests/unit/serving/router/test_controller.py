@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from virtual_clock import ShiftedClock
+from waiting import wait_until
 
 from hpctrain.errors import SlurmRefusedError
 from hpctrain.serving.router import controller as module
@@ -202,7 +204,9 @@ def test_a_refused_start_is_noted_and_tried_again(service: Steered) -> None:
     assert sorted(service.jobs.views) == [A, B]
 
 
-def test_a_replica_that_fails_is_replaced_later(service: Steered) -> None:
+def test_a_replica_that_fails_is_replaced_later(
+    service: Steered, shifted_clock: ShiftedClock
+) -> None:
     service.passes()
     service.ready(A, B)
     service.passes()
@@ -213,7 +217,7 @@ def test_a_replica_that_fails_is_replaced_later(service: Steered) -> None:
     assert sorted(service.jobs.views) == [A, B]
     assert "r002-g001 has failed" in service.state.waits[0]
     assert service.events(ServiceEventKind.REPLICA_FAILED) == ["r002-g001"]
-    service.controller._clock = lambda: time.time() + 20
+    shifted_clock.ahead_seconds = 20.0
     service.passes()
     assert sorted(service.jobs.views) == [A, B, B.next_generation]
 
@@ -298,17 +302,16 @@ class TestRollingRestart:
         service.passes()
         service.ready(A, B)
         service.passes()
-        time.sleep(0.002)
         request = RestartRequest(user="u", time=time.time(), compare=compare)
-        time.sleep(0.002)
         write_record(service.layout.restart_request, request)
         service.passes()
 
     def until(self, service: Steered, reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not reached():
-            assert time.monotonic() < deadline
+        def reached_after_a_pass() -> bool:
             service.passes(1)
+            return reached()
+
+        wait_until(lambda: reached() or reached_after_a_pass())
 
     def test_one_after_the_other(self, service: Steered) -> None:
         self.begin(service)
@@ -357,13 +360,13 @@ class TestRollingRestart:
         assert ServiceEventKind.RESTART_DONE not in kinds
 
 
-def test_to_zero_and_back(tmp_path: Path) -> None:
+def test_to_zero_and_back(tmp_path: Path, shifted_clock: ShiftedClock) -> None:
     scaling = SETTINGS.scaling.model_copy(update={"least": 0, "idle_seconds": 30.0})
     service = Steered(tmp_path, SETTINGS.model_copy(update={"scaling": scaling}))
     service.router.counted = Counts(5, 0, 0, 0, 0, time.time())
     service.passes()
     service.ready(A, B)
-    service.controller._clock = lambda: time.time() + 31
+    shifted_clock.ahead_seconds = 31.0
     service.passes()
     assert all(view.drain_asked for view in service.jobs.views.values())
     for name in (A, B):
@@ -373,7 +376,7 @@ def test_to_zero_and_back(tmp_path: Path) -> None:
     # a router that was started anew remembers when the last request was
     service.router.counted = Counts(0, 0, 0, 0, 0, None)
     service.controller = service.another()
-    service.controller._clock = lambda: time.time() + 40
+    shifted_clock.ahead_seconds = 40.0
     service.passes()
     assert len(service.jobs.views) == 2
     service.router.counted = Counts(1, 0, 1, 0, 0, time.time() + 41)
