@@ -24,7 +24,7 @@ class VirtualClock(Clock):
 
     It belongs to the thread that made it; pauses of other threads are real. With `all_threads` it
     is for a single module: `monkeypatch.setattr(module, "clock", VirtualClock(all_threads=True))`.
-    Who pauses for more than `limit_seconds` in all, or very often, never looks at his deadline: the
+    Who pauses for more than `limit_seconds` in all, or very often, never looks at its deadline: the
     test fails.
     """
 
