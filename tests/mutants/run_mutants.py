@@ -82,6 +82,7 @@ def scratch_copy() -> Iterator[Path]:
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as place:
+        Path(place).chmod(0o755)  # for tests that become another user
         copy = Path(place, "copy")
         for name in filter(None, listed.stdout.split("\0")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -97,9 +98,9 @@ def run_tests(copy: Path, tests: Iterable[str]) -> Result:
     began = time.monotonic()
     foreign = ("PYTEST_", "PYTHONDONTWRITEBYTECODE")
     environment = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}
+    options = ("-x", "-q", "-rfE", "-p", "no:cacheprovider", f"--basetemp={copy.parent / 't'}")
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", f"--basetemp={copy.parent / 't'}"]
-        + ["-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", *options, *tests],
         cwd=copy,
         env={**environment, "PYTHONPATH": str(copy), "COLUMNS": "200"},
         stdin=subprocess.DEVNULL,
