@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS = Path(__file__).with_name("mutants.yaml")
 # Not tracked, and needed by tests: packages, and releases of Slurm that were fetched before.
 _CACHES = (".venv", ".slurm")
-_LIMIT_SECONDS = 900.0
+_LIMIT_SECONDS, _LIMIT_OF_ALL_SECONDS = 900.0, 3600.0
 _TIDYING_SECONDS = 60.0
 # Only a test of its own can kill; a file that cannot be collected has no `::` here.
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", re.MULTILINE)
@@ -93,14 +93,16 @@ def scratch_copy() -> Iterator[Path]:
         yield copy
 
 
-def run_tests(copy: Path, tests: Iterable[str]) -> Result:
-    """Run tests in a copy up to the first that fails."""
+def run_tests(
+    copy: Path, tests: Iterable[str], *more: str, limit_seconds: float = _LIMIT_SECONDS
+) -> Result:
+    """Run tests in a copy up to the first that fails; `more` are options of pytest."""
     began = time.monotonic()
     foreign = ("PYTEST_", "PYTHONDONTWRITEBYTECODE")
     environment = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}
     options = ("-x", "-q", "-rfE", "-p", "no:cacheprovider", f"--basetemp={copy.parent / 't'}")
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *tests],
+        [sys.executable, "-m", "pytest", *options, *more, *tests],
         cwd=copy,
         env={**environment, "PYTHONPATH": str(copy), "COLUMNS": "200"},
         stdin=subprocess.DEVNULL,
@@ -111,7 +113,7 @@ def run_tests(copy: Path, tests: Iterable[str]) -> Result:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=_LIMIT_SECONDS)
+        said, _ = process.communicate(timeout=limit_seconds)
         outcome = {0: SURVIVED, 1: KILLED}.get(process.returncode, BROKEN)
     except subprocess.TimeoutExpired:
         said, outcome = _end(process), BROKEN
@@ -173,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
     mutants = [one for one in mutants if not asked.names or one.name in asked.names]
     began = time.monotonic()
-    if not asked.no_baseline and not _unbroken_pass(mutants):
+    if not asked.no_baseline and not _unbroken_pass(mutants, asked.jobs):
         return 1
     outcomes = Counter(_run_all(mutants, asked.jobs))
     told = ", ".join(f"{outcomes[one]} {one}" for one in (KILLED, SURVIVED, BROKEN))
@@ -181,11 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if outcomes[KILLED] == len(mutants) else 1
 
 
-def _unbroken_pass(mutants: Iterable[Mutant]) -> bool:
+def _unbroken_pass(mutants: Iterable[Mutant], jobs: int) -> bool:
     tests = dict.fromkeys(test for one in mutants for test in one.killed_by)
     with scratch_copy() as copy:
         assert imported_from(copy) == copy.resolve(), "tests would import the checkout"
-        result = run_tests(copy, tests)
+        together = (f"--numprocesses={jobs}", "--dist=worksteal")
+        result = run_tests(copy, tests, *together, limit_seconds=_LIMIT_OF_ALL_SECONDS)
     passed = result.outcome == SURVIVED
     what = "pass" if passed else f"do not pass: {result.told}"
     print(f"unbroken, the tests of all these mutants {what} ({result.seconds:.0f} s)", flush=True)
