@@ -107,8 +107,8 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["6 GPUs", "tp 4 x pp 1 = 4", "4 or 8"],
     ),
     "ep divides the ranks of a stage": (
-        dict(model=EXPERTS, gpus=4),
-        dict(ep=8),
+        dict(model=EXPERTS, gpus=8),
+        dict(ep=8, pp=2),
         ["ep 8", "tp x cp x dp 4", "2 or 4"],
     ),
     "micro x dp divides the batch": (
