@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_process import SERVED_NAME
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 from hpctrain.serving.engines.contract import EngineStart
 from hpctrain.serving.replica.config import ReplicaConfig
@@ -26,7 +26,6 @@ from hpctrain.store.run_records import ExitRecord, Progress, read_record, write_
 from hpctrain.store.service_layout import ReplicaName, ServiceLayout
 from hpctrain.store.service_records import DrainRecord, Endpoint, Rotation
 
-PATIENCE_SECONDS = 60.0
 NAME = ReplicaName(1, 1)
 
 

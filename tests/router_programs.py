@@ -14,18 +14,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 from bench.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVED_NAME = "tiny"
-PATIENCE_SECONDS = 60.0
 # sysexits.h, EX_UNAVAILABLE: the mirror cannot be reached.
 _OFFLINE_EXIT_CODE = 69
 _FETCH_SECONDS = 900.0
@@ -102,7 +102,7 @@ def engines(
 
 
 def await_engine(engine: Engine) -> None:
-    wait(lambda: ask(engine.port, "GET", "/health").status == 200, "an engine")
+    wait_until(lambda: ask(engine.port, "GET", "/health").status == 200, "an engine")
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,3 @@ def complete(port: int, *, stream: bool = False, tokens: int = 4, **others: Any)
     asked = {"model": SERVED_NAME, "prompt": "hello", "max_tokens": tokens, "stream": stream}
     fields = {"Content-Type": "application/json", **others.pop("fields", {})}
     return ask(port, "POST", "/v1/completions", json.dumps(asked).encode(), fields, **others)
-
-
-def wait(reached: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from router_programs import Reply, ask, wait
+from router_programs import Reply, ask
+from waiting import wait_until
 
 from hpctrain.serving.router.counters import Count, Counters
 from hpctrain.serving.router.gate import is_open
@@ -105,7 +106,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGate]:
         words = ["-m", "hpctrain.serving.router.gate", str(place / "gate.json"), str(descriptor)]
         process = subprocess.Popen([sys.executable, *words, "0"], pass_fds=[descriptor])
         port = int(listener.getsockname()[1])
-        wait(lambda: counters.listening == 1, "the gate")
+        wait_until(lambda: counters.listening == 1, "the gate")
     yield RunningGate(port, router, counters, process)
     process.kill()
     process.wait(20)
@@ -194,7 +195,7 @@ def test_an_answer_that_breaks_off_is_seen_to(gate: RunningGate, broken: bytes) 
     gate.router.answers[:] = [broken, OK]
     before = gate.counters.total(Count.FAILED)
     assert gate.get().status == 0, "the client's connection broke off, too"
-    wait(lambda: gate.counters.total(Count.FAILED) == before + 1, "the count")
+    wait_until(lambda: gate.counters.total(Count.FAILED) == before + 1, "the count")
     assert len(gate.router.requests) == 1, "what has begun is not asked again"
 
 
@@ -217,8 +218,8 @@ def test_a_client_that_leaves_ends_the_request(gate: RunningGate) -> None:
     with socket.create_connection(("127.0.0.1", gate.port), timeout=20) as link:
         link.sendall(b"GET /v1/models HTTP/1.1\r\n\r\n")
         link.recv(100)
-    wait(lambda: gate.counters.total(Count.ABANDONED) > before, "the count")
-    wait(lambda: gate.counters.total(Count.IN_FLIGHT) == 0, "nothing in flight")
+    wait_until(lambda: gate.counters.total(Count.ABANDONED) > before, "the count")
+    wait_until(lambda: gate.counters.total(Count.IN_FLIGHT) == 0, "nothing in flight")
 
 
 def test_without_a_replica(gate: RunningGate) -> None:

@@ -18,8 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from router_programs import Engine, ask, complete, engines, haproxy, vllm_router, wait
+from router_programs import Engine, ask, complete, engines, haproxy, vllm_router
 from variants import varied
+from waiting import wait_until
 
 from hpctrain import reserved_ports
 from hpctrain.errors import InvalidInputError
@@ -105,7 +106,7 @@ def test_requests_go_on_where_a_replica_was_removed(
         router = start(slow)
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             answers = [pool.submit(complete, router.port, tokens=8) for _ in range(6)]
-            wait(lambda: router.counts().in_flight == 6, "requests in flight")
+            wait_until(lambda: router.counts().in_flight == 6, "requests in flight")
             assert router.add(two[0].url)
             assert router.remove(slow.url)
             assert router.replicas() == frozenset([two[0].url])
@@ -234,7 +235,7 @@ def test_one_client_cannot_take_all(start: Start, two: list[Engine], tmp_path: P
     assert int(limited[0].fields["retry-after"]) >= 1
     assert complete(router.port, fields={"Authorization": f"Bearer {OTHER}"}).status == 200
     assert router.counts().limited == len(limited)
-    wait(lambda: complete(router.port, fields=fields).status == 200, "the next second")
+    wait_until(lambda: complete(router.port, fields=fields).status == 200, "the next second")
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +352,7 @@ def test_a_router_that_ends_is_started_anew(start: Start, two: list[Engine]) -> 
     router = start(*two)
     port = router.port
     os.kill(program_of(before), 9)
-    wait(lambda: router.problem() is not None, "the end of the router")
+    wait_until(lambda: router.problem() is not None, "the end of the router")
     assert "-9" in (router.problem() or "")
     router.restart()
     assert router.problem() is None
@@ -403,13 +404,13 @@ def test_a_port_that_another_program_has_taken_is_given_up(
         assert len(chosen) == 4
         assert complete(router.port).status == 200
         os.kill(program_of(before), 9)
-        wait(lambda: router.problem() is not None, "the end of the router")
+        wait_until(lambda: router.problem() is not None, "the end of the router")
         lose(chosen[2 + place])
         router.restart()
         assert len(chosen) == 6
         for engine in two:
             assert router.add(engine.url)
-        wait(lambda: complete(router.port).status == 200, "an answer by another port")
+        wait_until(lambda: complete(router.port).status == 200, "an answer by another port")
 
 
 def test_it_ends_when_requests_have(start: Start, tmp_path: Path) -> None:
@@ -417,7 +418,7 @@ def test_it_ends_when_requests_have(start: Start, tmp_path: Path) -> None:
         router = start(slow)
         with concurrent.futures.ThreadPoolExecutor() as pool:
             streams = [pool.submit(complete, router.port, stream=True, tokens=50) for _ in range(3)]
-            wait(lambda: router.counts().in_flight == 3, "requests in flight")
+            wait_until(lambda: router.counts().in_flight == 3, "requests in flight")
             ending = threading.Thread(target=router.stop, args=(60.0,))
             ending.start()
             assert all(one.result().body.endswith(b"data: [DONE]\n\n") for one in streams)
