@@ -12,21 +12,30 @@ import reliability_report
 from reliability_report import FAULTS, ROOT, known_rows
 from variants import varied
 
-# What ends most jobs: every `make test` shows these on a real Slurm, `make nightly` the others.
+# Every cause that a rehearsal on a real Slurm shows, but `diverged`: three launches that train.
 ALWAYS_SHOWN = {
+    "bad_checkpoint",
     "cancelled",
+    "config_error",
     "crash",
+    "data_changed",
+    "deadline",
+    "disk_full",
     "done",
+    "external_signal",
     "gpu_error",
+    "gpu_oom",
     "hang",
     "load_failed",
     "node_failure",
+    "port",
     "preempted",
     "prolog_failure",
     "requeued",
     "storage",
     "time_limit",
     "user_error",
+    "yielded",
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rehearsal import PlannedFault, Stage, held
+from rehearsal import PlannedFault, Stage, held, waits_for
 from slurm_settings import long_kill_wait
 from survival import Fault, Survival, flip_a_byte
 
@@ -69,24 +69,32 @@ def damage(root: Path) -> dict[int, str]:
     }
 
 
+def mount(place: Path, options: str) -> None:
+    words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+    subprocess.run(words, check=True, timeout=30)
+
+
 @pytest.fixture
 def small_disk(stage: Stage) -> Iterator[Path]:
-    """A file system with room for two checkpoints and a half; these tests run as root."""
+    """A file system of its own with enough room; these tests run as root."""
     place = stage.directory / "small"
     place.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=7M", "tmpfs", str(place)]
-    subprocess.run(words, check=True, timeout=30)
+    mount(place, "size=60M")
     yield place
     subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
 
 
-@pytest.mark.variant("test_damaged_and_unfinished_checkpoints_are_left_out")
 def test_a_full_disk_stops_the_run_and_deletes_nothing(
     stage: Stage, small_disk: Path, reference: RunFiles, survival: Survival
 ) -> None:
-    small = Stage(stage.sandbox, small_disk)
+    """Others have filled it meanwhile: submitting a run for which it is too small is refused."""
+    small = stage.at(small_disk)
     cache = stage.directory / "cache"  # larger than all checkpoints
-    rehearsal = small.start("name=full", "checkpoint.keep=9", f"data.cache={cache}")
+    words = ("name=full", "checkpoint.keep=9", f"data.cache={cache}")
+    rehearsal = small.start(*words, planned=waits_for("room", 5))
+    rehearsal.wait_for_step(4)
+    mount(small_disk, "remount,size=7M")  # two checkpoints and a half
+    rehearsal.say("room")
     fault = Fault(29, "the file system of the checkpoints is full after the second one")
     survival.ended(
         rehearsal, fault, cause="disk_full", action="stop", why="no room for a checkpoint"

@@ -32,7 +32,7 @@ def test_what_one_node_lacks_is_its_own_fault(
 
     The second launch has the first save of rank 1 stand still in its writer.
     """
-    own = Stage(stage.sandbox, tmp_path)  # with a ledger of nodes of its own
+    own = stage.at(tmp_path)  # with a ledger of nodes of its own
     own.data.mkdir()
     write_tokens(own.data / "text")
     source = f"data.sources=[{{path: {own.data / 'text'}}}]"
@@ -74,7 +74,7 @@ def reference_nodes(rehearsal: Rehearsal) -> list[str]:
 def test_what_people_and_programs_do_is_no_evidence_against_a_node(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
-    own = Stage(stage.sandbox, tmp_path)  # with a ledger of nodes of its own
+    own = stage.at(tmp_path)  # with a ledger of nodes of its own
     planned = (
         PlannedFault(epoch=1, rank=-1, step=13, do="settle"),
         PlannedFault(epoch=1, rank=1, step=13, do="misspell"),
@@ -93,7 +93,7 @@ def test_what_people_and_programs_do_is_no_evidence_against_a_node(
 def test_kills_in_two_runs_are_no_evidence_either(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
-    own = Stage(stage.sandbox, tmp_path)
+    own = stage.at(tmp_path)
     for name in ("one", "another"):
         rehearsal = own.start(f"name={name}", planned=held(1, 14))
         kill_rank_1(rehearsal, survival, epoch=1)

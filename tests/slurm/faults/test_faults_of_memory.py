@@ -119,7 +119,7 @@ def hold_nothing(directory: Path) -> None:
     vouch(directory)
 
 
-@pytest.mark.variant("test_damaged_and_unfinished_checkpoints_are_left_out")
+@pytest.mark.stand_in
 def test_emptied_checkpoints_never_start_a_run_at_step_0_unasked(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -158,7 +158,7 @@ def test_emptied_checkpoints_never_start_a_run_at_step_0_unasked(
     )
 
 
-@pytest.mark.variant("test_damaged_and_unfinished_checkpoints_are_left_out")
+@pytest.mark.stand_in
 def test_other_data_are_refused_until_they_are_accepted(stage: Stage, survival: Survival) -> None:
     prefix = stage.directory / "tokens"
     write_tokens(prefix)

@@ -61,7 +61,6 @@ def test_a_job_that_is_suspended_for_longer_than_a_hang_takes(
     )
 
 
-@pytest.mark.variant("test_hangs_are_told_from_slow_saves_and_the_odd_rank_is_named")
 def test_a_suspended_job_is_stopped_when_it_goes_on_and_cancelled_at_once(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

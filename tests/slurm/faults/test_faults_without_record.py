@@ -26,7 +26,6 @@ from hpctrain.store.ledger import EventKind
 pytestmark = pytest.mark.stand_in
 
 
-@pytest.mark.variant("test_ranks_that_die_are_named_and_relaunched_in_place")
 def test_signals_that_nobody_admits_to_end_nothing(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
@@ -167,13 +166,12 @@ def restart_without_memory(sandbox: Sandbox, kept: Path) -> None:
     faults.restart_controller(sandbox)
 
 
-@pytest.mark.variant("test_ranks_that_die_are_named_and_relaunched_in_place")
 def test_a_deadline_is_no_cancel_and_no_reason_to_submit_again(
-    tmp_path: Path, sandbox: Sandbox, reference: RunFiles, survival: Survival
+    tmp_path: Path, stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     """Slurm 22.05.8 cuts the time limit of a job that runs, and ends one that waits: a requeued job
     has no supervisor that could say anything."""
-    own = Stage(sandbox, tmp_path)
+    own = stage.at(tmp_path)
     rehearsal = own.start("name=deadline", planned=held(1, 13, do="await_warning"))
     rehearsal.wait_for_step(12)
     own.fill()  # preempts it, and keeps it in the queue
