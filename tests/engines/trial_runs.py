@@ -120,6 +120,25 @@ MODULE_LLAMA: dict[str, Any] = dict(
     ),
 )
 
+# Settings of runs that several tests read or go on from (`trained`).
+DP2: dict[str, Any] = dict(
+    data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True
+)
+PP2: dict[str, Any] = dict(pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,)))
+TP2_PP2: dict[str, Any] = dict(PP2, tensor_model_parallel_size=2)
+EVALUATING: dict[str, Any] = dict(eval_interval_steps=2, eval_batches=3)
+WITH_DROPOUT: dict[str, Any] = dict(model={**MODULE_GPT["model"], "dropout": 0.1})
+DDP2: dict[str, Any] = dict(MODULE_GPT, **WITH_DROPOUT, **EVALUATING, data_parallel_size=2)
+FSDP2: dict[str, Any] = dict(DDP2, engine="fsdp", shard_size=2)
+MOE: dict[str, Any] = dict(
+    LLAMA,
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=48,
+    moe_shared_expert_intermediate_size=32,
+    moe_first_dense_layers=1,
+)
+
 
 @dataclass(frozen=True)
 class Trial:
