@@ -109,6 +109,7 @@ def test_a_changed_conversion_is_made_again(trial: Callable[..., Trial]) -> None
     assert made and not any(file_problem(target, one, deep=True) for one in made)
 
 
+@pytest.mark.variant("test_stages_are_cut_anew_and_joined")
 def test_another_tp_goes_on_within_rounding(trial: Callable[..., Trial]) -> None:
     """A tied weight, biases, and words that two do not divide; ranks are as many as before."""
     model = {**PLAIN_LLAMA["model"], "vocab": 251, "tied": True, "bias": True}

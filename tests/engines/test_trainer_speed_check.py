@@ -159,7 +159,12 @@ def test_a_slow_link_is_found_pair_by_pair(trial: Callable[..., Trial]) -> None:
         pytest.param(
             ZERO, dict(pipeline_stages=(1, 1)), ["pp 2", "not dp"], marks=pytest.mark.variant
         ),
-        (GPT, dict(context_parallel_size=1, data_parallel_size=2), ["dp 2"]),
+        pytest.param(
+            GPT,
+            dict(context_parallel_size=1, data_parallel_size=2),
+            ["dp 2"],
+            marks=pytest.mark.variant,
+        ),
     ],
 )
 def test_the_axes_of_each_engine(
