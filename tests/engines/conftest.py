@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 pytest.importorskip("torch", reason="needs the megatron extra")
 
 # Before any test module imports megatron-core: the CPU layer must come first.
-from trial_runs import GPT, LLAMA, Trial, make_trial
+import trial_runs
+from trial_runs import GPT, LLAMA, Trained, Trial, make_trial, trained
 
 import hpctrain.train.engines.megatron.assembly
 from hpctrain.train import software
@@ -39,18 +41,22 @@ def trial(tmp_path: Path) -> Callable[..., Trial]:
     return make
 
 
-def _reference(directory: Path, base: dict[str, Any]) -> Trial:
-    """Six steps on one process with a checkpoint after the second."""
-    made = make_trial(directory, base, save_interval_steps=2)
-    assert made.train() == [0]
-    return made
+@pytest.fixture(scope="session", autouse=True)
+def _shared_by_all_processes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """`trial_runs.trained`: a run for all processes of pytest-xdist."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own if "PYTEST_XDIST_WORKER" not in os.environ else own.parent
+    directory = shared / "shared-runs"
+    directory.mkdir(exist_ok=True)
+    trial_runs.shared_directory = lambda: directory
 
 
-@pytest.fixture(scope="session")
-def gpt_reference(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    return _reference(tmp_path_factory.mktemp("reference") / "gpt", GPT)
+@pytest.fixture
+def gpt_reference() -> Trained:
+    """Six steps on one process with checkpoints after every second one."""
+    return trained(GPT)
 
 
-@pytest.fixture(scope="session")
-def llama_reference(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    return _reference(tmp_path_factory.mktemp("reference") / "llama", LLAMA)
+@pytest.fixture
+def llama_reference() -> Trained:
+    return trained(LLAMA)

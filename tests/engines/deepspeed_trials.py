@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from trial_runs import MODULE_GPT, MODULE_LLAMA, Trial, make_trial
+from trial_runs import EVALUATING, MODULE_GPT, MODULE_LLAMA, Trial
 
 # fp32 rounding of a mean over other partial sums, after six steps
 ROUNDING = 5e-6
@@ -20,20 +19,20 @@ ZERO: dict[str, Any] = dict(
     gather_bucket_elements=30_000,
 )
 PLAIN_LLAMA: dict[str, Any] = dict(PLAIN, model=MODULE_LLAMA["model"])
-
-
-def alone(directory: Path, base: dict[str, Any] = PLAIN) -> Trial:
-    """One process, plain PyTorch."""
-    made = make_trial(directory, base)
-    assert made.train() == [0]
-    return made
-
-
-def trained(directory: Path, **changes: Any) -> Trial:
-    """A whole run with a checkpoint after every second step."""
-    made = make_trial(directory, {**ZERO, **changes}, save_interval_steps=2)
-    assert made.train() == [0] * made.world_size
-    return made
+# Runs that several tests read or go on from, with dropout and evaluations as those of `trial_runs`.
+WITH_DROPOUT: dict[str, Any] = dict(model={**ZERO["model"], "dropout": 0.1}, async_save=True)
+ZERO3: dict[str, Any] = dict(ZERO, **WITH_DROPOUT, **EVALUATING, zero_stage=3)
+ZERO_PP2: dict[str, Any] = dict(
+    ZERO, **WITH_DROPOUT, **EVALUATING, pipeline_stages=(1, 1), data_parallel_size=1
+)
+# Tensors and pipeline: two of each.
+ZERO_TP2_PP2: dict[str, Any] = dict(
+    ZERO,
+    model=PLAIN_LLAMA["model"],
+    tensor_parallel=2,
+    pipeline_stages=(1, 1),
+    data_parallel_size=1,
+)
 
 
 def words_of(trial: Trial) -> str:

@@ -11,12 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trial_runs import GPT, Trial, make_trial
+from trial_runs import GPT, Trial, make_trial, once
 
 from bench import prefork
 from bench.free_ports import free_port
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.manifest import checkpoint_name
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.run_records import TrainerExit
+from hpctrain.train.job import read_config
 from hpctrain.train.stop import StopSignals
 
 HERE = Path(__file__).parent
@@ -127,9 +130,13 @@ def work(config: Path) -> None:
     leave(main([str(config)], stop))
 
 
-def make_real_trial(directory: Path, steps: int, save_every: int, **changes: Any) -> RealTrial:
+STEPS = 24
+EVERY = 20
+
+
+def make_real_trial(directory: Path, steps: int = STEPS, **changes: Any) -> RealTrial:
     """A run directory for the package of `make install`."""
-    length = dict(train_steps=steps, lr_decay_steps=steps, save_interval_steps=save_every)
+    length = dict(train_steps=steps, lr_decay_steps=steps, save_interval_steps=EVERY)
     made = make_trial(directory, {**LM, **REAL, **length}, **changes)
     return RealTrial(made.run, made.config)
 
@@ -138,3 +145,20 @@ def make_lm_trial(directory: Path, **changes: Any) -> LmTrial:
     """A run directory for the stand-in, unless `checkout` and `entry` say otherwise."""
     made = make_trial(directory, LM, **changes)
     return LmTrial(made.run, made.config)
+
+
+def _whole(made: Any) -> None:
+    assert made.train() == [TrainerExit.DONE] * 2
+
+
+def trained_real() -> RealTrial:
+    """The run that nothing happens to, for all tests to read: two data-parallel ranks."""
+    measured = dict(rank_times_interval_steps=5)
+    place = once("real", lambda directory: _whole(make_real_trial(directory, **measured)))
+    return RealTrial(RunLayout(place), read_config(RunLayout(place).train_config))
+
+
+def trained_lm() -> LmTrial:
+    """The same with the stand-in."""
+    place = once("stand-in", lambda directory: _whole(make_lm_trial(directory)))
+    return LmTrial(RunLayout(place), read_config(RunLayout(place).train_config))

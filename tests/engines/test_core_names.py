@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from trial_runs import LIMIT_SECONDS, Trial
 
+from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.store.run_records import TrainerExit
 from hpctrain.store.software import read_software
 from hpctrain.train import software
@@ -158,3 +159,17 @@ def test_a_checkout_in_the_path_is_the_version(tmp_path: Path) -> None:
         text=True,
     )
     assert found.stdout == "0.20.0rc1\n", found.stderr
+
+
+def test_checkpoint_of_an_untested_version_is_refused(
+    gpt_reference: Trial, trial: Callable[..., Trial]
+) -> None:
+    resumed, installed = trial(), software.megatron_core()
+    resumed.adopt(gpt_reference, 2)
+    manifest = resumed.run.checkpoints / checkpoint_name(2) / "manifest.json"
+    text = manifest.read_text()
+    assert f'"library_version":"{installed}"' in text.replace(": ", ":")
+    manifest.write_text(text.replace(str(installed), "0.17.0"))
+    assert resumed.train(resume=2) == [TrainerExit.CONFIG_ERROR]
+    (record,) = resumed.exits()
+    assert f"was saved by megatron-core 0.17.0, and this is {installed}" in (record.message or "")

@@ -19,9 +19,12 @@ from variants import varied
 from hpctrain.train import software
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.skipif(
-    software.megatron_core() == NEWEST, reason="this process has the newest megatron-core"
-)
+pytestmark = [
+    pytest.mark.nightly("a megatron-core that `make install` does not choose"),
+    pytest.mark.skipif(
+        software.megatron_core() == NEWEST, reason="this process has the newest megatron-core"
+    ),
+]
 
 GROUPS = {
     "layouts": (

@@ -16,20 +16,22 @@ from typing import Any
 import pytest
 import torch
 from newest_core import NEWEST, environment_of_newest
-from test_trainer_resume import DP2, EXPERTS, OWN_PARTS, TP2_PP2
-from trial_runs import LIMIT_SECONDS, Trial
+from test_trainer_resume import EXPERTS, OWN_PARTS
+from trial_runs import DP2, LIMIT_SECONDS, TP2_PP2, Trial
 from variants import varied
 
 from bench import prefork
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.convert import megatron_checkpoint
-from hpctrain.store.run_records import TrainerExit
 from hpctrain.store.software import read_software
 from hpctrain.train import software
 from hpctrain.train.engines.megatron.model import build_chunks, transformer_settings
 
 INSTALLED = software.megatron_core()
-pytestmark = pytest.mark.skipif(INSTALLED == NEWEST, reason="needs two versions of megatron-core")
+pytestmark = [
+    pytest.mark.nightly("a megatron-core that `make install` does not choose"),
+    pytest.mark.skipif(INSTALLED == NEWEST, reason="needs two versions of megatron-core"),
+]
 
 
 def train_with_newest(*words: str) -> str:
@@ -99,16 +101,3 @@ def assert_equal_weights(one: Trial, *checkpoints: Path) -> None:
     ranks = prefork.fork(load, 1, one.run.logs / "load")
     codes = ranks.wait(LIMIT_SECONDS)
     assert codes == [0], ranks.log(0)
-
-
-def test_checkpoint_of_an_untested_version_is_refused(trial: Callable[..., Trial]) -> None:
-    source, resumed = trial(save_interval_steps=3), trial()
-    assert source.train() == [0]
-    resumed.adopt(source, 3)
-    manifest = resumed.run.checkpoints / checkpoint_name(3) / "manifest.json"
-    text = manifest.read_text()
-    assert f'"library_version":"{INSTALLED}"' in text.replace(": ", ":")
-    manifest.write_text(text.replace(str(INSTALLED), "0.17.0"))
-    assert resumed.train(resume=3) == [TrainerExit.CONFIG_ERROR]
-    (record,) = resumed.exits()
-    assert f"was saved by megatron-core 0.17.0, and this is {INSTALLED}" in (record.message or "")

@@ -20,6 +20,7 @@ from dataset_specimens import (
     write_texts,
 )
 from trial_runs import Trial, largest_difference
+from variants import varied
 
 from hpctrain.store.run_records import TrainerExit
 from hpctrain.train.engine import Evaluation, evaluated
@@ -39,7 +40,7 @@ RUNS: dict[str, tuple[dict[str, Any], Callable[[Path], Path]]] = {
 RESUMED = ("packed", "images, read ahead")
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", varied(RUNS, "examples", *RESUMED))
 def test_two_ranks_learn_what_one_does(
     kind: str, tmp_path: Path, trial: Callable[..., Trial]
 ) -> None:

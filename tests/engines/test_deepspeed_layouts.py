@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_trials import PLAIN, PLAIN_LLAMA, ROUNDING, ZERO, trained, words_of
-from trial_runs import Trial, largest_difference
+from deepspeed_trials import PLAIN, PLAIN_LLAMA, ROUNDING, ZERO, ZERO_TP2_PP2, words_of
+from trial_runs import Trial, largest_difference, trained
 
 from hpctrain.checkpoints.manifest import checkpoint_name
 
@@ -33,8 +32,8 @@ def gone_on(moved: Trial, source: Trial, step: int) -> Trial:
     return moved
 
 
-def test_stages_are_cut_anew_and_joined(trial: Callable[..., Trial], tmp_path: Path) -> None:
-    source = trained(tmp_path / "saved", **{**GPT3, "pipeline_stages": (2, 1)})
+def test_stages_are_cut_anew_and_joined(trial: Callable[..., Trial]) -> None:
+    source = trained(GPT3, pipeline_stages=(2, 1))
     joined = gone_on(trial(GPT3, zero_stage=2, save_interval_steps=2), source, 2)
     # converted once: this one finds it in the checkpoint
     longer = trial(GPT3, data_parallel_size=1, pipeline_stages=(1, 1, 1))
@@ -46,13 +45,11 @@ def test_stages_are_cut_anew_and_joined(trial: Callable[..., Trial], tmp_path: P
         assert loss <= ROUNDING and norm <= 10 * ROUNDING, moved.config.layout_words
 
 
-def test_weights_in_bf16_go_on_from_those_in_fp32(
-    trial: Callable[..., Trial], tmp_path: Path
-) -> None:
+@pytest.mark.variant("test_stages_are_cut_anew_and_joined")
+def test_weights_in_bf16_go_on_from_those_in_fp32(trial: Callable[..., Trial]) -> None:
     """By another optimizer class of DeepSpeed's, and joined of two ranks' parts on each stage; a
     Llama has an output layer of its own."""
-    divided = dict(pipeline_stages=(1, 1), tensor_parallel=2, data_parallel_size=1)
-    source = trained(tmp_path / "saved", **{**LLAMA_BF16, **divided})
+    source = trained(ZERO_TP2_PP2, precision="bf16")
     alone = gone_on(trial(LLAMA_BF16, data_parallel_size=1), source, 2)
     assert largest_difference(alone, source, 3)[0] <= BF16_ROUNDING
     assert (alone.run.checkpoints / checkpoint_name(2) / "universal").is_dir()

@@ -10,8 +10,18 @@ from typing import Any
 
 import pytest
 from damaged_checkpoints import flip_a_byte, vouch
-from deepspeed_trials import PLAIN_LLAMA, ROUNDING, ZERO, trained, words_of
-from trial_runs import Trial, largest_difference
+from deepspeed_trials import (
+    PLAIN_LLAMA,
+    ROUNDING,
+    WITH_DROPOUT,
+    ZERO,
+    ZERO3,
+    ZERO_PP2,
+    ZERO_TP2_PP2,
+    words_of,
+)
+from trial_runs import Trial, largest_difference, trained
+from variants import varied
 
 from hpctrain.checkpoints.manifest import (
     checkpoint_name,
@@ -31,62 +41,49 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs the deepspeed extra", allow_module_level=True)
 
 SPLIT: dict[str, Any] = dict(model=PLAIN_LLAMA["model"], tensor_parallel=2)
-WITH_DROPOUT = {**ZERO["model"], "dropout": 0.1}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Trial]:
-    """A run of two ranks at a stage, with checkpoints; made once for each."""
-    made: dict[int, Trial] = {}
-
-    def of_stage(stage: int) -> Trial:
-        if stage not in made:
-            directory = tmp_path_factory.mktemp("saved") / f"stage-{stage}"
-            made[stage] = trained(directory, zero_stage=stage)
-        return made[stage]
-
-    return of_stage
+def of_stage(stage: int) -> Trial:
+    """A run of two ranks, with checkpoints."""
+    return trained(ZERO, zero_stage=stage)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param(
-            dict(zero_stage=1, model=WITH_DROPOUT, async_save=True), marks=pytest.mark.variant
-        ),
-        dict(zero_stage=3, model=WITH_DROPOUT, async_save=True),
-        pytest.param(
-            dict(zero_stage=3, precision="bf16", offload_optimizer="cpu", lora=dict(rank=4)),
-            marks=pytest.mark.variant,
-        ),
-        dict(model=WITH_DROPOUT, pipeline_stages=(1, 1), async_save=True),
-        pytest.param(
-            dict(SPLIT, zero_stage=2, data_parallel_size=1, async_save=True),
-            marks=pytest.mark.variant,
-        ),
-        dict(SPLIT, pipeline_stages=(1, 1), data_parallel_size=1, precision="bf16"),
-    ],
-    ids=["stage 1", "stage 3", "lora in bf16, optimizer on the host", "pipeline", "tp", "tp x pp"],
-)
-def test_a_resume_is_exact(
-    changes: dict[str, Any], trial: Callable[..., Trial], tmp_path: Any
-) -> None:
-    whole = trained(tmp_path / "whole", **changes)
-    resumed = trial(ZERO, **changes)
+RESUMED: dict[str, dict[str, Any]] = {
+    "stage 1": dict(ZERO, **WITH_DROPOUT),
+    "stage 3": ZERO3,
+    "lora in bf16, optimizer on the host": dict(
+        ZERO, zero_stage=3, precision="bf16", offload_optimizer="cpu", lora=dict(rank=4)
+    ),
+    "pipeline": ZERO_PP2,
+    "pipeline, two replicas": dict(ZERO_PP2, data_parallel_size=2),
+    "tp": dict(ZERO, **SPLIT, zero_stage=2, data_parallel_size=1, async_save=True),
+    "tp x pp": ZERO_TP2_PP2,
+    "tp x pp, bf16": dict(ZERO_TP2_PP2, precision="bf16"),
+}
+
+
+@pytest.mark.parametrize("kind", varied(RESUMED, "stage 3", "pipeline", "tp x pp"))
+def test_a_resume_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
+    whole, resumed = trained(RESUMED[kind]), trial(RESUMED[kind])
     resumed.adopt(whole, 2)
     assert resumed.train(resume=2) == [0] * resumed.world_size
     assert resumed.exact == {step: row for step, row in whole.exact.items() if step > 2}
 
 
 @pytest.mark.parametrize(
-    ("stage", "ranks", "now"), [pytest.param(1, 1, 2, marks=pytest.mark.variant), (3, 4, 3)]
+    ("stage", "ranks", "now"),
+    [
+        pytest.param(1, 1, 2, marks=pytest.mark.variant),
+        (3, 1, 3),
+        pytest.param(3, 4, 3, marks=pytest.mark.variant),
+    ],
 )
 def test_other_ranks_go_on_within_rounding(
-    stage: int, ranks: int, now: int, trial: Callable[..., Trial], saved: Callable[[int], Trial]
+    stage: int, ranks: int, now: int, trial: Callable[..., Trial]
 ) -> None:
     """By the universal format, which stages 1 and 2 share. With two groups of weights: stage 3
     loads them with one number of steps and one weight decay for both, which is put right."""
-    source = saved(stage)
+    source = of_stage(stage)
     moved = trial(ZERO, zero_stage=now, data_parallel_size=ranks)
     moved.adopt(source, 2)
     assert moved.train(resume=2) == [0] * ranks
@@ -96,12 +93,10 @@ def test_other_ranks_go_on_within_rounding(
     assert (moved.run.checkpoints / checkpoint_name(2) / "universal").is_dir(), "made once"
 
 
-def test_a_changed_conversion_is_made_again(
-    trial: Callable[..., Trial], saved: Callable[[int], Trial]
-) -> None:
+def test_a_changed_conversion_is_made_again(trial: Callable[..., Trial]) -> None:
     """It has digests of its own, and what it was made of is still there."""
     moved = trial(ZERO, data_parallel_size=1)
-    moved.adopt(saved(1), 2)
+    moved.adopt(of_stage(1), 2)
     assert moved.train(resume=2) == [0]
     changed = trial(ZERO, data_parallel_size=1)
     changed.adopt(moved, 2)
@@ -114,11 +109,12 @@ def test_a_changed_conversion_is_made_again(
     assert made and not any(file_problem(target, one, deep=True) for one in made)
 
 
-def test_another_tp_goes_on_within_rounding(trial: Callable[..., Trial], tmp_path: Path) -> None:
+@pytest.mark.variant("test_stages_are_cut_anew_and_joined")
+def test_another_tp_goes_on_within_rounding(trial: Callable[..., Trial]) -> None:
     """A tied weight, biases, and words that two do not divide; ranks are as many as before."""
     model = {**PLAIN_LLAMA["model"], "vocab": 251, "tied": True, "bias": True}
     changes: dict[str, Any] = dict(model=model, vocab_size=251)
-    source = trained(tmp_path / "source", **changes, tensor_parallel=2, data_parallel_size=1)
+    source = trained(ZERO, **changes, tensor_parallel=2, data_parallel_size=1)
     moved = trial(ZERO, **changes)
     moved.adopt(source, 2)
     assert moved.train(resume=2) == [0, 0]
@@ -126,8 +122,8 @@ def test_another_tp_goes_on_within_rounding(trial: Callable[..., Trial], tmp_pat
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 
-def test_a_checkpoint_is_whole_and_has_nothing_beside_it(saved: Callable[[int], Trial]) -> None:
-    root = saved(1).run.checkpoints
+def test_a_checkpoint_is_whole_and_has_nothing_beside_it() -> None:
+    root = of_stage(1).run.checkpoints
     assert sorted(path.name for path in root.iterdir()) == [
         *(checkpoint_name(step) for step in (2, 4, 6)),
         TRACKER_NAME,
@@ -157,13 +153,11 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_go_on_is_said(
-    kind: str, trial: Callable[..., Trial], saved: Callable[[int], Trial]
-) -> None:
+@pytest.mark.parametrize("kind", varied(REFUSED, "another family of stages"))
+def test_what_cannot_go_on_is_said(kind: str, trial: Callable[..., Trial]) -> None:
     stage, changes, words = REFUSED[kind]
     other = trial(ZERO, **changes)
-    other.adopt(saved(stage), 2)
+    other.adopt(of_stage(stage), 2)
     assert other.train(resume=2) == [TrainerExit.CONFIG_ERROR] * 2
     assert words in words_of(other)
 
@@ -179,11 +173,9 @@ def test_without_zero_weights_stay_split_as_they_were(tmp_path: Path) -> None:
         refuse_unreadable_layout(config, 4, {**about, "tensor_parallel": 4}, tmp_path)
 
 
-def test_state_on_nvme_stays_with_its_ranks(
-    trial: Callable[..., Trial], saved: Callable[[int], Trial]
-) -> None:
+def test_state_on_nvme_stays_with_its_ranks(trial: Callable[..., Trial]) -> None:
     one = trial(ZERO, data_parallel_size=1)
-    one.adopt(saved(1), 2)
+    one.adopt(of_stage(1), 2)
     about = one.run.checkpoints / checkpoint_name(2) / "about.json"
     text = about.read_text()
     assert '"on_nvme": false' in text
@@ -197,17 +189,15 @@ def test_state_on_nvme_stays_with_its_ranks(
     ("ranks", "file"),
     [
         (2, "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-        (2, "random_rank_000000.pt"),
+        pytest.param(2, "random_rank_000000.pt", marks=pytest.mark.variant),
         (1, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     ],
     ids=["state", "random numbers", "met by the converter"],
 )
-def test_damage_is_called_by_its_name(
-    ranks: int, file: str, trial: Callable[..., Trial], saved: Callable[[int], Trial]
-) -> None:
+def test_damage_is_called_by_its_name(ranks: int, file: str, trial: Callable[..., Trial]) -> None:
     """Zeros in the place of the end of a file, whose size tells nothing."""
     hurt = trial(ZERO, data_parallel_size=ranks)
-    hurt.adopt(saved(1), 2)
+    hurt.adopt(of_stage(1), 2)
     path = hurt.run.checkpoints / checkpoint_name(2) / file
     content = path.read_bytes()
     path.write_bytes(content[:-500] + bytes(500))

@@ -7,13 +7,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from deepspeed_trials import PLAIN, PLAIN_LLAMA, ROUNDING, ZERO, alone, words_of
-from trial_runs import Trial, largest_difference
+from deepspeed_trials import PLAIN, PLAIN_LLAMA, ROUNDING, ZERO, ZERO_TP2_PP2, words_of
+from trial_runs import Trial, largest_difference, trained
 from variants import varied
 
 from hpctrain.checkpoints.manifest import checkpoint_name
@@ -29,8 +28,9 @@ if importlib.util.find_spec("deepspeed") is None:
 
 
 @pytest.fixture(scope="module")
-def gpt(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    return alone(tmp_path_factory.mktemp("alone") / "gpt")
+def gpt() -> Trial:
+    """One process, plain PyTorch."""
+    return trained(PLAIN)
 
 
 MASKED: dict[str, Any] = dict(
@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", varied(KINDS, "stage 2, overlapped", "stage 3, all on the host"))
+@pytest.mark.parametrize("kind", varied(KINDS, "stage 3, all on the host"))
 def test_losses_are_those_of_one_process(
     kind: str, trial: Callable[..., Trial], gpt: Trial
 ) -> None:
@@ -69,13 +69,11 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", varied(OTHERS, "lora"))
-def test_divided_weights_of_other_kinds(
-    kind: str, trial: Callable[..., Trial], tmp_path: Path
-) -> None:
+def test_divided_weights_of_other_kinds(kind: str, trial: Callable[..., Trial]) -> None:
     base, changes = OTHERS[kind]
     spread = trial({**ZERO, **changes, "model": base["model"]}, zero_stage=3)
     assert spread.train() == [0, 0]
-    loss, norm = largest_difference(spread, alone(tmp_path / "alone", {**base, **changes}), 1)
+    loss, norm = largest_difference(spread, trained({**base, **changes}), 1)
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 
@@ -85,6 +83,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.variant("test_several_processes_learn_what_one_does")
 @pytest.mark.parametrize("kind", PIPELINES)
 def test_two_stages_are_one_model(kind: str, trial: Callable[..., Trial], gpt: Trial) -> None:
     spread = trial(ZERO, **PIPELINES[kind], pipeline_stages=(1, 1))
@@ -93,51 +92,52 @@ def test_two_stages_are_one_model(kind: str, trial: Callable[..., Trial], gpt: T
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 
-def test_stages_of_llama(trial: Callable[..., Trial], tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", varied(["fp32", "bf16"], "fp32"))
+def test_stages_of_llama(precision: str, trial: Callable[..., Trial]) -> None:
     """Uneven ones, one of which reads nothing; with rotary angles and a mask of each block's own.
     In bf16 near enough."""
     model = {**PLAIN_LLAMA["model"], "layers": 4}
-    plain = alone(tmp_path / "alone", dict(PLAIN_LLAMA, model=model, eval_interval_steps=6))
+    plain = trained(PLAIN_LLAMA, model=model, eval_interval_steps=6)
     stages = dict(ZERO, model=model, pipeline_stages=(1, 2, 1), data_parallel_size=1)
-    for precision, bound in (("fp32", ROUNDING), ("bf16", 2e-3)):
-        spread = trial(stages, precision=precision, eval_interval_steps=6)
-        assert spread.train() == [0, 0, 0]
-        assert largest_difference(spread, plain, 1)[0] <= bound
-        assert evaluated(spread) == pytest.approx(evaluated(plain), abs=bound)
+    bound = ROUNDING if precision == "fp32" else 2e-3
+    spread = trial(stages, precision=precision, eval_interval_steps=6)
+    assert spread.train() == [0, 0, 0]
+    assert largest_difference(spread, plain, 1)[0] <= bound
+    assert evaluated(spread) == pytest.approx(evaluated(plain), abs=bound)
 
 
-def test_weights_split_over_ranks(trial: Callable[..., Trial], tmp_path: Path) -> None:
+SPLIT: dict[str, tuple[dict[str, Any], float]] = {
+    "stage 2, recomputed": (
+        dict(zero_stage=2, activation_checkpointing=True, flops_steps=(3,)),
+        ROUNDING,
+    ),
+    "pipeline": (dict(pipeline_stages=(1, 1)), ROUNDING),
+    "bf16": (dict(precision="bf16"), 2e-3),
+}
+
+
+@pytest.mark.parametrize("kind", varied(SPLIT, "stage 2, recomputed"))
+def test_weights_split_over_ranks(kind: str, trial: Callable[..., Trial]) -> None:
     """In both kinds of pipelines and without: words that two ranks share unevenly and that are one
     weight at both ends, and biases. In bf16 near enough."""
     model = {**PLAIN_LLAMA["model"], "vocab": 251, "tied": True, "bias": True}
     base: dict[str, Any] = dict(model=model, vocab_size=251, eval_interval_steps=3)
-    plain = alone(tmp_path / "alone", {**PLAIN, **base})
-    split = {**ZERO, **base, "tensor_parallel": 2, "data_parallel_size": 1}
-    for changes, bound in (
-        (dict(zero_stage=2, activation_checkpointing=True, flops_steps=(3,)), ROUNDING),
-        (dict(pipeline_stages=(1, 1)), ROUNDING),
-        (dict(precision="bf16"), 2e-3),
-    ):
-        spread = trial(split, **changes)
-        assert spread.train() == [0] * spread.world_size
-        assert largest_difference(spread, plain, 1)[0] <= bound
-        assert evaluated(spread) == pytest.approx(evaluated(plain), abs=bound)
+    plain = trained(PLAIN, **base)
+    changes, bound = SPLIT[kind]
+    spread = trial(ZERO, **base, tensor_parallel=2, data_parallel_size=1, **changes)
+    assert spread.train() == [0] * spread.world_size
+    assert largest_difference(spread, plain, 1)[0] <= bound
+    assert evaluated(spread) == pytest.approx(evaluated(plain), abs=bound)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
-def test_ranks_have_the_weights_that_were_planned(
-    tp: int, pp: int, trial: Callable[..., Trial]
-) -> None:
+@pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 1, marks=pytest.mark.variant), (2, 2)])
+def test_ranks_have_the_weights_that_were_planned(tp: int, pp: int) -> None:
     """As many as the manifest's files of each place say, not a rank's word for it."""
-    model = PLAIN_LLAMA["model"]
-    stages = (1,) * pp if pp > 1 else ()
-    changes: dict[str, Any] = dict(model=model, pipeline_stages=stages, tensor_parallel=tp)
-    made = trial(ZERO, **changes, data_parallel_size=1, train_steps=1)
-    assert made.train() == [0] * tp * pp
+    made = trained(ZERO_TP2_PP2, pipeline_stages=(1,) * pp if pp > 1 else ())
     planned = build_stages(
         made.config.model, layout_of(ParallelSpec(tp=tp, pp=pp), tp * pp), (2 // pp,) * pp, 1
     )
-    checkpoint = made.run.checkpoints / checkpoint_name(1)
+    checkpoint = made.run.checkpoints / checkpoint_name(2)
     for stage in planned:
         for rank in range(tp):
             state = (
@@ -177,11 +177,11 @@ def count(layers: list[Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    return alone(tmp_path_factory.mktemp("alone") / "bert", MASKED)
+def bert() -> Trial:
+    return trained(MASKED)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.variant), 3])
 def test_each_loss_counts_the_same_where_few_do(
     stage: int, trial: Callable[..., Trial], bert: Trial
 ) -> None:
@@ -201,6 +201,7 @@ def test_each_loss_counts_the_same_in_bf16(trial: Callable[..., Trial], bert: Tr
     assert loss < 2e-3 and norm < 0.05
 
 
+@pytest.mark.variant("test_each_loss_counts_the_same_in_bf16")
 def test_bf16_stays_near_fp32(trial: Callable[..., Trial], gpt: Trial) -> None:
     spread = trial(ZERO, zero_stage=2, precision="bf16")
     assert spread.train() == [0, 0]
@@ -220,7 +221,11 @@ def test_evaluation_and_counted_flops_change_nothing(
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(zero_stage=2), dict(pipeline_stages=(1, 1), data_parallel_size=1)]
+    "changes",
+    [
+        dict(zero_stage=2),
+        pytest.param(dict(pipeline_stages=(1, 1), data_parallel_size=1), marks=pytest.mark.variant),
+    ],
 )
 def test_gradients_that_are_not_finite_end_the_run(
     changes: dict[str, Any], trial: Callable[..., Trial]

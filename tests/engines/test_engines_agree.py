@@ -11,7 +11,6 @@ import json
 import math
 import multiprocessing
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ import torch
 import torch.distributed as dist
 from deepspeed_trials import PLAIN, PLAIN_LLAMA, ZERO
 from torch.nn import functional
-from trial_runs import LIMIT_SECONDS, Trial, make_trial
+from trial_runs import LIMIT_SECONDS, Trial, make_trial, once
+from variants import varied
 
 from hpctrain.train.data import open_data
 from hpctrain.train.datasets.share import Share
@@ -138,31 +138,35 @@ def alone(directory: Path, family: str) -> None:
     (directory / "told.json").write_text(json.dumps(told))
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Told]:
+def plain(family: str) -> Told:
     """What the loop has told of a family; each runs once."""
 
-    @cache
-    def of_family(family: str) -> Told:
-        directory = tmp_path_factory.mktemp(family)
+    def run(directory: Path) -> None:
         process = multiprocessing.get_context("fork").Process(
             target=alone, args=(directory, family)
         )
         process.start()
         process.join(LIMIT_SECONDS)
         assert process.exitcode == 0
-        told = [(loss, norm) for loss, norm in json.loads((directory / "told.json").read_text())]
-        learns = told[-1][0] < told[0][0] - 0.1
-        assert learns, "so that each step depends on the ones before"
-        return told
 
-    return of_family
+    told = json.loads((once(f"plain loop, {family}", run) / "told.json").read_text())
+    learns = told[-1][0] < told[0][0] - 0.1
+    assert learns, "so that each step depends on the ones before"
+    return [(loss, norm) for loss, norm in told]
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_several_processes_learn_what_one_does(
-    name: str, trial: Callable[..., Trial], plain: Callable[[str], Told]
-) -> None:
+ALWAYS = (
+    "ddp",
+    "fsdp",
+    "deepspeed, ZeRO 1",
+    "deepspeed, ZeRO 3",
+    "deepspeed, two stages",
+    "deepspeed, tp 2, ZeRO 0",
+)
+
+
+@pytest.mark.parametrize("name", varied(TABLE, *ALWAYS))
+def test_several_processes_learn_what_one_does(name: str, trial: Callable[..., Trial]) -> None:
     spread = trial(TABLE[name], **SAME)
     assert spread.train() == [0] * spread.world_size
     assert [row.step for row in spread.rows] == list(range(1, STEPS + 1))

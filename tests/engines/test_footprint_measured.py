@@ -16,6 +16,8 @@ from bench.footprint.small_runs import (
 from hpctrain.plan.footprint.file_rows import FILE_ROWS
 from hpctrain.plan.footprint.quantities import OPERATIONS
 
+pytestmark = pytest.mark.nightly("whole runs under strace, by which docs/footprint.md is checked")
+
 # Three sizes tell a quadratic part from a linear one: the second difference of counts.
 SIZES = (2, 3, 4)
 # How often rank 0 looks for requests while it starts, and writes a sign of life, depends on time.

@@ -21,6 +21,10 @@ from bench.gpu.rung import Found, NotRunError, Site, run_program
 from bench.gpu.trials import LLAMA, TrialRun
 from hpctrain.store.gpu_report import RungCheck
 
+pytestmark = pytest.mark.nightly(
+    "the code of the rungs of `make gpu`, which nobody runs without a GPU"
+)
+
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed_trials import PLAIN, PLAIN_LLAMA, ZERO
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trial_runs import LIMIT_SECONDS, MODULE_GPT
+from variants import varied
 
 from bench import prefork
 from hpctrain.engines.documents import parse_train_config
@@ -132,7 +133,11 @@ def run_ranks(document: dict[str, Any], directory: Path, gather: Any) -> list[An
     return [torch.load(directory / f"{rank}.pt") for rank in range(config.world_size)]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+ALWAYS = ("ddp 2", "hsdp 2 x 2", "ZeRO 2", "ZeRO 3, three ranks", "ZeRO 3, lora")
+ALWAYS = (*ALWAYS, "fsdp 3, llama", "fsdp 2, lora", "fsdp 2, resnet")
+
+
+@pytest.mark.parametrize("name", varied(LAYOUTS, *ALWAYS))
 def test_every_layout_begins_with_the_model_of_one_process(name: str, tmp_path: Path) -> None:
     document, shards, copies = LAYOUTS[name]
     one = build_module(parse_train_config(json.dumps(document)), device=CPU)  # type: ignore[arg-type]
@@ -168,7 +173,7 @@ SPLITS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", varied(SPLITS, "tp 2, uneven words, tied", "tp 2 x pp 2"))
 def test_parts_of_split_weights_and_stages_are_those_of_one_model(
     name: str, tmp_path: Path
 ) -> None:

@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from trial_runs import LIMIT_SECONDS, Trial, largest_difference
+from trial_runs import DP2, LIMIT_SECONDS, Trial, largest_difference, trained
 
 from bench import prefork
 from hpctrain.train.engines.megatron import fixes
-
-DP2 = dict(data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True)
 
 
 def test_tensor_parallel_ranks_draw_different_masks(trial: Callable[..., Trial]) -> None:
@@ -66,11 +64,8 @@ def _shared_steps() -> None:
     DistributedOptimizer.load_state_dict = _UNFIXED_LOAD
 
 
-def _resumed(trial: Callable[..., Trial], save: Any, load: Any, **settings: Any) -> float:
+def _resumed(source: Trial, target: Trial, load: Any = None) -> float:
     """Largest loss difference of a resume on one process against the uninterrupted run."""
-    source = trial(save_interval_steps=2, **DP2, **settings)
-    assert source.train(prepare=save) == [0, 0]
-    target = trial()
     target.adopt(source, 2)
     assert target.train(resume=2, prepare=load) == [0]
     return largest_difference(target, source, 3)[0]
@@ -78,12 +73,14 @@ def _resumed(trial: Callable[..., Trial], save: Any, load: Any, **settings: Any)
 
 def test_padded_buckets_are_saved_wrongly_without_the_fix(trial: Callable[..., Trial]) -> None:
     """With it: test_trainer_resume.py, test_resume_at_other_layouts."""
-    assert _resumed(trial, _without_the_fix, None, ddp_bucket_size=3000) > 1e-3
+    source = trial(save_interval_steps=2, **DP2, ddp_bucket_size=3000)
+    assert source.train(prepare=_without_the_fix) == [0, 0]
+    assert _resumed(source, trial()) > 1e-3
 
 
 def test_steps_are_shared_without_the_fix(trial: Callable[..., Trial]) -> None:
     """With it: every test of test_trainer_layouts.py."""
-    assert _resumed(trial, None, _shared_steps) > 1e-3
+    assert _resumed(trained(**DP2), trial(), _shared_steps) > 1e-3
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_distributed_optimizer": False}])
@@ -91,8 +88,7 @@ def test_both_kinds_of_optimizer_resume_exactly(
     settings: dict[str, Any], trial: Callable[..., Trial]
 ) -> None:
     """prime_adam and the two corrections of `step`; the second kind is one without sharding."""
-    whole = trial(save_interval_steps=2, precision="bf16", **settings)
-    assert whole.train() == [0]
+    whole = trained(precision="bf16", **settings)
     resumed = trial(precision="bf16", **settings)
     resumed.adopt(whole, 4)
     assert resumed.train(resume=4) == [0]

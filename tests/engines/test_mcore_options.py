@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from newest_core import NEWEST
-from trial_runs import GPT, LLAMA, Trial, largest_difference
+from trial_runs import DP2, GPT, LLAMA, MOE, Trial, largest_difference, trained
 from variants import varied
 
 from hpctrain.store.run_records import TrainerExit
@@ -22,17 +22,8 @@ from hpctrain.train import software
 TOLERANCE = 1e-5
 
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
-DP2 = dict(data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True)
 DP4 = {**DP2, "data_parallel_size": 4}
 EP2 = dict(expert_model_parallel_size=2)
-MOE = dict(
-    LLAMA,
-    num_moe_experts=4,
-    moe_router_topk=2,
-    moe_ffn_hidden_size=48,
-    moe_shared_expert_intermediate_size=32,
-    moe_first_dense_layers=1,
-)
 
 
 CHECKPOINT = ("megatron.core.tensor_parallel", "checkpoint")
@@ -69,74 +60,85 @@ BEFORE_STEP = ("hpctrain.train.engines.megatron.cuda_graphs:LayerGraphs", "befor
 ASSEMBLY = "hpctrain.train.engines.megatron.assembly"
 
 
-@pytest.mark.parametrize(
-    ("place", "times"),
-    [(BEFORE_STEP, 2), ((ASSEMBLY, "open_userbuffers"), 1), ((ASSEMBLY, "prepare_environment"), 1)],
-)
-def test_the_trainer_asks_for_graphs_and_userbuffers(
-    place: tuple[str, str], times: int, trial: Callable[..., Trial]
-) -> None:
+TIMES = {BEFORE_STEP: 2, (ASSEMBLY, "open_userbuffers"): 1, (ASSEMBLY, "prepare_environment"): 1}
+
+
+def test_the_trainer_asks_for_graphs_and_userbuffers(trial: Callable[..., Trial]) -> None:
     """Whether a run has them is decided there; on a CPU none has."""
     short = trial(train_steps=2)
-    calls = short.run.directory / "calls"
-    assert short.train(prepare=counting(calls, *place)) == [0]
-    assert len(calls.read_text()) == times
+    calls = {place: short.run.directory / place[1] for place in TIMES}
+
+    def prepare() -> None:
+        for place, path in calls.items():
+            counting(path, *place)()
+
+    assert short.train(prepare=prepare) == [0]
+    assert {place: len(path.read_text()) for place, path in calls.items()} == TIMES
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", [pytest.param(1, marks=pytest.mark.variant), 3])
 def test_recomputing_some_layers_changes_no_bit(layers: int, trial: Callable[..., Trial]) -> None:
     """The first layers of a chunk are run twice, the others once."""
-    plain = trial(dropout=0.1, train_steps=3)
-    some = trial(
-        dropout=0.1, train_steps=3, recompute_granularity="full", recompute_num_layers=layers
-    )
-    assert plain.train() == [0]
+    plain = trained(dropout=0.1)
+    some = trial(dropout=0.1, recompute_granularity="full", recompute_num_layers=layers)
     calls = some.run.directory / "calls"
     assert some.train(prepare=counting(calls, *CHECKPOINT)) == [0]
-    assert plain.exact == some.exact and len(plain.exact) == 3
+    assert plain.exact == some.exact and len(plain.exact) == 6
     microbatches = GPT["global_batch_size"] // GPT["micro_batch_size"]
-    assert len(calls.read_text()) == layers * microbatches * 3
+    assert len(calls.read_text()) == layers * microbatches * 6
 
 
 # the functions that recompute a part, where megatron-core calls them
 PART = {"mlp": CHECKPOINT, "moe": CHECKPOINT}
 
 
-@pytest.mark.parametrize("modules", [("mlp",), ("core_attn", "mlp"), ("moe",)])
+@pytest.mark.parametrize(
+    "modules",
+    [
+        pytest.param(("mlp",), marks=pytest.mark.variant),
+        ("core_attn", "mlp"),
+        pytest.param(("moe",), marks=pytest.mark.variant),
+    ],
+)
 def test_recomputing_parts_of_each_layer_changes_no_bit(
     modules: tuple[str, ...], trial: Callable[..., Trial]
 ) -> None:
     base = MOE if "moe" in modules else LLAMA
     parts = dict(recompute_granularity="selective", recompute_modules=modules)
-    plain = trial(base, dropout=0.1, train_steps=3)
-    some = trial(base, dropout=0.1, train_steps=3, **parts)
+    plain, some = trained(base, dropout=0.1), trial(base, dropout=0.1, **parts)
     calls = some.run.directory / "calls"
-    assert plain.train() == [0]
     assert some.train(prepare=counting(calls, *PART[modules[-1]])) == [0]
     assert plain.exact == some.exact
     assert calls.read_text(), "nothing was recomputed"
 
 
-def test_gradients_summed_in_bf16_follow_those_in_fp32(trial: Callable[..., Trial]) -> None:
-    """Other numbers, because each sum is rounded, and as good ones; saved and resumed exactly."""
-    settings = dict(precision="bf16", save_interval_steps=2, **DP2)
-    full, half = trial(**settings), trial(grad_reduce_in_fp32=False, **settings)
-    assert full.train() == half.train() == [0, 0]
+SUMMED_IN_BF16 = dict(DP2, precision="bf16", dropout=0.1, grad_reduce_in_fp32=False)
+
+
+def test_gradients_summed_in_bf16_follow_those_in_fp32() -> None:
+    """Other numbers, because each sum is rounded, and as good ones."""
+    full, half = trained(precision="bf16", dropout=0.1, **DP2), trained(**SUMMED_IN_BF16)
     assert full.exact != half.exact, "nothing is summed in bf16"
     loss, norm = largest_difference(full, half, 1)
     assert loss < 0.05 and norm < 0.05
-    resumed = trial(grad_reduce_in_fp32=False, **settings)
+
+
+@pytest.mark.variant("test_resume_is_exact")
+def test_gradients_summed_in_bf16_resume_exactly(trial: Callable[..., Trial]) -> None:
+    half, resumed = trained(**SUMMED_IN_BF16), trial(**SUMMED_IN_BF16)
     resumed.adopt(half, 4)
     assert resumed.train(resume=4) == [0, 0]
     assert resumed.exact == {step: half.exact[step] for step in (5, 6)}
 
 
-@pytest.mark.parametrize("layout", [{}, TP2], ids=["one", "tp2"])
+@pytest.mark.parametrize(
+    "layout", [{}, pytest.param(TP2, marks=pytest.mark.variant)], ids=["one", "tp2"]
+)
 def test_the_fused_loss_is_the_loss(layout: dict[str, Any], trial: Callable[..., Trial]) -> None:
-    plain = trial(precision="bf16", train_steps=4, **layout)
-    fused = trial(precision="bf16", train_steps=4, cross_entropy_loss_fusion=True, **layout)
+    plain = trained(precision="bf16", **layout)
+    fused = trial(precision="bf16", cross_entropy_loss_fusion=True, **layout)
     calls = fused.run.directory / "calls"
-    assert set(plain.train()) == set(fused.train(prepare=counting(calls, *FUSED_LOSS))) == {0}
+    assert set(fused.train(prepare=counting(calls, *FUSED_LOSS))) == {0}
     assert calls.read_text(), "the loss was not fused"
     loss, norm = largest_difference(plain, fused, 1)
     assert loss <= TOLERANCE and norm <= TOLERANCE
@@ -151,24 +153,22 @@ ETP_LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    from trial_runs import make_trial
-
-    made = make_trial(tmp_path_factory.mktemp("etp") / "one", MOE)
-    assert made.train() == [0]
-    return made
+def one_process() -> Trial:
+    return trained(MOE)
 
 
-@pytest.mark.parametrize("name", varied(ETP_LAYOUTS, "tp2 dp2 ep2 etp2"))
-def test_experts_split_over_ranks_equal_one_process(
-    name: str, one_process: Trial, trial: Callable[..., Trial]
-) -> None:
+@pytest.mark.parametrize("name", varied(ETP_LAYOUTS, "tp2 etp2"))
+def test_experts_split_over_ranks_equal_one_process(name: str, one_process: Trial) -> None:
     """From the first step on: initial weights do not depend on the layout."""
-    layout = trial(MOE, save_interval_steps=2, **ETP_LAYOUTS[name])
-    assert set(layout.train()) == {0}
+    layout = trained(MOE, **ETP_LAYOUTS[name])
     loss, norm = largest_difference(layout, one_process, 1)
     assert loss <= TOLERANCE and norm <= TOLERANCE
-    resumed = trial(MOE, **ETP_LAYOUTS[name])
+
+
+@pytest.mark.variant("test_experts_of_two_ranks_resume_exactly")
+@pytest.mark.parametrize("name", ETP_LAYOUTS)
+def test_experts_split_over_ranks_resume_exactly(name: str, trial: Callable[..., Trial]) -> None:
+    layout, resumed = trained(MOE, **ETP_LAYOUTS[name]), trial(MOE, **ETP_LAYOUTS[name])
     resumed.adopt(layout, 4)
     assert set(resumed.train(resume=4)) == {0}
     assert resumed.exact == {step: layout.exact[step] for step in (5, 6)}
@@ -181,12 +181,17 @@ def unchecked() -> None:
     preflight.engine_problems = lambda config, run: iter(())
 
 
+def test_whole_experts_on_ranks_of_tp_alone_are_refused(trial: Callable[..., Trial]) -> None:
+    layout = trial(MOE, expert_tensor_parallel_size=1, **TP2)
+    assert set(layout.train()) == {TrainerExit.CONFIG_ERROR}
+
+
+@pytest.mark.variant("test_whole_experts_on_ranks_of_tp_alone_are_refused")
 def test_whole_experts_on_ranks_of_tp_alone_would_learn_other_things(
     one_process: Trial, trial: Callable[..., Trial]
 ) -> None:
     """Why `preflight` refuses it; the newest megatron-core sums their gradients as it should."""
     layout = trial(MOE, expert_tensor_parallel_size=1, **TP2)
-    assert set(layout.train()) == {TrainerExit.CONFIG_ERROR}
     assert set(layout.train(prepare=unchecked)) == {0}
     loss, _ = largest_difference(layout, one_process, 1)
     wrong = software.megatron_core() != NEWEST

@@ -13,42 +13,48 @@ import time
 from pathlib import Path
 
 import pytest
-from megatron_lm_trials import ASKED, PACKAGE, UNMEASURED, RealTrial, make_real_trial
-from trial_runs import LIMIT_SECONDS
+from megatron_lm_trials import (
+    ASKED,
+    EVERY,
+    PACKAGE,
+    STEPS,
+    UNMEASURED,
+    RealTrial,
+    make_real_trial,
+    trained_real,
+)
+from trial_runs import LIMIT_SECONDS, once
 
 from hpctrain.actions.diagnose import diagnose
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.store.epochs import claim_epoch
+from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import DoneMarker, RankTimes, TrainerExit, read_record, read_saves
+from hpctrain.train.job import read_config
 
 pytestmark = pytest.mark.skipif(not PACKAGE.is_dir(), reason="`make install` unpacks it")
-STEPS = 24
-EVERY = 20
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RealTrial:
-    """The run that nothing happens to: two data-parallel ranks."""
-    made = make_real_trial(
-        tmp_path_factory.mktemp("real") / "whole", STEPS, EVERY, rank_times_interval_steps=5
-    )
-    assert made.train() == [TrainerExit.DONE] * 2
-    return made
+def whole() -> RealTrial:
+    return trained_real()
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> RealTrial:
+def stopped() -> RealTrial:
     """The same run, not measured, asked to leave by a USR2 on one rank after its third step."""
-    made = make_real_trial(
-        tmp_path_factory.mktemp("real") / "stopped", STEPS, EVERY, entry=UNMEASURED
-    )
-    epoch = claim_epoch(made.run.epochs, "first")
-    ranks = made.start(epoch=epoch, environment={"HELD": "1"})
-    made.wait_for_step(3, ranks)
-    ranks.signal(signal.SIGUSR2, 1)
-    assert ranks.wait(LIMIT_SECONDS) == [TrainerExit.YIELDED] * 2, ranks.log()
-    return made
+
+    def train(directory: Path) -> None:
+        made = make_real_trial(directory, entry=UNMEASURED)
+        epoch = claim_epoch(made.run.epochs, "first")
+        ranks = made.start(epoch=epoch, environment={"HELD": "1"})
+        made.wait_for_step(3, ranks)
+        ranks.signal(signal.SIGUSR2, 1)
+        assert ranks.wait(LIMIT_SECONDS) == [TrainerExit.YIELDED] * 2, ranks.log()
+
+    run = RunLayout(once("real, stopped", train))
+    return RealTrial(run, read_config(run.train_config))
 
 
 def test_a_whole_run(whole: RealTrial) -> None:
@@ -99,18 +105,22 @@ def writers(made: RealTrial) -> list[Path]:
     return [path for path in outputs if str(made.run.directory) in os.path.realpath(path)]
 
 
-def test_resumed_as_if_nothing_had_happened(whole: RealTrial, stopped: RealTrial) -> None:
+def test_resumed_as_if_nothing_had_happened(
+    whole: RealTrial, stopped: RealTrial, tmp_path: Path
+) -> None:
     """Weights, Adam's state, samples and learning rate: digit by digit as printed, and as in a
     run that is measured. With dropout: tests/slurm/test_megatron_lm_on_slurm.py."""
     (step,) = stopped.good
     assert stopped.rows[-1].step == step < EVERY, "it saved and left at once"
     assert [(record.rank, record.outcome) for record in stopped.exits(1)] == [(0, "yielded")]
-    epoch = claim_epoch(stopped.run.epochs, "second")
-    assert stopped.train(resume=step, epoch=epoch) == [TrainerExit.DONE] * 2
-    assert [row.epoch for row in stopped.rows] == [1] * step + [epoch] * (STEPS - step)
+    resumed = make_real_trial(tmp_path / "resumed", entry=UNMEASURED)
+    shutil.copytree(stopped.run.directory, resumed.run.directory, dirs_exist_ok=True)
+    epoch = claim_epoch(resumed.run.epochs, "second")
+    assert resumed.train(resume=step, epoch=epoch) == [TrainerExit.DONE] * 2
+    assert [row.epoch for row in resumed.rows] == [1] * step + [epoch] * (STEPS - step)
     # the second loss of a launch is computed from two rows (`OwnMeans`), not printed
     computed = {2, step + 2}
-    for row, same in zip(stopped.rows, whole.rows, strict=True):
+    for row, same in zip(resumed.rows, whole.rows, strict=True):
         assert row.loss == pytest.approx(same.loss, rel=0, abs=3e-6 * (row.step in computed))
         assert row.grad_norm == same.grad_norm
         assert (row.learning_rate, row.consumed_samples) == (
@@ -121,7 +131,7 @@ def test_resumed_as_if_nothing_had_happened(whole: RealTrial, stopped: RealTrial
 
 def test_resumed_on_fewer_ranks(whole: RealTrial, tmp_path: Path) -> None:
     """The state of Adam, which two ranks have shared, is one rank's now."""
-    made = make_real_trial(tmp_path / "alone", STEPS, EVERY, data_parallel_size=1)
+    made = make_real_trial(tmp_path / "alone", data_parallel_size=1)
     made.adopt(whole, EVERY)
     assert made.train(resume=EVERY) == [TrainerExit.DONE]
     for row, same in zip(made.rows, whole.rows[EVERY:], strict=True):
@@ -133,7 +143,7 @@ def test_resumed_on_fewer_ranks(whole: RealTrial, tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_not_loaded(whole: RealTrial, tmp_path: Path) -> None:
     """What Megatron-LM refuses to load ends the launch; nothing is trained from step 0."""
     changes = dict(num_layers=2, pipeline_layer_split=((2,),), data_parallel_size=1)
-    made = make_real_trial(tmp_path / "other", STEPS, EVERY, **changes)
+    made = make_real_trial(tmp_path / "other", **changes)
     shutil.copytree(*(one.run.checkpoints / checkpoint_name(EVERY) for one in (whole, made)))
     (code,) = made.train(resume=EVERY)
     assert code in (TrainerExit.CRASH, TrainerExit.CONFIG_ERROR)
@@ -145,9 +155,7 @@ def test_an_evaluation_is_left_between_batches(tmp_path: Path) -> None:
     """Later evaluations read the same data as if this one had been completed; its own loss is
     missing, because Megatron-LM evaluates after steps only."""
     changes = dict(entry=ASKED, eval_interval_steps=4, eval_batches=6)
-    whole, asked = (
-        make_real_trial(tmp_path / name, 8, EVERY, **changes) for name in ("whole", "asked")
-    )
+    whole, asked = (make_real_trial(tmp_path / name, 8, **changes) for name in ("whole", "asked"))
     assert whole.train(environment=_noting(tmp_path / "all")) == [TrainerExit.DONE] * 2
     noting, epoch = _noting(tmp_path / "left"), claim_epoch(asked.run.epochs, "first")
     assert asked.train(epoch=epoch, environment={**noting, "ASKED": "1"}) == [75, 75]
@@ -171,7 +179,7 @@ def _noting(directory: Path) -> dict[str, str]:
 
 def test_a_stop_during_the_start_leaves_it(tmp_path: Path) -> None:
     """Once its parser has run, Megatron-LM itself would train a step first."""
-    made = make_real_trial(tmp_path / "starting", STEPS, EVERY, entry=ASKED)
+    made = make_real_trial(tmp_path / "starting", entry=ASKED)
     environment = {"COMPUTED": str(tmp_path), "SLOW_START": "1"}
     ranks = made.start(epoch=claim_epoch(made.run.epochs, "first"), environment=environment)
     end = time.monotonic() + LIMIT_SECONDS

@@ -20,6 +20,7 @@ from trial_runs import (
     Trial,
     largest_difference,
 )
+from variants import varied
 
 from hpctrain.checkpoints.staged import open_staged
 from hpctrain.convert import megatron_checkpoint
@@ -79,7 +80,7 @@ def stage(directory: Path, shape: dict[str, Any]) -> None:
     torch.save([tokens, logits], directory / "logits.pt")
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", varied(SHAPES, "gpt2 of OpenAI", "llama with groups"))
 def test_logits_are_equal_and_the_way_back_is_exact(name: str, tmp_path: Path) -> None:
     apart(there_and_back, tmp_path, SHAPES[name])
     assert_equal_directories(tmp_path / "hf", tmp_path / "back")

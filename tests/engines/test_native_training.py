@@ -6,7 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from trial_runs import MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
+from trial_runs import (
+    DDP2,
+    FSDP2,
+    MODULE_GPT,
+    MODULE_LLAMA,
+    Trial,
+    largest_difference,
+    trained,
+)
 from variants import varied
 
 # fp32 rounding of a mean over other partial sums, after six steps
@@ -16,22 +24,9 @@ LLAMA_FSDP = dict(MODULE_LLAMA, engine="fsdp")
 TWO = dict(data_parallel_size=2)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Trial]:
-    """One process with DDP's engine: plain PyTorch. Made once per model."""
-    from trial_runs import make_trial
-
-    made: dict[str, Trial] = {}
-
-    def reference(base: dict[str, Any]) -> Trial:
-        family = base["model"]["family"]
-        if family not in made:
-            plain = dict(base, engine="ddp", save_interval_steps=2)
-            made[family] = make_trial(tmp_path_factory.mktemp("alone") / family, plain)
-            assert made[family].train() == [0]
-        return made[family]
-
-    return reference
+def alone(base: dict[str, Any]) -> Trial:
+    """One process with DDP's engine: plain PyTorch."""
+    return trained(base, engine="ddp")
 
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -45,10 +40,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", varied(KINDS, "ddp", "hybrid"))
-def test_losses_are_those_of_one_process(
-    kind: str, trial: Callable[..., Trial], alone: Callable[[dict[str, Any]], Trial]
-) -> None:
+@pytest.mark.parametrize("kind", varied(KINDS, "ddp"))
+def test_losses_are_those_of_one_process(kind: str, trial: Callable[..., Trial]) -> None:
     base, changes = KINDS[kind]
     spread = trial(base, **{**changes, "micro_batch_size": 1})
     assert spread.train() == [0] * spread.world_size
@@ -57,13 +50,16 @@ def test_losses_are_those_of_one_process(
     assert spread.losses[6] < spread.losses[1] - 0.1, "it learns"
 
 
-@pytest.mark.parametrize("kind", ["ddp", "hybrid"])
+RESUMED: dict[str, dict[str, Any]] = {
+    "ddp": dict(DDP2, ddp=dict(bucket="1B"), async_save=True),
+    "fsdp": FSDP2,
+    "hybrid": dict(FSDP2, data_parallel_size=4, async_save=True),
+}
+
+
+@pytest.mark.parametrize("kind", varied(RESUMED, "ddp", "fsdp"))
 def test_a_resume_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
-    base, changes = KINDS[kind]
-    base = {**base, "model": {**base["model"], "dropout": 0.1}}
-    whole = trial(base, **changes, save_interval_steps=2, async_save=True)
-    assert whole.train() == [0] * whole.world_size
-    resumed = trial(base, **changes)
+    whole, resumed = trained(RESUMED[kind]), trial(RESUMED[kind])
     resumed.adopt(whole, 2)
     assert resumed.train(resume=2) == [0] * resumed.world_size
     assert resumed.exact == {step: row for step, row in whole.exact.items() if step > 2}
@@ -77,7 +73,7 @@ MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("move", MOVES)
 def test_a_checkpoint_moves_to_other_ranks_and_engines(
-    move: str, trial: Callable[..., Trial], alone: Callable[[dict[str, Any]], Trial]
+    move: str, trial: Callable[..., Trial]
 ) -> None:
     base, changes = MOVES[move]
     source = alone(base)
@@ -89,10 +85,8 @@ def test_a_checkpoint_moves_to_other_ranks_and_engines(
     assert "re-seeded" in "".join(path.read_text() for path in moved.run.logs.rglob("*.log"))
 
 
-@pytest.mark.parametrize("hook", ["bf16", "powersgd", "hierarchical"])
-def test_fewer_bytes_between_nodes(
-    hook: str, trial: Callable[..., Trial], alone: Callable[[dict[str, Any]], Trial]
-) -> None:
+@pytest.mark.parametrize("hook", varied(["bf16", "powersgd", "hierarchical"], "hierarchical"))
+def test_fewer_bytes_between_nodes(hook: str, trial: Callable[..., Trial]) -> None:
     """Two nodes of two ranks. Not exact, or the hook was not there; near, or it does harm."""
     spread = trial(
         MODULE_GPT,
@@ -107,9 +101,7 @@ def test_fewer_bytes_between_nodes(
     assert (loss <= ROUNDING) == exact_at_first and loss < 1e-3
 
 
-def test_one_node_needs_no_half_precision(
-    trial: Callable[..., Trial], alone: Callable[[dict[str, Any]], Trial]
-) -> None:
+def test_one_node_needs_no_half_precision(trial: Callable[..., Trial]) -> None:
     spread = trial(MODULE_GPT, **TWO, node_size=2, ddp=dict(hook="hierarchical"))
     assert spread.train() == [0, 0]
     assert largest_difference(spread, alone(MODULE_GPT), 1)[0] <= ROUNDING

@@ -14,6 +14,8 @@ from bench.overhead import __main__ as overhead
 from bench.overhead import turns
 from bench.overhead.turns import BARE, OURS, STEPS_PER_TURN
 
+pytestmark = pytest.mark.nightly("a bench, and no promise to users")
+
 TINY: dict[str, dict[str, Any]] = {
     "megatron": dict(GPT, train_steps=40),
     "ddp": dict(MODULE_GPT, train_steps=40, data_parallel_size=2),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trial_runs import once
 
 from hpctrain.plan.mesh.layout import layout_of
 from hpctrain.plan.mesh.rules import MODEL_RULES, broken_rules, layout_values
@@ -173,18 +174,23 @@ def case_document(model: ModelSpec, parallel: ParallelSpec) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def built() -> dict[str, list[int]]:
     """Parameters per pipeline stage of every case, as megatron-core builds them."""
-    script = Path(__file__).with_name("meta_parameters.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        input=json.dumps([case_document(*case) for case in CASES.values()]),
-        env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+    def build(directory: Path) -> None:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("meta_parameters.py"))],
+            input=json.dumps([case_document(*case) for case in CASES.values()]),
+            env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        directory.mkdir()
+        (directory / "built.json").write_text(done.stdout.splitlines()[-1])
+
+    found = json.loads((once("parameters of megatron-core", build) / "built.json").read_text())
+    return dict(zip(CASES, found, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

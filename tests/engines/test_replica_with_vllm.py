@@ -23,6 +23,8 @@ from hpctrain.serving.engines.contract import CpuEngine
 from hpctrain.serving.tiny_llama import write_tiny_llama
 from hpctrain.store.run_records import TrainerExit
 
+pytestmark = pytest.mark.nightly("a real vLLM, in an environment of its own")
+
 ROOT = Path(__file__).resolve().parents[2]
 _TOKENS, _CLIENTS = 400, 2
 

@@ -6,7 +6,6 @@ what the rank changes later, the process sees.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_trials import ZERO, words_of
-from trial_runs import GPT, MODULE_GPT, Trial, make_trial
+from trial_runs import GPT, MODULE_GPT, Trial, config_of, make_trial, once, trained
 from variants import varied
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
@@ -29,7 +28,7 @@ from hpctrain.train.saving.host_buffers import BufferReader, HostBuffers
 DP2 = dict(data_parallel_size=2)
 OVERLAPPED = dict(overlap_param_gather=True, overlap_grad_reduce=True)
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "megatron": (GPT, dict(DP2, **OVERLAPPED, precision="bf16")),
+    "megatron": (GPT, dict(DP2, **OVERLAPPED, precision="bf16", dropout=0.1)),
     "fsdp": (MODULE_GPT, dict(DP2, engine="fsdp", shard_size=2)),
     "deepspeed, offloaded": (ZERO, dict(precision="bf16", offload_optimizer="cpu")),
 }
@@ -99,37 +98,29 @@ def test_a_rank_with_a_gpu_does_not_fork(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(writer.open_writer(0, run, None), writer.ForkedWriter)
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trial]:
+def written(kind: str) -> Trial:
     """A run whose files another process writes, late; made once for each kind."""
+    base, changes = RUNS[kind]
+    changes = dict(changes, save_interval_steps=2, async_save=True)
 
-    @functools.cache
-    def of_kind(kind: str) -> Trial:
-        base, changes = RUNS[kind]
-        changes = dict(changes, save_interval_steps=2, async_save=True)
-        made = make_trial(tmp_path_factory.mktemp("written") / "run", base, **changes)
+    def train(directory: Path) -> None:
+        made = make_trial(directory, base, **changes)
         assert made.train(prepare=_copies_sent_late) == [0, 0]
-        return made
 
-    return of_kind
+    return Trial(RunLayout(once(f"spawned writer, {kind}", train)), config_of(base, **changes))
 
 
 @pytest.mark.parametrize("kind", varied(RUNS, "megatron"))
-def test_the_files_are_those_of_a_forked_writer(
-    kind: str, trial: Callable[..., Trial], written: Callable[[str], Trial]
-) -> None:
+def test_the_files_are_those_of_a_forked_writer(kind: str) -> None:
     """Also where training goes on before the process has seen a tensor."""
     base, changes = RUNS[kind]
-    plain, beside = trial(base, **changes, save_interval_steps=2), written(kind)
-    assert plain.train() == [0, 0]
+    plain, beside = trained(base, **changes), written(kind)
     assert beside.exact == plain.exact
     assert content(beside) == content(plain)
 
 
 @pytest.mark.parametrize("kind", varied(["megatron", "fsdp"], "megatron"))
-def test_a_resume_from_it_is_exact(
-    kind: str, trial: Callable[..., Trial], written: Callable[[str], Trial]
-) -> None:
+def test_a_resume_from_it_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
     base, changes = RUNS[kind]
     whole = written(kind)
     again = trial(base, **changes, save_interval_steps=2)
@@ -140,9 +131,9 @@ def test_a_resume_from_it_is_exact(
 
 def test_a_writer_that_dies_loses_no_save(trial: Callable[..., Trial]) -> None:
     """The rank writes the same copies, and after two deaths starts no process any more."""
-    plain = trial(**DP2, save_interval_steps=2)
+    plain = trained(**DP2)
     lost = trial(**DP2, save_interval_steps=2, async_save=True)
-    assert plain.train() == [0, 0] and lost.train(prepare=_copies_and_deaths) == [0, 0]
+    assert lost.train(prepare=_copies_and_deaths) == [0, 0]
     assert published_steps(lost.run.checkpoints) == [2, 4, 6]
     assert content(lost) == content(plain)
     assert words_of(lost).count("the rank writes by itself") == 2

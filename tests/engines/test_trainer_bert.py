@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_trainer_layouts import DP2, OVERLAP, PP2, SP, TP2, VPP2
-from trial_runs import GPT, Trial, largest_difference, make_trial
+from test_trainer_layouts import DP2, OVERLAP, SP, TP2, VPP2
+from trial_runs import GPT, PP2, Trial, largest_difference, trained
+from variants import varied
 
 BERT: dict[str, Any] = dict(GPT, model_type="bert")
 TOLERANCE = 1e-5
@@ -19,13 +20,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    alone = make_trial(tmp_path_factory.mktemp("bert") / "run", BERT, save_interval_steps=2)
-    assert alone.train() == [0]
-    return alone
+def reference() -> Trial:
+    return trained(BERT)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", varied(LAYOUTS, "tp2 sp pp2"))
 def test_a_layout_of_bert_equals_one_process(
     name: str, reference: Trial, trial: Callable[..., Trial]
 ) -> None:
@@ -38,9 +37,8 @@ def test_a_layout_of_bert_equals_one_process(
 
 
 def test_bert_resumes_bit_by_bit(trial: Callable[..., Trial]) -> None:
-    settings = dict(dropout=0.1, **TP2, **PP2)
-    whole = trial(BERT, save_interval_steps=3, eval_interval_steps=3, **settings)
-    assert set(whole.train()) == {0}
+    settings = dict(dropout=0.1, **PP2)
+    whole = trained(BERT, save_interval_steps=3, eval_interval_steps=3, **settings)
     resumed = trial(BERT, eval_interval_steps=3, **settings)
     resumed.adopt(whole, 3)
     assert set(resumed.train(resume=3)) == {0}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from damaged_checkpoints import flip_a_byte, vouch
 from deepspeed_trials import ZERO
-from megatron_lm_trials import make_lm_trial, make_real_trial
-from trial_runs import GPT, MODULE_GPT, Trial
+from megatron_lm_trials import EVERY, make_lm_trial, make_real_trial, trained_lm, trained_real
+from trial_runs import DDP2, FSDP2, GPT, Trial, trained
 from variants import varied
 
 from hpctrain.checkpoints.discover import inspect
@@ -23,12 +23,11 @@ from hpctrain.store.run_records import TrainerExit
 from hpctrain.train.saving import digest_check
 
 CRASHED = TrainerExit.CRASH
-TWO = dict(data_parallel_size=2)
-ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "megatron-core": (GPT, TWO, "__1_0.distcp"),
-    "fsdp": (dict(MODULE_GPT, engine="fsdp"), dict(TWO, shard_size=2), "__1_0.distcp"),
-    "ddp": (MODULE_GPT, TWO, "__0_0.distcp"),
-    "deepspeed": (ZERO, {}, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+ENGINES: dict[str, tuple[dict[str, Any], str]] = {
+    "megatron-core": (dict(GPT, data_parallel_size=2), "__1_0.distcp"),
+    "fsdp": (FSDP2, "__1_0.distcp"),
+    "ddp": (DDP2, "__0_0.distcp"),
+    "deepspeed": (ZERO, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
 }
 
 
@@ -36,11 +35,9 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_a_flipped_byte_is_found_before_the_first_step(
     engine: str, trial: Callable[..., Trial]
 ) -> None:
-    base, changes, shard = ENGINES[engine]
-    whole = trial(base, **changes, train_steps=3, save_interval_steps=2)
-    assert whole.train() == [0, 0]
-    hurt = trial(base, **changes, train_steps=3)
-    hurt.adopt(whole, 2)
+    base, shard = ENGINES[engine]
+    hurt = trial(base)
+    hurt.adopt(trained(base), 2)
     directory = hurt.run.checkpoints / checkpoint_name(2)
     # In the middle of a large tensor, which every loader takes as it is.
     flip_a_byte(directory / shard)
@@ -56,12 +53,12 @@ def test_a_flipped_byte_is_found_before_the_first_step(
     assert f"{shard} has other content than was written" in message
 
 
-def test_what_breaks_the_loader_is_told_by_its_digest(trial: Callable[..., Trial]) -> None:
+def test_what_breaks_the_loader_is_told_by_its_digest(
+    trial: Callable[..., Trial], gpt_reference: Trial
+) -> None:
     """The loader fails before the ranks agree, with words that could mean anything."""
-    whole = trial(GPT, train_steps=3, save_interval_steps=2)
-    assert whole.train() == [0]
-    hurt = trial(GPT, train_steps=3)
-    hurt.adopt(whole, 2)
+    hurt = trial(GPT)
+    hurt.adopt(gpt_reference, 2)
     shard = next((hurt.run.checkpoints / checkpoint_name(2)).glob("*.distcp"))
     shard.write_bytes(bytes(shard.stat().st_size))
     assert hurt.train(resume=2) == [CRASHED]
@@ -72,14 +69,11 @@ def test_what_breaks_the_loader_is_told_by_its_digest(trial: Callable[..., Trial
 
 def test_the_good_checkpoint_is_loaded_as_ever(trial: Callable[..., Trial]) -> None:
     """All of it was read, by two ranks, each file once; and the losses are exact."""
-    base, changes, _ = ENGINES["fsdp"]
-    whole = trial(base, **changes, train_steps=3, save_interval_steps=2)
-    assert whole.train() == [0, 0]
-    resumed = trial(base, **changes, train_steps=3)
-    resumed.adopt(whole, 2)
+    whole, resumed = trained(FSDP2), trial(FSDP2)
+    resumed.adopt(whole, 4)
     log = resumed.run.directory / "read"
-    assert resumed.train(resume=2, prepare=lambda: _log_reading(log)) == [0, 0]
-    assert resumed.exact == {3: whole.exact[3]}
+    assert resumed.train(resume=4, prepare=lambda: _log_reading(log)) == [0, 0]
+    assert resumed.exact == {step: whole.exact[step] for step in (5, 6)}
     names = sorted(log.read_text().split())
     shards = [name for name in names if name.endswith(".distcp")]
     assert names == sorted(set(names)) and len(shards) == 2
@@ -96,12 +90,12 @@ def _log_reading(log: Path) -> None:
     digest_check.digest_file = logged
 
 
-def test_what_verifies_and_does_not_load_names_the_checkpoint(trial: Callable[..., Trial]) -> None:
+def test_what_verifies_and_does_not_load_names_the_checkpoint(
+    trial: Callable[..., Trial], gpt_reference: Trial
+) -> None:
     """The bytes are as they were written, and no loader takes them: it was written so."""
-    whole = trial(GPT, train_steps=3, save_interval_steps=2)
-    assert whole.train() == [0]
-    strange = trial(GPT, train_steps=3)
-    strange.adopt(whole, 2)
+    strange = trial(GPT)
+    strange.adopt(gpt_reference, 2)
     directory = strange.run.checkpoints / checkpoint_name(2)
     shard = next(directory.glob("*.distcp"))
     shard.write_bytes(bytes(shard.stat().st_size))
@@ -113,12 +107,10 @@ def test_what_verifies_and_does_not_load_names_the_checkpoint(trial: Callable[..
 
 
 def test_a_storage_fault_while_loading_does_not_name_the_checkpoint(
-    trial: Callable[..., Trial],
+    trial: Callable[..., Trial], gpt_reference: Trial
 ) -> None:
-    whole = trial(GPT, train_steps=3, save_interval_steps=2)
-    assert whole.train() == [0]
-    stale = trial(GPT, train_steps=3)
-    stale.adopt(whole, 2)
+    stale = trial(GPT)
+    stale.adopt(gpt_reference, 2)
     assert stale.train(resume=2, prepare=_fail_to_read) == [CRASHED]
     (record,) = stale.exits()
     assert record.loading_step is None, record
@@ -134,10 +126,8 @@ def _fail_to_read() -> None:
 
 
 def test_an_external_megatron_lm_compares_before_it_starts(tmp_path: Path) -> None:
-    whole = make_lm_trial(tmp_path / "whole", train_steps=3)
-    assert set(whole.train()) == {0}
-    hurt = make_lm_trial(tmp_path / "hurt", train_steps=3)
-    hurt.adopt(whole, 2)
+    hurt = make_lm_trial(tmp_path / "hurt")
+    hurt.adopt(trained_lm(), 2)
     for rank in (0, 1):  # where only one leaves, the other waits for it until it is ended
         flip_a_byte(hurt.run.checkpoints / checkpoint_name(2) / f"__{rank}_1.distcp")
     assert hurt.train(resume=2) == [CRASHED, CRASHED]
@@ -149,12 +139,10 @@ def test_an_external_megatron_lm_compares_before_it_starts(tmp_path: Path) -> No
 
 
 def test_an_external_megatron_lm_that_cannot_load_names_the_checkpoint(tmp_path: Path) -> None:
-    whole = make_real_trial(tmp_path / "whole", steps=3, save_every=2)
-    assert set(whole.train()) == {0}
-    strange = make_real_trial(tmp_path / "strange", steps=3, save_every=2)
-    strange.adopt(whole, 2)
-    directory = strange.run.checkpoints / checkpoint_name(2)
+    strange = make_real_trial(tmp_path / "strange")
+    strange.adopt(trained_real(), EVERY)
+    directory = strange.run.checkpoints / checkpoint_name(EVERY)
     (directory / "common.pt").write_bytes(bytes(100))
     vouch(directory)
-    assert 0 not in strange.train(resume=2)
-    assert {record.loading_step for record in strange.exits()} == {2}
+    assert 0 not in strange.train(resume=EVERY)
+    assert {record.loading_step for record in strange.exits()} == {EVERY}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from trial_runs import LLAMA, Trial, largest_difference, make_trial
+from trial_runs import LLAMA, MOE, PP2, Trial, largest_difference, make_trial, trained
 from variants import varied
 
 import hpctrain.train.engines.megatron.model
@@ -20,17 +20,8 @@ from hpctrain.train.engines.megatron.snapshot import MegatronSnapshot
 
 TOLERANCE = 1e-5
 
-MOE = dict(
-    LLAMA,
-    num_moe_experts=4,
-    moe_router_topk=2,
-    moe_ffn_hidden_size=48,
-    moe_shared_expert_intermediate_size=32,
-    moe_first_dense_layers=1,
-)
 PREDICTING = dict(LLAMA, mtp_num_layers=1)
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
-PP2 = dict(pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,)))
 DP2 = dict(data_parallel_size=2)
 EP2 = dict(expert_model_parallel_size=2)
 
@@ -42,20 +33,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _reference(directory: Path, base: dict[str, Any]) -> Trial:
-    made = make_trial(directory, base, save_interval_steps=2)
-    assert made.train() == [0]
-    return made
-
-
 @pytest.fixture(scope="module")
-def moe_reference(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    return _reference(tmp_path_factory.mktemp("moe") / "one", MOE)
-
-
-@pytest.fixture(scope="module")
-def predicting_reference(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    return _reference(tmp_path_factory.mktemp("mtp") / "one", PREDICTING)
+def moe_reference() -> Trial:
+    return trained(MOE)
 
 
 def weights_only() -> None:
@@ -93,7 +73,8 @@ def moe_continued(moe_reference: Trial, tmp_path_factory: pytest.TempPathFactory
     return made
 
 
-@pytest.mark.parametrize("name", varied(LAYOUTS, "pp2 dp2 ep2", "tp2 ep2"))
+@pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_experts_layout_equals_one_process(
     name: str, moe_continued: Trial, trial: Callable[..., Trial]
 ) -> None:
@@ -154,12 +135,9 @@ def test_experts_of_other_ranks_are_other_experts(
             assert not any(torch.equal(part, other) for other in parts[:number])
 
 
-@pytest.mark.parametrize("name", varied(LAYOUTS, "pp2 dp2 ep2", "tp2 ep2"))
-def test_a_fresh_start_is_that_of_one_process(
-    name: str, moe_reference: Trial, trial: Callable[..., Trial]
-) -> None:
-    layout = trial(MOE, **LAYOUTS[name])
-    assert set(layout.train()) == {0}
+@pytest.mark.parametrize("name", varied(LAYOUTS, "dp2 ep2", "pp2 dp2 ep2"))
+def test_a_fresh_start_is_that_of_one_process(name: str, moe_reference: Trial) -> None:
+    layout = trained(MOE, **LAYOUTS[name])
     loss, norm = largest_difference(layout, moe_reference, 1)
     assert loss <= TOLERANCE
     assert norm <= TOLERANCE
@@ -180,8 +158,7 @@ def test_the_balance_loss_is_in_the_gradients_and_not_in_the_reported_loss(
 
 
 def test_experts_of_two_ranks_resume_exactly(trial: Callable[..., Trial]) -> None:
-    whole = trial(MOE, **DP2, **EP2, save_interval_steps=2)
-    assert set(whole.train()) == {0}
+    whole = trained(MOE, **DP2, **EP2)
     again = trial(MOE, **DP2, **EP2)
     again.adopt(whole, 2)
     assert set(again.train(resume=2)) == {0}
@@ -199,11 +176,11 @@ def test_spreading_experts_in_the_middle_of_a_run_is_refused(
 
 
 def test_prediction_layers_behind_a_pipeline_equal_one_process(
-    predicting_reference: Trial, trial: Callable[..., Trial]
+    trial: Callable[..., Trial],
 ) -> None:
-    layout = trial(PREDICTING, **PP2)
-    layout.adopt(predicting_reference, 2)
+    alone, layout = trained(PREDICTING), trial(PREDICTING, **PP2)
+    layout.adopt(alone, 2)
     assert set(layout.train(resume=2)) == {0}
-    loss, norm = largest_difference(layout, predicting_reference, 3)
+    loss, norm = largest_difference(layout, alone, 3)
     assert loss <= TOLERANCE
     assert norm <= TOLERANCE

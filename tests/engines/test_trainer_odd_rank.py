@@ -56,8 +56,8 @@ def _hangs(rank: int, where: str) -> Callable[[], None]:
         (DP2, 1, "loop"),
         (TP2, 0, "forward"),
         (PP2, 0, "forward"),
-        ({**PP2, **DP2}, 3, "forward"),
-        ({**PP2, **DP2}, 0, "loop"),
+        pytest.param({**PP2, **DP2}, 3, "forward", marks=pytest.mark.variant),
+        pytest.param({**PP2, **DP2}, 0, "loop", marks=pytest.mark.variant),
     ],
 )
 def test_one_rank_hangs(

@@ -135,7 +135,7 @@ runpy.run_module("hpctrain.train", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.variant), True])
 def test_a_whole_run_imports_nothing_of_that(
     trial: Callable[..., Trial], deterministic: bool
 ) -> None:

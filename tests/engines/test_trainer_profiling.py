@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from deepspeed_trials import ZERO
-from trial_runs import GPT, MODULE_GPT, Trial
+from trial_runs import DDP2, FSDP2, GPT, MODULE_GPT, Trial, trained
+from variants import varied
 
 from hpctrain.store.run_records import RankTimes, read_record
 from hpctrain.train.launchers.nsight import nsight_command
 from hpctrain.train.launchers.nsight_task import UNDER_NSIGHT
 
-FSDP = dict(MODULE_GPT, engine="fsdp", shard_size=2)
 TWO_STEPS = dict(steps=(3, 4, 6), ranks=(1,), shapes=True)
 
 
@@ -28,15 +28,21 @@ def _names(path: Path) -> set[str]:
         return {event.get("name", "") for event in json.load(stream)["traceEvents"]}
 
 
-@pytest.mark.parametrize(
-    "base", [GPT, MODULE_GPT, FSDP, ZERO], ids=["megatron", "ddp", "fsdp", "zero"]
-)
+ENGINES: dict[str, dict[str, Any]] = {
+    "megatron": dict(GPT, data_parallel_size=2),
+    "ddp": DDP2,
+    "fsdp": FSDP2,
+    "zero": ZERO,
+}
+
+
+@pytest.mark.parametrize("engine", varied(ENGINES, "megatron", "fsdp"))
 def test_chosen_steps_are_traced_and_nothing_changes(
-    base: dict[str, Any], trial: Callable[..., Trial]
+    engine: str, trial: Callable[..., Trial]
 ) -> None:
-    both = dict(data_parallel_size=2, rank_times_interval_steps=1)
-    plain, traced = trial(base, **both), trial(base, **both, profile=TWO_STEPS)
-    assert plain.train() == traced.train() == [0, 0]
+    plain = trained(ENGINES[engine])
+    traced = trial(ENGINES[engine], rank_times_interval_steps=1, profile=TWO_STEPS)
+    assert traced.train() == [0, 0]
     assert traced.exact == plain.exact
     found = sorted(path.name for path in traced.run.traces.iterdir())
     prefix = "e000000-rank-000001-steps"

@@ -10,7 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from trial_runs import LIMIT_SECONDS, Trial, largest_difference, retire_in_turn
+from trial_runs import (
+    DP2,
+    EVALUATING,
+    LIMIT_SECONDS,
+    TP2_PP2,
+    Trial,
+    largest_difference,
+    retire_in_turn,
+    trained,
+)
 from variants import varied
 
 from bench import prefork
@@ -18,13 +27,7 @@ from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.manifest import checkpoint_name, digest_file, read_manifest
 from hpctrain.store.run_records import TrainerExit
 
-TP2_PP2 = dict(
-    tensor_model_parallel_size=2,
-    pipeline_model_parallel_size=2,
-    pipeline_layer_split=((2,), (2,)),
-)
 VARIANT = pytest.mark.variant  # of its own test: the others always run
-DP2 = dict(data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True)
 
 
 @pytest.mark.parametrize(
@@ -36,9 +39,8 @@ DP2 = dict(data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=
     ids=["tp2 pp2, fp32, async", "dp2 overlap, bf16, sync"],
 )
 def test_resume_is_exact(settings: dict[str, Any], trial: Callable[..., Trial]) -> None:
-    whole = trial(save_interval_steps=2, eval_interval_steps=2, **settings)
-    assert set(whole.train()) == {0}
-    resumed = trial(save_interval_steps=2, eval_interval_steps=2, **settings)
+    whole = trained(**settings, **EVALUATING)
+    resumed = trial(save_interval_steps=2, **settings, **EVALUATING)
     resumed.adopt(whole, 2)
     assert set(resumed.train(resume=2)) == {0}
     assert list(resumed.exact) == [3, 4, 5, 6]
@@ -47,17 +49,15 @@ def test_resume_is_exact(settings: dict[str, Any], trial: Callable[..., Trial]) 
     assert [row.learning_rate for row in whole.rows[2:]] == [r.learning_rate for r in resumed.rows]
 
 
-def test_resume_at_other_layouts(trial: Callable[..., Trial]) -> None:
+@pytest.mark.parametrize("layout", [{}, pytest.param(TP2_PP2, marks=VARIANT)])
+def test_resume_at_other_layouts(layout: dict[str, Any], trial: Callable[..., Trial]) -> None:
     """Saved with several padded gradient buckets, which megatron-core alone saves wrongly."""
-    source = trial(save_interval_steps=3, **DP2, ddp_bucket_size=3000)
-    assert source.train() == [0, 0]
-    for layout in ({}, TP2_PP2):
-        target = trial(save_interval_steps=3, **layout)
-        target.adopt(source, 3)
-        assert set(target.train(resume=3)) == {0}
-        loss, norm = largest_difference(target, source, 4)
-        assert loss <= 1e-5
-        assert norm <= 1e-5
+    source, target = trained(**DP2, ddp_bucket_size=3000), trial(save_interval_steps=3, **layout)
+    target.adopt(source, 2)
+    assert set(target.train(resume=2)) == {0}
+    loss, norm = largest_difference(target, source, 3)
+    assert loss <= 1e-5
+    assert norm <= 1e-5
 
 
 VPP = dict(
@@ -78,7 +78,7 @@ OWN_PARTS = dict(optimizer_sharding="dp_reshardable", ddp_bucket_size=3000)
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(TP2_PP2, dropout=0.1, async_save=True),
+        pytest.param(dict(TP2_PP2, dropout=0.1, async_save=True), marks=VARIANT),
         pytest.param(dict(DP2, dropout=0.1, precision="bf16", async_save=True), marks=VARIANT),
         pytest.param(VPP, marks=VARIANT),
         EXPERTS,
@@ -89,59 +89,53 @@ OWN_PARTS = dict(optimizer_sharding="dp_reshardable", ddp_bucket_size=3000)
 def test_resume_is_exact_when_each_rank_saves_its_own(
     settings: dict[str, Any], trial: Callable[..., Trial]
 ) -> None:
-    whole = trial(save_interval_steps=1, **settings, **OWN_PARTS)
-    assert set(whole.train()) == {0}
+    whole = trained(save_interval_steps=1, **settings, **OWN_PARTS)
     resumed = trial(**settings, **OWN_PARTS)
     resumed.adopt(whole, 4)
     assert set(resumed.train(resume=4)) == {0}
     assert resumed.exact == {step: whole.exact[step] for step in (5, 6)}
 
 
-@pytest.mark.parametrize("kind", varied(["dense", "experts"], "dense"))
+# The loss that balances experts is one of each micro-batch: its size stays.
+DENSE = dict(DP2, dropout=0.0, micro_batch_size=1, **OWN_PARTS)
+
+
+@pytest.mark.parametrize("kind", varied(["dense", "dense, more", "experts"], "dense"))
 def test_another_dp_goes_on_within_rounding(kind: str, trial: Callable[..., Trial]) -> None:
     """What a run does that may go on with fewer nodes: each rank saves its own part, and the ranks
     of another size cut it anew when they load."""
-    # The loss that balances experts is one of each micro-batch: its size stays.
-    layout = dict(DP2, dropout=0.0, micro_batch_size=1, **OWN_PARTS)
-    sizes: tuple[int, ...] = (1, 4)
-    if kind == "experts":
-        layout, sizes = layout | EXPERTS, (4,)
-    source = trial(save_interval_steps=2, **layout)
-    assert source.train() == [0, 0]
-    for size in sizes:
-        other = trial(**layout | dict(data_parallel_size=size))
-        other.adopt(source, 2)
-        assert other.train(resume=2) == [0] * size
-        loss, norm = largest_difference(other, source, 3)
-        assert loss < 1e-5 and norm < 1e-4
+    layout, size = DENSE | (EXPERTS if kind == "experts" else {}), 1 if kind == "dense" else 4
+    source, other = trained(**layout), trial(**layout | dict(data_parallel_size=size))
+    other.adopt(source, 2)
+    assert other.train(resume=2) == [0] * size
+    loss, norm = largest_difference(other, source, 3)
+    assert loss < 1e-5 and norm < 1e-4
 
 
 def test_no_other_layout_when_each_rank_saves_its_own(trial: Callable[..., Trial]) -> None:
     """Said before anything is loaded: megatron-core would fail in the middle, or not at all."""
-    source = trial(save_interval_steps=3, train_steps=4, **DP2, **OWN_PARTS)
-    assert source.train() == [0, 0]
+    source = trained(**DENSE)
     for layout in (
         dict(OWN_PARTS, tensor_model_parallel_size=2),
         dict(OWN_PARTS, overlap_grad_reduce=False),
         dict(OWN_PARTS, overlap_grad_reduce=True, ddp_bucket_size=4000),
     ):
-        other = trial(train_steps=4, **layout)
-        other.adopt(source, 3)
-        assert set(other.train(resume=3)) == {TrainerExit.CONFIG_ERROR}
+        other = trial(micro_batch_size=1, **layout)
+        other.adopt(source, 4)
+        assert set(other.train(resume=4)) == {TrainerExit.CONFIG_ERROR}
         assert "tp, pp, dp [1, 1, 2]" in (other.exits()[0].message or "")
     # of the other kind: the checkpoint says how to read it
-    same = trial(train_steps=4, **DP2, ddp_bucket_size=3000)
-    same.adopt(source, 3)
-    assert same.train(resume=3) == [0, 0]
-    assert same.exact[4] == source.exact[4]
+    same = trial(**DP2, micro_batch_size=1, ddp_bucket_size=3000)
+    same.adopt(source, 4)
+    assert same.train(resume=4) == [0, 0]
+    assert same.exact == {step: source.exact[step] for step in (5, 6)}
 
 
-def test_evaluation_leaves_no_trace(trial: Callable[..., Trial]) -> None:
-    plain = trial(dropout=0.1, train_steps=4, **DP2)
-    evaluating = trial(dropout=0.1, train_steps=4, eval_interval_steps=1, eval_batches=2, **DP2)
-    assert plain.train() == evaluating.train() == [0, 0]
+def test_evaluation_leaves_no_trace() -> None:
+    settings = dict(DP2, dropout=0.1, precision="bf16")
+    plain, evaluating = trained(**settings), trained(**settings, **EVALUATING)
     assert plain.exact == evaluating.exact
-    assert all(row.eval_loss is not None for row in evaluating.rows)
+    assert all(row.eval_loss is not None for row in evaluating.rows if row.step % 2 == 0)
     assert {row.eval_loss for row in plain.rows} == {None}
 
 
@@ -175,9 +169,9 @@ def _steps(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("iter_")) for path in root.glob("iter_???????"))
 
 
-def _weights(trial: Trial, step: int) -> dict[str, torch.Tensor]:
+def _weights(trial: Trial, step: int, place: Path) -> dict[str, torch.Tensor]:
     """The model's tensors in a checkpoint, read by a process of its own."""
-    found = trial.run.directory / "weights.pt"
+    found = place / "weights.pt"
 
     def read() -> None:
         dist.init_process_group("gloo", rank=0, world_size=1)
@@ -186,17 +180,16 @@ def _weights(trial: Trial, step: int) -> dict[str, torch.Tensor]:
         names = [name for name in loaded if name.startswith(("decoder.", "embedding."))]
         torch.save({name: loaded[name] for name in names}, found)
 
-    ranks = prefork.fork(read, 1, trial.run.logs)
+    ranks = prefork.fork(read, 1, place)
     assert ranks.wait(LIMIT_SECONDS) == [0], ranks.log()
     loaded: dict[str, torch.Tensor] = torch.load(found)
     return loaded
 
 
-def test_saved_weights_are_those_of_the_last_step(trial: Callable[..., Trial]) -> None:
+def test_saved_weights_are_those_of_the_last_step(tmp_path: Path) -> None:
     """With overlap_param_gather half of each rank's weights are one step old until gathered."""
-    plain, overlapped = trial(train_steps=3, data_parallel_size=2), trial(train_steps=3, **DP2)
-    assert plain.train() == overlapped.train() == [0, 0]
-    expected, found = _weights(plain, 3), _weights(overlapped, 3)
+    plain, overlapped = trained(data_parallel_size=2), trained(**DP2)
+    expected, found = (_weights(one, 6, tmp_path) for one in (plain, overlapped))
     assert expected.keys() == found.keys()
     assert any("linear_fc1" in name for name in expected)
     for name, weight in expected.items():

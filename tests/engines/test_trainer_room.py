@@ -108,8 +108,15 @@ def _look_away() -> None:
     saver.check_room = lambda root, need: None
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("size_bytes", [ONE_AND_A_HALF, TWO_AND_A_HALF])
+@pytest.mark.parametrize(
+    ("size_bytes", "async_save"),
+    [
+        (ONE_AND_A_HALF, True),
+        (TWO_AND_A_HALF, False),
+        pytest.param(ONE_AND_A_HALF, False, marks=pytest.mark.variant),
+        pytest.param(TWO_AND_A_HALF, True, marks=pytest.mark.variant),
+    ],
+)
 def test_full_in_the_middle_of_a_save(
     size_bytes: int, async_save: bool, trial: Callable[..., Trial], small: Mount
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from deepspeed_trials import ZERO
-from trial_runs import GPT, MODULE_GPT, Trial, keep_quietest_window
+from trial_runs import EVALUATING, GPT, MODULE_GPT, PP2, Trial, keep_quietest_window, trained
 
 from hpctrain.store.run_records import RankTimes, read_record
 from hpctrain.train.datasets.token_samples import TokenSamples
@@ -23,9 +23,6 @@ SLOW_RANK = 2
 # of several windows the quietest is looked at, so that its pauses do not either.
 USUAL_SECONDS, SLOW_SECONDS = 0.05, 0.3
 WINDOWS = dict(rank_times_interval_steps=2, train_steps=8, lr_decay_steps=8)
-TP1_PP2_DP2 = dict(
-    pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,)), data_parallel_size=2
-)
 
 
 def _one_is_slow() -> None:
@@ -43,7 +40,7 @@ def _one_is_slow() -> None:
 def test_a_slow_rank_shows_and_only_it(trial: Callable[..., Trial]) -> None:
     """Its pipeline neighbour and its data-parallel one wait for it in every step. An evaluation
     in each window, of twice as many microbatches, is not counted."""
-    slow = trial(eval_interval_steps=2, eval_batches=4, **WINDOWS, **TP1_PP2_DP2)
+    slow = trial(eval_interval_steps=2, eval_batches=4, **WINDOWS, **PP2, data_parallel_size=2)
     assert slow.train(prepare=_one_is_slow) == [0] * 4
     times = read_record(slow.run.rank_times, RankTimes)
     assert times is not None
@@ -94,9 +91,10 @@ def test_a_record_of_an_older_version_is_read() -> None:
 
 
 def test_timing_changes_no_numbers(trial: Callable[..., Trial]) -> None:
-    often = trial(rank_times_interval_steps=1, **TP1_PP2_DP2)
-    never = trial(rank_times_interval_steps=100, **TP1_PP2_DP2)
-    assert often.train() == never.train() == [0] * 4
+    settings = dict(PP2, dropout=0.1, **EVALUATING)
+    often, never = trial(rank_times_interval_steps=1, **settings), trained(**settings)
+    assert never.config.rank_times_interval_steps > 6
+    assert often.train() == [0] * 2
     assert often.exact == never.exact
     assert often.run.rank_times.exists() and not never.run.rank_times.exists()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
+import hashlib
 import json
 import math
 import os
@@ -116,6 +118,25 @@ MODULE_LLAMA: dict[str, Any] = dict(
     model=dict(
         family="llama", layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, vocab=250, seq=32
     ),
+)
+
+# Settings of runs that several tests read or go on from (`trained`).
+DP2: dict[str, Any] = dict(
+    data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True
+)
+PP2: dict[str, Any] = dict(pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,)))
+TP2_PP2: dict[str, Any] = dict(PP2, tensor_model_parallel_size=2)
+EVALUATING: dict[str, Any] = dict(eval_interval_steps=2, eval_batches=3)
+WITH_DROPOUT: dict[str, Any] = dict(model={**MODULE_GPT["model"], "dropout": 0.1})
+DDP2: dict[str, Any] = dict(MODULE_GPT, **WITH_DROPOUT, **EVALUATING, data_parallel_size=2)
+FSDP2: dict[str, Any] = dict(DDP2, engine="fsdp", shard_size=2)
+MOE: dict[str, Any] = dict(
+    LLAMA,
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=48,
+    moe_shared_expert_intermediate_size=32,
+    moe_first_dense_layers=1,
 )
 
 
@@ -245,15 +266,37 @@ def retire_in_turn() -> None:
 
 
 @functools.cache
-def shared_indexes() -> Path:
-    """Where the orders of mock tokens are, 75 MB for each seed and length, for all trials."""
-    directory, owner = Path(tempfile.mkdtemp(prefix="hpctrain-indexes-")), os.getpid()
+def shared_directory() -> Path:
+    """Where what many tests read is made once, for all processes of pytest-xdist: the fixture
+    `_shared_by_all_processes` gives it. Without that one, as long as this process lives."""
+    directory, owner = Path(tempfile.mkdtemp(prefix="hpctrain-shared-")), os.getpid()
     atexit.register(lambda: os.getpid() == owner and shutil.rmtree(directory, ignore_errors=True))
     return directory
 
 
-def make_trial(directory: Path, base: dict[str, Any] = GPT, **changes: Any) -> Trial:
-    """A run directory with a `train.json`: the tiny model with some fields changed.
+def once(key: str, make: Callable[[Path], object]) -> Path:
+    """A directory for this key: who asks first makes what is in it, the others wait for that."""
+    directory = shared_directory() / hashlib.sha256(key.encode()).hexdigest()[:20]
+    made = directory.with_suffix(".made")
+    with directory.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            if not made.exists():
+                shutil.rmtree(directory, ignore_errors=True)  # of a try that has failed
+                make(directory)
+                made.touch()
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # forked processes have this file open, too
+    return directory
+
+
+def shared_indexes() -> Path:
+    """Where the orders of mock tokens are, 75 MB for each seed and length, for all trials."""
+    return shared_directory() / "indexes"
+
+
+def config_of(base: dict[str, Any], **changes: Any) -> Any:
+    """The tiny model with some fields changed.
 
     Trials with mock tokens share a cache of their orders, unless `data_cache` says otherwise.
     """
@@ -261,10 +304,39 @@ def make_trial(directory: Path, base: dict[str, Any] = GPT, **changes: Any) -> T
     mock_tokens = getattr(config, "data_format", "tokens") == "tokens" and not config.data_blend
     if mock_tokens and "data_cache" not in changes:
         config = config.model_copy(update={"data_cache": str(shared_indexes())})
+    return config
+
+
+def make_trial(directory: Path, base: dict[str, Any] = GPT, **changes: Any) -> Trial:
+    """A run directory with a `train.json`."""
+    config = config_of(base, **changes)
     run = RunLayout(directory)
     run.create()
     run.train_config.write_text(config.model_dump_json())
     return Trial(run, config)
+
+
+@dataclass(frozen=True)
+class Trained(Trial):
+    """A whole run that all tests read, and that nobody trains any further or changes."""
+
+    def start(self, **_: Any) -> prefork.Ranks:
+        raise AssertionError("other tests read this run: `adopt` its checkpoints into another one")
+
+
+def trained(base: dict[str, Any] = GPT, **changes: Any) -> Trained:
+    """A whole run with these settings to read or to go on from, trained by the first who asks.
+
+    It has a checkpoint after every second step, unless the settings say otherwise: tests ask for
+    the same few runs as far as they can.
+    """
+    config = config_of(base, **{"save_interval_steps": 2, **changes})
+
+    def train(directory: Path) -> None:
+        made = make_trial(directory, {}, **config.model_dump(mode="json"))
+        assert set(made.train()) == {0}
+
+    return Trained(RunLayout(once(config.model_dump_json(), train)), config)
 
 
 def largest_difference(one: Trial, other: Trial, first_step: int) -> tuple[float, float]:

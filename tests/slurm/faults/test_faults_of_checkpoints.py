@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,7 @@ def small_disk(stage: Stage) -> Iterator[Path]:
     """A file system of its own with enough room; these tests run as root."""
     place = stage.directory / "small"
     place.mkdir()
-    mount(place, "size=60M")
+    mount(place, "size=80M")
     yield place
     subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
 
@@ -93,7 +94,9 @@ def test_a_full_disk_stops_the_run_and_deletes_nothing(
     words = ("name=full", "checkpoint.keep=9", f"data.cache={cache}")
     rehearsal = small.start(*words, planned=waits_for("room", 5))
     rehearsal.wait_for_step(4)
-    mount(small_disk, "remount,size=7M")  # two checkpoints and a half
+    one = reference.layout.checkpoints / checkpoint_name(10)
+    room = 2.5 * sum(file.stat().st_size for file in one.iterdir())
+    mount(small_disk, f"remount,size={shutil.disk_usage(small_disk).used + round(room)}")
     rehearsal.say("room")
     fault = Fault(29, "the file system of the checkpoints is full after the second one")
     survival.ended(
