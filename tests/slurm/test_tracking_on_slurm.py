@@ -53,6 +53,7 @@ def describe(rehearsal: Rehearsal) -> str:
     return hpctrain("describe", rehearsal.run.run_id, "--runs", runs).stdout
 
 
+@pytest.mark.stand_in
 def test_a_run_that_rewinds_and_is_preempted_has_one_curve(
     stage: Stage, reference: RunFiles
 ) -> None:
