@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="needs the megatron extra")
 
 # Before any test module imports megatron-core: the CPU layer must come first.
 import trial_runs
-from trial_runs import GPT, LLAMA, Trained, Trial, make_trial, trained
+from trial_runs import GPT, LLAMA, Trained, Trial, make_trial, trained, two_micro_batches
 
 import hpctrain.train.engines.megatron.assembly
 from hpctrain.train import software
@@ -35,6 +35,7 @@ def trial(tmp_path: Path) -> Callable[..., Trial]:
     made: list[Trial] = []
 
     def make(base: dict[str, Any] = GPT, **changes: Any) -> Trial:
+        changes = two_micro_batches(base, **changes)
         made.append(make_trial(tmp_path / f"run-{len(made)}", base, **changes))
         return made[-1]
 

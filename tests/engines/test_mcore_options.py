@@ -84,7 +84,7 @@ def test_recomputing_some_layers_changes_no_bit(layers: int, trial: Callable[...
     calls = some.run.directory / "calls"
     assert some.train(prepare=counting(calls, *CHECKPOINT)) == [0]
     assert plain.exact == some.exact and len(plain.exact) == 6
-    microbatches = GPT["global_batch_size"] // GPT["micro_batch_size"]
+    microbatches = GPT["global_batch_size"] // some.config.micro_batch_size
     assert len(calls.read_text()) == layers * microbatches * 6
 
 

@@ -29,20 +29,20 @@ def test_a_layout_of_bert_equals_one_process(
     name: str, reference: Trial, trial: Callable[..., Trial]
 ) -> None:
     layout = trial(BERT, **LAYOUTS[name])
-    layout.adopt(reference, 2)
-    assert set(layout.train(resume=2)) == {0}
-    loss, norm = largest_difference(layout, reference, 3)
+    layout.adopt(reference, 4)
+    assert set(layout.train(resume=4)) == {0}
+    loss, norm = largest_difference(layout, reference, 5)
     assert loss <= TOLERANCE
     assert norm <= TOLERANCE
 
 
 def test_bert_resumes_bit_by_bit(trial: Callable[..., Trial]) -> None:
     settings = dict(dropout=0.1, **PP2)
-    whole = trained(BERT, save_interval_steps=3, eval_interval_steps=3, **settings)
-    resumed = trial(BERT, eval_interval_steps=3, **settings)
-    resumed.adopt(whole, 3)
-    assert set(resumed.train(resume=3)) == {0}
-    assert resumed.exact == {step: whole.exact[step] for step in range(4, 7)}
+    whole = trained(BERT, eval_interval_steps=2, **settings)
+    resumed = trial(BERT, eval_interval_steps=2, **settings)
+    resumed.adopt(whole, 4)
+    assert set(resumed.train(resume=4)) == {0}
+    assert resumed.exact == {step: whole.exact[step] for step in (5, 6)}
 
 
 def _see_only_what_came_before() -> None:

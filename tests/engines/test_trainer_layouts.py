@@ -1,6 +1,6 @@
 """Every layout computes what one process computes, from the same weights.
 
-The layouts resume from the checkpoint that the reference run on one process wrote after step 2
+The layouts resume from the checkpoint that the reference run on one process wrote after step 4
 and train to step 6. Loss and gradient norm are compared: a wrong gradient with a right loss is the
 likelier fault of the two.
 """
@@ -54,9 +54,9 @@ def test_layout_equals_one_process(
     name: str, gpt_reference: Trial, trial: Callable[..., Trial]
 ) -> None:
     layout = trial(**LAYOUTS[name])
-    layout.adopt(gpt_reference, 2)
-    assert set(layout.train(resume=2)) == {0}
-    loss, norm = largest_difference(layout, gpt_reference, 3)
+    layout.adopt(gpt_reference, 4)
+    assert set(layout.train(resume=4)) == {0}
+    loss, norm = largest_difference(layout, gpt_reference, 5)
     assert loss <= TOLERANCE
     assert norm <= TOLERANCE
 
@@ -67,9 +67,9 @@ def test_llama_layout_equals_one_process(
     name: str, llama_reference: Trial, trial: Callable[..., Trial]
 ) -> None:
     layout = trial(LLAMA, **LAYOUTS[name])
-    layout.adopt(llama_reference, 2)
-    assert set(layout.train(resume=2)) == {0}
-    loss, norm = largest_difference(layout, llama_reference, 3)
+    layout.adopt(llama_reference, 4)
+    assert set(layout.train(resume=4)) == {0}
+    loss, norm = largest_difference(layout, llama_reference, 5)
     assert loss <= TOLERANCE
     assert norm <= TOLERANCE
 

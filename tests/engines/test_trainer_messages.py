@@ -76,8 +76,9 @@ def test_tensors_and_pipeline_of_megatron(trial: Callable[..., Trial]) -> None:
     assert [axis.axis for axis in record.axes] == ["tp", "pp", "other"]
     tensors, stages = the_axis(record, "tp"), the_axis(record, "pp")
     assert tensors.groups == (0, 0, 2, 2) and stages.groups == (0, 1, 0, 1)
-    microbatches = 4
-    activations = FP32_BYTES * GPT["seq_length"] * GPT["micro_batch_size"] * GPT["hidden_size"]
+    size = run.config.micro_batch_size
+    microbatches = GPT["global_batch_size"] // size
+    activations = FP32_BYTES * GPT["seq_length"] * size * GPT["hidden_size"]
     # between a sender and its receiver nothing else passes but weights that both have
     shared = FP32_BYTES * GPT["padded_vocab_size"] * GPT["hidden_size"] // 2
     sent = {(link.source, link.target): link.bytes for link in record.links}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from trial_runs import LIMIT_SECONDS, MODULE_GPT, Trial
 
+from bench import prefork
 from bench.free_ports import free_port
 from hpctrain.store.run_records import TrainerExit
 
@@ -172,10 +173,9 @@ def test_a_port_in_use_is_named(trial: Callable[..., Trial]) -> None:
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
-        port = str(other.getsockname()[1])
-        rank = _start(["-m", "hpctrain.train"], made.run.train_config, 0, 1, MASTER_PORT=port)
-        output = rank.communicate(timeout=LIMIT_SECONDS)
-    assert rank.returncode == TrainerExit.CRASH, output
+        variables = {"HPCTRAIN_EPOCH": "0", "MASTER_PORT": str(other.getsockname()[1])}
+        ranks = prefork.start(made.run.train_config, 1, made.run.logs, environment=variables)
+        assert ranks.wait(LIMIT_SECONDS) == [TrainerExit.CRASH], ranks.log()
     assert made.exits()[0].cause == "port"
 
 

@@ -87,7 +87,7 @@ def _writes_until(path: Path) -> None:
 
 def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Trial]) -> None:
     """It asks for the state of now, which the save under way does not have."""
-    asked = trial(async_save=True, train_steps=40, lr_decay_steps=40)
+    asked = trial(async_save=True, train_steps=25, lr_decay_steps=25)
     twice = asked.run.directory / "twice"
     ranks = asked.start(prepare=lambda: _writes_until(twice))
     asked.wait_for_step(1, ranks)
