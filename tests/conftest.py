@@ -64,6 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeavesOut(), "leaves-out")
     if hasattr(config, "workerinput"):
+        # Linux shares processors between sessions (sched(7), autogroup): each step of Slurm is one,
+        # beside which the tests of one terminal would starve.
+        os.setsid()
         return
     if config.getoption("--write-reliability"):
         config.pluginmanager.register(ReliabilityReport(), "reliability")

@@ -29,6 +29,8 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import RankTimes, StepMetrics, lineage, read_metrics, read_record
 
+pytestmark = pytest.mark.nightly("the tiny twins of the examples, all of which train")
+
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Other partial sums of fp32 numbers, over 60 steps.
