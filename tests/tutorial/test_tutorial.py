@@ -32,7 +32,7 @@ from hpctrain.sandbox.sandbox import Sandbox
 PAGE = ROOT / "docs" / "tutorial.md"
 _PATIENCE_SECONDS = 300.0
 # Each look starts a Python, beside ranks that train.
-_PAUSE_SECONDS = 2.5
+_PAUSE_SECONDS = 5.0
 
 
 @dataclass
