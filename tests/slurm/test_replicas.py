@@ -121,7 +121,7 @@ def test_an_engine_that_never_fits_is_given_up(sandbox: Sandbox, tmp_path: Path)
         assert last.action == ActionKind.STOP and "serve plan" in (last.reason or "")
 
 
-@pytest.mark.variant("test_a_night_loses_only_what_died_with_its_replica")
+@pytest.mark.variant("test_nodes_that_die_are_left_for_others")
 def test_a_replica_whose_node_dies_comes_back_elsewhere(sandbox: Sandbox, tmp_path: Path) -> None:
     with replica_on(sandbox, tmp_path) as replica:
         first = replica.await_endpoint()
