@@ -20,7 +20,15 @@ from deepspeed_trials import (
     ZERO_TP2_PP2,
     words_of,
 )
-from trial_runs import Trial, largest_difference, trained
+from trial_runs import (
+    Trial,
+    config_of,
+    largest_difference,
+    make_trial,
+    once,
+    trained,
+    two_micro_batches,
+)
 from variants import varied
 
 from hpctrain.checkpoints.manifest import (
@@ -34,6 +42,7 @@ from hpctrain.checkpoints.publish import TRACKER_NAME
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError
+from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import TrainerExit
 from hpctrain.train.engines.deepspeed.universal_checkpoint import refuse_unreadable_layout
 
@@ -46,6 +55,19 @@ SPLIT: dict[str, Any] = dict(model=PLAIN_LLAMA["model"], tensor_parallel=2)
 def of_stage(stage: int) -> Trial:
     """A run of two ranks, with checkpoints."""
     return trained(ZERO, zero_stage=stage)
+
+
+def moved_to(stage: int, ranks: int, now: int) -> Trial:
+    """The rest of a run of two ranks, on so many ranks at another stage."""
+    changes = two_micro_batches(ZERO, zero_stage=now, data_parallel_size=ranks)
+
+    def train(directory: Path) -> None:
+        moved = make_trial(directory, ZERO, **changes)
+        moved.adopt(of_stage(stage), 4)
+        assert moved.train(resume=4) == [0] * ranks
+
+    place = once(f"stage {stage}, moved to {ranks} ranks at stage {now}", train)
+    return Trial(RunLayout(place), config_of(ZERO, **changes))
 
 
 RESUMED: dict[str, dict[str, Any]] = {
@@ -78,15 +100,10 @@ def test_a_resume_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
         pytest.param(3, 4, 3, marks=pytest.mark.variant),
     ],
 )
-def test_other_ranks_go_on_within_rounding(
-    stage: int, ranks: int, now: int, trial: Callable[..., Trial]
-) -> None:
+def test_other_ranks_go_on_within_rounding(stage: int, ranks: int, now: int) -> None:
     """By the universal format, which stages 1 and 2 share. With two groups of weights: stage 3
     loads them with one number of steps and one weight decay for both, which is put right."""
-    source = of_stage(stage)
-    moved = trial(ZERO, zero_stage=now, data_parallel_size=ranks)
-    moved.adopt(source, 4)
-    assert moved.train(resume=4) == [0] * ranks
+    source, moved = of_stage(stage), moved_to(stage, ranks, now)
     loss, norm = largest_difference(moved, source, 5)
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
     assert "re-seeded:_saved_with_2_ranks" in words_of(moved)
@@ -95,10 +112,8 @@ def test_other_ranks_go_on_within_rounding(
 
 def test_a_changed_conversion_is_made_again(trial: Callable[..., Trial]) -> None:
     """It has digests of its own, and what it was made of is still there."""
-    moved = trial(ZERO, data_parallel_size=1)
-    moved.adopt(of_stage(1), 4)
-    assert moved.train(resume=4) == [0]
-    changed = trial(ZERO, data_parallel_size=1)
+    moved = moved_to(3, 1, 3)
+    changed = trial(ZERO, zero_stage=3, data_parallel_size=1)
     changed.adopt(moved, 4)
     target = changed.run.checkpoints / checkpoint_name(4) / "universal"
     weights = max(target.rglob("*.pt"), key=lambda path: path.stat().st_size)

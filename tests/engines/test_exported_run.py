@@ -115,12 +115,19 @@ def test_pods_train_as_slurm_does_and_hosts_go_on_after_a_failure(
     assert {row.step for row in read_metrics(run) if row.epoch == 2} == {5, 6}
     assert losses(run) == losses(reference.run)
     assert f"launch 2 of tiny, from {checkpoint_name(4)}" in shown(logs)
+    assert current_epoch(run.epochs) == 2
 
-    # the directory has another run of this name: all nodes say so, and end for good
+
+@pytest.mark.variant("test_pods_train_as_slurm_does_and_hosts_go_on_after_a_failure")
+def test_another_run_of_this_name_has_begun_there(tmp_path: Path, prepared: Prepared) -> None:
+    """All nodes say so, and end for good."""
+    run, logs = RunLayout(tmp_path / "runs" / "tiny"), tmp_path / "logs"
+    run.directory.parent.mkdir()
+    assert ended(launched(pods(prepared, run, logs)), logs) == [0, 0]
     changed = replace(prepared, train=prepared.train.model_copy(update={"seed": 4321}))
     assert ended(launched(pods(changed, run, logs)), logs) == [TrainerExit.CONFIG_ERROR] * 2
     assert shown(logs).count("another run has begun there") == 2
-    assert current_epoch(run.epochs) == 2
+    assert current_epoch(run.epochs) == 1
 
 
 def pods(prepared: Prepared, run: RunLayout, logs: Path) -> Start:

@@ -62,7 +62,8 @@ def test_a_weight_with_fewer_rows_than_ranks_is_saved_and_resumed(
 ) -> None:
     """BERT's embedding of two segments, over three ranks: one of them has nothing of it."""
     three = dict(engine="fsdp", data_parallel_size=3, shard_size=3, micro_batch_size=1)
-    settings = dict(MASKED, **SHORT, **{**three, "global_batch_size": 6})
+    small = dict(model={**MASKED["model"], "layers": 1}, global_batch_size=6)
+    settings = dict(MASKED, **SHORT, **three, **small)
     whole, again = trained(settings), trial(settings)
     again.adopt(whole, 2)
     assert again.train(resume=2) == [0] * 3

@@ -62,11 +62,12 @@ def _start(
 
 
 def test_as_srun_starts_it(trial: Callable[..., Trial]) -> None:
+    """Rank 0 also says what it has imported: see the tests below."""
     made = trial(train_steps=2, data_parallel_size=2, save_interval_steps=1)
     port = str(free_port())
     ranks = [
-        _start(["-m", "hpctrain.train"], made.run.train_config, rank, 2, MASTER_PORT=port)
-        for rank in range(2)
+        _start(program, made.run.train_config, rank, 2, MASTER_PORT=port)
+        for rank, program in enumerate((["-c", _WHOLE], ["-m", "hpctrain.train"]))
     ]
     outputs = [rank.communicate(timeout=LIMIT_SECONDS) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
@@ -76,6 +77,7 @@ def test_as_srun_starts_it(trial: Callable[..., Trial]) -> None:
         "step=1/2",
         "step=2/2",
     ]
+    assert log[-1] == "imported [] False"
     assert outputs[1] == ("", "")
     assert outputs[0][1] == ""
     assert made.exits()[0].node == "node0"
@@ -107,6 +109,7 @@ import transformers
 """
 
 
+@pytest.mark.variant("test_as_srun_starts_it")
 def test_a_rank_imports_nothing_that_it_does_not_use(
     trial: Callable[..., Trial],
 ) -> None:
@@ -136,7 +139,8 @@ runpy.run_module("hpctrain.train", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.variant), True])
+@pytest.mark.variant("test_as_srun_starts_it")
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_a_whole_run_imports_nothing_of_that(
     trial: Callable[..., Trial], deterministic: bool
 ) -> None:

@@ -133,26 +133,27 @@ def test_no_evaluation_is_begun_once_a_stop_is_agreed(
 
         Loop._propose = propose  # type: ignore[method-assign]
 
-    stopped = trial(**DP2, **EVALUATING)
-    assert stopped.train(prepare=prepare) == [YIELDED, YIELDED]
+    stopped = trial(**EVALUATING)
+    assert stopped.train(prepare=prepare) == [YIELDED]
     assert not list(computed.iterdir())
     assert published_steps(stopped.run.checkpoints) == [2]
-    again = stop_in_evaluation(1, batch=0)
-    assert go_on(stopped, 2, prepare=again) == [YIELDED, YIELDED]
+    again = stop_in_evaluation(1, batch=0, rank=0)
+    assert go_on(stopped, 2, prepare=again) == [YIELDED]
     assert evaluations(stopped) == {2: None}, "left while it was made up for"
-    assert go_on(stopped, 2) == [0, 0]
-    whole = trained(**DP2, **EVALUATING)
+    assert go_on(stopped, 2) == [0]
+    whole = trained(**EVALUATING)
     assert (stopped.exact, evaluations(stopped)) == (whole.exact, evaluations(whole))
 
 
 def test_a_run_is_not_done_before_its_last_evaluation(trial: Callable[..., Trial]) -> None:
-    last = trial(**DP2, **EVALUATING)
+    settings = dict(PP2, dropout=0.1, **EVALUATING)
+    last = trial(**settings)
     assert last.train(prepare=stop_in_evaluation(3, batch=0)) == [YIELDED, YIELDED]
     assert published_steps(last.run.checkpoints) == [6]
     assert not last.run.done.exists()
     assert go_on(last, 6) == [0, 0]
     assert last.run.done.exists()
-    whole = trained(**DP2, **EVALUATING)
+    whole = trained(**settings)
     assert (last.exact, evaluations(last)) == (whole.exact, evaluations(whole))
     assert len(read_saves(last.run)) == 1, "the second launch has nothing new to save"
 

@@ -137,6 +137,7 @@ MOE: dict[str, Any] = dict(
     moe_ffn_hidden_size=48,
     moe_shared_expert_intermediate_size=32,
     moe_first_dense_layers=1,
+    global_batch_size=4,  # of micro-batches of two, with any layout: see `two_micro_batches`
 )
 
 
