@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Test processes side by side: those that compute, and those that wait, each for a Slurm of its own
 # (tests/lanes.py).
 COMPUTE ?= $(shell nproc)
-WAIT ?= $(shell expr 3 \* $(COMPUTE))
+WAIT ?= $(shell expr 2 \* $(COMPUTE) + 1)
 LANES = $(PYTHON) tests/lanes.py --compute $(COMPUTE) --wait $(WAIT)
 .DEFAULT_GOAL := help
 # Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.

@@ -60,7 +60,7 @@ def exit_code(codes: Sequence[int], found: Counter[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests in two lanes side by side.")
     parser.add_argument("--compute", type=int, default=os.cpu_count() or 1, metavar="N")
-    parser.add_argument("--wait", type=int, default=3 * (os.cpu_count() or 1), metavar="N")
+    parser.add_argument("--wait", type=int, default=2 * (os.cpu_count() or 1) + 1, metavar="N")
     arguments, options = parser.parse_known_args()
     begun = time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
