@@ -131,7 +131,7 @@ def test_refusals_are_those_of_megatron() -> None:
     assert seen == {True, False}
 
 
-@pytest.mark.variant("test_a_checkpoint_goes_from_one_order_to_the_other")
+@pytest.mark.variant("test_resume_at_other_layouts")
 @pytest.mark.parametrize("name", ["plain", "interleaved, overlap"])
 def test_the_order_changes_no_loss(name: str, trial: Callable[..., Trial]) -> None:
     """Two replicas add the same two gradients, whichever ranks they are on."""
@@ -145,6 +145,7 @@ def test_the_order_changes_no_loss(name: str, trial: Callable[..., Trial]) -> No
     assert largest_difference(near, far, 1)[1] <= NORM_TOLERANCE
 
 
+@pytest.mark.variant("test_resume_at_other_layouts")
 def test_a_checkpoint_goes_from_one_order_to_the_other(trial: Callable[..., Trial]) -> None:
     """Plans change: a run that was saved in one order goes on in the other."""
     common = dict(FOUR, dropout=0.1, clip_grad=UNCLIPPED)

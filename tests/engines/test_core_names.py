@@ -143,6 +143,7 @@ def test_an_unknown_newer_version_trains_with_a_warning(trial: Callable[..., Tri
     assert record.facts.megatron_core == unknown and "0.16.1 or 0.19.2" in remark
 
 
+@pytest.mark.variant("test_every_used_name_is_listed")
 def test_a_checkout_in_the_path_is_the_version(tmp_path: Path) -> None:
     """As in containers: an installed package's metadata would name another version."""
     core = tmp_path / "megatron" / "core"

@@ -272,6 +272,7 @@ def test_readers_end_with_a_rank_that_is_gone(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.variant("test_readers_end_with_a_rank_that_is_gone")
 def test_an_interpreter_ends_that_has_readers(tmp_path: Path) -> None:
     """At its end Python sends SIGTERM to its children, and waits for them."""
     code = "ahead = t.reading_ahead(path, 1); print(len(t.pixels(ahead, 0)))"

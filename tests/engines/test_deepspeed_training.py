@@ -68,6 +68,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.variant("test_each_loss_counts_the_same_where_few_do")
 @pytest.mark.parametrize("kind", varied(OTHERS, "lora"))
 def test_divided_weights_of_other_kinds(kind: str, trial: Callable[..., Trial]) -> None:
     base, changes = OTHERS[kind]
@@ -92,6 +93,7 @@ def test_two_stages_are_one_model(kind: str, trial: Callable[..., Trial], gpt: T
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 
+@pytest.mark.variant("test_losses_are_those_of_one_process")
 @pytest.mark.parametrize("precision", varied(["fp32", "bf16"], "fp32"))
 def test_stages_of_llama(precision: str, trial: Callable[..., Trial]) -> None:
     """Uneven ones, one of which reads nothing; with rotary angles and a mask of each block's own.
@@ -116,6 +118,7 @@ SPLIT: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
+@pytest.mark.variant("test_losses_are_those_of_one_process")
 @pytest.mark.parametrize("kind", varied(SPLIT, "stage 2, recomputed"))
 def test_weights_split_over_ranks(kind: str, trial: Callable[..., Trial]) -> None:
     """In both kinds of pipelines and without: words that two ranks share unevenly and that are one
@@ -181,7 +184,9 @@ def bert() -> Trial:
     return trained(MASKED)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.variant), 3])
+@pytest.mark.parametrize(
+    "stage", [3, *(pytest.param(n, marks=pytest.mark.variant) for n in (0, 1))]
+)
 def test_each_loss_counts_the_same_where_few_do(
     stage: int, trial: Callable[..., Trial], bert: Trial
 ) -> None:
@@ -192,6 +197,7 @@ def test_each_loss_counts_the_same_where_few_do(
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 
+@pytest.mark.variant("test_each_loss_counts_the_same_where_few_do")
 def test_each_loss_counts_the_same_in_bf16(trial: Callable[..., Trial], bert: Trial) -> None:
     """Stage 1 has an optimizer class of its own there (BF16_Optimizer), without a scale."""
     changes = dict(model=MASKED["model"], task=MASKED["task"], precision="bf16")
@@ -201,7 +207,7 @@ def test_each_loss_counts_the_same_in_bf16(trial: Callable[..., Trial], bert: Tr
     assert loss < 2e-3 and norm < 0.05
 
 
-@pytest.mark.variant("test_each_loss_counts_the_same_in_bf16")
+@pytest.mark.variant("test_each_loss_counts_the_same_where_few_do")
 def test_bf16_stays_near_fp32(trial: Callable[..., Trial], gpt: Trial) -> None:
     spread = trial(ZERO, zero_stage=2, precision="bf16")
     assert spread.train() == [0, 0]

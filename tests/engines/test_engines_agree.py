@@ -158,10 +158,8 @@ def plain(family: str) -> Told:
 ALWAYS = (
     "ddp",
     "fsdp",
-    "deepspeed, ZeRO 1",
     "deepspeed, ZeRO 3",
     "deepspeed, two stages",
-    "deepspeed, tp 2, ZeRO 0",
 )
 
 

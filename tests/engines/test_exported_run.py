@@ -26,6 +26,8 @@ from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import TrainerExit, read_metrics
 
+pytestmark = pytest.mark.nightly("each launch is four processes that import torch")
+
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = "localhost,127.0.0.1"
 SPEC = """

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
+from variants import varied
 
 from hpctrain.actions.plan import load, plan_option
 from hpctrain.engines.documents import train_config
@@ -181,7 +182,9 @@ def counted_bytes(config: ModuleConfig, plan: Plan) -> int:
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", varied(CASES, "gpt, bf16", "llama, autocast", "resnet, autocast", "gpt, recomputed")
+)
 def test_a_plan_says_what_a_step_holds(name: str, tmp_path: Path) -> None:
     document, more = CASES[name]
     plan, config = planned(tmp_path, document)

@@ -61,6 +61,7 @@ def count(directory: Path) -> None:
     (directory / "told.json").write_text(json.dumps(told))
 
 
+@pytest.mark.variant("test_a_plan_says_what_a_step_holds")
 @pytest.mark.usefixtures("stand_ins")
 def test_a_plan_says_what_a_rank_of_two_holds(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=count, args=(tmp_path,))

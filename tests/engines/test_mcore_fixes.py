@@ -83,6 +83,7 @@ def test_steps_are_shared_without_the_fix(trial: Callable[..., Trial]) -> None:
     assert _resumed(trained(**DP2), trial(), _shared_steps) > 1e-3
 
 
+@pytest.mark.variant("test_resume_is_exact")
 @pytest.mark.parametrize("settings", [{}, {"use_distributed_optimizer": False}])
 def test_both_kinds_of_optimizer_resume_exactly(
     settings: dict[str, Any], trial: Callable[..., Trial]

@@ -76,6 +76,7 @@ def test_the_trainer_asks_for_graphs_and_userbuffers(trial: Callable[..., Trial]
     assert {place: len(path.read_text()) for place, path in calls.items()} == TIMES
 
 
+@pytest.mark.variant("test_recompute_changes_no_bit")
 @pytest.mark.parametrize("layers", [pytest.param(1, marks=pytest.mark.variant), 3])
 def test_recomputing_some_layers_changes_no_bit(layers: int, trial: Callable[..., Trial]) -> None:
     """The first layers of a chunk are run twice, the others once."""
@@ -92,6 +93,7 @@ def test_recomputing_some_layers_changes_no_bit(layers: int, trial: Callable[...
 PART = {"mlp": CHECKPOINT, "moe": CHECKPOINT}
 
 
+@pytest.mark.variant("test_recompute_changes_no_bit")
 @pytest.mark.parametrize(
     "modules",
     [
@@ -115,6 +117,7 @@ def test_recomputing_parts_of_each_layer_changes_no_bit(
 SUMMED_IN_BF16 = dict(DP2, precision="bf16", dropout=0.1, grad_reduce_in_fp32=False)
 
 
+@pytest.mark.variant("test_the_fused_loss_is_the_loss")
 def test_gradients_summed_in_bf16_follow_those_in_fp32() -> None:
     """Other numbers, because each sum is rounded, and as good ones."""
     full, half = trained(precision="bf16", dropout=0.1, **DP2), trained(**SUMMED_IN_BF16)
@@ -157,6 +160,7 @@ def one_process() -> Trial:
     return trained(MOE)
 
 
+@pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
 @pytest.mark.parametrize("name", varied(ETP_LAYOUTS, "tp2 etp2"))
 def test_experts_split_over_ranks_equal_one_process(name: str) -> None:
     """From the first step on: initial weights do not depend on the layout."""

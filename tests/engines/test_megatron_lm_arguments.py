@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from trial_runs import once
+from variants import varied
 
 from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments, megatron_lm_config
 from hpctrain.plan.planner import make_plan
@@ -138,7 +139,7 @@ def test_a_real_parser_is_here() -> None:
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", varied(CASES, "gpt175b", "resumed", "uneven"))
 def test_accepted(checkout: Path, name: str) -> None:
     answer = answers(checkout)[name]
     assert "refused" not in answer, answer["refused"]

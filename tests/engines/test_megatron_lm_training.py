@@ -129,6 +129,7 @@ def test_resumed_as_if_nothing_had_happened(
         )
 
 
+@pytest.mark.variant("test_resumed_as_if_nothing_had_happened")
 def test_resumed_on_fewer_ranks(whole: RealTrial, tmp_path: Path) -> None:
     """The state of Adam, which two ranks have shared, is one rank's now."""
     made = make_real_trial(tmp_path / "alone", data_parallel_size=1)
@@ -140,6 +141,7 @@ def test_resumed_on_fewer_ranks(whole: RealTrial, tmp_path: Path) -> None:
         assert row.grad_norm == pytest.approx(same.grad_norm, rel=0, abs=2e-3)
 
 
+@pytest.mark.variant("test_resumed_as_if_nothing_had_happened")
 def test_a_checkpoint_of_another_model_is_not_loaded(whole: RealTrial, tmp_path: Path) -> None:
     """What Megatron-LM refuses to load ends the launch; nothing is trained from step 0."""
     changes = dict(num_layers=2, pipeline_layer_split=((2,),), data_parallel_size=1)
@@ -177,6 +179,7 @@ def _noting(directory: Path) -> dict[str, str]:
     return {"COMPUTED": str(directory)}
 
 
+@pytest.mark.variant("test_resumed_as_if_nothing_had_happened")
 def test_a_stop_during_the_start_leaves_it(tmp_path: Path) -> None:
     """Once its parser has run, Megatron-LM itself would train a step first."""
     made = make_real_trial(tmp_path / "starting", entry=ASKED)

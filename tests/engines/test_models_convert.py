@@ -124,7 +124,11 @@ TP2_PP2: dict[str, Any] = dict(
 
 
 @pytest.mark.parametrize(
-    ("module", "core"), [(MODULE_LLAMA, LLAMA), (MODULE_GPT, GPT)], ids=["llama", "gpt"]
+    ("module", "core"),
+    [
+        pytest.param(MODULE_LLAMA, LLAMA, id="llama"),
+        pytest.param(MODULE_GPT, GPT, id="gpt", marks=pytest.mark.variant),
+    ],
 )
 def test_both_train_alike_from_one_directory(
     module: dict[str, Any], core: dict[str, Any], tmp_path: Path, trial: Callable[..., Trial]

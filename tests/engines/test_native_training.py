@@ -71,7 +71,7 @@ MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", varied(MOVES, "to ddp"))
 def test_a_checkpoint_moves_to_other_ranks_and_engines(
     move: str, trial: Callable[..., Trial]
 ) -> None:
@@ -85,6 +85,7 @@ def test_a_checkpoint_moves_to_other_ranks_and_engines(
     assert "re-seeded" in "".join(path.read_text() for path in moved.run.logs.rglob("*.log"))
 
 
+@pytest.mark.variant("test_losses_are_those_of_one_process")
 @pytest.mark.parametrize("hook", varied(["bf16", "powersgd", "hierarchical"], "hierarchical"))
 def test_fewer_bytes_between_nodes(hook: str, trial: Callable[..., Trial]) -> None:
     """Two nodes of two ranks. Not exact, or the hook was not there; near, or it does harm."""

@@ -293,6 +293,7 @@ print(json.dumps([found.encode(["some words", "more"]), found.vocab_size, found.
 """
 
 
+@pytest.mark.variant("test_errors_of_the_user_are_one_message_and_no_traceback")
 def test_a_tokenizer_beside_a_model(tmp_path: Path, tokenizer: Path) -> None:
     """config.json makes transformers import the model's module, and packages along with it."""
     whole = tmp_path / "model"

@@ -24,6 +24,7 @@ def reference() -> Trial:
     return trained(BERT)
 
 
+@pytest.mark.variant("test_layout_equals_one_process")
 @pytest.mark.parametrize("name", varied(LAYOUTS, "tp2 sp pp2"))
 def test_a_layout_of_bert_equals_one_process(
     name: str, reference: Trial, trial: Callable[..., Trial]

@@ -157,6 +157,7 @@ def test_data_that_cannot_be_read_is_named(tmp_path: Path, trial: Callable[..., 
     assert "cannot be read" in (record.message or "")
 
 
+@pytest.mark.variant("test_layouts_and_resumes_see_the_same_samples")
 def test_copies_on_the_node_are_what_is_read_and_change_nothing(
     blend: Blend, trial: Callable[..., Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def _read_slowly() -> None:
     TokenSamples.microbatches = microbatches
 
 
+@pytest.mark.variant("test_a_slow_link_is_found_by_a_trace")
 def test_a_slow_loader_is_found(small: Callable[..., Trial]) -> None:
     slow = small(WINDOWS)
     assert slow.train(prepare=_read_slowly) == [0, 0]

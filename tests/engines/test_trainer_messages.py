@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from deepspeed_trials import ZERO
 from trial_runs import EVALUATING, GPT, MODULE_GPT, TP2_PP2, Trial, trained
 
@@ -51,6 +52,7 @@ def test_gradients_of_ddp_that_cpp_sums(trial: Callable[..., Trial]) -> None:
     assert ends == [(0, 1, axis.bytes[0]), (1, 0, axis.bytes[1])]
 
 
+@pytest.mark.variant("test_tensors_and_pipeline_of_megatron")
 def test_weights_that_fsdp_gathers(trial: Callable[..., Trial]) -> None:
     """Half of the weights for each pass of two microbatches, and all gradients once."""
     (axis,) = measured(trial(FSDP, **OFTEN)).axes

@@ -160,6 +160,7 @@ def test_a_signal_while_torch_is_imported(trial: Callable[..., Trial]) -> None:
     assert made.rows == []
 
 
+@pytest.mark.variant("test_a_signal_while_torch_is_imported")
 def test_stacks_while_torch_is_imported(trial: Callable[..., Trial]) -> None:
     """A rank may hang in an import from a file system that does not answer."""
     made = trial(train_steps=1)
@@ -203,6 +204,7 @@ while [ "$1" != -m ]; do program=$1; shift; done
 """
 
 
+@pytest.mark.variant("test_as_srun_starts_it")
 def test_a_rank_below_nsight_stops_when_slurm_says_so(
     trial: Callable[..., Trial], tmp_path: Path
 ) -> None:

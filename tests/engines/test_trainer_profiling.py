@@ -36,7 +36,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("engine", varied(ENGINES, "megatron", "fsdp"))
+@pytest.mark.parametrize("engine", varied(ENGINES, "megatron"))
 def test_chosen_steps_are_traced_and_nothing_changes(
     engine: str, trial: Callable[..., Trial]
 ) -> None:

@@ -33,10 +33,13 @@ VARIANT = pytest.mark.variant  # of its own test: the others always run
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(TP2_PP2, dropout=0.1, async_save=True),
-        dict(DP2, dropout=0.1, precision="bf16"),
+        pytest.param(dict(TP2_PP2, dropout=0.1, async_save=True), id="tp2 pp2, fp32, async"),
+        pytest.param(
+            dict(DP2, dropout=0.1, precision="bf16"),
+            id="dp2 overlap, bf16, sync",
+            marks=pytest.mark.variant,
+        ),
     ],
-    ids=["tp2 pp2, fp32, async", "dp2 overlap, bf16, sync"],
 )
 def test_resume_is_exact(settings: dict[str, Any], trial: Callable[..., Trial]) -> None:
     whole = trained(**settings, **EVALUATING)
@@ -75,6 +78,7 @@ EXPERTS = dict(
 OWN_PARTS = dict(optimizer_sharding="dp_reshardable", ddp_bucket_size=3000)
 
 
+@pytest.mark.variant("test_resume_is_exact")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -100,6 +104,7 @@ def test_resume_is_exact_when_each_rank_saves_its_own(
 DENSE = dict(DP2, dropout=0.0, micro_batch_size=1, **OWN_PARTS)
 
 
+@pytest.mark.variant("test_resume_at_other_layouts")
 @pytest.mark.parametrize("kind", varied(["dense", "dense, more", "experts"], "dense"))
 def test_another_dp_goes_on_within_rounding(kind: str, trial: Callable[..., Trial]) -> None:
     """What a run does that may go on with fewer nodes: each rank saves its own part, and the ranks
@@ -112,6 +117,7 @@ def test_another_dp_goes_on_within_rounding(kind: str, trial: Callable[..., Tria
     assert loss < 1e-5 and norm < 1e-4
 
 
+@pytest.mark.variant("test_resume_at_other_layouts")
 def test_no_other_layout_when_each_rank_saves_its_own(trial: Callable[..., Trial]) -> None:
     """Said before anything is loaded: megatron-core would fail in the middle, or not at all."""
     source = trained(**DENSE)
@@ -186,6 +192,7 @@ def _weights(trial: Trial, step: int, place: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
+@pytest.mark.variant("test_resume_is_exact")
 def test_saved_weights_are_those_of_the_last_step(tmp_path: Path) -> None:
     """With overlap_param_gather half of each rank's weights are one step old until gathered."""
     plain, overlapped = trained(data_parallel_size=2), trained(**DP2)

@@ -63,6 +63,7 @@ def test_no_room_for_the_first_checkpoint(trial: Callable[..., Trial], small: Mo
     assert list(made.run.checkpoints.iterdir()) == []
 
 
+@pytest.mark.variant("test_full_in_the_middle_of_a_save")
 def test_the_estimate_is_near_the_truth(gpt_reference: Trial, trial: Callable[..., Trial]) -> None:
     found: list[float] = []
     for settings in ({}, dict(tensor_model_parallel_size=2), DP2):
@@ -112,7 +113,7 @@ def _look_away() -> None:
     ("size_bytes", "async_save"),
     [
         (ONE_AND_A_HALF, True),
-        (TWO_AND_A_HALF, False),
+        pytest.param(TWO_AND_A_HALF, False, marks=pytest.mark.variant),
         pytest.param(ONE_AND_A_HALF, False, marks=pytest.mark.variant),
         pytest.param(TWO_AND_A_HALF, True, marks=pytest.mark.variant),
     ],
@@ -132,6 +133,7 @@ def test_full_in_the_middle_of_a_save(
     assert not list(made.run.checkpoints.glob("*.partial-*"))
 
 
+@pytest.mark.variant("test_full_in_the_middle_of_a_save")
 def test_full_while_records_are_written(
     trial: Callable[..., Trial], small: Mount, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def _writes_until(path: Path) -> None:
     Loop.one_step = one_step  # type: ignore[method-assign]
 
 
+@pytest.mark.variant("test_a_save_on_request")
 def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Trial]) -> None:
     """It asks for the state of now, which the save under way does not have."""
     asked = trial(async_save=True, train_steps=25, lr_decay_steps=25)
@@ -216,6 +217,7 @@ def _patient_retirement() -> None:
     Retention.retire = patiently  # type: ignore[method-assign]
 
 
+@pytest.mark.variant("test_only_the_wanted_checkpoints_are_kept")
 def test_deleting_old_checkpoints_stops_nobody(trial: Callable[..., Trial]) -> None:
     made = trial(save_interval_steps=1, keep_checkpoints=1)
     assert made.train(prepare=_patient_retirement) == [0]
@@ -284,6 +286,7 @@ def _clock_of_steps() -> None:
     setattr(save_interval, "time", SimpleNamespace(monotonic=lambda: now))  # noqa: B010
 
 
+@pytest.mark.variant("test_saves_by_the_clock")
 def test_the_launch_s_failure_rate_sets_the_interval(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +330,7 @@ def _count_copied_bytes() -> None:
     Saver.begin = begin  # type: ignore[method-assign]
 
 
+@pytest.mark.variant("test_each_save_is_written_down")
 def test_training_waits_for_no_copies_on_a_cpu(trial: Callable[..., Trial]) -> None:
     """Its state is snapshotted by forking; what has to be copied, the writers copy."""
     made = trial(save_interval_steps=3, async_save=True, **DP2)

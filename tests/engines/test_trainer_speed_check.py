@@ -139,6 +139,7 @@ def one_link_is_slow() -> None:
     speed_measurements.dist = LateLink()  # type: ignore[assignment]
 
 
+@pytest.mark.variant("test_a_slow_rank_is_reported_and_training_goes_on_as_without")
 def test_a_slow_link_is_found_pair_by_pair(trial: Callable[..., Trial]) -> None:
     """The plan assumes more than the one group reaches, and its pairs show whose link it is."""
     given = checking("dp", expected=1e15, slow_link=0.05, slow_gpu=0.0001)
@@ -154,7 +155,12 @@ def test_a_slow_link_is_found_pair_by_pair(trial: Callable[..., Trial]) -> None:
 @pytest.mark.parametrize(
     ("base", "changes", "expected"),
     [
-        (MODULE_GPT, dict(engine="fsdp", shard_size=2, data_parallel_size=2), ["dp 2"]),
+        pytest.param(
+            MODULE_GPT,
+            dict(engine="fsdp", shard_size=2, data_parallel_size=2),
+            ["dp 2"],
+            marks=pytest.mark.variant,
+        ),
         (ZERO, dict(model=LLAMA_MODEL, tensor_parallel=2), ["tp 2", "dp 2"]),
         pytest.param(
             ZERO, dict(pipeline_stages=(1, 1)), ["pp 2", "not dp"], marks=pytest.mark.variant

@@ -97,8 +97,10 @@ def test_rows_wait_while_training_goes_on(
 
 @pytest.mark.parametrize(
     ("module", "name", "changes"),
-    [(write_job, "write_rank_digests", {}), (publisher, "publish", {"async_save": True})],
-    ids=["writer", "publisher"],
+    [
+        pytest.param(write_job, "write_rank_digests", {}, id="writer", marks=pytest.mark.variant),
+        pytest.param(publisher, "publish", {"async_save": True}, id="publisher"),
+    ],
 )
 def test_a_save_that_loses_its_directory_is_made_again(
     trial: Callable[..., Trial],
@@ -116,6 +118,7 @@ def test_a_save_that_loses_its_directory_is_made_again(
     assert 2 in {save.step for save in read_saves(hurt.run)} or changes
 
 
+@pytest.mark.variant("test_a_save_that_loses_its_directory_is_made_again")
 def test_a_save_whose_files_one_rank_has_lost_is_made_again_by_all(
     trial: Callable[..., Trial],
 ) -> None:
@@ -129,6 +132,7 @@ def test_a_save_whose_files_one_rank_has_lost_is_made_again_by_all(
     assert "event=save_put_off checkpoint=iter_0000002" in ranks.log()
 
 
+@pytest.mark.variant("test_a_save_that_loses_its_directory_is_made_again")
 @pytest.mark.parametrize(
     ("module", "name"),
     [

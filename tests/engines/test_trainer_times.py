@@ -66,7 +66,11 @@ def _one_reads_slowly() -> None:
     TokenSamples.microbatches = microbatches
 
 
-@pytest.mark.parametrize("base", [GPT, MODULE_GPT, ZERO], ids=lambda base: base.get("engine", ""))
+@pytest.mark.parametrize(
+    "base",
+    [GPT, *(pytest.param(base, marks=pytest.mark.variant) for base in (MODULE_GPT, ZERO))],
+    ids=lambda base: base.get("engine", ""),
+)
 def test_waiting_for_data_is_told_apart(base: dict[str, Any], trial: Callable[..., Trial]) -> None:
     slow = trial({**base, **WINDOWS}, data_parallel_size=2)
     assert slow.train(prepare=_one_reads_slowly) == [0] * 2

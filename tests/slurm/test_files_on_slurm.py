@@ -24,6 +24,7 @@ from hpctrain.store.run_records import read_metrics
 WORDS = "x" * 1000 + " RuntimeError: DataLoader worker (pid 11011) is killed by signal: Bus error."
 
 
+@pytest.mark.stand_in
 def test_a_run_with_logs_of_nodes(stage: Stage, tmp_path: Path) -> None:
     """Two ranks on one node: its log has the lines of both, and the evidence has the rank."""
     rehearsal = stage.start(

@@ -7,6 +7,7 @@ PyTorch and the engines are those of the environment that runs the tests: a file
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE_SECONDS = 600.0
+_STEP_SECONDS = 0.05
 _SOURCES = ("hpctrain", "templates", "cluster_profiles", "examples", "man")
 _FILES = ("pyproject.toml", "setup.cfg", "README.md", "LICENSE")
 
@@ -39,6 +41,27 @@ def install_wheel(place: Path, environment: Path) -> None:
     _run([*pip, "--python", python, *into])
     packages = sysconfig.get_path("purelib", vars={"base": str(environment)})
     Path(packages, "engines.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+
+
+# A script as `bin/python` needs a name for the real one, by which it knows its environment.
+_INTERPRETER = """\
+#!/bin/bash
+[ "$1 $2" != "-m hpctrain.train" ] || exec {stand_in} "$@"
+exec -a {python} {real} "$@"
+"""
+
+
+def put_stand_in(environment: Path) -> None:
+    """From now on the Python of the environment starts the stand-in in place of the trainer."""
+    python, stand_in = environment / "bin" / "python", environment / "bin" / "stand-in"
+    real = python.resolve()
+    made = f"write_stand_in_interpreter(Path({str(stand_in)!r}), {_STEP_SECONDS})"
+    imports = "from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter"
+    _run([str(python), "-c", f"from pathlib import Path; {imports}; {made}"])
+    words = {"stand_in": stand_in, "python": python, "real": real}
+    python.unlink()
+    python.write_text(_INTERPRETER.format(**{n: shlex.quote(str(w)) for n, w in words.items()}))
+    python.chmod(0o755)
 
 
 def _run(argv: list[str]) -> None:

@@ -9,6 +9,7 @@ apart by `;`:
     <!-- loose -->           no numbers are compared, nor where lines are broken
     <!-- exit 3 -->          its last command ends with this code
     <!-- until: REGEX -->    repeat it until its output matches, as a person looks again
+    <!-- engine -->          it is only compared where an engine trains, and no stand-in
 
 Belongs here: reading the page, comparing, writing outputs anew. Does not belong here: running.
 """
@@ -52,11 +53,12 @@ class Block:
     """One fenced block."""
 
     first_line: int
-    live: bool
-    loose: bool
-    exit_code: int
-    until: str | None
-    commands: list[Command]
+    live: bool = False
+    loose: bool = False
+    engine: bool = False
+    exit_code: int = 0
+    until: str | None = None
+    commands: list[Command] = field(default_factory=list)
 
 
 def blocks_of(page: str) -> list[Block]:
@@ -78,9 +80,9 @@ def blocks_of(page: str) -> list[Block]:
 def _opened(number: int, above: str) -> Block:
     comment = re.fullmatch(r"<!-- (.*) -->", above)
     words = [word.strip() for word in comment[1].split(";")] if comment else []
-    block = Block(number, live=False, loose=False, exit_code=0, until=None, commands=[])
+    block = Block(number)
     for word in words:
-        if word in ("live", "loose"):
+        if word in ("live", "loose", "engine"):
             setattr(block, word, True)
         elif word.startswith("exit "):
             block.exit_code = int(word.removeprefix("exit "))

@@ -25,15 +25,23 @@ def record_failure(train_json: str, error: Exception) -> int:
     return record_failures(RunLayout(Path(train_json).absolute().parent), {launch.rank: error})
 
 
-def record_failures(run: RunLayout, errors: Mapping[int, Exception], *, begun: bool = False) -> int:
+def record_failures(
+    run: RunLayout,
+    errors: Mapping[int, Exception],
+    *,
+    begun: bool = False,
+    loading_step: int | None = None,
+) -> int:
     """Record how ranks of this node have failed; returns the exit code of the first.
 
     `begun`: the launch has trained, so a lost connection is not the end of a stopped start.
+    `loading_step`: they were loading the checkpoint of this step.
     """
     launch = read_launch(os.environ)
     codes = []
     for rank, error in errors.items():
         ending = Ending(run, replace(launch, rank=rank), StopSignals())
+        ending.loading_step = loading_step
         if begun:
             ending.begin()
         codes.append(ending.of(partial(_raise, error)))

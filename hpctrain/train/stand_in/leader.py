@@ -50,7 +50,16 @@ from hpctrain.train.saving.save_interval import SaveInterval
 from hpctrain.train.stacks import open_stack_dump
 from hpctrain.train.stand_in.failing import record_failures
 from hpctrain.train.stand_in.node import Tree, accept
-from hpctrain.train.stand_in.rank import BY_SUPERVISOR, RESTORE, SAVE, STEPS, TRAIN, Link, loss_of
+from hpctrain.train.stand_in.rank import (
+    BY_SUPERVISOR,
+    PEER_GONE,
+    RESTORE,
+    SAVE,
+    STEPS,
+    TRAIN,
+    Link,
+    loss_of,
+)
 from hpctrain.train.stop import StopSignals
 from hpctrain.train.storage import fence_of, outlast
 from hpctrain.version import __version__
@@ -89,7 +98,7 @@ def lead(tree: Tree, path: Path, local: socket.socket, others: int, step_seconds
     if code == TrainerExit.CRASH and tree.local_links:
         record_failures(
             tree.run,
-            dict.fromkeys(tree.local_links, ConnectionError("connection closed by peer")),
+            dict.fromkeys(tree.local_links, ConnectionError(PEER_GONE)),
             begun=tree.begun,
         )
     if code == TrainerExit.CRASH:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.checkpoints.digest_shares import files_of_rank
-from hpctrain.checkpoints.manifest import read_manifest, write_rank_digests
+from hpctrain.checkpoints.manifest import read_manifest, step_of, write_rank_digests
 from hpctrain.errors import CheckpointError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import DoneMarker, TrainerExit, read_record
@@ -28,6 +28,7 @@ from hpctrain.train.stand_in.rank import (
     HELLO,
     HELLO_FIELDS,
     LEAVE,
+    PEER_GONE,
     RESTORE,
     SAVE,
     STARTUP_SECONDS,
@@ -67,6 +68,7 @@ class Tree:
     nodes: list[Link] = field(default_factory=list)
     node_names: list[str] = field(default_factory=list)
     begun: bool = False
+    loading_step: int | None = None
     _state: int = 0
 
     def __post_init__(self) -> None:
@@ -97,6 +99,7 @@ class Tree:
         ConnectionError if a rank has gone.
         """
         self.begun = self.begun or kind == TRAIN
+        self.loading_step = step_of(Path(payload.decode()).name) if kind == RESTORE else None
         for link in (*self.local_links.values(), *self.nodes):
             link.send(kind, payload)
         sums = self._do(kind, payload)
@@ -211,9 +214,9 @@ def fail(tree: Tree, error: Exception) -> int:
     from hpctrain.train.stand_in.failing import record_failures
 
     tree.fail_locals(TrainerExit.CRASH)
-    gone = ConnectionError("connection closed by peer")
+    gone = ConnectionError(PEER_GONE)
     errors = {tree.launch.rank: error, **dict.fromkeys(sorted(tree.local_links), gone)}
-    return record_failures(tree.run, errors, begun=tree.begun)
+    return record_failures(tree.run, errors, begun=tree.begun, loading_step=tree.loading_step)
 
 
 def accept(listener: socket.socket, stop: list[int]) -> Link:

@@ -19,6 +19,8 @@ import time
 # Functions of this file in which a rank waits for others, as the supervisor recognises them in
 # stacks (`hpctrain.supervise.judge.odd_stacks`; its unit test compares the two).
 WAITS_FOR_RANKS = ("_receive_exactly",)
+# What gloo says, too: the supervisor blames the rank that has gone, not those that say so.
+PEER_GONE = "Connection closed by peer"
 # Kinds of messages. Down the tree: what is to be done. Up: who has come, and what came of it.
 WELCOME, RESTORE, TRAIN, SAVE, LEAVE = b"W", b"R", b"T", b"S", b"L"
 HELLO, ANSWER = b"H", b"A"
@@ -109,7 +111,7 @@ class Link:
         while len(data) < size:
             part = self._connection.recv(size - len(data))
             if not part:
-                raise ConnectionError("connection closed by peer")
+                raise ConnectionError(PEER_GONE)
             data += part
         return data
 

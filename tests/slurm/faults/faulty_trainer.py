@@ -117,6 +117,14 @@ def publish_slowly(fault: Fault) -> None:
     publisher.publish = slow
 
 
+def die_unpublished(fault: Fault) -> None:
+    """End between a checkpoint's last byte and its publication."""
+    import_loop()
+    from hpctrain.train.saving import publisher
+
+    publisher.publish = lambda *arguments, **keywords: os._exit(fault["code"])
+
+
 def poison(fault: Fault) -> None:
     """The batch that begins after so many samples gives a loss that is no number."""
     import_megatron()
@@ -195,6 +203,7 @@ DEEDS: dict[str, Callable[[Fault], None]] = COMMON_DEEDS | {
     "hear_nothing": hear_nothing,
     "compute_slowly": compute_slowly,
     "publish_slowly": publish_slowly,
+    "die_unpublished": die_unpublished,
     "poison": poison,
     "evaluate_slowly": evaluate_slowly,
     "check_slowly": check_slowly,

@@ -20,14 +20,14 @@ from hpctrain.checkpoints.publish import TRACKER_NAME, published_steps
 from hpctrain.store.ledger import EventKind
 
 
+@pytest.mark.stand_in
 def test_damaged_and_unfinished_checkpoints_are_left_out(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     planned = (
         PlannedFault(epoch=1, rank=-1, step=55, do="die_of_term"),  # time for the last words
         *held(1, 55),
-        PlannedFault(epoch=2, rank=0, do="publish_slowly", seconds=120),
-        PlannedFault(epoch=2, rank=0, step=24, do="leave", code=1),
+        PlannedFault(epoch=2, rank=0, do="die_unpublished", code=1),
     )
     rehearsal = stage.start("name=damaged", "checkpoint.keep=9", planned=planned)
     rehearsal.wait_for_checkpoint(50)
@@ -47,7 +47,8 @@ def test_damaged_and_unfinished_checkpoints_are_left_out(
     }
     assert list(rejected) == list(damages), rehearsal.logs()
     assert "SHA-256" in rejected[50] and "__0_0.distcp" in rejected[50], rejected
-    assert "__1_0.distcp" in rejected[40] and ".metadata" in rejected[30], rejected
+    assert "__1_0.distcp" in rejected[40], rejected
+    assert damages[30].removeprefix("no ") in rejected[30], rejected
     fault = Fault(31, "rank 0 dies between the last byte of a checkpoint and its publication")
     torn = survival.recovered(rehearsal, fault, cause="crash", action="relaunch", epoch=2)
     assert torn.resumed_step == 10, rehearsal.logs()
@@ -59,13 +60,15 @@ def damage(root: Path) -> dict[int, str]:
     flip_a_byte(root / checkpoint_name(50) / "__0_0.distcp")
     shard = root / checkpoint_name(40) / "__1_0.distcp"
     os.truncate(shard, shard.stat().st_size // 2)
-    (root / checkpoint_name(30) / ".metadata").unlink()
+    names = {file.name for file in (root / checkpoint_name(30)).iterdir()}
+    index = ".metadata" if ".metadata" in names else "common.pt"  # the stand-in has no index
+    (root / checkpoint_name(30) / index).unlink()
     (root / checkpoint_name(20) / "manifest.json").write_text("{")
     (root / TRACKER_NAME).write_text("999999")
     return {
         50: "a flipped byte",
         40: "a truncated shard",
-        30: "no .metadata",
+        30: f"no {index}",
         20: "half a manifest",
     }
 

@@ -28,6 +28,7 @@ def held_at_the_end() -> tuple[PlannedFault, ...]:
     return (PlannedFault(epoch=1, rank=-1, step=55, do="die_of_term"), *held(1, 55))
 
 
+@pytest.mark.stand_in
 def test_a_checkpoint_that_cannot_be_loaded_is_stepped_back_over(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

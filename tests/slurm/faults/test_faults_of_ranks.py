@@ -11,6 +11,7 @@ from hpctrain.sandbox import faults
 from hpctrain.store.ledger import EventKind
 
 
+@pytest.mark.stand_in
 def test_ranks_that_die_are_named_and_relaunched_in_place(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
