@@ -1,4 +1,4 @@
-"""Nobody pulls the plug while unit tests run."""
+"""What costs every unit test time and shows none of them anything."""
 
 from __future__ import annotations
 
@@ -6,8 +6,26 @@ import os
 
 import pytest
 
+import hpctrain.actions.forecasts
+
+# Enough for every sentence that a forecast gives rise to.
+_PLAYED_RUNS = 12
+
 
 @pytest.fixture(autouse=True)
 def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes milliseconds, longer on a busy disk; tests that look for it put their own in."""
+    """Nobody pulls the plug. It takes milliseconds, longer on a busy disk; tests that look for it
+    put their own in."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(autouse=True)
+def _few_runs_are_played(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """A forecast plays fewer runs than users get; the mark `all_runs_played` has as many.
+
+    What the goldens and the examples' pages print is played in full.
+    """
+    if request.node.get_closest_marker("all_runs_played") is None:
+        monkeypatch.setattr(hpctrain.actions.forecasts, "MOST_TRIALS", _PLAYED_RUNS)

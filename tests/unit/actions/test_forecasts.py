@@ -47,6 +47,7 @@ def document(*arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.all_runs_played
 def test_plan_and_simulate_are_one_forecast(played: Forecast) -> None:
     planned = document("plan")["forecast"]
     simulated = document("simulate", "--spares", "0", "--interval", "spec")
