@@ -15,7 +15,8 @@ from typing import Any
 from hpctrain.actions.plan import Option, load, plan_option
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
-from hpctrain.plan.documents import DEFAULT_ORDER, Plan
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.layout_words import DEFAULT_ORDER
 
 # (mapping, sequence, offset) as files are indented; the one that changes fewest lines is taken.
 _INDENTS = tuple(

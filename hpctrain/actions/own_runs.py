@@ -16,7 +16,8 @@ from pathlib import Path
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.plan.as_planned import spec_as_planned
-from hpctrain.plan.documents import DEFAULT_ORDER, Plan
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.spec.catalogue import Gpu, GpuCatalogue, cluster_gpu, match_gpu
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.loader import load_profile, load_run_spec

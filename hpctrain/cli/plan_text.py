@@ -9,8 +9,9 @@ from math import floor, log10
 from typing import TYPE_CHECKING
 
 from hpctrain.cli.output import LINE_WIDTH
-from hpctrain.plan.documents import DEFAULT_ORDER, Certainty, Plan, Prediction, Stage
+from hpctrain.plan.documents import Certainty, Plan, Prediction, Stage
 from hpctrain.plan.forecast.sentences import days, days_range, money_range
+from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.plan.mesh.recomputation import recompute_words
 from hpctrain.render.continuation import continuation_line, continuation_problems
 from hpctrain.spec.profile import ClusterProfile

@@ -14,7 +14,7 @@ from operator import attrgetter
 from hpctrain.diagnose.facts import DiagnosisInput, Planned
 from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
 from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
-from hpctrain.plan.documents import Axis
+from hpctrain.plan.layout_words import Axis
 from hpctrain.spec.engines.registry import abilities_of
 
 _SHARE = 0.08

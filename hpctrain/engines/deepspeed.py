@@ -6,11 +6,14 @@ deepspeed, contradictions in a spec (see `hpctrain.spec.engines.deepspeed`).
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from hpctrain.engines.module import ModuleConfig, module_config
-from hpctrain.plan.documents import DEFAULT_ORDER, Offload, Order, Plan
-from hpctrain.spec.run import RunSpec
+from hpctrain.plan.layout_words import DEFAULT_ORDER, Offload, Order
+
+if TYPE_CHECKING:
+    from hpctrain.plan.documents import Plan
+    from hpctrain.spec.run import RunSpec
 
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 # Weights below this many times the hidden size (biases, norms) stay whole on every rank: gathering

@@ -7,14 +7,16 @@ table of engines (see `hpctrain.spec.engines.registry`).
 from __future__ import annotations
 
 import json
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from pydantic import TypeAdapter
 
 from hpctrain.engines.training import TrainConfig
-from hpctrain.plan.documents import Plan
 from hpctrain.spec.engines.registry import EngineName, abilities_of, resolve
-from hpctrain.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from hpctrain.plan.documents import Plan
+    from hpctrain.spec.run import RunSpec
 
 # The engine of documents that name none: those of the first versions.
 _FIRST_ENGINE = "megatron"

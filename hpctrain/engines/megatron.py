@@ -8,16 +8,21 @@ megatron imports, or reading files.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hpctrain.engines.megatron_software import software_needs
 from hpctrain.engines.needed_software import SoftwareNeed
 from hpctrain.engines.training import TrainConfig, shared_config
-from hpctrain.plan.documents import DEFAULT_ORDER, Order, Plan
+from hpctrain.plan.layout_words import DEFAULT_ORDER, Order
 from hpctrain.spec.document import Document
+from hpctrain.spec.engines.abilities import RecomputeModule
 from hpctrain.spec.engines.megatron import Fp8Recipe
-from hpctrain.spec.model import MlaSpec, ModelSpec, MoeSpec
-from hpctrain.spec.run import RecomputeModule, RunSpec
+from hpctrain.spec.model import MlaSpec, MoeSpec
+
+if TYPE_CHECKING:
+    from hpctrain.plan.documents import Plan
+    from hpctrain.spec.model import ModelSpec
+    from hpctrain.spec.run import RunSpec
 
 # Weight of the loss that spreads tokens over experts (Fedus et al. 2021, arXiv 2101.03961, section
 # 2.2: alpha = 10^-2; transformer_config.py, moe_aux_loss_coeff, recommends the same).

@@ -17,7 +17,8 @@ from typing import Literal
 from pydantic import Field
 
 from hpctrain.engines.megatron import BALANCE_LOSS_WEIGHT, MegatronConfig, megatron_config
-from hpctrain.plan.documents import DEFAULT_ORDER, Plan
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
 from hpctrain.spec.run import RunSpec
 

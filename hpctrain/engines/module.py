@@ -6,15 +6,17 @@ Belongs here: those fields. Does not belong here: how the module is sharded (see
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hpctrain.engines.training import TrainConfig, shared_config
 from hpctrain.plan.abilities.readable import data_format
-from hpctrain.plan.documents import Plan
 from hpctrain.spec.data import Augmentation, Colors, DataFormat
-from hpctrain.spec.model import ModelSpec
-from hpctrain.spec.run import RunSpec
 from hpctrain.spec.tuning import LoraSpec, Task
+
+if TYPE_CHECKING:
+    from hpctrain.plan.documents import Plan
+    from hpctrain.spec.model import ModelSpec
+    from hpctrain.spec.run import RunSpec
 
 
 class ModuleConfig(TrainConfig):

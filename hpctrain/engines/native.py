@@ -5,13 +5,15 @@ Belongs here: the document and the pure function that fills it. Does not belong 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hpctrain.engines.module import ModuleConfig, module_config
-from hpctrain.plan.documents import Plan
 from hpctrain.spec.engines.ddp import DdpSpec
 from hpctrain.spec.engines.registry import abilities_of
-from hpctrain.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from hpctrain.plan.documents import Plan
+    from hpctrain.spec.run import RunSpec
 
 
 class NativeConfig(ModuleConfig):

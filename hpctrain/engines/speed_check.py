@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from hpctrain.plan.documents import Axis, Plan
+from hpctrain.plan.layout_words import Axis
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import abilities_of
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.cost.expected_speed import ExpectedSpeed
+    from hpctrain.plan.documents import Plan
+    from hpctrain.spec.profile import ClusterProfile
+    from hpctrain.spec.run import RunSpec
 
 _MIB = 2**20
 # An all-reduce over NVLink or InfiniBand reaches its bandwidth from some tens of MiB on

@@ -7,16 +7,18 @@ belong here: fields of one engine (see `megatron`, `native`), torch, reading fil
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from hpctrain.engines.needed_software import SoftwareNeed
 from hpctrain.engines.speed_check import SpeedCheckConfig
-from hpctrain.plan.documents import Plan
 from hpctrain.spec.document import Document
 from hpctrain.spec.profiling import ProfileSpec
-from hpctrain.spec.run import RunSpec
 from hpctrain.spec.supervision import SoftwareMode
 from hpctrain.units import Duration
+
+if TYPE_CHECKING:
+    from hpctrain.plan.documents import Plan
+    from hpctrain.spec.run import RunSpec
 
 MESSAGES_INTERVAL_STEPS = 200
 _TIMES_INTERVAL_STEPS = 20

@@ -15,7 +15,6 @@ from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.plan_memory import candidate_memory
 from hpctrain.plan.cost.prediction import step_parts
 from hpctrain.plan.documents import (
-    ORDERS,
     RECOMPUTES,
     Change,
     Explanation,
@@ -24,6 +23,7 @@ from hpctrain.plan.documents import (
     Shortage,
     StepParts,
 )
+from hpctrain.plan.layout_words import ORDERS
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import Columns, columns_of, joined
 from hpctrain.plan.mesh.recomputation import modules_of, recompute_words

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from hpctrain.plan.layout_words import DEFAULT_ORDER, Axis, Offload, Order
 from hpctrain.spec.document import Document
-from hpctrain.spec.engines.abilities import Home
+from hpctrain.spec.engines.abilities import Precision, RecomputeModule
 from hpctrain.spec.engines.abilities import Recompute as Recompute
 from hpctrain.spec.engines.megatron import Fp8Recipe
 from hpctrain.spec.engines.registry import EngineName
-from hpctrain.spec.run import Precision, RecomputeModule
 
-Axis = Literal["tp", "cp", "ep", "dp", "pp"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
-Offload = Home
 Goal = Literal["time", "gpu-hours", "memory"]
-Order = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
 Span = Literal[
     "one GPU", "inside a node", "inside an NVLink domain", "across nodes", "across islands"
 ]
-ORDERS: tuple[Order, ...] = get_args(Order)
-DEFAULT_ORDER: Order = ORDERS[0]
 # Below this probability that the chosen one is faster, two layouts cannot be told apart: as often
 # as one in five the other one would be the better choice.
 TOLD_APART = 0.8

@@ -13,7 +13,8 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.plan.documents import DEFAULT_ORDER, Plan
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.printable_text import printable_line
 from hpctrain.render.containers import container_words, run_container
 from hpctrain.render.continuation import (

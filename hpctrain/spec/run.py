@@ -17,7 +17,7 @@ from hpctrain.spec.data import DataSource as DataSource
 from hpctrain.spec.data import DataSpec as DataSpec
 from hpctrain.spec.document import Document
 from hpctrain.spec.engine import EngineSpec as EngineSpec
-from hpctrain.spec.engines.abilities import Choices
+from hpctrain.spec.engines.abilities import Choices, Precision, RecomputeModule
 from hpctrain.spec.engines.unread import unread_choices
 from hpctrain.spec.evaluation import EvaluationJobSpec as EvaluationJobSpec
 from hpctrain.spec.evaluation import EvaluationSpec as EvaluationSpec
@@ -43,9 +43,7 @@ from hpctrain.units import ByteSize, Duration, TokenCount
 # Far above any machine, and low enough that the divisors of every number in reach are soon tried.
 MOST_GPUS = 10_000_000
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
 Launcher = Literal["srun", "torchrun"]
-RecomputeModule = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj"]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 

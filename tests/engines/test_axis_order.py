@@ -14,7 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trial_runs import GPT, Trial, largest_difference, trained
 
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.plan.documents import ORDERS, Layout, Order
+from hpctrain.plan.documents import Layout
+from hpctrain.plan.layout_words import ORDERS, Order
 from hpctrain.plan.mesh.placement import strides
 from hpctrain.plan.mesh.rules import ORDER, broken_rules, layout_values
 from hpctrain.spec.run import ParallelSpec, RunSpec

@@ -20,9 +20,7 @@ def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _few_runs_are_played(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def _few_runs_are_played(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """A forecast plays fewer runs than users get; the mark `all_runs_played` has as many.
 
     What the goldens and the examples' pages print is played in full.

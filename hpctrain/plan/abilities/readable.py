@@ -6,8 +6,12 @@ the files are there (see `hpctrain.actions.input_checks`).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hpctrain.spec.data import DataFormat
-from hpctrain.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from hpctrain.spec.run import RunSpec
 
 
 def readable_formats(spec: RunSpec) -> tuple[DataFormat, ...]:

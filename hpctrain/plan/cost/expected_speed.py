@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from hpctrain.plan.cost.case import Case, Mesh
 from hpctrain.plan.cost.from_spec import machine_for, shape_of, software_for
 from hpctrain.plan.cost.links import reduce_seconds, send_seconds
-from hpctrain.plan.documents import Axis, AxisPlacement, Layout, Plan
+from hpctrain.plan.documents import AxisPlacement, Layout, Plan
+from hpctrain.plan.layout_words import Axis
 from hpctrain.plan.request import PlanRequest
 
 # Long enough that the start of an operation does not count.

@@ -28,7 +28,7 @@ from hpctrain.plan.cost.constants import (
 )
 from hpctrain.plan.cost.learned import corrected
 from hpctrain.plan.cost.modules import eager
-from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS
+from hpctrain.plan.layout_words import DEFAULT_ORDER, ORDERS
 from hpctrain.plan.mesh.nvlink_domain import priced_domains
 from hpctrain.plan.mesh.recomputation import MODULES
 from hpctrain.plan.model import vision

@@ -26,7 +26,8 @@ from hpctrain.plan.model.flops import (
 )
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.catalogue import Gpu
-from hpctrain.spec.run import ModelSpec, RecomputeModule
+from hpctrain.spec.engines.abilities import RecomputeModule
+from hpctrain.spec.run import ModelSpec
 
 SECONDS_PER_DAY = 86400
 CORE_ATTENTION: tuple[RecomputeModule, ...] = ("core_attn",)

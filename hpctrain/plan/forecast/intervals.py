@@ -6,9 +6,12 @@ Belongs here: seconds and steps between checkpoints. Does not belong here: what 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from hpctrain.spec.run import CheckpointSpec
 from hpctrain.units import Duration
+
+if TYPE_CHECKING:
+    from hpctrain.spec.run import CheckpointSpec
 
 
 def young_seconds(stall_seconds: float, mtbf_seconds: float) -> float:

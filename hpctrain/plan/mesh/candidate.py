@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.plan.divisors import or_list
-from hpctrain.plan.documents import DEFAULT_ORDER, Layout, Recompute
+from hpctrain.plan.documents import Layout, Recompute
+from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.plan.mesh.layout import layout_of
 from hpctrain.plan.mesh.recomputation import recompute_words
 from hpctrain.plan.mesh.stages import Split, split_layers
-from hpctrain.spec.run import ParallelSpec, RecomputeModule, RunSpec
+from hpctrain.spec.engines.abilities import RecomputeModule
+from hpctrain.spec.run import ParallelSpec, RunSpec
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.plan.documents import ORDERS, RECOMPUTES
+from hpctrain.plan.documents import RECOMPUTES
+from hpctrain.plan.layout_words import ORDERS
 from hpctrain.plan.mesh.candidate import Candidate, candidate_of
 from hpctrain.plan.mesh.recomputation import module_bits, modules_of
 from hpctrain.plan.mesh.stages import Split

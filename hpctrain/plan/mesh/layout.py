@@ -6,7 +6,8 @@ Does not belong here: what a layout has to keep (`rules`), layers per stage (`st
 from __future__ import annotations
 
 from hpctrain.plan.divisors import common_divisors
-from hpctrain.plan.documents import DEFAULT_ORDER, Layout
+from hpctrain.plan.documents import Layout
+from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.spec.run import ModelSpec, ParallelSpec, RunSpec
 
 

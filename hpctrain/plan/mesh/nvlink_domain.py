@@ -18,7 +18,8 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS, Layout
+from hpctrain.plan.documents import Layout
+from hpctrain.plan.layout_words import DEFAULT_ORDER, ORDERS
 from hpctrain.plan.limits import node_request
 from hpctrain.plan.mesh.columns import Columns
 from hpctrain.plan.mesh.placement import strides

@@ -7,7 +7,8 @@ Belongs here: strides and spans. Does not belong here: bandwidths or times.
 
 from __future__ import annotations
 
-from hpctrain.plan.documents import Axis, AxisPlacement, Layout, NodeRequest, Span
+from hpctrain.plan.documents import AxisPlacement, Layout, NodeRequest, Span
+from hpctrain.plan.layout_words import Axis
 from hpctrain.plan.limits import node_request
 from hpctrain.plan.mesh.islands import crossing, on_islands, slow_links, used_islands
 from hpctrain.plan.model.parameters import expert_tp

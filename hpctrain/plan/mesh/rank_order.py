@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.plan.documents import ORDERS, Layout, NodeRequest, Order
+from hpctrain.plan.documents import Layout, NodeRequest
+from hpctrain.plan.layout_words import ORDERS, Order
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.islands import (
     Island,

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from hpctrain.plan.documents import RECOMPUTES, Recompute
-from hpctrain.spec.run import RecomputeModule, RunSpec
+from hpctrain.spec.engines.abilities import RecomputeModule
+from hpctrain.spec.run import RunSpec
 
 MODULES: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
 # Layers of each model chunk that `full` may cover instead of all, in quarters of the chunk.

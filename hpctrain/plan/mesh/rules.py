@@ -25,7 +25,7 @@ from hpctrain.plan.abilities.low_precision import (
 )
 from hpctrain.plan.abilities.sharding import zero_choices
 from hpctrain.plan.divisors import divisors, multiples_around, nearest, or_list
-from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS
+from hpctrain.plan.layout_words import DEFAULT_ORDER, ORDERS
 from hpctrain.plan.mesh.layout import split_widths, tensor_sizes, uses_sequence_parallel
 from hpctrain.plan.mesh.stages import Split, split_messages
 from hpctrain.plan.request import PlanRequest

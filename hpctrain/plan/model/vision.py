@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hpctrain.spec.run import ModelSpec
+if TYPE_CHECKING:
+    from hpctrain.spec.run import ModelSpec
+
 
 COLORS = 3
 

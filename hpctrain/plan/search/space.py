@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from hpctrain.plan.abilities.sharding import offload_choices, shard_choices, zero_choices
 from hpctrain.plan.abilities.trainable import untrainable_axes
 from hpctrain.plan.divisors import divisors
-from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS, RECOMPUTES, Recompute
+from hpctrain.plan.documents import RECOMPUTES, Recompute
+from hpctrain.plan.layout_words import DEFAULT_ORDER, ORDERS
 from hpctrain.plan.mesh.batch import micro_choices
 from hpctrain.plan.mesh.layout import settled, tensor_sizes
 from hpctrain.plan.mesh.nvlink_domain import possible_domains

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Axis = Literal["tp", "pp", "vpp", "cp", "ep"]
 Home = Literal["none", "cpu", "nvme"]
 Recompute = Literal["none", "selective", "full"]
+RecomputeModule = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj"]
+Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
 # How a microbatch's weight gradients join those of earlier ones. product: the product that computes
 # them adds (Megatron's gradient_accumulation_fusion); main: a kernel adds them to main gradients
 # (Megatron's distributed_data_parallel.py, `main_grad.add_`; DeepSpeed's BF16_Optimizer,

@@ -11,7 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from hpctrain.spec.document import Document
-from hpctrain.spec.run import Precision
+from hpctrain.spec.engines.abilities import Precision
 from hpctrain.units import Bandwidth, ByteSize, FlopRate
 
 _STRIPE_UNIT_BYTES = 64 << 10

@@ -13,7 +13,8 @@ from specimens import run_spec
 
 from hpctrain.errors import LimitError
 from hpctrain.plan.cost.prediction import predict
-from hpctrain.plan.documents import ORDERS, Layout, Plan, Span
+from hpctrain.plan.documents import Layout, Plan, Span
+from hpctrain.plan.layout_words import ORDERS
 from hpctrain.plan.mesh.columns import COLUMN_NAMES, Columns
 from hpctrain.plan.mesh.nvlink_domain import nvlink_domain, possible_domains, priced_domains
 from hpctrain.plan.planner import decide, make_plan

@@ -17,7 +17,7 @@ from hpctrain.plan.abilities.trainable_deepspeed import untrainable_by_deepspeed
 from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.step import step_seconds
-from hpctrain.plan.documents import ORDERS
+from hpctrain.plan.layout_words import ORDERS
 from hpctrain.plan.mesh.candidate import Candidate, candidate_of
 from hpctrain.plan.mesh.columns import columns_of, spread_layers
 from hpctrain.plan.mesh.layout import settled

@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.verification import BuiltModel, BuiltStage
 from hpctrain.errors import InvalidInputError
-from hpctrain.plan.documents import DEFAULT_ORDER
+from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.train import software
 from hpctrain.train.engines.megatron import fixes
 from hpctrain.train.engines.megatron.kept_activations import kept_bytes
