@@ -6,6 +6,7 @@ These tests fail, and do not skip, on a machine without Slurm: the message says 
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -165,24 +166,26 @@ def reference(request: pytest.FixtureRequest) -> RunFiles:
 
 
 @pytest.fixture(scope="session")
-def real_reference(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str
-) -> RunFiles:
-    """One for all processes of pytest-xdist: who comes first trains it, the others wait for it."""
-    own = tmp_path_factory.getbasetemp()
-    shared = own if worker_id == "master" else own.parent
-    note = shared / "reference-run"
-    with (shared / "reference-lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not note.exists():
-            note.write_text(str(_trained(request.getfixturevalue("real_stage")).layout.directory))
-    directory = Path(note.read_text())
-    return find_run(directory.parent, directory.name)
+def real_reference(real_stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
+    return _trained_once(real_stage, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def stand_in_reference(stand_in_stage: Stage) -> RunFiles:
-    return _trained(stand_in_stage)
+def stand_in_reference(stand_in_stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
+    return _trained_once(stand_in_stage, tmp_path_factory)
+
+
+def _trained_once(stage: Stage, places: pytest.TempPathFactory) -> RunFiles:
+    """One for all processes of pytest-xdist: who comes first trains it, the others wait for it."""
+    own = places.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    note = shared / f"reference-{'stand-in' if stage.stand_in else 'real'}"
+    with note.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not note.exists():
+            note.write_text(str(_trained(stage).layout.directory))
+    directory = Path(note.read_text())
+    return find_run(directory.parent, directory.name)
 
 
 def _trained(stage: Stage) -> RunFiles:

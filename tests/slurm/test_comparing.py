@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from rehearsal import Stage
+from variants import varied
 
 from hpctrain.actions.compare import (
     TrialRunOptions,
@@ -59,14 +60,14 @@ def run_logs(layout: ComparisonLayout) -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.parametrize("engines", varied(["ddp,fsdp,deepspeed:pp2", "ddp,fsdp"], "ddp,fsdp"))
 def test_engines_are_compared_and_failures_are_rows(
-    subject: Subject, stage: Stage, tmp_path: Path
+    engines: str, subject: Subject, stage: Stage, tmp_path: Path
 ) -> None:
     variants = [
         "huge: model.hidden=65536",
         "broken: environment.variables.GLOO_SOCKET_IFNAME=nowhere0",
     ]
-    engines = "ddp,fsdp,deepspeed:pp2"
     layout = begun(subject, engines_request(subject, engines, variants, STEPS), tmp_path)
     # somebody submits and closes the laptop; the second call goes on with the same jobs
     lines: list[str] = []
@@ -79,7 +80,7 @@ def test_engines_are_compared_and_failures_are_rows(
     assert "no layout fits" in trials["huge"].reason
     assert "nowhere0" in trials["broken"].reason and trials["broken"].stability
     assert trials["broken"].stability.launches == 1, "a crash of a trial is a result"
-    for name in ("fsdp", "deepspeed:pp2"):
+    for name in engines.split(",")[1:]:
         agreement, measured = trials[name].agreement, trials[name].measured
         assert agreement and agreement.verdict == "same" and agreement.steps == STEPS
         assert measured and measured.peak_bytes > 2**20 and measured.shares

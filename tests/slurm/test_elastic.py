@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from rehearsal import STEPS, Stage, held
 
 from hpctrain.actions.state import RunState
@@ -12,6 +13,7 @@ from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import lineage, read_metrics
 
 
+@pytest.mark.stand_in
 def test_a_run_goes_on_with_fewer_nodes(stage: Stage) -> None:
     shrinking = ("parallel.pp=1", "resources.min_nodes=1")
     rehearsal = stage.start("name=elastic", *shrinking, planned=held(1, 14))

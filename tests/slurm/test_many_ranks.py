@@ -20,7 +20,7 @@ STEPS, EVERY = 300, 50
 
 
 # tests/unit/train/test_stand_in.py has the stand-in in every run.
-@pytest.mark.variant("test_a_spare_takes_the_place_of_a_slow_node")
+@pytest.mark.variant("test_nodes_that_die_are_left_for_others")
 def test_64_ranks_lose_a_node_and_no_step(tmp_path: Path) -> None:
     shape = replace(shape_of(8), kill_wait_seconds=KILL_WAIT_SECONDS, slurmd_timeout_seconds=20)
     overrides = (

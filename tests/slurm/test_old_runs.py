@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from old_runs import NOVEMBER_2026, STOPPED_STEP, TARGET_STEP, unpack
 from rehearsal import Rehearsal, patient_client
 
@@ -15,6 +16,7 @@ from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import lineage, read_metrics
 
 
+@pytest.mark.nightly("a real checkpoint of a former release is trained on")
 def test_a_run_of_november_2026_is_resumed_from_its_checkpoint(
     sandbox: Sandbox, tmp_path: Path
 ) -> None:

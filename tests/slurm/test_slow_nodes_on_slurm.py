@@ -16,6 +16,8 @@ from hpctrain.nodes.record import EvidenceKind, NodeLedger
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.speed_checks import SpeedCheck, read_speed_checks
 
+pytestmark = pytest.mark.nightly("all ranks measure themselves with torch, several launches")
+
 # Ranks share two cores with other tests, where one may get a tenth of another's time. The
 # products of the slow one begin late, which makes them a thousand times slower.
 CHECK = ("supervise.speed_check.slow_gpu=0.05", "supervise.speed_check.slow_link=0.001")

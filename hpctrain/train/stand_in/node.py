@@ -146,7 +146,7 @@ class Tree:
         manifest = read_manifest(directory)
         if manifest is None:
             raise CheckpointError(f"cannot resume from {directory.name}: no readable manifest")
-        if manifest.world_size != self.launch.world_size:
+        if manifest.world_size < self.launch.world_size:
             raise CheckpointError(f"{directory.name} was saved by {manifest.world_size} ranks")
         who = f"rank {self.launch.rank} on {self.launch.node}"
         files = [

@@ -113,7 +113,7 @@ def leave_when_drained(rehearsal: Rehearsal, survival: Survival, drained: str, e
     assert drained not in rehearsal.nodes()
 
 
-@pytest.mark.variant("test_a_spare_takes_the_place_of_a_slow_node")
+@pytest.mark.variant("test_nodes_that_die_are_left_for_others")
 def test_a_spare_node_takes_the_place_of_a_dead_one(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 from command_line import hpctrain, on_terminal
+from variants import varied
 
 from hpctrain.actions.init import Wishes, fitting_gpus, named_model, spec_text
 from hpctrain.actions.plan import load, plan_option
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.loader import load_presets, load_run_spec
+
+PRESETS = [one.name for one in load_presets().presets]
 
 CONFIG = {
     "model_type": "llama",
@@ -32,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("preset", [one.name for one in load_presets().presets])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_every_published_model_is_a_spec_that_plans(preset: str) -> None:
     done = hpctrain("init", "--model", preset, "--gpus", "256", "-p", "a100x64")
     assert done.exit_code == 0, done.transcript()
@@ -40,7 +43,7 @@ def test_every_published_model_is_a_spec_that_plans(preset: str) -> None:
     assert load_run_spec(f"{preset}.yaml").document.resources.gpus == 256
 
 
-@pytest.mark.parametrize("preset", [one.name for one in load_presets().presets])
+@pytest.mark.parametrize("preset", varied(PRESETS, *PRESETS[::4], "llama-3-70b", "gpt3-175b"))
 def test_without_a_number_every_published_model_gets_gpus_that_suffice(preset: str) -> None:
     wishes = Wishes(named_model(preset), 8)
     gpus = fitting_gpus(wishes, "a100x64")

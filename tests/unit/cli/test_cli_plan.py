@@ -19,6 +19,10 @@ TINY = str(ROOT / "examples/gpt-tiny.yaml")
 FREE = ["--set", "parallel=auto", "--set", "batch.micro=auto", "--set", "recompute=auto"]
 
 
+def variant(options: list[str]) -> Any:
+    return pytest.param(options, marks=pytest.mark.variant)
+
+
 def plan(profile: str, spec: str, *options: str, code: int = 0) -> Outcome:
     outcome = hpctrain("plan", "-p", profile, spec, *options)
     assert outcome.exit_code == code, outcome.transcript()
@@ -34,9 +38,9 @@ def document(profile: str, spec: str, *options: str, code: int = 0) -> dict[str,
     "options",
     [
         ["a100x64", GPT175B, *FREE, "--explain"],
-        ["a100x64", GPT175B, "--explain"],
+        variant(["a100x64", GPT175B, "--explain"]),
         ["a100x1", LLAMA7B, "--deadline", "48h"],
-        ["islands10b", LLAMA7B, *FREE, "--set", "resources.gpus=64", "--explain"],
+        variant(["islands10b", LLAMA7B, *FREE, "--set", "resources.gpus=64", "--explain"]),
         ["sandbox", TINY, *FREE, "--explain"],
     ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from planner_knowledge import knowledge_of
 from specimens import LLAMA7B, cluster, run_spec
+from variants import varied
 
 from hpctrain.errors import DoesNotFitError
 from hpctrain.plan.cost.from_spec import case_of, machine_for
@@ -258,7 +259,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", varied(OPTIONS, "some layers again", "activations on the host", "permutation", "graphs")
+)
 def test_the_search_prices_each_option_as_one_candidate_at_a_time(name: str) -> None:
     spec = run_spec(**{"model": SMALL, "gpus": 8, "batch": 16, "micro": "auto", **OPTIONS[name]})
     request = PlanRequest(spec, *site())

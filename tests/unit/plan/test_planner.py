@@ -360,11 +360,14 @@ def test_recomputation_is_ordered() -> None:
         assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
 
 
-def test_every_combination_is_planned_consistently_or_refused_with_words() -> None:
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.variant) for part in (1, 2, 3))]
+)
+def test_every_combination_is_planned_consistently_or_refused_with_words(part: int) -> None:
     profile = cluster(nodes=4, per_node=6, domain=6)
     outcomes = {"planned": 0, "refused": 0}
     axes = product((1, 2, 3, 5), (1, 2, 3, 7), (1, 2), (1, 2), (4, 6, 7, 24, 36), (1, 12, 30))
-    for tp, pp, vpp, cp, gpus, batch in axes:
+    for tp, pp, vpp, cp, gpus, batch in list(axes)[part::4]:
         if vpp > 1 and pp == 1:
             continue
         parallel = dict(tp=tp, pp=pp, vpp=vpp, cp=cp)
@@ -384,7 +387,7 @@ def test_every_combination_is_planned_consistently_or_refused_with_words() -> No
         assert sum(sum(stage.chunk_layers) for stage in plan.stages) == 6
         assert vpp == 1 or split.accumulation % pp == 0
         assert len(plan.memory) == len(plan.stages) == pp
-    assert outcomes["planned"] > 50 and outcomes["refused"] > 50
+    assert outcomes["planned"] > 12 and outcomes["refused"] > 50
 
 
 @pytest.mark.parametrize(
