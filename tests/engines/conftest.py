@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,23 +10,42 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs the megatron extra")
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("needs the megatron extra", allow_module_level=True)
 
-# Before any test module imports megatron-core: the CPU layer must come first.
 import trial_runs
-from trial_runs import GPT, LLAMA, Trained, Trial, make_trial, trained, two_micro_batches
+from trial_runs import (
+    GPT,
+    LLAMA,
+    Trained,
+    Trial,
+    make_trial,
+    trained,
+    two_micro_batches,
+)
 
-import hpctrain.train.engines.megatron.assembly
-from hpctrain.train import software
 
-assert hpctrain.train.engines.megatron.assembly is not None
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module imports megatron-core: the CPU layer must come first.
+
+    Not where pytest-xdist only hands out tests: its processes come here, too.
+    """
+    if not _hands_out(config):
+        import hpctrain.train.engines.megatron.assembly  # noqa: F401
 
 
-def pytest_report_header() -> str:
+def _hands_out(config: pytest.Config) -> bool:
+    return bool(config.pluginmanager.hasplugin("dsession"))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
     """Name the megatron-core of this process, which PYTHONPATH decides."""
-    import megatron.core
+    if _hands_out(config):
+        return "megatron-core as pytest-xdist's processes find it"
+    from hpctrain.train import software
 
-    place = Path(str(megatron.core.__file__)).parents[2]
+    core = importlib.util.find_spec("megatron.core")
+    place = "nowhere" if core is None or core.origin is None else Path(core.origin).parents[2]
     return f"megatron-core {software.megatron_core()} from {place}"
 
 

@@ -47,7 +47,7 @@ GROUPS = {
 def test_same_tests_pass_with_the_newest(group: str, tmp_path: Path) -> None:
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:rerunfailures"]
+        [sys.executable, "-m", "pytest", "-p", "no:xdist"]
         # A directory of its own: two pytests that end at once remove each other's `pytest-current`.
         + ["--basetemp", str(tmp_path / "of-the-newest")]
         + [str(HERE / test) for test in GROUPS[group]],
