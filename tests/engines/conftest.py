@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _hands_out(config: pytest.Config) -> bool:
-    return bool(config.pluginmanager.hasplugin("dsession"))
+    return config.getoption("dist", "no") != "no"
 
 
 def pytest_report_header(config: pytest.Config) -> str:
