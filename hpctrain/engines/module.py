@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal
 from hpctrain.engines.training import TrainConfig, shared_config
 from hpctrain.plan.abilities.readable import data_format
 from hpctrain.spec.data import Augmentation, Colors, DataFormat
+from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.tuning import LoraSpec, Task
 
 if TYPE_CHECKING:
     from hpctrain.plan.documents import Plan
-    from hpctrain.spec.model import ModelSpec
     from hpctrain.spec.run import RunSpec
 
 

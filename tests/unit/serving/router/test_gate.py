@@ -43,30 +43,35 @@ class PlayedRouter:
         return int(self.listener.getsockname()[1])
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                link, _ = self.listener.accept()
-                with link:
-                    self.requests.append(self._request(link))
-                    answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-                    link.sendall(answer)
-                    if self.waits:
-                        with contextlib.suppress(ConnectionResetError):
-                            link.recv(1)
+        while True:
+            link, _ = self.listener.accept()
+            with link, contextlib.suppress(OSError):  # the gate leaves where its client has left
+                self.requests.append(self._request(link))
+                answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+                link.sendall(answer)
+                if self.waits:
+                    link.recv(1)
 
-    @staticmethod
-    def _request(link: socket.socket) -> bytes:
+    @classmethod
+    def _request(cls, link: socket.socket) -> bytes:
         data = b""
         while b"\r\n\r\n" not in data:
-            data += link.recv(65536)
+            data += cls._part(link)
         head, _, body = data.partition(b"\r\n\r\n")
         length = next(
             (int(line.split(b":")[1]) for line in head.split(b"\r\n") if b"content-length" in line),
             0,
         )
         while len(body) < length:
-            body += link.recv(65536)
+            body += cls._part(link)
         return head + b"\r\n\r\n" + body
+
+    @staticmethod
+    def _part(link: socket.socket) -> bytes:
+        part = link.recv(65536)
+        if not part:
+            raise ConnectionResetError("the gate has left in the middle of a request")
+        return part
 
 
 @dataclass
