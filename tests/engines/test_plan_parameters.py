@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from trial_runs import once
+from variants import varied
 
 from hpctrain.plan.mesh.layout import layout_of
 from hpctrain.plan.mesh.rules import MODEL_RULES, broken_rules, layout_values
@@ -172,13 +173,16 @@ def case_document(model: ModelSpec, parallel: ParallelSpec) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[str, list[int]]:
-    """Parameters per pipeline stage of every case, as megatron-core builds them."""
+def built(request: pytest.FixtureRequest) -> dict[str, list[int]]:
+    """Parameters per pipeline stage of the cases of this run, as megatron-core builds them."""
+    params = (getattr(item, "callspec", None) for item in request.session.items)
+    chosen = {"gpt 175b", *(one.params.get("name") for one in params if one is not None)}
+    cases = {name: case for name, case in CASES.items() if name in chosen}
 
     def build(directory: Path) -> None:
         done = subprocess.run(
             [sys.executable, str(Path(__file__).with_name("meta_parameters.py"))],
-            input=json.dumps([case_document(*case) for case in CASES.values()]),
+            input=json.dumps([case_document(*case) for case in cases.values()]),
             env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -189,11 +193,13 @@ def built() -> dict[str, list[int]]:
         directory.mkdir()
         (directory / "built.json").write_text(done.stdout.splitlines()[-1])
 
-    found = json.loads((once("parameters of megatron-core", build) / "built.json").read_text())
-    return dict(zip(CASES, found, strict=True))
+    found = json.loads(
+        (once(f"parameters of megatron-core: {list(cases)}", build) / "built.json").read_text()
+    )
+    return dict(zip(cases, found, strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", varied(CASES, *list(CASES)[::4], "gpt 175b"))
 def test_parameters_per_gpu_are_what_megatron_builds(
     name: str, built: dict[str, list[int]]
 ) -> None:
