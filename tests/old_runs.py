@@ -24,7 +24,7 @@ _WITH_PATHS = (".json", ".jsonl", ".sbatch", ".yaml")
 def unpack(name: str, place: Path, python: Path = Path(sys.executable)) -> RunFiles:
     """Unpack an archive into the empty directory `place` and return its run."""
     with tarfile.open(ARCHIVES / f"{name}.tar.gz") as archive:
-        archive.extractall(place, filter="tar")
+        archive.extractall(place)
     for path in place.rglob("*"):
         if path.suffix in _WITH_PATHS:
             text = path.read_text()

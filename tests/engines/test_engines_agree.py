@@ -156,10 +156,8 @@ def plain(family: str) -> Told:
 
 
 ALWAYS = (
-    "ddp",
     "fsdp",
     "deepspeed, ZeRO 3",
-    "deepspeed, two stages",
 )
 
 

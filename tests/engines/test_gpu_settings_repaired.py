@@ -76,6 +76,7 @@ for name in ("load_state_dict", "_set_main_param_and_optimizer_states"):
 """
 
 
+@pytest.mark.variant("test_rotary_positions_of_latent_attention_are_not_fused")
 def test_a_library_that_is_installed_and_broken_keeps_no_correction_away(tmp_path: Path) -> None:
     """megatron-core then takes torch's AdamW, whose steps would be wrong after every resume.
 

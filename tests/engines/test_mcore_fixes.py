@@ -78,6 +78,7 @@ def test_padded_buckets_are_saved_wrongly_without_the_fix(trial: Callable[..., T
     assert _resumed(source, trial()) > 1e-3
 
 
+@pytest.mark.variant("test_padded_buckets_are_saved_wrongly_without_the_fix")
 def test_steps_are_shared_without_the_fix(trial: Callable[..., Trial]) -> None:
     """With it: every test of test_trainer_layouts.py."""
     assert _resumed(trained(**DP2), trial(), _shared_steps) > 1e-3

@@ -281,6 +281,7 @@ def verified_by_a_process(spec: RunSpec) -> tuple[Verification, int]:
 
 
 # Of each of the eight stages of GPT-175B, and of these two, the weights are 5.6 GB.
+@pytest.mark.variant("test_examples_are_planned_as_they_are_built")
 @pytest.mark.parametrize("pp", [2, pytest.param(8, marks=pytest.mark.variant)])
 def test_gpt_175b_is_verified_without_its_memory(pp: int) -> None:
     """As large a stage of a quarter of the layers takes a third of the time."""

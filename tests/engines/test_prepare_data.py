@@ -103,6 +103,7 @@ def test_the_end_of_document_is_that_of_megatrons_null_tokenizer(
     assert null.vocab_size == report.dataset.vocab_size
 
 
+@pytest.mark.variant("test_many_processes_make_the_same_bytes")
 def test_two_processes_make_the_same_bytes(
     capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path
 ) -> None:

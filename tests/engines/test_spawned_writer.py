@@ -130,6 +130,7 @@ def test_a_resume_from_it_is_exact(kind: str, trial: Callable[..., Trial]) -> No
     assert again.exact == {step: row for step, row in whole.exact.items() if step > 4}
 
 
+@pytest.mark.variant("test_a_resume_from_it_is_exact")
 def test_a_writer_that_dies_loses_no_save(trial: Callable[..., Trial]) -> None:
     """The rank writes the same copies, and after two deaths starts no process any more."""
     plain = trained(**DP2)
@@ -140,6 +141,7 @@ def test_a_writer_that_dies_loses_no_save(trial: Callable[..., Trial]) -> None:
     assert words_of(lost).count("the rank writes by itself") == 2
 
 
+@pytest.mark.variant("test_a_resume_from_it_is_exact")
 def test_no_process_outlives_its_rank(trial: Callable[..., Trial]) -> None:
     made = trial(save_interval_steps=2)
     assert made.train(prepare=_copies) == [0]

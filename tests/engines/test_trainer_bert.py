@@ -58,6 +58,7 @@ def _see_only_what_came_before() -> None:
     BertModel.bert_extended_attention_mask = causal
 
 
+@pytest.mark.variant("test_bert_resumes_bit_by_bit")
 def test_words_see_what_comes_after_them(reference: Trial, trial: Callable[..., Trial]) -> None:
     blind = trial(BERT, train_steps=2)
     assert blind.train(prepare=_see_only_what_came_before) == [0]

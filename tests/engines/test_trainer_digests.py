@@ -67,6 +67,7 @@ def test_what_breaks_the_loader_is_told_by_its_digest(
     assert f"{shard.name} has other content than was written" in (record.message or "")
 
 
+@pytest.mark.variant("test_a_flipped_byte_is_found_before_the_first_step")
 def test_the_good_checkpoint_is_loaded_as_ever(trial: Callable[..., Trial]) -> None:
     """All of it was read, by two ranks, each file once; and the losses are exact."""
     whole, resumed = trained(FSDP2), trial(FSDP2)
@@ -90,6 +91,7 @@ def _log_reading(log: Path) -> None:
     digest_check.digest_file = logged
 
 
+@pytest.mark.variant("test_a_flipped_byte_is_found_before_the_first_step")
 def test_what_verifies_and_does_not_load_names_the_checkpoint(
     trial: Callable[..., Trial], gpt_reference: Trial
 ) -> None:

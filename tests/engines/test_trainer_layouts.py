@@ -46,7 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", varied(LAYOUTS, "pp2 vpp2 dp2 overlap", "tp2 sp pp2"))
+@pytest.mark.parametrize("name", varied(LAYOUTS, "pp2 vpp2 dp2 overlap"))
 def test_layout_equals_one_process(
     name: str, gpt_reference: Trial, trial: Callable[..., Trial]
 ) -> None:

@@ -137,6 +137,7 @@ def test_no_other_layout_when_each_rank_saves_its_own(trial: Callable[..., Trial
     assert same.exact == {step: source.exact[step] for step in (5, 6)}
 
 
+@pytest.mark.variant("test_resume_is_exact")
 def test_evaluation_leaves_no_trace() -> None:
     settings = dict(DP2, dropout=0.1, precision="bf16")
     plain, evaluating = trained(**settings), trained(**settings, **EVALUATING)

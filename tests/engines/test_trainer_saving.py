@@ -164,6 +164,7 @@ def test_a_synchronous_save_stalls_until_it_counts(trial: Callable[..., Trial]) 
     assert events == ["event=start", *three, *three], "no step before the save counts"
 
 
+@pytest.mark.variant("test_each_save_is_written_down")
 def test_plans_are_used_again_and_the_files_are_right(trial: Callable[..., Trial]) -> None:
     """From the third save on megatron-core plans nothing; resuming from a late one is exact."""
     whole = trial(save_interval_steps=1, async_save=True, dropout=0.1, **PP2)

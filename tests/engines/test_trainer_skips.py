@@ -53,6 +53,7 @@ def test_as_if_the_data_had_been_advanced(trial: Callable[..., Trial]) -> None:
         assert resumed.exact == {s: skipping.exact[s] for s in range(step + 1, 7)}
 
 
+@pytest.mark.variant("test_as_if_the_data_had_been_advanced")
 def test_the_last_checkpoint_before_left_out_data_stays(trial: Callable[..., Trial]) -> None:
     kept = trial(save_interval_steps=1, keep_checkpoints=1)
     _skip(kept, (24, 32))

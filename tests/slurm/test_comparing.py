@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from rehearsal import Stage
-from variants import varied
 
 from hpctrain.actions.compare import (
     TrialRunOptions,
@@ -23,6 +22,8 @@ from hpctrain.actions.trials import start
 from hpctrain.comparison.documents import Comparison, TrialResult
 from hpctrain.store.comparisons import ComparisonLayout
 from hpctrain.store.ledger import EventKind
+
+pytestmark = pytest.mark.nightly("trains with three real engines, each in a job of its own")
 
 SPEC = """
 name: tiny
@@ -60,14 +61,14 @@ def run_logs(layout: ComparisonLayout) -> str:
     return "\n".join(texts)
 
 
-@pytest.mark.parametrize("engines", varied(["ddp,fsdp,deepspeed:pp2", "ddp,fsdp"], "ddp,fsdp"))
 def test_engines_are_compared_and_failures_are_rows(
-    engines: str, subject: Subject, stage: Stage, tmp_path: Path
+    subject: Subject, stage: Stage, tmp_path: Path
 ) -> None:
     variants = [
         "huge: model.hidden=65536",
         "broken: environment.variables.GLOO_SOCKET_IFNAME=nowhere0",
     ]
+    engines = "ddp,fsdp,deepspeed:pp2"
     layout = begun(subject, engines_request(subject, engines, variants, STEPS), tmp_path)
     # somebody submits and closes the laptop; the second call goes on with the same jobs
     lines: list[str] = []

@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rehearsal import Stage
 
 from hpctrain.actions.data import DatasetRequest, prepare_dataset
+
+pytestmark = pytest.mark.nightly("a dozen processes that tokenize")
 
 LINES = [json.dumps({"text": f"the cat sat on mat {number}\n" * 5}) for number in range(40)]
 BROKEN = 25

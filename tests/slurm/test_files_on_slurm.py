@@ -66,7 +66,7 @@ def test_a_run_with_logs_of_nodes(stage: Stage, tmp_path: Path) -> None:
     remove(run, rehearsal.slurm)
     assert not layout.directory.exists()
     with tarfile.open(packed.path) as tar:
-        tar.extractall(stage.runs, filter="data")
+        tar.extractall(stage.runs)
     again = find_run(stage.runs, run.run_id)
     assert statuses([again], rehearsal.slurm)[0].state is RunState.DONE
     assert read_metrics(again.layout) == rows

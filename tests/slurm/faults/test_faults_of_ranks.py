@@ -21,7 +21,7 @@ def test_ranks_that_die_are_named_and_relaunched_in_place(
         PlannedFault(epoch=2, rank=1, step=13, do="leave", code=3),
         PlannedFault(epoch=3, rank=0, step=23, do="leave", code=85),
         *held(4, 34),
-        *held(5, 44),
+        *held(5, 44, do="await_warning"),  # or the step would last until Slurm kills it
     )
     rehearsal = stage.start(
         "name=ranks",

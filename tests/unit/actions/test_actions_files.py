@@ -201,7 +201,7 @@ def test_files_are_counted_without_links(tmp_path: Path) -> None:
 
 def unpack(path: Path, runs: Path) -> RunFiles:
     with tarfile.open(path) as tar:
-        tar.extractall(runs, filter="data")
+        tar.extractall(runs)
     return find_run(runs, "gpt-tiny-7f3a")
 
 
