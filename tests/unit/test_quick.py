@@ -150,6 +150,7 @@ def test_what_is_told_fits_on_a_terminal() -> None:
     )
 
 
+@pytest.mark.variant("test_the_test_of_a_module_comes_first_and_then_the_nearest_and_shortest")
 def test_a_rule_of_the_mesh_reaches_its_own_test_first() -> None:
     reached = reached_tests(ROOT, ["hpctrain/plan/mesh/rules.py"], {})
     assert reached[0].file == "tests/unit/plan/test_rules.py"

@@ -43,6 +43,7 @@ def test_the_layout_is_written_and_comments_stay(spec: Path) -> None:
 WRITTEN = {"tp", "pp", "vpp", "order"}
 
 
+@pytest.mark.variant("test_the_layout_is_written_and_comments_stay")
 def test_another_time_nothing_is_written(spec: Path) -> None:
     hpctrain("plan", "-p", "a100x64", str(spec), "--apply")
     written, mode = spec.read_bytes(), spec.stat().st_mode
@@ -79,6 +80,7 @@ def test_a_layout_that_only_set_makes_possible_is_not_written(
     assert spec.read_bytes() == before
 
 
+@pytest.mark.variant("test_the_layout_is_written_and_comments_stay")
 def test_settings_that_change_no_plan_do_not_matter(spec: Path) -> None:
     done = hpctrain("plan", "-p", "a100x64", str(spec), "--set", "name=other", "--apply")
     assert done.exit_code == 0 and "wrote `parallel.tp" in done.stderr, done.transcript()

@@ -204,6 +204,7 @@ def test_submit_refuses_what_plan_only_warns_about(override: str, words: str) ->
     assert words in line and f"--set {override}: " in line
 
 
+@pytest.mark.variant("test_sizes_are_compared_and_the_best_is_shown")
 def test_the_least_memory_can_be_asked_for() -> None:
     quick = document("a100x64", GPT175B, *FREE)["plan"]
     lean = document("a100x64", GPT175B, *FREE, "--by", "memory")["plan"]

@@ -164,6 +164,7 @@ def test_it_ends_when_its_terminal_is_gone(runs: Path) -> None:
         assert seat.process.wait(PATIENCE_SECONDS) in (0, 1)
 
 
+@pytest.mark.variant("test_rows_keys_and_the_way_out")
 def test_a_window_of_60_by_15_and_back(runs: Path) -> None:
     with terminal(runs) as seat:
         seat.sees("> gpt-1111", "step 1")
@@ -175,6 +176,7 @@ def test_a_window_of_60_by_15_and_back(runs: Path) -> None:
         assert seat.leaves() == 0
 
 
+@pytest.mark.variant("test_rows_keys_and_the_way_out")
 def test_no_color_means_none(runs: Path) -> None:
     for variables, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
         with terminal(runs, **variables) as seat:

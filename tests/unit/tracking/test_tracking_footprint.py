@@ -66,6 +66,7 @@ def test_intervals_are_those_of_the_process() -> None:
     assert tracking_rows.SEGMENT_SECONDS == follower.SEGMENT_SECONDS
 
 
+@pytest.mark.variant("test_intervals_are_those_of_the_process")
 @pytest.mark.parametrize(
     ("kind", "seconds"),
     [

@@ -106,6 +106,7 @@ def test_no_network_is_touched_and_nothing_about_the_machine_is_told(
     assert not any(modes.values()), modes
 
 
+@pytest.mark.variant("test_one_run_over_attempts_without_a_step_twice")
 def test_the_command_uploads_what_is_not_uploaded(run: RunLayout) -> None:
     assert tracking_commands(run) == []
     train(run, range(1, 4))

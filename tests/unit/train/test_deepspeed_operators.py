@@ -42,6 +42,7 @@ def test_a_killed_build_does_not_stop_the_next_one(tmp_path: Path) -> None:
         assert FileBaton(str(lock)).try_acquire()
 
 
+@pytest.mark.variant("test_a_killed_build_does_not_stop_the_next_one")
 def test_two_ranks_do_not_build_at_the_same_time(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
