@@ -71,6 +71,7 @@ def _resumed(source: Trial, target: Trial, load: Any = None) -> float:
     return largest_difference(target, source, 3)[0]
 
 
+@pytest.mark.variant("test_resume_is_exact")
 def test_padded_buckets_are_saved_wrongly_without_the_fix(trial: Callable[..., Trial]) -> None:
     """With it: test_trainer_resume.py, test_resume_at_other_layouts."""
     source = trial(save_interval_steps=2, **DP2, ddp_bucket_size=3000)
@@ -78,7 +79,7 @@ def test_padded_buckets_are_saved_wrongly_without_the_fix(trial: Callable[..., T
     assert _resumed(source, trial()) > 1e-3
 
 
-@pytest.mark.variant("test_padded_buckets_are_saved_wrongly_without_the_fix")
+@pytest.mark.variant("test_resume_is_exact")
 def test_steps_are_shared_without_the_fix(trial: Callable[..., Trial]) -> None:
     """With it: every test of test_trainer_layouts.py."""
     assert _resumed(trained(**DP2), trial(), _shared_steps) > 1e-3

@@ -160,7 +160,7 @@ def one_process() -> Trial:
     return trained(MOE)
 
 
-@pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
+@pytest.mark.variant("test_experts_of_two_ranks_resume_exactly")
 @pytest.mark.parametrize("name", varied(ETP_LAYOUTS, "tp2 etp2"))
 def test_experts_split_over_ranks_equal_one_process(name: str) -> None:
     """From the first step on: initial weights do not depend on the layout."""

@@ -110,7 +110,7 @@ def written(kind: str) -> Trial:
     return Trial(RunLayout(once(f"spawned writer, {kind}", train)), config_of(base, **changes))
 
 
-@pytest.mark.variant("test_a_resume_from_it_is_exact")
+@pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
 @pytest.mark.parametrize("kind", RUNS)
 def test_the_files_are_those_of_a_forked_writer(kind: str) -> None:
     """Also where training goes on before the process has seen a tensor."""
@@ -120,6 +120,7 @@ def test_the_files_are_those_of_a_forked_writer(kind: str) -> None:
     assert content(beside) == content(plain)
 
 
+@pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
 @pytest.mark.parametrize("kind", varied(["megatron", "fsdp"], "megatron"))
 def test_a_resume_from_it_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
     base, changes = RUNS[kind]
@@ -130,7 +131,7 @@ def test_a_resume_from_it_is_exact(kind: str, trial: Callable[..., Trial]) -> No
     assert again.exact == {step: row for step, row in whole.exact.items() if step > 4}
 
 
-@pytest.mark.variant("test_a_resume_from_it_is_exact")
+@pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
 def test_a_writer_that_dies_loses_no_save(trial: Callable[..., Trial]) -> None:
     """The rank writes the same copies, and after two deaths starts no process any more."""
     plain = trained(**DP2)
@@ -141,7 +142,7 @@ def test_a_writer_that_dies_loses_no_save(trial: Callable[..., Trial]) -> None:
     assert words_of(lost).count("the rank writes by itself") == 2
 
 
-@pytest.mark.variant("test_a_resume_from_it_is_exact")
+@pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
 def test_no_process_outlives_its_rank(trial: Callable[..., Trial]) -> None:
     made = trial(save_interval_steps=2)
     assert made.train(prepare=_copies) == [0]

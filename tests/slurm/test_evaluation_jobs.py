@@ -114,6 +114,7 @@ def test_results_retries_and_checkpoints_that_wait(stage: Stage) -> None:
     assert {one.state for one in again.values()} == {"submitted"}
 
 
+@pytest.mark.variant("test_results_retries_and_checkpoints_that_wait")
 def test_where_nodes_may_not_submit_watch_does(stage: Stage) -> None:
     """The sbatch of the job refuses; the training does not notice, and a login node submits."""
     forbids = stage.directory / "forbids"
