@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from rehearsal import PATIENCE_SECONDS, SPEC, Rehearsal, Stage, profile_text
 
 from hpctrain.actions.evaluations import evaluation_rows, submit_evaluations
