@@ -4,10 +4,11 @@
 PYTHON := .venv/bin/python
 # Thousands of processes import the checkout: they keep its bytecode, whatever the caller's shell says.
 export PYTHONDONTWRITEBYTECODE :=
-# Test processes side by side: those that compute, and those that wait, each for a Slurm of its own
-# (tests/lanes.py).
-COMPUTE ?= $(shell nproc)
-WAIT ?= $(shell expr 2 \* $(COMPUTE) + 1)
+# Test processes side by side: those that compute, one more than cores, as some wait for a process; and
+# those that wait, each for a Slurm of its own (tests/lanes.py).
+CORES := $(shell nproc)
+COMPUTE ?= $(shell expr $(CORES) + 1)
+WAIT ?= $(shell expr 2 \* $(CORES) + 1)
 LANES = $(PYTHON) tests/lanes.py --compute $(COMPUTE) --wait $(WAIT)
 .DEFAULT_GOAL := help
 # Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.

@@ -3,7 +3,8 @@
     lanes.py [--compute N] [--wait N] [--nightly] [OPTION OF PYTEST ...]
 
 Each lane is a pytest with processes of its own, so that each collects its own parts alone
-(tests/parts.py). As many processes as cores compute; of those that wait, more keep the cores busy.
+(tests/parts.py). One process more than cores computes, as some tests wait for a process; of those that
+wait for Slurm, more keep the cores busy.
 Prints the lines of both as they come, and at the end how many tests passed, failed and were skipped
 in all. Exits with 0 if both lanes have passed, else with the worse exit code.
 """
@@ -59,8 +60,9 @@ def exit_code(codes: Sequence[int], found: Counter[str]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests in two lanes side by side.")
-    parser.add_argument("--compute", type=int, default=os.cpu_count() or 1, metavar="N")
-    parser.add_argument("--wait", type=int, default=2 * (os.cpu_count() or 1) + 1, metavar="N")
+    cores = os.cpu_count() or 1
+    parser.add_argument("--compute", type=int, default=cores + 1, metavar="N")
+    parser.add_argument("--wait", type=int, default=2 * cores + 1, metavar="N")
     arguments, options = parser.parse_known_args()
     begun = time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

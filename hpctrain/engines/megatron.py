@@ -17,11 +17,10 @@ from hpctrain.plan.layout_words import DEFAULT_ORDER, Order
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import RecomputeModule
 from hpctrain.spec.engines.megatron import Fp8Recipe
-from hpctrain.spec.model import MlaSpec, MoeSpec
+from hpctrain.spec.model import MlaSpec, ModelSpec, MoeSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.documents import Plan
-    from hpctrain.spec.model import ModelSpec
     from hpctrain.spec.run import RunSpec
 
 # Weight of the loss that spreads tokens over experts (Fedus et al. 2021, arXiv 2101.03961, section

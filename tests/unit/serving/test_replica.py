@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from engine_process import SERVED_NAME, request
 from replica_process import NAME, Task, config_of, make_service, task_of
+from variants import varied
 from waiting import wait_until
 
 from bench.free_ports import free_port
@@ -71,7 +72,9 @@ def test_it_says_that_it_answers_once_it_has_answered(tmp_path: Path) -> None:
         assert request(f"{endpoint.url}/v1/completions", LONG)[0] == 200
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to all", "SIGUSR2 to all", "control/stop"])
+@pytest.mark.parametrize(
+    "how", varied(["SIGTERM to all", "SIGUSR2 to all", "control/stop"], "SIGTERM to all")
+)
 def test_it_leaves_the_router_before_the_engine_hears_of_it(tmp_path: Path, how: str) -> None:
     """Slurm's signals come to all processes at once, those of the engine too."""
     service = make_service(tmp_path)
