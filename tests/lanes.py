@@ -3,8 +3,8 @@
     lanes.py [--compute N] [--wait N] [--nightly] [OPTION OF PYTEST ...]
 
 Each lane is a pytest with processes of its own, so that each collects its own parts alone
-(tests/parts.py). One process more than cores computes, as some tests wait for a process; of those that
-wait for Slurm, more keep the cores busy.
+(tests/parts.py). One process more than cores computes, as some tests wait for a process; of those
+that wait for Slurm, more keep the cores busy.
 Prints the lines of both as they come, and at the end how many tests passed, failed and were skipped
 in all. Exits with 0 if both lanes have passed, else with the worse exit code.
 """
