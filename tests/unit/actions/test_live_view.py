@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -103,6 +104,15 @@ def test_runs_that_are_over_are_read_again_only_when_their_ledger_changes(
     read.clear()
     live.look()
     assert "over-1111" in read and "done-2222" not in read
+
+
+def test_a_run_whose_job_still_ends_is_not_over_yet(tmp_path: Path, slurm: Slurm) -> None:
+    """Its ledger has the last word already, and Slurm shows the job for another moment."""
+    fabricate(tmp_path, entries=(*BEGUN, *ended("yielded", "asked to stop", "stop")), steps=10)
+    live = LiveRuns(tmp_path, cast(SlurmClient, slurm))
+    assert states(live.look()) == {"gpt-tiny-7f3a": RunState.RUNNING}
+    slurm.records[1] = replace(slurm.records[1], state=JobState.COMPLETED, end_time=time.time())
+    assert states(live.look()) == {"gpt-tiny-7f3a": RunState.STOPPED}
 
 
 def test_an_orphan_is_told_and_shown_before_finished_runs(tmp_path: Path, slurm: Slurm) -> None:
