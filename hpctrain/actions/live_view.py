@@ -130,8 +130,8 @@ class LiveRuns:
         for one in observed:
             row = self._row(self._as_last_known(one))
             rows[one.run.run_id] = row
-            # Unless only Slurm says so: then `watch` may find it orphaned, and submit it again. Nor if
-            # only the ledger says so: its job has not ended yet, and the row still says RUNNING.
+            # Unless only Slurm says so: then `watch` may find it orphaned, and submit it again. Or
+            # only the ledger: its job has not ended yet, and the row still says RUNNING.
             judged = judge(one.events, done=one.jobs is None, queued=None, answered=False)
             if one.row.readable and judged.state.over and row.status.state.over:
                 self._over[one.run.run_id] = (versions[one.run.run_id], row)
