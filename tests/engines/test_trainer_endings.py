@@ -113,7 +113,6 @@ def _stop_after_first_update() -> None:
     Loop._propose = stop_then_propose  # type: ignore[method-assign]
 
 
-@pytest.mark.variant("test_a_lost_writer_is_noticed")
 def test_a_stale_launch_publishes_nothing(trial: Callable[..., Trial]) -> None:
     stale = trial(save_interval_steps=12, **LONG, **DP2)
     assert claim_epoch(stale.run.epochs, "first") == 1

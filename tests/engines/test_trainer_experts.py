@@ -136,7 +136,6 @@ def test_experts_of_other_ranks_are_other_experts(
             assert not any(torch.equal(part, other) for other in parts[:number])
 
 
-@pytest.mark.variant("test_experts_of_two_ranks_resume_exactly")
 @pytest.mark.parametrize("name", varied(LAYOUTS, "dp2 ep2"))
 def test_a_fresh_start_is_that_of_one_process(name: str, moe_reference: Trial) -> None:
     layout = trained(MOE, **LAYOUTS[name])

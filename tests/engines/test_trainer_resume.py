@@ -193,7 +193,6 @@ def _weights(trial: Trial, step: int, place: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
-@pytest.mark.variant("test_resume_is_exact")
 def test_saved_weights_are_those_of_the_last_step(tmp_path: Path) -> None:
     """With overlap_param_gather half of each rank's weights are one step old until gathered."""
     plain, overlapped = trained(data_parallel_size=2), trained(**DP2)

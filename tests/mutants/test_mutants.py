@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import parts
 import pytest
 from run_mutants import KILLED, ROOT, Mutant, read_mutants, run_mutant, scratch_copy
 
@@ -37,6 +38,13 @@ def test_a_row_changes_one_line_and_names_tests_that_exist(name: str) -> None:
         ast.parse(broken)
     missing = [file for file in files_of(mutant) if not (ROOT / file).exists()]
     assert mutant.killed_by and not missing, missing
+
+
+def test_tests_that_are_named_run_in_make_test() -> None:
+    """What is killed at night only is not noticed by a landing."""
+    out = {f"{one.file}::{one.test}" for one in parts.marked(parts.test_files()) if one.test}
+    named = {test for one in MUTANTS.values() for test in one.killed_by}
+    assert not named & out
 
 
 @pytest.fixture(scope="module")
