@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpctrain.plan.cost import links
-from hpctrain.plan.cost.case import Array, Case, flag
+from hpctrain.plan.cost.case import Array, Case, flag, once
 from hpctrain.plan.cost.kernels import (
     flash_seconds,
     product_seconds,
@@ -57,11 +57,13 @@ class Passes:
         )
 
 
+@once
 def tokens(case: Case) -> Array:
     """Count T, the tokens of a rank: context parallelism splits the sequence."""
     return case.mesh.micro_batch * case.shape.seq / case.mesh.cp
 
 
+@once
 def split_tokens(case: Case) -> Array:
     """Count tokens outside the tensor parallel region: T / t with sequence parallelism."""
     mesh = case.mesh
@@ -99,18 +101,21 @@ def streaming(case: Case, forward_bytes: Array) -> Passes:
     return Passes(seconds, 1.6 * seconds)
 
 
+@once
 def surroundings(case: Case) -> Passes:
     """Price norm (in, out) and residual addition (two in, one out) in front of a block."""
     added = 3 * case.mesh.element_bytes * split_tokens(case) * case.shape.hidden
     return norm(case) + streaming(case, added)
 
 
+@once
 def norm(case: Case) -> Passes:
     """Price one norm alone: in and out, or what kernels of its own for each operation move."""
     moved = 2 * case.mesh.element_bytes * split_tokens(case) * case.shape.hidden
     return streaming(case, case.software.norm_traffic * moved)
 
 
+@once
 def region_messages(case: Case) -> Passes:
     """Price entering and leaving the tensor parallel region once.
 
@@ -144,11 +149,13 @@ def beside_weights(case: Case, passes: Passes) -> Array:
 def attention(case: Case) -> Passes:
     """Price norm, projections, rotary positions, core attention, residual."""
     projections = np.asarray(case.shape.mla) > 0
-    plain, latent = plain_projections(case), latent_projections(case)
-    chosen = Passes(
-        np.where(projections, latent.forward, plain.forward),
-        np.where(projections, latent.backward, plain.backward),
-    )
+    chosen = plain_projections(case)
+    if np.any(projections):
+        latent = latent_projections(case)
+        chosen = Passes(
+            np.where(projections, latent.forward, chosen.forward),
+            np.where(projections, latent.backward, chosen.backward),
+        )
     rotated = case.shape.rope * (case.shape.heads + case.shape.kv_heads) * case.shape.qk_dim
     turning = streaming(case, 2 * case.mesh.element_bytes * tokens(case) * rotated / case.mesh.tp)
     parts = surroundings(case) + chosen + turning + core_attention(case)
@@ -173,6 +180,7 @@ def latent_projections(case: Case) -> Passes:
     return down + joint + latent_up(case) + output
 
 
+@once
 def latent_up(case: Case) -> Passes:
     """Price MLA from the ranks up to the queries, keys and values of the heads."""
     shape, mesh, rows = case.shape, case.mesh, tokens(case)
@@ -193,6 +201,7 @@ def visible_pairs(case: Case, causal_saves: Array) -> Array:
     return tokens(case) * keys
 
 
+@once
 def core_attention(case: Case) -> Passes:
     """Price softmax(Q K') V: fused (2 products forward, 5 back) or unfused (2 and 4)."""
     heads = case.shape.heads / case.mesh.tp
@@ -252,6 +261,7 @@ def moe(case: Case) -> Passes:
     return surroundings(case) + router + shared_expert(case) + experts(case) + permutation(case)
 
 
+@once
 def routed_rows(case: Case) -> Array:
     """Count rows that the experts of one rank compute: every token top_k times, balanced.
 
@@ -261,6 +271,7 @@ def routed_rows(case: Case) -> Array:
     return own_rows(case) * case.mesh.expert_tp
 
 
+@once
 def own_rows(case: Case) -> Array:
     """Count rows that one rank sends to experts: its T / t tokens, top_k times."""
     return tokens(case) * case.shape.top_k / case.mesh.tp
@@ -279,6 +290,7 @@ def experts(case: Case) -> Passes:
     return first + second + expert_activation(case)
 
 
+@once
 def expert_activation(case: Case) -> Passes:
     """Price the activation function between the two products of the experts."""
     shape, mesh = case.shape, case.mesh
@@ -335,6 +347,7 @@ def _met(places: Array, choices: Array) -> Array:
     return places * (1 - (1 - 1 / places) ** choices)
 
 
+@once
 def shared_expert(case: Case) -> Passes:
     """Price the shared experts' MLP; nothing without one."""
     present = flag(np.asarray(case.shape.shared_ffn) > 0)
@@ -378,6 +391,7 @@ def output_layer(case: Case) -> Passes:
     return surroundings(case) + product + Passes(loss, loss) + region_messages(case)
 
 
+@once
 def output_gradient(case: Case) -> Array:
     """Price the weight gradient of the output layer, for one microbatch and one head."""
     shape, rows = case.shape, tokens(case)

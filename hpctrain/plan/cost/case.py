@@ -6,7 +6,8 @@ each other: numbers, or arrays of shape [cases]. Flags are 0 or 1. Does not belo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -279,6 +280,25 @@ class Case:
     mesh: Mesh
     machine: Machine
     software: Software
+
+
+Result = TypeVar("Result")
+
+
+def once(formula: Callable[[Case], Result]) -> Callable[[Case], Result]:
+    """Compute a formula of a case at most once: stages and other formulas share its result.
+
+    The results lie with the case, which is frozen, and go with it. Nobody may write into one.
+    """
+
+    @functools.wraps(formula)
+    def shared(case: Case) -> Result:
+        known: dict[object, Result] = case.__dict__.setdefault("_known", {})
+        if formula not in known:
+            known[formula] = formula(case)
+        return known[formula]
+
+    return shared
 
 
 Record = TypeVar("Record")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.plan.cost.case import Array, Case
+from hpctrain.plan.cost.case import Array, Case, once
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Blocks:
         return self.attention + self.mlp + self.moe + self.mamba
 
 
+@once
 def all_blocks(case: Case) -> Blocks:
     """Count the blocks of the whole model, without multi-token prediction layers."""
     shape = case.shape
@@ -41,6 +42,7 @@ def all_blocks(case: Case) -> Blocks:
     )
 
 
+@once
 def first_blocks(case: Case) -> Blocks:
     """Count the blocks of the first stage: with `dense_first` its first layers are dense."""
     shape, layers = case.shape, case.mesh.layers_first
@@ -73,6 +75,7 @@ def later_blocks(case: Case, layers: Array) -> Blocks:
     )
 
 
+@once
 def prediction_blocks(case: Case) -> Blocks:
     """The multi-token prediction layers: as the model's last layer, so with experts if it has."""
     shape, layers = case.shape, case.shape.mtp_layers

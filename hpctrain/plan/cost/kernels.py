@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.plan.cost.case import Array, Case
+from hpctrain.plan.cost.case import Array, Case, once
 
 # Elements: tensor cores take 16-bit operands in multiples of 16 bytes (NVIDIA, Matrix
 # Multiplication Background User's Guide, "Tensor Core Requirements").
@@ -59,11 +59,13 @@ def pass_speed(forward_ratio: Array, backward: bool) -> Array:
     return together * (1.0 if backward else forward_ratio)
 
 
+@once
 def _head_size(case: Case) -> Array:
     """Return the mean size of the heads of queries and values."""
     return (case.shape.qk_dim + case.shape.value_dim) / 2
 
 
+@once
 def _share_of_heads(case: Case) -> Array:
     """Return the rate of a fused kernel over that with heads of 128.
 
@@ -75,6 +77,7 @@ def _share_of_heads(case: Case) -> Array:
     return size / (size + half) * (LARGEST_HEAD + half) / LARGEST_HEAD
 
 
+@once
 def _share_of_length(case: Case) -> Array:
     """Return the rate of a fused kernel over that of long causal sequences."""
     length = case.shape.seq / case.mesh.cp

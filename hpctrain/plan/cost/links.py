@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.plan.cost.case import Array, Case
+from hpctrain.plan.cost.case import Array, Case, once
 
 HOP_SECONDS = 6e-6  # start of one collective and one hop; nccl-tests, small messages
 
@@ -56,11 +56,13 @@ def send_seconds(case: Case, sent_bytes: Array, stride: Array) -> Array:
     return HOP_SECONDS + sent_bytes / np.where(near, nvlink(case), network(case))
 
 
+@once
 def nvlink(case: Case) -> Array:
     """Return the bytes per second that a GPU sends over NVLink in a ring."""
     return case.machine.nvlink_bandwidth * case.machine.nvlink_efficiency
 
 
+@once
 def network(case: Case) -> Array:
     """Return the bytes per second that a GPU sends over its share of the network cards."""
     machine = case.machine

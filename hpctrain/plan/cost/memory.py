@@ -20,7 +20,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpctrain.plan.cost.blocks import routed_rows, split_tokens, tokens
-from hpctrain.plan.cost.case import RECOMPUTE_FULL, RECOMPUTE_SELECTIVE, Array, Case, Mask, flag
+from hpctrain.plan.cost.case import (
+    RECOMPUTE_FULL,
+    RECOMPUTE_SELECTIVE,
+    Array,
+    Case,
+    Mask,
+    flag,
+    once,
+)
 from hpctrain.plan.cost.composition import (
     Blocks,
     all_blocks,
@@ -64,6 +72,7 @@ class Stage:
     loss: Array
 
 
+@once
 def stages_that_matter(case: Case) -> tuple[Stage, Stage, Stage]:
     """First, second and last stage: one of them is the fullest.
 
@@ -93,6 +102,7 @@ def _either(condition: Mask, yes: Blocks, no: Blocks) -> Blocks:
     )
 
 
+@once
 def peak_bytes(case: Case) -> Array:
     """Compute the bytes on the fullest GPU."""
     first, second, last = (stage_memory(case, stage).total for stage in stages_that_matter(case))
@@ -120,6 +130,7 @@ def stage_memory(case: Case, stage: Stage) -> StageMemory:
     )
 
 
+@once
 def outside_allocator_bytes(case: Case) -> Array:
     """Compute what PyTorch's allocator does not hold: CUDA context, libraries, NCCL's buffers."""
     software = case.software
@@ -127,6 +138,7 @@ def outside_allocator_bytes(case: Case) -> Array:
     return total
 
 
+@once
 def communicators(case: Case) -> Array:
     """Count the groups that a rank sums or gathers over: tensor, context, pipeline, data parallel.
 
@@ -244,11 +256,13 @@ def optimizer_bytes(case: Case, weights: Weights) -> Array:
     return np.where(np.asarray(case.mesh.offload) > 0, 0.0, state)
 
 
+@once
 def outside_bytes(case: Case) -> Array:
     """Compute one tensor [T, h] outside the tensor parallel region: e T h, / t with SP."""
     return case.mesh.element_bytes * split_tokens(case) * case.shape.hidden
 
 
+@once
 def outside_pair(case: Case) -> Array:
     """Compute what a norm and the linear layer behind it keep of [T, h], / t with SP.
 
@@ -273,6 +287,7 @@ class Kept:
         return self.whole - np.where(selective, self.again, 0.0)
 
 
+@once
 def attention_kept(case: Case) -> Kept:
     """One attention block: eq. 2's 11 s b h (and 5 a s^2 b when unfused), plus masks.
 
@@ -306,11 +321,13 @@ def attention_kept(case: Case) -> Kept:
     return Kept(outside + inside + core, again)
 
 
+@once
 def _mask(case: Case) -> Array:
     """Compute a dropout mask on [T, h]: one byte for every two of the tensor."""
     return np.where(np.asarray(case.shape.dropout) > 0, 0.5, 0.0)
 
 
+@once
 def core_attention_bytes(case: Case) -> Array:
     """Flash: one fp32 number per head and token. Unfused: eq. 2's 5 a s^2 b.
 
@@ -327,6 +344,7 @@ def core_attention_bytes(case: Case) -> Array:
     return np.where(np.asarray(case.software.flash) > 0, fused, unfused)
 
 
+@once
 def mlp_kept(case: Case) -> Kept:
     """One MLP block: eq. 2's 19 s b h for f = 4h; recomputed, its input alone stays.
 
@@ -345,6 +363,7 @@ def _activated(case: Case, inputs: Array) -> Array:
     return case.mesh.element_bytes * inputs + case.mesh.kept_input_bytes
 
 
+@once
 def moe_kept(case: Case) -> Kept:
     """One MoE block: routed rows before and inside the experts, shared experts, scores.
 
@@ -367,6 +386,7 @@ def moe_kept(case: Case) -> Kept:
     return Kept(whole, again)
 
 
+@once
 def mamba_kept(case: Case) -> Kept:
     """One Mamba-2 block: projections, convolution, gate and scan inputs."""
     shape, mesh = case.shape, case.mesh
@@ -478,12 +498,14 @@ def weight_gradient_bytes(case: Case, blocks: Blocks) -> Array:
     return total
 
 
+@once
 def predicted_bytes(case: Case) -> Array:
     """Compute what token prediction layers keep."""
     mesh = replace(case.mesh, full_layers=0, full_share=case.mesh.full_share_of_predicted)
     return kept_bytes(replace(case, mesh=mesh), prediction_blocks(case))
 
 
+@once
 def host_bytes(case: Case) -> Array:
     """Compute what one microbatch of the offloaded layers keeps in the host's memory."""
     blocks = all_blocks(case)
@@ -499,6 +521,7 @@ def away_bytes(case: Case, blocks: Blocks) -> Array:
     return left
 
 
+@once
 def logit_bytes(case: Case) -> Array:
     """Logits at the peak: the fp32 softmax that backward turns into the gradient, in place."""
     shape, mesh = case.shape, case.mesh
@@ -529,6 +552,7 @@ def transient_bytes(case: Case, stage: Stage) -> Array:
     return element * layer + np.where(np.asarray(stage.loss) > 0, 0.0, wide)
 
 
+@once
 def score_gradient_bytes(case: Case) -> Array:
     """Compute gradients of one layer's s x s matrices that are there at once; flash: none.
 
@@ -560,6 +584,7 @@ def loss_bytes(case: Case, stage: Stage) -> Array:
     return stage.loss * np.maximum(narrow, later)
 
 
+@once
 def message_bytes(case: Case) -> Array:
     """Receive buffers of the pipeline and the gathered input of a column-parallel layer."""
     mesh = case.mesh

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hpctrain.plan.cost.case import Array, Case, Floats
+from hpctrain.plan.cost.case import Array, Case, Floats, once
 from hpctrain.plan.cost.memory import outside_allocator_bytes, peak_bytes
 from hpctrain.plan.cost.step import step_seconds
 
@@ -78,6 +78,7 @@ def scaled(case: Case, logs: Mapping[str, Array]) -> Case:
     )
 
 
+@once
 def sensitivities(case: Case) -> Floats:
     """Compute d log(seconds of a step) / d log(multiplier) of `TIME`: [cases, multipliers]."""
     found = _derivatives(case, TIME[:-1], lambda one: step_seconds(one).total)

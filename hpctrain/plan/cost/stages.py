@@ -6,7 +6,8 @@ blocks (`blocks`), the schedule (`step`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import operator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,11 +44,16 @@ class Turn:
     def total(self) -> Array:
         return self.forward + self.backward + self.again + self.tensor + self.context + self.experts
 
+    @property
+    def parts(self) -> tuple[Array, ...]:
+        there = (self.forward, self.backward, self.again)
+        return (*there, self.tensor, self.context, self.experts)
+
     def __add__(self, other: Turn) -> Turn:
-        return Turn(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Turn(*map(operator.add, self.parts, other.parts))
 
     def times(self, factor: Array) -> Turn:
-        return Turn(*(getattr(self, f.name) * factor for f in fields(self)))
+        return Turn(*(part * factor for part in self.parts))
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,7 @@ def stages_of(case: Case, exchange: Array = 0.0) -> Stages:
 
 
 def _where(condition: Mask, yes: Turn, no: Turn) -> Turn:
-    return Turn(
-        *(np.where(condition, getattr(yes, f.name), getattr(no, f.name)) for f in fields(Turn))
-    )
+    return Turn(*(np.where(condition, a, b) for a, b in zip(yes.parts, no.parts, strict=True)))
 
 
 @dataclass(frozen=True)

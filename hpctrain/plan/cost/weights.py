@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.plan.cost.case import Array, Case
+from hpctrain.plan.cost.case import Array, Case, once
 from hpctrain.plan.cost.composition import (
     Blocks,
     all_blocks,
@@ -29,6 +29,7 @@ class Weights:
     routed: Array
 
 
+@once
 def attention_weights(case: Case) -> Array:
     """Count one attention block on one tensor parallel rank, with its norm."""
     shape, t = case.shape, case.mesh.tp
@@ -53,6 +54,7 @@ def norm_weights(case: Case, size: Array) -> Array:
     return size * np.where(np.asarray(case.shape.rms_norm) > 0, 1, 2)
 
 
+@once
 def mlp_weights(case: Case) -> Array:
     """Count one MLP block on one tensor parallel rank, with its norm."""
     shape = case.shape
@@ -67,6 +69,7 @@ def _feed_forward(case: Case, hidden: Array, ffn: Array, t: Array) -> Array:
     return (1 + width) * hidden * ffn / t + bias
 
 
+@once
 def moe_weights(case: Case) -> tuple[Array, Array]:
     """(shared parts, experts) of one MoE block on one rank. Shared experts have no biases."""
     shape, mesh = case.shape, case.mesh
@@ -76,6 +79,7 @@ def moe_weights(case: Case) -> tuple[Array, Array]:
     return shared + router + norm_weights(case, shape.hidden), each * shape.experts / mesh.ep
 
 
+@once
 def mamba_weights(case: Case) -> Array:
     """Count one Mamba-2 block on one tensor parallel rank, with its norm."""
     shape, t = case.shape, case.mesh.tp
@@ -86,6 +90,7 @@ def mamba_weights(case: Case) -> Array:
     return matrices / t + norm_weights(case, shape.hidden)
 
 
+@once
 def table_weights(case: Case) -> Array:
     """Count one table of embeddings on one rank."""
     step = case.shape.vocab_multiple * case.mesh.tp
@@ -121,6 +126,7 @@ def stage_weights(case: Case, blocks: Blocks, embedding: Array, loss: Array) -> 
     return Weights(dense, own.routed + loss * ahead.routed)
 
 
+@once
 def prediction_weights(case: Case) -> Weights:
     """Count multi-token prediction layers without embedding and output matrix.
 

@@ -28,7 +28,16 @@ from hpctrain.spec.uncertainty import Doubt, Uncertainty
 COVERED = 0.8  # share of unseen runs that the intervals of a plan promise to hold
 TIME_NAMES: tuple[str, ...] = (*TIME, *CLASSES)
 _EDGE = NormalDist().inv_cdf((1 + COVERED) / 2)
-_probit = np.vectorize(lambda z: 0.5 * (1 + erf(z / sqrt(2))), otypes=[float])
+# Deviations beyond which the normal distribution is 0 or 1 to the last bit of a float.
+_SURE = 9.0
+
+
+def _probit(deviations: Floats) -> Floats:
+    """Compute the normal distribution. Few rows are near enough to need the error function."""
+    found = np.asarray(deviations > 0, dtype=float)
+    near = np.asarray(~(np.abs(deviations) >= _SURE))
+    found[near] = [0.5 * (1 + erf(z / sqrt(2))) for z in np.asarray(deviations)[near].tolist()]
+    return found
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Spread:
         """Compute the probability of being at most `limit`."""
         with np.errstate(divide="ignore"):  # nothing stays within 0
             margin = np.log(np.asarray(limit, dtype=float) / self.median)
-        return np.asarray(_probit(margin / np.maximum(self.deviation, 1e-9)))
+        return _probit(np.asarray(margin / np.maximum(self.deviation, 1e-9)))
 
 
 def prior_of(doubt: Doubt, names: tuple[str, ...]) -> Belief:

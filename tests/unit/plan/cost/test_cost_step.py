@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from cost_specimens import NEVER, case, changed, drawn, many, only_products, pipeline
 
-from hpctrain.plan.cost.case import Case
+from hpctrain.plan.cost.case import Case, once
 from hpctrain.plan.cost.composition import Blocks
 from hpctrain.plan.cost.stages import (
     Stages,
@@ -460,3 +461,16 @@ def ratios(field: str) -> Any:
     value = next(getattr(record, field) for record in records if hasattr(record, field))
     twice = step_seconds(changed(TOGETHER, **{field: 2 * value})).total
     return twice / step_seconds(TOGETHER).total
+
+
+def test_a_case_is_computed_once_and_a_changed_one_anew() -> None:
+    computed: list[Case] = []
+
+    @once
+    def formula(one: Case) -> int:
+        computed.append(one)
+        return len(computed)
+
+    one = case()
+    assert [formula(one), formula(one)] == [1, 1]
+    assert formula(replace(one, mesh=replace(one.mesh, tp=2))) == 2
