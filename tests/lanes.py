@@ -12,6 +12,7 @@ in all. Exits with 0 if both lanes have passed, else with the worse exit code.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import subprocess
 import sys
@@ -21,9 +22,19 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from _pytest.assertion.rewrite import (
+    PYC_TAIL,
+    _read_pyc,
+    _rewrite_test,
+    _write_pyc_fp,
+    get_cache_dir,
+)
 from parts import PARTS, ROOT
+
+from hpctrain.durable import replace_bytes
 
 SLOWEST = 12  # tests named at the end of each lane
 
@@ -34,6 +45,24 @@ def command(lane: str, processes: int, report: Path, options: Sequence[str]) -> 
     paths = [part.path for part in PARTS if part.lane == lane and part.runs in runs]
     argv = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "worksteal"]
     return [*argv, f"--durations={SLOWEST}", f"--junitxml={report}", *options, *paths]
+
+
+def rewrite(path: Path) -> bool:
+    """Rewrite a file's assertions as pytest does when it imports it; False where that was done.
+
+    In a new clone every process would rewrite every file for itself, which takes as long as
+    collecting them. pytest has no public function for it (_pytest/assertion/rewrite.py,
+    AssertionRewritingHook.exec_module, of the release in constraints.txt).
+    """
+    rewritten = get_cache_dir(path) / (path.stem + PYC_TAIL)
+    if _read_pyc(path, rewritten) is not None:
+        return False
+    digest, code = _rewrite_test(path, None)  # type: ignore[arg-type]  # the default settings
+    content = io.BytesIO()
+    _write_pyc_fp(content, digest, code)
+    rewritten.parent.mkdir(exist_ok=True)
+    replace_bytes(rewritten, content.getvalue(), durable=False)
+    return True
 
 
 def counts(report: Path) -> Counter[str]:
@@ -66,6 +95,9 @@ def main() -> int:
     arguments, options = parser.parse_known_args()
     begun = time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with ProcessPoolExecutor(cores) as pool:
+        tests = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("tests/**/conftest.py")]
+        list(pool.map(rewrite, tests, chunksize=8))
     with tempfile.TemporaryDirectory(prefix="hpctrain-tests-") as directory:
         lanes, readers, reports = [], [], []
         for lane, processes in (("compute", arguments.compute), ("wait", arguments.wait)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +23,18 @@ def test_every_part_is_in_one_lane(options: tuple[str, ...], runs: set[str]) -> 
     named = [word for argv in words for word in argv if word in PATHS]
     assert sorted(named) == sorted(part.path for part in parts.PARTS if part.runs in runs)
     assert all(set(options) <= set(argv) for argv in words)
+
+
+def test_a_file_is_rewritten_once_and_for_pytest(tmp_path: Path) -> None:
+    file = tmp_path / "test_one.py"
+    file.write_text("def test_it():\n    assert [1, 2] == [1, 3]\n")
+    assert [lanes.rewrite(file), lanes.rewrite(file)] == [True, False]
+    (written,) = (tmp_path / "__pycache__").iterdir()
+    before = written.stat().st_mtime_ns
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "At index 1 diff: 2 != 3" in told.stdout
+    assert written.stat().st_mtime_ns == before, "pytest has rewritten it again"
 
 
 def test_outcomes_of_both_lanes_are_added_up(tmp_path: Path) -> None:
