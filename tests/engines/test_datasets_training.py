@@ -40,6 +40,7 @@ RUNS: dict[str, tuple[dict[str, Any], Callable[[Path], Path]]] = {
 RESUMED = ("packed", "images, read ahead")
 
 
+@pytest.mark.variant("test_data_that_are_made_up_can_be_learned")
 @pytest.mark.parametrize("kind", varied(RUNS, "packed"))
 def test_two_ranks_learn_what_one_does(
     kind: str, tmp_path: Path, trial: Callable[..., Trial]

@@ -37,7 +37,7 @@ def assert_near(moved: Trial, source: Trial, first_step: int) -> None:
     assert loss <= ROUNDING and norm <= 10 * ROUNDING, moved.config.layout_words
 
 
-@pytest.mark.variant("test_other_ranks_go_on_within_rounding")
+@pytest.mark.variant("test_a_resume_is_exact")
 def test_stages_are_cut_anew_and_joined(trial: Callable[..., Trial]) -> None:
     source = trained(GPT3, pipeline_stages=(2, 1))
     joined = gone_on(trial(GPT3, zero_stage=2), source, 4)
@@ -48,7 +48,7 @@ def test_stages_are_cut_anew_and_joined(trial: Callable[..., Trial]) -> None:
         assert_near(moved, source, 5)
 
 
-@pytest.mark.variant("test_other_ranks_go_on_within_rounding")
+@pytest.mark.variant("test_a_resume_is_exact")
 def test_what_was_joined_is_divided(trial: Callable[..., Trial]) -> None:
     source = trained(GPT3, pipeline_stages=(2, 1))
     joined = gone_on(trial(GPT3, zero_stage=2, save_interval_steps=2), source, 2)
@@ -56,7 +56,7 @@ def test_what_was_joined_is_divided(trial: Callable[..., Trial]) -> None:
     assert_near(gone_on(divided, joined, 4), source, 5)
 
 
-@pytest.mark.variant("test_other_ranks_go_on_within_rounding")
+@pytest.mark.variant("test_a_resume_is_exact")
 def test_weights_in_bf16_go_on_from_those_in_fp32(trial: Callable[..., Trial]) -> None:
     """By another optimizer class of DeepSpeed's, and joined of two ranks' parts on each stage; a
     Llama has an output layer of its own."""

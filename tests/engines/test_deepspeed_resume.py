@@ -92,12 +92,13 @@ def test_a_resume_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
     assert resumed.exact == {step: row for step, row in whole.exact.items() if step > 4}
 
 
+@pytest.mark.variant("test_a_resume_is_exact")
 @pytest.mark.parametrize(
     ("stage", "ranks", "now"),
     [
-        pytest.param(1, 1, 2, marks=pytest.mark.variant),
+        pytest.param(1, 1, 2),
         (3, 1, 3),
-        pytest.param(3, 4, 3, marks=pytest.mark.variant),
+        pytest.param(3, 4, 3),
     ],
 )
 def test_other_ranks_go_on_within_rounding(stage: int, ranks: int, now: int) -> None:
@@ -110,7 +111,7 @@ def test_other_ranks_go_on_within_rounding(stage: int, ranks: int, now: int) -> 
     assert (moved.run.checkpoints / checkpoint_name(4) / "universal").is_dir(), "made once"
 
 
-@pytest.mark.variant("test_other_ranks_go_on_within_rounding")
+@pytest.mark.variant("test_a_resume_is_exact")
 def test_a_changed_conversion_is_made_again(trial: Callable[..., Trial]) -> None:
     """It has digests of its own, and what it was made of is still there."""
     moved = moved_to(3, 1, 3)
@@ -125,7 +126,7 @@ def test_a_changed_conversion_is_made_again(trial: Callable[..., Trial]) -> None
     assert made and not any(file_problem(target, one, deep=True) for one in made)
 
 
-@pytest.mark.variant("test_other_ranks_go_on_within_rounding")
+@pytest.mark.variant("test_a_resume_is_exact")
 def test_another_tp_goes_on_within_rounding(trial: Callable[..., Trial]) -> None:
     """A tied weight, biases, and words that two do not divide; ranks are as many as before."""
     model = {**PLAIN_LLAMA["model"], "vocab": 251, "tied": True, "bias": True}

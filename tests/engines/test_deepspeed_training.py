@@ -68,7 +68,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.variant("test_each_loss_counts_the_same_where_few_do")
+@pytest.mark.variant("test_losses_are_those_of_one_process")
 @pytest.mark.parametrize("kind", varied(OTHERS, "lora"))
 def test_divided_weights_of_other_kinds(kind: str, trial: Callable[..., Trial]) -> None:
     base, changes = OTHERS[kind]
@@ -184,9 +184,8 @@ def bert() -> Trial:
     return trained(MASKED)
 
 
-@pytest.mark.parametrize(
-    "stage", [3, *(pytest.param(n, marks=pytest.mark.variant) for n in (0, 1))]
-)
+@pytest.mark.variant("test_losses_are_those_of_one_process")
+@pytest.mark.parametrize("stage", [3, 0, 1])
 def test_each_loss_counts_the_same_where_few_do(
     stage: int, trial: Callable[..., Trial], bert: Trial
 ) -> None:
@@ -197,7 +196,7 @@ def test_each_loss_counts_the_same_where_few_do(
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 
-@pytest.mark.variant("test_each_loss_counts_the_same_where_few_do")
+@pytest.mark.variant("test_losses_are_those_of_one_process")
 def test_each_loss_counts_the_same_in_bf16(trial: Callable[..., Trial], bert: Trial) -> None:
     """Stage 1 has an optimizer class of its own there (BF16_Optimizer), without a scale."""
     changes = dict(model=MASKED["model"], task=MASKED["task"], precision="bf16")
@@ -207,7 +206,7 @@ def test_each_loss_counts_the_same_in_bf16(trial: Callable[..., Trial], bert: Tr
     assert loss < 2e-3 and norm < 0.05
 
 
-@pytest.mark.variant("test_each_loss_counts_the_same_where_few_do")
+@pytest.mark.variant("test_losses_are_those_of_one_process")
 def test_bf16_stays_near_fp32(trial: Callable[..., Trial], gpt: Trial) -> None:
     spread = trial(ZERO, zero_stage=2, precision="bf16")
     assert spread.train() == [0, 0]

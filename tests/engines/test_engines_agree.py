@@ -155,10 +155,7 @@ def plain(family: str) -> Told:
     return [(loss, norm) for loss, norm in told]
 
 
-ALWAYS = (
-    "fsdp",
-    "deepspeed, ZeRO 3",
-)
+ALWAYS = ("deepspeed, ZeRO 3",)
 
 
 @pytest.mark.parametrize("name", varied(TABLE, *ALWAYS))

@@ -76,7 +76,7 @@ def test_the_trainer_asks_for_graphs_and_userbuffers(trial: Callable[..., Trial]
     assert {place: len(path.read_text()) for place, path in calls.items()} == TIMES
 
 
-@pytest.mark.variant("test_recompute_changes_no_bit")
+@pytest.mark.variant("test_layout_equals_one_process")
 @pytest.mark.parametrize("layers", [pytest.param(1, marks=pytest.mark.variant), 3])
 def test_recomputing_some_layers_changes_no_bit(layers: int, trial: Callable[..., Trial]) -> None:
     """The first layers of a chunk are run twice, the others once."""
@@ -93,7 +93,7 @@ def test_recomputing_some_layers_changes_no_bit(layers: int, trial: Callable[...
 PART = {"mlp": CHECKPOINT, "moe": CHECKPOINT}
 
 
-@pytest.mark.variant("test_recompute_changes_no_bit")
+@pytest.mark.variant("test_layout_equals_one_process")
 @pytest.mark.parametrize(
     "modules",
     [
@@ -117,7 +117,7 @@ def test_recomputing_parts_of_each_layer_changes_no_bit(
 SUMMED_IN_BF16 = dict(DP2, precision="bf16", dropout=0.1, grad_reduce_in_fp32=False)
 
 
-@pytest.mark.variant("test_the_fused_loss_is_the_loss")
+@pytest.mark.variant("test_the_trainer_asks_for_graphs_and_userbuffers")
 def test_gradients_summed_in_bf16_follow_those_in_fp32() -> None:
     """Other numbers, because each sum is rounded, and as good ones."""
     full, half = trained(precision="bf16", dropout=0.1, **DP2), trained(**SUMMED_IN_BF16)
@@ -134,9 +134,8 @@ def test_gradients_summed_in_bf16_resume_exactly(trial: Callable[..., Trial]) ->
     assert resumed.exact == {step: half.exact[step] for step in (5, 6)}
 
 
-@pytest.mark.parametrize(
-    "layout", [{}, pytest.param(TP2, marks=pytest.mark.variant)], ids=["one", "tp2"]
-)
+@pytest.mark.variant("test_the_trainer_asks_for_graphs_and_userbuffers")
+@pytest.mark.parametrize("layout", [{}, pytest.param(TP2)], ids=["one", "tp2"])
 def test_the_fused_loss_is_the_loss(layout: dict[str, Any], trial: Callable[..., Trial]) -> None:
     plain = trained(precision="bf16", **layout)
     fused = trial(precision="bf16", cross_entropy_loss_fusion=True, **layout)
@@ -203,6 +202,7 @@ def test_whole_experts_on_ranks_of_tp_alone_would_learn_other_things(
     assert (loss > 1e-3) == wrong and (wrong or loss <= TOLERANCE)
 
 
+@pytest.mark.variant("test_experts_of_two_ranks_resume_exactly")
 def test_the_shared_expert_may_run_while_tokens_travel(
     one_process: Trial, trial: Callable[..., Trial]
 ) -> None:

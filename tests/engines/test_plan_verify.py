@@ -151,8 +151,7 @@ def test_options_of_a_gpu_change_no_parameters() -> None:
     assert "built in bf16 or fp32 without options that need a GPU" in found.remarks
 
 
-SHOWN = ("gpt tied", "llama gqa tp4 vpp2", "uneven, interleaved", "counted, interleaved")
-SHOWN = (*SHOWN, "experts whole", "experts split over tp", "latent attention", "deepseek", "bert")
+SHOWN = ("llama gqa tp4 vpp2", "uneven, interleaved", "experts split over tp", "deepseek", "bert")
 
 
 @pytest.mark.parametrize("name", varied(COUNTED, *SHOWN))
@@ -224,8 +223,7 @@ KEPT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], float]] = 
 }
 
 
-MEASURED = ("flash, tp with sp", "flash, dropout", "flash, context parallel")
-MEASURED = (*MEASURED, "selective", "full", "unfused fp32", "llama", "bert")
+MEASURED = ("flash, tp with sp", "selective", "full", "unfused fp32")
 
 
 @pytest.mark.parametrize("name", varied(KEPT, *MEASURED))

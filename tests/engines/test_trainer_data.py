@@ -36,6 +36,7 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> Blend:
     return ((30.0, str(directory / "prose")), (70.0, str(directory / "code")))
 
 
+@pytest.mark.variant("test_resume_at_other_layouts")
 def test_layouts_and_resumes_see_the_same_samples(
     blend: Blend, trial: Callable[..., Trial]
 ) -> None:
@@ -157,7 +158,7 @@ def test_data_that_cannot_be_read_is_named(tmp_path: Path, trial: Callable[..., 
     assert "cannot be read" in (record.message or "")
 
 
-@pytest.mark.variant("test_layouts_and_resumes_see_the_same_samples")
+@pytest.mark.variant("test_resume_at_other_layouts")
 def test_copies_on_the_node_are_what_is_read_and_change_nothing(
     blend: Blend, trial: Callable[..., Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

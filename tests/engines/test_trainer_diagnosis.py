@@ -96,6 +96,7 @@ def _compute_slowly() -> None:
     assembly.loss_of = loss_of
 
 
+@pytest.mark.variant("test_a_slow_link_is_found_by_a_trace")
 def test_a_slow_rank_is_found_and_not_its_peer_that_waits(small: Callable[..., Trial]) -> None:
     slow = small(WINDOWS)
     assert slow.train(prepare=_compute_slowly) == [0, 0]

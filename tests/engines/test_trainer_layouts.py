@@ -71,6 +71,7 @@ def test_llama_layout_equals_one_process(
     assert norm <= TOLERANCE
 
 
+@pytest.mark.variant("test_layout_equals_one_process")
 @pytest.mark.parametrize("granularity", varied(["full", "selective"], "full"))
 def test_recompute_changes_no_bit(granularity: str, trial: Callable[..., Trial]) -> None:
     recomputed = trial(dropout=0.1, recompute_granularity=granularity)
@@ -79,7 +80,7 @@ def test_recompute_changes_no_bit(granularity: str, trial: Callable[..., Trial])
     assert len(recomputed.exact) == 6
 
 
-@pytest.mark.variant("test_recompute_changes_no_bit")
+@pytest.mark.variant("test_layout_equals_one_process")
 def test_recompute_under_sequence_parallelism_changes_no_bit(trial: Callable[..., Trial]) -> None:
     settings = dict(dropout=0.1, train_steps=3, **TP2, **SP)
     plain, recomputed = trial(**settings), trial(recompute_granularity="full", **settings)
@@ -87,7 +88,8 @@ def test_recompute_under_sequence_parallelism_changes_no_bit(trial: Callable[...
     assert plain.exact == recomputed.exact
 
 
-@pytest.mark.parametrize("layout", [PP2, pytest.param({**TP2, **PP2}, marks=pytest.mark.variant)])
+@pytest.mark.variant("test_layout_equals_one_process")
+@pytest.mark.parametrize("layout", [PP2, pytest.param({**TP2, **PP2})])
 def test_bf16_follows_fp32(
     layout: dict[str, Any], gpt_reference: Trial, trial: Callable[..., Trial]
 ) -> None:

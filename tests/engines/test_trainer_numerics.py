@@ -119,6 +119,7 @@ def test_broken_weights_are_never_saved(trial: Callable[..., Trial]) -> None:
     assert published_steps(wild.run.checkpoints) == [1]
 
 
+@pytest.mark.variant("test_a_loss_that_is_not_finite_ends_all_ranks")
 def test_a_spike_ends_the_launch_also_right_after_a_resume(trial: Callable[..., Trial]) -> None:
     """The window is that of the run, not of the launch: it is read back from the metrics."""
     settings = dict(loss_spike=10.0, save_interval_steps=4, **LONG)

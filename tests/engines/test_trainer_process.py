@@ -61,6 +61,7 @@ def _start(
     )
 
 
+@pytest.mark.variant("test_a_signal_while_torch_is_imported")
 def test_as_srun_starts_it(trial: Callable[..., Trial]) -> None:
     """Rank 0 also says what it has imported: see the tests below."""
     made = trial(train_steps=2, data_parallel_size=2, save_interval_steps=1)
@@ -109,7 +110,7 @@ import transformers
 """
 
 
-@pytest.mark.variant("test_as_srun_starts_it")
+@pytest.mark.variant("test_a_signal_while_torch_is_imported")
 def test_a_rank_imports_nothing_that_it_does_not_use(
     trial: Callable[..., Trial],
 ) -> None:
@@ -139,7 +140,7 @@ runpy.run_module("hpctrain.train", run_name="__main__")
 """
 
 
-@pytest.mark.variant("test_as_srun_starts_it")
+@pytest.mark.variant("test_a_signal_while_torch_is_imported")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_whole_run_imports_nothing_of_that(
     trial: Callable[..., Trial], deterministic: bool
@@ -204,7 +205,7 @@ while [ "$1" != -m ]; do program=$1; shift; done
 """
 
 
-@pytest.mark.variant("test_as_srun_starts_it")
+@pytest.mark.variant("test_a_signal_while_torch_is_imported")
 def test_a_rank_below_nsight_stops_when_slurm_says_so(
     trial: Callable[..., Trial], tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.variant("test_a_trace_that_is_too_large_is_not_kept")
 @pytest.mark.parametrize("engine", varied(ENGINES, "megatron"))
 def test_chosen_steps_are_traced_and_nothing_changes(
     engine: str, trial: Callable[..., Trial]

@@ -166,6 +166,7 @@ def test_only_the_wanted_checkpoints_are_kept(trial: Callable[..., Trial]) -> No
     assert _steps(kept.run.checkpoints) == [3, 5, 6]
 
 
+@pytest.mark.variant("test_only_the_wanted_checkpoints_are_kept")
 def test_saves_by_the_clock(trial: Callable[..., Trial]) -> None:
     clocked = trial(save_interval_seconds=0.01, train_steps=3, **DP2)
     assert clocked.train() == [0, 0]

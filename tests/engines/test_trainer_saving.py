@@ -139,6 +139,7 @@ def _waited_for(place: Path) -> None:
     write_job.write_rank_digests, publisher.publish = write, publish
 
 
+@pytest.mark.variant("test_a_save_on_request")
 def test_each_save_is_written_down(trial: Callable[..., Trial]) -> None:
     made = trial(save_interval_steps=2, async_save=True, **DP2)
     assert made.train(prepare=lambda: _waited_for(made.run.directory)) == [0, 0]
@@ -152,6 +153,7 @@ def test_each_save_is_written_down(trial: Callable[..., Trial]) -> None:
     assert made.run.saves.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.variant("test_a_save_on_request")
 def test_a_synchronous_save_stalls_until_it_counts(trial: Callable[..., Trial]) -> None:
     made = trial(save_interval_steps=3, **DP2)
     ranks = made.start(prepare=lambda: _waited_for(made.run.directory))
@@ -164,7 +166,7 @@ def test_a_synchronous_save_stalls_until_it_counts(trial: Callable[..., Trial]) 
     assert events == ["event=start", *three, *three], "no step before the save counts"
 
 
-@pytest.mark.variant("test_each_save_is_written_down")
+@pytest.mark.variant("test_a_save_on_request")
 def test_plans_are_used_again_and_the_files_are_right(trial: Callable[..., Trial]) -> None:
     """From the third save on megatron-core plans nothing; resuming from a late one is exact."""
     whole = trial(save_interval_steps=1, async_save=True, dropout=0.1, **PP2)
@@ -287,7 +289,7 @@ def _clock_of_steps() -> None:
     setattr(save_interval, "time", SimpleNamespace(monotonic=lambda: now))  # noqa: B010
 
 
-@pytest.mark.variant("test_saves_by_the_clock")
+@pytest.mark.variant("test_only_the_wanted_checkpoints_are_kept")
 def test_the_launch_s_failure_rate_sets_the_interval(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +333,7 @@ def _count_copied_bytes() -> None:
     Saver.begin = begin  # type: ignore[method-assign]
 
 
-@pytest.mark.variant("test_each_save_is_written_down")
+@pytest.mark.variant("test_a_save_on_request")
 def test_training_waits_for_no_copies_on_a_cpu(trial: Callable[..., Trial]) -> None:
     """Its state is snapshotted by forking; what has to be copied, the writers copy."""
     made = trial(save_interval_steps=3, async_save=True, **DP2)

@@ -152,25 +152,14 @@ def test_a_slow_link_is_found_pair_by_pair(trial: Callable[..., Trial]) -> None:
     assert named == [("link", SLOW_RANK, ("n1",))], check
 
 
+@pytest.mark.variant("test_a_slow_rank_is_reported_and_training_goes_on_as_without")
 @pytest.mark.parametrize(
     ("base", "changes", "expected"),
     [
-        pytest.param(
-            MODULE_GPT,
-            dict(engine="fsdp", shard_size=2, data_parallel_size=2),
-            ["dp 2"],
-            marks=pytest.mark.variant,
-        ),
+        (MODULE_GPT, dict(engine="fsdp", shard_size=2, data_parallel_size=2), ["dp 2"]),
         (ZERO, dict(model=LLAMA_MODEL, tensor_parallel=2), ["tp 2", "dp 2"]),
-        pytest.param(
-            ZERO, dict(pipeline_stages=(1, 1)), ["pp 2", "not dp"], marks=pytest.mark.variant
-        ),
-        pytest.param(
-            GPT,
-            dict(context_parallel_size=1, data_parallel_size=2),
-            ["dp 2"],
-            marks=pytest.mark.variant,
-        ),
+        (ZERO, dict(pipeline_stages=(1, 1)), ["pp 2", "not dp"]),
+        (GPT, dict(context_parallel_size=1, data_parallel_size=2), ["dp 2"]),
     ],
 )
 def test_the_axes_of_each_engine(

@@ -95,6 +95,7 @@ def evaluations(trial: Trial) -> dict[int, float | None]:
     return {row.step: row.eval_loss for row in trial.rows if row.step % 2 == 0}
 
 
+@pytest.mark.variant("test_a_run_is_not_done_before_its_last_evaluation")
 @pytest.mark.parametrize("engine", varied(ENGINES, "megatron pp 2"))
 def test_an_evaluation_is_left_between_batches_and_made_up_for(
     engine: str, trial: Callable[..., Trial], computed: Path
@@ -115,7 +116,7 @@ def test_an_evaluation_is_left_between_batches_and_made_up_for(
     assert [row.step for row in stopped.rows] == list(range(1, 7)), "no step is trained twice"
 
 
-@pytest.mark.variant("test_an_evaluation_is_left_between_batches_and_made_up_for")
+@pytest.mark.variant("test_a_run_is_not_done_before_its_last_evaluation")
 def test_no_evaluation_is_begun_once_a_stop_is_agreed(
     trial: Callable[..., Trial], computed: Path
 ) -> None:
@@ -159,7 +160,7 @@ def test_a_run_is_not_done_before_its_last_evaluation(trial: Callable[..., Trial
     assert len(read_saves(last.run)) == 1, "the second launch has nothing new to save"
 
 
-@pytest.mark.variant("test_an_evaluation_is_left_between_batches_and_made_up_for")
+@pytest.mark.variant("test_a_run_is_not_done_before_its_last_evaluation")
 def test_a_save_under_way_counts_during_an_evaluation(trial: Callable[..., Trial]) -> None:
     """Of step 3, while the evaluation of step 4 goes on for as long as it takes."""
 

@@ -37,6 +37,7 @@ def _one_is_slow() -> None:
     forward.forward_step = step
 
 
+@pytest.mark.variant("test_a_slow_rank_is_reported_and_training_goes_on_as_without")
 def test_a_slow_rank_shows_and_only_it(trial: Callable[..., Trial]) -> None:
     """Its pipeline neighbour and its data-parallel one wait for it in every step. An evaluation
     in each window, of twice as many microbatches, is not counted."""
@@ -94,6 +95,7 @@ def test_a_record_of_an_older_version_is_read() -> None:
     assert old.compute_seconds == (1, 2) and old.rest_seconds == old.data_seconds == ()
 
 
+@pytest.mark.variant("test_waiting_for_data_is_told_apart")
 def test_timing_changes_no_numbers(trial: Callable[..., Trial]) -> None:
     settings = dict(PP2, dropout=0.1, **EVALUATING)
     often, never = trial(rank_times_interval_steps=1, **settings), trained(**settings)
