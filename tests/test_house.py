@@ -146,6 +146,14 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text(), str(path)) for path in MODULES}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_trees_stay() -> Iterator[None]:
+    """They are millions of objects: what later tests of this process fork and collect would take
+    twice as long, and `plan --verify` ten times."""
+    yield
+    trees.cache_clear()
+
+
 def name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else path.name
 
