@@ -146,12 +146,18 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text(), str(path)) for path in MODULES}
 
 
+@functools.cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _no_trees_stay() -> Iterator[None]:
     """They are millions of objects: what later tests of this process fork and collect would take
     twice as long, and `plan --verify` ten times."""
     yield
     trees.cache_clear()
+    nodes.cache_clear()
 
 
 def name(path: Path) -> str:
@@ -164,7 +170,7 @@ def where(path: Path, node: ast.AST) -> str:
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
     """Every call with its dotted name, such as `subprocess.run`; `?.x` for a method of anything."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call):
             yield dotted(node.func), node
 
@@ -228,7 +234,7 @@ def test_files_are_short() -> None:
 def test_functions_are_short() -> None:
     lengths: dict[str, int] = {}
     for path, tree in trees().items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 lengths[f"{where(path, node)} {node.name}"] = node.end_lineno - node.lineno + 1
@@ -311,7 +317,7 @@ def test_the_pure_rooms_touch_nothing() -> None:
         for called, node in calls(tree):
             if called in forbidden_calls or called.rpartition(".")[2] in methods:
                 found.append(f"{where(path, node)} {called}()")
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Attribute) and dotted(node) in attributes:
                 found.append(f"{where(path, node)} {dotted(node)}")
             if isinstance(node, ast.Import):
@@ -327,7 +333,7 @@ def test_time_comes_from_one_clock() -> None:
     found, needed = [], set()
     for path, tree in trees().items():
         own = next((one for one in OWN_TIME if name(path).startswith(one)), None)
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             direct = isinstance(node, ast.Attribute) and dotted(node) in forbidden
             if direct or (isinstance(node, ast.ImportFrom) and node.module == "time"):
                 needed.add(own)
@@ -363,8 +369,8 @@ def test_only_one_room_knows_what_slurm_prints() -> None:
     for path, tree in trees().items():
         if name(path).startswith("slurm/"):
             continue
-        texts = {id(one) for node in ast.walk(tree) if (one := _docstring(node)) is not None}
-        for node in ast.walk(tree):
+        texts = {id(one) for node in nodes(tree) if (one := _docstring(node)) is not None}
+        for node in nodes(tree):
             if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
                 continue
             if id(node) in texts:
@@ -403,7 +409,7 @@ def test_names_of_quantities_say_their_unit() -> None:
     }
     found = []
     for path, tree in trees().items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 target, annotation = node.target.id, ast.unparse(node.annotation)
                 if target in bare and annotation in kinds and (name(path), target) not in allowed:
@@ -417,7 +423,7 @@ def test_engines_are_named_in_their_rooms_only() -> None:
     for path, tree in trees().items():
         if name(path).startswith(ENGINE_ROOMS):
             continue
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Constant) and node.value in ENGINES:
                 found[name(path), node.value] = where(path, node)
     wrong = [place for key, place in found.items() if key not in NOT_THE_ENGINE]
@@ -430,7 +436,7 @@ def test_every_ability_is_read() -> None:
     read = {
         node.attr
         for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
     unread = {one.name for one in fields(EngineAbilities)} - read
@@ -562,7 +568,7 @@ def test_every_field_of_spec_and_profile_has_a_reader() -> None:
         node.attr
         for path, tree in trees().items()
         if not name(path).startswith("spec/")
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute)
     }
     for method in document_methods():
@@ -594,7 +600,7 @@ def document_methods() -> Iterator[ast.FunctionDef]:
     """Methods in spec/ that are no validators."""
     for path, tree in trees().items():
         if name(path).startswith("spec/"):
-            for node in ast.walk(tree):
+            for node in nodes(tree):
                 if isinstance(node, ast.FunctionDef):
                     decorators = ast.unparse(ast.Tuple(node.decorator_list, ast.Load()))
                     if "validator" not in decorators:
@@ -613,7 +619,7 @@ def test_every_kind_of_event_has_a_writer() -> None:
     writers = {"append", "note", "_note", "SideProgram"}
     written = set()
     for tree in trees().values():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             chosen = isinstance(node, ast.IfExp)
             if chosen or (
                 isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in writers
