@@ -126,6 +126,7 @@ def test_ranks_refuse_before_process_groups_exist(trial: Callable[..., Trial]) -
     assert "hint: `pip install megatron-core==" in ranks.log(0)
 
 
+@pytest.mark.variant("test_every_used_name_is_listed")
 def test_an_unknown_newer_version_trains_with_a_warning(trial: Callable[..., Trial]) -> None:
     run = trial(data_parallel_size=2, save_interval_steps=6)
     unknown = f"{software.megatron_core()}.1"

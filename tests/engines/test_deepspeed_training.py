@@ -84,7 +84,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.variant("test_several_processes_learn_what_one_does")
+@pytest.mark.variant("test_losses_are_those_of_one_process")
 @pytest.mark.parametrize("kind", PIPELINES)
 def test_two_stages_are_one_model(kind: str, trial: Callable[..., Trial], gpt: Trial) -> None:
     spread = trial(ZERO, **PIPELINES[kind], pipeline_stages=(1, 1))

@@ -56,6 +56,7 @@ def gradients(place: Path, gpus: int) -> list[Any]:
     return kept[0]
 
 
+@pytest.mark.variant("test_losses_are_those_of_one_process")
 def test_two_processes_have_the_gradients_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

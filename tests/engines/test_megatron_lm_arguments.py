@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 from trial_runs import once
-from variants import varied
 
 from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments, megatron_lm_config
 from hpctrain.plan.planner import make_plan
@@ -138,8 +137,9 @@ def test_a_real_parser_is_here() -> None:
     assert CHECKOUTS, f"`make install` unpacks one into {PACKAGE}"
 
 
+@pytest.mark.variant("test_asked_to_stop_and_resumed")
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
-@pytest.mark.parametrize("name", varied(CASES, "resumed"))
+@pytest.mark.parametrize("name", list(CASES))
 def test_accepted(checkout: Path, name: str) -> None:
     answer = answers(checkout)[name]
     assert "refused" not in answer, answer["refused"]

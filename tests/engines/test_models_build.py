@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from trial_runs import MODULE_GPT
+from variants import varied
 
 from hpctrain.convert.hugging_face_directory import write_model
 from hpctrain.engines.documents import parse_train_config
@@ -80,7 +81,7 @@ def equal(one: Any, other: Any) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", varied(SHAPES, "gpt", "llama", "resnet-18"))
 def test_a_model_is_what_was_planned_and_learns_with_every_weight(name: str) -> None:
     config = config_of(name)
     module = build_module(config, device=CPU)
@@ -159,7 +160,7 @@ def test_deeper_networks_are_what_was_planned(layers: int) -> None:
     assert sum(one.numel() for one in module.parameters()) == total_parameters(config.model)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "bert", "vit", "resnet-18"])
+@pytest.mark.parametrize("name", varied(["gpt", "llama", "bert", "vit", "resnet-18"], "gpt"))
 def test_weights_follow_from_the_seed_alone(name: str) -> None:
     torch.manual_seed(1)
     one = build_module(config_of(name), device=CPU)

@@ -131,6 +131,7 @@ COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.variant("test_parameters_are_what_the_trainers_model_has")
 def test_options_of_a_gpu_change_no_parameters() -> None:
     """Built without them: none can be had here, and none has parameters."""
     options = dict(
@@ -192,6 +193,7 @@ def test_a_split_that_moves_a_layer_moves_its_parameters() -> None:
     ]
 
 
+@pytest.mark.variant("test_parameters_are_what_the_trainers_model_has")
 def test_ranks_are_the_first_of_each_stage() -> None:
     def ranks(order: str) -> list[int]:
         spec = spec_of(GPT, dict(tp=2, pp=2, order=order), dp=4)
@@ -251,7 +253,11 @@ def test_what_is_not_measured_is_said() -> None:
 
 # -- examples/, at full size -------------------------------------------------------------------
 
-FULL = [("gpt130b", "h100x16"), ("gpt175b", "a100x64"), ("moe", "h100x16")]
+FULL = [
+    ("gpt175b", "a100x64"),
+    pytest.param("gpt130b", "h100x16", marks=pytest.mark.variant),
+    pytest.param("moe", "h100x16", marks=pytest.mark.variant),
+]
 
 
 @pytest.mark.parametrize(("example", "cluster"), FULL)

@@ -81,6 +81,7 @@ def test_what_follows_from_other_software(
         assert {row.epoch for row in run.rows if row.step > 3} == {1, 2}
 
 
+@pytest.mark.variant("test_what_follows_from_other_software")
 def test_before_the_first_step_the_software_may_still_change(trial: Callable[..., Trial]) -> None:
     """Who corrects what is installed after a first launch that failed has changed nothing."""
     run = trial(MODULE_GPT, **SHORT, software="locked")

@@ -37,6 +37,7 @@ def test_a_layout_of_bert_equals_one_process(
     assert norm <= TOLERANCE
 
 
+@pytest.mark.variant("test_resume_is_exact")
 def test_bert_resumes_bit_by_bit(trial: Callable[..., Trial]) -> None:
     settings = dict(dropout=0.1, **PP2)
     whole = trained(BERT, eval_interval_steps=2, **settings)
@@ -58,7 +59,7 @@ def _see_only_what_came_before() -> None:
     BertModel.bert_extended_attention_mask = causal
 
 
-@pytest.mark.variant("test_bert_resumes_bit_by_bit")
+@pytest.mark.variant("test_resume_is_exact")
 def test_words_see_what_comes_after_them(reference: Trial, trial: Callable[..., Trial]) -> None:
     blind = trial(BERT, train_steps=2)
     assert blind.train(prepare=_see_only_what_came_before) == [0]

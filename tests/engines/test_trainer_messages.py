@@ -52,7 +52,7 @@ def test_gradients_of_ddp_that_cpp_sums(trial: Callable[..., Trial]) -> None:
     assert ends == [(0, 1, axis.bytes[0]), (1, 0, axis.bytes[1])]
 
 
-@pytest.mark.variant("test_tensors_and_pipeline_of_megatron")
+@pytest.mark.variant("test_gradients_of_ddp_that_cpp_sums")
 def test_weights_that_fsdp_gathers(trial: Callable[..., Trial]) -> None:
     """Half of the weights for each pass of two microbatches, and all gradients once."""
     (axis,) = measured(trial(FSDP, **OFTEN)).axes
@@ -70,6 +70,7 @@ def test_deepspeed_sums_and_gathers_once(trial: Callable[..., Trial]) -> None:
         assert 0 <= handed - (weights + weights // 2) < 50, "and losses and norms"
 
 
+@pytest.mark.variant("test_gradients_of_ddp_that_cpp_sums")
 def test_tensors_and_pipeline_of_megatron(trial: Callable[..., Trial]) -> None:
     """Measured or not, training is the same bit for bit, also where sends are watched."""
     settings = dict(TP2_PP2, dropout=0.1, async_save=True, **EVALUATING)
@@ -101,6 +102,7 @@ def _third_read_fails() -> None:
     messages.row_of = row_of
 
 
+@pytest.mark.variant("test_gradients_of_ddp_that_cpp_sums")
 def test_a_failure_ends_measuring_and_not_training(trial: Callable[..., Trial]) -> None:
     run = trial(DDP, messages_interval_steps=1)
     assert run.train(prepare=_third_read_fails) == [0] * 2

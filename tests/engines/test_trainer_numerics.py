@@ -55,6 +55,7 @@ def _diverged(trial: Trial, step: int) -> list[ExitRecord]:
     return records
 
 
+@pytest.mark.variant("test_broken_weights_are_never_saved")
 def test_a_loss_that_is_not_finite_ends_all_ranks(trial: Callable[..., Trial]) -> None:
     """One rank of two has it, in the step after an asynchronous save was begun."""
     wild = trial(async_save=True, save_interval_steps=1, **DP2)
@@ -119,7 +120,7 @@ def test_broken_weights_are_never_saved(trial: Callable[..., Trial]) -> None:
     assert published_steps(wild.run.checkpoints) == [1]
 
 
-@pytest.mark.variant("test_a_loss_that_is_not_finite_ends_all_ranks")
+@pytest.mark.variant("test_broken_weights_are_never_saved")
 def test_a_spike_ends_the_launch_also_right_after_a_resume(trial: Callable[..., Trial]) -> None:
     """The window is that of the run, not of the launch: it is read back from the metrics."""
     settings = dict(loss_spike=10.0, save_interval_steps=4, **LONG)

@@ -160,13 +160,14 @@ def test_checkpoint_files_are_as_the_manifest_says(gpt_reference: Trial) -> None
     assert inspect(directory, 4, "sha256").good
 
 
+@pytest.mark.variant("test_checkpoint_files_are_as_the_manifest_says")
 def test_only_the_wanted_checkpoints_are_kept(trial: Callable[..., Trial]) -> None:
     kept = trial(save_interval_steps=1, keep_checkpoints=2, keep_every_steps=3)
     assert kept.train(prepare=retire_in_turn) == [0]
     assert _steps(kept.run.checkpoints) == [3, 5, 6]
 
 
-@pytest.mark.variant("test_only_the_wanted_checkpoints_are_kept")
+@pytest.mark.variant("test_checkpoint_files_are_as_the_manifest_says")
 def test_saves_by_the_clock(trial: Callable[..., Trial]) -> None:
     clocked = trial(save_interval_seconds=0.01, train_steps=3, **DP2)
     assert clocked.train() == [0, 0]

@@ -86,6 +86,7 @@ def _note_estimate(path: Path) -> None:
     saver.check_room = note
 
 
+@pytest.mark.variant("test_full_in_the_middle_of_a_save")
 def test_no_room_for_the_next_one(trial: Callable[..., Trial], small: Mount) -> None:
     """Asked before anything is written; the old checkpoint stays, whatever `keep` says."""
     made = trial(save_interval_steps=2, keep_checkpoints=1, async_save=True, **DP2)

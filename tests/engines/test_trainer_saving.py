@@ -220,7 +220,7 @@ def _patient_retirement() -> None:
     Retention.retire = patiently  # type: ignore[method-assign]
 
 
-@pytest.mark.variant("test_only_the_wanted_checkpoints_are_kept")
+@pytest.mark.variant("test_checkpoint_files_are_as_the_manifest_says")
 def test_deleting_old_checkpoints_stops_nobody(trial: Callable[..., Trial]) -> None:
     made = trial(save_interval_steps=1, keep_checkpoints=1)
     assert made.train(prepare=_patient_retirement) == [0]
@@ -289,7 +289,7 @@ def _clock_of_steps() -> None:
     setattr(save_interval, "time", SimpleNamespace(monotonic=lambda: now))  # noqa: B010
 
 
-@pytest.mark.variant("test_only_the_wanted_checkpoints_are_kept")
+@pytest.mark.variant("test_checkpoint_files_are_as_the_manifest_says")
 def test_the_launch_s_failure_rate_sets_the_interval(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:

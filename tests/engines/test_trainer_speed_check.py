@@ -55,6 +55,7 @@ def only_check(trial: Trial) -> SpeedCheck:
     return check
 
 
+@pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
 def test_a_slow_rank_is_reported_and_training_goes_on_as_without(
     trial: Callable[..., Trial],
 ) -> None:
@@ -139,7 +140,7 @@ def one_link_is_slow() -> None:
     speed_measurements.dist = LateLink()  # type: ignore[assignment]
 
 
-@pytest.mark.variant("test_a_slow_rank_is_reported_and_training_goes_on_as_without")
+@pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
 def test_a_slow_link_is_found_pair_by_pair(trial: Callable[..., Trial]) -> None:
     """The plan assumes more than the one group reaches, and its pairs show whose link it is."""
     given = checking("dp", expected=1e15, slow_link=0.05, slow_gpu=0.0001)
@@ -152,7 +153,7 @@ def test_a_slow_link_is_found_pair_by_pair(trial: Callable[..., Trial]) -> None:
     assert named == [("link", SLOW_RANK, ("n1",))], check
 
 
-@pytest.mark.variant("test_a_slow_rank_is_reported_and_training_goes_on_as_without")
+@pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
 @pytest.mark.parametrize(
     ("base", "changes", "expected"),
     [

@@ -85,6 +85,7 @@ def test_stacks_of_ranks_that_are_stuck(trial: Callable[..., Trial]) -> None:
     assert mode == 0o600
 
 
+@pytest.mark.variant("test_stacks_of_ranks_that_are_stuck")
 def test_a_dump_disturbs_nothing_and_unused_files_go(trial: Callable[..., Trial]) -> None:
     asked = trial(**DP2)
     ranks = asked.start(prepare=held_at(3, _has_given_its_stack))

@@ -95,10 +95,11 @@ def test_rows_wait_while_training_goes_on(
     assert_exact(hurt, gpt_reference)
 
 
+@pytest.mark.variant("test_one_that_is_away_for_too_long_is_a_fault_of_storage")
 @pytest.mark.parametrize(
     ("module", "name", "changes"),
     [
-        pytest.param(write_job, "write_rank_digests", {}, id="writer", marks=pytest.mark.variant),
+        pytest.param(write_job, "write_rank_digests", {}, id="writer"),
         pytest.param(publisher, "publish", {"async_save": True}, id="publisher"),
     ],
 )
@@ -118,7 +119,7 @@ def test_a_save_that_loses_its_directory_is_made_again(
     assert 2 in {save.step for save in read_saves(hurt.run)} or changes
 
 
-@pytest.mark.variant("test_a_save_that_loses_its_directory_is_made_again")
+@pytest.mark.variant("test_one_that_is_away_for_too_long_is_a_fault_of_storage")
 def test_a_save_whose_files_one_rank_has_lost_is_made_again_by_all(
     trial: Callable[..., Trial],
 ) -> None:
@@ -132,7 +133,7 @@ def test_a_save_whose_files_one_rank_has_lost_is_made_again_by_all(
     assert "event=save_put_off checkpoint=iter_0000002" in ranks.log()
 
 
-@pytest.mark.variant("test_a_save_that_loses_its_directory_is_made_again")
+@pytest.mark.variant("test_one_that_is_away_for_too_long_is_a_fault_of_storage")
 @pytest.mark.parametrize(
     ("module", "name"),
     [

@@ -37,7 +37,7 @@ def _one_is_slow() -> None:
     forward.forward_step = step
 
 
-@pytest.mark.variant("test_a_slow_rank_is_reported_and_training_goes_on_as_without")
+@pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
 def test_a_slow_rank_shows_and_only_it(trial: Callable[..., Trial]) -> None:
     """Its pipeline neighbour and its data-parallel one wait for it in every step. An evaluation
     in each window, of twice as many microbatches, is not counted."""
