@@ -76,7 +76,9 @@ def test_a_run_that_rewinds_and_is_preempted_has_one_curve(
     assert len(read_metrics(rehearsal.run.layout)) > STEPS, "steps were trained again"
     assert_curves_are_continuous(rehearsal)
     run = rehearsal.run.layout
-    assert len(finished_segments(run)) >= 2, "each attempt leaves one"
+    # one that was late is killed, and what it had to write is in the segment of the next one
+    late = len(failures)
+    assert len(finished_segments(run)) + late >= 2, "each attempt in time leaves one"
     log = run.job_log(rehearsal.job_id).read_text()
     for command in commands(rehearsal):
         assert f"tracking: {command}\n" in log
