@@ -81,7 +81,8 @@ def test_a_run_that_rewinds_and_is_preempted_has_one_curve(
     assert len(finished_segments(run)) + late >= 2, "each attempt in time leaves one"
     log = run.job_log(rehearsal.job_id).read_text()
     for command in commands(rehearsal):
-        assert f"tracking: {command}\n" in log
+        # the job names what there is at its end: nothing of W&B if both were late
+        assert late == 2 or f"tracking: {command}\n" in log
         assert command in describe(rehearsal)
 
 
