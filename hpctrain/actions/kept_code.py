@@ -97,11 +97,25 @@ def keep_checkout_changes(run: RunLayout, checkout: Path) -> None:
         replace_bytes(run.checkout_changes, found.stdout, mode=0o600)
 
 
-def _sources(package: Path) -> Iterator[Path]:
-    """List the modules that jobs may import, in a fixed order."""
-    yield from sorted(package.glob("*.py"))
+def _entries(package: Path) -> Iterator[os.DirEntry[str]]:
+    """List the modules that jobs may import."""
+    yield from _modules_in(package, deep=False)
     for room in _ROOMS:
-        yield from sorted((package / room).rglob("*.py"))
+        yield from _modules_in(package / room, deep=True)
+
+
+def _modules_in(directory: Path | str, *, deep: bool) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.endswith(".py"):
+                yield entry
+            elif deep and entry.is_dir():
+                yield from _modules_in(entry.path, deep=True)
+
+
+def _sources(package: Path) -> list[Path]:
+    """List the same in an order that does not depend on the file system."""
+    return sorted(Path(entry.path) for entry in _entries(package))
 
 
 def _texts(package: Path) -> Iterator[tuple[str, bytes]]:
@@ -110,14 +124,14 @@ def _texts(package: Path) -> Iterator[tuple[str, bytes]]:
         yield path.relative_to(package).as_posix(), path.read_bytes()
 
 
-def _stamps(package: Path) -> tuple[tuple[int, int], ...]:
-    """What changes with a module: its time of change (ns) and its size (bytes)."""
-    found = (os.stat(path) for path in _sources(package))
-    return tuple((status.st_mtime_ns, status.st_size) for status in found)
+def _stamps(package: Path) -> tuple[tuple[str, int, int], ...]:
+    """What changes with a module: its name, its time of change (ns) and its size (bytes)."""
+    found = ((entry.path, entry.stat()) for entry in _entries(package))
+    return tuple(sorted((path, status.st_mtime_ns, status.st_size) for path, status in found))
 
 
 @lru_cache(maxsize=1)
-def _digest_of(package: Path, stamps: tuple[tuple[int, int], ...]) -> str:
+def _digest_of(package: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
     """Read the code once per process, as long as it stays: a sweep submits a hundred runs."""
     return _digest(_texts(package))
 

@@ -73,9 +73,9 @@ def join_texts(
         with warnings.catch_warnings():
             # megatron-core warns about absent Transformer Engine and Apex; no use of them here
             warnings.simplefilter("ignore")
-            from hpctrain.train.megatron_on_cpu import install_needed_triton
+            from hpctrain.train.megatron_on_cpu import import_core_to_read
 
-            install_needed_triton()
+            import_core_to_read()
             from megatron.core.datasets import indexed_dataset as mcore
     except ImportError as error:
         raise missing_package(error, "megatron") from error

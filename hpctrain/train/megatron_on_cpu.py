@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.machinery
 import importlib.util
 import logging
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +30,47 @@ from hpctrain.train.engines.megatron.core_versions.supported import current
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange")
+# core/timers.py and core/inference import them for metrics, which the trainer writes by itself.
+_UNUSED = ("wandb", "torch.utils.tensorboard")
 _installed = False
+
+
+def import_core() -> None:
+    """Install the replacements and import megatron.core, without packages that ranks never use.
+
+    They take a tenth of a start of ranks. Megatron-LM uses them, so a checkout of it calls
+    `install` alone.
+    """
+    with _unused_packages_hidden():
+        install()
+        importlib.import_module("megatron.core")
+
+
+def import_core_to_read() -> None:
+    """Import megatron.core for files of datasets, in a process that computes nothing.
+
+    torch.compile decorates its fusions, and imports torch._inductor for it: half of the import.
+    """
+    compiled = torch.compile
+    torch.compile = _uncompiled
+    try:
+        with _unused_packages_hidden():
+            install_needed_triton()
+            importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compiled
+
+
+@contextlib.contextmanager
+def _unused_packages_hidden() -> Iterator[None]:
+    """Let an import of these packages fail, as where they are not installed."""
+    hidden = [name for name in _UNUSED if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: ImportError
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def install() -> None:

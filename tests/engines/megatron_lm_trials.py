@@ -46,7 +46,13 @@ UNMEASURED = os.path.relpath(HERE / "pretrain_unmeasured.py", PACKAGE)
 # A fresh interpreter that has imported what is slow, and nothing of megatron, forks the ranks.
 CLEAN = multiprocessing.get_context("forkserver")
 CLEAN.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.tensor", "transformers.models.auto.tokenization_auto"]
+    [
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "transformers.models.auto.tokenization_auto",
+        "torch.utils.tensorboard",
+        "wandb",
+    ]
 )
 
 
@@ -130,8 +136,8 @@ def work(config: Path) -> None:
     leave(main([str(config)], stop))
 
 
-STEPS = 24
-EVERY = 20
+STEPS = 14
+EVERY = 10
 
 
 def make_real_trial(directory: Path, steps: int = STEPS, **changes: Any) -> RealTrial:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hpctrain.train.megatron_on_cpu import install_needed_triton
+from hpctrain.train.megatron_on_cpu import import_core_to_read
 
-install_needed_triton()  # nothing else of hpctrain: these are megatron-core's own models
+import_core_to_read()  # nothing else of hpctrain: these are megatron-core's own models
+assert not {"torch._inductor", "wandb", "torch.utils.tensorboard"} & set(sys.modules)
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec  # noqa: E402

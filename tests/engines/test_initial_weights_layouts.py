@@ -133,7 +133,7 @@ def run_ranks(document: dict[str, Any], directory: Path, gather: Any) -> list[An
     return [torch.load(directory / f"{rank}.pt") for rank in range(config.world_size)]
 
 
-ALWAYS = ("hsdp 2 x 2", "ZeRO 3, three ranks", "fsdp 2, lora")
+ALWAYS = ("hsdp 2 x 2", "fsdp 2, lora")
 
 
 @pytest.mark.parametrize("name", varied(LAYOUTS, *ALWAYS))
@@ -197,6 +197,7 @@ def test_parts_of_split_weights_and_stages_are_those_of_one_model(
 # -- no rank waits, and none has the memory of a model ----------------------------------------
 
 
+@pytest.mark.variant("test_every_layout_begins_with_the_model_of_one_process")
 @pytest.mark.parametrize("base", [over(2), dict(over(2), **LLAMA)])
 def test_no_rank_of_fsdp_waits_for_another_one(base: dict[str, Any], tmp_path: Path) -> None:
     """Rank 0 does not begin to build before rank 1 has finished."""
@@ -287,6 +288,7 @@ def stored_elements(parameter: Any) -> int:
     return int(parameter.to_local().numel())
 
 
+@pytest.mark.variant("test_every_layout_begins_with_the_model_of_one_process")
 @pytest.mark.parametrize(
     "document",
     [dict(LARGE, engine="fsdp", shard_size=64), {**ZERO, **LARGE, **ZERO_3}],

@@ -145,6 +145,7 @@ def test_accepted(checkout: Path, name: str) -> None:
     assert "refused" not in answer, answer["refused"]
 
 
+@pytest.mark.variant("test_a_whole_run")
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
 def test_what_is_wrong_is_refused(checkout: Path) -> None:
     found = answers(checkout)
@@ -152,6 +153,7 @@ def test_what_is_wrong_is_refused(checkout: Path) -> None:
     assert "world size (3) is not divisible" in found["contradiction"]["refused"]
 
 
+@pytest.mark.variant("test_a_whole_run")
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
 def test_understood_as_planned(checkout: Path) -> None:
     """The values that Megatron-LM works with after its own checks are those of the plan."""
@@ -172,6 +174,7 @@ def test_understood_as_planned(checkout: Path) -> None:
     assert llama["ckpt_format"] == "torch_dist"
 
 
+@pytest.mark.variant("test_a_whole_run")
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
 def test_names_that_are_kept_back_exist(checkout: Path) -> None:
     """A name that no Megatron-LM knows would guard nothing. Names of other versions are fine."""

@@ -114,6 +114,7 @@ def test_asked_to_stop_and_resumed(
     assert [row.step for row in made.rows if row.epoch == 2] == list(range(step + 1, 61))
 
 
+@pytest.mark.variant("test_a_run_to_its_end")
 def test_a_resumed_run_that_has_nothing_left_to_do(lm: Callable[..., LmTrial]) -> None:
     made = lm()
     assert made.train() == [0, 0]

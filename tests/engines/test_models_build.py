@@ -142,6 +142,7 @@ def test_what_lora_learns_is_what_was_planned(targets: Any, name: str, rank: int
     assert held == planned(config) == count_model(spec_of(config)).parameters
 
 
+@pytest.mark.variant("test_what_lora_learns_is_what_was_planned")
 def test_a_llama_of_7_billion_is_tuned_as_planned() -> None:
     shape = dict(family="llama", layers=32, hidden=4096, ffn=11008, heads=32, vocab=32000, seq=2048)
     config = config_of("llama", model={**shape, "kv_heads": None, "head_dim": None, "bias": False})
@@ -153,6 +154,7 @@ def test_a_llama_of_7_billion_is_tuned_as_planned() -> None:
     assert sum(size for size, _ in sizes) == planned(config)
 
 
+@pytest.mark.variant("test_a_model_is_what_was_planned_and_learns_with_every_weight")
 @pytest.mark.parametrize("layers", DEEPER)
 def test_deeper_networks_are_what_was_planned(layers: int) -> None:
     config = config_of("resnet-50", model=dict(layers=layers))

@@ -32,8 +32,6 @@ from hpctrain.errors import InvalidInputError
 from hpctrain.train.engines.models.build import build_module
 from hpctrain.train.engines.models.transformers_library import class_named
 
-class_named("LlamaForCausalLM")  # imports once what every forked process needs
-
 LOGITS = 1e-5  # fp32, of numbers of about 2
 LOSSES = 2e-5  # after steps with other orders of addition
 
@@ -44,6 +42,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama with groups": dict(TINY, family="llama", kv_heads=2, head_dim=16, rope_base=500000),
     "llama with biases, tied": dict(TINY, family="llama", bias=True, tied=True),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once() -> None:
+    """What every forked process needs."""
+    class_named("LlamaForCausalLM")
 
 
 def apart(function: Callable[..., None], *given: Any) -> None:

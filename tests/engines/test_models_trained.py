@@ -48,7 +48,7 @@ def exported(trial: Trial, step: int, target: Path) -> dict[str, Any]:
     return load_file(target / "model.safetensors")
 
 
-@pytest.mark.variant("test_an_exported_directory_is_a_model_to_start_from")
+@pytest.mark.variant("test_weights_come_from_a_directory")
 def test_masked_words_are_learned_alike_on_any_number_of_ranks(
     trial: Callable[..., Trial],
 ) -> None:
@@ -58,7 +58,7 @@ def test_masked_words_are_learned_alike_on_any_number_of_ranks(
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 
-@pytest.mark.variant("test_an_exported_directory_is_a_model_to_start_from")
+@pytest.mark.variant("test_weights_come_from_a_directory")
 def test_a_weight_with_fewer_rows_than_ranks_is_saved_and_resumed(
     trial: Callable[..., Trial],
 ) -> None:
@@ -72,7 +72,7 @@ def test_a_weight_with_fewer_rows_than_ranks_is_saved_and_resumed(
     assert again.exact == {step: row for step, row in whole.exact.items() if step > 2}
 
 
-@pytest.mark.variant("test_an_exported_directory_is_a_model_to_start_from")
+@pytest.mark.variant("test_weights_come_from_a_directory")
 @pytest.mark.parametrize("engine", varied(["ddp", "fsdp"], "fsdp"))
 def test_lora_is_learned_alike_resumed_exactly_and_merged(
     engine: str, trial: Callable[..., Trial], tmp_path: Path
@@ -112,7 +112,7 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.variant("test_an_exported_directory_is_a_model_to_start_from")
+@pytest.mark.variant("test_weights_come_from_a_directory")
 @pytest.mark.parametrize("kind", list(PARTS))
 def test_weights_of_deepspeed_are_put_together(kind: str, tmp_path: Path) -> None:
     alone = trained(PLAIN_LLAMA if kind.startswith("tp") else PLAIN)
@@ -124,6 +124,7 @@ def test_weights_of_deepspeed_are_put_together(kind: str, tmp_path: Path) -> Non
     assert all((found[name] - wanted[name]).abs().max() < 1e-4 for name in wanted)
 
 
+@pytest.mark.variant("test_weights_come_from_a_directory")
 def test_an_exported_directory_is_a_model_to_start_from(
     trial: Callable[..., Trial], tmp_path: Path
 ) -> None:

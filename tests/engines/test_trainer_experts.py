@@ -148,6 +148,7 @@ def without_balance_loss() -> None:
     hpctrain.train.engines.megatron.model.BALANCE_LOSS_WEIGHT = 0.0
 
 
+@pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
 def test_the_balance_loss_is_in_the_gradients_and_not_in_the_reported_loss(
     moe_reference: Trial, trial: Callable[..., Trial]
 ) -> None:

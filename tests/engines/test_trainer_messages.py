@@ -62,6 +62,7 @@ def test_weights_that_fsdp_gathers(trial: Callable[..., Trial]) -> None:
         assert 0 <= handed - (4 * weights // 2 + weights) < 500, "and losses and norms"
 
 
+@pytest.mark.variant("test_gradients_of_ddp_that_cpp_sums")
 def test_deepspeed_sums_and_gathers_once(trial: Callable[..., Trial]) -> None:
     (axis,) = measured(trial(ZERO, **OFTEN)).axes
     weights = FP32_BYTES * parameters(ZERO["model"])

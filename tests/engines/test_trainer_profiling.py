@@ -64,6 +64,7 @@ def test_a_trace_that_is_too_large_is_not_kept(trial: Callable[..., Trial]) -> N
     assert "bytes not kept: profile.largest is 100" in said
 
 
+@pytest.mark.variant("test_a_trace_that_is_too_large_is_not_kept")
 def test_what_fails_ends_the_profile_and_not_the_run(trial: Callable[..., Trial]) -> None:
     """Here: a file lies where the directory of traces would be."""
     broken = trial(MODULE_GPT, train_steps=3, profile=dict(steps=(2,)))
@@ -105,6 +106,7 @@ def _start(made: Trial, rank: int, **changes: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.variant("test_without_nsight_the_run_does_not_begin")
 def test_a_chosen_rank_takes_its_place_below_nsight(
     trial: Callable[..., Trial], tmp_path: Path
 ) -> None:

@@ -158,6 +158,7 @@ def _no_quota() -> None:
         write_job.write_rank_digests = refuse
 
 
+@pytest.mark.variant("test_no_room_for_the_first_checkpoint")
 def test_a_used_up_quota(trial: Callable[..., Trial]) -> None:
     """Met by one rank's writer, known by all ranks."""
     made = trial(train_steps=1, **DP2)

@@ -90,6 +90,7 @@ def test_the_launch_ends_where_the_node_can_be_replaced(trial: Callable[..., Tri
     assert ddp.rows == []
 
 
+@pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
 def test_a_launch_that_is_not_to_check_does_not(trial: Callable[..., Trial]) -> None:
     ddp = trial(MODULE_GPT, data_parallel_size=2, **checking("dp"))
     assert ddp.train(prepare=on_two_nodes("off")) == [0] * 2
@@ -102,6 +103,7 @@ def no_time_is_left() -> None:
     speed_check._LIMIT_SECONDS = speed_check._LEAST_SECONDS / 2
 
 
+@pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
 def test_nothing_is_begun_when_the_time_is_over(trial: Callable[..., Trial]) -> None:
     ddp = trial(MODULE_GPT, data_parallel_size=2, **checking("dp"))
     assert ddp.train(prepare=no_time_is_left) == [0] * 2

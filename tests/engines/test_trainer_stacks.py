@@ -134,6 +134,7 @@ def test_a_writer_does_not_answer_in_its_rank_s_file(trial: Callable[..., Trial]
     assert not saving.run.stack_dump(0, 0).exists()
 
 
+@pytest.mark.variant("test_stacks_of_ranks_that_are_stuck")
 def test_without_a_file_training_goes_on(trial: Callable[..., Trial]) -> None:
     made = trial()
     made.run.stacks.rmdir()

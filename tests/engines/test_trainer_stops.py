@@ -213,6 +213,7 @@ def test_a_missing_evaluation_is_known_by_the_row_of_its_step(
 # -- saves -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.variant("test_a_stop_after_the_start_saves")
 def test_a_stop_during_a_save_leaves_with_that_save(trial: Callable[..., Trial]) -> None:
     """Not with one more step and one more save."""
 
@@ -234,7 +235,7 @@ def test_a_stop_during_a_save_leaves_with_that_save(trial: Callable[..., Trial])
     assert max(stopped.losses) == 2
 
 
-@pytest.mark.variant("test_a_stop_during_a_save_leaves_with_that_save")
+@pytest.mark.variant("test_a_stop_after_the_start_saves")
 def test_a_stop_during_an_asynchronous_save_finishes_it_first(trial: Callable[..., Trial]) -> None:
     def prepare() -> None:
         from hpctrain.train.saving.saver import Saver

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hpctrain.train import megatron_on_cpu
 
 # Before the first import of megatron.core, also where another engine trains.
-megatron_on_cpu.install()
+megatron_on_cpu.import_core()
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402

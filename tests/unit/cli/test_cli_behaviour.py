@@ -241,8 +241,16 @@ def test_a_no_is_no_interruption(here: Path, slurm: FakeSlurm) -> None:
         (["validate", "examples/gpt-tiny.yaml"], "reading examples/gpt-tiny.yaml ..."),
         (["validate", "-p", "sandbox", "examples/gpt-tiny.yaml"], "planning examples/gpt-tiny"),
         (["submit", *TINY, "-y"], "planning, and checking all that could end the run ..."),
-        (["submit", *TINY, "-y"], "writing the run directory, and submitting ..."),
-        (["submit", *TINY, "--prepare"], "writing the run directory ..."),
+        pytest.param(
+            ["submit", *TINY, "-y"],
+            "writing the run directory, and submitting ...",
+            marks=pytest.mark.variant,
+        ),
+        pytest.param(
+            ["submit", *TINY, "--prepare"],
+            "writing the run directory ...",
+            marks=pytest.mark.variant,
+        ),
         (["submit", *TINY, "--check"], "asking Slurm ..."),
         (["resume", "done-0001"], "checking what would end the run again"),
         (["resubmit", "done-0001", "-y"], "submitting ..."),
@@ -339,7 +347,13 @@ def test_an_interrupt_during_the_imports(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["profiles"], ["schema", "spec"], ["submit", *GPT175B, "--dry-run"], ["--help"]]
+    "arguments",
+    [
+        ["profiles"],
+        pytest.param(["schema", "spec"], marks=pytest.mark.variant),
+        ["submit", *GPT175B, "--dry-run"],
+        pytest.param(["--help"], marks=pytest.mark.variant),
+    ],
 )
 def test_a_reader_that_goes_away(arguments: list[str]) -> None:
     reading, writing = os.pipe()
@@ -493,7 +507,14 @@ def test_options_that_would_be_ignored_are_refused(here: Path) -> None:
 # -- a terminal ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 8), ("\x04", 130)])
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ("y", 0),
+        pytest.param("n", 8, marks=pytest.mark.variant),
+        pytest.param("\x04", 130, marks=pytest.mark.variant),
+    ],
+)
 def test_the_question_on_a_terminal(here: Path, answer: str, code: int) -> None:
     """Yes, no, and Ctrl-D, typed on a real pseudo terminal."""
     environment = stub_sbatch(here)

@@ -193,7 +193,10 @@ def test_peak_left_empty_on_purpose_means_no_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "words"),
-    [("precision=fp16", "not in fp16"), ("optimizer.offload=cpu", "state on cpu")],
+    [
+        ("precision=fp16", "not in fp16"),
+        pytest.param("optimizer.offload=cpu", "state on cpu", marks=pytest.mark.variant),
+    ],
 )
 def test_submit_refuses_what_plan_only_warns_about(override: str, words: str) -> None:
     options = ["--set", override, "--set", "parallel=auto"]

@@ -122,6 +122,7 @@ def test_it_is_compared_with_others() -> None:
     assert found[0] == "engine.name=toy" and found[-1] == "batch.micro=4"
 
 
+@pytest.mark.variant("test_it_resumes_where_it_was")
 def test_one_rank_trains_it_to_the_end(spec: Path, tmp_path: Path, site: Path) -> None:
     with registered(TOY):
         run = write_run_directory(prepared(spec, tmp_path / "runs"), tmp_path / "runs")

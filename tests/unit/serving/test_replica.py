@@ -105,6 +105,7 @@ def test_it_leaves_the_router_before_the_engine_hears_of_it(tmp_path: Path, how:
     )
 
 
+@pytest.mark.variant("test_it_leaves_the_router_before_the_engine_hears_of_it")
 def test_without_a_router_it_waits_as_long_as_the_router_may_take(tmp_path: Path) -> None:
     service = make_service(tmp_path)
     with task_of(service, config_of(service, notice_seconds=1.5)) as task:
@@ -154,9 +155,21 @@ def test_a_newer_launch_takes_the_replica_over(tmp_path: Path) -> None:
     ("told", "cause", "words"),
     [
         ({"fails": "crash"}, None, "exit code 1: RuntimeError: Engine core init"),
-        ({"fails": "out_of_memory"}, None, "torch.OutOfMemoryError: CUDA out of memory"),
-        ({"fails": "exit"}, "engine_exit", "exit code 0, unasked"),
-        ({"fails": "hang"}, "hang", "was not ready 6 s after its start"),
+        pytest.param(
+            {"fails": "out_of_memory"},
+            None,
+            "torch.OutOfMemoryError: CUDA out of memory",
+            marks=pytest.mark.variant,
+        ),
+        pytest.param(
+            {"fails": "exit"}, "engine_exit", "exit code 0, unasked", marks=pytest.mark.variant
+        ),
+        pytest.param(
+            {"fails": "hang"},
+            "hang",
+            "was not ready 6 s after its start",
+            marks=pytest.mark.variant,
+        ),
     ],
 )
 def test_an_engine_that_does_not_start(
@@ -175,8 +188,10 @@ def test_an_engine_that_does_not_start(
 @pytest.mark.parametrize(
     ("number", "cause", "words"),
     [
-        (signal.SIGKILL, None, "ended with signal SIGKILL"),
-        (signal.SIGINT, "engine_exit", "exit code 0, unasked"),
+        pytest.param(signal.SIGKILL, None, "ended with signal SIGKILL", marks=pytest.mark.variant),
+        pytest.param(
+            signal.SIGINT, "engine_exit", "exit code 0, unasked", marks=pytest.mark.variant
+        ),
         (signal.SIGSTOP, "hang", "3 health checks in a row have failed"),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from trainer_contract import assert_done, assert_yielded
+from variants import varied
 from waiting import wait_until
 
 from hpctrain.actions.prepare import prepare
@@ -173,7 +174,7 @@ def test_a_finished_run_is_not_run_again(finished: Launches) -> None:
     assert len(read_metrics(finished.run)) == STEPS
 
 
-@pytest.mark.parametrize("how", ["stop file", "SIGTERM", "SIGUSR2"])
+@pytest.mark.parametrize("how", varied(["stop file", "SIGTERM", "SIGUSR2"], "SIGTERM"))
 def test_stop_saves_and_the_resume_is_exact(how: str, slow: Launches) -> None:
     """The signal goes to the last rank only, which imports nothing of ours."""
     run = slow.run
@@ -219,7 +220,7 @@ def test_a_damaged_shard_is_refused_by_name(slow: Launches) -> None:
     assert any(light.shard_name(3) in (record.message or "") for record in records)
 
 
-@pytest.mark.parametrize("victim", [3, 2])
+@pytest.mark.parametrize("victim", [3, pytest.param(2, marks=pytest.mark.variant)])
 def test_ranks_that_lose_one_leave_a_record_each(victim: int, slow: Launches) -> None:
     """A rank that imports nothing, and the first one of a node, which writes for others."""
     epoch = slow.start()

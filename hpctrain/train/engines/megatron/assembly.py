@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hpctrain.train import megatron_on_cpu
 
-megatron_on_cpu.install()
+megatron_on_cpu.import_core()
 
 from hpctrain.engines.megatron import MegatronConfig  # noqa: E402
 from hpctrain.train.data import open_data, timed  # noqa: E402

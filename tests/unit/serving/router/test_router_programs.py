@@ -122,7 +122,7 @@ def test_a_dead_replica_costs_no_request(start: Start, two: list[Engine], tmp_pa
         assert [complete(router.port, stream=n % 2 == 0).status for n in range(12)] == [200] * 12
 
 
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.variant)])
 def test_requests_go_to_the_least_loaded_replica(start: Start, tmp_path: Path, named: bool) -> None:
     """Whether clients name their requests or not, and a new replica gets no more than its share."""
 
@@ -153,6 +153,7 @@ def _answered(engine: Engine) -> float:
     return float(found[1])
 
 
+@pytest.mark.variant("test_a_dead_replica_costs_no_request")
 def test_a_dead_replica_is_not_asked_because_it_is_idle(start: Start, tmp_path: Path) -> None:
     """Its failures end its requests at once, so that it looks like the least loaded one."""
     slow = {"first_token_seconds": 0.2, "token_seconds": 0.01}

@@ -70,8 +70,7 @@ def check_core(version: str) -> tuple[tuple[str, ...], LibraryProblem | None]:
 def missing_names(names: Iterable[CoreName]) -> list[str]:
     """Import the modules of `names`; return what is missing, in words, each module once."""
     try:
-        megatron_on_cpu.install()
-        importlib.import_module("megatron.core")
+        megatron_on_cpu.import_core()
     except Exception as error:  # importing may raise anything
         return [f"megatron.core cannot be imported ({_in_one_line(error)})"]
     return list(dict.fromkeys(_missing(names)))
