@@ -66,6 +66,7 @@ def test_the_next_job_goes_on_after_a_preemption(
     assert [event.action for event in rehearsal.events(EventKind.ACTION)] == ["leave", "finish"]
 
 
+@pytest.mark.variant("test_cancel_ends_every_job")
 @pytest.mark.parametrize("mode", varied(["chain", "array"], "chain"))
 def test_scancel_of_the_running_job_ends_the_run(mode: str, stage: Stage) -> None:
     """Slurm would start the next job: a supervisor or the next job itself must end that."""
@@ -78,7 +79,7 @@ def test_scancel_of_the_running_job_ends_the_run(mode: str, stage: Stage) -> Non
     assert len(rehearsal.events(EventKind.LAUNCH_STARTED)) == 1, rehearsal.logs()
 
 
-@pytest.mark.variant("test_scancel_of_the_running_job_ends_the_run")
+@pytest.mark.variant("test_cancel_ends_every_job")
 def test_a_chain_whose_supervisor_dies_with_its_cancelled_job_ends_too(stage: Stage) -> None:
     """Nobody is left to end the chain, so its next job has to."""
     deaf = (  # ranks that left would let the supervisor speak before it is killed

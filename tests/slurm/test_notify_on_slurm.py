@@ -74,6 +74,7 @@ def test_a_run_that_fails_for_good_is_told_once(
     assert holders == []
 
 
+@pytest.mark.variant("test_a_run_that_fails_for_good_is_told_once")
 def test_what_a_job_could_not_send_is_sent_by_watch(
     stage: Stage, hook: Webhook, tmp_path: Path, shifted_clock: ShiftedClock
 ) -> None:

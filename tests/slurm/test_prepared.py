@@ -37,6 +37,7 @@ def test_it_is_started_by_hand(stage: Stage) -> None:
     assert (row.state, row.step, row.job_id) == (RunState.DONE, 12, int(answer))
 
 
+@pytest.mark.variant("test_it_is_started_by_hand")
 def test_it_is_submitted_by_resume(stage: Stage) -> None:
     prepared, place = stage.prepared("name=resumed", *SHORT)
     run = prepare_only(prepared, stage.runs)

@@ -101,6 +101,7 @@ def test_a_crashed_node_is_lost_before_and_after_slurm_notices(job: Job, sandbox
     assert "no answer" not in again.why_lost[0], "what Slurm says is down is not asked"
 
 
+@pytest.mark.variant("test_a_crashed_node_is_lost_before_and_after_slurm_notices")
 def test_a_hung_node_is_lost_at_the_deadline(job: Job, sandbox: Sandbox) -> None:
     faults.freeze_node(sandbox, "n3")
     result = job.probe(deadline_seconds=60)  # three nodes answer in a second
@@ -110,6 +111,7 @@ def test_a_hung_node_is_lost_at_the_deadline(job: Job, sandbox: Sandbox) -> None
     assert {step.name for step in left if step.step_id.isdigit()} <= {STEP_NAME}
 
 
+@pytest.mark.variant("test_a_crashed_node_is_lost_before_and_after_slurm_notices")
 def test_without_a_controller_nobody_is_lost(job: Job, sandbox: Sandbox) -> None:
     wait_till_remembered(sandbox)
     faults.kill_controller(sandbox)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from rehearsal import answer, own_sandbox, patient_client
+from variants import varied
 
 from hpctrain.actions.kept_code import keep_code
 from hpctrain.actions.prepare import Prepared, prepare
@@ -134,7 +135,7 @@ def groups(placement: AxisPlacement, ranks: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
+@pytest.mark.parametrize("order", varied(["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"], "tp-cp-ep-dp-pp"))
 def test_ranks_are_where_the_plan_says(order: str, halls: Sandbox, tmp_path: Path) -> None:
     job = prepared_for(6, order, tmp_path)
     place = mapping(job.script, tmp_path, halls)
@@ -154,6 +155,7 @@ def test_ranks_are_where_the_plan_says(order: str, halls: Sandbox, tmp_path: Pat
     assert crossing == planned == {"pp" if order.endswith("pp") else "dp"}
 
 
+@pytest.mark.variant("test_ranks_are_where_the_plan_says")
 def test_a_run_that_fits_into_one_hall_stays_there(halls: Sandbox, tmp_path: Path) -> None:
     """Three nodes of the east hall are free, so four are only together in the west."""
     job = prepared_for(4, "auto", tmp_path)

@@ -81,6 +81,7 @@ def test_a_cancelled_replica_ends_what_it_has_begun(sandbox: Sandbox, tmp_path: 
         assert replica.events(EventKind.ACTION)[-1].action == ActionKind.STOP
 
 
+@pytest.mark.variant("test_an_engine_that_fails_once_is_started_again_with_its_cause")
 def test_an_engine_that_is_killed_is_started_again_in_place(
     sandbox: Sandbox, tmp_path: Path
 ) -> None:

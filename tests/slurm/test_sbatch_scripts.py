@@ -26,12 +26,16 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
     [
         ("a100x64", ("gpt175b/full", "llama7b", "gpt-tiny")),
         pytest.param("gb200nvl72", ("llama7b", "gpt-tiny"), marks=pytest.mark.nightly(NEWER)),
-        ("a100x1", ("digits/full", "gpt1300m-one-node/full", "llama7b", "resnet50-ddp/full")),
+        pytest.param(
+            "a100x1",
+            ("digits/full", "gpt1300m-one-node/full", "llama7b", "resnet50-ddp/full"),
+            marks=pytest.mark.variant,
+        ),
         ("islands10b", ("gpt10b-islands/full", "llama7b", "gpt-tiny")),
-        ("h100x16", ("gpt130b/full", "moe/full")),
-        ("bert-4nodes", ("bert-4nodes/full",)),
+        pytest.param("h100x16", ("gpt130b/full", "moe/full"), marks=pytest.mark.variant),
+        pytest.param("bert-4nodes", ("bert-4nodes/full",), marks=pytest.mark.variant),
         ("llama7b-spot", ("llama7b-spot/full",)),
-        ("two-nodes-tp-pp", ("two-nodes-tp-pp/full",)),
+        pytest.param("two-nodes-tp-pp", ("two-nodes-tp-pp/full",), marks=pytest.mark.variant),
     ],
 )
 def test_a_controller_in_the_shape_of_the_cluster_accepts_the_scripts(

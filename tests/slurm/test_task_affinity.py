@@ -113,6 +113,7 @@ def test_a_host_file_takes_the_order_of_sockets_away(two_sockets: Sandbox, tmp_p
     assert sockets == [[rank % 2] for rank in range(GPUS)]
 
 
+@pytest.mark.variant("test_ranks_fill_one_socket_after_the_other")
 def test_ranks_alternate_without_the_option(two_sockets: Sandbox, tmp_path: Path) -> None:
     """Slurm's default, which puts every other rank on the socket opposite to its GPU."""
     script = rendered(tmp_path)

@@ -77,6 +77,7 @@ def submit_with(barrier: Barrier, place: Path, runs: Path, environment: dict[str
     submit(prepared, runs, slurm)
 
 
+@pytest.mark.variant("test_both_submit_the_same_spec")
 def test_one_holds_what_the_other_resumes_and_stops_what_the_other_cancels(
     public_stage: Stage, another_user: AnotherUser
 ) -> None:

@@ -137,6 +137,7 @@ def test_ranks_follow_leaves_where_names_cross_them(tree: Site, tmp_path: Path) 
     assert why(run, tree.slurm).placement is None, "no group leaves its leaf"
 
 
+@pytest.mark.variant("test_ranks_follow_leaves_where_names_cross_them")
 def test_groups_that_leave_their_leaf_are_named(tree: Site, tmp_path: Path) -> None:
     """Only one node under each leaf is free: no order helps."""
     tree.sandbox.command("scontrol", "update", "NodeName=n[2-3]", "State=DRAIN", "Reason=test")
