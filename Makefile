@@ -4,11 +4,13 @@
 PYTHON := .venv/bin/python
 # Thousands of processes import the checkout: they keep its bytecode, whatever the caller's shell says.
 export PYTHONDONTWRITEBYTECODE :=
-# Test processes side by side: those that compute, one more than cores, as some wait for a process; and
+# Test processes side by side: those that compute, one a core, as each imports all that tests use; and
 # those that wait, each for a Slurm of its own (tests/lanes.py).
 CORES := $(shell nproc)
-COMPUTE ?= $(shell expr $(CORES) + 1)
+COMPUTE ?= $(CORES)
 WAIT ?= $(shell expr 2 \* $(CORES) + 1)
+# Without tests, which pytest compiles by itself.
+COMPILE = $(PYTHON) -m compileall -q -j 2 -x '/test_[^/]*$$' hpctrain tests bench
 LANES = $(PYTHON) tests/lanes.py --compute $(COMPUTE) --wait $(WAIT)
 .DEFAULT_GOAL := help
 # Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.
@@ -32,11 +34,11 @@ demo: install  ## Train, preempt, resume and finish a real Megatron job on a rea
 	@$(PYTHON) scripts/demo.py
 
 test: install-tests  ## The tests of every landing, in two lanes; docs/tests.md says which
-	@$(PYTHON) -m compileall -q -j 2 hpctrain tests bench
+	@$(COMPILE)
 	@$(LANES)
 
 nightly: install-tests  ## All tests: variants, newest releases, emulated GPU, vLLM, Prometheus, chaos, mutants
-	@$(PYTHON) -m compileall -q -j 2 hpctrain tests bench
+	@$(COMPILE)
 	@$(LANES) --nightly
 	@$(MAKE) megatron-core-newest
 	@$(MAKE) chaos N=$(NIGHTLY_N)

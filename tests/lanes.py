@@ -1,10 +1,10 @@
-"""Run the tests in two lanes side by side: those that compute, and those that wait for Slurm.
+"""Run the tests in two lanes side by side: those that compute, and those that wait.
 
     lanes.py [--compute N] [--wait N] [--nightly] [OPTION OF PYTEST ...]
 
 Each lane is a pytest with processes of its own, so that each collects its own parts alone
-(tests/parts.py). One process more than cores computes, as some tests wait for a process; of those
-that wait for Slurm, more keep the cores busy.
+(tests/parts.py). One process a core computes, as each of them imports all that tests use; of those
+that wait, for Slurm and for processes of ours, more keep the cores busy.
 Prints the lines of both as they come, and at the end how many tests passed, failed and were skipped
 in all. Exits with 0 if both lanes have passed, else with the worse exit code.
 """
@@ -43,6 +43,9 @@ def command(lane: str, processes: int, report: Path, options: Sequence[str]) -> 
     """The pytest of one lane, with the parts of the lane that such a run has."""
     runs = ("test", "nightly") if "--nightly" in options else ("test",)
     paths = [part.path for part in PARTS if part.lane == lane and part.runs in runs]
+    for other in (part.path for part in PARTS if part.lane != lane):
+        if any(other.startswith(f"{path}/") for path in paths):
+            paths.append(f"--ignore={other}")
     argv = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "worksteal"]
     return [*argv, f"--durations={SLOWEST}", f"--junitxml={report}", *options, *paths]
 
@@ -90,7 +93,7 @@ def exit_code(codes: Sequence[int], found: Counter[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests in two lanes side by side.")
     cores = os.cpu_count() or 1
-    parser.add_argument("--compute", type=int, default=cores + 1, metavar="N")
+    parser.add_argument("--compute", type=int, default=cores, metavar="N")
     parser.add_argument("--wait", type=int, default=2 * cores + 1, metavar="N")
     arguments, options = parser.parse_known_args()
     begun = time.monotonic()

@@ -1,6 +1,6 @@
 """Which tests run where: `make test` (every landing), `make nightly`, `make gpu`.
 
-Every test belongs to the part whose path holds it; one that belongs to none is an error. It runs in
+Every test belongs to the first part whose path holds it; one that belongs to none is an error. It runs in
 `make test`, unless its part or a mark says otherwise: `variant("name")` varies that test, which
 shows the same kind of fault in every run; `nightly("reason")` needs what a landing has no time for.
 `make nightly` and `--nightly` run both, and so does the command line by naming one. The tables of
@@ -43,7 +43,10 @@ class Part:
 
 
 PARTS = (
-    Part("tests/unit", "each room by itself, commands, pages"),
+    Part("tests/unit/supervise", "the supervisor, against processes and virtual time", "wait"),
+    Part("tests/unit/serving", "replicas, routers and clients as processes", "wait"),
+    Part("tests/unit/tracking", "followers as processes, what they write", "wait"),
+    Part("tests/unit", "each other room by itself, commands, pages"),
     Part("tests/golden", "scripts, help, references and transcripts, byte by byte"),
     Part("tests/sites", "scripts for known clusters, byte by byte"),
     Part("tests/test_house.py", "the rules of the house"),

@@ -25,6 +25,18 @@ def test_every_part_is_in_one_lane(options: tuple[str, ...], runs: set[str]) -> 
     assert all(set(options) <= set(argv) for argv in words)
 
 
+def test_what_one_lane_runs_the_other_one_leaves_out() -> None:
+    """Also where the path of a part lies within that of another one."""
+    for part in (part for part in parts.PARTS if part.runs == "test"):
+        ran = []
+        for lane in ("compute", "wait"):
+            argv = lanes.command(lane, 2, REPORT, ())
+            out = [word.removeprefix("--ignore=") for word in argv if word.startswith("--ignore=")]
+            is_in = any(f"{part.path}/".startswith(f"{path}/") for path in argv if path in PATHS)
+            ran += [lane] * (is_in and part.path not in out)
+        assert ran == [part.lane], part.path
+
+
 def test_a_file_is_rewritten_once_and_for_pytest(tmp_path: Path) -> None:
     file = tmp_path / "test_one.py"
     file.write_text("def test_it():\n    assert [1, 2] == [1, 3]\n")

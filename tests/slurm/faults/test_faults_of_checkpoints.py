@@ -88,6 +88,7 @@ def small_disk(stage: Stage) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
 
 
+@pytest.mark.stand_in
 def test_a_full_disk_stops_the_run_and_deletes_nothing(
     stage: Stage, small_disk: Path, survival: Survival
 ) -> None:
@@ -102,7 +103,8 @@ def test_a_full_disk_stops_the_run_and_deletes_nothing(
     mount(small_disk, f"remount,size={shutil.disk_usage(small_disk).used + round(room)}")
     rehearsal.say("room")
     fault = Fault(29, "the file system of the checkpoints is full after the second one")
-    survival.ended(
-        rehearsal, fault, cause="disk_full", action="stop", why="no room for a checkpoint"
-    )
-    assert len(published_steps(rehearsal.run.layout.checkpoints)) == 2
+    # the stand-in writes no more than its records, which have no room either
+    why = "No space left on device" if stage.stand_in else "no room for a checkpoint"
+    survival.ended(rehearsal, fault, cause="disk_full", action="stop", why=why)
+    published = published_steps(rehearsal.run.layout.checkpoints)
+    assert published == ([10] if stage.stand_in else [10, 20])
