@@ -1,8 +1,9 @@
 """Which tests run where: `make test` (every landing), `make nightly`, `make gpu`.
 
-Every test belongs to the first part whose path holds it; one that belongs to none is an error. It runs in
-`make test`, unless its part or a mark says otherwise: `variant("name")` varies that test, which
-shows the same kind of fault in every run; `nightly("reason")` needs what a landing has no time for.
+Every test belongs to the first part whose path holds it; one that belongs to none is an error. It
+runs in `make test`, unless its part or a mark says otherwise: `variant("name")` varies that test,
+which shows the same kind of fault in every run; `nightly("reason")` needs what a landing has no
+time for.
 `make nightly` and `--nightly` run both, and so does the command line by naming one. The tables of
 docs/tests.md are written from the parts and the marks by `python tests/parts.py`. Belongs here:
 choosing and telling. Does not belong here: what a test shows.

@@ -152,7 +152,7 @@ def test_a_checkpoint_of_another_model_is_not_loaded(whole: RealTrial, tmp_path:
     assert made.rows == [] and made.good == [EVERY]
 
 
-@pytest.mark.variant("test_a_missing_evaluation_is_known_by_the_row_of_its_step")
+@pytest.mark.variant("test_a_stop_after_the_start_saves")
 def test_an_evaluation_is_left_between_batches(tmp_path: Path) -> None:
     """Later evaluations read the same data as if this one had been completed; its own loss is
     missing, because Megatron-LM evaluates after steps only."""

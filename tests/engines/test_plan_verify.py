@@ -238,6 +238,7 @@ def test_kept_activations_are_near_the_planned_ones(name: str) -> None:
     assert max(abs(error or 0.0) for error in errors) <= tolerance, errors
 
 
+@pytest.mark.variant("test_kept_activations_are_near_the_planned_ones")
 def test_kept_bytes_of_full_recomputation_are_exactly_the_layers_inputs() -> None:
     """Inner stages keep nothing else (Korthikanti et al., section 5: 2 s b h)."""
     spec = spec_of({**BIG, "layers": 6}, dict(pp=3, tp=2), recompute="full")

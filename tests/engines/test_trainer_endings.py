@@ -53,7 +53,7 @@ def test_a_finished_run_is_not_run_again(gpt_reference: Trial, trial: Callable[.
 
 @pytest.mark.parametrize(
     "how",
-    varied(["stop file", "SIGTERM", "SIGUSR1", "SIGUSR2"], "stop file", "SIGUSR2"),
+    varied(["stop file", "SIGTERM", "SIGUSR1", "SIGUSR2"], "SIGUSR2"),
 )
 def test_stop_saves_and_the_resume_is_exact(how: str, trial: Callable[..., Trial]) -> None:
     """The signal goes to rank 1 only: all ranks must leave after the same step."""

@@ -95,7 +95,7 @@ def evaluations(trial: Trial) -> dict[int, float | None]:
     return {row.step: row.eval_loss for row in trial.rows if row.step % 2 == 0}
 
 
-@pytest.mark.variant("test_a_missing_evaluation_is_known_by_the_row_of_its_step")
+@pytest.mark.variant("test_a_stop_after_the_start_saves")
 @pytest.mark.parametrize("engine", varied(ENGINES, "megatron pp 2"))
 def test_an_evaluation_is_left_between_batches_and_made_up_for(
     engine: str, trial: Callable[..., Trial], computed: Path
@@ -116,7 +116,7 @@ def test_an_evaluation_is_left_between_batches_and_made_up_for(
     assert [row.step for row in stopped.rows] == list(range(1, 7)), "no step is trained twice"
 
 
-@pytest.mark.variant("test_a_missing_evaluation_is_known_by_the_row_of_its_step")
+@pytest.mark.variant("test_a_stop_after_the_start_saves")
 def test_no_evaluation_is_begun_once_a_stop_is_agreed(
     trial: Callable[..., Trial], computed: Path
 ) -> None:
@@ -147,7 +147,7 @@ def test_no_evaluation_is_begun_once_a_stop_is_agreed(
     assert (stopped.exact, evaluations(stopped)) == (whole.exact, evaluations(whole))
 
 
-@pytest.mark.variant("test_a_missing_evaluation_is_known_by_the_row_of_its_step")
+@pytest.mark.variant("test_a_stop_after_the_start_saves")
 def test_a_run_is_not_done_before_its_last_evaluation(trial: Callable[..., Trial]) -> None:
     settings = dict(PP2, dropout=0.1, **EVALUATING)
     last = trial(**settings)
@@ -161,7 +161,7 @@ def test_a_run_is_not_done_before_its_last_evaluation(trial: Callable[..., Trial
     assert len(read_saves(last.run)) == 1, "the second launch has nothing new to save"
 
 
-@pytest.mark.variant("test_a_missing_evaluation_is_known_by_the_row_of_its_step")
+@pytest.mark.variant("test_a_stop_after_the_start_saves")
 def test_a_save_under_way_counts_during_an_evaluation(trial: Callable[..., Trial]) -> None:
     """Of step 3, while the evaluation of step 4 goes on for as long as it takes."""
 
@@ -193,6 +193,7 @@ def missing_somewhere(checkpoints: Path) -> bool:
     return bool(missing)
 
 
+@pytest.mark.variant("test_a_stop_after_the_start_saves")
 def test_a_missing_evaluation_is_known_by_the_row_of_its_step(
     gpt_reference: Trial, trial: Any
 ) -> None:

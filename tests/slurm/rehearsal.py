@@ -328,7 +328,7 @@ class Rehearsal:
         deadline = time.monotonic() + seconds
         while not reached():
             assert time.monotonic() < deadline, f"never {what}: {self.status()}\n{self.logs()}"
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def wait_until(
         self,
@@ -342,7 +342,7 @@ class Rehearsal:
                 row = self.status()
                 if reached(row):
                     return row
-            time.sleep(0.3)
+            time.sleep(0.5)
         raise AssertionError(f"never {what}: {self.status()}\n{self.logs()}")
 
     def wait_for_step(self, step: int, epoch: int = 1) -> None:

@@ -75,7 +75,7 @@ class ServiceRehearsal:
         deadline = time.monotonic() + seconds
         while not reached():
             assert time.monotonic() < deadline, f"never {what}\n{self.story()}"
-            time.sleep(0.2)
+            time.sleep(0.5)
 
     def wait_ready(self, *names: str) -> None:
         """Until the router asks exactly these replicas."""

@@ -28,7 +28,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("engine", varied(ENGINES, "fsdp"))
+@pytest.mark.parametrize("engine", varied(ENGINES, "ddp"))
 def test_a_preempted_run_is_the_same_run(engine: str, stage: Stage, tmp_path: Path) -> None:
     planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
     name, gpus = engine.replace(" ", "-").lower(), 2 if "3D" in engine else 1

@@ -120,7 +120,10 @@ def test_who_is_named_on_the_command_line_runs(argument: str, chosen: bool) -> N
     assert parts.chosen_by_name("tests/test_x.py::test_a[two]", ["-x", argument]) is chosen
 
 
-@pytest.mark.parametrize(("words", "left_out"), [((), True), (("--nightly",), False)])
+@pytest.mark.parametrize(
+    ("words", "left_out"),
+    [((), True), pytest.param(("--nightly",), False, marks=pytest.mark.variant)],
+)
 def test_a_run_of_several_processes_leaves_out_and_says_so(
     words: tuple[str, ...], left_out: bool
 ) -> None:

@@ -37,7 +37,7 @@ def document(profile: str, spec: str, *options: str, code: int = 0) -> dict[str,
 @pytest.mark.parametrize(
     "options",
     [
-        ["a100x64", GPT175B, *FREE, "--explain"],
+        variant(["a100x64", GPT175B, *FREE, "--explain"]),
         variant(["a100x64", GPT175B, "--explain"]),
         ["a100x1", LLAMA7B, "--deadline", "48h"],
         variant(["islands10b", LLAMA7B, *FREE, "--set", "resources.gpus=64", "--explain"]),
