@@ -255,6 +255,7 @@ def test_a_reader_that_is_killed_is_an_error_of_the_data(tmp_path: Path) -> None
     close(ahead)
 
 
+@pytest.mark.variant("test_a_reader_that_is_killed_is_an_error_of_the_data")
 def test_readers_end_with_a_rank_that_is_gone(tmp_path: Path) -> None:
     """Ranks leave by os._exit or are killed: nobody says goodbye to their readers."""
     # A new interpreter: in a fork of this one torch finds readers of earlier tests in its table and
@@ -272,7 +273,7 @@ def test_readers_end_with_a_rank_that_is_gone(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.variant("test_readers_end_with_a_rank_that_is_gone")
+@pytest.mark.variant("test_a_reader_that_is_killed_is_an_error_of_the_data")
 def test_an_interpreter_ends_that_has_readers(tmp_path: Path) -> None:
     """At its end Python sends SIGTERM to its children, and waits for them."""
     code = "ahead = t.reading_ahead(path, 1); print(len(t.pixels(ahead, 0)))"

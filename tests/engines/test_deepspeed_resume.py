@@ -139,7 +139,7 @@ def test_another_tp_goes_on_within_rounding(trial: Callable[..., Trial]) -> None
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 
-@pytest.mark.variant("test_what_cannot_go_on_is_said")
+@pytest.mark.variant("test_damage_is_called_by_its_name")
 def test_a_checkpoint_is_whole_and_has_nothing_beside_it() -> None:
     root = of_stage(1).run.checkpoints
     assert sorted(path.name for path in root.iterdir()) == [
@@ -171,6 +171,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.variant("test_damage_is_called_by_its_name")
 @pytest.mark.parametrize("kind", varied(REFUSED, "another family of stages"))
 def test_what_cannot_go_on_is_said(kind: str, trial: Callable[..., Trial]) -> None:
     stage, changes, words = REFUSED[kind]

@@ -159,7 +159,7 @@ def one_process() -> Trial:
     return trained(MOE)
 
 
-@pytest.mark.variant("test_experts_of_two_ranks_resume_exactly")
+@pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
 @pytest.mark.parametrize("name", varied(ETP_LAYOUTS, "tp2 etp2"))
 def test_experts_split_over_ranks_equal_one_process(name: str) -> None:
     """From the first step on: initial weights do not depend on the layout."""
@@ -169,7 +169,7 @@ def test_experts_split_over_ranks_equal_one_process(name: str) -> None:
     assert loss <= TOLERANCE and norm <= TOLERANCE
 
 
-@pytest.mark.variant("test_experts_of_two_ranks_resume_exactly")
+@pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
 @pytest.mark.parametrize("name", ETP_LAYOUTS)
 def test_experts_split_over_ranks_resume_exactly(name: str, trial: Callable[..., Trial]) -> None:
     layout, resumed = trained(MOE, **ETP_LAYOUTS[name]), trial(MOE, **ETP_LAYOUTS[name])
@@ -202,7 +202,7 @@ def test_whole_experts_on_ranks_of_tp_alone_would_learn_other_things(
     assert (loss > 1e-3) == wrong and (wrong or loss <= TOLERANCE)
 
 
-@pytest.mark.variant("test_experts_of_two_ranks_resume_exactly")
+@pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
 def test_the_shared_expert_may_run_while_tokens_travel(
     one_process: Trial, trial: Callable[..., Trial]
 ) -> None:

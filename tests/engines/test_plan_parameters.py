@@ -199,6 +199,7 @@ def built(request: pytest.FixtureRequest) -> dict[str, list[int]]:
     return dict(zip(cases, found, strict=True))
 
 
+@pytest.mark.variant("test_parameters_are_what_the_trainers_model_has")
 @pytest.mark.parametrize("name", varied(CASES, *list(CASES)[::8], "gpt 175b"))
 def test_parameters_per_gpu_are_what_megatron_builds(
     name: str, built: dict[str, list[int]]

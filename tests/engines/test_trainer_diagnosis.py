@@ -68,7 +68,7 @@ def _read_slowly() -> None:
     TokenSamples.microbatches = microbatches
 
 
-@pytest.mark.variant("test_waiting_for_data_is_told_apart")
+@pytest.mark.variant("test_the_time_of_each_rank")
 def test_a_slow_loader_is_found(small: Callable[..., Trial]) -> None:
     slow = small(WINDOWS)
     assert slow.train(prepare=_read_slowly) == [0, 0]
@@ -96,7 +96,7 @@ def _compute_slowly() -> None:
     assembly.loss_of = loss_of
 
 
-@pytest.mark.variant("test_waiting_for_data_is_told_apart")
+@pytest.mark.variant("test_the_time_of_each_rank")
 def test_a_slow_rank_is_found_and_not_its_peer_that_waits(small: Callable[..., Trial]) -> None:
     slow = small(WINDOWS)
     assert slow.train(prepare=_compute_slowly) == [0, 0]
@@ -126,7 +126,7 @@ def _send_slowly() -> None:
     )
 
 
-@pytest.mark.variant("test_waiting_for_data_is_told_apart")
+@pytest.mark.variant("test_the_time_of_each_rank")
 def test_a_slow_link_is_found_by_a_trace(small: Callable[..., Trial]) -> None:
     slow = small(*TRACED)
     assert slow.train(prepare=_send_slowly) == [0, 0]

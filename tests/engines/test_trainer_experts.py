@@ -73,7 +73,7 @@ def moe_continued(moe_reference: Trial, tmp_path_factory: pytest.TempPathFactory
     return made
 
 
-@pytest.mark.variant("test_experts_of_two_ranks_resume_exactly")
+@pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_experts_layout_equals_one_process(
     name: str, moe_continued: Trial, trial: Callable[..., Trial]
@@ -105,7 +105,7 @@ def keep_first_weights(directory: Path) -> Callable[[], None]:
     return prepare
 
 
-@pytest.mark.variant("test_experts_of_two_ranks_resume_exactly")
+@pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
 def test_experts_of_other_ranks_are_other_experts(
     trial: Callable[..., Trial], tmp_path: Path
 ) -> None:
@@ -159,6 +159,7 @@ def test_the_balance_loss_is_in_the_gradients_and_not_in_the_reported_loss(
     assert balanced.grad_norm != plain.grad_norm
 
 
+@pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
 def test_experts_of_two_ranks_resume_exactly(trial: Callable[..., Trial]) -> None:
     whole = trained(MOE, **DP2, **EP2)
     again = trial(MOE, **DP2, **EP2)
@@ -177,7 +178,7 @@ def test_spreading_experts_in_the_middle_of_a_run_is_refused(
     assert "expert_model_parallel_size was 1 and is now 2" in ranks.log(0)
 
 
-@pytest.mark.variant("test_experts_of_two_ranks_resume_exactly")
+@pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
 def test_prediction_layers_behind_a_pipeline_equal_one_process(
     trial: Callable[..., Trial],
 ) -> None:

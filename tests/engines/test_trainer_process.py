@@ -61,7 +61,7 @@ def _start(
     )
 
 
-@pytest.mark.variant("test_a_signal_while_torch_is_imported")
+@pytest.mark.variant("test_signal_during_start_up")
 def test_as_srun_starts_it(trial: Callable[..., Trial]) -> None:
     """Rank 0 also says what it has imported: see the tests below."""
     made = trial(train_steps=2, data_parallel_size=2, save_interval_steps=1)
@@ -110,7 +110,7 @@ import transformers
 """
 
 
-@pytest.mark.variant("test_a_signal_while_torch_is_imported")
+@pytest.mark.variant("test_signal_during_start_up")
 def test_a_rank_imports_nothing_that_it_does_not_use(
     trial: Callable[..., Trial],
 ) -> None:
@@ -140,7 +140,7 @@ runpy.run_module("hpctrain.train", run_name="__main__")
 """
 
 
-@pytest.mark.variant("test_a_signal_while_torch_is_imported")
+@pytest.mark.variant("test_signal_during_start_up")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_whole_run_imports_nothing_of_that(
     trial: Callable[..., Trial], deterministic: bool
@@ -152,6 +152,7 @@ def test_a_whole_run_imports_nothing_of_that(
     assert output.splitlines()[-1] == f"imported [] {deterministic}"
 
 
+@pytest.mark.variant("test_signal_during_start_up")
 def test_a_signal_while_torch_is_imported(trial: Callable[..., Trial]) -> None:
     made = trial()
     program = _SIGNAL_WHILE_IMPORTING.replace("NAME", "SIGTERM")
@@ -161,7 +162,7 @@ def test_a_signal_while_torch_is_imported(trial: Callable[..., Trial]) -> None:
     assert made.rows == []
 
 
-@pytest.mark.variant("test_a_signal_while_torch_is_imported")
+@pytest.mark.variant("test_signal_during_start_up")
 def test_stacks_while_torch_is_imported(trial: Callable[..., Trial]) -> None:
     """A rank may hang in an import from a file system that does not answer."""
     made = trial(train_steps=1)
@@ -205,7 +206,7 @@ while [ "$1" != -m ]; do program=$1; shift; done
 """
 
 
-@pytest.mark.variant("test_a_signal_while_torch_is_imported")
+@pytest.mark.variant("test_signal_during_start_up")
 def test_a_rank_below_nsight_stops_when_slurm_says_so(
     trial: Callable[..., Trial], tmp_path: Path
 ) -> None:

@@ -67,9 +67,10 @@ def _one_reads_slowly() -> None:
     TokenSamples.microbatches = microbatches
 
 
+@pytest.mark.variant("test_the_time_of_each_rank")
 @pytest.mark.parametrize(
     "base",
-    [GPT, *(pytest.param(base, marks=pytest.mark.variant) for base in (MODULE_GPT, ZERO))],
+    [GPT, *(base for base in (MODULE_GPT, ZERO))],
     ids=lambda base: base.get("engine", ""),
 )
 def test_waiting_for_data_is_told_apart(base: dict[str, Any], trial: Callable[..., Trial]) -> None:
@@ -95,7 +96,7 @@ def test_a_record_of_an_older_version_is_read() -> None:
     assert old.compute_seconds == (1, 2) and old.rest_seconds == old.data_seconds == ()
 
 
-@pytest.mark.variant("test_waiting_for_data_is_told_apart")
+@pytest.mark.variant("test_the_time_of_each_rank")
 def test_timing_changes_no_numbers(trial: Callable[..., Trial]) -> None:
     settings = dict(PP2, dropout=0.1, **EVALUATING)
     often, never = trial(rank_times_interval_steps=1, **settings), trained(**settings)

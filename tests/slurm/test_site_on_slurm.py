@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from command_line import hpctrain
-from rehearsal import SPEC, patient_client
+from rehearsal import SPEC, STAND_IN_STEP_SECONDS, Stage, patient_client
 
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.runs import find_run
@@ -21,6 +22,7 @@ from hpctrain.actions.submit import submit
 from hpctrain.sandbox.processes import await_condition
 from hpctrain.sandbox.reconfigure import set_option
 from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.spec.loader import load_profile
 from hpctrain.store.run_records import read_metrics
 
@@ -50,8 +52,9 @@ def sentences(*options: str) -> str:
     return " ".join(done.stdout.split())
 
 
-def test_a_detected_sandbox_trains(here: Path) -> None:
-    """Detect with a look at a node, check, submit a real run with it, and wait for its end."""
+@pytest.mark.stand_in
+def test_a_detected_sandbox_trains(here: Path, stage: Stage) -> None:
+    """Detect with a look at a node, check, submit a run with it, and wait for its end."""
     detect("--in-job", "-o", PROFILE)
     assert not list(here.glob("hpctrain-survey-*")), "the output of the job is removed"
     profile = load_profile(here / PROFILE).document
@@ -65,7 +68,10 @@ def test_a_detected_sandbox_trains(here: Path) -> None:
     assert checked.exit_code == 0 and not checked.stdout, checked.stdout
     spec = here / "spec.yaml"
     spec.write_text(SPEC)
-    prepared = prepare(spec, PROFILE, ["budget.steps=4"], runs=here / "runs")
+    python = sys.executable
+    if stage.stand_in:
+        python = str(write_stand_in_interpreter(here / "python", STAND_IN_STEP_SECONDS))
+    prepared = prepare(spec, PROFILE, ["budget.steps=4"], runs=here / "runs", python=python)
     slurm = patient_client(os.environ)
     submitted = submit(prepared, here / "runs", slurm)
     run = find_run(here / "runs", submitted.run_id)

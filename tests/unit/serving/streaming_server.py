@@ -18,6 +18,7 @@ class Behaviour:
     """What happens to one request: a wait, then tokens, then an end or none."""
 
     first_seconds: float = 0.0
+    after_answers: int = 0  # of other requests, for which its first token waits, too
     gap_seconds: float = 0.0
     status: int = 200
     tokens: int | None = None  # None: as many as were asked for
@@ -33,6 +34,7 @@ class StreamingServer:
     behave: Callable[[int], Behaviour]
     port: int = 0
     seen: list[tuple[dict[str, str], dict[str, object]]] = field(default_factory=list)
+    answered: int = 0
 
     @property
     def url(self) -> str:
@@ -63,6 +65,8 @@ class StreamingServer:
             return True
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         await asyncio.sleep(behaviour.first_seconds)
+        while self.answered < behaviour.after_answers:
+            await asyncio.sleep(0.01)
         tokens = body["max_tokens"] if behaviour.tokens is None else behaviour.tokens
         for number in range(tokens):
             if number == behaviour.breaks_after:
@@ -78,6 +82,7 @@ class StreamingServer:
         self._event(writer, {"choices": [], "usage": {"completion_tokens": tokens}})
         writer.write(b"0\r\n\r\n")
         await writer.drain()
+        self.answered += 1
         return True
 
     @staticmethod

@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -42,22 +43,26 @@ def send(
 
 
 def test_latencies_are_those_of_the_server() -> None:
+    """Each token arrives after it was sent; a busy machine may read the first one late, and so
+    shorten the gap behind it."""
+    began = time.perf_counter()
     with streaming_server(lambda _: Behaviour(first_seconds=0.1, gap_seconds=0.03)) as server:
         (one,) = send(server, [0.0])
+    took = time.perf_counter() - began
     assert one.failure is None and one.answered_tokens == 3
-    assert one.ttft_seconds is not None and 0.1 <= one.ttft_seconds < 0.4
-    assert one.tpot_seconds is not None and 0.03 <= one.tpot_seconds < 0.2
-    assert len(one.gap_seconds) == 2 and min(one.gap_seconds) > 0.02
+    first, last, further = one.ttft_seconds, one.e2e_seconds, one.tpot_seconds
+    assert first is not None and last is not None and further is not None
+    assert first >= 0.1 and 0.1 + 2 * 0.03 <= last <= took
+    assert len(one.gap_seconds) == 2 and sum(one.gap_seconds) == pytest.approx(last - first)
+    assert further == pytest.approx((last - first) / 2)
 
 
 def test_a_slow_answer_delays_no_later_request() -> None:
-    """A closed loop would send nothing while the first request waits a second."""
-    with streaming_server(lambda number: Behaviour(first_seconds=0.0 if number else 1.0)) as server:
+    """A closed loop would send nothing while the first request waits: for those after it."""
+    with streaming_server(lambda number: Behaviour(after_answers=0 if number else 3)) as server:
         records = send(server, [0.0, 0.1, 0.2, 0.3])
     assert [record.failure for record in records] == [None] * 4
-    assert max(record.sent_seconds for record in records) < 0.9
-    assert (records[0].ttft_seconds or 0) >= 1.0
-    assert all((record.ttft_seconds or 9) < 0.9 for record in records[1:])
+    assert max(record.sent_seconds for record in records) < (records[0].first_token_seconds or 0)
 
 
 def test_what_was_sent_before_the_end_is_waited_for() -> None:
