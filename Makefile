@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # those that wait, each for a Slurm of its own (tests/lanes.py).
 CORES := $(shell nproc)
 COMPUTE ?= $(CORES)
-WAIT ?= $(shell expr 2 \* $(CORES) + 1)
+WAIT ?= $(shell expr 2 \* $(CORES))
 # Without tests, which pytest compiles by itself.
 COMPILE = $(PYTHON) -m compileall -q -j 2 -x '/test_[^/]*$$' hpctrain tests bench
 LANES = $(PYTHON) tests/lanes.py --compute $(COMPUTE) --wait $(WAIT)

@@ -94,7 +94,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests in two lanes side by side.")
     cores = os.cpu_count() or 1
     parser.add_argument("--compute", type=int, default=cores, metavar="N")
-    parser.add_argument("--wait", type=int, default=2 * cores + 1, metavar="N")
+    parser.add_argument("--wait", type=int, default=2 * cores, metavar="N")
     arguments, options = parser.parse_known_args()
     begun = time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

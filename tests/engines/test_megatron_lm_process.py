@@ -90,8 +90,11 @@ def ask_by_file(made: LmTrial, ranks: prefork.Ranks) -> None:
 
 @pytest.mark.parametrize(
     "ask",
-    [ask_by_signal(signal.SIGTERM), ask_by_signal(signal.SIGUSR2), ask_by_file],
-    ids=["TERM", "USR2", "file"],
+    [
+        pytest.param(ask_by_signal(signal.SIGTERM), id="TERM"),
+        pytest.param(ask_by_signal(signal.SIGUSR2), id="USR2", marks=pytest.mark.variant),
+        pytest.param(ask_by_file, id="file", marks=pytest.mark.variant),
+    ],
 )
 def test_asked_to_stop_and_resumed(
     lm: Callable[..., LmTrial], ask: Callable[[LmTrial, prefork.Ranks], None]

@@ -319,6 +319,7 @@ def test_clients_of_a_newer_sandbox_are_newer_too(directory: Path) -> None:
     assert Sandbox.open(directory).programs.version == box.state.version
 
 
+@pytest.mark.variant("test_up_again_changes_nothing")
 def test_a_kept_sandbox_comes_up_again_elsewhere(directory: Path) -> None:
     box = create_sandbox(directory, default_shape(nodes=2))
     box.up(PATIENCE_SECONDS)
@@ -362,6 +363,7 @@ def test_a_directory_too_deep_for_sockets(directory: Path) -> None:
     assert not sockets.exists()
 
 
+@pytest.mark.variant("test_repair_revives_what_was_killed")
 def test_a_daemon_that_cannot_start_is_reported_and_nothing_stays(directory: Path) -> None:
     shape = default_shape(nodes=2)
     broken = PartitionShape("broken", nodes="no-such-node")

@@ -200,6 +200,7 @@ def test_a_job_takes_no_other_code_for_an_archive_that_cannot_be_read(run: RunLa
             assert f"`hpctrain upgrade {run.run_id}`" in done.stderr
 
 
+@pytest.mark.variant("test_a_cache_that_others_can_write_is_not_trusted")
 def test_a_home_without_room_does_not_matter(
     run: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,10 @@ from tests.chromium import PROGRAM, Chromium
 from tests.fabricated_services import NOW, fabricate_service, fabricate_test
 from tests.unit.report.conftest import collected
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")
+pytestmark = [
+    pytest.mark.nightly("a real Chromium"),
+    pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here"),
+]
 
 # What is wider than the window and not inside of something that scrolls by itself.
 TOO_WIDE = """

@@ -90,6 +90,7 @@ def test_a_page_without_any_time_says_so(week: TeamReport, directories: tuple[Pa
     assert list(team_lines(empty))[1:] == ["No run had nodes or waited for them in this time"]
 
 
+@pytest.mark.nightly("a real Chromium")
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")
 def test_in_a_browser_at_every_width(week: TeamReport, hostile: TeamReport, tmp_path: Path) -> None:
     pages = [tmp_path / "week.html", tmp_path / "hostile.html"]

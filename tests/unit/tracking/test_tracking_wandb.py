@@ -126,6 +126,7 @@ def test_the_command_uploads_what_is_not_uploaded(run: RunLayout) -> None:
     assert tracking_commands(run) == []
 
 
+@pytest.mark.variant("test_one_run_over_attempts_without_a_step_twice")
 def test_the_follower_writes_what_is_left_at_the_end(run: RunLayout) -> None:
     train(run, range(1, 12), saved=[10])
     process = follow(run)
@@ -152,7 +153,7 @@ def test_a_run_is_over_when_nothing_trains_it_further(
     assert run_is_over(fabricate(tmp_path, "gpt-done-7f3a", entries=entries, done=True).layout)
 
 
-@pytest.mark.variant("test_the_follower_writes_what_is_left_at_the_end")
+@pytest.mark.variant("test_one_run_over_attempts_without_a_step_twice")
 def test_an_incomplete_file_of_the_package_is_noticed(run: RunLayout) -> None:
     """Its process may be killed, or find a full disk, and nobody is told."""
     train(run, range(1, 4))
