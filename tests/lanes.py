@@ -1,6 +1,6 @@
 """Run the tests in two lanes side by side: those that compute, and those that wait.
 
-    lanes.py [--compute N] [--wait N] [--nightly] [OPTION OF PYTEST ...]
+    lanes.py --compute N --wait N [--nightly] [OPTION OF PYTEST ...]
 
 Each lane is a pytest with processes of its own, so that each collects its own parts alone
 (tests/parts.py). One process a core computes, as each of them imports all that tests use; of those
@@ -93,8 +93,8 @@ def exit_code(codes: Sequence[int], found: Counter[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests in two lanes side by side.")
     cores = os.cpu_count() or 1
-    parser.add_argument("--compute", type=int, default=cores, metavar="N")
-    parser.add_argument("--wait", type=int, default=2 * cores, metavar="N")
+    parser.add_argument("--compute", type=int, required=True, metavar="N")
+    parser.add_argument("--wait", type=int, required=True, metavar="N")
     arguments, options = parser.parse_known_args()
     begun = time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -109,7 +109,7 @@ def _modules_in(directory: Path | str, *, deep: bool) -> Iterator[os.DirEntry[st
         for entry in entries:
             if entry.name.endswith(".py"):
                 yield entry
-            elif deep and entry.is_dir():
+            elif deep and entry.is_dir(follow_symlinks=False):
                 yield from _modules_in(entry.path, deep=True)
 
 

@@ -1,9 +1,9 @@
-"""Run megatron-core on a CPU: replace the CUDA symbols that it requires.
+"""Import megatron-core, and run it on a CPU: replace the CUDA symbols that it requires.
 
-With a GPU nothing is replaced, and the same trainer code runs on NCCL. Each function below replaces
-one group of symbols and names its users. `_rng_trackers` matters most, because nothing fails
-without it: all tensor-parallel ranks would draw the same dropout masks. Does not belong here:
-faults of megatron-core that also exist on GPUs (see `engines/megatron/fixes.py`).
+With a GPU no symbol is replaced, and the same trainer code runs on NCCL. Each private function
+replaces one group of symbols and names its users. `_rng_trackers` matters most, because nothing
+fails without it: all tensor-parallel ranks would draw the same dropout masks. Does not belong
+here: faults of megatron-core that also exist on GPUs (see `engines/megatron/fixes.py`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _installed = False
 def import_core() -> None:
     """Install the replacements and import megatron.core, without packages that ranks never use.
 
-    They take a tenth of a start of ranks. Megatron-LM uses them, so a checkout of it calls
-    `install` alone.
+    Those take a tenth of a rank's start, with a GPU as well. A checkout of Megatron-LM uses them:
+    it calls `install` alone.
     """
     with _unused_packages_hidden():
         install()
@@ -70,7 +70,7 @@ def _unused_packages_hidden() -> Iterator[None]:
         yield
     finally:
         for name in hidden:
-            del sys.modules[name]
+            sys.modules.pop(name, None)
 
 
 def install() -> None:
