@@ -5,8 +5,9 @@
 Each lane is a pytest with processes of its own, so that each collects its own parts alone
 (tests/parts.py). One process a core computes, as each of them imports all that tests use; of those
 that wait, for Slurm and for processes of ours, more keep the cores busy.
-Prints the lines of both as they come, and at the end how many tests passed, failed and were skipped
-in all. Exits with 0 if both lanes have passed, else with the worse exit code.
+Prints the lines of both as they come. At the end, for whoever has only the end of a log: each
+failed test of either with what it found, and how many passed, failed and were skipped in all.
+Exits with 0 if both lanes have passed, else with the worse exit code.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from parts import PARTS, ROOT
 from hpctrain.durable import replace_bytes
 
 SLOWEST = 12  # tests named at the end of each lane
+WORDS_OF_FAILURE = 6  # lines of each failed test at the end of a run
 
 
 def command(lane: str, processes: int, report: Path, options: Sequence[str]) -> list[str]:
@@ -78,6 +80,20 @@ def counts(report: Path) -> Counter[str]:
             found["passed"] += int(suite.get("tests", 0)) - failed - skipped
             found += Counter(failed=failed, skipped=skipped)
     return found
+
+
+def failed(report: Path) -> list[str]:
+    """Each test that failed, with the last lines of what it found (those that pytest marks E)."""
+    if not report.exists():
+        return []
+    said = []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        for ending in (*case.iter("failure"), *case.iter("error")):
+            lines = (ending.text or "").splitlines()
+            found = [line for line in lines if line.startswith("E ")] or lines
+            said += [f"FAILED {case.get('classname')}::{case.get('name')}"]
+            said += found[-WORDS_OF_FAILURE:]
+    return said
 
 
 def told(found: Counter[str]) -> str:
@@ -126,6 +142,8 @@ def main() -> int:
         for reader in readers:
             reader.join()
         found = sum(map(counts, reports), Counter[str]())
+        failures = [line for report in reports for line in failed(report)]
+    print(*failures, sep="\n", end="\n" * bool(failures))
     print(f"in {time.monotonic() - begun:.0f} s: lanes ended with {codes}")
     print(told(found), flush=True)
     return exit_code(codes, found)

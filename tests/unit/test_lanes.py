@@ -60,6 +60,25 @@ def test_outcomes_of_both_lanes_are_added_up(tmp_path: Path) -> None:
     assert lanes.told(found) == "11 passed, 2 failed, 2 skipped"
 
 
+def test_what_failed_is_said_at_the_end(tmp_path: Path) -> None:
+    """By a report that pytest wrote: an assertion, a fixture, and a test that passes."""
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n\n\n@pytest.fixture\ndef broken():\n    raise OSError('no disk')\n\n\n"
+        "def test_one():\n    assert [1, 2] == [1, 3]\n\n\n"
+        "def test_two(broken):\n    pass\n\n\ndef test_three():\n    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=r.xml"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    said = lanes.failed(tmp_path / "r.xml")
+    assert [line for line in said if line.startswith("FAILED")] == [
+        "FAILED test_some::test_one",
+        "FAILED test_some::test_two",
+    ]
+    assert "E         At index 1 diff: 2 != 3" in said
+    assert "E       OSError: no disk" in said
+    assert lanes.failed(tmp_path / "none.xml") == []
+
+
 @pytest.mark.parametrize(
     ("codes", "found", "code"),
     [

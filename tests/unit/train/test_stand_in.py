@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from trainer_contract import assert_done, assert_yielded
 from variants import varied
 from waiting import wait_until
 
+from bench.free_ports import free_port
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.run_directory import write_run_directory
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
@@ -65,8 +65,6 @@ class Launches:
     def start(self, resume: int | None = None) -> int:
         """Start all ranks; returns the epoch."""
         epoch = claim_epoch(self.run.epochs, "test")
-        with socket.create_server(("", 0)) as taken:
-            port = taken.getsockname()[1]
         shared = {
             "SLURM_NTASKS": str(NODES * PER_NODE),
             "SLURM_STEP_NUM_NODES": str(NODES),
@@ -74,7 +72,7 @@ class Launches:
             "HPCTRAIN_EPOCH": str(epoch),
             "HPCTRAIN_RESUME": "" if resume is None else checkpoint_name(resume),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
         }
         self.ranks = []
         for number in range(NODES * PER_NODE):
@@ -96,9 +94,15 @@ class Launches:
 
     def codes(self) -> list[int]:
         """Wait for all ranks."""
+        return [code for code, _ in self.endings()]
+
+    def endings(self) -> list[tuple[int, str]]:
+        """Wait for all ranks: how each ended, and what it said."""
         said = [process.communicate(timeout=LIMIT_SECONDS)[1] for process in self.ranks]
         print(*said)
-        return [process.returncode for process in self.ranks]
+        return [
+            (process.returncode, words) for process, words in zip(self.ranks, said, strict=True)
+        ]
 
     def wait_for_step(self, step: int, epoch: int) -> None:
         def reached() -> bool:
@@ -108,7 +112,7 @@ class Launches:
 
     def wait(self, reached: Callable[[], bool]) -> None:
         def reached_by_living_ranks() -> bool:
-            assert all(process.poll() is None for process in self.ranks), self.codes()
+            assert all(process.poll() is None for process in self.ranks), self.endings()
             return reached()
 
         wait_until(reached_by_living_ranks)
