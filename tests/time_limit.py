@@ -1,7 +1,8 @@
 """A plugin of pytest that ends a run when its time is up: `-p time_limit --until UNIX_SECONDS`.
 
-The test that runs then is skipped and no other one begins; that is no failure. Until then the files
-run in the order of the command line, also in processes of pytest-xdist (`--no-loadscope-reorder`).
+The test that runs then is skipped and no other one begins; that is no failure, unless no test at
+all has ended by then. Until then the files run in the order of the command line, also in processes
+of pytest-xdist (`--no-loadscope-reorder`).
 """
 
 from __future__ import annotations
@@ -42,11 +43,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 pytest_runtest_setup = pytest_runtest_call
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    if now() >= config.getoption("until"):
-        terminalreporter.write_line("time is up: what had not begun by now was left out")
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if now() < session.config.getoption("until") or reporter is None:  # None: a process of xdist
+        return
+    if reporter.stats.keys() & {"passed", "failed", "error"}:
+        reporter.write_line("\ntime is up: what had not begun by now was left out")
+    else:
+        reporter.write_line("\ntime is up: no test has ended by now, so nothing is shown")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def _skip(signum: int, frame: object) -> None:

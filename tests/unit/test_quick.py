@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -184,3 +186,32 @@ def test_files_run_in_the_order_of_the_command_line() -> None:
     config: Any = SimpleNamespace(args=["b.py", "c.py", "a.py"])
     time_limit.pytest_collection_modifyitems(config, items)
     assert [one.nodeid for one in items] == ["b.py::f", "c.py::f", "a.py::f"]
+
+
+@pytest.mark.parametrize(
+    ("times", "code", "said"),
+    [
+        ([100, 100], 1, "no test has ended"),
+        ([0, 100], 0, "1 passed"),
+        ([0, 0], 0, "2 passed"),
+    ],
+)
+def test_a_run_that_shows_nothing_has_failed(
+    times: list[int], code: int, said: str, tmp_path: Path
+) -> None:
+    """By the time before the first test and after it."""
+    (tmp_path / "test_some.py").write_text(
+        f"import time_limit\n\n\ntime_limit.now = lambda: {times[0]}\n\n\n"
+        f"def test_first():\n    time_limit.now = lambda: {times[1]}\n\n\n"
+        "def test_second():\n    pass\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "time_limit", "--until=60"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(time_limit.__file__).parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, said in ended.stdout) == (code, True), ended.stdout
+    assert ("time is up" in ended.stdout) == (100 in times)
