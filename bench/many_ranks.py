@@ -30,7 +30,7 @@ from bench.supervisor_cost import counting_commands
 
 from stand_in_runs import PROFILE, shape_of, start_stand_in, wrong_losses  # isort: skip
 
-from hpctrain.sandbox.faults import crash_node, restart_node, resume_node
+from hpctrain.sandbox.faults import crash_node, has_rebooted, restart_node, resume_node
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.requests import make_request
@@ -217,7 +217,7 @@ def strike_all(night: Night) -> None:
 
     def return_node() -> None:
         restart_node(sandbox, lost, rebooted=True)
-        night.wait(lambda: sandbox.node_states()[lost].startswith("down"), f"{lost} is back")
+        night.wait(lambda: has_rebooted(sandbox, lost), f"{lost} is back")
         resume_node(sandbox, lost)
 
     def signal_rank(number: int) -> Callable[[], None]:

@@ -80,6 +80,15 @@ def restart_node(sandbox: Sandbox, node: str, *, rebooted: bool) -> None:
     sandbox.remember(sandbox.launcher.slurmd(node, rebooted=rebooted))
 
 
+def has_rebooted(sandbox: Sandbox, node: str) -> bool:
+    """Whether Slurm knows that a node which ran a job is back from its reboot, and keeps it down.
+
+    Only then does `resume_node` last. A node that is resumed while Slurm has not heard from it yet
+    (`down*`) is down again as soon as it registers (seen on 22.05.8).
+    """
+    return sandbox.node_states().get(_known(sandbox, node)) == "down"
+
+
 def resume_node(sandbox: Sandbox, node: str) -> None:
     """Return a node that is down or drained to the scheduler: scontrol(1), State=RESUME.
 

@@ -11,7 +11,7 @@ from stand_in_runs import shape_of, start_stand_in, wrong_losses
 from trainer_contract import assert_done
 
 from hpctrain.actions.state import RunState
-from hpctrain.sandbox.faults import crash_node, restart_node, resume_node
+from hpctrain.sandbox.faults import crash_node, has_rebooted, restart_node, resume_node
 from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.nightly("64 ranks on 8 nodes")
@@ -36,7 +36,7 @@ def test_64_ranks_lose_a_node_and_no_step(tmp_path: Path) -> None:
         crash_node(box, "gpu5")
         rehearsal.wait(lambda: bool(rehearsal.causes), "judged")
         restart_node(box, "gpu5", rebooted=True)
-        rehearsal.wait(lambda: box.node_states()["gpu5"].startswith("down"), "back")
+        rehearsal.wait(lambda: has_rebooted(box, "gpu5"), "back")
         resume_node(box, "gpu5")
         row = rehearsal.wait_till_over()
     assert row.state is RunState.DONE, rehearsal.logs()

@@ -150,7 +150,7 @@ def test_a_rebooted_node_needs_a_resume(sandbox: Sandbox) -> None:
     await_ranks(sandbox, job_id, 2)
     faults.crash_node(sandbox, "n1")
     faults.restart_node(sandbox, "n1", rebooted=True)
-    await_true(lambda: sandbox.node_states()["n1"].startswith("down"))
+    await_true(lambda: faults.has_rebooted(sandbox, "n1"))
     assert job(sandbox, job_id)["Restarts"] == "1"
     run(sandbox, "scancel", job_id)  # it would begin again, and on this node
     faults.resume_node(sandbox, "n1")
