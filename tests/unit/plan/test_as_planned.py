@@ -13,6 +13,7 @@ from hpctrain.actions.elastic_sizes import smaller_sizes
 from hpctrain.plan.as_planned import spec_as_planned
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.planner import make_plan
+from hpctrain.spec.engines.registry import ENGINES
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
@@ -21,6 +22,7 @@ ENDS = dict(pp=8, tp=4, vpp=2, count_embedding=True, count_loss=True)
 TE = {"name": "megatron", "implementation": "transformer_engine"}
 GIVEN = dict(pp=2, stages=(4, 2))
 ONE_REPLICA = dict(model=LLAMA7B, gpus=8, batch=64, parallel=dict(tp=1), engine=TE)
+NEEDED = {"megatron-lm": {"checkout": "/sw/Megatron-LM"}}
 # spec, memory of a GPU, and what the plan has that has to stay
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "MLPs again, ends counted as layers": (
@@ -42,6 +44,14 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     ),
     "experts": (dict(AUTO, model=MOE), "3GiB", {}),
     "sharded": (dict(AUTO, model=SMALL, engine={"name": "fsdp"}), "6GiB", {}),
+    **{
+        f"engine {name}": (
+            dict(AUTO, model=SMALL, engine={"name": name, **NEEDED.get(name, {})}),
+            "300GiB",
+            {},
+        )
+        for name in ENGINES
+    },
 }
 
 DECIDED = (
