@@ -80,7 +80,8 @@ class Changer(MetaPathFinder):
 
         def exec_module(module):
             real(module)
-            _CHANGES[name](module)
+            if module.__name__ == name:  # all modules of a zip archive have one loader
+                _CHANGES[name](module)
 
         spec.loader.exec_module = exec_module
         return spec
