@@ -25,7 +25,9 @@ _COUNT, _RUNS, _GAP_STEPS = 10, 2, 9
 @pytest.fixture(scope="module")
 def evaluated(real_stage: Stage) -> RunFiles:
     """The undisturbed run of a storm; it evaluates, which changes nothing of what is trained."""
-    rehearsal = real_stage.start("name=evaluated", f"budget.steps={_steps()}", MADE_UP, *EVALUATIONS)
+    rehearsal = real_stage.start(
+        "name=evaluated", f"budget.steps={_steps()}", MADE_UP, *EVALUATIONS
+    )
     row = rehearsal.wait_till_over()
     assert row.state is RunState.DONE, rehearsal.logs()
     return rehearsal.run
