@@ -15,7 +15,9 @@ from variants import varied
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.sandbox.processes import read_environment
+from hpctrain.store.kept_code import is_current
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.software import read_software
 from hpctrain.version import __version__
 
 pytestmark = pytest.mark.nightly("a real Apptainer, which is fetched")
@@ -105,12 +107,17 @@ def test_a_mount_that_no_node_has_stops_the_run_and_is_named(
 
 
 @pytest.mark.variant("test_a_mount_that_no_node_has_stops_the_run_and_is_named")
-def test_another_hpctrain_in_the_image_is_refused(
+def test_another_hpctrain_in_the_image_is_not_the_one_that_runs(
     stage: Stage, images: Images, programs: Path, tmp_path: Path
 ) -> None:
+    """A run keeps its code, and its ranks import that."""
     other = tmp_path / "version.py"
     other.write_text('__version__ = "0.0.1"\n')
     mounts = [f"{other}:{ROOT / 'hpctrain/version.py'}"]
     software = in_container(programs, images.directory, stage.directory, mounts=mounts)
     rehearsal = stage.start("name=other-version", software=software)
-    assert_refused(rehearsal, "0.0.1", __version__)
+    row = rehearsal.wait_till_over()
+    assert row.state is RunState.DONE, rehearsal.logs()
+    (software,) = read_software(rehearsal.run.layout)
+    assert software.facts.hpctrain == __version__
+    assert is_current(rehearsal.run.layout, software.facts.code) and software.facts.code
