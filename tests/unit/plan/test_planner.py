@@ -387,7 +387,7 @@ def test_every_combination_is_planned_consistently_or_refused_with_words(part: i
         assert sum(sum(stage.chunk_layers) for stage in plan.stages) == 6
         assert vpp == 1 or split.accumulation % pp == 0
         assert len(plan.memory) == len(plan.stages) == pp
-    assert outcomes["planned"] > 12 and outcomes["refused"] > 50
+    assert outcomes["planned"] > 8 and outcomes["refused"] > 50
 
 
 @pytest.mark.parametrize(
