@@ -8,6 +8,7 @@ Does not belong here: finding them (see `software`), the file (see `hpctrain.sto
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from hpctrain.train.software import LibraryFindings, LibraryProblem
 from hpctrain.train.spared_imports import UNUSED_LOGGERS, hidden
 from hpctrain.train.storage import outlast
 
+# A judgement has been read by then, unless a rank has gone.
+_READING_SECONDS = 30.0
 # Sockets and files that a rank needs beside one socket to each other rank.
 _OTHER_FILES = 256
 _CUDA_HINT = (
@@ -161,14 +164,24 @@ _kept_stores: list[Store] = []
 
 
 def _exchange(own: RankSoftware, store: Store, job: Job) -> _Judgement:
-    """Send the facts to rank 0 and wait for its judgement."""
+    """Send the facts to rank 0 and wait for its judgement.
+
+    The server of the store is in rank 0: where it refuses it stays until all have read why.
+    """
     store.set(f"rank/{own.rank}", own.model_dump_json())
     if not job.launch.leads:
-        return _Judgement.model_validate_json(store.get("judgement"))
+        judgement = _Judgement.model_validate_json(store.get("judgement"))
+        if judgement.refusals:
+            store.set(f"read/{own.rank}", "")
+        return judgement
     keys = [f"rank/{rank}" for rank in range(job.launch.world_size)]
     ranks = [RankSoftware.model_validate_json(text) for text in map(store.get, keys)]
     judgement = _judge_as_leader(ranks, job)
     store.set("judgement", judgement.model_dump_json())
+    if judgement.refusals:
+        readers = [f"read/{rank}" for rank in range(1, job.launch.world_size)]
+        with contextlib.suppress(RuntimeError):  # torch.distributed.DistError: a rank has gone
+            store.wait(readers, timedelta(seconds=_READING_SECONDS))
     return judgement
 
 

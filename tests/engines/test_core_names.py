@@ -5,17 +5,19 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore
 from trial_runs import LIMIT_SECONDS, Trial
 
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.store.run_records import TrainerExit
 from hpctrain.store.software import read_software
-from hpctrain.train import software
+from hpctrain.train import software, software_agreement
 from hpctrain.train.engines.megatron.core_versions import check, supported
 from hpctrain.train.engines.megatron.core_versions.names import names_of_all_versions
 from hpctrain.train.engines.megatron.core_versions.record import CoreName
@@ -101,6 +103,16 @@ def _remove_a_private_name() -> None:
     del rerun_state_machine._set_rerun_state_machine
 
 
+class LateReader(PrefixStore):
+    """A store whose judgement is there a second before it is read."""
+
+    def get(self, key: str) -> bytes:
+        if key == "judgement":
+            self.wait([key])
+            time.sleep(1.0)
+        return super().get(key)
+
+
 def test_ranks_refuse_before_process_groups_exist(trial: Callable[..., Trial]) -> None:
     """As a newer release that has renamed it; no rank waits for another."""
     run = trial(data_parallel_size=2)
@@ -113,9 +125,10 @@ def test_ranks_refuse_before_process_groups_exist(trial: Callable[..., Trial]) -
             raise AssertionError("process groups are opened")
 
         torch.distributed.init_process_group = no_groups
+        software_agreement.PrefixStore = LateReader  # type: ignore[misc]
 
     ranks = run.start(prepare=prepare)
-    assert ranks.wait(LIMIT_SECONDS) == [TrainerExit.CONFIG_ERROR] * 2
+    assert ranks.wait(LIMIT_SECONDS) == [TrainerExit.CONFIG_ERROR] * 2, ranks.log(1)
     version = software.megatron_core()
     wanted = (
         f"megatron-core {version} lacks what hpctrain uses: "
