@@ -83,7 +83,11 @@ def counts(report: Path) -> Counter[str]:
 
 
 def failed(report: Path) -> list[str]:
-    """Each test that failed, with the last lines of what it found (those that pytest marks E)."""
+    """Each test that failed, with what it found (the lines that pytest marks E).
+
+    Of many lines the first, which have the assertion, and the last: where the environment has CI,
+    pytest shows the whole difference of two values.
+    """
     if not report.exists():
         return []
     said = []
@@ -92,7 +96,9 @@ def failed(report: Path) -> list[str]:
             lines = (ending.text or "").splitlines()
             found = [line for line in lines if line.startswith("E ")] or lines
             said += [f"FAILED {case.get('classname')}::{case.get('name')}"]
-            said += found[-WORDS_OF_FAILURE:]
+            if len(found) > WORDS_OF_FAILURE:
+                found = found[: WORDS_OF_FAILURE // 2] + found[-(WORDS_OF_FAILURE // 2) :]
+            said += found
     return said
 
 
