@@ -144,8 +144,7 @@ class _Composer:
                 pairs.append((key, self._node(next(self.events), depth + 1)))
             node = Node("mapping", tuple(pairs), place)
         elif event.style is not None or event.ctag is not None:
-            # ruamel.yaml marks where a folded text (`>`) was folded (scanner.py, scan_block_scalar)
-            node = Node("scalar", event.value.replace("\a", ""), place)
+            node = Node("scalar", event.value, place)
         else:
             try:
                 node = Node("scalar", plain_scalar(event.value), place)

@@ -54,7 +54,8 @@ def yaml_events(text: str, file: str) -> Iterator[Any]:
 
     open_collections: list[Any] = []
     try:
-        for event in YAML(typ="rt", pure=True).parse(text):
+        # "safe" names the reader that keeps no comments; nothing is constructed from the events
+        for event in YAML(typ="safe", pure=True).parse(text):
             if type(event).__name__ in ("SequenceStartEvent", "MappingStartEvent"):
                 open_collections.append(event)
             elif type(event).__name__ in ("SequenceEndEvent", "MappingEndEvent"):
