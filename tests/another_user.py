@@ -8,13 +8,13 @@ Only root can become somebody else; the fixture `another_user` skips, with that 
 
 from __future__ import annotations
 
-import ast
 import codecs
 import contextlib
 import functools
 import importlib
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +39,7 @@ _PACKAGE = Path(hpctrain.__file__).parent
 # What a login node needs of Python; no engines.
 _WANTED = {*sys.stdlib_module_names, "hpctrain", "click", "pydantic", "rich", "ruamel", "jinja2"}
 _WITH_TORCH = ("train", "prepare", "convert")
+_IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import|import ([\w.]+))", re.MULTILINE)
 _Result = TypeVar("_Result")
 
 
@@ -218,6 +219,5 @@ def import_what_root_hides() -> None:
 
 
 def _imported(path: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return names | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    """What the lines that begin an import name; to parse 900 files would take seconds."""
+    return {first or second for first, second in _IMPORT.findall(path.read_text())}
