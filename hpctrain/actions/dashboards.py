@@ -1,38 +1,42 @@
 """Ask Prometheus everything that the dashboards ask, for a page of the same panels.
 
 Belongs here: which runs, services and time are asked about. Does not belong here: queries
-(`hpctrain.observe.panels`), drawing (`hpctrain.report.dashboard_page`).
+(`hpctrain/observe/dashboards`), drawing (`hpctrain.report.dashboard_page`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
-from hpctrain.errors import NoSuchRunError, UsageError
-from hpctrain.observe.panel_data import Answer, DashboardData, MarksData, PanelData, filled_in
-from hpctrain.observe.panel_queries import WITH_READY_REPLICAS, in_state
-from hpctrain.observe.panel_types import DashboardPlan, Panel
-from hpctrain.observe.panels import DASHBOARDS
+from hpctrain.errors import NoSuchRunError
+from hpctrain.observe.grafana_dashboard import (
+    DIRECTORY,
+    Annotation,
+    Dashboard,
+    Panel,
+    read_dashboard,
+)
+from hpctrain.observe.panel_data import AnnotationData, Answer, DashboardData, PanelData, filled_in
 from hpctrain.observe.prometheus_api import PrometheusServer, QueryRefusedError
-from hpctrain.observe.run_panels import MARK_SECONDS
+
+# The packaged dashboards, in the order in which people open them.
+DASHBOARD_NAMES = ("fleet", "run", "communication", "nodes", "service")
 
 _POINTS = 240  # of a curve
 _LEAST_STEP_SECONDS = 5.0
-_MOST_MARK_POINTS = 10_000  # Prometheus allows 11,000
+_MOST_ANNOTATION_POINTS = 10_000  # Prometheus allows 11,000
 
 
-def named_dashboards(names: Sequence[str]) -> tuple[DashboardPlan, ...]:
-    """Find dashboards by their short names; all of them without any name."""
-    known = {plan.short_name: plan for plan in DASHBOARDS}
-    for name in names:
-        if name not in known:
-            raise UsageError(f"no dashboard `{name}`", f"there are {', '.join(known)}")
-    return tuple(known[name] for name in dict.fromkeys(names)) or DASHBOARDS
+def packaged_dashboards() -> tuple[Dashboard, ...]:
+    """Read the dashboards that are packaged for Grafana."""
+    texts = ((DIRECTORY / f"{name}.json").read_text("utf-8") for name in DASHBOARD_NAMES)
+    return tuple(read_dashboard(json.loads(text)) for text in texts)
 
 
 def collect_dashboards(
     server: PrometheusServer,
-    plans: Sequence[DashboardPlan],
+    dashboards: Sequence[Dashboard],
     now: float,
     names: Sequence[str] = (),
     range_seconds: float | None = None,
@@ -43,25 +47,28 @@ def collect_dashboards(
     of runs are where only services are named. Raises NoSuchRunError for a name that is neither.
     """
     collected, unknown = [], dict.fromkeys(names)
-    for plan in plans:
-        seconds = range_seconds or plan.hours * 3600.0
-        chosen, meant = _chosen(server, plan, now - seconds, now, names)
+    for dashboard in dashboards:
+        seconds = range_seconds or float(dashboard.range_seconds)
+        chosen, meant = _chosen(server, dashboard, now - seconds, now, names)
         for name in meant:
             unknown.pop(name, None)
         if (names and not meant) or not chosen.get("service", True):
             continue
-        collected.append(_Questions(server, chosen, now - seconds, now).dashboard(plan))
+        collected.append(_Questions(server, chosen, now - seconds, now).dashboard(dashboard))
     for name in unknown:
         raise NoSuchRunError(f"Prometheus has no run `{name}` in this time")
     return collected
 
 
 # Whether the subject of a dashboard is alive, for one that shows a single one.
-_ALIVE = {"run": in_state("RUNNING"), "service": WITH_READY_REPLICAS}
+ALIVE = {
+    "run": '(max by (run) (hpctrain_run_state{run=~"$run", hpctrain_run_state="RUNNING"}) == 1)',
+    "service": 'max by (service) (hpctrain_service_replicas_ready{service=~"$service"}) > 0',
+}
 
 
 def _chosen(
-    server: PrometheusServer, plan: DashboardPlan, begin: float, end: float, names: Sequence[str]
+    server: PrometheusServer, dashboard: Dashboard, begin: float, end: float, names: Sequence[str]
 ) -> tuple[dict[str, list[str]], set[str]]:
     """Choose values for the variables, and return with them the names that have chosen some.
 
@@ -69,15 +76,15 @@ def _chosen(
     """
     chosen: dict[str, list[str]] = {}
     meant: dict[str, str] = {}
-    for variable in plan.variables:
+    for variable in dashboard.variables:
         selector = filled_in(variable.selector, chosen, end - begin)
         values = server.label_values(selector, variable.label, begin, end)
-        if variable.name in _ALIVE and names:
+        if variable.name in ALIVE and names:
             found = {name: _one_named(name, values) for name in names}
             meant = {name: one for name, one in found.items() if one is not None}
             values = list(dict.fromkeys(meant.values()))
         if not variable.several and len(values) > 1:
-            alive = filled_in(_ALIVE[variable.name], {variable.name: values}, end - begin)
+            alive = filled_in(ALIVE[variable.name], {variable.name: values}, end - begin)
             alive_now = {one.labels[variable.label] for one in server.now(alive, end)}
             values = [one for one in values if one in alive_now] or values
         chosen[variable.name] = values if variable.several else values[:1]
@@ -107,11 +114,11 @@ class _Questions:
         self._step_seconds = max(_LEAST_STEP_SECONDS, round((end - begin) / _POINTS))
         self._known: dict[tuple[str, bool], Answer] = {}
 
-    def dashboard(self, plan: DashboardPlan) -> DashboardData:
+    def dashboard(self, dashboard: Dashboard) -> DashboardData:
         return DashboardData(
-            plan,
-            tuple(tuple(self._panel(panel) for panel in row.panels) for row in plan.rows),
-            tuple(MarksData(one, self._marked(one.expression)) for one in plan.marks),
+            dashboard,
+            tuple(tuple(self._panel(panel) for panel in row.panels) for row in dashboard.rows),
+            tuple(AnnotationData(one, self._annotated(one)) for one in dashboard.annotations),
             self._chosen,
             self._begin,
             self._end,
@@ -119,7 +126,7 @@ class _Questions:
         )
 
     def _panel(self, panel: Panel) -> PanelData:
-        over_time = panel.kind in ("lines", "states")
+        over_time = panel.kind in ("timeseries", "state-timeline")
         answers = (self._answer(one, over_time) for one in panel.expressions)
         return PanelData(panel, tuple(answers))
 
@@ -131,10 +138,11 @@ class _Questions:
             )
         return self._known[key]
 
-    def _marked(self, expression: str) -> Answer:
-        """Look for marks minute by minute, in as much of the newest time as Prometheus allows."""
-        begin = max(self._begin, self._end - _MOST_MARK_POINTS * MARK_SECONDS)
-        return self._asked(expression, begin, MARK_SECONDS)
+    def _annotated(self, annotation: Annotation) -> Answer:
+        """Look for an annotation in as much of the newest time as Prometheus allows."""
+        step_seconds = annotation.step_seconds
+        begin = max(self._begin, self._end - _MOST_ANNOTATION_POINTS * step_seconds)
+        return self._asked(annotation.expression, begin, step_seconds)
 
     def _asked(self, expression: str, begin: float | None, step_seconds: float) -> Answer:
         query = filled_in(expression, self._chosen, self._end - self._begin)

@@ -159,17 +159,16 @@ def _write_dashboards(
 ) -> None:
     """Write the page of dashboards; fail for a refused query, and for an empty panel if wished."""
 
-    from hpctrain.actions.dashboards import collect_dashboards
-    from hpctrain.observe.panels import DASHBOARDS
+    from hpctrain.actions.dashboards import collect_dashboards, packaged_dashboards
     from hpctrain.observe.prometheus_api import PrometheusServer
     from hpctrain.report.dashboard_page import write_dashboards
 
     with busy("Asking Prometheus"):
         found = collect_dashboards(
-            PrometheusServer(url), DASHBOARDS, clock.now(), names, range_seconds
+            PrometheusServer(url), packaged_dashboards(), clock.now(), names, range_seconds
         )
     write_private(output, write_dashboards(found))
-    panels = [(one.plan.short_name, panel) for one in found for panel in one.panels()]
+    panels = [(one.dashboard.short_name, panel) for one in found for panel in one.panels()]
     faults = [
         f"{name}, {one.panel.title}: {one.refusals[0]}" for name, one in panels if one.refusals
     ]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.observe.panel_types import DashboardPlan, Marks, Panel
+from hpctrain.observe.grafana_dashboard import Annotation, Dashboard, Panel
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,20 @@ class PanelData:
 
 
 @dataclass(frozen=True)
-class MarksData:
-    """Marks with the series of their expression."""
+class AnnotationData:
+    """An annotation with the series of its expression."""
 
-    marks: Marks
+    annotation: Annotation
     answer: Answer
 
 
 @dataclass(frozen=True)
 class DashboardData:
-    """A dashboard with all answers. `rows` has the panels of each row of the plan."""
+    """A dashboard with all answers. `rows` has the panels of each row of the dashboard."""
 
-    plan: DashboardPlan
+    dashboard: Dashboard
     rows: tuple[tuple[PanelData, ...], ...]
-    marks: tuple[MarksData, ...]
+    annotations: tuple[AnnotationData, ...]
     chosen: Mapping[str, Sequence[str]]
     begin: float
     end: float

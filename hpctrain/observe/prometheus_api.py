@@ -1,7 +1,7 @@
 """Ask a Prometheus server: values of labels, values of now, values over a time.
 
 Belongs here: its HTTP API (prometheus.io, HTTP API) as records. Does not belong here: which
-questions are asked (`panels`, `hpctrain.actions.dashboards`).
+questions are asked (`dashboards/`, `hpctrain.actions.dashboards`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The dashboards as one HTML page: the same panels, from the answers of Prometheus. Pure.
 
 Belongs here: how each kind of panel is drawn. Does not belong here: panels and queries
-(`hpctrain.observe.panels`), asking (`hpctrain.actions.dashboards`), marks and axes (`charts`).
+(`hpctrain/observe/dashboards`), asking (`hpctrain.actions.dashboards`), marks and axes (`charts`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 
 from markupsafe import Markup
 
+from hpctrain.observe.grafana_dashboard import Column, Threshold, ValueMapping
 from hpctrain.observe.panel_data import Answer, DashboardData, PanelData, Series, legend_of
-from hpctrain.observe.panel_types import Column, ShownValue, Threshold
 from hpctrain.report.charts import (
     Axis,
     Entry,
@@ -29,7 +29,7 @@ from hpctrain.report.elements import fill, prose, table
 from hpctrain.report.scales import Quantity, clock, compact_number, percent
 from hpctrain.version import __version__
 
-# Classes of charts.css for Grafana's names of colours.
+# Classes of charts.css for Grafana's names of colours; any other colour is neutral.
 _CLASSES = {
     "green": "c3",
     "yellow": "c4",
@@ -37,7 +37,6 @@ _CLASSES = {
     "red": "c8",
     "blue": "c1",
     "purple": "c7",
-    "gray": "neutral",
 }
 _CURVES = tuple(f"c{number}" for number in range(1, 9))
 # More curves cannot be told apart; Grafana draws all of them, and shows the nearest.
@@ -108,16 +107,15 @@ def write_dashboards(dashboards: Sequence[DashboardData]) -> str:
 def _dashboard(data: DashboardData) -> DashboardBox:
     rows = [
         RowBox(row.title, [_box(one, data) for one in panels])
-        for row, panels in zip(data.plan.rows, data.rows, strict=True)
+        for row, panels in zip(data.dashboard.rows, data.rows, strict=True)
     ]
     chosen = [
         f"{variable.title}: {_listed(data.chosen[variable.name])}"
-        for variable in data.plan.variables
+        for variable in data.dashboard.variables
     ]
     span = f"{_moment(data.begin)} to {_moment(data.end)} UTC"
-    return DashboardBox(
-        data.plan.short_name, data.plan.title, data.plan.description, [span, *chosen], rows
-    )
+    one = data.dashboard
+    return DashboardBox(one.short_name, one.title, one.description, [span, *chosen], rows)
 
 
 def _listed(values: Sequence[str], most: int = 6) -> str:
@@ -149,13 +147,13 @@ def _body(data: PanelData, dashboard: DashboardData) -> Markup:
     match data.panel.kind:
         case "stat":
             return _figures(data)
-        case "bars":
+        case "bargauge":
             return _bars(data)
-        case "lines":
+        case "timeseries":
             return _lines(data, dashboard)
         case "table":
             return _table(data)
-        case "states":
+        case "state-timeline":
             return _states(data, dashboard)
 
 
@@ -209,7 +207,7 @@ def _axis(unit: str, *, from_zero: bool = False) -> Axis:
     return Axis("", _FORMATS[unit], from_zero=from_zero, quantity=quantity)
 
 
-def shown(value: float, unit: str, values: Sequence[ShownValue] = ()) -> str:
+def shown(value: float, unit: str, values: Sequence[ValueMapping] = ()) -> str:
     """Write a value in a unit of Grafana's, or as the text that stands for it."""
     if math.isnan(value):
         return "NaN"
@@ -220,14 +218,19 @@ def shown(value: float, unit: str, values: Sequence[ShownValue] = ()) -> str:
 
 
 def _class_of(
-    value: float, thresholds: Sequence[Threshold], values: Sequence[ShownValue] = ()
+    value: float, thresholds: Sequence[Threshold], values: Sequence[ValueMapping] = ()
 ) -> str:
     """Find the class of a value's colour; none without thresholds."""
     for one in values:
         if one.value == value:
-            return _CLASSES[one.colour]
+            return _colour_class(one.colour)
     reached = [one for one in thresholds if one.start is None or value >= one.start]
-    return _CLASSES[reached[-1].colour] if reached else ""
+    return _colour_class(reached[-1].colour) if reached else ""
+
+
+def _colour_class(colour: str) -> str:
+    """Find the class of a colour; Grafana's shades of one, such as `dark-red`, share it."""
+    return _CLASSES.get(colour.rpartition("-")[2], "neutral")
 
 
 def _coloured(text: str, style: str) -> Markup:
@@ -241,8 +244,8 @@ def _figures(data: PanelData) -> Markup:
     panel = data.panel
     figures = Markup("")
     for series in data.answers[0].series[:4]:
-        text = shown(series.last, panel.unit, panel.shown_values)
-        style = _class_of(series.last, panel.thresholds, panel.shown_values)
+        text = shown(series.last, panel.unit, panel.mappings)
+        style = _class_of(series.last, panel.thresholds, panel.mappings)
         name = legend_of(panel.queries[0].legend, series.labels)
         more = Markup(" <small>{}</small>").format(name) if name else Markup("")
         figures += Markup('<p class="figure tone {}">{}{}</p>').format(style, text, more)
@@ -348,13 +351,13 @@ def _with_gaps(
 
 def _rules(dashboard: DashboardData, unit_seconds: float) -> list[Rule]:
     rules = []
-    for marks in dashboard.marks:
-        for series in marks.answer.series:
-            text = legend_of(marks.marks.text, series.labels)
+    for data in dashboard.annotations:
+        for series in data.answer.series:
+            text = legend_of(data.annotation.text, series.labels)
             for time, _ in series.points:
                 place = (time - dashboard.end) / unit_seconds
                 tooltip = f"{text}, {_moment(time)}"
-                rules.append(Rule(place, tooltip, colour=_CLASSES[marks.marks.colour]))
+                rules.append(Rule(place, tooltip, colour=_colour_class(data.annotation.colour)))
     return rules
 
 
@@ -366,18 +369,18 @@ def _states(data: PanelData, dashboard: DashboardData) -> Markup:
         parts: list[Part] = []
         for begin, end, value in _stretches(series, step):
             seen.add(value)
-            text = shown(value, "none", panel.shown_values)
+            text = shown(value, "none", panel.mappings)
             parts.append(
                 Part(
                     begin - dashboard.begin,
                     min(end + step, dashboard.end) - begin,
-                    _class_of(value, (), panel.shown_values) or "neutral",
+                    _class_of(value, (), panel.mappings) or "neutral",
                     f"{text}, {_moment(begin)} to {_moment(end)}",
                 )
             )
         rows.append(Row(legend_of(panel.queries[0].legend, series.labels), parts))
     entries = [
-        Entry(one.text, _CLASSES[one.colour]) for one in panel.shown_values if one.value in seen
+        Entry(one.text, _colour_class(one.colour)) for one in panel.mappings if one.value in seen
     ]
     return timeline(
         rows,
@@ -404,14 +407,14 @@ def _stretches(series: Series, step_seconds: float) -> list[tuple[float, float, 
 def _table(data: PanelData) -> Markup:
     """Write a table: series of all columns with equal labels are one row."""
     panel = data.panel
-    labels = list(dict.fromkeys(one for column in panel.columns for one in column.labels))
+    labels = list(panel.labels)
     named = [column for column in panel.columns if column.name]
     rows: dict[tuple[str, ...], dict[str, float]] = {}
     for column, answer in zip(panel.columns, data.answers, strict=True):
         for series in answer.series:
             for row in _rows_of(series, labels, rows):
                 rows[row][column.name] = series.last
-    styles = {label.capitalize(): "name" for label in labels}
+    styles = dict.fromkeys(panel.labels.values(), "name")
     styles |= {column.name: "number" for column in named}
     cells = [
         [*row, *(_cell(column, values.get(column.name)) for column in named)]
@@ -435,6 +438,6 @@ def _rows_of(
 def _cell(column: Column, value: float | None) -> str | Markup:
     if value is None:
         return ""
-    text = shown(value, column.unit, column.shown_values)
-    style = _class_of(value, column.thresholds, column.shown_values)
+    text = shown(value, column.unit, column.mappings)
+    style = _class_of(value, column.thresholds, column.mappings)
     return _coloured(text, style) if style else text

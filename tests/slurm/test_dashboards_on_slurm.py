@@ -14,8 +14,7 @@ from command_line import hpctrain
 from fetched_prometheus import fetched_prometheus
 from rehearsal import PATIENCE_SECONDS, PlannedFault, Rehearsal, Stage
 
-from hpctrain.actions.dashboards import collect_dashboards
-from hpctrain.observe.panels import DASHBOARDS
+from hpctrain.actions.dashboards import collect_dashboards, packaged_dashboards
 from hpctrain.observe.prometheus_api import PrometheusServer
 from hpctrain.sandbox.monitoring import Monitoring
 
@@ -43,8 +42,9 @@ def test_panels_of_a_run_that_trains(stage: Stage, tmp_path: Path) -> None:
     run = stage.start("name=shown", planned=(crash, waits))
     try:
         url = watched_server(stage, run)
+        dashboards, names = packaged_dashboards(), [run.run.run_id]
         found = collect_dashboards(
-            PrometheusServer(url), DASHBOARDS, time.time(), [run.run.run_id], SHOWN_SECONDS
+            PrometheusServer(url), dashboards, time.time(), names, SHOWN_SECONDS
         )
         page = tmp_path / "page.html"
         arguments = ("report", "--dashboards", "--prometheus", url, "-o", str(page), "shown")

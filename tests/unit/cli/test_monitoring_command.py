@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -12,7 +11,7 @@ from command_line import hpctrain
 from fetched_prometheus import fetched_prometheus
 from ruamel.yaml import YAML
 
-from hpctrain.observe.panels import DASHBOARDS
+from hpctrain.actions.dashboards import DASHBOARD_NAMES
 
 
 def names_below(directory: Path) -> set[str]:
@@ -28,7 +27,7 @@ def test_it_writes_what_it_lists(tmp_path: Path) -> None:
     names = names_below(tmp_path / "new")
     assert names == set(listed.stdout.split())
     assert {"README.md", "prometheus.yml", "alertmanager.yml"} <= names
-    assert {f"grafana/dashboards/{plan.short_name}.json" for plan in DASHBOARDS} <= names
+    assert {f"grafana/dashboards/{name}.json" for name in DASHBOARD_NAMES} <= names
     assert [name for name in names if name.startswith("rules/") and name.endswith(".yaml")]
 
 
@@ -83,13 +82,3 @@ def test_provisioning_has_what_grafana_reads(name: str, tmp_path: Path) -> None:
     assert entry["type"] == ("file" if name == "dashboards" else "prometheus")
     if name == "dashboards":
         assert entry["options"]["path"] in (tmp_path / "README.md").read_text()
-
-
-def test_dashboards_link_to_each_other(tmp_path: Path) -> None:
-    hpctrain("monitoring", str(tmp_path))
-    uids, linked = set(), set()
-    for path in (tmp_path / "grafana" / "dashboards").glob("*.json"):
-        text = path.read_text()
-        uids.add(json.loads(text)["uid"])
-        linked |= set(re.findall(r'"url": "/d/([\w-]+)', text))
-    assert linked and linked <= uids

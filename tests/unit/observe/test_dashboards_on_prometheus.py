@@ -18,16 +18,16 @@ from fetched_prometheus import fetched_prometheus
 from waiting import wait_until
 
 from bench.free_ports import free_port
-from hpctrain.actions.dashboards import collect_dashboards
+from hpctrain.actions.dashboards import collect_dashboards, packaged_dashboards
 from hpctrain.actions.state import RunState
 from hpctrain.errors import NoSuchRunError, UsageError
-from hpctrain.observe.panel_types import DashboardPlan, Panel, PanelRow, Query
-from hpctrain.observe.panels import DASHBOARDS
+from hpctrain.observe.grafana_dashboard import Dashboard, Panel, PanelRow, Query
 from hpctrain.observe.prometheus_api import PrometheusServer, QueryRefusedError
 
 pytestmark = pytest.mark.nightly("a real Prometheus, which is fetched")
 
 HOURS = 2
+DASHBOARDS = {one.short_name: one for one in packaged_dashboards()}
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +66,24 @@ def _wait_until_ready(url: str, server: subprocess.Popen[bytes], log: Path) -> N
     wait_until(answers, lambda: f"an answer of Prometheus: {log.read_text()[-2000:]}")
 
 
-@pytest.mark.parametrize("plan", DASHBOARDS, ids=lambda plan: plan.short_name)
-def test_every_query_has_data(plan: DashboardPlan, prometheus: tuple[str, float]) -> None:
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_every_query_has_data(name: str, prometheus: tuple[str, float]) -> None:
     url, end = prometheus
-    runs = [FLEET[0].run] if plan.short_name == "run" else []
-    (found,) = collect_dashboards(PrometheusServer(url), [plan], end, runs, HOURS * 3600)
+    runs = [FLEET[0].run] if name == "run" else []
+    asked = [DASHBOARDS[name]]
+    (found,) = collect_dashboards(PrometheusServer(url), asked, end, runs, HOURS * 3600)
     for panel in found.panels():
         assert not panel.refusals, panel.panel.title
         for query, answer in zip(panel.panel.expressions, panel.answers, strict=True):
             assert answer.series, f"{panel.panel.title}: {query}"
-    for marks in found.marks:
-        assert marks.answer.series and not marks.answer.refusal, marks.marks.title
+    for one in found.annotations:
+        assert one.answer.series and not one.answer.refusal, one.annotation.text
 
 
 def test_other_exporters_are_joined_by_node(prometheus: tuple[str, float]) -> None:
     url, end = prometheus
-    plan = next(one for one in DASHBOARDS if one.short_name == "nodes")
-    (found,) = collect_dashboards(PrometheusServer(url), [plan], end, [FLEET[1].run], 3600.0)
+    asked = [DASHBOARDS["nodes"]]
+    (found,) = collect_dashboards(PrometheusServer(url), asked, end, [FLEET[1].run], 3600.0)
     table = next(one for one in found.panels() if one.panel.title == "Every node")
     for column, answer in zip(table.panel.columns, table.answers, strict=True):
         nodes = {one.labels["node"] for one in answer.series}
@@ -91,7 +92,7 @@ def test_other_exporters_are_joined_by_node(prometheus: tuple[str, float]) -> No
 
 def test_a_run_that_two_exporters_read_counts_once(prometheus: tuple[str, float]) -> None:
     url, end = prometheus
-    (found,) = collect_dashboards(PrometheusServer(url), DASHBOARDS[:1], end)
+    (found,) = collect_dashboards(PrometheusServer(url), [DASHBOARDS["fleet"]], end)
     running = [run for run in FLEET if run.state(1.0) is RunState.RUNNING]
     assert SEEN_TWICE in {run.run for run in running}
     figures = {one.panel.title: one.answers[0].series[0].last for one in found.panels()}
@@ -101,8 +102,7 @@ def test_a_run_that_two_exporters_read_counts_once(prometheus: tuple[str, float]
 
 def test_the_single_run_is_one_that_runs(prometheus: tuple[str, float]) -> None:
     url, end = prometheus
-    plan = next(one for one in DASHBOARDS if one.short_name == "run")
-    (found,) = collect_dashboards(PrometheusServer(url), [plan], end)
+    (found,) = collect_dashboards(PrometheusServer(url), [DASHBOARDS["run"]], end)
     assert found.chosen["run"] == ["gpt175b-7f3a"]  # gpt13b-00af is done
 
 
@@ -114,8 +114,8 @@ def test_the_page_is_written(prometheus: tuple[str, float], tmp_path: Path) -> N
     text = page.read_text()
     # No GPU of this run has an XID error, and no panel of another kind is empty.
     assert text.count("No data.") == 1 and "refuses" not in text
-    of_runs = [plan for plan in DASHBOARDS if plan.short_name != "service"]
-    assert all(panel.title in text for plan in of_runs for panel in plan.panels())
+    of_runs = [one for name, one in DASHBOARDS.items() if name != "service"]
+    assert all(panel.title in text for one in of_runs for panel in one.panels())
     assert "one service" not in text, "a run was named"
     assert page.stat().st_mode & 0o077 == 0
 
@@ -128,16 +128,16 @@ def test_the_page_of_a_service_has_its_dashboard_only(
     outcome = hpctrain(*arguments, "--range", f"{HOURS}h", "chat", "-o", str(page))
     assert outcome.exit_code == 0, outcome.stderr
     text = page.read_text()
-    plan = next(one for one in DASHBOARDS if one.short_name == "service")
-    assert all(panel.title in text for panel in plan.panels()) and "fleet" not in text
+    assert all(one.title in text for one in DASHBOARDS["service"].panels())
+    assert "fleet" not in text
     assert "No data." not in text and "refuses" not in text
 
 
 def test_figures_of_a_service(prometheus: tuple[str, float]) -> None:
     """A replica that two exporters read counts once; the promise is compared with what it is of."""
     url, end = prometheus
-    plan = next(one for one in DASHBOARDS if one.short_name == "service")
-    (found,) = collect_dashboards(PrometheusServer(url), [plan], end, [SERVICE], HOURS * 3600)
+    asked = [DASHBOARDS["service"]]
+    (found,) = collect_dashboards(PrometheusServer(url), asked, end, [SERVICE], HOURS * 3600)
     panels = {one.panel.title: one for one in found.panels()}
     assert panels["Ready"].answers[0].series[0].last == 3
     rate = {
@@ -165,13 +165,13 @@ def test_missing_data_fail_on_demand(prometheus: tuple[str, float], tmp_path: Pa
 
 def test_a_refused_query_is_told(prometheus: tuple[str, float]) -> None:
     panel = Panel("Wrong", "Wrong.", "stat", (Query("sum by (run"),))
-    plan = DashboardPlan("hpctrain-x", "x", "x", (), (PanelRow("x", (panel,)),))
+    dashboard = Dashboard("hpctrain-x", "x", "x", (), (PanelRow("x", (panel,)),))
     url, end = prometheus
-    (found,) = collect_dashboards(PrometheusServer(url), [plan], end)
+    (found,) = collect_dashboards(PrometheusServer(url), [dashboard], end)
     assert "parse error" in found.panels()[0].refusals[0]
 
 
 def test_an_unknown_run_is_refused(prometheus: tuple[str, float]) -> None:
     url, end = prometheus
     with pytest.raises(NoSuchRunError, match="no run `nobody`"):
-        collect_dashboards(PrometheusServer(url), DASHBOARDS, end, ["nobody"])
+        collect_dashboards(PrometheusServer(url), packaged_dashboards(), end, ["nobody"])

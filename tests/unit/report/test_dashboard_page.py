@@ -6,18 +6,21 @@ import math
 
 import pytest
 
-from hpctrain.observe.panel_data import Answer, DashboardData, MarksData, PanelData, Series
-from hpctrain.observe.panel_types import (
+from hpctrain.actions.dashboards import collect_dashboards, packaged_dashboards
+from hpctrain.observe.families import FAMILIES
+from hpctrain.observe.grafana_dashboard import (
+    Annotation,
     Column,
-    DashboardPlan,
-    Marks,
+    Dashboard,
+    DashboardVariable,
     Panel,
     PanelRow,
     Query,
-    ShownValue,
     Threshold,
-    Variable,
+    ValueMapping,
 )
+from hpctrain.observe.panel_data import AnnotationData, Answer, DashboardData, PanelData, Series
+from hpctrain.observe.prometheus_api import PrometheusServer
 from hpctrain.report.dashboard_page import shown, write_dashboards
 
 END = 1_800_000_000.0
@@ -31,20 +34,20 @@ def series(*values: float, start: float = END - 3600, **labels: str) -> Series:
     )
 
 
-def page(panel: Panel, *answers: Answer, marks: tuple[MarksData, ...] = ()) -> str:
+def page(panel: Panel, *answers: Answer, annotations: tuple[AnnotationData, ...] = ()) -> str:
     """The page of one panel with these answers."""
-    plan = DashboardPlan(
+    dashboard = Dashboard(
         "hpctrain-test",
         "Test",
         "A test.",
-        (Variable("run", "Run", "x", "run"),),
+        (DashboardVariable("run", "Run", "x", "run"),),
         (PanelRow("Row", (panel,)),),
-        tuple(one.marks for one in marks),
+        tuple(one.annotation for one in annotations),
     )
     data = DashboardData(
-        plan,
+        dashboard,
         ((PanelData(panel, answers),),),
-        marks,
+        annotations,
         {"run": ["a"]},
         END - 3600,
         END,
@@ -64,12 +67,14 @@ def panel(kind: str, *queries: Query, **more: object) -> Panel:
 def test_an_empty_panel_says_so_and_what_it_needs() -> None:
     query = Query("x")
     assert "No data." in page(panel("stat", query), Answer())
-    assert "Needs DCGM exporter." in page(panel("lines", query, needs="DCGM exporter"), Answer())
+    assert "Needs DCGM exporter." in page(
+        panel("timeseries", query, needs="DCGM exporter"), Answer()
+    )
 
 
 def test_a_refusal_is_shown() -> None:
     assert "Prometheus refuses the query: parse" in page(
-        panel("bars", Query("x")), Answer(refusal="parse error")
+        panel("bargauge", Query("x")), Answer(refusal="parse error")
     )
 
 
@@ -79,15 +84,24 @@ def test_a_figure_has_the_colour_of_its_threshold() -> None:
     assert '<p class="figure tone c8">' in page(one, answer(series(15.0)))
 
 
+@pytest.mark.parametrize(
+    ("colour", "style"),
+    [("dark-red", "c8"), ("super-light-blue", "c1"), ("#8e8e8e", "neutral"), ("text", "neutral")],
+)
+def test_shades_and_other_colours_have_a_class(colour: str, style: str) -> None:
+    one = panel("stat", Query("x"), thresholds=(Threshold(colour),))
+    assert f'<p class="figure tone {style}">' in page(one, answer(series(1.0)))
+
+
 def test_a_figure_shows_what_its_number_stands_for() -> None:
-    states = (ShownValue(1, "RUNNING", "green"), ShownValue(2, "FAILED", "red"))
-    one = panel("stat", Query("x"), shown_values=states)
+    states = (ValueMapping(1, "RUNNING", "green"), ValueMapping(2, "FAILED", "red"))
+    one = panel("stat", Query("x"), mappings=states)
     assert '<p class="figure tone c8">FAILED</p>' in page(one, answer(series(2.0)))
 
 
 def test_bars_are_as_long_as_their_share_of_the_longest() -> None:
     text = page(
-        panel("bars", Query("x", "{{cause}}"), unit="s"),
+        panel("bargauge", Query("x", "{{cause}}"), unit="s"),
         answer(series(600.0, cause="hang"), series(150.0, cause="crash")),
     )
     assert "width: 100.0%" in text and "width: 25.0%" in text
@@ -97,14 +111,14 @@ def test_bars_are_as_long_as_their_share_of_the_longest() -> None:
 def test_a_curve_has_a_gap_where_points_are_missing() -> None:
     one = series(1.0, 2.0, 3.0)
     late = series(4.0, 5.0, start=END - 600)
-    text = page(panel("lines", Query("x")), answer(Series({}, one.points + late.points)))
+    text = page(panel("timeseries", Query("x")), answer(Series({}, one.points + late.points)))
     path = text.split(' d="')[1].split('"')[0]
     assert path.count("M") == 2 and path.count("L") == 3
 
 
 def test_the_dashed_curve_has_the_colour_of_its_solid_one() -> None:
     text = page(
-        panel("lines", Query("x", "{{run}}"), Query("y", "{{run}} planned", dashed=True)),
+        panel("timeseries", Query("x", "{{run}}"), Query("y", "{{run}} planned", dashed=True)),
         answer(series(1.0, 1.0, run="a"), series(2.0, 2.0, run="b")),
         answer(series(3.0, 3.0, run="b")),
     )
@@ -113,22 +127,22 @@ def test_the_dashed_curve_has_the_colour_of_its_solid_one() -> None:
 
 def test_many_curves_are_counted_and_not_drawn() -> None:
     found = [series(float(number), 1.0 * number, run=str(number)) for number in range(15)]
-    text = page(panel("lines", Query("x", "run {{run}}")), answer(*found))
+    text = page(panel("timeseries", Query("x", "run {{run}}")), answer(*found))
     assert text.count('class="line ') == 12 and "3 more are not drawn." in text
     assert "run 14" in text and "run 2<" not in text
 
 
-def test_marks_are_lines_with_a_tooltip() -> None:
-    marks = Marks("Ends", "x", "Ended: {{cause}}", "red")
-    data = MarksData(marks, answer(series(1.0, start=END - 1800, cause="hang")))
-    text = page(panel("lines", Query("x")), answer(series(1.0, 2.0)), marks=(data,))
+def test_annotations_are_lines_with_a_tooltip() -> None:
+    ends = Annotation("x", "Ended: {{cause}}", "red", 60)
+    data = AnnotationData(ends, answer(series(1.0, start=END - 1800, cause="hang")))
+    text = page(panel("timeseries", Query("x")), answer(series(1.0, 2.0)), annotations=(data,))
     assert 'class="rule c8"' in text and "Ended: hang, 2027-01-15 07:30" in text
 
 
 def test_states_are_stretches() -> None:
-    states = (ShownValue(1, "RUNNING", "green"), ShownValue(2, "FAILED", "red"))
+    states = (ValueMapping(1, "RUNNING", "green"), ValueMapping(2, "FAILED", "red"))
     text = page(
-        panel("states", Query("x", "{{run}}"), shown_values=states),
+        panel("state-timeline", Query("x", "{{run}}"), mappings=states),
         answer(series(1, 1, 1, 2, 2, run="a")),
     )
     assert text.count('class="fill c3"') == 1 and text.count('class="fill c8"') == 1
@@ -140,8 +154,9 @@ def test_columns_of_equal_labels_are_one_row() -> None:
         "Title",
         "Text.",
         "table",
+        labels={"run": "Run", "user": "Who"},
         columns=(
-            Column("a", labels=("run", "user")),
+            Column("a"),
             Column("b", "Speed", thresholds=LIMITS),
             Column("c", "Silent", "s"),
         ),
@@ -154,12 +169,13 @@ def test_columns_of_equal_labels_are_one_row() -> None:
     )
     rows = [" ".join(one.split()) for one in text.split("<tbody>")[1].split("<tr>")[1:]]
     assert len(rows) == 3
+    assert text.index("Run</th>") < text.index("Who</th>") < text.index("Speed</th>")
     assert "r1" in rows[0] and "u1" in rows[0] and "30 s" in rows[0]
     assert "r2" in rows[1] and '<span class="tone c8">11</span>' in rows[1]
     assert "r3" in rows[2] and "7 s" in rows[2]
 
 
-@pytest.mark.parametrize("kind", ["stat", "bars", "lines", "states"])
+@pytest.mark.parametrize("kind", ["stat", "bargauge", "timeseries", "state-timeline"])
 def test_labels_are_escaped(kind: str) -> None:
     bad = '<script>alert("x")</script>'
     text = page(
@@ -171,13 +187,13 @@ def test_labels_are_escaped(kind: str) -> None:
 
 
 def test_cells_are_escaped() -> None:
-    table = Panel("T", "T.", "table", columns=(Column("a", "A", labels=("run",)),))
+    table = Panel("T", "T.", "table", columns=(Column("a", "A"),), labels={"run": "Run"})
     assert "<b>" not in page(table, answer(series(1.0, run="<b>")))
 
 
 def test_values_that_are_not_numbers_are_drawn() -> None:
     found = answer(series(math.nan, math.inf, run="a"), series(1.0, run="b"))
-    for kind in ("stat", "bars", "lines", "states"):
+    for kind in ("stat", "bargauge", "timeseries", "state-timeline"):
         page(panel(kind, Query("x", "{{run}}")), found)
     assert [shown(value, "s") for value in (math.nan, math.inf, -math.inf)] == ["NaN", "∞", "-∞"]
 
@@ -199,3 +215,30 @@ def test_values_that_are_not_numbers_are_drawn() -> None:
 )
 def test_units_are_those_of_grafana(value: float, unit: str, text: str) -> None:
     assert shown(value, unit) == text
+
+
+class _OneOfEach(PrometheusServer):
+    """Answers every query with one series that has every label."""
+
+    labels = dict.fromkeys((one for family in FAMILIES for one in family.all_labels), "here")
+
+    def label_values(self, selector: str, label: str, begin: float, end: float) -> list[str]:
+        return ["here"]
+
+    def now(self, query: str, time: float) -> tuple[Series, ...]:
+        return (Series(self.labels, ((time, 1.0),)),)
+
+    def over(self, query: str, begin: float, end: float, step: float) -> tuple[Series, ...]:
+        return (Series(self.labels, ((begin, 1.0), (begin + step, 1.0))),)
+
+
+def test_every_packaged_panel_is_drawn() -> None:
+    server, dashboards = _OneOfEach("http://127.0.0.1:1"), packaged_dashboards()
+    text = write_dashboards(collect_dashboards(server, dashboards, END))
+    assert "No data." not in text and "refuses" not in text
+    for dashboard in dashboards:
+        assert f'<header id="{dashboard.short_name}">' in text and dashboard.description in text
+        for panel in dashboard.panels():
+            assert f"<h3>{panel.title}</h3>" in text
+            for heading in (*panel.labels.values(), *(one.name for one in panel.columns)):
+                assert f"{heading}</th>" in text
