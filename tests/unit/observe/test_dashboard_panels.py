@@ -256,6 +256,26 @@ def test_what_grafana_exports_is_read_as_before(name: str) -> None:
     assert read_dashboard(exported) == read_dashboard(document(name))
 
 
+def test_a_dashboard_has_the_looks_and_times_of_grafana() -> None:
+    run, fleet = (read_dashboard(document(name)) for name in ("run", "fleet"))
+    panels = {panel.title: panel for panel in run.panels()}
+    speed = panels["Model FLOPs utilization"]
+    assert [(one.legend, one.dashed) for one in speed.queries] == [
+        ("measured", False),
+        ("planned", True),
+    ]
+    assert (speed.unit, speed.width, speed.height, speed.lowest) == ("percentunit", 6, 8, 0)
+    step = panels["Step"]
+    assert (step.queries[0].legend, step.unit, step.lowest) == ("", "short", None)
+    assert [one.colour for one in panels["MFU of plan"].thresholds] == ["red", "orange", "green"]
+    assert [(one.text, one.colour, one.step_seconds) for one in run.annotations] == [
+        ("A launch began", "blue", 60),
+        ("A launch ended: {{cause}}", "red", 60),
+    ]
+    assert (run.range_seconds, fleet.range_seconds) == (6 * 3600, 24 * 3600)
+    assert [(one.name, one.several) for one in run.variables] == [("user", True), ("run", False)]
+
+
 def test_a_table_has_the_names_the_order_and_the_limits_of_grafana() -> None:
     content = document("nodes")
     (written,) = (one for one in content["panels"] if one["title"] == "Memory by stage")
