@@ -11,20 +11,21 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.footprint.small_runs import RANK_ACTORS, Counted, count_small_runs, total
+from bench.footprint.small_runs import RANK_ACTORS, TABLE, Counted, count_small_runs, total
 from hpctrain.actions.footprint import footprint_of, size_of
 from hpctrain.actions.prepare import prepare
 from hpctrain.cli.footprint_text import footprint_lines
-from hpctrain.plan.footprint.predict import file_calls
-from hpctrain.plan.footprint.quantities import OPERATIONS, Operation, RunSize
+from hpctrain.plan.footprint.predict import TableSums
+from hpctrain.plan.footprint.table import OPERATIONS, Operation, RunSize
 
 EXAMPLE, PROFILE = Path(__file__).resolve().parents[2] / "examples" / "gpt175b.yaml", "a100x64"
 
 
 def by_the_table(one: Counted, size: RunSize) -> dict[Operation, float]:
     """What the table says that the ranks of a run of that size do in the events of this launch."""
-    calls = [(file_calls(size, [event], RANK_ACTORS), n) for event, n in one.events.items()]
-    return {name: sum(getattr(call, name) * n for call, n in calls) for name in OPERATIONS}
+    sums = TableSums(TABLE, size)
+    calls = [(sums.calls(event, by=RANK_ACTORS), n) for event, n in one.events.items()]
+    return {name: sum(call[name] * n for call, n in calls) for name in OPERATIONS}
 
 
 def main() -> int:

@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.footprint.system_calls import Call, calls_below, strace_command
+from hpctrain.actions.footprint import load_footprint_table
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.resume_shares import SHARES_NAME
-from hpctrain.plan.footprint.file_rows import FILE_ROWS
-from hpctrain.plan.footprint.places import place_of
-from hpctrain.plan.footprint.quantities import OPERATIONS, Event, FileRow, Operation, RunSize
+from hpctrain.plan.footprint.table import OPERATIONS, Event, FileRow, Operation, RunSize
 
 _ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(_ROOT / "tests" / "engines"))
 
 from trial_runs import Trial, make_trial  # noqa: E402
 
+TABLE = load_footprint_table()
 RANK_ACTORS = ("rank 0", "each rank")
 _SAVE_STEPS = 2
 _TEMPORARY = re.compile(r"(^|/)\.([^/]+?)(?:\.[^/.]+\.\d+\.\d+\.tmp|\.\d+\.npy|\.tmp)$")
@@ -50,7 +50,7 @@ class Counted:
         """Calls by place of the table; paths that belong to no place are under `?`."""
         found: Counter[tuple[str, Operation]] = Counter()
         for call, count in self.calls.items():
-            found[place_of(settled(call.path)) or f"? {call.path}", call.operation] += count
+            found[TABLE.place_of(settled(call.path)) or f"? {call.path}", call.operation] += count
         return found
 
     def by_kind_of_path(self, without: Collection[str]) -> Counter[tuple[str, Operation]]:
@@ -58,13 +58,15 @@ class Counted:
         found: Counter[tuple[str, Operation]] = Counter()
         for call, count in self.calls.items():
             path = settled(call.path)
-            if place_of(path) not in without:
+            if TABLE.place_of(path) not in without:
                 found[_NUMBERS.sub("#", path), call.operation] += count
         return found
 
     def processes_at(self, chosen: Collection[str]) -> int:
         """How many processes have done anything to files of these places."""
-        return len({call.process for call in self.calls if place_of(settled(call.path)) in chosen})
+        return len(
+            {call.process for call in self.calls if TABLE.place_of(settled(call.path)) in chosen}
+        )
 
     def predicted(self, place: str, operation: Operation) -> float:
         """What the table says that ranks do in this launch."""
@@ -85,11 +87,11 @@ def settled(path: str) -> str:
 
 def places() -> tuple[str, ...]:
     """The places to which ranks do something."""
-    return tuple(dict.fromkeys(row.place for row in FILE_ROWS if row.by in RANK_ACTORS))
+    return tuple(dict.fromkeys(row.place for row in TABLE.file_rows if row.by in RANK_ACTORS))
 
 
 def _rows(place: str) -> list[FileRow]:
-    return [row for row in FILE_ROWS if row.place == place and row.by in RANK_ACTORS]
+    return [row for row in TABLE.file_rows if row.place == place and row.by in RANK_ACTORS]
 
 
 def count_small_runs(directory: Path, ranks: Sequence[int]) -> list[Counted]:
@@ -171,29 +173,22 @@ def _counted(
     size = RunSize(
         ranks=ranks,
         nodes=1,
-        agents=0,
         logs=ranks,
         kept_launches=1,
-        located=0,
         files=len(manifest.files) if manifest is not None else 0,
         # `keep` of a fresh run leaves all; the one that resumes looks at two, and deletes one
         kept=0 if kind == "first" else 2,
         unverified=0 if kind == "first" else 2,
         retired=0 if kind == "first" else 1,
-        sizes=0,
         jobs=1,
-        chain=0,
         index_files=3 * 4,
-        speed_checks=0,
-        start_seconds=0.0,
-        refusal_seconds=0.0,
     )
     events: dict[Event, int] = {"run": 1, "launch": 1, "checkpoint": saves, "step": steps}
     events |= {"resume": 1} if kind == "again" else {"fresh": 1}
     events |= {"failure": 1} if kind == "failed" else {}
     root = trial.run.directory
     left = _paths(trial) - before - {f"checkpoints/{SHARES_NAME}"}  # the supervisor's
-    made = Counter(place_of(path) or f"? {path}" for path in left)
+    made = Counter(TABLE.place_of(path) or f"? {path}" for path in left)
     calls = calls_below(root, traces, "ranks", without=[itself])
     return Counted(kind, size, events, calls, made, exit_codes)
 

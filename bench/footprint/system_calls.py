@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.plan.footprint.quantities import Operation
+from hpctrain.plan.footprint.table import Operation
 
 # The kind of each system call that names a file; all others of the class %file are refused, so that
 # none is left out without notice.

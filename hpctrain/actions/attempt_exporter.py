@@ -28,7 +28,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.supervise_config import MetricsSettings, read_supervise_config
 
-# So often the run directory is read; plan/footprint/metrics_rows.py counts by it.
+# So often the run directory is read; plan/footprint/footprint.yaml counts by it.
 PASS_SECONDS = 15.0
 
 

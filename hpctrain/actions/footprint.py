@@ -1,27 +1,36 @@
 """Predicts what a run would write and ask of its site, before it is submitted.
 
-Belongs here: preparing the run as `submit` does, and its forecast. Does not belong here: the
-prediction (`hpctrain.plan.footprint`), text.
+Belongs here: preparing the run as `submit` does, its forecast, and reading the table. Does not
+belong here: the prediction (`hpctrain.plan.footprint`), text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from hpctrain.actions.prepare import Prepared, prepare
 from hpctrain.errors import DoesNotFitError
 from hpctrain.plan.footprint.documents import Footprint
 from hpctrain.plan.footprint.predict import footprint, run_size
-from hpctrain.plan.footprint.quantities import RunSize
+from hpctrain.plan.footprint.table import FootprintTable, RunSize
 from hpctrain.plan.forecast.documents import Forecast
 from hpctrain.plan.forecast.facts import run_facts
 from hpctrain.plan.forecast.predict import forecast
 from hpctrain.render.srun_tasks import log_files
+from hpctrain.spec.loader import load_packaged
 from hpctrain.units import short_duration
 
+PACKAGED_FOOTPRINT = Path(__file__).resolve().parents[1] / "plan" / "footprint" / "footprint.yaml"
 # Of a step where none is predicted: long enough for large models, short enough for small ones.
 ASSUMED_STEP_SECONDS = 10.0
+
+
+@cache
+def load_footprint_table() -> FootprintTable:
+    """Load the packaged table of what runs write and ask, once per process."""
+    return load_packaged(FootprintTable, PACKAGED_FOOTPRINT)
 
 
 def predict_footprint(
@@ -38,7 +47,7 @@ def footprint_of(prepared: Prepared) -> Footprint:
     """Predict the footprint of a prepared run. Raises DoesNotFitError as a forecast does."""
     predicted, assumptions = _forecast_of(prepared)
     site, size = prepared.profile.document, _size(prepared, predicted)
-    return footprint(site, prepared.plan, predicted, size, assumptions)
+    return footprint(load_footprint_table(), site, prepared.plan, predicted, size, assumptions)
 
 
 def size_of(prepared: Prepared) -> RunSize:

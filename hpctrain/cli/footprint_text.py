@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.cli.output import paragraph
-from hpctrain.plan.footprint.documents import Calls, Footprint
-from hpctrain.plan.footprint.quantities import OPERATIONS
+from hpctrain.plan.footprint.documents import Footprint
+from hpctrain.plan.footprint.table import OPERATIONS, Operation
 from hpctrain.units import short_bytes, short_duration
 
 _INDENT = 10
@@ -136,8 +136,8 @@ def _row(name: str, value: float | str, remark: str = "") -> str:
     return f"  {name:<{_NAME - 2}}{text:>{_NUMBER}}  {remark}".rstrip()
 
 
-def _calls(name: str, calls: Calls) -> str:
-    return f"  {name:<24}" + "".join(f"{getattr(calls, one):>9,}" for one in OPERATIONS)
+def _calls(name: str, calls: dict[Operation, int]) -> str:
+    return f"  {name:<24}" + "".join(f"{calls[one]:>9,}" for one in OPERATIONS)
 
 
 def _number(value: float) -> str:

@@ -18,7 +18,7 @@ from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.store.tracking import TrackingConfig, tensorboard_directory
 from hpctrain.tracking.writer_lock import TrackingInUseError
 
-# So often metrics are read; plan/footprint/file_rows.py counts by it.
+# So often metrics are read; plan/footprint/footprint.yaml counts by it.
 FOLLOW_SECONDS = 10.0
 # So often rows become a segment that can be uploaded; at the end of an attempt the others do.
 SEGMENT_SECONDS = 3600.0

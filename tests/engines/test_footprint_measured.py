@@ -8,13 +8,13 @@ import pytest
 
 from bench.footprint.small_runs import (
     RANK_ACTORS,
+    TABLE,
     Counted,
     count_small_runs,
     growth,
     places,
 )
-from hpctrain.plan.footprint.file_rows import FILE_ROWS
-from hpctrain.plan.footprint.quantities import OPERATIONS
+from hpctrain.plan.footprint.table import OPERATIONS
 
 pytestmark = pytest.mark.nightly("whole runs under strace, by which docs/footprint.md is checked")
 
@@ -113,5 +113,7 @@ def test_operations_are_as_predicted(counted: list[Counted], kind: str) -> None:
 
 
 def test_what_is_not_compared_is_an_estimate_in_the_table() -> None:
-    rows = [row for row in FILE_ROWS if row.by in RANK_ACTORS and row.per in ("step", "second")]
+    rows = [
+        row for row in TABLE.file_rows if row.by in RANK_ACTORS and row.per in ("step", "second")
+    ]
     assert {row.place for row in rows if row.varies} == {"progress", "rank times", "communication"}

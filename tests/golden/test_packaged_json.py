@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.actions.footprint import PACKAGED_FOOTPRINT
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.loader import (
     PACKAGED_CALIBRATION,
@@ -25,6 +26,7 @@ DOCUMENTS = (
     PACKAGED_SERVING,
     PACKAGED_UNCERTAINTY,
     PACKAGED_PRESETS,
+    PACKAGED_FOOTPRINT,
     PACKAGED / "signatures.yaml",
     PACKAGED / "xids.yaml",
 )

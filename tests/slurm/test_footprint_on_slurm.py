@@ -14,14 +14,11 @@ from pathlib import Path
 import pytest
 from rehearsal import PATIENCE_SECONDS, PlannedFault, Rehearsal, Stage
 
-from bench.footprint.small_runs import settled
+from bench.footprint.small_runs import TABLE, settled
 from bench.footprint.system_calls import calls_below, programs, strace_command
 from hpctrain.actions.footprint import size_of
 from hpctrain.actions.prepare import prepare
-from hpctrain.plan.footprint.file_rows import FILE_ROWS
-from hpctrain.plan.footprint.places import place_of
-from hpctrain.plan.footprint.quantities import OPERATIONS, Event, FileRow, RunSize
-from hpctrain.plan.footprint.slurm_rows import RPC_OF_COMMAND, SLURM_ROWS
+from hpctrain.plan.footprint.table import OPERATIONS, Event, FileRow, RunSize
 from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.nightly("counts every call of a whole run by strace")
@@ -67,21 +64,21 @@ def traced(real_stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Trace
 
 
 def command_of(words: Sequence[str]) -> str | None:
-    """A key of `RPC_OF_COMMAND`; None for a program that asks slurmctld nothing."""
+    """A key of `rpcs`; None for a program that asks slurmctld nothing."""
     name = os.path.basename(words[0])
     if name == "scontrol":
         verbs = [word for word in words[1:] if not word.startswith("-")]
         name = " ".join(["scontrol", *verbs[: 2 if verbs[0] == "show" else 1]])
     if name == "squeue" and "--steps" in words:
         name = "squeue --steps"
-    return name if name in RPC_OF_COMMAND else None
+    return name if name in TABLE.rpcs else None
 
 
 def test_commands_are_as_predicted(traced: Traced) -> None:
     """No more than all rows say, no fewer than those that every launch and failure has."""
     found = Counter(filter(None, map(command_of, programs(traced.traces, SUPERVISOR))))
-    for command in RPC_OF_COMMAND:
-        rows = [row for row in SLURM_ROWS if row.command == command and row.per in traced.events]
+    for command in TABLE.rpcs:
+        rows = [row for row in TABLE.slurm if row.command == command and row.per in traced.events]
         counts = {row: row.count.at(traced.size) * traced.events[row.per] for row in rows}
         least = sum(count for row, count in counts.items() if not row.varies)
         assert least <= found[command] <= sum(counts.values()), f"{command}: {found}"
@@ -90,13 +87,13 @@ def test_commands_are_as_predicted(traced: Traced) -> None:
 def test_files_of_the_run_are_as_predicted(traced: Traced) -> None:
     """Logs, epochs and records of a failed and of a good launch, exactly."""
     root = traced.rehearsal.run.layout.directory
-    left = Counter(place_of(str(path.relative_to(root))) for path in root.rglob("*"))
+    left = Counter(TABLE.place_of(str(path.relative_to(root))) for path in root.rglob("*"))
     events = {**traced.events, "run": 1}
     for place in ("epochs", "ledger", "metrics", "progress", "saves", "done marker", "requests"):
-        rows = [row for row in FILE_ROWS if row.place == place and row.per in events]
+        rows = [row for row in TABLE.file_rows if row.place == place and row.per in events]
         assert left[place] == sum(r.inodes.at(traced.size) * events[r.per] for r in rows), place
     makers = ("Slurm", "submit")
-    by_others = [row for row in FILE_ROWS if row.place == "logs" and row.by in makers]
+    by_others = [row for row in TABLE.file_rows if row.place == "logs" and row.by in makers]
     rows = [row for row in by_others if row.per in events]
     most = sum(row.inodes.at(traced.size) * events[row.per] for row in rows)
     # both launches are of one job, which has one directory and one log of its own
@@ -113,7 +110,7 @@ def test_operations_of_the_supervisor_are_below_the_prediction(traced: Traced) -
     found: Counter[str] = Counter()
     unknown = []
     for call, count in calls_below(root, traced.traces, SUPERVISOR).items():
-        place = place_of(settled(call.path))
+        place = TABLE.place_of(settled(call.path))
         if place == "kept code":  # the supervisor imports itself from there
             continue
         found[call.operation] += count
@@ -125,7 +122,11 @@ def test_operations_of_the_supervisor_are_below_the_prediction(traced: Traced) -
 
     # what is old enough to be packed: nothing after two launches
     packing = "hpctrain.store.old_launches:"
-    rows = [row for row in FILE_ROWS if row.by == SUPERVISOR and not row.source.startswith(packing)]
+    rows = [
+        row
+        for row in TABLE.file_rows
+        if row.by == SUPERVISOR and not row.source.startswith(packing)
+    ]
     for operation in OPERATIONS:
         expected = sum(row.calls(operation, traced.size) * times(row) for row in rows)
         assert found[operation] <= 1.25 * expected + 5, f"{operation}: {found} for {expected}"
@@ -176,15 +177,14 @@ def test_rpcs_of_each_command(stage: Stage, job: int) -> None:
         "srun": srun,
         "scontrol requeue": lambda: slurm.requeue(waiting),  # refused, by one RPC as well
     }
-    assert calls.keys() == RPC_OF_COMMAND.keys()
+    assert calls.keys() == TABLE.rpcs.keys()
     found = {}
     for command, call in calls.items():
         before = _settled_rpcs(environment)
         call()
         counted = _rpcs(environment) - before
         found[command] = sum(n for name, n in counted.items() if not NOT_OF_COMMANDS.match(name))
-    nodes = 2
-    most = {name: rpc.fixed + rpc.nodes * nodes for name, rpc in RPC_OF_COMMAND.items()}
+    most = {name: rpc.at(RunSize(nodes=2)) for name, rpc in TABLE.rpcs.items()}
     over = {name: (found[name], most[name]) for name in found if found[name] > most[name]}
     assert not over, f"more RPCs than the table says: {over}"
     assert all(found[name] for name in found), f"a command without an RPC: {found}"

@@ -5,7 +5,7 @@ Belongs here: fields and their units. Does not belong here: how a number is foun
 
 from __future__ import annotations
 
-from hpctrain.plan.footprint.quantities import Actor, Event, Operation
+from hpctrain.plan.footprint.table import Actor, Event, Operation
 from hpctrain.spec.document import Document
 
 
@@ -41,33 +41,18 @@ class Inodes(Document):
     at_end: int
 
 
-class Calls(Document):
-    """Metadata operations: open(2), stat(2), rename(2) and link(2), unlink(2), mkdir(2)."""
-
-    open: int
-    stat: int
-    rename: int
-    unlink: int
-    mkdir: int
-
-    @property
-    def total(self) -> int:
-        """All operations together."""
-        return self.open + self.stat + self.rename + self.unlink + self.mkdir
-
-
 class Metadata(Document):
-    """Operations on the shared file system.
+    """Metadata operations on the shared file system.
 
     `launch_*`: of one start from a checkpoint, until the first step and at its end.
     `start_per_second`: of a start, if ranks do theirs within `start_seconds`. `steady_per_second`:
     while the run trains and saves.
     """
 
-    launch_ranks: Calls
-    launch_supervisor: Calls
-    checkpoint: Calls
-    failure: Calls
+    launch_ranks: dict[Operation, int]
+    launch_supervisor: dict[Operation, int]
+    checkpoint: dict[Operation, int]
+    failure: dict[Operation, int]
     start_seconds: float
     start_per_second: float
     steady_ranks_per_second: float

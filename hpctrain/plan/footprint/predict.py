@@ -1,18 +1,18 @@
 """Predict the footprint of a run from its plan and its forecast.
 
-Belongs here: the size of a run, how often events happen, and sums over the two tables. Does not
-belong here: counts of one event (`file_rows`, `slurm_rows`), limits of the site (`site_limits`).
+Belongs here: the size of a run, how often events happen, sums over the table, limits of the site.
+Does not belong here: counts of one event (`footprint.yaml`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.footprint.documents import (
     Bytes,
-    Calls,
     FileLine,
     Footprint,
     Inodes,
@@ -21,16 +21,16 @@ from hpctrain.plan.footprint.documents import (
     Requests,
     SlurmLine,
 )
-from hpctrain.plan.footprint.file_rows import FILE_ROWS, KEPT_STACKS
-from hpctrain.plan.footprint.metrics_rows import METRICS_ROWS
-from hpctrain.plan.footprint.quantities import OPERATIONS, Actor, Event, FileRow, RunSize
-from hpctrain.plan.footprint.site_limits import exceeded_limits
-from hpctrain.plan.footprint.slurm_rows import (
-    KILL_SECONDS_BEYOND_KILL_WAIT,
-    RPC_OF_COMMAND,
-    SLURM_ROWS,
+from hpctrain.plan.footprint.table import (
+    OPERATIONS,
+    Actor,
+    Event,
+    FileRow,
+    FootprintTable,
+    Keeps,
+    Operation,
+    RunSize,
 )
-from hpctrain.plan.footprint.tracking_rows import TRACKING_ROWS
 from hpctrain.plan.forecast.documents import Forecast
 from hpctrain.spec.notify import joined_notify
 from hpctrain.spec.profile import ClusterProfile
@@ -45,6 +45,14 @@ START_SECONDS = 10.0
 STEP_BYTES, LAUNCH_BYTES_PER_RANK = 130 + 400, 2048
 # An index of a dataset of tokens: three arrays and a description, for each split.
 _FILES_PER_INDEX, _SPLITS = 4, 3
+# Launches whose stacks are kept, and how long a step is killed for beyond Slurm's KillWait.
+KEPT_STACKS, KILL_SECONDS_BEYOND_KILL_WAIT = 4, 10
+_ASSUMPTIONS = (
+    f"starts: ranks do their operations within {short_duration(START_SECONDS)}",
+    f"logs: {STEP_BYTES} B per step (rank 0's line and its metrics), and "
+    f"{short_bytes(LAUNCH_BYTES_PER_RANK)} of warnings per rank and launch",
+    "failures: every rank leaves a record and its stacks, the most that can be",
+)
 _BY_RANKS: tuple[Actor, ...] = ("rank 0", "each rank", "agents")
 _BY_SUPERVISOR: tuple[Actor, ...] = ("supervisor", "tracking", "exporter")
 
@@ -100,7 +108,42 @@ def run_size(
     )
 
 
+@dataclass(frozen=True)
+class TableSums:
+    """Sums over the rows of a table for a run of one size."""
+
+    table: FootprintTable
+    size: RunSize
+
+    @property
+    def file_rows(self) -> tuple[FileRow, ...]:
+        """Rows about files, of the processes beside training only if the run has them."""
+        tracking = self.table.tracking if self.size.tracked else ()
+        return (*self.table.files, *tracking, *(self.table.exporter if self.size.exported else ()))
+
+    def rows(self, *events: Event, by: Collection[Actor] = ()) -> list[FileRow]:
+        """Rows of these kinds of event; `by`: of these actors only."""
+        return [row for row in self.file_rows if row.per in events and (not by or row.by in by)]
+
+    def calls(self, *events: Event, by: Collection[Actor] = ()) -> dict[Operation, int]:
+        """Sum the operations of one event of each kind; `by`: of these actors only."""
+        rows = self.rows(*events, by=by)
+        return {one: round(sum(row.calls(one, self.size) for row in rows)) for one in OPERATIONS}
+
+    def inodes(self, *events: Event, keeps: Keeps | None = None) -> float:
+        """Sum the inodes made by one event of each kind; `keeps`: that stay so long only."""
+        rows = [row for row in self.rows(*events) if keeps in (None, row.keeps)]
+        return sum(row.inodes.at(self.size) for row in rows)
+
+    def rpcs(self, *events: Event) -> int:
+        """Sum the RPCs to slurmctld of one event of each kind."""
+        rows = (row for row in self.table.slurm if row.per in events)
+        size, of_command = self.size, self.table.rpcs
+        return math.ceil(sum(row.count.at(size) * of_command[row.command].at(size) for row in rows))
+
+
 def footprint(
+    table: FootprintTable,
     profile: ClusterProfile,
     plan: Plan,
     forecast: Forecast,
@@ -112,37 +155,23 @@ def footprint(
     `forecast` gives the rates of failures and saves (`hpctrain.plan.forecast`); `assumptions` are
     those behind it. `size` is that of `run_size`.
     """
-    rates = _rates(plan, forecast)
+    sums, rates = TableSums(table, size), _rates(plan, forecast)
     predicted = Footprint(
         ranks=size.ranks,
         nodes=size.nodes,
         checkpoint_files=size.files + 1,  # and the manifest
         rates=rates,
-        inodes=_inodes(size, rates),
-        metadata=_metadata(size, rates),
-        rpc=_requests(size, rates),
+        inodes=_inodes(sums, rates),
+        metadata=_metadata(sums, rates),
+        rpc=_requests(sums, rates),
         bytes=_bytes(size, rates, forecast),
-        assumptions=(*assumptions, *_assumptions()),
+        assumptions=(*assumptions, *_ASSUMPTIONS),
         exceeded=(),
-        files=tuple(
-            _file_line(row, size)
-            for row in FILE_ROWS
-            if (size.tracked or row not in TRACKING_ROWS)
-            and (size.exported or row not in METRICS_ROWS)
-        ),
-        slurm=_slurm_lines(size),
+        files=tuple(_file_line(row, size) for row in sums.file_rows),
+        slurm=_slurm_lines(table, size),
     )
-    exceeded = exceeded_limits(profile, predicted)
+    exceeded = _exceeded_limits(profile, predicted)
     return predicted.model_copy(update={"exceeded": exceeded})
-
-
-def _assumptions() -> tuple[str, ...]:
-    return (
-        f"starts: ranks do their operations within {short_duration(START_SECONDS)}",
-        f"logs: {STEP_BYTES} B per step (rank 0's line and its metrics), and "
-        f"{short_bytes(LAUNCH_BYTES_PER_RANK)} of warnings per rank and launch",
-        "failures: every rank leaves a record and its stacks, the most that can be",
-    )
 
 
 def _rates(plan: Plan, forecast: Forecast) -> Rates:
@@ -163,31 +192,15 @@ def _rates(plan: Plan, forecast: Forecast) -> Rates:
     )
 
 
-def _rows(events: Sequence[Event], by: Sequence[Actor] = ()) -> list[FileRow]:
-    return [row for row in FILE_ROWS if row.per in events and (not by or row.by in by)]
-
-
-def file_calls(size: RunSize, events: Sequence[Event], by: Sequence[Actor] = ()) -> Calls:
-    """Sum the operations of one event of each kind; `by`: of these only."""
-    rows = _rows(events, by)
-    counts = {one: round(sum(row.calls(one, size) for row in rows)) for one in OPERATIONS}
-    return Calls(**counts)
-
-
-def _made(size: RunSize, events: Sequence[Event], keeps: Collection[str] = ()) -> float:
-    rows = [row for row in _rows(events) if not keeps or row.keeps in keeps]
-    return sum(row.inodes.at(size) for row in rows)
-
-
-def _inodes(size: RunSize, rates: Rates) -> Inodes:
-    run, launch, checkpoint = (_made(size, [event]) for event in ("run", "launch", "checkpoint"))
-    failed = _made(size, ["launch", "failure"])
+def _inodes(sums: TableSums, rates: Rates) -> Inodes:
+    size, run, launch = sums.size, sums.inodes("run"), sums.inodes("launch")
+    checkpoint, failed = sums.inodes("checkpoint"), sums.inodes("launch", "failure")
     kept = checkpoint * size.kept
     # The newest is complete before the oldest is deleted; until then each rank has a file of
     # digests, in a directory.
     peak = kept + checkpoint + size.ranks + 1
-    period, parts = _launches_left(size, rates, 1), rates.run_seconds / rates.period_seconds
-    stacks = KEPT_STACKS * _made(size, ["launch", "failure"], ["four launches"])
+    period, parts = _launches_left(sums, rates, 1), rates.run_seconds / rates.period_seconds
+    stacks = KEPT_STACKS * sums.inodes("launch", "failure", keeps="four launches")
     return Inodes(
         per_run=round(run),
         per_launch=round(launch),
@@ -196,72 +209,63 @@ def _inodes(size: RunSize, rates: Rates) -> Inodes:
         per_period=math.ceil(period),
         kept_checkpoints=round(kept),
         peak_checkpoints=round(peak),
-        at_end=math.ceil(run + _launches_left(size, rates, parts) + stacks + peak),
+        at_end=math.ceil(run + _launches_left(sums, rates, parts) + stacks + peak),
     )
 
 
-def _launches_left(size: RunSize, rates: Rates, periods: float) -> float:
+def _launches_left(sums: TableSums, rates: Rates, periods: float) -> float:
     """Count what so many periods with their launches leave for good or until it is packed, at most.
 
     Packing begins with more than twice as many launches as are kept; of these as many may have
     failed.
     """
     launches, failures = rates.launches * periods, rates.failures * periods
-    unpacked = min(launches, 2.0 * size.kept_launches)
+    unpacked = min(launches, 2.0 * sums.size.kept_launches)
     return (
-        _made(size, ["second"]) * rates.period_seconds * periods  # segments for W&B
-        + _made(size, ["launch"], ["the run"]) * launches
-        + _made(size, ["failure"], ["the run"]) * failures
-        + _made(size, ["launch"], ["until packed"]) * unpacked
-        + _made(size, ["failure"], ["until packed"]) * min(failures, unpacked)
+        sums.inodes("second") * rates.period_seconds * periods  # segments for W&B
+        + sums.inodes("launch", keeps="the run") * launches
+        + sums.inodes("failure", keeps="the run") * failures
+        + sums.inodes("launch", keeps="until packed") * unpacked
+        + sums.inodes("failure", keeps="until packed") * min(failures, unpacked)
     )
 
 
-def _metadata(size: RunSize, rates: Rates) -> Metadata:
-    launch = file_calls(size, ("launch", "resume"), _BY_RANKS)
+def _metadata(sums: TableSums, rates: Rates) -> Metadata:
+    launch = sums.calls("launch", "resume", by=_BY_RANKS)
     return Metadata(
         launch_ranks=launch,
-        launch_supervisor=file_calls(size, ("launch", "resume"), _BY_SUPERVISOR),
-        checkpoint=file_calls(size, ("checkpoint",)),
-        failure=file_calls(size, ("failure",)),
+        launch_supervisor=sums.calls("launch", "resume", by=_BY_SUPERVISOR),
+        checkpoint=sums.calls("checkpoint"),
+        failure=sums.calls("failure"),
         start_seconds=START_SECONDS,
-        start_per_second=launch.total / START_SECONDS,
-        steady_ranks_per_second=_steady(size, rates, _BY_RANKS),
-        steady_supervisor_per_second=_steady(size, rates, _BY_SUPERVISOR),
+        start_per_second=sum(launch.values()) / START_SECONDS,
+        steady_ranks_per_second=_steady(sums, rates, _BY_RANKS),
+        steady_supervisor_per_second=_steady(sums, rates, _BY_SUPERVISOR),
     )
 
 
-def _steady(size: RunSize, rates: Rates, by: Sequence[Actor]) -> float:
+def _steady(sums: TableSums, rates: Rates, by: Collection[Actor]) -> float:
     """Operations per second while the run trains and saves."""
     step = rates.step_seconds
-    per_second = {
-        "second": 1.0,
-        "step": 1 / step,
-        "checkpoint": rates.checkpoints / rates.period_seconds,
-    }
+    saves_per_second = rates.checkpoints / rates.period_seconds
+    per_second = {"second": 1.0, "step": 1 / step, "checkpoint": saves_per_second}
     total = 0.0
-    for row in _rows(("second", "step", "checkpoint"), by):
+    for row in sums.rows("second", "step", "checkpoint", by=by):
         often = per_second[row.per]
         if row.per == "second" and row.by == "rank 0":
             often = min(often, 1 / step)  # no more often than steps end
-        total += row.all_calls(size) * often
+        total += sum(row.calls(one, sums.size) for one in OPERATIONS) * often
     return total
 
 
-def _requests(size: RunSize, rates: Rates) -> Requests:
-    def rpc(*events: Event) -> int:
-        rows = (row for row in SLURM_ROWS if row.per in events)
-        return math.ceil(
-            sum(row.count.at(size) * RPC_OF_COMMAND[row.command].at(size) for row in rows)
-        )
-
-    launch, failed = rpc("launch"), rpc("launch", "failure")
+def _requests(sums: TableSums, rates: Rates) -> Requests:
+    launch, failed = sums.rpcs("launch"), sums.rpcs("launch", "failure")
     hours = rates.period_seconds / 3600
-    mean = (launch * rates.launches + rpc("failure") * rates.failures) / hours
-    steady = float(rpc("second") * 3600)
-    refusal, outage = rpc("refusal"), rpc("outage")
+    mean = (launch * rates.launches + sums.rpcs("failure") * rates.failures) / hours
+    steady = float(sums.rpcs("second") * 3600)
+    refusal, outage = sums.rpcs("refusal"), sums.rpcs("outage")
     return Requests(
-        per_run=rpc("run"),
+        per_run=sums.rpcs("run"),
         per_launch=launch,
         per_failed_launch=failed,
         steady_per_hour=steady,
@@ -286,33 +290,55 @@ def _bytes(size: RunSize, rates: Rates, forecast: Forecast) -> Bytes:
 
 
 def _file_line(row: FileRow, size: RunSize) -> FileLine:
-    counted = {one: row.calls(one, size) for one in OPERATIONS if str(getattr(row, one)) != "0"}
-    named = ("inodes", *OPERATIONS)
-    formulas = {name: str(getattr(row, name)) for name in named if str(getattr(row, name)) != "0"}
+    texts = {name: str(getattr(row, name)) for name in ("inodes", *OPERATIONS)}
+    formulas = {name: text for name, text in texts.items() if text != "0"}
     return FileLine(
         place=row.place,
         per=row.per,
         by=row.by,
         inodes=row.inodes.at(size),
-        calls=counted,
+        calls={one: row.calls(one, size) for one in OPERATIONS if one in formulas},
         formulas=formulas,
         source=row.source,
         estimate=row.varies,
     )
 
 
-def _slurm_lines(size: RunSize) -> tuple[SlurmLine, ...]:
+def _slurm_lines(table: FootprintTable, size: RunSize) -> tuple[SlurmLine, ...]:
     return tuple(
         SlurmLine(
             command=row.command,
             per=row.per,
             commands=row.count.at(size),
-            rpc=row.count.at(size) * RPC_OF_COMMAND[row.command].at(size),
+            rpc=row.count.at(size) * table.rpcs[row.command].at(size),
             formula=str(row.count),
             why=row.why,
             source=row.source,
             not_always=row.varies,
         )
-        for row in SLURM_ROWS
+        for row in table.slurm
         if row.count.at(size)
     )
+
+
+def _exceeded_limits(profile: ClusterProfile, footprint: Footprint) -> tuple[str, ...]:
+    """Say which of the site's limits the run would exceed, and what would help."""
+    limits, found = profile.limits, list[str]()
+    inodes, peak, rpc = footprint.inodes, footprint.bytes.peak_checkpoints, footprint.rpc
+    if limits.max_inodes is not None and inodes.at_end > limits.max_inodes:
+        found.append(
+            f"the run leaves {inodes.at_end:,} files and directories in its run directory, "
+            f"{inodes.peak_checkpoints:,} of them in checkpoints; this site allows "
+            f"{limits.max_inodes:,} (limits.max_inodes)"
+        )
+    if limits.max_bytes is not None and peak > limits.max_bytes:
+        found.append(
+            f"checkpoints take {short_bytes(peak)} at their peak; this site allows "
+            f"{short_bytes(limits.max_bytes)} (limits.max_bytes): lower checkpoint.keep"
+        )
+    if limits.max_rpc_per_hour is not None and rpc.worst_hour > limits.max_rpc_per_hour:
+        found.append(
+            f"the run may send slurmctld {rpc.worst_hour:,} RPCs in its worst hour; this site "
+            f"allows {limits.max_rpc_per_hour:,} (limits.max_rpc_per_hour)"
+        )
+    return tuple(found)

@@ -10,10 +10,9 @@ from pathlib import Path
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate
 
 from bench.footprint.system_calls import calls_below, strace_command
-from hpctrain.actions import attempt_exporter
-from hpctrain.plan.footprint import metrics_rows
-from hpctrain.plan.footprint.places import place_of
-from hpctrain.plan.footprint.quantities import OPERATIONS, Operation
+from hpctrain.actions.attempt_exporter import PASS_SECONDS
+from hpctrain.actions.footprint import load_footprint_table
+from hpctrain.plan.footprint.table import OPERATIONS, Operation, RunSize
 from hpctrain.store.communication import AxisMessages, CommunicationRecord
 from hpctrain.store.run_records import RankTimes, SaveRecord, append_save, write_record
 
@@ -60,21 +59,17 @@ def counted(tmp_path: Path, passes: int) -> Counter[tuple[str, Operation]]:
     )
     found: Counter[tuple[str, Operation]] = Counter()
     for call, count in calls_below(run.directory, traces, "t").items():
-        found[place_of(call.path) or call.path, call.operation] += count
+        found[load_footprint_table().place_of(call.path) or call.path, call.operation] += count
     return found
-
-
-def test_the_interval_is_that_of_the_process() -> None:
-    assert metrics_rows.PASS_SECONDS == attempt_exporter.PASS_SECONDS
 
 
 def test_each_pass_is_as_predicted(tmp_path: Path) -> None:
     few, many = counted(tmp_path, 1), counted(tmp_path, 5)
-    rows = [row for row in metrics_rows.METRICS_ROWS if row.per == "second"]
+    rows = [row for row in load_footprint_table().exporter if row.per == "second"]
     expected: Counter[tuple[str, Operation]] = Counter()
     for row in rows:
         for operation in OPERATIONS:
-            if each := getattr(row, operation).exported * metrics_rows.PASS_SECONDS:
+            if each := row.calls(operation, RunSize(exported=1)) * PASS_SECONDS:
                 expected[row.place, operation] += round(each)
     seen = {key: (many[key] - few[key]) / 4 for key in many if many[key] != few[key]}
     assert seen == dict(expected)

@@ -12,34 +12,33 @@ import pytest
 from file_system_calls import FileSystemCalls
 from pydantic import ValidationError
 
-from hpctrain.actions.footprint import footprint_of, footprint_warnings, size_of
-from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.plan.footprint.file_rows import (
-    FILE_ROWS,
-    KEPT_STACKS,
-    MESSAGES_STEPS,
-    RANK_TIMES_SECONDS,
-    RANK_TIMES_STEPS,
-    SNAPSHOT_SECONDS,
-    STARTUP_POLL_SECONDS,
+from hpctrain.actions.footprint import (
+    PACKAGED_FOOTPRINT,
+    footprint_of,
+    footprint_warnings,
+    load_footprint_table,
+    size_of,
 )
-from hpctrain.plan.footprint.places import PLACES, place_of
-from hpctrain.plan.footprint.quantities import OPERATIONS, Formula, RunSize
-from hpctrain.plan.footprint.slurm_rows import (
-    KILL_SECONDS_BEYOND_KILL_WAIT,
-    PATIENCE_SECONDS,
-    PAUSE_SECONDS,
-    RPC_OF_COMMAND,
-    SHORTER_PAUSES,
-    SLURM_ROWS,
+from hpctrain.actions.prepare import Prepared, prepare
+from hpctrain.errors import InvalidInputError
+from hpctrain.plan.footprint.predict import KEPT_STACKS, KILL_SECONDS_BEYOND_KILL_WAIT
+from hpctrain.plan.footprint.table import (
+    CONSTANTS,
+    OPERATIONS,
+    FileRow,
+    FootprintTable,
+    Formula,
+    RunSize,
 )
 from hpctrain.slurm import backoff
+from hpctrain.spec.loader import load_document
 from hpctrain.spec.profile.limits import LimitsProfile
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.old_launches import pack_old_launches
 from hpctrain.store.supervise_config import TopologySettings
 
 ROOT = Path(__file__).resolve().parents[3]
+TABLE = load_footprint_table()
 PAGE = (ROOT / "docs" / "run-directory.md").read_text()
 
 
@@ -47,7 +46,6 @@ def size(ranks: int) -> RunSize:
     return RunSize(
         ranks=ranks,
         nodes=ranks // 8,
-        agents=0,
         logs=ranks,
         kept_launches=10,
         located=1,
@@ -55,9 +53,7 @@ def size(ranks: int) -> RunSize:
         kept=12,
         unverified=1,
         retired=1,
-        sizes=0,
         jobs=1,
-        chain=0,
         index_files=36,
         speed_checks=1,
         start_seconds=10.0,
@@ -82,10 +78,12 @@ def documented() -> list[str]:
 def test_every_documented_file_has_a_place_with_rows() -> None:
     assert len(documented()) > 30
     assert {"train-n000003.json", "control/hold", "exits/e000001/left-startup"} <= {*documented()}
-    places = {name: place_of(name) for name in documented()}
+    places = {name: TABLE.place_of(name) for name in documented()}
     assert not [name for name, place in places.items() if place is None]
     # whether data was put aside, and what people trace, is not of every run
-    without = {place for place in places.values() if place not in {row.place for row in FILE_ROWS}}
+    without = {
+        place for place in places.values() if place not in {row.place for row in TABLE.file_rows}
+    }
     assert without <= {"traces"}
 
 
@@ -97,70 +95,133 @@ def test_every_path_of_the_layout_has_a_place() -> None:
     paths += [run.train_config_for(3), run.ds_config_for(3), run.exit_records(1, 0)]
     paths += [run.left_startup(1), run.host_file(7, 0, 1), run.log_archive(9)]
     assert len(paths) > 25
-    missing = [p for p in paths if place_of(str(p.relative_to(run.directory))) is None]
+    missing = [p for p in paths if TABLE.place_of(str(p.relative_to(run.directory))) is None]
     assert not missing
 
 
 def test_every_source_exists() -> None:
     """As text: some of these modules import torch."""
-    for source in {row.source for row in (*FILE_ROWS, *SLURM_ROWS)}:
+    for source in {row.source for row in (*TABLE.file_rows, *TABLE.slurm)}:
         module, _, name = source.partition(":")
-        found = importlib.util.find_spec(module)
-        assert found is not None, source
-        assert found.origin is not None
-        body = ast.parse(Path(found.origin).read_text()).body
+        body = statements(module)
         for part in name.split(".") if name else ():
             named = [one for one in body if getattr(one, "name", None) == part]
             assert named, source
             body = getattr(named[0], "body", [])
 
 
-def test_rows_name_known_places_and_commands() -> None:
-    assert {row.place for row in FILE_ROWS} <= set(PLACES)
-    assert {row.command for row in SLURM_ROWS} == set(RPC_OF_COMMAND)
+def statements(module: str) -> list[ast.stmt]:
+    found = importlib.util.find_spec(module)
+    assert found is not None and found.origin is not None, module
+    return ast.parse(Path(found.origin).read_text()).body
 
 
-def test_periods_are_those_of_the_code() -> None:
-    from hpctrain.engines import training
-    from hpctrain.supervise.act import requeue
-    from hpctrain.supervise.evidence import job_facts, launch_watch, stack_files
+def test_every_command_has_a_row() -> None:
+    assert {row.command for row in TABLE.slurm} == set(TABLE.rpcs)
 
-    assert launch_watch._READ_SECONDS == SNAPSHOT_SECONDS
-    assert launch_watch._RANK_TIMES_SECONDS == RANK_TIMES_SECONDS
-    assert training._TIMES_INTERVAL_STEPS == RANK_TIMES_STEPS
-    assert training.MESSAGES_INTERVAL_STEPS == MESSAGES_STEPS
-    assert stack_files._KEPT_EPOCHS == KEPT_STACKS
-    assert requeue._PATIENCE_SECONDS == job_facts._PATIENCE_SECONDS == PATIENCE_SECONDS
-    text = (ROOT / "hpctrain/train/startup_stop.py").read_text()
-    assert f"_POLL_SECONDS = {STARTUP_POLL_SECONDS}\n" in text
-    text = Path(str(launch_watch.__file__)).read_text()
+
+@pytest.mark.parametrize(
+    ("row", "wrong", "message"),
+    [
+        ("place: ledger, per: run", "place: leger, per: run", "no place is called `leger`"),
+        ("command: sinfo, per: failure, why: s", "command: info, per: failure, why: s", "`info`"),
+        ("open: 2 + 2 kept launches", "open: 2 + 2 lunches", "`lunches` is neither"),
+        ("stat: 2 kept launches", "stat: 2 kept launches / ranks", "`ranks` is neither"),
+        ("open: 11", "open: 11 +", "`+` is neither"),
+        ("keeps: four launches", "keeps: two launches", "`four launches`"),
+        ("by: agents", "by: agent", "got `agent`"),
+        ("mkdir: 3", "mkdirs: 3", "unknown key"),
+        ("source: hpctrain.train.loop:Loop}", "sauce: hpctrain.train.loop:Loop}", "required"),
+    ],
+)
+def test_a_wrong_row_is_reported_by_its_line(
+    row: str, wrong: str, message: str, tmp_path: Path
+) -> None:
+    text, file = PACKAGED_FOOTPRINT.read_text(), tmp_path / "footprint.yaml"
+    begin = text.index(row)
+    file.write_text(text[:begin] + wrong + text[begin + len(row) :])
+    with pytest.raises(InvalidInputError) as caught:
+        load_document(FootprintTable, file)
+    line = text[:begin].count("\n") + 1
+    assert {problem.line for problem in caught.value.problems} == {line}
+    assert message in " ".join(problem.message for problem in caught.value.problems)
+
+
+# Where the code has the constants of the table; those of pauses are bounds, tested below.
+SOURCES = {
+    "snapshot seconds": ["supervise.evidence.launch_watch:_READ_SECONDS"],
+    "rank times seconds": ["supervise.evidence.launch_watch:_RANK_TIMES_SECONDS"],
+    "rank times steps": ["engines.training:_TIMES_INTERVAL_STEPS"],
+    "messages steps": ["engines.training:MESSAGES_INTERVAL_STEPS"],
+    "startup poll seconds": ["train.startup_stop:_POLL_SECONDS"],
+    "follow seconds": ["tracking.follower:FOLLOW_SECONDS"],
+    "segment seconds": ["tracking.follower:SEGMENT_SECONDS"],
+    "pass seconds": ["actions.attempt_exporter:PASS_SECONDS"],
+    "patience seconds": [
+        "supervise.act.requeue:_PATIENCE_SECONDS",
+        "supervise.evidence.job_facts:_PATIENCE_SECONDS",
+    ],
+}
+
+
+def test_constants_are_those_of_the_code() -> None:
+    """As text: some of these modules import torch."""
+    assert CONSTANTS.keys() - SOURCES.keys() == {"pause seconds", "shorter pauses"}
+    for name, sources in SOURCES.items():
+        for source in sources:
+            assert value_at(source) == CONSTANTS[name], source
+    assert value_at("supervise.evidence.stack_files:_KEPT_EPOCHS") == KEPT_STACKS
+    text = (ROOT / "hpctrain/supervise/evidence/launch_watch.py").read_text()
     assert f"kill_wait_seconds + {KILL_SECONDS_BEYOND_KILL_WAIT}\n" in text
+
+
+def value_at(source: str) -> object:
+    """The constant at `MODULE:NAME` below hpctrain."""
+    module, _, name = source.partition(":")
+    for statement in statements(f"hpctrain.{module}"):
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
+            return ast.literal_eval(statement.value)
+    raise AssertionError(f"{source} is gone")
 
 
 def test_no_more_calls_than_with_the_shortest_pauses() -> None:
     """The bound of the table is never below what the pauses allow, and not far above."""
-    for seconds in (10.0, 40.0, PATIENCE_SECONDS):
+    bound_at = Formula.parse("shorter pauses + start seconds / pause seconds").at
+    for seconds in (10.0, 40.0, CONSTANTS["patience seconds"]):
         pauses, waited, calls = backoff.Backoff(draw=lambda: 1.0), 0.0, 1
         while waited < seconds:
             waited += pauses.next_seconds()
             calls += 1
-        bound = SHORTER_PAUSES + seconds / PAUSE_SECONDS
+        bound = bound_at(RunSize(start_seconds=seconds))
         assert calls - 1 <= bound + 1
         assert bound <= calls + 2
 
 
-@pytest.mark.parametrize("row", FILE_ROWS, ids=lambda row: f"{row.per} {row.place} {row.source}")
-def test_no_row_grows_faster_than_ranks(row: object) -> None:
+@pytest.mark.parametrize(
+    "row", TABLE.file_rows, ids=lambda row: f"{row.per} {row.place} {row.source}"
+)
+def test_no_row_grows_faster_than_ranks(row: FileRow) -> None:
     for name in ("inodes", *OPERATIONS):
         counts = [getattr(row, name).at(size(ranks)) for ranks in (512, 1024, 1536)]
         assert counts[2] - counts[1] <= counts[1] - counts[0]
 
 
-def test_a_formula_is_its_own_text() -> None:
-    formula = Formula(3, ranks=2, kept=1, retired_files=0.5)
-    assert str(formula) == "3 + 2 ranks + kept + 0.5 retired x files"
-    assert formula.at(size(64)) == 3 + 2 * 64 + 12 + 0.5 * 67
-    assert str(Formula()) == "0"
+@pytest.mark.parametrize(
+    "text", ["3 + 2 ranks + kept + 0.5 retired x files", "-1 + nodes", "7", "2 kept launches", "0"]
+)
+def test_a_formula_is_its_own_text(text: str) -> None:
+    assert str(Formula.parse(text)) == text
+
+
+def test_a_formula_is_a_sum_of_products() -> None:
+    formula = Formula.parse("3 + 2 ranks + kept + 0.5 retired x files + archives")
+    assert formula.at(size(64)) == 3 + 2 * 64 + 12 + 0.5 * 67 + 1 / 11
+    assert Formula.parse(4).at(size(64)) == 4
+
+
+def test_constants_of_a_formula_are_worked_out() -> None:
+    assert str(Formula.parse("2 ranks / snapshot seconds")) == "ranks"
+    assert str(Formula.parse("shorter pauses + patience seconds / pause seconds")) == "243"
 
 
 # -- sums ----------------------------------------------------------------------------------------
@@ -239,7 +300,7 @@ def test_what_is_packed_does_not_stay(prepared: Prepared) -> None:
     # of each failed launch: logs, exit records and their directory; fewer archives
     most = launches * (size.logs + nodes + 1)
     assert 0 < many.at_end - few.at_end <= most
-    rows = [row for row in FILE_ROWS if row.keeps == "until packed"]
+    rows = [row for row in TABLE.file_rows if row.keeps == "until packed"]
     assert {row.place for row in rows} == {"logs", "exit records"}
 
 
@@ -258,7 +319,9 @@ def test_packing_asks_as_much_as_predicted(tmp_path: Path, monkeypatch: pytest.M
     with calls.counted(run.logs) as found:
         assert pack_old_launches(run, keep=1, epoch=3) is not None
     size_of_run = replace(size(8), logs=logs, kept_launches=1)
-    packed = [row for row in FILE_ROWS if row.place == "logs" and "old_launches" in row.source]
+    packed = [
+        row for row in TABLE.file_rows if row.place == "logs" and "old_launches" in row.source
+    ]
     one_archive = [(row, 1 if row.source.endswith("by_launch") else launches - 1) for row in packed]
     predicted = sum(row.open.at(size_of_run) * times for row, times in one_archive)
     heard = found["open"] + found["os.listdir"] + found["os.scandir"]

@@ -12,9 +12,8 @@ from fabricated_runs import fabricate
 from tracked_runs import tracked
 
 from bench.footprint.system_calls import calls_below, strace_command
-from hpctrain.plan.footprint import tracking_rows
-from hpctrain.plan.footprint.places import place_of
-from hpctrain.plan.footprint.quantities import OPERATIONS, Operation
+from hpctrain.actions.footprint import load_footprint_table
+from hpctrain.plan.footprint.table import CONSTANTS, OPERATIONS, Operation, RunSize
 from hpctrain.tracking import follower
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,7 +52,7 @@ def counted(tmp_path: Path, kind: str, times: int) -> Counter[tuple[str, Operati
     found: Counter[tuple[str, Operation]] = Counter()
     for call, count in calls_below(run.directory, traces, "t").items():
         path = call.path.removesuffix(".tmp")
-        place = "tracking" if path.startswith("tracking") else place_of(path)
+        place = "tracking" if path.startswith("tracking") else load_footprint_table().place_of(path)
         if place in PLACES:
             found[place, call.operation] += count
     found["metrics", "open"] -= 2 * times
@@ -62,8 +61,8 @@ def counted(tmp_path: Path, kind: str, times: int) -> Counter[tuple[str, Operati
 
 
 def test_intervals_are_those_of_the_process() -> None:
-    assert tracking_rows.FOLLOW_SECONDS == follower.FOLLOW_SECONDS
-    assert tracking_rows.SEGMENT_SECONDS == follower.SEGMENT_SECONDS
+    assert CONSTANTS["follow seconds"] == follower.FOLLOW_SECONDS
+    assert CONSTANTS["segment seconds"] == follower.SEGMENT_SECONDS
 
 
 @pytest.mark.variant("test_intervals_are_those_of_the_process")
@@ -76,10 +75,11 @@ def test_intervals_are_those_of_the_process() -> None:
 )
 def test_each_round_is_as_predicted(tmp_path: Path, kind: str, seconds: float) -> None:
     few, many = counted(tmp_path, kind, 1), counted(tmp_path, kind, 3)
-    rows = [row for row in tracking_rows.TRACKING_ROWS if row.per == "second"]
+    size = RunSize(**{kind: 1})
+    rows = [row for row in load_footprint_table().tracking if row.per == "second"]
     for place in PLACES:
         for operation in OPERATIONS:
-            formulas = [getattr(row, operation) for row in rows if row.place == place]
-            expected = sum(getattr(one, kind) for one in formulas) * seconds
+            calls = [row.calls(operation, size) for row in rows if row.place == place]
+            expected = sum(calls) * seconds
             each = (many[place, operation] - few[place, operation]) / 2
             assert each == pytest.approx(expected), f"{operation} of {place}"
