@@ -1,15 +1,13 @@
-"""Accounts for the time of one run (`goodput`), from its directory only.
+"""Account for the time of one run (`goodput`), from its directory only.
 
-Belongs here: converting ledger, metrics and saves into the input of `telemetry`, and the output
-document. Does not belong here: assigning time to categories (`telemetry.timeline`), text.
+Belongs here: converting ledger, metrics and saves into the input of `telemetry`. Does not belong
+here: assigning time to categories (`telemetry.timeline`), sums (`telemetry.goodput`), text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from pydantic import BaseModel, ConfigDict
 
 from hpctrain import clock
 from hpctrain.actions.run_documents import known_plan
@@ -27,7 +25,7 @@ from hpctrain.store.step_times import read_step_times
 from hpctrain.store.supervise_config import SuperviseConfig, known_supervise_config
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.judge.documents import ActionKind
-from hpctrain.telemetry.goodput import account
+from hpctrain.telemetry.goodput import Goodput, account
 from hpctrain.telemetry.timeline import Mark, MarkKind, Save, Timeline, TrainedStep, timeline
 
 _KINDS = {
@@ -51,56 +49,6 @@ _ACTIONS = {
 }
 _FAILURES = FAILURE_CAUSES | {Cause.SUPERVISOR_LOST}
 _QUIET_SECONDS = 1800.0
-
-
-class LossByCause(BaseModel):
-    """The cost of one cause, in total and in seconds by category."""
-
-    model_config = ConfigDict(frozen=True)
-
-    cause: str
-    ends: int
-    lost_seconds: float
-    lost_gpu_hours: float
-    lost_steps: int
-    seconds: dict[str, float]
-
-
-class RollingShares(BaseModel):
-    """Productive share of the last and the worst hour or day; None: the run is shorter."""
-
-    model_config = ConfigDict(frozen=True)
-
-    last: float | None
-    worst: float | None
-
-
-class Goodput(BaseModel):
-    """The account of a run; `seconds` adds up to `wall_seconds`. Fields as in `Account`."""
-
-    model_config = ConfigDict(frozen=True)
-
-    run_id: str
-    over: bool
-    gpus: int | None
-    start_time: float
-    wall_seconds: float
-    seconds: dict[str, float]
-    gpu_hours: float | None
-    ettr: float | None
-    ettr_without_queue: float | None
-    hour: RollingShares
-    day: RollingShares
-    attempts: int
-    launches: int
-    failures: int
-    mttf_seconds: float | None
-    recovery_median_seconds: float | None
-    recovery_mean_seconds: float | None
-    kept_steps: int
-    unsaved_steps: int
-    lost_steps: int
-    causes: tuple[LossByCause, ...]
 
 
 @dataclass(frozen=True)
@@ -186,40 +134,12 @@ def goodput(run: RunFiles, now: float | None = None, history: History | None = N
     layout = run.layout
     known = read_history(run, now) if history is None else history
     plan, config = known_plan(layout), known_supervise_config(layout.supervise_config)
-    gpus = gpus_held(plan, config)
-    found = account(known.timeline, gpus or 0)
     done = read_record(layout.done, DoneMarker)
     saved = max([save.step for save in known.saves] + ([done.step] if done else []), default=0)
-    return Goodput(
+    return account(
+        known.timeline,
+        gpus_held(plan, config),
         run_id=run.run_id,
         over=done is not None or known.over,
-        gpus=gpus,
-        start_time=found.start_time,
-        wall_seconds=found.wall_seconds,
-        seconds={str(category): seconds for category, seconds in found.seconds},
-        gpu_hours=found.gpu_hours if gpus else None,
-        ettr=found.ettr,
-        ettr_without_queue=found.ettr_without_queue,
-        hour=RollingShares(last=found.hour.last, worst=found.hour.worst),
-        day=RollingShares(last=found.day.last, worst=found.day.worst),
-        attempts=found.attempts,
-        launches=found.launches,
-        failures=found.failures,
-        mttf_seconds=found.mttf_seconds,
-        recovery_median_seconds=found.recovery_median_seconds,
-        recovery_mean_seconds=found.recovery_mean_seconds,
-        kept_steps=found.kept_steps,
         unsaved_steps=max(0, known.newest_step - saved),
-        lost_steps=found.lost_steps,
-        causes=tuple(
-            LossByCause(
-                cause=loss.cause,
-                ends=loss.ends,
-                lost_seconds=loss.lost_seconds,
-                lost_gpu_hours=loss.lost_gpu_hours,
-                lost_steps=loss.lost_steps,
-                seconds={str(category): seconds for category, seconds in loss.seconds},
-            )
-            for loss in found.causes
-        ),
     )

@@ -16,7 +16,7 @@ from hpctrain import clock
 from hpctrain.actions.checkpoints import CheckpointReport, report_checkpoints
 from hpctrain.actions.describe import RunStory, describe
 from hpctrain.actions.diagnose import Diagnosis, diagnose
-from hpctrain.actions.goodput import Goodput, goodput, read_history
+from hpctrain.actions.goodput import goodput, read_history
 from hpctrain.actions.log_errors import LaunchErrors, launch_errors
 from hpctrain.actions.report_measures import (
     Curves,
@@ -44,6 +44,7 @@ from hpctrain.store.jobs import cluster_of
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import RankTimes, lineage, read_metrics, read_record
 from hpctrain.store.software_lock import SoftwareLock, read_lock
+from hpctrain.telemetry.goodput import Goodput
 
 # Events of a ledger that say that something was not as it should be, and their words.
 _REMARKABLE = {

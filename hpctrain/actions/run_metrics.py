@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain import clock
-from hpctrain.actions.goodput import Goodput, goodput
+from hpctrain.actions.goodput import goodput
 from hpctrain.actions.gpu_price import gpu_price
 from hpctrain.actions.policy_preview import budgets
 from hpctrain.actions.prepare import load_inputs
@@ -49,6 +49,7 @@ from hpctrain.store.run_records import (
 )
 from hpctrain.store.supervise_config import SuperviseConfig, known_supervise_config
 from hpctrain.supervise.judge.launch_history import history
+from hpctrain.telemetry.goodput import Goodput
 
 # More rows than steps between two evaluations are not looked through for the newest one.
 _RECENT_STEPS = 200

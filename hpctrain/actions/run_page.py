@@ -13,7 +13,7 @@ from typing import Protocol
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.evaluations import EvaluationRow, evaluation_rows
-from hpctrain.actions.goodput import Goodput, goodput
+from hpctrain.actions.goodput import goodput
 from hpctrain.actions.logs import job_logs
 from hpctrain.actions.notify import NoticeState, notice_states
 from hpctrain.actions.run_documents import known_plan
@@ -22,6 +22,7 @@ from hpctrain.actions.status import RunStatus
 from hpctrain.formats import NewerFormatError
 from hpctrain.store.run_records import StepRow, lineage, read_metrics
 from hpctrain.store.tracking import tracking_commands
+from hpctrain.telemetry.goodput import Goodput
 
 # More points than any terminal has columns of dots.
 _CURVE_POINTS = 400

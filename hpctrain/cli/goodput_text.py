@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hpctrain.actions.goodput import Goodput, LossByCause
+from hpctrain.telemetry.goodput import Goodput, LossByCause
 from hpctrain.units import short_duration
 
 _BAR = 30

@@ -150,6 +150,11 @@ class ExitRecord(Record):
     signalled_ranks: tuple[int, ...] = ()
     loading_step: int | None = None
 
+    @property
+    def words(self) -> str:
+        """Its message; empty where it has none."""
+        return self.message or ""
+
 
 class RankEnd(RecordPart):
     """How a process of a rank ended; a negative code is the signal that killed it."""

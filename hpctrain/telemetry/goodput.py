@@ -11,7 +11,8 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
 
 from hpctrain.telemetry.clock_repair import seconds
 from hpctrain.telemetry.rolling_goodput import RollingGoodput, rolling_goodput
@@ -37,31 +38,35 @@ _TRAINING = _STEPPING | {Category.SAVING, Category.BETWEEN}
 _HOUR_SECONDS, _DAY_SECONDS = 3600, 86400
 
 
-@dataclass(frozen=True)
-class CauseLoss:
-    """Losses due to one cause: launches and attempts ended, seconds, GPU-hours, steps."""
+class LossByCause(BaseModel):
+    """The cost of one cause: launches and attempts ended, seconds in all and by category, steps."""
+
+    model_config = ConfigDict(frozen=True)
 
     cause: str
     ends: int
     lost_seconds: float
     lost_gpu_hours: float
     lost_steps: int
-    seconds: tuple[tuple[Category, float], ...]
+    seconds: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Account:
+class Goodput(BaseModel):
     """How a run spent its wall time; times in seconds, ratios from 0 to 1, None: unknown.
 
     `seconds` has every category and adds up to `wall_seconds`. `ettr` includes the queue, as it is
     defined. `recovery` lasts from the last observed progress to the first new step.
     """
 
-    gpus: int
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    over: bool
+    gpus: int | None
     start_time: float
     wall_seconds: float
-    seconds: tuple[tuple[Category, float], ...]
-    gpu_hours: float
+    seconds: dict[str, float]
+    gpu_hours: float | None
     ettr: float | None
     ettr_without_queue: float | None
     hour: RollingGoodput
@@ -73,15 +78,19 @@ class Account:
     recovery_median_seconds: float | None
     recovery_mean_seconds: float | None
     kept_steps: int
+    unsaved_steps: int
     lost_steps: int
-    causes: tuple[CauseLoss, ...]
-
-    def of(self, category: Category) -> float:
-        """Return the seconds of one category."""
-        return dict(self.seconds)[category]
+    causes: tuple[LossByCause, ...]
 
 
-def account(timeline: Timeline, gpus: int) -> Account:
+def account(
+    timeline: Timeline,
+    gpus: int | None,
+    *,
+    run_id: str = "",
+    over: bool = False,
+    unsaved_steps: int = 0,
+) -> Goodput:
     """Sum up the timeline of a run that has `gpus` GPUs while it has nodes (spares included)."""
     segments = timeline.segments
     spent: Counter[Category] = Counter()  # in ticks
@@ -92,13 +101,16 @@ def account(timeline: Timeline, gpus: int) -> Account:
     productive = spent[Category.PRODUCTIVE]
     failures = sum(failure for _, failure in timeline.ends)
     alive = sum(spent[category] for category in _ALIVE)
+    occupied = sum(spent[category] for category in OCCUPYING)
     recoveries = _recoveries(segments)
-    return Account(
+    return Goodput(
+        run_id=run_id,
+        over=over,
         gpus=gpus,
         start_time=seconds(segments[0].start) if segments else 0.0,
         wall_seconds=seconds(wall),
-        seconds=tuple((category, seconds(spent[category])) for category in Category),
-        gpu_hours=gpus * seconds(sum(spent[c] for c in OCCUPYING)) / _HOUR_SECONDS,
+        seconds={str(category): seconds(spent[category]) for category in Category},
+        gpu_hours=gpus * seconds(occupied) / _HOUR_SECONDS if gpus else None,
         ettr=_ratio(productive, wanted),
         ettr_without_queue=_ratio(productive, wanted - spent[Category.QUEUEING]),
         hour=rolling_goodput(segments, _HOUR_SECONDS),
@@ -110,8 +122,9 @@ def account(timeline: Timeline, gpus: int) -> Account:
         recovery_median_seconds=statistics.median(recoveries) if recoveries else None,
         recovery_mean_seconds=statistics.fmean(recoveries) if recoveries else None,
         kept_steps=timeline.kept_steps,
+        unsaved_steps=unsaved_steps,
         lost_steps=sum(count for _, count in timeline.lost_steps),
-        causes=_losses_by_cause(timeline, gpus),
+        causes=_losses_by_cause(timeline, gpus or 0),
     )
 
 
@@ -119,7 +132,7 @@ def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _losses_by_cause(timeline: Timeline, gpus: int) -> tuple[CauseLoss, ...]:
+def _losses_by_cause(timeline: Timeline, gpus: int) -> tuple[LossByCause, ...]:
     """Sum up losses per cause, the largest first; steps and saves without a cause are excluded."""
     spent: dict[str, Counter[Category]] = defaultdict(Counter)
     for segment in timeline.segments:
@@ -133,13 +146,13 @@ def _losses_by_cause(timeline: Timeline, gpus: int) -> tuple[CauseLoss, ...]:
         wasted = sum(count for category, count in lost.items() if category is not Category.HELD)
         occupied = sum(count for category, count in lost.items() if category in OCCUPYING)
         losses.append(
-            CauseLoss(
+            LossByCause(
                 cause=cause,
                 ends=ends[cause],
                 lost_seconds=seconds(wasted),
                 lost_gpu_hours=gpus * seconds(occupied) / _HOUR_SECONDS,
                 lost_steps=lost_steps.get(cause, 0),
-                seconds=tuple((c, seconds(lost[c])) for c in Category if lost[c]),
+                seconds={str(c): seconds(lost[c]) for c in Category if lost[c]},
             )
         )
     return tuple(sorted(losses, key=lambda loss: (-loss.lost_seconds, loss.cause)))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+
+from pydantic import BaseModel, ConfigDict
 
 from hpctrain.telemetry.clock_repair import ticks
 from hpctrain.telemetry.time_categories import Category, Segment
@@ -19,9 +20,10 @@ _MOVES_PER_WINDOW = 60
 _MOST_MOVES = 100_000
 
 
-@dataclass(frozen=True)
-class RollingGoodput:
+class RollingGoodput(BaseModel):
     """Productive share of the last and of the worst window; None for a run shorter than one."""
+
+    model_config = ConfigDict(frozen=True)
 
     last: float | None
     worst: float | None
@@ -34,7 +36,7 @@ def rolling_goodput(segments: Sequence[Segment], window_seconds: float) -> Rolli
     """
     window = ticks(window_seconds)
     if not segments or segments[-1].end - segments[0].start < window:
-        return RollingGoodput(None, None)
+        return RollingGoodput(last=None, worst=None)
     curve = _ProductiveTicks(segments)
     first, last = segments[0].start + window, segments[-1].end
     move = max(1, window // _MOVES_PER_WINDOW, (last - first) // _MOST_MOVES)

@@ -135,9 +135,9 @@ def find_lines(
         per_node = world_size // len(nodes)
         node_of = {rank: nodes[rank // per_node] for rank in range(world_size)}
     node_of.update({end.rank: end.node for end in evidence.rank_exits})
-    ended_at = {end.rank: end.ended_at for end in evidence.rank_exits if end.ended_at}
+    ended_at = {end.rank: end.time for end in evidence.rank_exits if end.time}
     messages = [
-        scanner.lines([end.message], "rank", rank=end.rank, node=end.node, at=end.ended_at)
+        scanner.lines([end.words], "rank", rank=end.rank, node=end.node, at=end.time)
         for end in evidence.rank_exits
     ]
     kernels = [

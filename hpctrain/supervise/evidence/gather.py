@@ -19,7 +19,7 @@ from hpctrain.supervise.evidence.job_facts import job_facts
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 from hpctrain.supervise.judge.agent_failures import failures_below_agents
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import JobFacts, LaunchEvidence, LogFinding, RankExit
+from hpctrain.supervise.judge.documents import JobFacts, LaunchEvidence, LogFinding
 from hpctrain.supervise.judge.external_verdict import left_unexplained
 from hpctrain.supervise.judge.slow_nodes import slow_nodes_of
 from hpctrain.supervise.srun_process import SrunProcess
@@ -87,22 +87,7 @@ def _gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) ->
         srun_exit_code=launch.poll(),
         task_failures=tuple(failures),
         notices=(*launch.notices, *_end_told_to_the_script(context, job)),
-        rank_exits=tuple(
-            RankExit(
-                record.rank,
-                record.node,
-                record.outcome,
-                record.message or "",
-                cause=record.cause,
-                step=record.step,
-                ended_at=record.time,
-                node_dependent=record.node_dependent,
-                signal=record.signal,
-                signalled_ranks=record.signalled_ranks,
-                loading_step=record.loading_step,
-            )
-            for record in sorted(records, key=lambda record: record.time)
-        ),
+        rank_exits=tuple(sorted(records, key=lambda record: record.time)),
         job=job,
         restart_count=context.attempt.restart_count,
         stall=watch.stall,

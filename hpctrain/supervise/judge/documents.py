@@ -15,6 +15,7 @@ from hpctrain.supervise.judge.causes import Cause
 
 if TYPE_CHECKING:  # its patterns are compiled on import, which `hpctrain status` does not need
     from hpctrain.slurm.messages import StepNotice, TaskFailure
+    from hpctrain.store.run_records import ExitRecord
 
 
 class ActionKind(StrEnum):
@@ -26,29 +27,6 @@ class ActionKind(StrEnum):
     RELAUNCH = "relaunch"
     HOLD = "hold"
     LEAVE = "leave"
-
-
-@dataclass(frozen=True)
-class RankExit:
-    """The exit record of one rank; `cause` is the trainer's own classification, if it has one.
-
-    `ended_at` is in seconds since the epoch, 0 if unknown. `node_dependent`: what it names may be
-    wrong on its node only. `loading_step` is the checkpoint that it could not load, if no machine
-    is at fault. `signal` names the one that made this rank stop, such as SIGTERM;
-    `signalled_ranks` (of rank 0) are all that got one.
-    """
-
-    rank: int
-    node: str
-    outcome: str
-    message: str
-    cause: str | None = None
-    step: int = 0
-    ended_at: float = 0.0
-    node_dependent: bool = False
-    signal: str | None = None
-    signalled_ranks: tuple[int, ...] = ()
-    loading_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +132,7 @@ class LaunchEvidence:
     srun_exit_code: int | None
     task_failures: tuple[TaskFailure, ...]
     notices: tuple[StepNotice, ...]
-    rank_exits: tuple[RankExit, ...]
+    rank_exits: tuple[ExitRecord, ...]
     job: JobFacts | None
     restart_count: int
     stall: Stall | None

@@ -210,7 +210,7 @@ def _has_trained(evidence: LaunchEvidence) -> bool:
 
 def _what_was_saved(evidence: LaunchEvidence) -> str:
     """Describe what was kept of the launch, in the words of its first rank if it has any."""
-    own = (one.message for one in evidence.rank_exits if one.rank == 0 and one.message)
+    own = (one.words for one in evidence.rank_exits if one.rank == 0 and one.words)
     if _has_trained(evidence) and (words := next(own, None)) is not None:
         return words
     if evidence.stopped_in_startup or (evidence.rank_exits and not _has_trained(evidence)):

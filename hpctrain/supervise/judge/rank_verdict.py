@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpctrain.slurm.messages import LaunchProblem, TaskFailure
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.store.run_records import ExitRecord, TrainerExit
 from hpctrain.supervise.judge.agent_failures import AGENT
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.judge.documents import (
     LaunchEvidence,
     LogFinding,
-    RankExit,
     Suspicion,
     Verdict,
 )
@@ -122,7 +121,17 @@ def _wrong_container(evidence: LaunchEvidence) -> Verdict | None:
     """
     recorded = {exit_.rank for exit_ in evidence.rank_exits}
     reports = [
-        RankExit(one.rank, one.node, "config_error", one.line, node_dependent=True)
+        ExitRecord(
+            epoch=0,
+            rank=one.rank,
+            node=one.node,
+            outcome="config_error",
+            step=0,
+            exit_code=TrainerExit.CONFIG_ERROR,
+            time=0.0,
+            message=one.line,
+            node_dependent=True,
+        )
         for one in evidence.findings
         if one.signature == _CONTAINER_SETTING and one.rank is not None and one.node
         if one.rank not in recorded
@@ -132,12 +141,12 @@ def _wrong_container(evidence: LaunchEvidence) -> Verdict | None:
     return _of_some_nodes(reports, evidence) or _config_error(reports[0])
 
 
-def _config_error(exit_: RankExit) -> Verdict:
-    lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
-    return Verdict(Cause.CONFIG_ERROR, exit_.message, lines, exit_.rank)
+def _config_error(exit_: ExitRecord) -> Verdict:
+    lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.words}",)
+    return Verdict(Cause.CONFIG_ERROR, exit_.words, lines, exit_.rank)
 
 
-def _of_some_nodes(reports: Sequence[RankExit], evidence: LaunchEvidence) -> Verdict | None:
+def _of_some_nodes(reports: Sequence[ExitRecord], evidence: LaunchEvidence) -> Verdict | None:
     """Judge failures of the same kind that depend on the node; None if all nodes agree.
 
     Where the probe has found nodes that lack something, these are the affected ones.
@@ -152,11 +161,11 @@ def _of_some_nodes(reports: Sequence[RankExit], evidence: LaunchEvidence) -> Ver
         return None
     first = next((exit_ for exit_ in reports if exit_.node in affected), reports[0])
     lines = (
-        *(f"rank {exit_.rank} on {exit_.node}: {exit_.message}" for exit_ in reports[:3]),
+        *(f"rank {exit_.rank} on {exit_.node}: {exit_.words}" for exit_ in reports[:3]),
         *(f"{one.node}: {one.problem}" for one in unfit[:3]),
     )
     if found is Extent.FEW:
-        reason = f"on {', '.join(affected[:8])} alone: {first.message}"
+        reason = f"on {', '.join(affected[:8])} alone: {first.words}"
         rank = first.rank if first.node in affected else None
         return Verdict(
             Cause.NODE_FAILURE,
@@ -167,7 +176,7 @@ def _of_some_nodes(reports: Sequence[RankExit], evidence: LaunchEvidence) -> Ver
             step=evidence.last_step,
             suspicion=Suspicion.UNFIT,
         )
-    reason = f"on {len(affected)} nodes, and not on others: {first.message}"
+    reason = f"on {len(affected)} nodes, and not on others: {first.words}"
     return Verdict(Cause.STORAGE, reason, lines, first.rank, step=evidence.last_step)
 
 
@@ -175,7 +184,7 @@ def _superseded(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank that found a newer epoch, which the supervisor has not read yet."""
     for exit_ in evidence.rank_exits:
         if exit_.cause == Cause.SUPERSEDED:
-            lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
+            lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.words}",)
             reason = "a newer launch of this run has taken over"
             return Verdict(Cause.SUPERSEDED, reason, lines, exit_.rank)
     return None
@@ -185,10 +194,10 @@ def _changed_checkpoint(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank whose checkpoint differs from what was written."""
     for exit_ in evidence.rank_exits:
         if exit_.cause == Cause.BAD_CHECKPOINT:
-            lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
+            lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.words}",)
             step = evidence.resume_step or None
             return Verdict(
-                Cause.BAD_CHECKPOINT, exit_.message, lines, exit_.rank, checkpoint_step=step
+                Cause.BAD_CHECKPOINT, exit_.words, lines, exit_.rank, checkpoint_step=step
             )
     return None
 
@@ -370,12 +379,12 @@ def _by_crash(evidence: LaunchEvidence) -> Verdict | None:
     if not own:
         return None
     # Without times the order in which they are given counts.
-    root = min(own, key=lambda one: (one.ended_at, one.rank) if one.ended_at else (NEVER, 0))
+    root = min(own, key=lambda one: (one.time, one.rank) if one.time else (NEVER, 0))
     shown = sorted(crashes, key=lambda exit_: exit_ is not root)[:3]
-    lines = (*(f"rank {c.rank} on {c.node}: {c.message}" for c in shown), *_task_lines(evidence))
-    reason = f"rank {root.rank} failed: {root.message}"
-    print_of_root = fingerprint(Cause.CRASH, root.message)
-    same = {e.node for e in own if fingerprint(Cause.CRASH, e.message) == print_of_root}
+    lines = (*(f"rank {c.rank} on {c.node}: {c.words}" for c in shown), *_task_lines(evidence))
+    reason = f"rank {root.rank} failed: {root.words}"
+    print_of_root = fingerprint(Cause.CRASH, root.words)
+    same = {e.node for e in own if fingerprint(Cause.CRASH, e.words) == print_of_root}
     return Verdict(
         Cause.CRASH,
         reason,
@@ -506,8 +515,8 @@ def _by_code(evidence: LaunchEvidence) -> Verdict | None:
         return Verdict(cause, reason, lines, rank, nodes=nodes, suspicion=suspicion)
     if crashes:
         root = crashes[0]
-        lines = (f"rank {root.rank} on {root.node}: {root.message}",)
-        return Verdict(Cause.CRASH, f"rank {root.rank} failed: {root.message}", lines, root.rank)
+        lines = (f"rank {root.rank} on {root.node}: {root.words}",)
+        return Verdict(Cause.CRASH, f"rank {root.rank} failed: {root.words}", lines, root.rank)
     return None
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hpctrain.store.run_records import ExitRecord
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, SCHEDULER_CAUSES, Cause
-from hpctrain.supervise.judge.documents import LaunchEvidence, LogFinding, RankExit
+from hpctrain.supervise.judge.documents import LaunchEvidence, LogFinding
 
 NEVER = float("inf")
 # A signature whose meaning depends on how many ranks report it.
@@ -101,14 +102,14 @@ def _from_findings(evidence: LaunchEvidence) -> list[RootCandidate]:
     return found
 
 
-def own_crashes(evidence: LaunchEvidence) -> list[RankExit]:
+def own_crashes(evidence: LaunchEvidence) -> list[ExitRecord]:
     """Select the ranks that failed for a reason of their own."""
     crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
     return [exit_ for exit_ in crashes if not only_reports_peer(exit_, evidence.findings)]
 
 
-def _contains_message(finding: LogFinding, exit_: RankExit) -> bool:
-    message = exit_.message.strip()[:_COMPARED_LETTERS]
+def _contains_message(finding: LogFinding, exit_: ExitRecord) -> bool:
+    message = exit_.words.strip()[:_COMPARED_LETTERS]
     return bool(message) and message in finding.line
 
 
@@ -127,18 +128,18 @@ def _from_exits(evidence: LaunchEvidence) -> list[RootCandidate]:
         candidates.append(
             RootCandidate(
                 cause=cause,
-                text=exit_.message,
+                text=exit_.words,
                 rank=exit_.rank,
                 node=exit_.node,
-                when=exit_.ended_at or NEVER,
+                when=exit_.time or NEVER,
                 step=exit_.step,
-                place=0 if exit_.ended_at else place,
+                place=0 if exit_.time else place,
             )
         )
     return candidates
 
 
-def _reported_cause(exit_: RankExit, findings: Iterable[LogFinding]) -> Cause:
+def _reported_cause(exit_: ExitRecord, findings: Iterable[LogFinding]) -> Cause:
     try:
         cause = Cause(exit_.cause) if exit_.cause else Cause.CRASH
     except ValueError:
@@ -149,7 +150,7 @@ def _reported_cause(exit_: RankExit, findings: Iterable[LogFinding]) -> Cause:
     return next((one for one in deeper if one in _DEEPER_CAUSES), cause)
 
 
-def only_reports_peer(exit_: RankExit, findings: Iterable[LogFinding]) -> bool:
+def only_reports_peer(exit_: ExitRecord, findings: Iterable[LogFinding]) -> bool:
     """True if the error of this rank only reports a peer that is gone or late."""
     if exit_.cause is not None:
         return False
@@ -178,7 +179,7 @@ def _common_at_start(evidence: LaunchEvidence) -> frozenset[str]:
     )
 
 
-def _in_context(finding: LogFinding, exit_: RankExit | None, everywhere: frozenset[str]) -> Cause:
+def _in_context(finding: LogFinding, exit_: ExitRecord | None, everywhere: frozenset[str]) -> Cause:
     """Correct the cause of a finding by how many ranks have it, and whether the rank was loading.
 
     A wrong program fails everywhere and at once; a missing mount fails on one node.

@@ -87,7 +87,7 @@ def by_speed(evidence: LaunchEvidence) -> Verdict | None:
     if not ended:
         return None
     if not slow:  # their record cannot be read: the next launch measures again
-        return Verdict(Cause.NODE_FAILURE, ended[0].message, suspicion=Suspicion.NONE)
+        return Verdict(Cause.NODE_FAILURE, ended[0].words, suspicion=Suspicion.NONE)
     nodes = tuple(one.node for one in slow)
     return Verdict(
         Cause.NODE_FAILURE,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from hpctrain.slurm.states import JobState
+from hpctrain.store.run_records import ExitRecord
 from hpctrain.store.supervise_config import SuperviseConfig
-from hpctrain.supervise.judge.documents import JobFacts, LaunchEvidence, RankExit
+from hpctrain.supervise.judge.documents import JobFacts, LaunchEvidence
 
 NOTHING = LaunchEvidence(
     done=False,
@@ -33,11 +34,28 @@ def job(
     return JobFacts(JobState(state), reason, restarts, preempt)
 
 
-def exits(*words: str) -> tuple[RankExit, ...]:
+def exit_record(rank: int, outcome: str, message: str, **fields: Any) -> ExitRecord:
+    """The record of a rank on node n<rank>, of no known time."""
+    return ExitRecord(
+        **{
+            "epoch": 1,
+            "rank": rank,
+            "node": f"n{rank}",
+            "outcome": outcome,
+            "step": 0,
+            "exit_code": 1,
+            "time": 0.0,
+            "message": message,
+            **fields,
+        }
+    )
+
+
+def exits(*words: str) -> tuple[ExitRecord, ...]:
     """`outcome message` per rank, in the order of their ends; rank i is on node n<i // 2>."""
     pairs = (word.partition(" ") for word in words)
     return tuple(
-        RankExit(rank, f"n{rank // 2}", outcome, message)
+        exit_record(rank, outcome, message, node=f"n{rank // 2}")
         for rank, (outcome, _, message) in enumerate(pairs)
     )
 

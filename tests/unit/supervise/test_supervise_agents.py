@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from supervise_facts import NOTHING
+from supervise_facts import NOTHING, exit_record
 
 from hpctrain.slurm.messages import TaskFailure, read_task_failure
-from hpctrain.store.run_records import AgentRecord, RankEnd
+from hpctrain.store.run_records import AgentRecord, ExitRecord, RankEnd
 from hpctrain.supervise.judge.agent_failures import failures_below_agents
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import LogFinding, RankExit
+from hpctrain.supervise.judge.documents import LogFinding
 
 T = 1_000_000.0
 
@@ -84,8 +84,8 @@ PEER_GONE = "Connection closed by a remote worker"
 OWN_ERROR = "the loss is a list"
 
 
-def left(rank: int, node: str, words: str) -> RankExit:
-    return RankExit(rank=rank, node=node, outcome="crash", message=words, ended_at=T)
+def left(rank: int, node: str, words: str) -> ExitRecord:
+    return exit_record(rank, "crash", words, node=node, time=T)
 
 
 def echo(rank: int) -> LogFinding:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from supervise_facts import NOTHING, config, exits
+from supervise_facts import NOTHING, config, exit_record, exits
 
 from hpctrain.slurm.messages import read_task_failure
+from hpctrain.store.run_records import ExitRecord
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import (
@@ -15,7 +16,6 @@ from hpctrain.supervise.judge.documents import (
     History,
     LaunchEvidence,
     LogFinding,
-    RankExit,
     Situation,
     Suspicion,
     UnfitNode,
@@ -28,18 +28,18 @@ MISSING = "/data/text.bin: data file not found"
 UNMOUNTED = UnfitNode("n1", "inputs: cannot read /data/text.bin: [Errno 2] No such file")
 
 
-def missing(rank: int, *, node_dependent: bool = True) -> RankExit:
+def missing(rank: int, *, node_dependent: bool = True) -> ExitRecord:
     """Rank i on node ni finds no data."""
-    return RankExit(rank, f"n{rank}", "config_error", MISSING, node_dependent=node_dependent)
+    return exit_record(rank, "config_error", MISSING, node_dependent=node_dependent)
 
 
-def crashed(rank: int, message: str = "connection lost", cause: str | None = None) -> RankExit:
-    return RankExit(rank, f"n{rank}", "crash", message, cause)
+def crashed(rank: int, message: str = "connection lost", cause: str | None = None) -> ExitRecord:
+    return exit_record(rank, "crash", message, cause=cause)
 
 
-def full(rank: int, *, node_dependent: bool = True) -> RankExit:
+def full(rank: int, *, node_dependent: bool = True) -> ExitRecord:
     exit_ = crashed(rank, "OSError: [Errno 28] No space left on device: '/tmp/x'", "disk_full")
-    return replace(exit_, node_dependent=node_dependent)
+    return exit_.model_copy(update={"node_dependent": node_dependent})
 
 
 def no_container(*ranks: int) -> tuple[LogFinding, ...]:
@@ -50,7 +50,7 @@ def no_container(*ranks: int) -> tuple[LogFinding, ...]:
     )
 
 
-def launch(*ends: RankExit, nodes: tuple[str, ...] = PAIR, **more: object) -> LaunchEvidence:
+def launch(*ends: ExitRecord, nodes: tuple[str, ...] = PAIR, **more: object) -> LaunchEvidence:
     world_size = len(nodes)
     return replace(NOTHING, rank_exits=ends, nodes=nodes, world_size=world_size, **more)  # type: ignore[arg-type]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervise_facts import NOTHING, config
+from supervise_facts import NOTHING, config, exit_record
 from supervise_stage import Stage
 
 from hpctrain.checkpoints.publish import Retention, published_steps
 from hpctrain.slurm.messages import TaskFailure
 from hpctrain.store.ledger import Event, EventKind, Ledger
-from hpctrain.store.run_records import SaveRecord, append_save
+from hpctrain.store.run_records import ExitRecord, SaveRecord, append_save
 from hpctrain.supervise.judge import policy
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
@@ -25,7 +25,6 @@ from hpctrain.supervise.judge.documents import (
     ActionKind,
     LaunchEvidence,
     LogFinding,
-    RankExit,
     Situation,
     Verdict,
 )
@@ -233,11 +232,11 @@ def test_the_one_that_was_loaded_instead_is_not_retired(tmp_path: Path) -> None:
 
 def exit_of(
     rank: int, message: str, at: float, cause: str | None = None, loading: int | None = 20
-) -> RankExit:
-    return RankExit(rank, f"n{rank}", "crash", message, cause, 20, at, loading_step=loading)
+) -> ExitRecord:
+    return exit_record(rank, "crash", message, cause=cause, step=20, time=at, loading_step=loading)
 
 
-def left(*exits: RankExit, **more: object) -> LaunchEvidence:
+def left(*exits: ExitRecord, **more: object) -> LaunchEvidence:
     fields = {"rank_exits": exits, "world_size": 4, "resume_step": 20, **more}
     return LaunchEvidence(**{**vars(NOTHING), **fields})  # type: ignore[arg-type]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from supervise_facts import NOTHING, config
+from supervise_facts import NOTHING, config, exit_record
 
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.speed_checks import SlowPart, SpeedCheck
@@ -15,7 +15,6 @@ from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import (
     ActionKind,
     History,
-    RankExit,
     Situation,
     Suspicion,
     UnfitNode,
@@ -140,7 +139,7 @@ def test_a_check_in_one_line() -> None:
 
 
 ENDED = tuple(
-    RankExit(rank, f"n{rank}", "crash", "slow: rank 1 on n1", cause="node_failure", ended_at=5.0)
+    exit_record(rank, "crash", "slow: rank 1 on n1", cause="node_failure", time=5.0)
     for rank in range(2)
 )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from supervise_facts import NOTHING
+from supervise_facts import NOTHING, exit_record
 
 from hpctrain.slurm.messages import read_notice, read_task_failure
 from hpctrain.supervise.catalogue import load_signatures
 from hpctrain.supervise.evidence.log_scan import Scanner
-from hpctrain.supervise.judge.documents import LaunchEvidence, LogFinding, RankExit
+from hpctrain.supervise.judge.documents import LaunchEvidence, LogFinding
 
 SCANNER = Scanner(load_signatures())
 BEGIN = 1_790_000_000.0
@@ -53,14 +53,14 @@ class Story:
         evidence = replace(
             self.base,
             rank_exits=tuple(
-                RankExit(
-                    rank=end.rank,
+                exit_record(
+                    end.rank,
+                    end.outcome,
+                    end.message,
                     node=node_of(end.rank),
-                    outcome=end.outcome,
-                    message=end.message,
                     cause=end.cause,
                     step=end.step,
-                    ended_at=BEGIN + end.after,
+                    time=BEGIN + end.after,
                 )
                 for end in ends
             ),

@@ -10,7 +10,7 @@ from goodput_histories import BEGIN, History, made_up, submitted
 
 from hpctrain.store.run_records import StepMetrics, lineage
 from hpctrain.telemetry.clock_repair import non_decreasing_times, ticks
-from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING, Account, account
+from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING, Goodput, account
 from hpctrain.telemetry.rolling_goodput import rolling_goodput
 from hpctrain.telemetry.time_categories import Category, Segment
 from hpctrain.telemetry.timeline import Mark, MarkKind, Timeline, timeline
@@ -25,13 +25,13 @@ def cut(history: History, now: float | None = None) -> Timeline:
     return timeline(history.marks, history.steps, history.saves, end)
 
 
-def told(history: History, now: float | None = None, gpus: int = 8) -> Account:
+def told(history: History, now: float | None = None, gpus: int = 8) -> Goodput:
     return account(cut(history, now), gpus)
 
 
-def spent(result: Account) -> dict[str, float]:
+def spent(result: Goodput) -> dict[str, float]:
     """Seconds of what took any time."""
-    return {str(category): seconds for category, seconds in result.seconds if seconds}
+    return {category: seconds for category, seconds in result.seconds.items() if seconds}
 
 
 def kinds(history: History) -> list[tuple[str, float]]:
@@ -128,7 +128,7 @@ def test_lost_steps_are_redone_and_belong_to_what_lost_them() -> None:
     assert (result.kept_steps, result.lost_steps) == (50, 10)
     first, hang = result.causes
     assert (hang.cause, hang.ends, hang.lost_steps) == ("hang", 1, 10)
-    assert dict(hang.seconds) == {"redone": 10, "starting": 8, "detecting": 60, "restarting": 3}
+    assert hang.seconds == {"redone": 10, "starting": 8, "detecting": 60, "restarting": 3}
     assert hang.lost_seconds == 81
     assert hang.lost_gpu_hours == 8 * 81 / HOUR
     assert (first.cause, first.lost_seconds, first.lost_gpu_hours) == (
@@ -143,7 +143,7 @@ def test_lost_steps_are_redone_and_belong_to_what_lost_them() -> None:
 def test_a_launch_that_fails_at_its_start_costs_its_own_cause() -> None:
     run = crashed().mark(ENDED, "port", failure=True).mark(RELAUNCHING).mark(LAUNCH).after(5)
     run.mark(ENDED, "crash", failure=True).mark(RELAUNCHING).mark(LAUNCH).after(7).train(51, 52)
-    losses = {loss.cause: dict(loss.seconds) for loss in told(run).causes}
+    losses = {loss.cause: loss.seconds for loss in told(run).causes}
     assert losses["port"] == {Category.STARTING: 5} or losses["port"] == {}
     assert losses["crash"] == {Category.STARTING: 12}
 
@@ -180,7 +180,7 @@ def test_an_attempt_lost_without_a_word_is_down_since_its_last_sign() -> None:
     assert spent(result)["down"] == 420
     assert result.failures == 1 and result.mttf_seconds == 6 + 10 + 4 + 20
     assert result.causes[0].cause == "supervisor_lost"
-    assert dict(result.causes[0].seconds) == {"down": 420, "starting": 10}
+    assert result.causes[0].seconds == {"down": 420, "starting": 10}
     assert result.causes[0].lost_gpu_hours == 8 * 10 / HOUR
 
 
@@ -226,7 +226,7 @@ def test_a_launch_whose_start_is_torn_is_known_by_its_steps() -> None:
     assert {loss.cause: loss.lost_steps for loss in result.causes}["hang"] == 10
     whole = told(crashed().mark(ENDED, "done").mark(MarkKind.FINISHED))
     run.mark(ENDED, "done").mark(MarkKind.FINISHED)
-    assert told(run).of(Category.PRODUCTIVE) == whole.of(Category.PRODUCTIVE)
+    assert told(run).seconds["productive"] == whole.seconds["productive"]
 
 
 def test_a_launch_whose_end_is_torn_is_judged_by_what_was_done() -> None:
@@ -269,8 +269,8 @@ def test_one_wrong_clock_moves_nothing_else() -> None:
     run.marks = early
     result = told(run)
     assert result.wall_seconds == straight.wall_seconds
-    assert result.of(Category.PRODUCTIVE) == pytest.approx(50, abs=60)
-    assert result.of(Category.QUEUEING) == 100
+    assert result.seconds["productive"] == pytest.approx(50, abs=60)
+    assert result.seconds[Category.QUEUEING] == 100
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_whatever_happened_adds_up(seed: int) -> None:
     assert all(one.end > one.start for one in segments)
     result = account(cuts, 8)
     wall = segments[-1].end - segments[0].start if segments else 0
-    assert sum(ticks(seconds) for _, seconds in result.seconds) == wall
+    assert sum(ticks(seconds) for seconds in result.seconds.values()) == wall
     rows = [
         StepMetrics.model_construct(step=step.step, epoch=step.epoch, time=float(index))
         for index, step in enumerate(run.steps)
@@ -322,11 +322,11 @@ def test_whatever_happened_adds_up(seed: int) -> None:
     assert result.kept_steps == len(kept)
     assert result.lost_steps == len(run.steps) - len(kept)
     lost = sum(loss.lost_seconds for loss in result.causes)
-    trained = sum(result.of(one) for one in (Category.PRODUCTIVE, Category.SAVING))
-    rest = result.of(Category.BETWEEN) + result.of(Category.HELD)
+    trained = sum(result.seconds[one] for one in (Category.PRODUCTIVE, Category.SAVING))
+    rest = result.seconds[Category.BETWEEN] + result.seconds[Category.HELD]
     assert lost + trained + rest == pytest.approx(wall / 1e6, abs=1e-3)
     most = sum(max(0.0, s.step_seconds) for s in run.steps if math.isfinite(s.step_seconds))
-    assert result.of(Category.PRODUCTIVE) + result.of(Category.REDONE) <= most + 1e-3
+    assert result.seconds["productive"] + result.seconds[Category.REDONE] <= most + 1e-3
     for window in (result.hour, result.day):
         assert window.worst is None or 0 <= window.worst <= (window.last or 0) <= 1
     assert 0 <= (result.ettr or 0) <= (result.ettr_without_queue or 0) <= 1
@@ -336,7 +336,7 @@ def test_most_made_up_histories_train() -> None:
     """The property test would say nothing about runs that never do."""
     accounts = [told(made_up(seed)) for seed in range(150)]
     for category in Category:
-        assert sum(one.of(category) > 0 for one in accounts) > 15, category
+        assert sum(one.seconds[category] > 0 for one in accounts) > 15, category
     assert sum(one.hour.worst is not None for one in accounts) > 15
 
 
