@@ -187,7 +187,7 @@ class _Part:
 
     def changed(self, values: np.ndarray) -> RowGroup:
         """The group with these values of the free constants."""
-        records = {"gpus": self.group.replicas.gpu, "engines": self.group.replicas.engine}
+        records = {"gpus": self.group.replicas.gpu.shares, "engines": self.group.replicas.engine}
         shape = (*values.shape[:-1], len(self.pools))
         columns: dict[str, dict[str, np.ndarray]] = {"gpus": {}, "engines": {}}
         for index, (mask, constant) in enumerate(zip(self.masks, self.free, strict=True)):

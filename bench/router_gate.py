@@ -21,6 +21,7 @@ from pathlib import Path
 
 from hpctrain.serving.router.counters import Counters
 from hpctrain.serving.router.gate_settings import GateSettings
+from hpctrain.store.service_settings import RouterSettings
 
 _REQUESTS, _STREAMS, _PIECES = 400, 40, 200
 _PIECE = b'7d\r\ndata: {"id":"cmpl-0","object":"text_completion","created":0,"model":"m","choices":'
@@ -91,7 +92,11 @@ async def measure() -> GateCost:
         place = Path(name)
         counters = Counters(place / "counters", create=True)
         counters.ready = 1
-        settings = GateSettings(router_port=router_port, counters=str(place / "counters"))
+        settings = GateSettings(
+            router=RouterSettings(name="vllm-router", policy="least_loaded", place="job"),
+            router_port=router_port,
+            counters=str(place / "counters"),
+        )
         (place / "gate.json").write_text(settings.model_dump_json())
         with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
             port = listener.getsockname()[1]

@@ -39,8 +39,8 @@ from hpctrain.serving.load.iteration_fit import IterationFit, TimedIteration, fi
 from hpctrain.serving.load.measurement import Measurement, RequestRecord
 from hpctrain.serving.load.order_statistics import sample_quantile
 from hpctrain.serving.load.prompts import PromptStyle
-from hpctrain.serving.load.sending import LoadTarget, send_requests
-from hpctrain.serving.load.summary import LoadAsked, summarize
+from hpctrain.serving.load.sending import LoadPlan, LoadTarget, send_requests
+from hpctrain.serving.load.summary import summarize
 from hpctrain.serving.tiny_llama import TinyShape
 from tests.serving_environment import RunningEngine, running_engine, serving_python, tiny_start
 
@@ -315,8 +315,8 @@ def measure(
     target = LoadTarget(engine.url, "tiny", timeout_seconds=300)
     with use.measured():
         result = send_requests(target, STYLE, requests, arrivals)
-    asked = LoadAsked(engine.url, "tiny", rate, 1.0, 0, WARM_UP_SECONDS, result.began_seconds)
-    return summarize(asked, result.records, result.use), use.others_share
+    plan = LoadPlan(Traffic(), rate, len(arrivals), WARM_UP_SECONDS)
+    return summarize(target, plan, result), use.others_share
 
 
 def run(options: argparse.Namespace) -> tuple[list[Row], Calibration, Calibration]:

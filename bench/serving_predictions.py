@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,27 +24,26 @@ from bench.serving_rows import (
 from hpctrain.plan.cost.case import Floats, stack
 from hpctrain.plan.serving.kv_cache import fits, largest_batch
 from hpctrain.plan.serving.served_model import stack_served
-from hpctrain.plan.serving.serving_machine import (
-    EngineConstants,
-    engine_constants,
-    serving_machine,
-    stack_machines,
-)
+from hpctrain.plan.serving.serving_machine import ReplicaCase, ServingMachine, serving_machine
 from hpctrain.plan.serving.steady_state import (
     ClosedLoad,
     Latencies,
     OpenLoad,
-    ReplicaCase,
     closed_loop,
     disaggregated,
     open_loop,
 )
 from hpctrain.spec.loader import load_calibration, load_catalogue, load_serving_calibration
-from hpctrain.spec.serving_calibration import ServingCalibration
+from hpctrain.spec.serving_calibration import (
+    ServingCalibration,
+    ServingEngineCalibration,
+    ServingGpuCalibration,
+)
 
 CLOSED, SPLIT, OPEN, OFFLINE = "closed", "split", "open", "offline"
 OFFLINE_STREAMS = 2.0  # times the largest batch: what offline runs have waiting at least
 FABRIC = "infiniband"  # of training's calibration
+Constants = TypeVar("Constants", ServingEngineCalibration, ServingGpuCalibration)
 
 
 @dataclass(frozen=True)
@@ -125,20 +124,35 @@ def _replicas(
     machines = {
         case.gpu.name: serving_machine(case.gpu, serving, training, fabric) for case in cases
     }
-    engines = {case.engine: engine_constants(serving, case.engine) for case in cases}
+    engines = {case.engine: serving.engine(case.engine) for case in cases}
     set_up = [_set_up(engines[case.engine], case.protocol) for case in cases]
     return ReplicaCase(
         stack_served([case.served for case in cases]),
-        stack_machines([machines[case.gpu.name] for case in cases]),
+        _stacked_machines([machines[case.gpu.name] for case in cases]),
         stack(list(layouts)),
-        stack(set_up),
+        _stacked(set_up),
     )
 
 
-def _set_up(engine: EngineConstants, protocol: Protocol) -> EngineConstants:
+def _stacked_machines(machines: Sequence[ServingMachine]) -> ServingMachine:
+    """Stack machines into one whose fields are arrays of shape [len(machines)]."""
+    bare = [replace(one, links=0.0, shares=0.0) for one in machines]  # type: ignore[arg-type]
+    links, shares = [one.links for one in machines], [one.shares for one in machines]
+    return replace(stack(bare), links=stack(links), shares=_stacked(shares))
+
+
+def _stacked(constants: Sequence[Constants]) -> Constants:
+    """Stack constants into arrays, which the formulas take in place of numbers."""
+    names = [name for name, value in constants[0] if isinstance(value, float)]
+    columns = {name: np.array([getattr(one, name) for one in constants]) for name in names}
+    return constants[0].model_copy(update=columns)
+
+
+def _set_up(engine: ServingEngineCalibration, protocol: Protocol) -> ServingEngineCalibration:
     """The engine with what the benchmark's script sets."""
     settings = {"token_budget": protocol.token_budget, "memory_share": protocol.memory_share}
-    return replace(engine, **{name: value for name, value in settings.items() if value})
+    given = {name: value for name, value in settings.items() if value}
+    return engine.model_copy(update=given)
 
 
 def _load(kind: str, cases: Sequence[ServingCase], replicas: ReplicaCase) -> Any:
@@ -169,7 +183,7 @@ def _load(kind: str, cases: Sequence[ServingCase], replicas: ReplicaCase) -> Any
 
 def _batch(replicas: ReplicaCase, prompt: Floats, output: Floats) -> Floats:
     counted = prompt + output * replicas.engine.reserved_output
-    room = largest_batch(replicas.served, replicas.gpu, replicas.layout, replicas.engine, counted)
+    room = largest_batch(replicas, counted)
     return np.asarray(room, dtype=float)
 
 
@@ -191,9 +205,9 @@ def with_engines(group: RowGroup, changes: dict[str, Any], machine: dict[str, An
     """The group with other constants of engines and GPUs, by field."""
 
     def changed(case: ReplicaCase) -> ReplicaCase:
-        return replace(
-            case, engine=replace(case.engine, **changes), gpu=replace(case.gpu, **machine)
-        )
+        shares = case.gpu.shares.model_copy(update=machine)
+        engine = case.engine.model_copy(update=changes)
+        return replace(case, engine=engine, gpu=replace(case.gpu, shares=shares))
 
     prefill = changed(group.prefill) if group.prefill else None
     return replace(group, replicas=changed(group.replicas), prefill=prefill)
@@ -208,7 +222,7 @@ def predictions(
         priced = latencies(group)
         load = group.load
         own = group.replicas
-        held = fits(own.served, own.gpu, own.layout, own.engine, load.prompt_tokens)
+        held = fits(own, load.prompt_tokens)
         pools = np.array([case.pool.replicas for case in group.cases], dtype=float)
         if group.kind == SPLIT:
             pools = np.ones_like(pools)

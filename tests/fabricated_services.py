@@ -14,9 +14,11 @@ from hpctrain.actions.serve_settings import service_settings
 from hpctrain.actions.service_files import ServiceFiles
 from hpctrain.durable import append_line, replace_text
 from hpctrain.plan.serving.documents import Promise, ReplicaPlan, ServicePlan
+from hpctrain.plan.serving.traffic import Traffic as PlannedTraffic
 from hpctrain.serving.load.measurement import ClientUse, FailureKind, RequestRecord
+from hpctrain.serving.load.sending import LoadPlan, LoadResult, LoadTarget
 from hpctrain.serving.load.service_test import compare
-from hpctrain.serving.load.summary import LoadAsked, summarize
+from hpctrain.serving.load.summary import summarize
 from hpctrain.spec.loader import load_profile, load_service_spec
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import write_record
@@ -353,11 +355,14 @@ def fabricate_test(
                 detail="connection reset by peer" if failure else "",
             )
         )
-    asked = LoadAsked("http://n900:8080", "llama", rate, 1.0, 7, 10.0, began)
     use = ClientUse(cpu_share=0.2, lag_seconds=(0.0004,), most_outstanding=40)
+    sent = LoadPlan(PlannedTraffic(), rate, warm_up_seconds=10.0, seed=7)
+    measured = summarize(
+        LoadTarget("http://n900:8080", "llama"), sent, LoadResult(tuple(records), use, began)
+    )
     plan = service.plan()
     assert plan is not None
-    result = compare(plan.promises, summarize(asked, records, use))
+    result = compare(plan.promises, measured)
     layout = service.layout
     replace_text(layout.tests / f"{name}.json", result.model_dump_json())
     replace_text(layout.tests / f"{name}.jsonl", "".join(f"{one.to_line()}\n" for one in records))

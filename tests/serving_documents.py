@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.actions.replica_prototype import ServiceInputs, replica_documents, write_prototype
+from hpctrain.actions.replica_prototype import replica_documents, write_prototype
+from hpctrain.actions.service_job import ServiceInputs
 from hpctrain.plan.serving.documents import ReplicaPlan, ServicePlan
 from hpctrain.spec.loader import load_profile, load_service_spec, partition_profile
 from hpctrain.store.service_layout import ServiceLayout

@@ -22,9 +22,9 @@ from bench.rehearsals import (
     service_plan,
     vllm_router,
 )
-from hpctrain.actions.replica_prototype import ServiceInputs
 from hpctrain.actions.serve_down import stop_service
 from hpctrain.actions.serve_up import service_weights, start_service
+from hpctrain.actions.service_job import ServiceInputs
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, default_shape
 from hpctrain.serving.stand_in.interpreter import write_engine_interpreter

@@ -9,7 +9,6 @@ import pytest
 from bench.serving_predictions import _set_up
 from bench.serving_protocols import AS_DEFAULT, INFERENCE_X, BenchmarkRun, Protocol, inference_x
 from bench.serving_rows import engine_of, serving_row
-from hpctrain.plan.serving.serving_machine import engine_constants
 from hpctrain.spec.loader import load_serving_calibration
 
 RUN = BenchmarkRun(
@@ -62,7 +61,7 @@ def test_token_budgets_of_the_scripts(changes: dict[str, object], budget: float 
 
 
 def test_what_a_script_sets_replaces_the_engines_own() -> None:
-    engine = engine_constants(load_serving_calibration(), "sglang")
+    engine = load_serving_calibration().engine("sglang")
     assert _set_up(engine, AS_DEFAULT) == engine == _set_up(engine, INFERENCE_X)
     changed = _set_up(engine, Protocol(token_budget=4096.0, memory_share=0.95))
     assert (changed.token_budget, changed.memory_share) == (4096.0, 0.95)

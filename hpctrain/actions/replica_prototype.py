@@ -11,88 +11,49 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.actions.kept_code import keep_code
 from hpctrain.actions.profiles import profile_search_path
-from hpctrain.actions.site_files import setup_file, site_templates, templates_digest
-from hpctrain.actions.supervisor_settings import NODE_LEDGER_NAME
+from hpctrain.actions.service_job import (
+    PROGRESS_SECONDS,
+    ServiceInputs,
+    ServiceJobDocuments,
+    service_supervision,
+)
+from hpctrain.actions.site_files import site_templates
 from hpctrain.durable import make_private_directory, replace_text
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import NodeRequest
 from hpctrain.plan.serving.documents import ServicePlan
 from hpctrain.plan.serving.leaving import leave_times, term_seconds
-from hpctrain.render.job_environment import submit_variables
 from hpctrain.render.job_request import ServicePart, ServingProgram
 from hpctrain.render.replica_script import render_replica_script, replica_job
-from hpctrain.render.script import ScriptFacts, walltime
+from hpctrain.render.script import walltime
 from hpctrain.render.software import prologue_text
 from hpctrain.serving.engines.contract import CpuEngine, EngineStart, LoraAdapter
 from hpctrain.serving.engines.registry import refusals_of
 from hpctrain.serving.replica.config import ReplicaConfig
-from hpctrain.spec.loader import Loaded
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.network import port_range
 from hpctrain.spec.service import ServiceSpec
-from hpctrain.spec.supervision import SuperviseSpec
-from hpctrain.store.jobs import run_comment
-from hpctrain.store.layout import RunLayout
 from hpctrain.store.service_layout import PROTOTYPE, ServiceLayout
-from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
 from hpctrain.supervise.catalogue import load_signatures
 
-# Signs of life come every second; a busy file system may hold some up.
-_STALL_SECONDS = 180.0
 # How long loading may take, as a multiple of what is expected, and at least.
 _LOAD_FACTOR, _LEAST_LOAD_SECONDS = 3.0, 900.0
-# A launch that has answered requests for so long counts as progress: budgets begin anew.
-PROGRESS_SECONDS = 600.0
 
 
-@dataclass(frozen=True)
-class ServiceInputs:
-    """What a service is made of. `weights`: the Hugging Face directory that is served.
-
-    The profile is the one for jobs in the spec's partition.
-    """
-
-    spec: Loaded[ServiceSpec]
-    profile: Loaded[ClusterProfile]
-    plan: ServicePlan
-    weights: Path
-    python: str = sys.executable
-
-
-@dataclass(frozen=True)
-class ReplicaDocuments:
-    """The texts of a replica's files, for a replica called `PROTOTYPE`."""
-
-    script: str
-    supervise: SuperviseConfig
-    replica: ReplicaConfig
-    signatures: str
-    prologue: str | None
-
-    def texts(self, run: RunLayout) -> Mapping[Path, str]:
-        """The files of a run directory with these documents."""
-        found = {
-            run.script: self.script,
-            run.supervise_config: self.supervise.model_dump_json(indent=1),
-            run.replica_config: self.replica.model_dump_json(indent=1),
-            run.signatures: self.signatures,
-        }
-        return found if self.prologue is None else {**found, run.prologue: self.prologue}
-
-
-def replica_documents(service: ServiceLayout, inputs: ServiceInputs) -> ReplicaDocuments:
+def replica_documents(
+    service: ServiceLayout, inputs: ServiceInputs
+) -> ServiceJobDocuments[ReplicaConfig]:
     """Make the documents of all replicas.
 
     Raises InvalidInputError for what sbatch or the engine cannot take.
     """
-    spec, profile, plan = inputs.spec.document, _silent(inputs.profile.document), inputs.plan
+    from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
+
+    spec, profile, plan = inputs.spec.document, inputs.silent_profile, inputs.plan
     part = replica_part(spec, plan)
     partition = profile.slurm.partition(part.resources.partition)
     assert partition is not None, "the planner has checked the partition"
@@ -102,36 +63,31 @@ def replica_documents(service: ServiceLayout, inputs: ServiceInputs) -> ReplicaD
     if refused:
         raise InvalidInputError([inputs.spec.problem("engine", line) for line in refused])
     limit_seconds = float(walltime(part, profile, partition))
-    warning_seconds = float(times.warning_seconds(limit_seconds))
-    supervise = _supervise_config(service, inputs, part, config, warning_seconds)
+    supervise = service_supervision(
+        service.replica(PROTOTYPE).run_id,
+        part,
+        profile,
+        service.directory.parent,
+        settings_file=service.prototype.replica_config.name,
+        setup_stall_seconds=config.load_limit_seconds,
+        warning_seconds=float(times.warning_seconds(limit_seconds)),
+        read=(str(inputs.weights),),
+        mttf_seconds=node_mtbf_seconds(profile) / part.nodes.nodes,
+    )
     templates = site_templates(inputs.profile)
     failures = supervise.failures_without_progress
-    facts = script_facts(inputs, supervise.run_id)
+    facts = inputs.script_facts(supervise.run_id)
     script = replica_job(part, profile, plan.replica, facts, times, failures)
-    return ReplicaDocuments(
+    return ServiceJobDocuments(
         script=render_replica_script(script, service.service_id, PROGRESS_SECONDS, templates),
         supervise=supervise,
-        replica=config,
+        own=config,
         signatures=load_signatures(profile_search_path()).to_json(),
         prologue=prologue_text(part, profile, part),
     )
 
 
-def script_facts(inputs: ServiceInputs, run_id: str) -> ScriptFacts:
-    """Collect what the script of a service's job says of where it comes from."""
-    templates = site_templates(inputs.profile)
-    return ScriptFacts(
-        run_id=run_id,
-        comment=run_comment(run_id),
-        spec_digest=inputs.spec.digest,
-        profile_digest=inputs.profile.digest,
-        python=inputs.python,
-        setup=setup_file(inputs.profile),
-        template_sha256=None if templates is None else templates_digest(templates),
-    )
-
-
-def write_prototype(service: ServiceLayout, documents: ReplicaDocuments) -> None:
+def write_prototype(service: ServiceLayout, documents: ServiceJobDocuments[ReplicaConfig]) -> None:
     """Write the documents, and the code that replicas run. Raises OSError."""
     prototype = service.prototype
     make_private_directory(prototype.directory)
@@ -152,16 +108,12 @@ def replica_part(spec: ServiceSpec, plan: ServicePlan) -> ServicePart:
     )
 
 
-def _silent(profile: ClusterProfile) -> ClusterProfile:
-    """The profile without its channels: the controller tells people about replicas."""
-    return profile.model_copy(update={"notify": None})
-
-
 def _replica_config(
     service: ServiceLayout, inputs: ServiceInputs, term_seconds: float
 ) -> ReplicaConfig:
     spec, profile, plan = inputs.spec.document, inputs.profile.document, inputs.plan
     address = profile.metrics.address
+    load_seconds = plan.load_seconds if spec.load_time is None else spec.load_time
     return ReplicaConfig(
         service=str(service.directory),
         name=str(PROTOTYPE),
@@ -171,15 +123,11 @@ def _replica_config(
         url_host=address,
         ports=port_range(profile.metrics.ports) if profile.metrics.ports else None,
         stage_directory=_stage_directory(spec, profile, inputs.weights),
-        load_limit_seconds=max(_LEAST_LOAD_SECONDS, _LOAD_FACTOR * _load_seconds(spec, plan)),
+        load_limit_seconds=max(_LEAST_LOAD_SECONDS, _LOAD_FACTOR * float(load_seconds)),
         notice_seconds=float(spec.drain.notice),
         drain_seconds=float(spec.drain.longest),
         term_seconds=term_seconds,
     )
-
-
-def _load_seconds(spec: ServiceSpec, plan: ServicePlan) -> float:
-    return float(spec.load_time) if spec.load_time is not None else plan.load_seconds
 
 
 def _engine_start(inputs: ServiceInputs) -> EngineStart:
@@ -239,43 +187,3 @@ def _json(path: Path) -> dict[str, object]:
     except ValueError as error:
         raise InvalidInputError([Problem(f"is no JSON: {error}", str(path))]) from None
     return found if isinstance(found, dict) else {}
-
-
-def _supervise_config(
-    service: ServiceLayout,
-    inputs: ServiceInputs,
-    part: ServicePart,
-    config: ReplicaConfig,
-    warning_seconds: float,
-) -> SuperviseConfig:
-    from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
-
-    profile, defaults = _silent(inputs.profile.document), SuperviseSpec()
-    nodes = part.nodes.nodes
-    return SuperviseConfig(
-        run_id=service.replica(PROTOTYPE).run_id,
-        target_step=1,
-        continuation=profile.continuation,
-        continuation_jobs=profile.continuation_jobs,
-        failures_without_progress=defaults.failures_without_progress,
-        stall_seconds=_STALL_SECONDS,
-        setup_stall_seconds=config.load_limit_seconds,
-        kill_wait_seconds=float(profile.slurm.kill_wait),
-        warning_seconds=warning_seconds,
-        poll_seconds=float(profile.limits.poll),
-        verify="auto",
-        cluster=profile.name,
-        storm_failures=defaults.storm_failures,
-        storm_window_seconds=float(defaults.storm_window),
-        exclude_nodes=defaults.exclude_nodes,
-        shapes=(LaunchShape(nodes=nodes, tasks=nodes, train_config="replica.json"),),
-        cluster_nodes=profile.nodes.count,
-        node_ledger=str(service.directory.parent / NODE_LEDGER_NAME),
-        mttf_seconds=node_mtbf_seconds(profile) / nodes,
-        inputs=(str(inputs.weights),),
-        submit_variables=submit_variables(part, profile),
-        master_address=profile.network.master_address,
-        master_ports=port_range(profile.network.ports) if profile.network.ports else None,
-        serves=True,
-        served_progress_seconds=PROGRESS_SECONDS,
-    )

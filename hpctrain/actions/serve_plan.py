@@ -131,7 +131,7 @@ def service_request(
     from hpctrain.plan.serving.offers import offer_of
     from hpctrain.plan.serving.promises import ModelError
     from hpctrain.plan.serving.service_plan import ServiceRequest
-    from hpctrain.plan.serving.serving_machine import engine_constants, serving_machine
+    from hpctrain.plan.serving.serving_machine import serving_machine
 
     service = spec.document
     own = partition_profile(profile, service.resources.partition)
@@ -165,7 +165,7 @@ def service_request(
         model=model,
         engine=EngineFacts(
             service.engine,
-            engine_constants(serving, service.engine.name),
+            serving.engine(service.engine.name),
             speed,
             shares_prefixes=service.engine.name != "transformers",
         ),

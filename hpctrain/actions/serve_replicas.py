@@ -12,7 +12,6 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 from hpctrain.actions.control import ask, note
 from hpctrain.actions.job_queries import jobs_of, record_found
@@ -80,45 +79,46 @@ def drain_replica(
 
 
 def _written(service: ServiceLayout, name: ReplicaName) -> RunLayout:
-    """Make the complete run directory of a replica, unless it is there.
-
-    The ledger comes last: without it a directory is what an interrupted call has left.
-    """
-    layout, prototype = service.replica(name), service.prototype
+    """Make the run directory of a replica, unless it is there."""
+    layout = service.replica(name)
     if layout.ledger.exists():
         return layout
-    if not prototype.script.exists():
+    if not service.prototype.script.exists():
         raise UsageError(f"{service.directory} has no prototype of its replicas: `serve up` first")
-    try:
-        shutil.rmtree(layout.directory, ignore_errors=True)
-        layout.create()
-        for path in _documents(prototype):
-            text = path.read_text().replace(str(PROTOTYPE), str(name))
-            replace_text(layout.directory / path.name, text, mode=0o600)
-        share_code(prototype, layout)
-    except OSError as error:
-        where = error.filename or layout.directory
-        raise UsageError(f"{where} cannot be written: {error.strerror}") from error
-    digest = hashlib.sha256(layout.script.read_bytes()).hexdigest()
-    RunFiles(layout).ledger.append(EventKind.RENDERED, script_sha256=digest)
+    copy_job(service.prototype, layout, str(PROTOTYPE), str(name))
     return layout
 
 
-def _documents(prototype: RunLayout) -> list[Path]:
-    known = (
-        *(prototype.script, prototype.supervise_config, prototype.replica_config),
-        *(prototype.signatures, prototype.prologue),
-    )
-    return [path for path in known if path.exists()]
+def copy_job(known: RunLayout, made: RunLayout, old: str, new: str) -> None:
+    """Make the run directory of a job of a known one, with the word `new` in place of `old`.
+
+    The ledger comes last: without it a directory is what an interrupted call has left. Raises
+    UsageError for a directory that cannot be written.
+    """
+    own = known.replica_config, known.router_config
+    documents = known.script, known.supervise_config, *own, known.signatures, known.prologue
+    try:
+        shutil.rmtree(made.directory, ignore_errors=True)
+        made.create()
+        for path in documents:
+            if path.exists():
+                text = path.read_text().replace(old, new)
+                replace_text(made.directory / path.name, text, mode=0o600)
+        _share_code(known, made)
+    except OSError as error:
+        where = error.filename or made.directory
+        raise UsageError(f"{where} cannot be written: {error.strerror}") from error
+    digest = hashlib.sha256(made.script.read_bytes()).hexdigest()
+    RunFiles(made).ledger.append(EventKind.RENDERED, script_sha256=digest)
 
 
-def share_code(prototype: RunLayout, layout: RunLayout) -> None:
+def _share_code(known: RunLayout, made: RunLayout) -> None:
     """Give a job the code of another one: the same file where links are possible."""
-    archive = prototype.current_code.resolve(strict=True)
-    target = layout.kept_software / archive.name
+    archive = known.current_code.resolve(strict=True)
+    target = made.kept_software / archive.name
     try:
         os.link(archive, target)
     except OSError:
         shutil.copyfile(archive, target)
         target.chmod(0o600)
-    use_archive(layout, archive.name)
+    use_archive(made, archive.name)

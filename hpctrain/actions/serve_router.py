@@ -8,75 +8,50 @@ replicas (`serve_replicas`).
 from __future__ import annotations
 
 import hashlib
-import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 from hpctrain.actions.job_queries import find_jobs, jobs_of, record_found
 from hpctrain.actions.job_submission import submit_jobs
 from hpctrain.actions.kept_code import keep_code
 from hpctrain.actions.profiles import profile_search_path
-from hpctrain.actions.replica_prototype import PROGRESS_SECONDS, ServiceInputs, script_facts
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.serve_replicas import share_code
+from hpctrain.actions.serve_replicas import copy_job
 from hpctrain.actions.serve_settings import require_router_files, service_settings
+from hpctrain.actions.service_job import (
+    PROGRESS_SECONDS,
+    ServiceInputs,
+    ServiceJobDocuments,
+    service_supervision,
+)
 from hpctrain.actions.site_files import site_templates
-from hpctrain.actions.supervisor_settings import NODE_LEDGER_NAME
 from hpctrain.durable import replace_text
 from hpctrain.errors import SlurmUnreachableError, UsageError
 from hpctrain.plan.documents import NodeRequest
 from hpctrain.plan.serving.leaving import leave_times, term_seconds
-from hpctrain.render.job_environment import submit_variables
 from hpctrain.render.job_request import ServicePart, ServingProgram
 from hpctrain.render.router_script import render_router_script, router_job
 from hpctrain.render.script import walltime
 from hpctrain.render.software import prologue_text
 from hpctrain.serving.router.job_settings import RouterJobSettings
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.spec.profile.network import port_range
 from hpctrain.spec.run import ResourcesSpec
-from hpctrain.spec.supervision import SuperviseSpec
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import take_back
 from hpctrain.store.service_layout import ServiceLayout
 from hpctrain.store.service_ledger import ServiceEventKind, ServiceLedger
-from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
 from hpctrain.supervise.catalogue import load_signatures
 
-_STALL_SECONDS = 180.0
 _SETUP_SECONDS = 600.0
 
 
-@dataclass(frozen=True)
-class RouterDocuments:
-    """The texts of the files of the router's run directory."""
-
-    script: str
-    supervise: SuperviseConfig
-    job: RouterJobSettings
-    signatures: str
-    prologue: str | None
-
-    def texts(self, run: RunLayout) -> Mapping[Path, str]:
-        """The files with their texts."""
-        found = {
-            run.script: self.script,
-            run.supervise_config: self.supervise.model_dump_json(indent=1),
-            run.router_config: self.job.model_dump_json(indent=1),
-            run.signatures: self.signatures,
-        }
-        return found if self.prologue is None else {**found, run.prologue: self.prologue}
-
-
-def router_documents(service: ServiceLayout, inputs: ServiceInputs) -> RouterDocuments:
+def router_documents(
+    service: ServiceLayout, inputs: ServiceInputs
+) -> ServiceJobDocuments[RouterJobSettings]:
     """Make the documents of the router's job.
 
     Raises InvalidInputError for what sbatch cannot take, and for secrets that are none.
     """
-    spec = inputs.spec.document
-    profile = inputs.profile.document.model_copy(update={"notify": None})
+    spec, profile, run = inputs.spec.document, inputs.silent_profile, service.router
     require_router_files(spec.router, profile)
     part = _router_part(inputs)
     partition = profile.slurm.partition(part.resources.partition)
@@ -85,40 +60,22 @@ def router_documents(service: ServiceLayout, inputs: ServiceInputs) -> RouterDoc
         raise UsageError(words, hint="change `router.partition`")
     limit_seconds = float(walltime(part, profile, partition))
     warning_seconds = leave_times(spec.drain).warning_seconds(limit_seconds)
-    run, defaults = service.router, SuperviseSpec()
-    templates = site_templates(inputs.profile)
-    facts = script_facts(inputs, run.run_id)
-    failures = defaults.failures_without_progress
-    script = router_job(part, profile, spec.router, facts, warning_seconds, failures)
-    supervise = SuperviseConfig(
-        run_id=run.run_id,
-        target_step=1,
-        continuation=profile.continuation,
-        continuation_jobs=profile.continuation_jobs,
-        failures_without_progress=failures,
-        stall_seconds=_STALL_SECONDS,
+    supervise = service_supervision(
+        run.run_id,
+        part,
+        profile,
+        service.directory.parent,
+        settings_file=run.router_config.name,
         setup_stall_seconds=_SETUP_SECONDS,
-        kill_wait_seconds=float(profile.slurm.kill_wait),
         warning_seconds=float(warning_seconds),
-        poll_seconds=float(profile.limits.poll),
-        verify="auto",
-        cluster=profile.name,
-        storm_failures=defaults.storm_failures,
-        storm_window_seconds=float(defaults.storm_window),
-        exclude_nodes=defaults.exclude_nodes,
-        shapes=(LaunchShape(nodes=1, tasks=1, train_config=run.router_config.name),),
-        cluster_nodes=profile.nodes.count,
-        node_ledger=str(service.directory.parent / NODE_LEDGER_NAME),
-        submit_variables=submit_variables(part, profile),
-        master_address=profile.network.master_address,
-        master_ports=port_range(profile.network.ports) if profile.network.ports else None,
-        serves=True,
-        served_progress_seconds=PROGRESS_SECONDS,
     )
-    return RouterDocuments(
+    templates, facts = site_templates(inputs.profile), inputs.script_facts(run.run_id)
+    failures = supervise.failures_without_progress
+    script = router_job(part, profile, spec.router, facts, warning_seconds, failures)
+    return ServiceJobDocuments(
         script=render_router_script(script, service.service_id, PROGRESS_SECONDS, templates),
         supervise=supervise,
-        job=RouterJobSettings(
+        own=RouterJobSettings(
             service=str(service.directory), term_seconds=term_seconds(profile, partition)
         ),
         signatures=load_signatures(profile_search_path()).to_json(),
@@ -172,20 +129,7 @@ def start_next_router(service: ServiceLayout, number: int, slurm: SlurmClient) -
     """
     run, following = service.router_generation(number), service.router_generation(number + 1)
     if not following.ledger.exists():
-        try:
-            shutil.rmtree(following.directory, ignore_errors=True)
-            following.create()
-            known = (run.script, run.supervise_config, run.router_config, run.signatures)
-            for path in (*known, run.prologue):
-                if path.exists():
-                    text = path.read_text().replace(run.run_id, following.run_id)
-                    replace_text(following.directory / path.name, text, mode=0o600)
-            share_code(run, following)
-        except OSError as error:
-            where = error.filename or following.directory
-            raise UsageError(f"{where} cannot be written: {error.strerror}") from error
-        digest = hashlib.sha256(following.script.read_bytes()).hexdigest()
-        RunFiles(following).ledger.append(EventKind.RENDERED, script_sha256=digest)
+        copy_job(run, following, run.run_id, following.run_id)
     return _submitted(service, RunFiles(following), slurm)
 
 

@@ -88,34 +88,33 @@ def service_status(service: ServiceLayout, now: float | None = None) -> ServiceS
     """
     now = clock.now() if now is None else now
     read_service_settings(service.settings)
-    state = read_record(service.state, ServiceState)
+    seen = read_record(service.state, ServiceState)
     rotation = read_record(service.rotation, Rotation)
     events = ServiceLedger(service.ledger).events()
     asked = frozenset(rotation.replicas if rotation is not None else ())
-    listed = state.replicas if state is not None else ()
-    replicas = tuple(_replica(service, one, asked, now) for one in listed)
-    controller_age = _age(state.time if state is not None else None, now)
-    rotation_age = _age(rotation.time if rotation is not None else None, now)
+    state = seen or ServiceState(epoch=0, time=now, wanted=0, reason="the controller has not begun")
+    replicas = tuple(_replica(service, one, asked, now) for one in state.replicas)
+    controller_age = None if seen is None else _age(seen.time, now)
+    rotation_age = None if rotation is None else _age(rotation.time, now)
     down = service.down_request.exists()
     live = [one for one in replicas if one.phase not in _OVER]
-    wanted = state.wanted if state is not None else 0
     problems = _problems(replicas, controller_age, rotation_age, down=down and not live)
     return ServiceStatus(
         service_id=service.service_id,
-        state=_state(replicas, wanted, controller_age, down=down),
+        state=_state(replicas, state.wanted, controller_age, down=down),
         address=read_record(service.address, Address),
-        wanted=wanted,
-        reason=state.reason if state is not None else "the controller has not begun",
+        wanted=state.wanted,
+        reason=state.reason,
         ready=sum(one.in_rotation for one in replicas),
         replicas=replicas,
         traffic=read_record(service.traffic, Traffic),
-        restart=state.restart if state is not None else None,
-        waits=state.waits if state is not None else (),
+        restart=state.restart,
+        waits=state.waits,
         problems=problems,
         controller_age_seconds=controller_age,
         rotation_age_seconds=rotation_age,
-        load_seconds=state.load_seconds if state is not None else None,
-        queue_seconds=state.queue_seconds if state is not None else None,
+        load_seconds=state.load_seconds,
+        queue_seconds=state.queue_seconds,
         events=tuple(events[-_LAST_EVENTS:]),
     )
 
@@ -184,5 +183,5 @@ def _problems(
     return tuple(found)
 
 
-def _age(then: float | None, now: float) -> float | None:
-    return None if then is None else max(0.0, now - then)
+def _age(then: float, now: float) -> float:
+    return max(0.0, now - then)

@@ -57,8 +57,7 @@ def run_service_test(service: ServiceLayout, asked: TestRequest) -> tuple[Servic
     for a service without an address or without a token, HpctrainError where a package is missing.
     """
     from hpctrain.plan.serving.traffic import Traffic
-    from hpctrain.serving.load.load_test import LoadPlan, run_load_test
-    from hpctrain.serving.load.sending import LoadTarget
+    from hpctrain.serving.load.sending import LoadPlan, LoadTarget, run_load_test
     from hpctrain.serving.load.service_test import compare
     from hpctrain.serving.load.trace_file import read_trace
 

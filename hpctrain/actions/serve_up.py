@@ -18,17 +18,13 @@ from pathlib import Path
 from hpctrain.actions.convert import convert_weights
 from hpctrain.actions.preflight import Check
 from hpctrain.actions.profiles import load_named_profile
-from hpctrain.actions.replica_prototype import (
-    ReplicaDocuments,
-    ServiceInputs,
-    replica_documents,
-    write_prototype,
-)
+from hpctrain.actions.replica_prototype import replica_documents, write_prototype
 from hpctrain.actions.router_on_login_node import start_router_here
 from hpctrain.actions.runs import find_run, new_run_id
 from hpctrain.actions.serve_plan import plan_service
 from hpctrain.actions.serve_replicas import start_replica
 from hpctrain.actions.serve_router import router_documents, start_router, write_router
+from hpctrain.actions.service_job import ServiceInputs
 from hpctrain.actions.services import all_services
 from hpctrain.checkpoints.discover import good_steps
 from hpctrain.checkpoints.manifest import checkpoint_name
@@ -193,7 +189,7 @@ def service_checks(inputs: ServiceInputs, slurm: SlurmClient) -> tuple[Check, ..
         *_plan_checks(inputs.plan),
         *_adapter_checks(inputs.spec),
         _engine_check(inputs),
-        _slurm_check(documents, slurm),
+        _slurm_check(documents.script, slurm),
     )
 
 
@@ -324,8 +320,8 @@ def _adapter_checks(spec: Loaded[ServiceSpec]) -> Iterator[Check]:
 def _engine_check(inputs: ServiceInputs) -> Check:
     """Look for the engine in the Python that will start it, where that is on this machine."""
     documents = replica_documents(ServiceLayout(Path(inputs.spec.document.name)), inputs)
-    start = documents.replica.start
-    engine = SERVING_ENGINES[documents.replica.engine]
+    start = documents.own.start
+    engine = SERVING_ENGINES[documents.own.engine]
     words = engine.command(start).words
     package = words[words.index("-m") + 1].partition(".")[0] if "-m" in words else None
     python = start.python
@@ -352,10 +348,10 @@ def _engine_check(inputs: ServiceInputs) -> Check:
     return Check(subject="engine", state="fails", sentence=message, problems=(problem,))
 
 
-def _slurm_check(documents: ReplicaDocuments, slurm: SlurmClient) -> Check:
+def _slurm_check(script: str, slurm: SlurmClient) -> Check:
     """Have Slurm look at the script of a replica. Raises SlurmUnreachableError."""
     try:
-        answer = slurm.test_only(documents.script)
+        answer = slurm.test_only(script)
     except SlurmRefusedError as error:
         problem = Problem(f"Slurm would refuse a replica: {error}", hint=error.hint)
         return Check(subject="Slurm", state="fails", sentence=str(error), problems=(problem,))

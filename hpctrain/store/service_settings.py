@@ -46,9 +46,10 @@ class RouterSettings(_Settings):
 class ScalingSettings(_Settings):
     """How many replicas; see `spec.service.ReplicasSpec` and the plan.
 
-    `capacity_rate`: requests per second of one replica within the objectives. `hours`: minute of
-    the day in `time_zone`, and the share of the busiest hour's rate from then on. `most_jobs`: how
-    many jobs of replicas there may be at a time; None: no limit.
+    `count` is for the busiest hour and contains `spare`; `capacity_rate` are requests per second of
+    one replica within the objectives. `hours`: minute of the day in `time_zone`, and the share of
+    the busiest hour's rate from then on, in order. `idle_seconds`: None where the last replica
+    stays. `most_jobs`: how many jobs of replicas there may be at a time; None: no limit.
     """
 
     count: int

@@ -21,9 +21,9 @@ from golden_files import Golden
 
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.profiles import load_named_profile
-from hpctrain.actions.replica_prototype import ServiceInputs
 from hpctrain.actions.serve_plan import plan_service
 from hpctrain.actions.serve_up import service_scripts
+from hpctrain.actions.service_job import ServiceInputs
 from hpctrain.actions.validate import kind_of_file
 from hpctrain.cli.main import cli
 from hpctrain.spec.loader import load_service_spec

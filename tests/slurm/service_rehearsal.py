@@ -22,9 +22,9 @@ from rehearsal import PATIENCE_SECONDS, patient_client, profile_text
 from router_programs import Reply, ask
 from serving_documents import SERVED_NAME, service_plan, service_spec_text, write_service
 
-from hpctrain.actions.replica_prototype import ServiceInputs
 from hpctrain.actions.serve_router import start_router, write_router
 from hpctrain.actions.serve_status import ServiceStatus, service_status
+from hpctrain.actions.service_job import ServiceInputs
 from hpctrain.sandbox.faults import job_processes
 from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.sandbox import Sandbox

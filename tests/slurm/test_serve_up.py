@@ -16,9 +16,9 @@ from service_rehearsal import ServiceRehearsal
 from serving_documents import service_plan, service_spec_text
 from staged_weights import write_safetensors
 
-from hpctrain.actions.replica_prototype import ServiceInputs
 from hpctrain.actions.serve_down import stop_service
 from hpctrain.actions.serve_up import service_weights, start_service
+from hpctrain.actions.service_job import ServiceInputs
 from hpctrain.errors import InvalidInputError
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.serving.stand_in.interpreter import write_engine_interpreter

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from hpctrain.plan.cost.case import Array, Shape
@@ -24,9 +24,10 @@ from hpctrain.plan.serving.served_model import (
     served_model,
     weight_bytes,
 )
-from hpctrain.plan.serving.serving_machine import EngineConstants
+from hpctrain.plan.serving.serving_machine import ReplicaCase
 from hpctrain.plan.serving.step_time import IterationLoad, iteration_seconds
 from hpctrain.spec.service import KvPrecision, ServingEngineSpec, WeightPrecision
+from hpctrain.spec.serving_calibration import ServingEngineCalibration
 
 # Tokens of one iteration: from where prompts hardly disturb decoding to where products are as fast
 # as they get. Sequences: as vLLM's default for large GPUs.
@@ -60,7 +61,7 @@ class EngineFacts:
     """
 
     spec: ServingEngineSpec
-    constants: EngineConstants
+    constants: ServingEngineCalibration
     speed: MeasuredSpeed = AS_PREDICTED
     shares_prefixes: bool = True
 
@@ -72,13 +73,14 @@ class EngineFacts:
         constants = self.constants
         return float(constants.request_seconds + constants.token_seconds * prompt_tokens)
 
-    def limits(self, batch_tokens: int, max_sequences: int) -> EngineConstants:
-        return replace(
-            self.constants,
-            token_budget=float(batch_tokens),
-            max_sequences=float(max_sequences),
-            memory_share=self.spec.memory_fraction,
-        )
+    def limits(self, batch_tokens: int, max_sequences: int) -> ServingEngineCalibration:
+        """The constants with the limits of an iteration, and the spec's share of the memory."""
+        given = {
+            "token_budget": float(batch_tokens),
+            "max_sequences": float(max_sequences),
+            "memory_share": self.spec.memory_fraction,
+        }
+        return self.constants.model_copy(update=given)
 
 
 @dataclass(frozen=True)
@@ -143,16 +145,15 @@ class ReplicaShape:
 
     def kv_capacity_tokens(self, batch_tokens: int, max_sequences: int, mean: float) -> float:
         """Return the tokens whose keys fit beside the weights, for sequences of `mean` tokens."""
-        engine = self.engine.limits(batch_tokens, max_sequences)
+        limited = self._case(self.engine.limits(batch_tokens, max_sequences))
         counted = float(weight_bytes(self.served, self.layout))
-        room = float(free_bytes(self.served, self.offer.machine, self.layout, engine))
+        room = float(free_bytes(limited))
         room += counted - self.weight_bytes
         each = float(sequence_bytes(self.served, self.layout, mean)) / mean
         return max(0.0, room / each)
 
     def activation_bytes(self, batch_tokens: int, max_sequences: int) -> float:
-        engine = self.engine.limits(batch_tokens, max_sequences)
-        return float(activation_bytes(self.served, self.layout, engine))
+        return float(activation_bytes(self._case(self.engine.limits(batch_tokens, max_sequences))))
 
     def table(self, mean_context: float) -> IterationTable:
         """Sample the seconds of its iterations."""
@@ -162,8 +163,10 @@ class ReplicaShape:
 
     def predicted_seconds(self, load: IterationLoad) -> Array:
         """Predict an iteration without what the site has measured."""
-        constants, machine = self.engine.constants, self.offer.machine
-        return iteration_seconds(self.served, machine, self.layout, constants, load)
+        return iteration_seconds(self._case(self.engine.constants), load)
+
+    def _case(self, engine: ServingEngineCalibration) -> ReplicaCase:
+        return ReplicaCase(self.served, self.offer.machine, self.layout, engine)
 
     @property
     def batch_choices(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpctrain.plan.cost.case import Array, Mask
 from hpctrain.plan.serving.served_model import ReplicaLayout, ServedModel, weight_bytes
-from hpctrain.plan.serving.serving_machine import EngineConstants, ServingMachine
+from hpctrain.plan.serving.serving_machine import ReplicaCase
 
 WHOLE_MEMORY = 0.98  # of a GPU's memory: what vLLM and SGLang can be told to take at most
 INDEXER_BYTES = 132.0  # DeepSeek-V3.2's indexer keeps 128 FP8 numbers and a scale per token
@@ -53,67 +53,43 @@ def sequence_bytes(served: ServedModel, layout: ReplicaLayout, tokens: Array) ->
     return kv_bytes_per_token(served, layout) * tokens + own * windowed * kept + state
 
 
-def activation_bytes(served: ServedModel, layout: ReplicaLayout, engine: EngineConstants) -> Array:
+def activation_bytes(case: ReplicaCase) -> Array:
     """Return the bytes of activations at the peak of an iteration on one GPU.
 
     Copies of [token budget, hidden], the widest MLP inside, and fp32 logits of all sequences.
     """
-    shape = served.shape
+    shape, layout, engine = case.served.shape, case.layout, case.engine
     tokens = engine.token_budget
     widest = np.maximum(shape.ffn * (shape.mlp_blocks > np.asarray(0)), 0) / layout.group
     routed = shape.top_k * shape.expert_ffn / layout.group * (np.asarray(shape.moe_blocks) > 0)
     inside = shape.mlp_width * np.maximum(widest, routed)
-    logits = 4.0 * np.minimum(engine.max_sequences, 256) * shape.vocab / layout.tp
+    logits: Array = 4.0 * np.minimum(engine.max_sequences, 256) * shape.vocab / layout.tp
     return 2.0 * tokens * (engine.activation_copies * shape.hidden + inside) + logits
 
 
-def free_bytes(
-    served: ServedModel, gpu: ServingMachine, layout: ReplicaLayout, engine: EngineConstants
-) -> Array:
+def free_bytes(case: ReplicaCase) -> Array:
     """Return the bytes that remain for the KV cache on one GPU; negative: weights do not fit."""
-    used = weight_bytes(served, layout) + activation_bytes(served, layout, engine)
-    return gpu.memory * engine.memory_share - used - engine.overhead_bytes
+    used = weight_bytes(case.served, case.layout) + activation_bytes(case)
+    return case.gpu.memory * case.engine.memory_share - used - case.engine.overhead_bytes
 
 
-def kv_token_capacity(
-    served: ServedModel, gpu: ServingMachine, layout: ReplicaLayout, engine: EngineConstants
-) -> Array:
-    """Return the tokens of the cache that a whole replica holds; 0 where nothing is left.
-
-    Attention data parallel ranks hold different sequences, tensor parallel ones the same.
-    """
-    each = np.maximum(kv_bytes_per_token(served, layout), 1e-9)
-    return np.maximum(0.0, free_bytes(served, gpu, layout, engine)) / each * layout.dp
-
-
-def largest_batch(
-    served: ServedModel,
-    gpu: ServingMachine,
-    layout: ReplicaLayout,
-    engine: EngineConstants,
-    tokens: Array,
-) -> Array:
+def largest_batch(case: ReplicaCase, tokens: Array) -> Array:
     """Return how many sequences of `tokens` a replica holds at once (a real number).
 
-    At most the engine's own limit of sequences, which each attention data parallel rank has for
-    itself; below 1 a single one does not fit.
+    Attention data parallel ranks hold different sequences, tensor parallel ones the same. At most
+    the engine's own limit of sequences, which each attention data parallel rank has for itself;
+    below 1 a single one does not fit.
     """
-    each = np.maximum(sequence_bytes(served, layout, tokens), 1e-9)
-    room = np.maximum(0.0, free_bytes(served, gpu, layout, engine)) / each * layout.dp
-    return np.minimum(room, engine.max_sequences * layout.dp)
+    each = np.maximum(sequence_bytes(case.served, case.layout, tokens), 1e-9)
+    room = np.maximum(0.0, free_bytes(case)) / each * case.layout.dp
+    return np.minimum(room, case.engine.max_sequences * case.layout.dp)
 
 
-def fits(
-    served: ServedModel,
-    gpu: ServingMachine,
-    layout: ReplicaLayout,
-    engine: EngineConstants,
-    tokens: Array,
-) -> Mask:
+def fits(case: ReplicaCase, tokens: Array) -> Mask:
     """Tell whether a replica can run at all: weights, activations and one sequence of `tokens`.
 
     Engines can be given more than their default share of the memory, so the whole of it counts.
     """
-    everything = replace(engine, memory_share=WHOLE_MEMORY)
-    rest = free_bytes(served, gpu, layout, everything)
-    return np.asarray(rest >= sequence_bytes(served, layout, tokens))
+    everything = case.engine.model_copy(update={"memory_share": WHOLE_MEMORY})
+    rest = free_bytes(replace(case, engine=everything))
+    return np.asarray(rest >= sequence_bytes(case.served, case.layout, tokens))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from hpctrain.plan.serving.availability import ENGINE_START_SECONDS, OVERLAP_OF_LOAD, Outages
 from hpctrain.plan.serving.candidates import ReplicaShape
 from hpctrain.plan.serving.offers import Offer
-from hpctrain.plan.serving.promises import Objective
 from hpctrain.plan.serving.routing import Outcome
 from hpctrain.plan.serving.search import Demand, Found, Verdict
 from hpctrain.spec.profile import ClusterProfile
@@ -158,13 +157,7 @@ def refusal_hint(demand: Demand, nearest: Verdict | None) -> str:
             f"e2e includes {tokens:,.0f} tokens of the answer: limits of ttft and tpot are what "
             "streaming clients notice (MLPerf's interactive scenario: 450 ms and 40 ms)"
         )
-    return (
-        "a higher limit, shorter requests, faster or more GPUs"
-        if nearest is None
-        else f"a limit of {seconds_text(_reached(nearest))} for {nearest.objective} would hold"
-    )
-
-
-def _reached(verdict: Verdict) -> float:
-    objective: Objective = verdict.objective
-    return verdict.tightness * objective.limit_seconds * 1.02
+    if nearest is None:
+        return "a higher limit, shorter requests, faster or more GPUs"
+    reached = nearest.tightness * nearest.objective.limit_seconds * 1.02
+    return f"a limit of {seconds_text(reached)} for {nearest.objective} would hold"

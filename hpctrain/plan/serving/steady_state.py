@@ -15,26 +15,13 @@ import numpy as np
 
 from hpctrain.plan.cost.case import Array
 from hpctrain.plan.serving.kv_cache import largest_batch, sequence_bytes
-from hpctrain.plan.serving.served_model import ReplicaLayout, ServedModel
-from hpctrain.plan.serving.serving_machine import EngineConstants, ServingMachine
+from hpctrain.plan.serving.serving_machine import ReplicaCase
 from hpctrain.plan.serving.step_time import IterationLoad, iteration_seconds
+from hpctrain.spec.serving_calibration import ServingEngineCalibration
 
 ROUNDS = 6  # of the fixed point; it is damped and settles to 1e-3 in fewer
 
 OPEN_ROUNDS = 24  # of an open loop's, which is slower near saturation
-
-
-@dataclass(frozen=True)
-class ReplicaCase:
-    """One replica: model, GPU, layout and engine. All fields broadcast."""
-
-    served: ServedModel
-    gpu: ServingMachine
-    layout: ReplicaLayout
-    engine: EngineConstants
-
-    def seconds(self, load: IterationLoad) -> Array:
-        return iteration_seconds(self.served, self.gpu, self.layout, self.engine, load)
 
 
 @dataclass(frozen=True)
@@ -94,7 +81,7 @@ def closed_loop(case: ReplicaCase, load: ClosedLoad) -> Latencies:
     i, o = load.prompt_tokens, np.maximum(load.output_tokens, 1.0)
     first = case.engine.prompts_first
     counted = i + o * case.engine.reserved_output
-    room = largest_batch(case.served, case.gpu, case.layout, case.engine, counted)
+    room = largest_batch(case, counted)
     held = np.minimum(load.streams, np.maximum(1.0, room))
     context = i + o / 2
     group = np.clip(case.engine.token_budget * case.layout.dp / i, 1.0, held)
@@ -106,7 +93,7 @@ def closed_loop(case: ReplicaCase, load: ClosedLoad) -> Latencies:
     decoding = np.asarray(held * 0.8, dtype=float)
     for _ in range(ROUNDS):
         busy = IterationLoad(0.0, 0.0, np.maximum(decoding, 1.0), context, load.drafted_tokens)
-        pure = case.seconds(busy)
+        pure = iteration_seconds(case, busy)
         mixed = prompt_seconds(case, i, busy, pure)
         prompt = first * grouped_prompt_seconds(case, i, ranks) + (1 - first) * mixed
         met = np.maximum(0.0, held - 1 - before) * decoding / held
@@ -142,11 +129,11 @@ def open_loop(case: ReplicaCase, load: OpenLoad) -> Latencies:
     """
     i, o = load.prompt_tokens, np.maximum(load.output_tokens, 1.0)
     counted = i + o * case.engine.reserved_output
-    room = np.maximum(1.0, largest_batch(case.served, case.gpu, case.layout, case.engine, counted))
+    room = np.maximum(1.0, largest_batch(case, counted))
     decoding = np.minimum(room, 8.0)
     for _ in range(OPEN_ROUNDS):
         busy = IterationLoad(0.0, 0.0, decoding, i + o / 2)
-        pure = case.seconds(busy)
+        pure = iteration_seconds(case, busy)
         prompt = prompt_seconds(case, i, busy, pure)
         tpot = pure / (1 - np.minimum(0.9, load.rate * prompt))
         wanted = np.clip(load.rate * o * tpot, 1.0, room)
@@ -167,7 +154,7 @@ def first_token_seconds(case: ReplicaCase, load: ClosedLoad, pure: Array) -> Arr
     return server + waited * pure
 
 
-def kept_tokens(engine: EngineConstants, drafted: Array) -> Array:
+def kept_tokens(engine: ServingEngineCalibration, drafted: Array) -> Array:
     """Return the tokens that a sequence gains in one iteration in the mean.
 
     Each of n drafted tokens is kept with probability a if those before it were: 1 + a + ... + a^n
@@ -191,18 +178,18 @@ def disaggregated(
     i, o = load.prompt_tokens, np.maximum(load.output_tokens, 1.0)
     context = i + o / 2
     counted = i + o * decode.engine.reserved_output
-    room = largest_batch(decode.served, decode.gpu, decode.layout, decode.engine, counted)
+    room = largest_batch(decode, counted)
     each = np.minimum(load.streams / decoders, np.maximum(1.0, room))
     kept = kept_tokens(decode.engine, load.drafted_tokens)
     idle = IterationLoad(0.0, 0.0, 0.0, context)
-    prompt = prompt_seconds(prefill, i, idle, prefill.seconds(idle), prompts=1.0)
+    prompt = prompt_seconds(prefill, i, idle, iteration_seconds(prefill, idle), prompts=1.0)
     dense = dense_prompt_seconds(prefill, i)
     sent = sequence_bytes(prefill.served, prefill.layout, i) / prefill.gpu.links.network_bandwidth
     alone = first_token_seconds(decode, load, 0.0) + prompt + sent + decode.engine.handover_seconds
     decoding = np.asarray(each, dtype=float)
     for _ in range(ROUNDS):
         busy = IterationLoad(0.0, 0.0, np.maximum(decoding, 1.0), context, load.drafted_tokens)
-        pure = decode.seconds(busy)
+        pure = iteration_seconds(decode, busy)
         tpot = pure / kept
         free = alone + o * tpot  # of a stream that waits for nobody
         cycle = np.maximum(free, load.streams * dense / prefillers)
@@ -235,8 +222,9 @@ def prompt_seconds(
     attention data parallel ranks share them; each one is computed by one rank.
     """
     chunk = np.minimum(tokens, case.engine.token_budget)
-    mixed = case.seconds(
-        replace(busy, prefill_tokens=chunk, prefill_context_tokens=tokens / 2, prompts=prompts)
+    mixed = iteration_seconds(
+        case,
+        replace(busy, prefill_tokens=chunk, prefill_context_tokens=tokens / 2, prompts=prompts),
     )
     return tokens / chunk * (mixed - pure)
 
@@ -248,11 +236,11 @@ def grouped_prompt_seconds(case: ReplicaCase, tokens: Array, prompts: Array) -> 
     """
     together = tokens * prompts
     chunk = np.minimum(together, case.engine.token_budget * case.layout.dp)
-    alone = case.seconds(IterationLoad(chunk, tokens / 2, 0.0, 0.0, prompts=prompts))
+    alone = iteration_seconds(case, IterationLoad(chunk, tokens / 2, 0.0, 0.0, prompts=prompts))
     return alone * together / chunk / prompts
 
 
 def dense_prompt_seconds(case: ReplicaCase, tokens: Array) -> Array:
     """Return a prompt's share of an iteration that is full of prompts on every attention rank."""
     full = np.maximum(tokens, case.engine.token_budget * case.layout.dp)
-    return tokens / full * case.seconds(IterationLoad(full, tokens / 2, 0.0, 0.0))
+    return tokens / full * iteration_seconds(case, IterationLoad(full, tokens / 2, 0.0, 0.0))

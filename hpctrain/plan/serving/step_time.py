@@ -10,7 +10,7 @@ differs at small batches has constants of its own, which `bench/calibrate_servin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from hpctrain.plan.serving.served_model import (
     block_weights,
     layout_case,
 )
-from hpctrain.plan.serving.serving_machine import EngineConstants, ServingMachine
+from hpctrain.plan.serving.serving_machine import ReplicaCase, ServingMachine
 
 SHARPNESS = 2.0  # of the roofline: seconds of compute and of reading add up as this norm
 
@@ -69,89 +69,74 @@ class IterationLoad:
         return self.rank_prefill_tokens(layout) + self.decode_tokens / layout.dp
 
 
-def iteration_seconds(
-    served: ServedModel,
-    gpu: ServingMachine,
-    layout: ReplicaLayout,
-    engine: EngineConstants,
-    load: IterationLoad,
-) -> Array:
+def iteration_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
     """Price one iteration of a replica.
 
     With a pipeline, pp micro-batches are under way and a token passes all stages: the seconds are
     those from one token of a sequence to its next.
     """
-    part = IterationLoad(
-        load.prefill_tokens / layout.pp,
-        load.prefill_context_tokens,
-        load.decode_sequences / layout.pp,
-        load.decode_context_tokens,
-        load.drafted_tokens,
-        load.prompts,
+    served, layout, engine = case.served, case.layout, case.engine
+    part = replace(
+        load,
+        prefill_tokens=load.prefill_tokens / layout.pp,
+        decode_sequences=load.decode_sequences / layout.pp,
     )
     shape = served.shape
     blocks = (
-        shape.attention_blocks * attention_seconds(served, gpu, layout, engine, part)
-        + served.recurrent_blocks * recurrent_seconds(served, gpu, layout, engine, part)
-        + shape.mamba_blocks * mamba_seconds(served, gpu, layout, engine, part)
-        + shape.mlp_blocks * mlp_seconds(served, gpu, layout, engine, part)
-        + shape.moe_blocks * moe_seconds(served, gpu, layout, engine, part)
+        shape.attention_blocks * attention_seconds(case, part)
+        + served.recurrent_blocks * recurrent_seconds(case, part)
+        + shape.mamba_blocks * mamba_seconds(case, part)
+        + shape.mlp_blocks * mlp_seconds(case, part)
+        + shape.moe_blocks * moe_seconds(case, part)
     )
-    hops = (layout.pp - 1) * message_seconds(gpu, layout, engine, part.tokens * shape.hidden, 2.0)
+    hops = (layout.pp - 1) * message_seconds(case, part.tokens * shape.hidden, 2.0)
     # attention data parallel ranks schedule and sample their own sequences
     own = engine.iteration_seconds + engine.sequence_seconds * load.decode_sequences / layout.dp
     # a draft is one more block of the model and the output matrix again, for each drafted token
     drafting = np.asarray(load.drafted_tokens) / np.maximum(shape.layers, 1)
-    head = head_seconds(served, gpu, layout, engine, part) * (1 + np.asarray(load.drafted_tokens))
+    head = head_seconds(case, part) * (1 + np.asarray(load.drafted_tokens))
     computed = blocks * (1 + drafting) + hops + head
-    return np.maximum(computed, launching_seconds(served, gpu, engine, part)) + own
+    return np.maximum(computed, launching_seconds(case, part)) + own
 
 
 def product_seconds(
-    gpu: ServingMachine,
-    engine: EngineConstants,
-    rows: Array,
-    weights: Array,
-    bytes_each: Array,
-    operands: Array,
+    case: ReplicaCase, rows: Array, weights: Array, bytes_each: Array, operands: Array
 ) -> Array:
     """Price products of `rows` with a matrix of `weights`, which is read once.
 
     Between compute and reading the slower one counts, rounded off where they are alike.
     """
+    gpu = case.gpu
     reading = weights * bytes_each / gpu.memory_bandwidth / stream_share(gpu, operands)
-    rate = product_rate(gpu, operands) * engine.product_speed
+    rate = product_rate(gpu, operands) * case.engine.product_speed
     return roofline(2.0 * rows * weights / rate, reading)
 
 
 def grouped_seconds(
-    gpu: ServingMachine,
-    engine: EngineConstants,
-    rows: Array,
-    weights: Array,
-    bytes_each: Array,
-    operands: Array,
+    case: ReplicaCase, rows: Array, weights: Array, bytes_each: Array, operands: Array
 ) -> Array:
     """Price the products of several experts at once, with kernels of their own."""
-    expanded = gpu.grouped_expanded * engine.expanded_speed
-    eight = gpu.grouped_8
-    share = of_operands(operands, (gpu.grouped_16, eight, eight, gpu.grouped_4, expanded))
+    gpu, own = case.gpu, case.gpu.shares
+    expanded = own.grouped_expanded * case.engine.expanded_speed
+    eight = own.grouped_8
+    share = of_operands(operands, (own.grouped_16, eight, eight, own.grouped_4, expanded))
     reading = weights * bytes_each / (gpu.memory_bandwidth * share)
-    rate = product_rate(gpu, operands) * gpu.grouped_product * engine.product_speed
+    rate = product_rate(gpu, operands) * own.grouped_product * case.engine.product_speed
     return roofline(2.0 * rows * weights / rate, reading)
 
 
 def product_rate(gpu: ServingMachine, operands: Array) -> Array:
     """Return the FLOP/s of large products; expanded weights are multiplied in 16 bits."""
-    wide, eight = gpu.peak_16 * gpu.product_16, gpu.peak_8 * gpu.product_8
-    blocks, four = gpu.peak_8 * gpu.product_blocks, gpu.peak_4 * gpu.product_4
+    own = gpu.shares
+    wide, eight = gpu.peak_16 * own.product_16, gpu.peak_8 * own.product_8
+    blocks, four = gpu.peak_8 * own.product_blocks, gpu.peak_4 * own.product_4
     return of_operands(operands, (wide, eight, blocks, four, wide))
 
 
 def stream_share(gpu: ServingMachine, operands: Array) -> Array:
     """Return the share of the memory bandwidth at which products read their weights."""
-    eight = gpu.stream_8
-    return of_operands(operands, (gpu.stream_16, eight, eight, gpu.stream_4, gpu.stream_expanded))
+    own, eight = gpu.shares, gpu.shares.stream_8
+    return of_operands(operands, (own.stream_16, eight, eight, own.stream_4, own.stream_expanded))
 
 
 def of_operands(operands: Array, values: tuple[Array, ...]) -> Array:
@@ -166,40 +151,27 @@ def roofline(first: Array, second: Array) -> Array:
     return (np.asarray(first) ** SHARPNESS + np.asarray(second) ** SHARPNESS) ** (1 / SHARPNESS)
 
 
-def attention_seconds(
-    served: ServedModel,
-    gpu: ServingMachine,
-    layout: ReplicaLayout,
-    engine: EngineConstants,
-    load: IterationLoad,
-) -> Array:
+def attention_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
     """Price one attention block: projections, cache, prompts' attention, the sum over ranks."""
-    shape, rows = served.shape, load.rank_tokens(layout)
-    projections = projection_seconds(
-        served, gpu, engine, rows, block_weights(served, layout).attention
-    )
+    served, engine = case.served, case.engine
+    shape, rows = served.shape, load.rank_tokens(case.layout)
     latent = np.asarray(shape.mla) > 0
     indexer = np.where(np.asarray(served.sparse_keys) > 0, engine.indexer_seconds, 0.0)
     plain = np.where(latent, engine.latent_seconds, engine.attention_seconds)
-    least = least_seconds(engine, gpu, plain, served.attention_operands)
-    message = message_seconds(gpu, layout, engine, rows * shape.hidden, 2.0)
     return (
-        projections
-        + cached_seconds(served, gpu, layout, load)
-        + prompt_attention_seconds(served, gpu, layout, load)
-        + least
-        + indexer * gpu.block_pace
-        + message
+        projection_seconds(case, rows, block_weights(served, case.layout).attention)
+        + cached_seconds(case, load)
+        + prompt_attention_seconds(case, load)
+        + least_seconds(case, plain, served.attention_operands)
+        + indexer * case.gpu.shares.block_pace
+        + message_seconds(case, rows * shape.hidden, 2.0)
     )
 
 
-def projection_seconds(
-    served: ServedModel, gpu: ServingMachine, engine: EngineConstants, rows: Array, weights: Array
-) -> Array:
+def projection_seconds(case: ReplicaCase, rows: Array, weights: Array) -> Array:
     """Price the products before and behind attention or a recurrence of one block."""
-    return product_seconds(
-        gpu, engine, rows, weights, served.attention_bytes, served.attention_operands
-    )
+    served = case.served
+    return product_seconds(case, rows, weights, served.attention_bytes, served.attention_operands)
 
 
 def visible_keys(served: ServedModel, tokens: Array) -> Array:
@@ -211,144 +183,106 @@ def visible_keys(served: ServedModel, tokens: Array) -> Array:
     return shape.window_share * window + (1 - shape.window_share) * whole
 
 
-def cached_seconds(
-    served: ServedModel, gpu: ServingMachine, layout: ReplicaLayout, load: IterationLoad
-) -> Array:
+def cached_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
     """Price decoding sequences' attention in one block: reading their part of the cache once.
 
     Latent attention computes with the latent vectors (absorbed form, DeepSeek-V2 section 2.1.3):
     all heads read the same vector, so that operations count beside bytes. A cache of 8 bits is
     multiplied in 8 bits.
     """
+    served, gpu, layout = case.served, case.gpu, case.layout
     shape = served.shape
     keys = load.decode_sequences / layout.dp * visible_keys(served, load.decode_context_tokens)
     read = keys * block_token_bytes(served, layout)
-    seconds = read / (gpu.memory_bandwidth * gpu.cache_stream)
+    seconds = read / (gpu.memory_bandwidth * gpu.shares.cache_stream)
     rows = 1 + np.asarray(load.drafted_tokens)
     flops = 2.0 * rows * keys * shape.heads / layout.tp * (2 * shape.kv_rank + shape.rope_dim)
     peak = np.where(np.asarray(served.cache_bytes) < 2, gpu.peak_8, gpu.peak_16)
-    computed = flops / (peak * gpu.attention_share)
+    computed = flops / (peak * gpu.shares.attention_share)
     return np.where(np.asarray(shape.mla) > 0, roofline(seconds, computed), seconds)
 
 
-def prompt_attention_seconds(
-    served: ServedModel, gpu: ServingMachine, layout: ReplicaLayout, load: IterationLoad
-) -> Array:
+def prompt_attention_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
     """Price attention of prompt tokens in one block: two products per pair and head."""
-    shape = served.shape
-    keys = visible_keys(served, load.prefill_context_tokens)
-    pairs = load.rank_prefill_tokens(layout) * keys * shape.heads / layout.tp
-    return 2.0 * pairs * (shape.qk_dim + shape.value_dim) / (gpu.peak_16 * gpu.attention_share)
+    shape, gpu = case.served.shape, case.gpu
+    keys = visible_keys(case.served, load.prefill_context_tokens)
+    pairs = load.rank_prefill_tokens(case.layout) * keys * shape.heads / case.layout.tp
+    rate = gpu.peak_16 * gpu.shares.attention_share
+    return 2.0 * pairs * (shape.qk_dim + shape.value_dim) / rate
 
 
-def recurrent_seconds(
-    served: ServedModel,
-    gpu: ServingMachine,
-    layout: ReplicaLayout,
-    engine: EngineConstants,
-    load: IterationLoad,
-) -> Array:
+def recurrent_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
     """Price one linear attention block: projections, and each sequence's state in and out."""
-    shape, rows = served.shape, load.rank_tokens(layout)
-    projections = projection_seconds(
-        served, gpu, engine, rows, block_weights(served, layout).recurrent
-    )
+    served, layout = case.served, case.layout
+    rows = load.rank_tokens(layout)
     moved = 2.0 * load.decode_sequences / layout.dp * served.recurrent_state / layout.tp
-    state = moved / (gpu.memory_bandwidth * gpu.cache_stream)
-    message = message_seconds(gpu, layout, engine, rows * shape.hidden, 2.0)
-    least = least_seconds(engine, gpu, engine.recurrent_seconds, served.attention_operands)
-    return projections + state + least + message
+    return (
+        projection_seconds(case, rows, block_weights(served, layout).recurrent)
+        + moved / (case.gpu.memory_bandwidth * case.gpu.shares.cache_stream)
+        + least_seconds(case, case.engine.recurrent_seconds, served.attention_operands)
+        + message_seconds(case, rows * served.shape.hidden, 2.0)
+    )
 
 
-def mamba_seconds(
-    served: ServedModel,
-    gpu: ServingMachine,
-    layout: ReplicaLayout,
-    engine: EngineConstants,
-    load: IterationLoad,
-) -> Array:
+def mamba_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
     """Price one Mamba-2 block: projections, and each sequence's fp32 state in and out."""
+    served, layout = case.served, case.layout
     shape, rows = served.shape, load.rank_tokens(layout)
-    projections = projection_seconds(served, gpu, engine, rows, block_weights(served, layout).mamba)
     state = 4.0 * shape.mamba_inner * shape.mamba_state / layout.tp
     moved = 2.0 * load.decode_sequences / layout.dp * state
-    message = message_seconds(gpu, layout, engine, rows * shape.hidden, 2.0)
-    least = least_seconds(engine, gpu, engine.recurrent_seconds, served.attention_operands)
-    kept = moved / (gpu.memory_bandwidth * gpu.cache_stream)
-    return projections + kept + least + message
-
-
-def mlp_seconds(
-    served: ServedModel,
-    gpu: ServingMachine,
-    layout: ReplicaLayout,
-    engine: EngineConstants,
-    load: IterationLoad,
-) -> Array:
-    """Price one dense MLP block, split over all ranks of the group."""
-    weights = block_weights(served, layout).mlp
-    products = product_seconds(
-        gpu, engine, load.tokens, weights, served.mlp_bytes, served.mlp_operands
+    return (
+        projection_seconds(case, rows, block_weights(served, layout).mamba)
+        + moved / (case.gpu.memory_bandwidth * case.gpu.shares.cache_stream)
+        + least_seconds(case, case.engine.recurrent_seconds, served.attention_operands)
+        + message_seconds(case, rows * shape.hidden, 2.0)
     )
-    message = group_seconds(served, gpu, layout, engine, load)
-    least = least_seconds(engine, gpu, engine.mlp_seconds, served.mlp_operands)
-    return products + least + message
 
 
-def moe_seconds(
-    served: ServedModel,
-    gpu: ServingMachine,
-    layout: ReplicaLayout,
-    engine: EngineConstants,
-    load: IterationLoad,
-) -> Array:
+def mlp_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
+    """Price one dense MLP block, split over all ranks of the group."""
+    served = case.served
+    weights = block_weights(served, case.layout).mlp
+    return (
+        product_seconds(case, load.tokens, weights, served.mlp_bytes, served.mlp_operands)
+        + least_seconds(case, case.engine.mlp_seconds, served.mlp_operands)
+        + group_seconds(case, load)
+    )
+
+
+def moe_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
     """Price one block of experts: shared ones and router, routed ones, the exchange of tokens.
 
     Only experts that some token chose are read. With uniform choices of k of E experts that is
     E (1 - (1 - k / E)^T) of T tokens; as tokens choose alike, T counts in part. The rank with the
     most rows sets the pace of the others.
     """
+    served, layout, engine = case.served, case.layout, case.engine
     shape, own = served.shape, block_weights(served, layout)
     rows = load.tokens
-    shared = product_seconds(gpu, engine, rows, own.shared, served.mlp_bytes, served.mlp_operands)
     alone = 1.0 + (rows - 1.0) * engine.expert_variety
     chosen = 1.0 - (1.0 - np.minimum(1.0, shape.top_k / shape.experts)) ** alone
     mine = shape.experts / layout.ep
     busiest = np.where(np.asarray(layout.ep) > 1, engine.expert_imbalance, 1.0)
-    touched = np.minimum(mine, mine * chosen * busiest)
+    touched = np.minimum(mine, mine * chosen * busiest) * own.expert
     each = rows * shape.top_k / shape.experts * busiest / np.maximum(chosen, 1e-12)
-    routed = grouped_seconds(
-        gpu, engine, each, touched * own.expert, served.expert_bytes, served.expert_operands
+    return (
+        product_seconds(case, rows, own.shared, served.mlp_bytes, served.mlp_operands)
+        + grouped_seconds(case, each, touched, served.expert_bytes, served.expert_operands)
+        + least_seconds(case, engine.expert_seconds, served.expert_operands)
+        + exchange_seconds(case, load)
     )
-    least = least_seconds(engine, gpu, engine.expert_seconds, served.expert_operands)
-    message = exchange_seconds(served, gpu, layout, engine, load)
-    return shared + routed + least + message
 
 
-def group_seconds(
-    served: ServedModel,
-    gpu: ServingMachine,
-    layout: ReplicaLayout,
-    engine: EngineConstants,
-    load: IterationLoad,
-) -> Array:
+def group_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
     """Price the messages around an MLP or MoE block: an all-reduce over the whole group.
 
     With attention data parallel ranks that is the gather of all their tokens before and the
     scatter of sums behind, which move as much.
     """
-    numbers = load.tokens * served.shape.hidden
-    whole = ReplicaLayout(tp=layout.group)
-    return message_seconds(gpu, whole, engine, numbers, 2.0)
+    return message_seconds(_over_the_group(case), load.tokens * case.served.shape.hidden, 2.0)
 
 
-def exchange_seconds(
-    served: ServedModel,
-    gpu: ServingMachine,
-    layout: ReplicaLayout,
-    engine: EngineConstants,
-    load: IterationLoad,
-) -> Array:
+def exchange_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
     """Price what a MoE block moves: the messages of a group, or less where experts are spread.
 
     With attention data parallel ranks a token goes to those ranks only that hold one of its k
@@ -356,84 +290,73 @@ def exchange_seconds(
     DeepSeek-V3, arXiv 2412.19437, section 3.2.2). It goes there in the format of the products and
     comes back in 16 bits.
     """
-    whole = group_seconds(served, gpu, layout, engine, load)
+    served, layout = case.served, case.layout
+    whole = group_seconds(case, load)
     ranks = np.maximum(1.0, np.asarray(layout.ep, dtype=float))
     reached = ranks * (1 - (1 - 1 / ranks) ** served.shape.top_k)
     each = load.rank_tokens(layout) * reached * served.shape.hidden
     there = of_operands(served.expert_operands, (2.0, 1.0, 1.0, 0.5625, 2.0))
-    whole_group = ReplicaLayout(tp=layout.group)
-    spread = message_seconds(gpu, whole_group, engine, each, (there + 2.0) / 2)
+    spread = message_seconds(_over_the_group(case), each, (there + 2.0) / 2)
     apart = (np.asarray(layout.dp) > 1) & (np.asarray(layout.ep) > 1)
     return np.where(apart, np.minimum(whole, spread), whole)
 
 
-def message_seconds(
-    gpu: ServingMachine,
-    layout: ReplicaLayout,
-    engine: EngineConstants,
-    numbers: Array,
-    width: Array,
-) -> Array:
+def _over_the_group(case: ReplicaCase) -> ReplicaCase:
+    """The case with all ranks of a pipeline stage as one tensor parallel group."""
+    return replace(case, layout=ReplicaLayout(tp=case.layout.group))
+
+
+def message_seconds(case: ReplicaCase, numbers: Array, width: Array) -> Array:
     """Price an all-reduce of `numbers` of `width` bytes over tp ranks.
 
     A least time that grows with the doublings of ranks, and 2 (n - 1) / n of the bytes, as in the
     training cost model (`hpctrain.plan.cost.links`), whose network counts where the ranks are in
     several NVLink domains and which is the slower part.
     """
-    size = np.asarray(layout.tp, dtype=float)
-    case = layout_case(NO_SHAPE, layout, gpu.links)
-    inside = links.members_inside(case, size, 1)
+    gpu, engine = case.gpu, case.engine
+    size = np.asarray(case.layout.tp, dtype=float)
+    linked = layout_case(NO_SHAPE, case.layout, gpu.links)
+    inside = links.members_inside(linked, size, 1)
     domains = size / inside
-    near = (size - 1) / size / (gpu.links.nvlink_bandwidth * gpu.message_share)
-    far = (domains - 1) / domains / (inside * links.network(case))
+    near = (size - 1) / size / (gpu.links.nvlink_bandwidth * gpu.shares.message_share)
+    far = (domains - 1) / domains / (inside * links.network(linked))
     moving = 2.0 * width * numbers * np.maximum(near, far)
     doublings = np.log2(np.maximum(size, 1))
     least = engine.message_seconds + engine.message_hop_seconds * (doublings - 1)
-    return np.where(size > 1, least * gpu.message_pace + moving, 0.0)
+    return np.where(size > 1, least * gpu.shares.message_pace + moving, 0.0)
 
 
-def least_seconds(
-    engine: EngineConstants, gpu: ServingMachine, seconds: Array, operands: Array
-) -> Array:
+def least_seconds(case: ReplicaCase, seconds: Array, operands: Array) -> Array:
     """Price a block's kernels at least, of which those without quantisation take `seconds`.
 
     Operands with a scale for each block of 128 need kernels of their own that quantise them.
     """
-    scaled = np.where(np.asarray(operands) == EIGHT_BLOCKS, engine.scaling_seconds, 0.0)
-    return np.asarray((seconds + scaled) * gpu.block_pace, dtype=np.float64)
+    scaled = np.where(np.asarray(operands) == EIGHT_BLOCKS, case.engine.scaling_seconds, 0.0)
+    return np.asarray((seconds + scaled) * case.gpu.shares.block_pace, dtype=np.float64)
 
 
-def launching_seconds(
-    served: ServedModel, gpu: ServingMachine, engine: EngineConstants, load: IterationLoad
-) -> Array:
+def launching_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
     """Price launching all kernels one by one, where prompts rule out CUDA graphs; else 0.
 
     In proportion to their number, as their least times are. The processor launches ahead of the
     GPU, so that the longer of both counts.
     """
+    served, engine = case.served, case.engine
     shape = served.shape
     plain = np.where(np.asarray(shape.mla) > 0, engine.latent_seconds, engine.attention_seconds)
     recurrent = served.recurrent_blocks + shape.mamba_blocks
     least = (
-        shape.attention_blocks * least_seconds(engine, gpu, plain, served.attention_operands)
-        + recurrent
-        * least_seconds(engine, gpu, engine.recurrent_seconds, served.attention_operands)
-        + shape.mlp_blocks * least_seconds(engine, gpu, engine.mlp_seconds, served.mlp_operands)
-        + shape.moe_blocks
-        * least_seconds(engine, gpu, engine.expert_seconds, served.expert_operands)
+        shape.attention_blocks * least_seconds(case, plain, served.attention_operands)
+        + recurrent * least_seconds(case, engine.recurrent_seconds, served.attention_operands)
+        + shape.mlp_blocks * least_seconds(case, engine.mlp_seconds, served.mlp_operands)
+        + shape.moe_blocks * least_seconds(case, engine.expert_seconds, served.expert_operands)
     )
     launched = np.where(np.asarray(load.prefill_tokens) > 0, engine.eager_factor * least, 0.0)
     return np.asarray(launched, dtype=np.float64)
 
 
-def head_seconds(
-    served: ServedModel,
-    gpu: ServingMachine,
-    layout: ReplicaLayout,
-    engine: EngineConstants,
-    load: IterationLoad,
-) -> Array:
+def head_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
     """Price the output matrix, in 16 bits: one row per sequence that makes a token."""
-    rows = np.maximum(1.0, load.decode_sequences / layout.dp)
-    weights = block_weights(served, layout).table
-    return product_seconds(gpu, engine, rows, weights, served.head_bytes, WIDE)
+    rows = np.maximum(1.0, load.decode_sequences / case.layout.dp)
+    weights = block_weights(case.served, case.layout).table
+    return product_seconds(case, rows, weights, case.served.head_bytes, WIDE)

@@ -20,10 +20,9 @@ from typing import get_args
 
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.plan.serving.traffic import Lengths, Traffic
-from hpctrain.serving.load.load_test import LoadPlan, run_load_test
 from hpctrain.serving.load.measurement import MeasuredLatency, Measurement, RequestRecord
 from hpctrain.serving.load.prompts import Interface, PromptStyle
-from hpctrain.serving.load.sending import LoadTarget
+from hpctrain.serving.load.sending import LoadPlan, LoadTarget, run_load_test
 from hpctrain.serving.load.trace_file import read_trace
 
 _REFUSED_EXIT_CODE = 7

@@ -20,10 +20,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.serving.traffic import Floats, Requests
+from hpctrain.plan.serving.traffic import Floats, Requests, Traffic, draw_requests
 from hpctrain.serving.load.answers import AnswerError, StreamedAnswer
-from hpctrain.serving.load.measurement import ClientUse, FailureKind, RequestRecord
+from hpctrain.serving.load.measurement import ClientUse, FailureKind, Measurement, RequestRecord
 from hpctrain.serving.load.prompts import PromptStyle, request_body
+from hpctrain.serving.load.summary import summarize
 
 if TYPE_CHECKING:
     import aiohttp
@@ -47,6 +48,20 @@ class LoadTarget:
 
 
 @dataclass(frozen=True)
+class LoadPlan:
+    """What is sent: `requests` of the traffic at `rate` per second.
+
+    Those planned in the first `warm_up_seconds` are not counted. The same seed sends the same.
+    """
+
+    traffic: Traffic
+    rate: float
+    requests: int = 10_000
+    warm_up_seconds: float = 10.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class LoadResult:
     """All requests in the order in which they were planned, and what the client used for them.
 
@@ -56,6 +71,25 @@ class LoadResult:
     records: tuple[RequestRecord, ...]
     use: ClientUse
     began_seconds: float
+
+
+def run_load_test(
+    target: LoadTarget,
+    style: PromptStyle,
+    plan: LoadPlan,
+    *,
+    name: str = "load",
+    on_record: Callable[[RequestRecord], None] | None = None,
+) -> Measurement:
+    """Send the load and measure it; `on_record` gets each request as it ends.
+
+    Blocks until the last answer. Raises HpctrainError if the HTTP library is not installed.
+    """
+    require_client()
+    requests = draw_requests(plan.traffic, plan.requests, plan.seed)
+    planned = requests.arrivals(plan.rate)
+    result = send_requests(target, style, requests, planned, name=name, on_record=on_record)
+    return summarize(target, plan, result)
 
 
 def send_requests(
@@ -120,9 +154,9 @@ class _LoadRun:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=self._target.timeout_seconds)
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, ssl=self._tls()
-        )
+        ca = self._target.ca_path
+        tls = True if ca is None else ssl.create_default_context(cafile=ca)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, ssl=tls)
         headers = {"Content-Type": "application/json"}
         if self._target.token is not None:
             headers["Authorization"] = f"Bearer {self._target.token}"
@@ -139,11 +173,6 @@ class _LoadRun:
         records = tuple(record for record in self._records if record is not None)
         use = ClientUse(cpu_share, tuple(self._lags), self._most_outstanding)
         return LoadResult(records, use, self._began)
-
-    def _tls(self) -> ssl.SSLContext | bool:
-        if self._target.ca_path is None:
-            return True
-        return ssl.create_default_context(cafile=self._target.ca_path)
 
     async def _send_all(self, session: aiohttp.ClientSession) -> None:
         tasks: set[asyncio.Task[None]] = set()

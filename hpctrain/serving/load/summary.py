@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hpctrain.serving.load.measurement import (
     ClientLoad,
@@ -23,6 +23,9 @@ from hpctrain.serving.load.measurement import (
 )
 from hpctrain.serving.load.order_statistics import sample_at, sample_quantile
 
+if TYPE_CHECKING:
+    from hpctrain.serving.load.sending import LoadPlan, LoadResult, LoadTarget
+
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 _NAMED_FAILURES = 20
 # A client above this share of its core queues by itself: waiting grows as 1 / (1 - share).
@@ -32,38 +35,25 @@ MOST_CPU_SHARE = 0.8
 _LATE_SECONDS, _LATE_SHARE = 0.005, 0.1
 
 
-@dataclass(frozen=True)
-class LoadAsked:
-    """What a load test was asked to do, as the measurement repeats it."""
-
-    url: str
-    model: str
-    rate: float
-    burstiness: float
-    seed: int
-    warm_up_seconds: float
-    began_seconds: float = 0.0
-
-
-def summarize(asked: LoadAsked, records: Sequence[RequestRecord], use: ClientUse) -> Measurement:
+def summarize(target: LoadTarget, plan: LoadPlan, result: LoadResult) -> Measurement:
     """Measure the requests that were planned after the warm-up, in the order of their plan."""
-    ordered = sorted(records, key=lambda record: record.planned_seconds)
-    counted = [one for one in ordered if one.planned_seconds >= asked.warm_up_seconds]
+    ordered = sorted(result.records, key=lambda record: record.planned_seconds)
+    counted = [one for one in ordered if one.planned_seconds >= plan.warm_up_seconds]
     answered = [one for one in counted if one.failure is None]
     ends = [one.last_token_seconds or one.planned_seconds for one in counted]
-    duration = max(ends, default=0.0) - asked.warm_up_seconds
+    duration = max(ends, default=0.0) - plan.warm_up_seconds
     quantiles = tuple(_quantiles(counted))
-    client = _client_load(counted, use)
+    client = _client_load(counted, result.use)
     return Measurement(
-        url=asked.url,
-        model=asked.model,
-        began_seconds=asked.began_seconds,
-        rate=asked.rate,
-        burstiness=asked.burstiness,
-        seed=asked.seed,
-        requests=len(records),
+        url=target.url,
+        model=target.model,
+        began_seconds=result.began_seconds,
+        rate=plan.rate,
+        burstiness=plan.traffic.burstiness,
+        seed=plan.seed,
+        requests=len(result.records),
         counted=len(counted),
-        warm_up_seconds=asked.warm_up_seconds,
+        warm_up_seconds=plan.warm_up_seconds,
         duration_seconds=max(0.0, duration),
         answered_rate=len(answered) / duration if duration > 0 else 0.0,
         prompt_tokens_mean=_mean(one.prompt_tokens for one in counted),

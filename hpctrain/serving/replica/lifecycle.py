@@ -65,7 +65,8 @@ class Replica:
         """Return the exit code of the task, whose end is recorded by then."""
         try:
             self._life.enter("loading")
-            weights = self._weights()
+            source, place = self._config.start.model_path, self._config.stage_directory
+            weights = weights_of(source, place, self._environment, self._life.beat)
             if self._asked() is not None:
                 return self._leave_startup()
             if self._life.launch.leads:
@@ -172,10 +173,6 @@ class Replica:
         return self._life.left(f"task {launch.rank} followed the first one", self._stop.name)
 
     # -- parts -------------------------------------------------------------------------------
-
-    def _weights(self) -> Weights:
-        source, place = self._config.start.model_path, self._config.stage_directory
-        return weights_of(source, place, self._environment, self._life.beat)
 
     def _start(self, weights: Weights, port: int) -> None:
         """Start this node's engine process."""

@@ -36,7 +36,7 @@ from hpctrain.serving.router.decide import (
 from hpctrain.serving.router.endpoints import EndpointReader
 from hpctrain.serving.router.greedy_answers import NoAnswerError, difference_of
 from hpctrain.serving.router.replica_jobs import JobView, ReplicaJobs
-from hpctrain.serving.router.scaling import Load, Replicas, ScalingPolicy, Wanted, wanted_now
+from hpctrain.serving.router.scaling import Load, Replicas, Wanted, wanted_now
 from hpctrain.serving.router.traffic import TrafficWatch
 from hpctrain.store.epochs import is_superseded
 from hpctrain.store.run_records import read_record, write_record
@@ -83,7 +83,6 @@ class Controller:
         self._epoch, self._claimant = epoch, claimant
         self._ledger = ServiceLedger(service.ledger)
         self._endpoints = EndpointReader(service.endpoints)
-        self._policy = _policy(settings)
         self._zone = ZoneInfo(settings.scaling.time_zone)
         before = read_record(service.state, ServiceState)
         self._memory = before.scaling if before is not None else ScalingMemory()
@@ -132,13 +131,15 @@ class Controller:
             return
         now = clock.now()
         endpoints = self._endpoints.valid(now)
-        self._measure(endpoints)
+        loads = {name: (one.ready_since, one.load_seconds) for name, one in endpoints.items()}
+        self._loads |= loads
         if clock.monotonic() >= self._next_look:
             self._next_look = clock.monotonic() + self._settings.poll_seconds
             self._views = self._jobs.look()
         load = self._traffic.load({name: one.url for name, one in endpoints.items()}, now)
         if self._views is None:
-            self._write_state(now, self._last_replicas(), ("Slurm does not answer",))
+            last = self._written.replicas if self._written is not None else ()
+            self._write_state(now, last, ("Slurm does not answer",))
             return
         timing = self._timing(self._views, now)
         replicas = self._replicas(self._views, endpoints, now)
@@ -165,11 +166,6 @@ class Controller:
         return self.superseded
 
     # -- looking ---------------------------------------------------------------------------
-
-    def _measure(self, endpoints: dict[ReplicaName, Endpoint]) -> None:
-        """Remember how long replicas took to load."""
-        for name, endpoint in endpoints.items():
-            self._loads[name] = endpoint.ready_since, endpoint.load_seconds
 
     def _timing(self, views: tuple[JobView, ...], now: float) -> Timing:
         settings = self._settings
@@ -243,7 +239,7 @@ class Controller:
         live = {one.name.number for one in replicas if one.is_live}
         answering = {one.name.number for one in replicas if one.answers}
         wanted, self._memory = wanted_now(
-            self._policy,
+            self._settings.scaling,
             load,
             Replicas(len(live), len(answering)),
             self._memory,
@@ -376,9 +372,6 @@ class Controller:
             for one in replicas
         )
 
-    def _last_replicas(self) -> tuple[ReplicaState, ...]:
-        return self._written.replicas if self._written is not None else ()
-
     def _write_state(
         self,
         now: float,
@@ -409,20 +402,6 @@ class Controller:
                 return
         write_record(self._service.state, state, durable=False)
         self._written = state
-
-
-def _policy(settings: ServiceSettings) -> ScalingPolicy:
-    scaling = settings.scaling
-    return ScalingPolicy(
-        count=scaling.count,
-        spare=scaling.spare,
-        least=scaling.least,
-        most=scaling.most,
-        capacity_rate=scaling.capacity_rate,
-        hours=tuple(sorted(scaling.hours)),
-        react=scaling.react,
-        idle_seconds=scaling.idle_seconds,
-    )
 
 
 def _subject(action: Action) -> str:

@@ -37,6 +37,8 @@ from hpctrain.serving.router.http_head import (
     parse_request,
     parse_response,
 )
+from hpctrain.serving.router.programs import RETRY_AFTER_SECONDS
+from hpctrain.store.service_settings import RouterSettings
 
 _OPEN_PATHS = (b"/v1/", b"/tokenize", b"/detokenize", b"/rerank", b"/score", b"/pooling")
 _CLOSED_PATHS = (b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter")
@@ -81,10 +83,11 @@ class Gate:
     def __init__(self, settings: GateSettings, row: int) -> None:
         self.settings = settings
         self.counters = Counters(Path(settings.counters), row)
-        self.tokens = Tokens(Path(settings.token_file)) if settings.token_file else None
+        self.router = router = settings.router
+        self.tokens = Tokens(Path(router.token_file)) if router.token_file else None
         self.tls: ssl.SSLContext | None = None
-        if settings.certificate is not None and settings.key is not None:
-            self.tls = tls_context(Path(settings.certificate), Path(settings.key))
+        if router.certificate is not None and router.key is not None:
+            self.tls = tls_context(Path(router.certificate), Path(router.key))
         self.connections: set[ClientConnection] = set()
         self.leaving = False
 
@@ -111,23 +114,23 @@ class Gate:
 
     async def _refresh(self) -> None:
         """Read tokens and certificate again when their files change; the old ones hold if not."""
-        settings, known = self.settings, _times(self.settings)
+        router, known = self.router, _times(self.router)
         while True:
             await asyncio.sleep(_REFRESH_SECONDS)
             try:
                 if self.tokens is not None:
                     self.tokens.refresh()
-                times = _times(settings)
-                if self.tls is not None and times != known and settings.certificate is not None:
-                    load_certificate(self.tls, Path(settings.certificate), Path(settings.key or ""))
+                times = _times(router)
+                if self.tls is not None and times != known and router.certificate is not None:
+                    load_certificate(self.tls, Path(router.certificate), Path(router.key or ""))
                     known = times
             except HpctrainError as error:
                 say(str(error))
 
 
-def _times(settings: GateSettings) -> tuple[float, ...]:
+def _times(router: RouterSettings) -> tuple[float, ...]:
     found = []
-    for name in (settings.certificate, settings.key):
+    for name in (router.certificate, router.key):
         with contextlib.suppress(OSError):
             found.append(Path(name).stat().st_mtime if name else 0.0)
     return tuple(found)
@@ -236,7 +239,7 @@ class ClientConnection(asyncio.Protocol):
                 gate.counters.add(Count.DENIED)
                 return self._refuse(401, "a valid token is needed", "WWW-Authenticate: Bearer")
             client = found
-        rate = gate.settings.rate_limit
+        rate = gate.router.rate_limit
         if rate is not None:
             wait_seconds = gate.counters.too_fast(client, rate, time.monotonic())
             if wait_seconds is not None:
@@ -291,14 +294,14 @@ class ClientConnection(asyncio.Protocol):
 
     async def _answered(self, text: bytes, *, keeps: bool) -> Answer | None:
         """Ask the router, again while not a byte of an answer has gone out; None without one."""
-        settings = self._gate.settings
+        gate = self._gate
         pause_seconds, tries = _FIRST_PAUSE_SECONDS, 0
         deadline = time.monotonic() + _ROUTER_AWAY_SECONDS
         while True:
-            last = tries >= settings.retries
+            last = tries >= gate.router.retries
             answer = self.answer = Answer(self.transport, text, keeps=keeps, final=last)
             with contextlib.suppress(OSError):
-                await _connect(answer, settings.router_port)
+                await _connect(answer, gate.settings.router_port)
                 await asyncio.wait_for(answer.ended, _SILENT_SECONDS)
                 if answer.has_begun:
                     return answer
@@ -322,7 +325,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse_unready(self) -> None:
         self._gate.counters.add(Count.REFUSED)
-        after = f"Retry-After: {self._gate.settings.retry_after_seconds}"
+        after = f"Retry-After: {RETRY_AFTER_SECONDS}"
         self._refuse(503, "no replica is ready yet", after)
 
     def _refuse(self, status: int, message: str, *fields: str) -> None:

@@ -15,27 +15,22 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.store.service_settings import RouterSettings
 
 
 class GateSettings(BaseModel):
-    """The document that the processes of a gate read; paths are absolute, times in seconds.
+    """The document that the processes of a gate read; `drain_seconds` as in the service's own.
 
-    `router_port` is that of the router on the loopback device. `rate_limit`: requests per second of
-    one client. `retry_after_seconds`: what clients are told while no replica is ready.
+    `router_port` is that of the router on the loopback device, `counters` the file of its counts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    router: RouterSettings
     router_port: int
     counters: str
-    certificate: str | None = None
-    key: str | None = None
-    token_file: str | None = None
-    rate_limit: float | None = None
-    retries: int = 2
-    retry_after_seconds: int = 5
-    most_body_bytes: int = 64 * 2**20
     drain_seconds: float = 60.0
+    most_body_bytes: int = 64 * 2**20
 
 
 class Tokens:

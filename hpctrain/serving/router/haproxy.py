@@ -24,11 +24,11 @@ from hpctrain.serving.router.haproxy_config import (
     LIMITED,
     REFUSED,
     HaproxyFiles,
-    HaproxyLimits,
     configuration,
     place_names,
 )
-from hpctrain.serving.router.programs import Child, Counts, Front, listen
+from hpctrain.serving.router.programs import Child, Counts, Place, listen
+from hpctrain.store.service_settings import ServiceSettings
 
 _CALL_SECONDS = 5.0
 _START_SECONDS = 30.0
@@ -40,16 +40,10 @@ class Haproxy:
     """HAProxy; `directory` is private, and on a disk of this node (for its socket)."""
 
     def __init__(
-        self,
-        program: str,
-        front: Front,
-        directory: Path,
-        logs: Path,
-        environment: Mapping[str, str],
+        self, program: str, settings: ServiceSettings, place: Place, directory: Path
     ) -> None:
-        self._program, self._front = program, front
-        self._directory, self._logs = directory, logs
-        self._environment = dict(environment)
+        self._program, self._router = program, settings.router
+        self._place, self._directory = place, directory
         self._child: Child | None = None
         self._listener: socket.socket | None = None
         self._places: dict[str, str] = {}
@@ -63,7 +57,7 @@ class Haproxy:
         return int(self._listener.getsockname()[1])
 
     def start(self) -> None:
-        self._listener = listen(self._front)
+        self._listener = listen(self._place, self._router)
         self._listener.set_inheritable(True)
         self._write_files()
         self._start_child()
@@ -80,7 +74,7 @@ class Haproxy:
     def add(self, url: str) -> bool:
         if url in self._places:
             return True
-        free = [one for one in place_names(self._front.most_replicas) if one not in self._taken]
+        free = [one for one in place_names() if one not in self._taken]
         address = _address(url)
         if not free or address is None:
             return False
@@ -152,43 +146,34 @@ class Haproxy:
 
     def _write_files(self) -> None:
         """Write the configuration and what it names. Raises InvalidInputError, OSError."""
-        front, directory = self._front, self._directory
+        router, directory = self._router, self._directory
         tls = digests = None
-        if front.certificate is not None and front.key is not None:
+        if router.certificate is not None and router.key is not None:
             # It looks for the key beside the certificate; both stay where they are.
             tls = directory / "tls.pem"
-            tls.symlink_to(front.certificate)
-            (directory / "tls.pem.key").symlink_to(front.key)
-        if front.token_file is not None:
+            tls.symlink_to(router.certificate)
+            (directory / "tls.pem.key").symlink_to(router.key)
+        if router.token_file is not None:
             digests = directory / "token-digests"
-            text = "".join(f"{digest}\n" for digest in token_digests(front.token_file))
+            text = "".join(f"{digest}\n" for digest in token_digests(Path(router.token_file)))
             replace_text(digests, text, mode=0o600, durable=False)
         assert self._listener is not None, "listens before"
-        text = configuration(
-            HaproxyFiles(
-                str(self._socket),
-                None if tls is None else str(tls),
-                None if digests is None else str(digests),
-            ),
-            HaproxyLimits(
-                descriptor=self._listener.fileno(),
-                policy=front.policy,
-                places=front.most_replicas,
-                retries=front.retries,
-                rate_limit=front.rate_limit,
-                retry_after_seconds=front.retry_after_seconds,
-                threads=front.processes,
-            ),
+        files = HaproxyFiles(
+            descriptor=self._listener.fileno(),
+            socket=str(self._socket),
+            tls=None if tls is None else str(tls),
+            token_digests=None if digests is None else str(digests),
         )
+        text = configuration(files, router)
         replace_text(directory / "haproxy.cfg", text, mode=0o600, durable=False)
 
     def _start_child(self) -> None:
         """Start it and wait for its socket. Raises InvalidInputError."""
         assert self._listener is not None, "listens before"
-        log = self._logs / "haproxy.log"
+        log = self._place.logs / "haproxy.log"
         words = [self._program, "-db", "-f", str(self._directory / "haproxy.cfg")]
         self._child = Child(
-            words, log, environment=self._environment, descriptors=[self._listener.fileno()]
+            words, log, environment=self._place.environment, descriptors=[self._listener.fileno()]
         )
         deadline = clock.monotonic() + _START_SECONDS
         while self._say("show version") is None:

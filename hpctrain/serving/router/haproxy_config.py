@@ -12,6 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpctrain.serving.router.programs import RETRY_AFTER_SECONDS
+from hpctrain.store.service_settings import RouterSettings
+
 BACKEND = "replicas"
 # What was not given to a replica: none was ready, or the client was too fast.
 REFUSED, LIMITED = "unready", "too-fast"
@@ -21,48 +24,41 @@ _CLOSED_PATHS = "/v1/load_lora_adapter /v1/unload_lora_adapter"
 # Requests up to this size can be sent to another replica: they are kept until an answer begins.
 BUFFER_BYTES = 512 * 1024
 _CLIENT_PLACES = 32768
+# How many replicas there may be at a time.
+MOST_REPLICAS = 64
 
 
 @dataclass(frozen=True)
 class HaproxyFiles:
-    """Paths that the configuration names; `tls` has its key beside it, as `tls` + `.key`."""
+    """What the configuration names; `descriptor` is that of the socket that listens already.
 
+    Paths: `tls` has its key beside it, as `tls` + `.key`.
+    """
+
+    descriptor: int
     socket: str
     tls: str | None
     token_digests: str | None
 
 
-@dataclass(frozen=True)
-class HaproxyLimits:
-    """Numbers of the configuration; `descriptor` is that of the socket that listens already."""
-
-    descriptor: int
-    policy: str
-    places: int
-    retries: int
-    rate_limit: float | None
-    retry_after_seconds: int
-    threads: int
-
-
-def place_names(count: int) -> list[str]:
+def place_names() -> list[str]:
     """The names of the places for replicas, as `server-template` makes them."""
-    return [f"replica{number}" for number in range(1, count + 1)]
+    return [f"replica{number}" for number in range(1, MOST_REPLICAS + 1)]
 
 
-def configuration(files: HaproxyFiles, limits: HaproxyLimits) -> str:
+def configuration(files: HaproxyFiles, router: RouterSettings) -> str:
     """Write the configuration."""
-    front, back = _front(files, limits), _back(limits)
-    sections = (_global(files, limits), _defaults(), front, back, _answering(limits))
+    front, back = _front(files, router), _back(router)
+    sections = (_global(files, router), _defaults(), front, back, _answering(router))
     return "\n".join("\n".join(lines) + "\n" for lines in sections)
 
 
-def _global(files: HaproxyFiles, limits: HaproxyLimits) -> list[str]:
+def _global(files: HaproxyFiles, router: RouterSettings) -> list[str]:
     return [
         "global",
         f"    stats socket {_quoted(files.socket)} mode 600 level admin",
         "    stats timeout 1h",
-        f"    nbthread {limits.threads}",
+        f"    nbthread {router.processes}",
         f"    tune.bufsize {BUFFER_BYTES}",
         "    ssl-default-bind-options ssl-min-ver TLSv1.2",
     ]
@@ -84,11 +80,11 @@ def _defaults() -> list[str]:
     ]
 
 
-def _front(files: HaproxyFiles, limits: HaproxyLimits) -> list[str]:
+def _front(files: HaproxyFiles, router: RouterSettings) -> list[str]:
     tls = f" ssl crt {_quoted(files.tls)}" if files.tls is not None else ""
     lines = [
         "frontend clients",
-        f"    bind fd@{limits.descriptor}{tls}",
+        f"    bind fd@{files.descriptor}{tls}",
         # The replicas' own view of a client is of no use to them; a client's word even less.
         "    http-request set-header X-Forwarded-For %[src]",
         "    acl dotted path -m sub /. // \\\\ %2e %2E",
@@ -115,9 +111,9 @@ def _front(files: HaproxyFiles, limits: HaproxyLimits) -> list[str]:
         ]
     else:
         lines.append("    http-request set-var(txn.client) src")
-    if limits.rate_limit is not None:
-        period_seconds = max(1, math.ceil(1 / limits.rate_limit))
-        most = max(1, math.floor(limits.rate_limit * period_seconds))
+    if router.rate_limit is not None:
+        period_seconds = max(1, math.ceil(1 / router.rate_limit))
+        most = max(1, math.floor(router.rate_limit * period_seconds))
         lines += [
             f"    stick-table type string len 64 size {_CLIENT_PLACES} "
             f"expire {60 + period_seconds}s store gpc0,gpc0_rate({period_seconds}s)",
@@ -131,29 +127,29 @@ def _front(files: HaproxyFiles, limits: HaproxyLimits) -> list[str]:
     return [*lines, f"    use_backend {REFUSED} if !ready", f"    default_backend {BACKEND}"]
 
 
-def _answering(limits: HaproxyLimits) -> list[str]:
+def _answering(router: RouterSettings) -> list[str]:
     """Backends that answer themselves, so that HAProxy counts what they get."""
-    again = f"Retry-After {limits.retry_after_seconds}"
+    again = f"Retry-After {RETRY_AFTER_SECONDS}"
     lines = [f"backend {REFUSED}", *_answer(503, "no replica is ready yet", "", again)]
-    if limits.rate_limit is not None:
-        words = f"more than {limits.rate_limit:g} requests per second"
-        after = f"Retry-After {max(1, math.ceil(1 / limits.rate_limit))}"
+    if router.rate_limit is not None:
+        words = f"more than {router.rate_limit:g} requests per second"
+        after = f"Retry-After {max(1, math.ceil(1 / router.rate_limit))}"
         lines += ["", f"backend {LIMITED}", *_answer(429, words, "", after)]
     return lines
 
 
-def _back(limits: HaproxyLimits) -> list[str]:
+def _back(router: RouterSettings) -> list[str]:
     return [
         f"backend {BACKEND}",
-        f"    balance {_BALANCE[limits.policy]}",
+        f"    balance {_BALANCE[router.policy]}",
         "    option httpchk",
         "    http-check send meth GET uri /health",
         "    option redispatch 1",
-        f"    retries {limits.retries}",
+        f"    retries {router.retries}",
         "    retry-on conn-failure empty-response 500 502 503 504",
         f"    http-request disable-l7-retry if {{ req.body_size gt {BUFFER_BYTES - 16384} }}",
         "    default-server check inter 2s fall 2 rise 1 init-addr none",
-        f"    server-template replica {limits.places} 127.0.0.1:1 disabled",
+        f"    server-template replica {MOST_REPLICAS} 127.0.0.1:1 disabled",
     ]
 
 

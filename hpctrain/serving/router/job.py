@@ -12,7 +12,6 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain import clock
@@ -21,7 +20,7 @@ from hpctrain.serving.engines.registry import SERVING_ENGINES
 from hpctrain.serving.router.controller import Controller, claimant_of
 from hpctrain.serving.router.engine_figures import Engines
 from hpctrain.serving.router.haproxy import Haproxy
-from hpctrain.serving.router.programs import Front, RouterProgram, find_program
+from hpctrain.serving.router.programs import Place, RouterProgram, find_program
 from hpctrain.serving.router.replica_jobs import ReplicaJobs
 from hpctrain.serving.router.rotation import RotationLoop
 from hpctrain.serving.router.traffic import TrafficWatch
@@ -31,7 +30,7 @@ from hpctrain.store.run_records import read_record, write_record
 from hpctrain.store.service_layout import ServiceLayout
 from hpctrain.store.service_ledger import ServiceEventKind, ServiceLedger
 from hpctrain.store.service_records import Address, Rotation
-from hpctrain.store.service_settings import RouterSettings, ServiceSettings
+from hpctrain.store.service_settings import ServiceSettings
 
 POLL_SECONDS = 0.5
 # A router program that ends is started anew in place so often within the window.
@@ -49,17 +48,6 @@ class RouterFailedError(HpctrainError):
     """The router's job cannot go on; another launch may."""
 
     exit_code = 1
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the router runs: its node, the address others reach it by, its job and its logs."""
-
-    node: str
-    host: str
-    job_id: int | None
-    logs: Path
-    environment: Mapping[str, str]
 
 
 class RouterJob:
@@ -167,12 +155,11 @@ class RouterJob:
 
     def _program(self) -> RouterProgram:
         """Choose and find the router's program. Raises InvalidInputError."""
-        router, place = self._settings.router, self._place
-        front = front_of(router, place.host, self._settings.drain_seconds)
+        router = self._settings.router
         program = find_program(router.name, router.program, router.python)
         if router.name == "haproxy":
-            return Haproxy(program, front, self._directory, place.logs, place.environment)
-        return VllmRouter(program, front, self._directory, place.logs, place.environment)
+            return Haproxy(program, self._settings, self._place, self._directory)
+        return VllmRouter(program, self._settings, self._place, self._directory)
 
     def _is_newest(self) -> bool:
         return self._controller is None or not self._controller.superseded
@@ -209,23 +196,6 @@ class RouterJob:
             self._service.address.unlink(missing_ok=True)
 
 
-def front_of(router: RouterSettings, host: str, drain_seconds: float) -> Front:
-    """What clients reach, of settings and the node's own address."""
-    return Front(
-        host=router.address or host,
-        port=router.port or 0,
-        ports=router.ports,
-        policy=router.policy,
-        certificate=_path(router.certificate),
-        key=_path(router.key),
-        token_file=_path(router.token_file),
-        rate_limit=router.rate_limit,
-        retries=router.retries,
-        processes=router.processes,
-        drain_seconds=drain_seconds,
-    )
-
-
 def place_of(environment: Mapping[str, str], logs: Path) -> Place:
     """Where this process runs: the node of a job as the launcher names it, or this host."""
     node = environment.get("SLURMD_NODENAME") or socket.gethostname()
@@ -237,7 +207,3 @@ def place_of(environment: Mapping[str, str], logs: Path) -> Place:
         logs=logs,
         environment=dict(os.environ),
     )
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)

@@ -16,9 +16,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem
+from hpctrain.store.service_settings import RouterSettings
+
+# What clients are told while no replica is ready.
+RETRY_AFTER_SECONDS = 5
 
 
 class PortTakenError(HpctrainError):
@@ -26,26 +30,14 @@ class PortTakenError(HpctrainError):
 
 
 @dataclass(frozen=True)
-class Front:
-    """What clients reach and what is asked of them; see `spec.service.RouterSpec`.
+class Place:
+    """Where the router runs: its node, the address others reach it by, its job and its logs."""
 
-    `host` and `port` are what is listened on; port 0 is any of `ports` (first and last), or of the
-    kernel's. `most_replicas`: how many addresses there may be at a time.
-    """
-
+    node: str
     host: str
-    port: int
-    ports: tuple[int, int] | None
-    policy: Literal["least_loaded", "round_robin", "cache_aware"]
-    certificate: Path | None = None
-    key: Path | None = None
-    token_file: Path | None = None
-    rate_limit: float | None = None
-    retries: int = 2
-    processes: int = 1
-    drain_seconds: float = 60.0
-    retry_after_seconds: int = 5
-    most_replicas: int = 64
+    job_id: int | None
+    logs: Path
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -114,22 +106,22 @@ def find_program(name: str, given: str | None, python: str | None) -> str:
     return found
 
 
-def listen(front: Front) -> socket.socket:
-    """Open the socket that clients reach, on the first free port that is allowed.
+def listen(place: Place, router: RouterSettings) -> socket.socket:
+    """Open the socket that clients reach: on the given port, else on the first free one allowed.
 
     Raises PortTakenError.
     """
-    first, last = front.ports or (0, 0)
-    wanted = range(front.port, front.port + 1) if front.port else range(first, last + 1)
-    problem = "no port is allowed"
+    first, last = (router.port, router.port) if router.port else router.ports or (0, 0)
+    wanted = range(first, last + 1)
+    host, problem = router.address or place.host, "no port is allowed"
     for port in wanted:
         try:
-            family = socket.AF_INET6 if ":" in front.host else socket.AF_INET
-            return socket.create_server((front.host, port), family=family, backlog=1024)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
             problem = str(error.strerror or error)
     which = str(wanted[0]) if len(wanted) == 1 else f"{wanted[0]}-{wanted[-1]}"
-    raise PortTakenError(f"cannot listen on {front.host}:{which}: {problem}")
+    raise PortTakenError(f"cannot listen on {host}:{which}: {problem}")
 
 
 class Child:

@@ -153,15 +153,14 @@ class RotationLoop:
         for url, check in list(self._checks.items()):
             if check.done():
                 del self._checks[url]
-                self._failed_checks[url] = 0 if check.result() else self._failed(url) + 1
+                self._failed_checks[url] = (
+                    0 if check.result() else self._failed_checks.get(url, 0) + 1
+                )
         self._failed_checks = {u: n for u, n in self._failed_checks.items() if u in urls}
         if clock.monotonic() >= self._next_check:
             self._next_check = clock.monotonic() + _CHECK_SECONDS
             for url in urls - self._checks.keys():
                 self._checks[url] = self._pool.submit(is_well, url, self._health_path)
-
-    def _failed(self, url: str) -> int:
-        return self._failed_checks.get(url, 0)
 
     def _write(self, now: float) -> None:
         """Write the rotation after a change, and sometimes without one."""

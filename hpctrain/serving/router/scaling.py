@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from hpctrain.store.service_records import ScalingMemory
+from hpctrain.store.service_settings import ScalingSettings
 
 # An engine whose requests wait for so many per replica is behind: about one batch's turn.
 WAITING_PER_REPLICA = 4.0
@@ -23,25 +24,6 @@ CALM_SHARE = 0.7
 # How long it has to be calm before one replica goes; a load that costs minutes must not flap.
 LEAST_CALM_SECONDS = 600.0
 _DAY_MINUTES = 1440
-
-
-@dataclass(frozen=True)
-class ScalingPolicy:
-    """What spec and plan say about the number of replicas.
-
-    `count` is for the busiest hour and contains `spare`; `capacity_rate` are requests per second of
-    one replica within the objectives. `hours`: minute of the day, and the share of the busiest
-    hour's rate from then on, in order. `idle_seconds`: None where the last replica stays.
-    """
-
-    count: int
-    spare: int
-    least: int
-    most: int
-    capacity_rate: float
-    hours: tuple[tuple[int, float], ...] = ()
-    react: bool = False
-    idle_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +60,7 @@ class Replicas:
 
 
 def wanted_now(
-    policy: ScalingPolicy,
+    policy: ScalingSettings,
     load: Load,
     replicas: Replicas,
     memory: ScalingMemory,
@@ -110,7 +92,7 @@ def wanted_now(
     return wanted, memory
 
 
-def scheduled(policy: ScalingPolicy, local_minute: float, lead_seconds: float) -> Wanted:
+def scheduled(policy: ScalingSettings, local_minute: float, lead_seconds: float) -> Wanted:
     """The number of the table: the most of any time from now until a new replica would be ready.
 
     Without a table it is the number of the busiest hour.
@@ -133,14 +115,14 @@ def scheduled(policy: ScalingPolicy, local_minute: float, lead_seconds: float) -
     return Wanted(count, f"{share:g} of the busiest hour's rate at {clock}, as `hours` says")
 
 
-def _share_at(policy: ScalingPolicy, minute: float) -> float:
+def _share_at(policy: ScalingSettings, minute: float) -> float:
     """The share that holds at a minute of the day: of the last entry before it, over midnight."""
     of_day = minute % _DAY_MINUTES
     before = [share for begin, share in policy.hours if begin <= of_day]
     return before[-1] if before else policy.hours[-1][1]
 
 
-def _bounded(policy: ScalingPolicy, wanted: Wanted) -> Wanted:
+def _bounded(policy: ScalingSettings, wanted: Wanted) -> Wanted:
     count = min(max(wanted.count, policy.least), policy.most)
     if count == wanted.count:
         return wanted
@@ -149,7 +131,7 @@ def _bounded(policy: ScalingPolicy, wanted: Wanted) -> Wanted:
 
 
 def _reaction(
-    policy: ScalingPolicy,
+    policy: ScalingSettings,
     load: Load,
     replicas: Replicas,
     memory: ScalingMemory,
@@ -180,7 +162,7 @@ def _reaction(
     return Wanted(target, words), memory
 
 
-def _needed(policy: ScalingPolicy, rate: float | None) -> int | None:
+def _needed(policy: ScalingSettings, rate: float | None) -> int | None:
     if rate is None or policy.capacity_rate <= 0:
         return None
     count = math.ceil(round(rate / policy.capacity_rate, 6))
@@ -196,7 +178,7 @@ def _why_busy(load: Load, replicas: Replicas) -> str:
     return ""
 
 
-def _is_calm(policy: ScalingPolicy, load: Load, target: int) -> bool:
+def _is_calm(policy: ScalingSettings, load: Load, target: int) -> bool:
     """Whether one replica fewer than `target` would do; with unknown figures it would not."""
     if load.arrival_rate is None or load.waiting is None:
         return False

@@ -18,7 +18,6 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -27,7 +26,8 @@ from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.serving.router.counters import MOST_PROCESSES, Count, Counters
 from hpctrain.serving.router.gate_settings import GateSettings
-from hpctrain.serving.router.programs import Child, Counts, Front, listen
+from hpctrain.serving.router.programs import Child, Counts, Place, listen
+from hpctrain.store.service_settings import ServiceSettings
 
 _POLICIES = {
     "least_loaded": "cache_aware",
@@ -54,16 +54,10 @@ class VllmRouter:
     """vllm-router with its gate; `directory` is private, and on a disk of this node."""
 
     def __init__(
-        self,
-        program: str,
-        front: Front,
-        directory: Path,
-        logs: Path,
-        environment: Mapping[str, str],
+        self, program: str, settings: ServiceSettings, place: Place, directory: Path
     ) -> None:
-        self._program, self._front = program, front
-        self._directory, self._logs = directory, logs
-        self._environment = dict(environment)
+        self._program, self._settings = program, settings
+        self._place, self._directory = place, directory
         self._router: Child | None = None
         self._gates: dict[int, Child] = {}
         self._listener: socket.socket | None = None
@@ -83,12 +77,12 @@ class VllmRouter:
         return f"http://127.0.0.1:{self._metrics_port}/metrics"
 
     def start(self) -> None:
-        self._listener = listen(self._front)
+        self._listener = listen(self._place, self._settings.router)
         self._counters = Counters(self._counters_path, create=True)
         self._choose_ports()
         self._start_router()
         self._write_gate_settings()
-        for row in range(min(self._front.processes, MOST_PROCESSES)):
+        for row in range(min(self._settings.router.processes, MOST_PROCESSES)):
             self._start_gate(row)
         self._wait_for_gate()
 
@@ -188,8 +182,8 @@ class VllmRouter:
                 self._choose_ports()
 
     def _try_to_start_router(self) -> None:
-        log = self._logs / f"{_PROGRAM}.log"
-        self._router = Child(self._words(), log, environment=self._environment)
+        log = self._place.logs / f"{_PROGRAM}.log"
+        self._router = Child(self._words(), log, environment=self._place.environment)
         deadline = clock.monotonic() + _START_SECONDS
         while self.replicas() is None:
             problem = self._router.problem()
@@ -203,26 +197,26 @@ class VllmRouter:
 
     def _words(self) -> list[str]:
         """Its command line; `vllm-router --help` of 0.1.17 has these options."""
-        front = self._front
+        router = self._settings.router
         options = {
             "host": "127.0.0.1",
             "port": self._router_port,
-            "policy": _POLICIES[front.policy],
+            "policy": _POLICIES[router.policy],
             "prometheus-host": "127.0.0.1",
             "prometheus-port": self._metrics_port,
             "worker-startup-timeout-secs": _ADD_SECONDS,
             "worker-startup-check-interval": 1,
             "health-check-interval-secs": _HEALTH_SECONDS,
             "health-check-timeout-secs": _HEALTH_SECONDS,
-            "cb-failure-threshold": max(1, min(_MOST_FAILURES, front.retries)),
+            "cb-failure-threshold": max(1, min(_MOST_FAILURES, router.retries)),
             "cb-timeout-duration-secs": _LEFT_ALONE_SECONDS,
             "cb-success-threshold": 1,
             # its word for tries, the first one included
-            "retry-max-retries": front.retries + 1,
+            "retry-max-retries": router.retries + 1,
             "retry-initial-backoff-ms": 20,
             "retry-max-backoff-ms": 1000,
             "log-level": "warning",
-            **(_NO_TOLERANCE if front.policy == "least_loaded" else {}),
+            **(_NO_TOLERANCE if router.policy == "least_loaded" else {}),
         }
         words = [self._program]
         for name, value in options.items():
@@ -246,7 +240,7 @@ class VllmRouter:
     # -- the gate --------------------------------------------------------------------------
 
     @property
-    def _settings(self) -> Path:
+    def _gate_settings(self) -> Path:
         return self._directory / "gate.json"
 
     @property
@@ -254,28 +248,23 @@ class VllmRouter:
         return self._directory / "counters"
 
     def _write_gate_settings(self) -> None:
-        front = self._front
         settings = GateSettings(
+            router=self._settings.router,
             router_port=self._router_port,
             counters=str(self._counters_path),
-            certificate=_text(front.certificate),
-            key=_text(front.key),
-            token_file=_text(front.token_file),
-            rate_limit=front.rate_limit,
-            retries=front.retries,
-            retry_after_seconds=front.retry_after_seconds,
-            drain_seconds=front.drain_seconds,
+            drain_seconds=self._settings.drain_seconds,
         )
-        replace_text(self._settings, settings.model_dump_json(indent=1), mode=0o600, durable=False)
+        text = settings.model_dump_json(indent=1)
+        replace_text(self._gate_settings, text, mode=0o600, durable=False)
 
     def _start_gate(self, row: int) -> None:
         assert self._listener is not None, "listens before"
         descriptor = self._listener.fileno()
         module = "hpctrain.serving.router.gate"
-        words = [sys.executable, "-m", module, str(self._settings), str(descriptor), str(row)]
-        log = self._logs / "gate.log"
+        words = [sys.executable, "-m", module, str(self._gate_settings), str(descriptor), str(row)]
+        log = self._place.logs / "gate.log"
         self._gates[row] = Child(
-            words, log, environment=self._environment, descriptors=[descriptor]
+            words, log, environment=self._place.environment, descriptors=[descriptor]
         )
 
     def _wait_for_gate(self) -> None:
@@ -288,7 +277,7 @@ class VllmRouter:
             problem = self.problem()
             if problem is not None or clock.monotonic() > deadline:
                 words = problem or f"the gate did not listen within {_START_SECONDS:.0f} s"
-                raise InvalidInputError([Problem(words, str(self._logs / "gate.log"))])
+                raise InvalidInputError([Problem(words, str(self._place.logs / "gate.log"))])
             clock.sleep(0.05)
 
     def _tell_gate(self) -> None:
@@ -296,7 +285,3 @@ class VllmRouter:
         known = self.replicas()
         if known is not None and self._counters is not None:
             self._counters.ready = len(known)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from hpctrain.plan.serving.documents import Promise
+from hpctrain.plan.serving.traffic import Traffic
 from hpctrain.serving.load.measurement import ClientUse, Measurement, RequestRecord
 from hpctrain.serving.load.order_statistics import RankInterval, rank_interval, sample_quantile
+from hpctrain.serving.load.sending import LoadPlan, LoadResult, LoadTarget
 from hpctrain.serving.load.service_test import compare
-from hpctrain.serving.load.summary import LoadAsked, summarize
+from hpctrain.serving.load.summary import summarize
 
-ASKED = LoadAsked("http://127.0.0.1:1", "tiny", 10.0, 1.0, 0, 0.0)
+TARGET = LoadTarget("http://127.0.0.1:1", "tiny")
 IDLE = ClientUse(cpu_share=0.1, lag_seconds=(0.001,), most_outstanding=3)
 
 
@@ -77,7 +79,8 @@ def record(number: int, ttft: float = 0.1, **changes: object) -> RequestRecord:
 def measured(
     records: list[RequestRecord], use: ClientUse = IDLE, warm_up: float = 0.0
 ) -> Measurement:
-    return summarize(replace(ASKED, warm_up_seconds=warm_up), records, use)
+    plan = LoadPlan(Traffic(), 10.0, warm_up_seconds=warm_up)
+    return summarize(TARGET, plan, LoadResult(tuple(records), use, 0.0))
 
 
 def test_latencies_count_from_the_planned_time() -> None:

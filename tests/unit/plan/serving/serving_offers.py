@@ -9,7 +9,7 @@ from hpctrain.plan.serving.candidates import EngineFacts, ModelFacts
 from hpctrain.plan.serving.offers import Offer
 from hpctrain.plan.serving.promises import ModelError, Objective
 from hpctrain.plan.serving.search import Demand
-from hpctrain.plan.serving.serving_machine import engine_constants, serving_machine
+from hpctrain.plan.serving.serving_machine import serving_machine
 from hpctrain.plan.serving.traffic import Lengths, Traffic
 from hpctrain.spec.catalogue import match_gpu
 from hpctrain.spec.loader import (
@@ -45,7 +45,7 @@ def model(name: str = "llama-3-70b") -> ModelFacts:
 
 def engine(**choices: object) -> EngineFacts:
     spec = ServingEngineSpec.model_validate(choices)
-    return EngineFacts(spec, engine_constants(load_serving_calibration(), "vllm"))
+    return EngineFacts(spec, load_serving_calibration().engine("vllm"))
 
 
 def demand(rate: float = 30.0, **changes: object) -> Demand:

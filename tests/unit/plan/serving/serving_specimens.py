@@ -7,8 +7,8 @@ from typing import Any
 
 from hpctrain.plan.cost.case import Machine, Shape
 from hpctrain.plan.serving.served_model import WIDE, ReplicaLayout, ServedModel
-from hpctrain.plan.serving.serving_machine import EngineConstants, ServingMachine
-from hpctrain.plan.serving.steady_state import ReplicaCase
+from hpctrain.plan.serving.serving_machine import ReplicaCase, ServingMachine
+from hpctrain.spec.serving_calibration import ServingEngineCalibration, ServingGpuCalibration
 
 NEVER = 1e30  # bytes/s or FLOP/s of something that shall cost nothing
 
@@ -77,39 +77,16 @@ GPU = ServingMachine(
     peak_16=1e15,
     peak_8=2e15,
     peak_4=4e15,
-    **dict.fromkeys(
-        ("product_16", "product_8", "product_blocks", "product_4", "attention_share"), 1.0
+    shares=ServingGpuCalibration.model_validate(
+        dict.fromkeys(ServingGpuCalibration.model_fields, 1.0) | {"provenance": "by hand"}
     ),
-    **dict.fromkeys(("stream_16", "stream_8", "stream_4", "stream_expanded"), 1.0),
-    **dict.fromkeys(("grouped_16", "grouped_8", "grouped_4", "grouped_expanded"), 1.0),
-    grouped_product=1.0,
-    cache_stream=1.0,
-    block_pace=1.0,
-    message_share=1.0,
-    message_pace=1.0,
 )
-ENGINE = EngineConstants(
-    **dict.fromkeys(("iteration_seconds", "sequence_seconds", "request_seconds"), 0.0),
-    **dict.fromkeys(("attention_seconds", "latent_seconds", "indexer_seconds"), 0.0),
-    **dict.fromkeys(("recurrent_seconds", "mlp_seconds", "expert_seconds"), 0.0),
-    **dict.fromkeys(("message_seconds", "message_hop_seconds", "scaling_seconds"), 0.0),
-    eager_factor=0.0,
-    token_seconds=0.0,
-    waited_iterations=0.0,
-    product_speed=1.0,
-    expanded_speed=1.0,
-    expert_variety=1.0,
-    expert_imbalance=1.0,
-    handover_seconds=0.0,
-    draft_acceptance=0.5,
-    token_budget=8192.0,
-    max_sequences=1024.0,
-    reserved_output=0.5,
-    memory_share=0.9,
-    overhead_bytes=0.0,
-    activation_copies=0.0,
-    bunched_prompts=0.0,
-    prompts_first=0.0,
+ENGINE = ServingEngineCalibration.model_validate(
+    dict.fromkeys(ServingEngineCalibration.model_fields, 0.0)
+    | dict.fromkeys(("product_speed", "expanded_speed", "expert_variety", "expert_imbalance"), 1.0)
+    | {"draft_acceptance": 0.5, "reserved_output": 0.5, "memory_share": 0.9}
+    | {"token_budget": 8192.0, "max_sequences": 1024.0}
+    | {"provenance": "by hand", "unseen_provenance": "by hand"}
 )
 
 
@@ -133,7 +110,8 @@ def replica(
     model: ServedModel | None = None,
     layout: ReplicaLayout | None = None,
     gpu: ServingMachine = GPU,
-    engine: EngineConstants = ENGINE,
+    **constants: float,
 ) -> ReplicaCase:
-    """A replica of Llama 3 70B on four GPUs without losses."""
+    """A replica of Llama 3 70B on four GPUs without losses; `constants` are of its engine."""
+    engine = ENGINE.model_copy(update=constants)
     return ReplicaCase(model or served(), gpu, layout or ReplicaLayout(4), engine)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from serving_specimens import (
     DEEPSEEK_V3,
-    ENGINE,
     GPU,
     LLAMA_70B,
+    replica,
     served,
 )
 
@@ -18,7 +18,6 @@ from hpctrain.plan.serving.kv_cache import (
     fits,
     free_bytes,
     kv_bytes_per_token,
-    kv_token_capacity,
     largest_batch,
     sequence_bytes,
 )
@@ -92,33 +91,32 @@ def test_capacity_is_what_remains_of_the_memory() -> None:
     logits = 4 * 256 * 128_256 / 4
     inside = 2 * 8192 * 2 * 28_672 / 4
     expected = (rest - logits - inside) / (327_680 / 4)
-    found = kv_token_capacity(served(), GPU, layout, ENGINE)
+    found = free_bytes(replica(layout=layout)) / kv_bytes_per_token(served(), layout)
     assert float(found) == pytest.approx(expected)
 
 
 def test_what_does_not_fit_has_no_room() -> None:
-    alone = ReplicaLayout(1)  # 141 GB on 80 GB
-    assert float(free_bytes(served(), GPU, alone, ENGINE)) < 0
-    assert float(kv_token_capacity(served(), GPU, alone, ENGINE)) == 0
-    assert float(largest_batch(served(), GPU, alone, ENGINE, 100)) == 0
+    alone = replica(layout=ReplicaLayout(1))  # 141 GB on 80 GB
+    assert float(free_bytes(alone)) < 0
+    assert float(largest_batch(alone, 100)) == 0
 
 
 def test_the_whole_memory_decides_whether_a_replica_can_run() -> None:
     # 35.3 GB of weights and 8192 x 81,920 bytes per GPU
     def held(memory_bytes: float, tokens: float = 8192.0) -> bool:
-        gpu = replace(GPU, memory=memory_bytes)
-        return bool(fits(served(), gpu, ReplicaLayout(4), ENGINE, tokens))
+        return bool(fits(replica(gpu=replace(GPU, memory=memory_bytes)), tokens))
 
     assert not held(35e9) and held(40e9)
     assert not held(40e9, tokens=1e6)
 
 
 def test_the_engine_limits_the_batch() -> None:
-    few = replace(ENGINE, max_sequences=7)
-    assert float(largest_batch(served(), GPU, ReplicaLayout(8), few, 10)) == 7
+    few = replica(layout=ReplicaLayout(8), max_sequences=7.0)
+    assert float(largest_batch(few, 10)) == 7
     big = replace(GPU, memory=288e9)
     apart = ReplicaLayout(1, ep=8, dp=8)
-    assert float(largest_batch(served(DEEPSEEK_V3), big, apart, few, 10)) == 56
+    few = replica(served(DEEPSEEK_V3), apart, big, max_sequences=7.0)
+    assert float(largest_batch(few, 10)) == 56
 
 
 def test_data_parallel_ranks_hold_different_sequences() -> None:
@@ -126,16 +124,17 @@ def test_data_parallel_ranks_hold_different_sequences() -> None:
     big = replace(GPU, memory=288e9)
     model = served(DEEPSEEK_V3)
     layouts = ReplicaLayout(8, ep=8), ReplicaLayout(1, ep=8, dp=8)
-    split, apart = (largest_batch(model, big, one, ENGINE, 50_000) for one in layouts)
-    rooms = [float(free_bytes(model, big, one, ENGINE)) for one in layouts]
+    cases = [replica(model, layout, big) for layout in layouts]
+    split, apart = (largest_batch(case, 50_000) for case in cases)
+    rooms = [float(free_bytes(case)) for case in cases]
     assert float(apart) / float(split) == pytest.approx(8 * rooms[1] / rooms[0])
 
 
 def test_more_memory_or_shorter_sequences_hold_more() -> None:
     sizes = np.array([100.0, 1000.0, 10_000.0])
-    held = np.asarray(
-        largest_batch(served(), replace(GPU, memory=141e9), ReplicaLayout(8), ENGINE, sizes)
-    )
+    small = replica(layout=ReplicaLayout(8))
+    large = replace(small, gpu=replace(GPU, memory=141e9))
+    held = np.asarray(largest_batch(large, sizes))
     assert (np.diff(held) <= 0).all() and held[2] > 0
-    smaller = np.asarray(largest_batch(served(), GPU, ReplicaLayout(8), ENGINE, sizes))
+    smaller = np.asarray(largest_batch(small, sizes))
     assert (smaller <= held).all()

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from hpctrain.plan.serving.serving_machine import engine_constants, serving_machine
+from hpctrain.plan.serving.serving_machine import serving_machine
 from hpctrain.spec.catalogue import Gpu
 from hpctrain.spec.loader import load_calibration, load_catalogue, load_serving_calibration
 from hpctrain.spec.service import ServingEngineName
@@ -21,7 +21,7 @@ def test_a_gpu_takes_its_generations_constants() -> None:
     training = load_calibration()
     fabric = training.fabrics["infiniband"]
     h200 = serving_machine(gpu("H200-141GB SXM"), known, training, fabric)
-    assert h200.product_8 == known.gpus["hopper"].product_8
+    assert h200.shares.product_8 == known.gpus["hopper"].product_8
     assert h200.memory_bandwidth == 4.8e12 and h200.peak_8 == pytest.approx(1.9789e15)
 
 
@@ -42,9 +42,9 @@ def test_a_gpu_without_low_precision_has_the_peak_of_the_next() -> None:
 def test_every_engine_of_a_spec_has_constants(name: str) -> None:
     known = load_serving_calibration()
     assert name in known.engines
-    assert engine_constants(known, name).token_budget > 0
+    assert known.engine(name).token_budget > 0
 
 
 def test_an_unknown_engine_takes_those_of_other() -> None:
     known = load_serving_calibration()
-    assert engine_constants(known, "none") == engine_constants(known, "other")
+    assert known.engine("none") == known.engine("other")

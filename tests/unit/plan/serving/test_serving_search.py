@@ -227,7 +227,7 @@ def test_bounds_are_not_above_what_holds(rate: float) -> None:
 def test_tables_are_the_cost_function() -> None:
     shape = next(one for one in replica_shapes(offer(), model(), engine()) if one.tp == 4)
     table = shape.table(700.0)
-    from hpctrain.plan.serving.step_time import IterationLoad, iteration_seconds
+    from hpctrain.plan.serving.step_time import IterationLoad
 
     generator = np.random.default_rng(1)
     worst = 0.0
@@ -237,8 +237,7 @@ def test_tables_are_the_cost_function() -> None:
         keys = float(generator.uniform(10, 3000))
         context = float(generator.uniform(10, 1400))
         load = IterationLoad(prompt, keys, sequences, context)
-        machine, constants = shape.offer.machine, shape.engine.constants
-        exact = float(iteration_seconds(shape.served, machine, shape.layout, constants, load))
+        exact = float(shape.predicted_seconds(load))
         got = table.seconds(prompt, prompt * keys, sequences, sequences * context)
         worst = max(worst, abs(got / exact - 1))
     # the corner between launching kernels and the GPU's work is not linear in keys

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from serving_specimens import ENGINE, GPU, replica, served
+from serving_specimens import ENGINE, GPU, replica
 
 from hpctrain.plan.serving.kv_cache import largest_batch
 from hpctrain.plan.serving.served_model import ReplicaLayout
@@ -20,7 +20,7 @@ from hpctrain.plan.serving.steady_state import (
     open_loop,
     prompt_seconds,
 )
-from hpctrain.plan.serving.step_time import IterationLoad
+from hpctrain.plan.serving.step_time import IterationLoad, iteration_seconds
 
 BIG = replica(gpu=replace(GPU, memory=288e9))
 
@@ -28,7 +28,7 @@ BIG = replica(gpu=replace(GPU, memory=288e9))
 def test_a_single_stream_waits_for_nobody() -> None:
     load = ClosedLoad(1000.0, 100.0, 1.0)
     alone = closed_loop(BIG, load)
-    pure = BIG.seconds(IterationLoad(0.0, 0.0, 1.0, 1050.0))
+    pure = iteration_seconds(BIG, IterationLoad(0.0, 0.0, 1.0, 1050.0))
     assert float(alone.tpot_mean) == pytest.approx(float(pure), rel=1e-3)
     busy = IterationLoad(0.0, 0.0, 1.0, 1050.0)
     prompt = prompt_seconds(BIG, 1000.0, busy, pure)
@@ -60,7 +60,7 @@ def test_streams_beyond_the_memory_wait_in_front() -> None:
 
 
 def test_equal_lengths_keep_prompts_together() -> None:
-    bunched = replica(gpu=replace(GPU, memory=288e9), engine=replace(ENGINE, bunched_prompts=1e9))
+    bunched = replica(gpu=replace(GPU, memory=288e9), bunched_prompts=1e9)
     load = ClosedLoad(1000.0, 200.0, 33.0, equal_lengths=1.0)
     spread = closed_loop(bunched, replace(load, equal_lengths=0.0))
     together = closed_loop(bunched, load)
@@ -71,7 +71,7 @@ def test_equal_lengths_keep_prompts_together() -> None:
 def test_the_first_prompts_of_a_measurement_wait_for_each_other() -> None:
     # 64 prompts of 1024 tokens at once, eight in each iteration of 8192 tokens: the mean one has
     # its first token after (64 + 8) / 2 of them
-    first = replica(gpu=replace(GPU, memory=288e9), engine=replace(ENGINE, prompts_first=1.0))
+    first = replica(gpu=replace(GPU, memory=288e9), prompts_first=1.0)
     load = ClosedLoad(1024.0, 500.0, 64.0, requests_per_stream=1.0)
     each = float(grouped_prompt_seconds(first, 1024.0, 8.0))
     assert float(closed_loop(first, load).ttft_mean) == pytest.approx(36 * each, rel=0.02)
@@ -86,14 +86,14 @@ def test_prompts_that_come_while_nobody_looks_are_computed_together() -> None:
     seldom = replace(load, waited_iterations=20.0)
     plain, held = (closed_loop(BIG, one) for one in (load, seldom))
     # 20 iterations in the mean, and 2 x 20 x 64 / 500 = 5 prompts that came meanwhile
-    pure = float(BIG.seconds(IterationLoad(0.0, 0.0, 64.0, 1274.0)))
+    pure = float(iteration_seconds(BIG, IterationLoad(0.0, 0.0, 64.0, 1274.0)))
     each = float(grouped_prompt_seconds(BIG, 1024.0, 8.0))
     assert float(held.ttft_mean) > float(plain.ttft_mean) + 19 * pure + 4 * each
 
 
 def test_prompts_alone_take_longer_than_beside_decoding() -> None:
     """The weights are read once more."""
-    alone = replica(gpu=replace(GPU, memory=288e9), engine=replace(ENGINE, prompts_first=1.0))
+    alone = replica(gpu=replace(GPU, memory=288e9), prompts_first=1.0)
     load = ClosedLoad(64.0, 100.0, 32.0)
     assert float(closed_loop(alone, load).tpot_mean) > float(closed_loop(BIG, load).tpot_mean)
 
@@ -115,7 +115,7 @@ def test_separate_pools_leave_decoding_alone() -> None:
     apart = disaggregated(BIG, BIG, (4.0, 1.0), load)
     mixed = closed_loop(BIG, load)
     assert float(apart.tpot_mean) < float(mixed.tpot_mean)
-    pure = BIG.seconds(IterationLoad(0.0, 0.0, 32.0, 8100.0))
+    pure = iteration_seconds(BIG, IterationLoad(0.0, 0.0, 32.0, 8100.0))
     assert float(apart.tpot_mean) <= float(pure)
 
 
@@ -128,7 +128,7 @@ def test_a_narrow_prefill_pool_makes_streams_wait() -> None:
 
 def test_an_idle_open_loop_is_a_single_stream() -> None:
     found = open_loop(BIG, OpenLoad(500.0, 100.0, 1e-6))
-    pure = BIG.seconds(IterationLoad(0.0, 0.0, 1.0, 550.0))
+    pure = iteration_seconds(BIG, IterationLoad(0.0, 0.0, 1.0, 550.0))
     assert float(found.tpot_mean) == pytest.approx(float(pure), rel=1e-3)
     assert float(found.request_rate) == pytest.approx(1e-6)
 
@@ -142,7 +142,7 @@ def test_an_open_loop_obeys_littles_law() -> None:
 
 def test_a_rate_that_cannot_be_served_fills_the_batch() -> None:
     found = open_loop(replica(), OpenLoad(300.0, 300.0, 1e4))
-    room = largest_batch(served(), GPU, ReplicaLayout(4), ENGINE, 300.0 + 300 * 0.5)
+    room = largest_batch(replica(), 300.0 + 300 * 0.5)
     assert float(found.request_rate) < 1e4
     assert float(found.in_service) == pytest.approx(float(room), rel=0.01)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from serving_specimens import (
     DEEPSEEK_V3,
-    ENGINE,
     GPU,
     LLAMA_70B,
     NEVER,
+    replica,
     served,
 )
 
@@ -44,19 +44,18 @@ from hpctrain.plan.serving.step_time import (
 )
 from hpctrain.spec.loader import load_catalogue
 
-FOUR_GPUS = ReplicaLayout(4)
 IDLE = IterationLoad(0.0, 0.0, 1.0, 0.0)
 
 
-def seconds(load: IterationLoad, layout: ReplicaLayout = FOUR_GPUS) -> float:
-    return float(iteration_seconds(served(), GPU, layout, ENGINE, load))
+def seconds(load: IterationLoad, layout: ReplicaLayout | None = None) -> float:
+    return float(iteration_seconds(replica(layout=layout), load))
 
 
 def test_one_token_reads_all_weights_once() -> None:
     # 141.1 GB less the table of embeddings, of which one row is read, over 4 x 4 TB/s
-    read = 4 * float(weight_bytes(served(), FOUR_GPUS)) - 2 * 128_256 * 8192
+    read = 4 * float(weight_bytes(served(), ReplicaLayout(4))) - 2 * 128_256 * 8192
     fast = replace(GPU, links=replace(GPU.links, nvlink_bandwidth=NEVER))
-    found = iteration_seconds(served(), fast, FOUR_GPUS, ENGINE, IDLE)
+    found = iteration_seconds(replica(gpu=fast), IDLE)
     assert float(found) == pytest.approx(read / 16e12, rel=1e-2)
 
 
@@ -68,7 +67,7 @@ def test_a_prompt_takes_two_operations_per_weight_and_token() -> None:
     fast = {"memory_bandwidth": NEVER}
     links = replace(GPU.links, nvlink_bandwidth=NEVER)
     machine = replace(GPU, **fast, links=links)
-    found = float(iteration_seconds(served(), machine, FOUR_GPUS, ENGINE, load))
+    found = float(iteration_seconds(replica(gpu=machine), load))
     assert found == pytest.approx(expected, rel=1e-2)
 
 
@@ -76,31 +75,28 @@ def test_decoding_reads_the_cache_of_every_sequence() -> None:
     # 64 sequences x 2000 tokens x 4096 bytes per layer / 4 ranks / 4 TB/s
     load = IterationLoad(0.0, 0.0, 64.0, 2000.0)
     expected = 64 * 2000 * 4096 / 4 / 4e12
-    assert float(cached_seconds(served(), GPU, FOUR_GPUS, load)) == pytest.approx(expected)
+    assert float(cached_seconds(replica(), load)) == pytest.approx(expected)
 
 
 def test_latent_attention_computes_with_all_heads() -> None:
     # per key and head 2 x (512 + 64 + 512) operations: beyond 1e15 / 4e12 of them per byte
     load = IterationLoad(0.0, 0.0, 64.0, 2000.0)
-    slow = replace(GPU, memory_bandwidth=NEVER)
-    found = float(cached_seconds(served(DEEPSEEK_V3), slow, ReplicaLayout(8), load))
+    fast = replace(GPU, memory_bandwidth=NEVER)
+    found = float(cached_seconds(replica(served(DEEPSEEK_V3), ReplicaLayout(8), fast), load))
     assert found == pytest.approx(64 * 2000 * 16 * 2 * (2 * 512 + 64) / 1e15)
 
 
 def test_a_prompt_sees_half_of_itself() -> None:
     load = IterationLoad(1000.0, 500.0, 0.0, 0.0)
     expected = 2 * 1000 * 500 * 16 * 256 / 1e15
-    assert float(prompt_attention_seconds(served(), GPU, FOUR_GPUS, load)) == pytest.approx(
-        expected
-    )
+    assert float(prompt_attention_seconds(replica(), load)) == pytest.approx(expected)
 
 
 def test_sparse_attention_reads_so_many_keys_at_most() -> None:
     load = IterationLoad(0.0, 0.0, 8.0, 100_000.0)
     few = replace(load, decode_context_tokens=2048.0)
-    sparse = served(sparse_keys=2048)
-    layout = ReplicaLayout(1)
-    assert cached_seconds(sparse, GPU, layout, load) == cached_seconds(sparse, GPU, layout, few)
+    sparse = replica(served(sparse_keys=2048), ReplicaLayout(1))
+    assert cached_seconds(sparse, load) == cached_seconds(sparse, few)
 
 
 @pytest.mark.parametrize(
@@ -111,94 +107,95 @@ def test_experts_that_a_token_chose_are_read(tokens: int, experts: float) -> Non
     # one expert: 3 x 7168 x 2048 weights of 2 bytes, over 8 ranks of 4 TB/s
     machine = replace(GPU, peak_16=NEVER, links=replace(GPU.links, nvlink_bandwidth=NEVER))
     load = IterationLoad(0.0, 0.0, float(tokens), 0.0)
-    found = float(moe_seconds(served(DEEPSEEK_V3), machine, ReplicaLayout(8), ENGINE, load))
+    found = float(moe_seconds(replica(served(DEEPSEEK_V3), ReplicaLayout(8), machine), load))
     shared = 2 * (3 * 7168 * 2048 / 8 + 7168 * 256) / 4e12
     assert found - shared == pytest.approx(experts * 3 * 7168 * 2048 * 2 / 8 / 4e12, rel=1e-2)
 
 
 def test_tokens_that_choose_alike_read_fewer_experts() -> None:
     load = IterationLoad(0.0, 0.0, 32.0, 0.0)
-    layout, model = ReplicaLayout(8), served(DEEPSEEK_V3)
-    alike = replace(ENGINE, expert_variety=0.5)
-    assert moe_seconds(model, GPU, layout, alike, load) < moe_seconds(
-        model, GPU, layout, ENGINE, load
+    alone, alike = (
+        replica(served(DEEPSEEK_V3), ReplicaLayout(8), expert_variety=n) for n in (1.0, 0.5)
     )
+    assert moe_seconds(alike, load) < moe_seconds(alone, load)
 
 
 def test_an_all_reduce_moves_nearly_twice_the_tensor() -> None:
     # 2 (n - 1) / n of 8192 x 1000 x 2 bytes at 450 GB/s, and its least time
-    engine = replace(ENGINE, message_seconds=6e-6, message_hop_seconds=2e-6)
-    found = float(message_seconds(GPU, ReplicaLayout(8), engine, 8_192_000.0, 2.0))
+    eight, one = (
+        replica(layout=ReplicaLayout(n), message_seconds=6e-6, message_hop_seconds=2e-6)
+        for n in (8, 1)
+    )
+    found = float(message_seconds(eight, 8_192_000.0, 2.0))
     assert found == pytest.approx(6e-6 + 2 * 2e-6 + 2 * 7 / 8 * 16_384_000 / 450e9)
-    assert float(message_seconds(GPU, ReplicaLayout(1), engine, 8_192_000.0, 2.0)) == 0
+    assert float(message_seconds(one, 8_192_000.0, 2.0)) == 0
 
 
 def test_beyond_the_nvlink_domain_the_network_counts() -> None:
     slow = replace(GPU, links=replace(GPU.links, network_bandwidth=5e9))
-    near = float(message_seconds(slow, ReplicaLayout(8), ENGINE, 1e8, 2.0))
-    far = float(message_seconds(slow, ReplicaLayout(16), ENGINE, 1e8, 2.0))
+    cases = (replica(layout=ReplicaLayout(tp), gpu=slow) for tp in (8, 16))
+    near, far = (float(message_seconds(case, 1e8, 2.0)) for case in cases)
     # two domains of eight, each with eight cards of 5 GB/s
     assert far == pytest.approx(2 * 2e8 * 0.5 / (8 * 5e9)) and far > near
 
 
 def test_a_prompt_is_computed_by_one_attention_rank() -> None:
     one, four = (IterationLoad(4096.0, 2048.0, 0.0, 0.0, prompts=n) for n in (1.0, 4.0))
-    spread, model = ReplicaLayout(tp=1, dp=4), served(LLAMA_70B)
-    alone = float(prompt_attention_seconds(model, GPU, ReplicaLayout(1), one))
-    assert float(prompt_attention_seconds(model, GPU, spread, one)) == pytest.approx(alone)
-    assert float(prompt_attention_seconds(model, GPU, spread, four)) == pytest.approx(alone / 4)
+    spread = replica(layout=ReplicaLayout(tp=1, dp=4))
+    alone = float(prompt_attention_seconds(replica(layout=ReplicaLayout(1)), one))
+    assert float(prompt_attention_seconds(spread, one)) == pytest.approx(alone)
+    assert float(prompt_attention_seconds(spread, four)) == pytest.approx(alone / 4)
 
 
 def test_tokens_go_where_their_experts_are() -> None:
     # 8 ranks of 256 tokens; 8 choices reach 8 (1 - (7/8)^8) = 5.25 ranks; 2 bytes there and back
-    load, layout = IterationLoad(0.0, 0.0, 2048.0, 0.0), ReplicaLayout(tp=1, ep=8, dp=8)
-    model = served(DEEPSEEK_V3)
+    load = IterationLoad(0.0, 0.0, 2048.0, 0.0)
+    case = replica(served(DEEPSEEK_V3), ReplicaLayout(tp=1, ep=8, dp=8))
     moved = 256 * 8 * (1 - (7 / 8) ** 8) * 7168 * 4 * 7 / 8
-    found = float(exchange_seconds(model, GPU, layout, ENGINE, load))
+    found = float(exchange_seconds(case, load))
     assert found == pytest.approx(moved / 450e9)
-    assert found < float(group_seconds(model, GPU, layout, ENGINE, load))
+    assert found < float(group_seconds(case, load))
     # experts that are split over all ranks need all tokens on all of them
-    split = ReplicaLayout(tp=1, ep=1, dp=8)
-    whole = float(group_seconds(model, GPU, split, ENGINE, load))
-    assert float(exchange_seconds(model, GPU, split, ENGINE, load)) == whole
+    split = replace(case, layout=ReplicaLayout(tp=1, ep=1, dp=8))
+    whole = float(group_seconds(split, load))
+    assert float(exchange_seconds(split, load)) == whole
 
 
 def test_scales_lengthen_the_least_time() -> None:
-    engine = replace(ENGINE, scaling_seconds=5e-6)
-    assert float(least_seconds(engine, GPU, 20e-6, WIDE)) == pytest.approx(20e-6)
-    assert float(least_seconds(engine, GPU, 20e-6, EIGHT_BLOCKS)) == pytest.approx(25e-6)
+    case = replica(scaling_seconds=5e-6)
+    assert float(least_seconds(case, 20e-6, WIDE)) == pytest.approx(20e-6)
+    assert float(least_seconds(case, 20e-6, EIGHT_BLOCKS)) == pytest.approx(25e-6)
 
 
 def test_kernels_launched_one_by_one_hide_behind_the_work_of_the_gpu() -> None:
     # 80 blocks of attention and MLP with 30 microseconds each, launched in ten times as long
-    engine = replace(ENGINE, attention_seconds=20e-6, mlp_seconds=10e-6, eager_factor=10.0)
+    eager, graphs = (
+        replica(attention_seconds=20e-6, mlp_seconds=10e-6, eager_factor=n) for n in (10.0, 0.0)
+    )
     short, long = IterationLoad(8.0, 4.0, 0.0, 0.0), IterationLoad(65536.0, 4.0, 0.0, 0.0)
-    model = served()
-    launched = float(launching_seconds(model, GPU, engine, short))
+    launched = float(launching_seconds(eager, short))
     assert launched == pytest.approx(80 * 30e-6 * 10)
-    assert float(iteration_seconds(model, GPU, FOUR_GPUS, engine, short)) == launched
-    graphs = replace(engine, eager_factor=0.0)
-    times = [float(iteration_seconds(model, GPU, FOUR_GPUS, e, long)) for e in (engine, graphs)]
+    assert float(iteration_seconds(eager, short)) == launched
+    times = [float(iteration_seconds(case, long)) for case in (eager, graphs)]
     assert times[0] == times[1] > launched
-    assert float(launching_seconds(model, GPU, engine, IterationLoad(0.0, 0.0, 8.0, 4.0))) == 0
+    assert float(launching_seconds(eager, IterationLoad(0.0, 0.0, 8.0, 4.0))) == 0
 
 
 def test_a_cache_of_eight_bits_is_multiplied_in_eight_bits() -> None:
     fast = replace(GPU, memory_bandwidth=NEVER)
     load = IterationLoad(0.0, 0.0, 64.0, 4000.0)
-    wide = served(DEEPSEEK_V3)
-    narrow = replace(wide, cache_bytes=1.0)
-    times = [float(cached_seconds(one, fast, ReplicaLayout(8), load)) for one in (wide, narrow)]
+    models = (served(DEEPSEEK_V3, cache_bytes=n) for n in (2.0, 1.0))
+    cases = [replica(model, ReplicaLayout(8), fast) for model in models]
+    times = [float(cached_seconds(case, load)) for case in cases]
     assert times[0] == pytest.approx(2 * times[1])
 
 
 def test_ranks_of_data_parallel_attention_schedule_their_own_sequences() -> None:
-    load, engine = IterationLoad(0.0, 0.0, 64.0, 0.0), replace(ENGINE, sequence_seconds=1e-3)
-    model = served()
+    load = IterationLoad(0.0, 0.0, 64.0, 0.0)
 
     def added(layout: ReplicaLayout) -> float:
-        own, none = (iteration_seconds(model, GPU, layout, e, load) for e in (engine, ENGINE))
-        return float(own - none)
+        own = iteration_seconds(replica(layout=layout, sequence_seconds=1e-3), load)
+        return float(own) - seconds(load, layout)
 
     assert added(ReplicaLayout(4)) == pytest.approx(64e-3)
     assert added(ReplicaLayout(tp=1, dp=4)) == pytest.approx(16e-3)
@@ -206,17 +203,17 @@ def test_ranks_of_data_parallel_attention_schedule_their_own_sequences() -> None
 
 def test_eight_and_four_bits_read_less() -> None:
     rows, weights = 1.0, 1e9
-    wide = product_seconds(GPU, ENGINE, rows, weights, 2.0, WIDE)
-    eight = product_seconds(GPU, ENGINE, rows, weights, 1.0, EIGHT)
-    four = product_seconds(GPU, ENGINE, rows, weights, 0.5625, FOUR)
+    wide = product_seconds(replica(), rows, weights, 2.0, WIDE)
+    eight = product_seconds(replica(), rows, weights, 1.0, EIGHT)
+    four = product_seconds(replica(), rows, weights, 0.5625, FOUR)
     assert float(eight) == pytest.approx(float(wide) / 2, rel=1e-3)
     assert float(four) == pytest.approx(float(wide) * 0.5625 / 2, rel=1e-3)
 
 
 def test_expanded_weights_compute_in_sixteen_bits() -> None:
     rows, weights = 1e5, 1e9
-    wide = product_seconds(GPU, ENGINE, rows, weights, 2.0, WIDE)
-    expanded = product_seconds(GPU, ENGINE, rows, weights, 0.52, EXPANDED)
+    wide = product_seconds(replica(), rows, weights, 2.0, WIDE)
+    expanded = product_seconds(replica(), rows, weights, 0.52, EXPANDED)
     assert float(expanded) == pytest.approx(float(wide), rel=1e-2)
 
 
@@ -264,10 +261,10 @@ def test_arrays_give_what_numbers_give() -> None:
     models = [served(), served(DEEPSEEK_V3)]
     load = IterationLoad(512.0, 256.0, 32.0, 1500.0)
     layout = ReplicaLayout(np.array([8.0, 8.0]), ep=np.array([1.0, 8.0]))
-    together = iteration_seconds(stack_served(models), GPU, layout, ENGINE, load)
+    together = iteration_seconds(replica(stack_served(models), layout), load)
     for index, model in enumerate(models):
         alone = ReplicaLayout(8, ep=(1, 8)[index])
-        single = iteration_seconds(model, GPU, alone, ENGINE, load)
+        single = iteration_seconds(replica(model, alone), load)
         assert np.asarray(together)[index] == pytest.approx(float(single))
 
 

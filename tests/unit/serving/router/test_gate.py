@@ -19,6 +19,7 @@ from waiting import wait_until
 from hpctrain.serving.router.counters import Count, Counters
 from hpctrain.serving.router.gate import is_open
 from hpctrain.serving.router.gate_settings import GateSettings
+from hpctrain.store.service_settings import RouterSettings
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -103,7 +104,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGate]:
     router = PlayedRouter()
     counters = Counters(place / "counters", create=True)
     settings = GateSettings(
-        router_port=router.port, counters=str(place / "counters"), most_body_bytes=200_000
+        router=RouterSettings(name="vllm-router", policy="least_loaded", place="job"),
+        router_port=router.port,
+        counters=str(place / "counters"),
+        most_body_bytes=200_000,
     )
     (place / "gate.json").write_text(settings.model_dump_json())
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:

@@ -13,7 +13,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -25,11 +24,24 @@ from waiting import wait_until
 from hpctrain import reserved_ports
 from hpctrain.errors import InvalidInputError
 from hpctrain.serving.router.haproxy import Haproxy
-from hpctrain.serving.router.programs import Front, PortTakenError, RouterProgram
+from hpctrain.serving.router.programs import (
+    RETRY_AFTER_SECONDS,
+    Place,
+    PortTakenError,
+    RouterProgram,
+)
 from hpctrain.serving.router.vllm_router import VllmRouter
+from hpctrain.store.service_settings import RouterSettings, ScalingSettings, ServiceSettings
 
 Start = Callable[..., RouterProgram]
-FRONT = Front("127.0.0.1", 0, None, "least_loaded", retries=2, processes=2, drain_seconds=20.0)
+SETTINGS = ServiceSettings(
+    service_id="s",
+    engine="vllm",
+    router=RouterSettings(name="vllm-router", policy="least_loaded", place="job", processes=2),
+    scaling=ScalingSettings(count=2, spare=0, least=1, most=4, capacity_rate=10.0),
+    load_seconds=60.0,
+    drain_seconds=20.0,
+)
 TOKEN = "s3cret-0f-one-client"
 OTHER = "t0ken-of-an0ther"
 
@@ -42,16 +54,18 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
 
 @pytest.fixture(params=varied(["vllm-router", "haproxy"], "haproxy"))
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
-    """Starts the router of this test, with changes of its front."""
+    """Starts the router of this test, with changes of its settings."""
     program = haproxy() if request.param == "haproxy" else vllm_router()
     started: list[RouterProgram] = []
 
     def begin(*replicas: Engine, **changes: object) -> RouterProgram:
-        front = replace(FRONT, **changes)  # type: ignore[arg-type]
-        place = tmp_path / str(len(started))
-        place.mkdir()
+        given = {name: str(one) if isinstance(one, Path) else one for name, one in changes.items()}
+        own = SETTINGS.router.model_copy(update=given)
+        directory = tmp_path / str(len(started))
+        directory.mkdir()
+        place = Place("n001", "127.0.0.1", None, directory, os.environ)
         kind = Haproxy if request.param == "haproxy" else VllmRouter
-        router = kind(program, front, place, place, os.environ)
+        router = kind(program, SETTINGS.model_copy(update={"router": own}), place, directory)
         started.append(router)
         router.start()
         for engine in replicas:
@@ -90,7 +104,7 @@ def test_without_a_replica_clients_are_told_to_come_again(start: Start, two: lis
     router = start()
     refused = complete(router.port)
     assert (refused.status, refused.error) == (503, "no replica is ready yet")
-    assert int(refused.fields["retry-after"]) == FRONT.retry_after_seconds
+    assert int(refused.fields["retry-after"]) == RETRY_AFTER_SECONDS
     assert ask(router.port, "GET", "/health").status == 503
     assert router.counts().refused == 1
     assert router.add(two[0].url)
@@ -283,7 +297,7 @@ def test_settings_that_can_never_work(start: Start, certificate: Path, tmp_path:
 
 def test_it_listens_nowhere_else(start: Start, two: list[Engine]) -> None:
     before = listening()
-    router = start(two[0], host="127.0.0.2")
+    router = start(two[0], address="127.0.0.2")
     assert ask(router.port, "GET", "/health").status == 0  # 127.0.0.1
     new = listening() - before
     assert f"127.0.0.2:{router.port}" in new

@@ -10,22 +10,28 @@ from hpctrain.serving.router.scaling import (
     LEAST_CALM_SECONDS,
     Load,
     Replicas,
-    ScalingPolicy,
     Wanted,
     scheduled,
     wanted_now,
 )
 from hpctrain.store.service_records import ScalingMemory
+from hpctrain.store.service_settings import ScalingSettings
 
 NOW = 1_000_000.0
-POLICY = ScalingPolicy(count=5, spare=1, least=1, most=8, capacity_rate=10.0)
-HOURS = replace(POLICY, hours=((480, 1.0), (1200, 0.25)), least=0)
+POLICY = ScalingSettings(count=5, spare=1, least=1, most=8, capacity_rate=10.0)
 LEAD_SECONDS = 300.0
 QUIET = Load(arrival_rate=1.0, waiting=0.0, kv_share=0.1, idle_since=NOW - 5)
 
 
+def changed(policy: ScalingSettings, **changes: object) -> ScalingSettings:
+    return policy.model_copy(update=changes)
+
+
+HOURS = changed(POLICY, hours=((480, 1.0), (1200, 0.25)), least=0)
+
+
 def wanted(
-    policy: ScalingPolicy,
+    policy: ScalingSettings,
     load: Load = QUIET,
     memory: ScalingMemory | None = None,
     *,
@@ -64,15 +70,15 @@ def test_the_table_of_hours(minute: int, count: int) -> None:
 
 
 def test_the_table_looks_over_midnight() -> None:
-    early = replace(HOURS, hours=((2, 1.0), (1200, 0.25)))
+    early = changed(HOURS, hours=((2, 1.0), (1200, 0.25)))
     assert scheduled(early, 1438, 60.0).count == 2
     assert scheduled(early, 1438, LEAD_SECONDS).count == 5
 
 
 def test_a_share_of_zero_is_no_replica() -> None:
-    closed = replace(HOURS, hours=((480, 1.0), (1200, 0.0)))
+    closed = changed(HOURS, hours=((480, 1.0), (1200, 0.0)))
     assert scheduled(closed, 1300, LEAD_SECONDS).count == 0
-    assert wanted(replace(closed, least=2), minute=1300)[0].count == 2
+    assert wanted(changed(closed, least=2), minute=1300)[0].count == 2
 
 
 def test_a_person_comes_first() -> None:
@@ -82,7 +88,7 @@ def test_a_person_comes_first() -> None:
 class TestReaction:
     """A service that reacts to load: up at once, down slowly, never between the two."""
 
-    policy = replace(POLICY, react=True, count=3)
+    policy = changed(POLICY, react=True, count=3)
 
     def test_more_requests_than_the_replicas_bear(self) -> None:
         found, memory = wanted(self.policy, replace(QUIET, arrival_rate=45.0), kept=3, ready=3)
@@ -136,7 +142,7 @@ class TestReaction:
         assert found.count == 5
 
     def test_the_table_is_the_floor(self) -> None:
-        both = replace(HOURS, react=True)
+        both = changed(HOURS, react=True)
         memory = ScalingMemory(target=2)
         assert wanted(both, QUIET, memory, minute=600)[0].count == 5
         assert wanted(both, replace(QUIET, arrival_rate=33.0), minute=1300)[0].count == 5
@@ -151,7 +157,7 @@ class TestReaction:
 
 
 class TestIdle:
-    policy = replace(POLICY, least=0, idle_seconds=600.0)
+    policy = changed(POLICY, least=0, idle_seconds=600.0)
 
     def test_nobody_asks(self) -> None:
         assert wanted(self.policy, replace(QUIET, idle_since=NOW - 599))[0].count == 5
@@ -163,7 +169,7 @@ class TestIdle:
         assert wanted(self.policy, asleep, kept=0, ready=0)[0].count == 5
 
     def test_a_request_outside_the_hours_wakes_one(self) -> None:
-        closed = replace(self.policy, hours=((480, 1.0), (1200, 0.0)))
+        closed = changed(self.policy, hours=((480, 1.0), (1200, 0.0)))
         asleep = replace(QUIET, refused_lately=True)
         assert wanted(closed, asleep, kept=0, ready=0, minute=1300)[0].count == 1
 
