@@ -1,16 +1,19 @@
-"""HAProxy, told which replicas there are through its socket.
+"""HAProxy before the replicas, or before vllm-router: told what is behind through its socket.
 
-HAProxy itself has TLS, tokens, rates and retries, so there is no gate. Tried with 2.6 of Debian 12.
-Belongs here: its process, its places and its counts. Does not belong here: its configuration
+It has TLS, tokens and rates. Tried with 2.6 of Debian 12. Belongs here: its process, its places,
+its counts, and whether the files that it is given can work. Does not belong here: its configuration
 (`haproxy_config`).
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import signal
 import socket
+import ssl
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,7 +21,6 @@ from urllib.parse import urlsplit
 from hpctrain import clock
 from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.serving.router.gate_settings import token_digests
 from hpctrain.serving.router.haproxy_config import (
     BACKEND,
     LIMITED,
@@ -27,13 +29,60 @@ from hpctrain.serving.router.haproxy_config import (
     configuration,
     place_names,
 )
-from hpctrain.serving.router.programs import Child, Counts, Place, listen
-from hpctrain.store.service_settings import ServiceSettings
+from hpctrain.serving.router.programs import Child, Counts, Place, find_program, listen
+from hpctrain.store.service_settings import RouterSettings, ServiceSettings
 
 _CALL_SECONDS = 5.0
 _START_SECONDS = 30.0
 # A replica that is added counts as ready when HAProxy's own check has found it well.
 _ADD_SECONDS = 5.0
+
+
+def token_digests(path: Path) -> tuple[str, ...]:
+    """The SHA-256 (hex) of each token of a file. Raises InvalidInputError for a useless file."""
+    try:
+        tokens = [line.strip() for line in path.read_bytes().splitlines() if line.strip()]
+    except OSError as error:
+        raise _useless(path, f"cannot be read: {error.strerror}") from error
+    if not tokens:
+        raise _useless(path, "has no token")
+    return tuple(hashlib.sha256(token).hexdigest() for token in tokens)
+
+
+def require_certificate(certificate: Path, key: Path) -> None:
+    """Raise InvalidInputError unless a server can use the certificate with this key."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except ssl.SSLError as error:
+        words = f"with the key {key} is no certificate to serve with: {error.reason}"
+        raise _useless(certificate, words) from error
+    except OSError as error:
+        raise _useless(certificate, f"or {key} cannot be read: {error.strerror}") from error
+
+
+def _useless(path: Path, words: str) -> InvalidInputError:
+    return InvalidInputError([Problem(words, str(path))])
+
+
+def find_haproxy_before_router(router: RouterSettings) -> str | None:
+    """The HAProxy that is to be in front of vllm-router; None where there is none and none needed.
+
+    Raises InvalidInputError without it where the settings ask for what vllm-router has not.
+    """
+    try:
+        return find_program("haproxy", None, router.python)
+    except InvalidInputError as error:
+        asked = {
+            "router.tls": router.certificate,
+            "router.token_file": router.token_file,
+            "router.rate_limit": router.rate_limit,
+        }
+        names = [f"`{name}`" for name, value in asked.items() if value is not None]
+        if not names:
+            return None
+        message = f"{', '.join(names)}: only with HAProxy before vllm-router, and it is not here"
+        hint = "install the package haproxy, or link it beside `engine.python`"
+        raise InvalidInputError([Problem(message, hint=hint, node_dependent=True)]) from error
 
 
 class Haproxy:
@@ -47,6 +96,7 @@ class Haproxy:
         self._child: Child | None = None
         self._listener: socket.socket | None = None
         self._places: dict[str, str] = {}
+        self._choosing = threading.Lock()
         self._last_requests = 0
         self._last_request_at: float | None = None
 
@@ -72,21 +122,23 @@ class Haproxy:
         self._start_child()
 
     def add(self, url: str) -> bool:
-        if url in self._places:
-            return True
-        free = [one for one in place_names() if one not in self._taken]
         address = _address(url)
-        if not free or address is None:
-            return False
-        place, (host, port) = f"{BACKEND}/{free[0]}", address
+        with self._choosing:  # replicas are added by several threads
+            if url in self._places:
+                return True
+            free = [one for one in place_names() if one not in self._places.values()]
+            if not free or address is None:
+                return False
+            name = self._places[url] = free[0]
+        place, (host, port) = f"{BACKEND}/{name}", address
         said = self._say(f"set server {place} addr {host} port {port}")
         self._say(f"set server {place} state ready")
         if said is None:
+            self._places.pop(url, None)
             return False
-        self._places[url] = free[0]
         deadline = clock.monotonic() + _ADD_SECONDS
         while clock.monotonic() < deadline:
-            if self._statuses().get(free[0], "").startswith("UP"):
+            if self._statuses().get(name, "").startswith("UP"):
                 return True
             clock.sleep(0.05)
         return self.remove(url) and False
@@ -98,7 +150,7 @@ class Haproxy:
         # Slurm's next job may have the address at once; what has begun goes on all the same.
         if self._say(f"set server {BACKEND}/{place} state maint") is None:
             return False
-        del self._places[url]
+        self._places.pop(url, None)
         return True
 
     def replicas(self) -> frozenset[str] | None:
@@ -135,10 +187,6 @@ class Haproxy:
             self._child.kill()
 
     # -- the process -----------------------------------------------------------------------
-
-    @property
-    def _taken(self) -> set[str]:
-        return set(self._places.values())
 
     @property
     def _socket(self) -> Path:

@@ -17,9 +17,10 @@ from pathlib import Path
 from hpctrain import clock
 from hpctrain.errors import HpctrainError
 from hpctrain.serving.engines.registry import SERVING_ENGINES
+from hpctrain.serving.replica.log import say
 from hpctrain.serving.router.controller import Controller, claimant_of
 from hpctrain.serving.router.engine_figures import Engines
-from hpctrain.serving.router.haproxy import Haproxy
+from hpctrain.serving.router.haproxy import Haproxy, find_haproxy_before_router
 from hpctrain.serving.router.programs import Place, RouterProgram, find_program
 from hpctrain.serving.router.replica_jobs import ReplicaJobs
 from hpctrain.serving.router.rotation import RotationLoop
@@ -157,9 +158,14 @@ class RouterJob:
         """Choose and find the router's program. Raises InvalidInputError."""
         router = self._settings.router
         program = find_program(router.name, router.program, router.python)
+        before = program if router.name == "haproxy" else find_haproxy_before_router(router)
+        if before is None:
+            say("no HAProxy here: clients reach vllm-router itself, with its commands")
+            return VllmRouter(program, self._settings, self._place, None)
+        haproxy = Haproxy(before, self._settings, self._place, self._directory)
         if router.name == "haproxy":
-            return Haproxy(program, self._settings, self._place, self._directory)
-        return VllmRouter(program, self._settings, self._place, self._directory)
+            return haproxy
+        return VllmRouter(program, self._settings, self._place, haproxy)
 
     def _is_newest(self) -> bool:
         return self._controller is None or not self._controller.superseded

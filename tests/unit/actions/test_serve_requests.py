@@ -11,14 +11,20 @@ from serving_documents import service_plan, service_spec_text
 from hpctrain.actions.router_on_login_node import kills_user_processes
 from hpctrain.actions.serve_restart import request_restart
 from hpctrain.actions.serve_scale import request_scale
-from hpctrain.actions.serve_settings import require_router_files, service_settings
+from hpctrain.actions.serve_settings import (
+    require_router_files,
+    router_settings,
+    service_settings,
+)
 from hpctrain.actions.serve_status import service_status
 from hpctrain.actions.services import find_service
 from hpctrain.errors import InvalidInputError, NoSuchRunError, UsageError
+from hpctrain.serving.router import programs
+from hpctrain.serving.router.haproxy import find_haproxy_before_router
 from hpctrain.spec.loader import load_service_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.metrics import MetricsProfile
-from hpctrain.spec.service import RouterSpec, ServiceSpec, TlsSpec
+from hpctrain.spec.service import ServiceSpec
 from hpctrain.store.run_records import read_record, write_record
 from hpctrain.store.service_layout import ReplicaName, ServiceLayout
 from hpctrain.store.service_records import (
@@ -85,18 +91,46 @@ def test_what_of_a_router_can_never_work(tmp_path: Path, site: ClusterProfile) -
     tokens.write_text("t\n")
     tokens.chmod(0o644)
 
-    def refused(router: RouterSpec) -> str:
+    def check(router: str) -> None:
+        spec = spec_of(tmp_path, f"router: {{name: haproxy, {router}}}\n")
+        require_router_files(router_settings(spec, site))
+
+    def refused(router: str) -> str:
         with pytest.raises(InvalidInputError) as error:
-            require_router_files(router, site)
+            check(router)
         return str(error.value)
 
-    assert "every user" in refused(RouterSpec(token_file=str(tokens)))
-    assert "9400-9499" in refused(RouterSpec(port=8080))
-    assert "cannot be read" in refused(RouterSpec(token_file=str(tmp_path / "none")))
-    tls = TlsSpec(certificate=str(tmp_path / "c"), key=str(tmp_path / "k"))
-    assert "cannot be read" in refused(RouterSpec(tls=tls))
+    assert "every user" in refused(f"token_file: {tokens}")
+    assert "9400-9499" in refused("port: 8080")
+    assert "cannot be read" in refused(f"token_file: {tmp_path}/none")
+    assert "cannot be read" in refused(f"tls: {{certificate: {tmp_path}/c, key: {tmp_path}/k}}")
+    (tmp_path / "key").write_text("no key\n")
+    (tmp_path / "key").chmod(0o600)
+    both = f"tls: {{certificate: {tokens}, key: {tmp_path}/key}}"
+    assert "no certificate to serve with" in refused(both)
     tokens.chmod(0o600)
-    require_router_files(RouterSpec(token_file=str(tokens), port=9400), site)
+    check(f"token_file: {tokens}, port: 9400")
+
+
+@pytest.mark.parametrize("asked", ["token_file: {place}/tokens", "rate_limit: 2"])
+def test_what_vllm_router_has_not_needs_haproxy(
+    tmp_path: Path, site: ClusterProfile, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    monkeypatch.setattr(programs.shutil, "which", lambda *_, **__: None)
+    (tmp_path / "tokens").write_text("t\n")
+    (tmp_path / "tokens").chmod(0o600)
+    text = f"router: {{{asked.format(place=tmp_path)}}}\n"
+    router = router_settings(spec_of(tmp_path, text), site)
+    there = Path(router.python or "").with_name("haproxy")
+    with pytest.raises(InvalidInputError) as error:
+        require_router_files(router)
+    (problem,) = error.value.problems
+    assert f"`router.{asked.partition(':')[0]}`" in problem.message
+    assert "install the package haproxy" in (problem.hint or "")
+    require_router_files(router.model_copy(update={"token_file": None, "rate_limit": None}))
+    there.touch(0o700)
+    require_router_files(router)
+    assert find_haproxy_before_router(router) == str(there)
 
 
 def test_scaling_by_hand(service: ServiceLayout) -> None:

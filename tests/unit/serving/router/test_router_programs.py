@@ -1,9 +1,10 @@
-"""vllm-router behind its gate, and HAProxy: the same is asked of both, for real."""
+"""HAProxy, vllm-router behind it, and vllm-router alone: the same is asked of all, for real."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import re
 import socket
@@ -12,18 +13,19 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from router_programs import Engine, ask, complete, engines, haproxy, vllm_router
+from router_programs import SERVED_NAME, Engine, ask, complete, engines, haproxy, vllm_router
 from variants import varied
 from waiting import wait_until
 
 from hpctrain import reserved_ports
 from hpctrain.errors import InvalidInputError
 from hpctrain.serving.router.haproxy import Haproxy
+from hpctrain.serving.router.haproxy_config import MOST_BODY_BYTES, HaproxyFiles, configuration
 from hpctrain.serving.router.programs import (
     RETRY_AFTER_SECONDS,
     Place,
@@ -44,6 +46,8 @@ SETTINGS = ServiceSettings(
 )
 TOKEN = "s3cret-0f-one-client"
 OTHER = "t0ken-of-an0ther"
+# The name of each program, and what it calls its process.
+PROGRAMS = {"vllm-router": "vllm::router", "haproxy": "haproxy"}
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +56,34 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
         yield running
 
 
+ALONE = "vllm-router alone"
+# What vllm-router does without HAProxy, too.
+all_programs = pytest.mark.parametrize(
+    "start", varied(["vllm-router", ALONE, "haproxy"], "haproxy"), indirect=True
+)
+
+
 @pytest.fixture(params=varied(["vllm-router", "haproxy"], "haproxy"))
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     """Starts the router of this test, with changes of its settings."""
-    program = haproxy() if request.param == "haproxy" else vllm_router()
+    name = str(request.param).removesuffix(" alone")
+    program = haproxy() if name == "haproxy" else vllm_router()
+    before = None if request.param == ALONE else haproxy()
     started: list[RouterProgram] = []
 
     def begin(*replicas: Engine, **changes: object) -> RouterProgram:
         given = {name: str(one) if isinstance(one, Path) else one for name, one in changes.items()}
-        own = SETTINGS.router.model_copy(update=given)
+        own = SETTINGS.router.model_copy(update={"name": name, **given})
         directory = tmp_path / str(len(started))
         directory.mkdir()
         place = Place("n001", "127.0.0.1", None, directory, os.environ)
-        kind = Haproxy if request.param == "haproxy" else VllmRouter
-        router = kind(program, SETTINGS.model_copy(update={"router": own}), place, directory)
+        settings = SETTINGS.model_copy(update={"router": own})
+        front = None if before is None else Haproxy(before, settings, place, directory)
+        router: RouterProgram
+        if name == "haproxy" and front is not None:
+            router = front
+        else:
+            router = VllmRouter(program, settings, place, front)
         started.append(router)
         router.start()
         for engine in replicas:
@@ -113,6 +131,7 @@ def test_without_a_replica_clients_are_told_to_come_again(start: Start, two: lis
     assert complete(router.port).status == 503
 
 
+@all_programs
 def test_requests_go_on_where_a_replica_was_removed(
     start: Start, two: list[Engine], tmp_path: Path
 ) -> None:
@@ -129,6 +148,7 @@ def test_requests_go_on_where_a_replica_was_removed(
         assert router.counts().in_flight == 0
 
 
+@all_programs
 def test_a_dead_replica_costs_no_request(start: Start, two: list[Engine], tmp_path: Path) -> None:
     with engines(tmp_path, 1) as (mortal,):
         router = start(*two, mortal)
@@ -161,9 +181,13 @@ def test_requests_go_to_the_least_loaded_replica(start: Start, tmp_path: Path, n
 
 
 def _answered(engine: Engine) -> float:
-    text = ask(engine.port, "GET", "/metrics").body.decode()
-    found = re.search(r'request_success_total{.*"length".*} (\S+)', text)
-    assert found is not None
+    return figure(engine, r'request_success_total{.*"length".*} (\S+)')
+
+
+def figure(engine: Engine, pattern: str) -> float:
+    """A number that an engine shows among its metrics."""
+    found = re.search(pattern, ask(engine.port, "GET", "/metrics").body.decode())
+    assert found is not None, pattern
     return float(found[1])
 
 
@@ -295,6 +319,7 @@ def test_settings_that_can_never_work(start: Start, certificate: Path, tmp_path:
     assert taken.port < other.port <= taken.port + 20
 
 
+@all_programs
 def test_it_listens_nowhere_else(start: Start, two: list[Engine]) -> None:
     before = listening()
     router = start(two[0], address="127.0.0.2")
@@ -322,31 +347,171 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def test_a_token_is_not_shown_to_replicas(start: Start, tmp_path: Path) -> None:
-    seen: list[str | None] = []
+class PlayedReplica(ThreadingHTTPServer):
+    """Is healthy, and gives every other request the bytes of `answer`; keeps what it is asked."""
 
-    class Replica(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            seen.append(self.headers.get("Authorization"))
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), PlayedAnswer)
+        self.answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+        self.asked: list[tuple[str, Mapping[str, str]]] = []
+
+
+class PlayedAnswer(BaseHTTPRequestHandler):
+    server: PlayedReplica
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.path == "/health":
             self.send_response(200)
-            self.send_header("Content-Length", "2")
             self.end_headers()
-            self.wfile.write(b"{}")
+            return
+        fields = {name.lower(): value for name, value in self.headers.items()}
+        self.server.asked.append((self.path, fields))
+        self.wfile.write(self.server.answer)
 
-        def log_message(self, *_: object) -> None: ...
+    do_POST = do_GET
 
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def played() -> Iterator[PlayedReplica]:
+    with PlayedReplica() as replica:
+        threading.Thread(target=replica.serve_forever, args=(0.05,), daemon=True).start()
+        yield replica
+        replica.shutdown()
+
+
+def url_of(replica: PlayedReplica) -> str:
+    return f"http://127.0.0.1:{replica.server_port}"
+
+
+def test_what_replicas_see_of_a_client(start: Start, played: PlayedReplica, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(TOKEN)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Replica) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        router = start(token_file=tokens)
-        assert router.add(f"http://127.0.0.1:{server.server_port}")
-        seen.clear()
-        fields = {"Authorization": f"Bearer {TOKEN}"}
-        assert ask(router.port, "GET", "/v1/models", fields=fields).status == 200
-        server.shutdown()
-    assert seen
-    assert set(seen) == {None}
+    router = start(token_file=tokens)
+    assert router.add(url_of(played))
+    fields = {"Authorization": f"Bearer {TOKEN}", "X-Forwarded-For": "6.6.6.6", "X-Own": "1"}
+    assert complete(router.port, fields=fields).status == 200
+    (seen,) = (fields for path, fields in played.asked if path == "/v1/completions")
+    assert "authorization" not in seen
+    assert "6.6.6.6" not in seen.get("x-forwarded-for", "")
+    assert seen["x-own"] == "1"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n",
+    ],
+)
+def test_an_answer_that_breaks_off_does_not_look_whole(
+    start: Start, played: PlayedReplica, broken: bytes
+) -> None:
+    router = start()
+    assert router.add(url_of(played))
+    played.answer = broken
+    assert complete(router.port, stream=True).status != 200
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (b"GET /v1/x HTTP/1.1\r\nHost: a\r\nA : b\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
+        (
+            b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (MOST_BODY_BYTES + 1),
+            413,
+        ),
+    ],
+)
+def test_what_no_replica_sees(
+    start: Start, played: PlayedReplica, text: bytes, status: int
+) -> None:
+    """Requests that two programs could read in two ways, and those that are too long."""
+    router = start()
+    assert router.add(url_of(played))
+    played.asked.clear()
+    with socket.create_connection(("127.0.0.1", router.port), timeout=20) as link:
+        link.sendall(text + b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            got = link.recv(65536)
+    assert got.startswith(b"HTTP/1.1 %d " % status) and got.count(b"HTTP/1.1") == 1
+    assert not played.asked
+
+
+def test_a_long_body_arrives(start: Start, two: list[Engine]) -> None:
+    router = start(two[0])
+    assert complete(router.port, fields={"Expect": "100-continue"}).status == 200
+    asked = {"model": SERVED_NAME, "prompt": "hello " * 200_000, "max_tokens": 1}
+    fields = {"Content-Type": "application/json"}
+    body = json.dumps(asked).encode()
+    assert ask(router.port, "POST", "/v1/completions", body, fields).status == 200
+
+
+@all_programs
+def test_a_client_that_leaves_ends_its_request(start: Start, tmp_path: Path) -> None:
+    def running() -> float:
+        return figure(slow, r"num_requests_running{.*} (\S+)")
+
+    with engines(tmp_path, 1, {"token_seconds": 0.1}) as (slow,):
+        router = start(slow)
+        asked = {"model": SERVED_NAME, "prompt": "hello", "max_tokens": 2000, "stream": True}
+        body = json.dumps(asked).encode()
+        head = f"Host: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", router.port), timeout=20) as link:
+            link.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
+            assert link.recv(100)
+            assert running() == 1
+        wait_until(lambda: running() == 0, "the end of the request")
+        assert router.counts().in_flight == 0
+
+
+@pytest.mark.parametrize("start", varied([ALONE, "haproxy"], "haproxy"), indirect=True)
+def test_counts_of_vllm_router_alone_are_those_of_haproxy(
+    start: Start, two: list[Engine], played: PlayedReplica
+) -> None:
+    router = start(ports=(24100, 24900))
+    assert 24100 <= router.port <= 24900
+    assert complete(router.port).status == 503
+    for engine in two:
+        assert router.add(engine.url)
+    assert [complete(router.port, stream=n == 1).status for n in range(3)] == [200] * 3
+    counts = router.counts()
+    assert (counts.requests, counts.failed, counts.refused, counts.in_flight) == (4, 0, 1, 0)
+    assert counts.last_request is not None and abs(counts.last_request - time.time()) < 30
+    assert all(router.remove(engine.url) for engine in two)
+    assert router.add(url_of(played))
+    played.answer = b"HTTP/1.1 500 No\r\nContent-Length: 2\r\n\r\n{}"
+    assert complete(router.port).status >= 500
+    counts = router.counts()
+    assert (counts.requests, counts.failed, counts.refused) == (5, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["vllm-router", "haproxy"])
+@pytest.mark.parametrize("policy", ["least_loaded", "round_robin", "cache_aware"])
+def test_haproxy_takes_the_configuration(
+    name: str, policy: str, certificate: Path, tmp_path: Path
+) -> None:
+    digests = tmp_path / "digests"
+    digests.write_text(64 * "0" + "\n")
+    both = tmp_path / "both.pem"
+    both.write_text(certificate.read_text() + certificate.with_name("key.pem").read_text())
+    router = SETTINGS.router.model_copy(update={"name": name, "policy": policy, "rate_limit": 0.5})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        descriptor = listener.fileno()
+        files = HaproxyFiles(descriptor, str(tmp_path / "socket"), str(both), str(digests))
+        (tmp_path / "haproxy.cfg").write_text(configuration(files, router))
+        words = [haproxy(), "-c", "-f", str(tmp_path / "haproxy.cfg")]
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=60, pass_fds=[descriptor]
+        )
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr.lower(), done.stderr
 
 
 def children() -> set[int]:
@@ -355,26 +520,34 @@ def children() -> set[int]:
     return {int(pid) for path in paths for pid in path.read_text().split()}
 
 
-def program_of(since: set[int]) -> int:
-    """The process of the router's program, of those started since."""
-    own = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children() - since}
-    (program,) = (pid for pid, words in own.items() if b".router.gate" not in words)
-    return program
+def programs_since(since: set[int]) -> dict[str, int]:
+    """The router's programs by name, of the processes that were started since."""
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children() - since}
+    return {
+        name: pid
+        for name, own in PROGRAMS.items()
+        for pid, line in words.items()
+        if os.path.basename(line.split("\0")[0]) == own
+    }
 
 
+@all_programs
 def test_a_router_that_ends_is_started_anew(start: Start, two: list[Engine]) -> None:
     before = children()
     router = start(*two)
     port = router.port
-    os.kill(program_of(before), 9)
-    wait_until(lambda: router.problem() is not None, "the end of the router")
-    assert "-9" in (router.problem() or "")
-    router.restart()
-    assert router.problem() is None
-    for engine in two:
-        assert router.add(engine.url)
-    assert router.port == port
-    assert complete(port).status == 200
+    names = set(programs_since(before))
+    assert names
+    for name in names:
+        os.kill(programs_since(before)[name], 9)
+        wait_until(lambda: router.problem() is not None, "the end of the router")
+        assert f"{name} ended with -9" in (router.problem() or "")
+        router.restart()
+        assert router.problem() is None
+        for engine in two:
+            assert router.add(engine.url)
+        assert router.port == port
+        assert complete(port).status == 200
 
 
 class Other(socketserver.TCPServer):
@@ -418,7 +591,7 @@ def test_a_port_that_another_program_has_taken_is_given_up(
         router = start(*two)
         assert len(chosen) == 4
         assert complete(router.port).status == 200
-        os.kill(program_of(before), 9)
+        os.kill(programs_since(before)["vllm-router"], 9)
         wait_until(lambda: router.problem() is not None, "the end of the router")
         lose(chosen[2 + place])
         router.restart()
@@ -428,6 +601,7 @@ def test_a_port_that_another_program_has_taken_is_given_up(
         wait_until(lambda: complete(router.port).status == 200, "an answer by another port")
 
 
+@all_programs
 def test_it_ends_when_requests_have(start: Start, tmp_path: Path) -> None:
     with engines(tmp_path, 1, {"token_seconds": 0.1}) as (slow,):
         router = start(slow)
