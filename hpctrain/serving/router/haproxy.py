@@ -7,20 +7,23 @@ its counts, and whether the files that it is given can work. Does not belong her
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
+import os
 import signal
 import socket
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from hpctrain import clock
 from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.serving.replica.log import say
 from hpctrain.serving.router.haproxy_config import (
     BACKEND,
     LIMITED,
@@ -97,6 +100,8 @@ class Haproxy:
         self._listener: socket.socket | None = None
         self._places: dict[str, str] = {}
         self._choosing = threading.Lock()
+        self._digests: tuple[str, ...] = ()
+        self._seen: tuple[object, ...] = ()
         self._last_requests = 0
         self._last_request_at: float | None = None
 
@@ -177,6 +182,42 @@ class Haproxy:
             last_request=self._last_request_at,
         )
 
+    def refresh(self) -> None:
+        seen = self._stamps()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        router = self._router
+        try:
+            if router.token_file is not None:
+                self._take_tokens(Path(router.token_file))
+            if router.certificate is not None and router.key is not None:
+                self._take_certificate(Path(router.certificate), Path(router.key))
+        except (InvalidInputError, OSError) as error:
+            say(f"what was read before holds: {error}")
+
+    def _take_tokens(self, path: Path) -> None:
+        digests = token_digests(path)
+        self._write_digests(digests)
+        new, gone = set(digests) - set(self._digests), set(self._digests) - set(digests)
+        changes = [f"add acl {self._digests_path} {digest}" for digest in new]
+        changes += [f"del acl {self._digests_path} {digest}" for digest in gone]
+        if self._say(*changes) is None:
+            self._seen = ()  # once more when it answers
+        else:
+            self._digests = digests
+
+    def _take_certificate(self, certificate: Path, key: Path) -> None:
+        require_certificate(certificate, key)
+        lines = f"{certificate.read_text()}\n{key.read_text()}".split("\n")
+        text = "\n".join(line for line in lines if line.strip())  # an empty line ends the text
+        name = self._tls_path
+        said = self._say(f"set ssl cert {name} <<\n{text}\n", f"commit ssl cert {name}")
+        if said is None:
+            self._seen = ()  # once more when it answers
+        elif "Success" not in said:
+            raise _useless(certificate, f"is refused by HAProxy: {said.strip()}")
+
     def stop(self, seconds: float) -> None:
         if self._child is not None:
             # Management Guide, 4: SIGUSR1 closes the listeners and ends when sessions have
@@ -192,28 +233,47 @@ class Haproxy:
     def _socket(self) -> Path:
         return self._directory / "haproxy.sock"
 
+    @property
+    def _digests_path(self) -> Path:
+        return self._directory / "token-digests"
+
+    @property
+    def _tls_path(self) -> Path:
+        return self._directory / "tls.pem"
+
+    def _stamps(self) -> tuple[object, ...]:
+        """What changes when tokens or certificate are replaced."""
+        found: list[object] = []
+        for name in (self._router.token_file, self._router.certificate, self._router.key):
+            with contextlib.suppress(OSError):
+                status = os.stat(name or "")
+                found += [status.st_mtime_ns, status.st_size, status.st_ino]
+        return tuple(found)
+
     def _write_files(self) -> None:
         """Write the configuration and what it names. Raises InvalidInputError, OSError."""
-        router, directory = self._router, self._directory
-        tls = digests = None
+        router = self._router
+        self._seen = self._stamps()
         if router.certificate is not None and router.key is not None:
             # It looks for the key beside the certificate; both stay where they are.
-            tls = directory / "tls.pem"
-            tls.symlink_to(router.certificate)
-            (directory / "tls.pem.key").symlink_to(router.key)
+            self._tls_path.symlink_to(router.certificate)
+            self._tls_path.with_name("tls.pem.key").symlink_to(router.key)
         if router.token_file is not None:
-            digests = directory / "token-digests"
-            text = "".join(f"{digest}\n" for digest in token_digests(Path(router.token_file)))
-            replace_text(digests, text, mode=0o600, durable=False)
+            self._digests = token_digests(Path(router.token_file))
+            self._write_digests(self._digests)
         assert self._listener is not None, "listens before"
         files = HaproxyFiles(
             descriptor=self._listener.fileno(),
             socket=str(self._socket),
-            tls=None if tls is None else str(tls),
-            token_digests=None if digests is None else str(digests),
+            tls=None if router.certificate is None else str(self._tls_path),
+            token_digests=None if router.token_file is None else str(self._digests_path),
         )
         text = configuration(files, router)
-        replace_text(directory / "haproxy.cfg", text, mode=0o600, durable=False)
+        replace_text(self._directory / "haproxy.cfg", text, mode=0o600, durable=False)
+
+    def _write_digests(self, digests: Sequence[str]) -> None:
+        text = "".join(f"{digest}\n" for digest in digests)
+        replace_text(self._digests_path, text, mode=0o600, durable=False)
 
     def _start_child(self) -> None:
         """Start it and wait for its socket. Raises InvalidInputError."""

@@ -104,7 +104,10 @@ class RouterJob:
         self._controller.start()
 
     def look(self) -> None:
-        """Start what has ended anew. Raises RouterFailedError when that does not help."""
+        """Start what has ended anew, and have replaced secrets taken up.
+
+        Raises RouterFailedError when what has ended was started anew too often.
+        """
         problem = self._router.problem()
         if problem is not None:
             now = clock.monotonic()
@@ -113,6 +116,7 @@ class RouterJob:
                 raise RouterFailedError(f"the router ended {len(recent) + 1} times: {problem}")
             self._restarts = [*recent, now]
             self._router.restart()
+        self._router.refresh()
         rotation = self._rotation
         if rotation is not None and clock.monotonic() - rotation.passed_at > _HUNG_SECONDS:
             raise RouterFailedError(f"no look at endpoints for {_HUNG_SECONDS:.0f} s")

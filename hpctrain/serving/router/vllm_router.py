@@ -91,7 +91,6 @@ class VllmRouter:
             self._start_child(may_move=self._front is not None)
         if self._front is not None and self._front.problem() is not None:
             self._front.restart()
-        self._open_or_close()
 
     def add(self, url: str) -> bool:
         # 400 with these words for one that it has; it says so of one that is no longer healthy, too
@@ -105,6 +104,15 @@ class VllmRouter:
         return status == http.client.OK
 
     def replicas(self) -> frozenset[str] | None:
+        known = self._listed()
+        if known is None or self._front is None:
+            return known
+        behind = self._front.replicas()
+        # Where HAProxy was started anew, all replicas are to be added again.
+        return behind if behind is None or self._url not in behind else known
+
+    def _listed(self) -> frozenset[str] | None:
+        """The replicas that vllm-router itself has; None if it does not answer."""
         status, words = self._call("GET", "/list_workers")
         if status != http.client.OK:
             return None
@@ -144,6 +152,10 @@ class VllmRouter:
             last_request=self._last_request_at,
         )
 
+    def refresh(self) -> None:
+        if self._front is not None:
+            self._front.refresh()
+
     def stop(self, seconds: float) -> None:
         if self._front is not None:
             self._front.stop(seconds)
@@ -170,7 +182,7 @@ class VllmRouter:
 
         HAProxy answers with 503 otherwise. A replica that goes meanwhile is seen by its check.
         """
-        known = self.replicas()
+        known = self._listed()
         if self._front is None or known is None:
             return known is not None
         return self._front.add(self._url) if known else self._front.remove(self._url)
@@ -214,7 +226,7 @@ class VllmRouter:
         log = self._place.logs / f"{_PROGRAM}.log"
         self._child = Child(self._words(), log, environment=self._place.environment)
         deadline = clock.monotonic() + _START_SECONDS
-        while self.replicas() is None:
+        while self._listed() is None:
             problem = self._child.problem()
             if problem is not None:
                 raise InvalidInputError([Problem(problem, str(log))])

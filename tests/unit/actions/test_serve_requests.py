@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from serving_documents import service_plan, service_spec_text
 
 from hpctrain.actions.router_on_login_node import kills_user_processes
+from hpctrain.actions.serve_jobs import SlurmReplicaJobs
 from hpctrain.actions.serve_restart import request_restart
 from hpctrain.actions.serve_scale import request_scale
 from hpctrain.actions.serve_settings import (
@@ -21,6 +23,8 @@ from hpctrain.actions.services import find_service
 from hpctrain.errors import InvalidInputError, NoSuchRunError, UsageError
 from hpctrain.serving.router import programs
 from hpctrain.serving.router.haproxy import find_haproxy_before_router
+from hpctrain.serving.router.job import RouterJob, place_of
+from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_service_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.metrics import MetricsProfile
@@ -35,6 +39,7 @@ from hpctrain.store.service_records import (
     ScaleRequest,
     ServiceState,
 )
+from hpctrain.store.service_settings import read_service_settings
 
 
 @pytest.fixture
@@ -131,6 +136,28 @@ def test_what_vllm_router_has_not_needs_haproxy(
     there.touch(0o700)
     require_router_files(router)
     assert find_haproxy_before_router(router) == str(there)
+
+
+def test_the_routers_job_on_a_node_without_haproxy(
+    service: ServiceLayout,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(programs.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    settings = read_service_settings(service.settings)
+
+    def make(**changes: object) -> None:
+        router = settings.router.model_copy(update={"program": "/bin/true", **changes})
+        own = settings.model_copy(update={"router": router})
+        jobs = SlurmReplicaJobs(service, SlurmClient())
+        RouterJob(service, own, place_of({}, tmp_path), jobs)
+
+    with pytest.raises(InvalidInputError, match=r"`router\.rate_limit`: only with HAProxy"):
+        make(rate_limit=1.0)
+    make()
+    assert "clients reach vllm-router itself" in capsys.readouterr().out
 
 
 def test_scaling_by_hand(service: ServiceLayout) -> None:
