@@ -83,7 +83,7 @@ def find_haproxy_before_router(router: RouterSettings) -> str | None:
         names = [f"`{name}`" for name, value in asked.items() if value is not None]
         if not names:
             return None
-        message = f"{', '.join(names)}: only with HAProxy before vllm-router, and it is not here"
+        message = f"HAProxy is not on this machine: vllm-router needs it for {', '.join(names)}"
         hint = "install the package haproxy, or link it beside `engine.python`"
         raise InvalidInputError([Problem(message, hint=hint, node_dependent=True)]) from error
 

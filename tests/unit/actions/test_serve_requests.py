@@ -19,6 +19,7 @@ from hpctrain.actions.serve_settings import (
     service_settings,
 )
 from hpctrain.actions.serve_status import service_status
+from hpctrain.actions.serve_up import prepare_service
 from hpctrain.actions.services import find_service
 from hpctrain.errors import InvalidInputError, NoSuchRunError, UsageError
 from hpctrain.serving.router import programs
@@ -41,6 +42,8 @@ from hpctrain.store.service_records import (
 )
 from hpctrain.store.service_settings import read_service_settings
 
+SITE = Path(__file__).resolve().parents[3] / "cluster_profiles" / "a100x64.yaml"
+
 
 @pytest.fixture
 def site(packaged_profile: ClusterProfile) -> ClusterProfile:
@@ -51,8 +54,7 @@ def site(packaged_profile: ClusterProfile) -> ClusterProfile:
 def packaged_profile() -> ClusterProfile:
     from hpctrain.spec.loader import load_profile
 
-    root = Path(__file__).resolve().parents[3]
-    return load_profile(root / "cluster_profiles" / "a100x64.yaml").document
+    return load_profile(SITE).document
 
 
 def spec_of(place: Path, more: str) -> ServiceSpec:
@@ -132,6 +134,8 @@ def test_what_vllm_router_has_not_needs_haproxy(
     (problem,) = error.value.problems
     assert f"`router.{asked.partition(':')[0]}`" in problem.message
     assert "install the package haproxy" in (problem.hint or "")
+    with pytest.raises(InvalidInputError, match="HAProxy is not on this machine"):
+        prepare_service(tmp_path / "service.yaml", str(SITE), runs=tmp_path / "runs")
     require_router_files(router.model_copy(update={"token_file": None, "rate_limit": None}))
     there.touch(0o700)
     require_router_files(router)
@@ -154,7 +158,7 @@ def test_the_routers_job_on_a_node_without_haproxy(
         jobs = SlurmReplicaJobs(service, SlurmClient())
         RouterJob(service, own, place_of({}, tmp_path), jobs)
 
-    with pytest.raises(InvalidInputError, match=r"`router\.rate_limit`: only with HAProxy"):
+    with pytest.raises(InvalidInputError, match=r"needs it for `router\.rate_limit`"):
         make(rate_limit=1.0)
     make()
     assert "clients reach vllm-router itself" in capsys.readouterr().out

@@ -203,7 +203,7 @@ def test_a_dead_replica_does_not_close_the_service(start: Start, tmp_path: Path)
 
 
 def test_replicas_that_are_added_at_once(start: Start, two: list[Engine]) -> None:
-    router = start()
+    router = start(policy="round_robin")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         assert all(pool.map(router.add, [engine.url for engine in two]))
     assert router.replicas() == {engine.url for engine in two}
