@@ -82,8 +82,8 @@ SPEAKERS = (*SPEAKERS, "serving/stand_in/__main__.py", "serving/stand_in/http_se
 # The program of a replica: its lines in the log of its task, and its shield before exec.
 SPEAKERS = (*SPEAKERS, "serving/replica/__main__.py", "serving/replica/log.py")
 SPEAKERS = (*SPEAKERS, "serving/replica/shield.py")
-# What clients of a service reach before its router, and the program of the router's job.
-SPEAKERS = (*SPEAKERS, "serving/router/gate.py", "serving/router/__main__.py")
+# The program of the router's job.
+SPEAKERS = (*SPEAKERS, "serving/router/__main__.py")
 # Long-lived children: these modules watch over time limits and signals themselves.
 POPEN = ("slurm/process.py", "supervise/srun_process.py", "sandbox/processes.py")
 POPEN = (*POPEN, "supervise/evidence/probe.py")
@@ -105,7 +105,6 @@ OWN_TIME = {
     "clock.py": "it is the place",
     "beside_training.py": "waits in select(2) for its stdin",
     "supervise/timeouts.py": "waits for a thread that may be stuck in a system call",
-    "serving/router/gate.py": "waits in asyncio, whose time is its own",
     "serving/load/": "a program that measures, in asyncio",
     "serving/stand_in/": "a program for rehearsals, in asyncio and threads",
     "train/": "programs with torch, which measure",

@@ -15,7 +15,7 @@ from hpctrain.actions.kept_code import keep_code
 from hpctrain.actions.profiles import profile_search_path
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.serve_replicas import copy_job
-from hpctrain.actions.serve_settings import require_router_files, service_settings
+from hpctrain.actions.serve_settings import service_settings
 from hpctrain.actions.service_job import (
     PROGRESS_SECONDS,
     ServiceInputs,
@@ -47,12 +47,8 @@ _SETUP_SECONDS = 600.0
 def router_documents(
     service: ServiceLayout, inputs: ServiceInputs
 ) -> ServiceJobDocuments[RouterJobSettings]:
-    """Make the documents of the router's job.
-
-    Raises InvalidInputError for what sbatch cannot take, and for secrets that are none.
-    """
+    """Make the documents of the router's job. Raises InvalidInputError for what sbatch rejects."""
     spec, profile, run = inputs.spec.document, inputs.silent_profile, service.router
-    require_router_files(spec.router, profile)
     part = _router_part(inputs)
     partition = profile.slurm.partition(part.resources.partition)
     if partition is None:

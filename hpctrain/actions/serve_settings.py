@@ -12,16 +12,18 @@ from pathlib import Path
 
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.serving.documents import ServicePlan
-from hpctrain.serving.router.gate_settings import Tokens, tls_context
+from hpctrain.serving.router.haproxy import (
+    find_haproxy_before_router,
+    require_certificate,
+    token_digests,
+)
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.network import port_range
-from hpctrain.spec.service import RouterSpec, ServiceSpec
+from hpctrain.spec.service import ServiceSpec
 from hpctrain.store.service_settings import RouterSettings, ScalingSettings, ServiceSettings
 
-# One process of the gate passes some thousand pieces of answers per second on; vllm-router needs
-# about as much for itself.
-_CPUS_PER_GATE = 2
-_MOST_GATES = 8
+# HAProxy takes no more threads (Configuration Manual, 3.1: nbthread).
+_MOST_THREADS = 64
 
 
 def service_settings(
@@ -31,7 +33,7 @@ def service_settings(
     return ServiceSettings(
         service_id=service_id,
         engine=plan.replica.engine,
-        router=_router_settings(spec, profile),
+        router=router_settings(spec, profile),
         scaling=_scaling_settings(spec, plan),
         load_seconds=plan.load_seconds,
         drain_seconds=plan.drain_seconds,
@@ -39,9 +41,10 @@ def service_settings(
     )
 
 
-def _router_settings(spec: ServiceSpec, profile: ClusterProfile) -> RouterSettings:
+def router_settings(spec: ServiceSpec, profile: ClusterProfile) -> RouterSettings:
+    """Make the settings of a service's router; vllm-router has half of the processors itself."""
     router, ports = spec.router, profile.metrics.ports
-    gates = max(1, min(router.cpus // _CPUS_PER_GATE, _MOST_GATES))
+    threads = router.cpus if router.name == "haproxy" else max(1, router.cpus // 2)
     tls = router.tls
     return RouterSettings(
         name=router.name,
@@ -57,7 +60,7 @@ def _router_settings(spec: ServiceSpec, profile: ClusterProfile) -> RouterSettin
         token_file=_absolute(router.token_file),
         rate_limit=router.rate_limit,
         retries=router.retries,
-        processes=gates if router.name == "vllm-router" else router.cpus,
+        processes=min(threads, _MOST_THREADS),
     )
 
 
@@ -87,27 +90,27 @@ def _absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).expanduser().absolute())
 
 
-def require_router_files(router: RouterSpec, profile: ClusterProfile) -> None:
-    """Check the files and the port of a router before anything is submitted.
+def require_router_files(router: RouterSettings) -> None:
+    """Check the files, the port and the HAProxy of a router before anything is submitted.
 
     Raises InvalidInputError with what clients would find out later.
     """
     problems = []
-    ports = profile.metrics.ports
-    if router.port is not None and ports is not None:
-        first, last = port_range(ports)
+    if router.port is not None and router.ports is not None:
+        first, last = router.ports
         if not first <= router.port <= last:
-            words = f"router.port {router.port} is outside of {ports}, which this site allows"
-            problems.append(Problem(words))
-    secrets = [router.token_file, router.tls.key if router.tls is not None else None]
-    for path in filter(None, secrets):
-        problems += _open_to_others(Path(path).expanduser())
+            ports = f"{first}-{last}, which this site allows"
+            problems.append(Problem(f"router.port {router.port} is outside of {ports}"))
+    for path in filter(None, [router.token_file, router.key]):
+        problems += _open_to_others(Path(path))
     if problems:
         raise InvalidInputError(problems)
     if router.token_file is not None:
-        Tokens(Path(router.token_file).expanduser())
-    if router.tls is not None:
-        tls_context(Path(router.tls.certificate).expanduser(), Path(router.tls.key).expanduser())
+        token_digests(Path(router.token_file))
+    if router.certificate is not None and router.key is not None:
+        require_certificate(Path(router.certificate), Path(router.key))
+    if router.name == "vllm-router" and "$" not in (router.python or ""):
+        find_haproxy_before_router(router)
 
 
 def _open_to_others(path: Path) -> list[Problem]:

@@ -24,6 +24,7 @@ from hpctrain.actions.runs import find_run, new_run_id
 from hpctrain.actions.serve_plan import plan_service
 from hpctrain.actions.serve_replicas import start_replica
 from hpctrain.actions.serve_router import router_documents, start_router, write_router
+from hpctrain.actions.serve_settings import require_router_files, router_settings
 from hpctrain.actions.service_job import ServiceInputs
 from hpctrain.actions.services import all_services
 from hpctrain.checkpoints.discover import good_steps
@@ -63,12 +64,13 @@ class StartedService:
 def prepare_service(
     spec: Path, profile: str, overrides: Sequence[str] = (), *, runs: Path
 ) -> ServiceInputs:
-    """Read both documents, find the weights and plan; nothing is written.
+    """Read both documents, find the weights and the router's files, and plan; writes nothing.
 
     Raises InvalidInputError with all problems of what was read, RefusedPlanError.
     """
     loaded = _with_absolute_paths(load_service_spec(spec, overrides))
     cluster = load_named_profile(profile)
+    require_router_files(router_settings(loaded.document, cluster.document))
     weights = service_weights(loaded, runs)
     planned = plan_service(loaded, [cluster], runs)
     if planned.chosen is None:

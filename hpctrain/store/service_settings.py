@@ -24,7 +24,7 @@ class RouterSettings(_Settings):
     """The router itself; paths are absolute. See `spec.service.RouterSpec`.
 
     `program` and `python` say where it is looked for; `ports`: the first and the last that it may
-    take, None: any. `processes`: how many of them pass requests on.
+    take, None: any. `processes`: the threads of HAProxy.
     """
 
     name: Literal["vllm-router", "haproxy"]

@@ -22,9 +22,10 @@ from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.store.service_ledger import ServiceEventKind
 
 
-def router_text(name: str) -> str:
+def router_text(name: str, *others: str) -> str:
     program, cpus = (haproxy(), 1) if name == "haproxy" else (vllm_router(), 2)
-    return f"{{name: {name}, program: {program}, cpus: {cpus}, memory: 1GiB}}"
+    words = (f"name: {name}, program: {program}, cpus: {cpus}, memory: 1GiB", *others)
+    return f"{{{', '.join(words)}}}"
 
 
 def enough(clients: object, count: int = 8) -> bool:
@@ -36,7 +37,10 @@ def test_a_service_grows_shrinks_and_restarts_without_losing_a_request(
     router: str, sandbox: Sandbox, tmp_path: Path
 ) -> None:
     """One service for all of it, because each replica costs seconds to start."""
-    with service_on(sandbox, tmp_path, router_text(router)) as rehearsal:
+    # Beside the engine's Python, where it is looked for.
+    (tmp_path / "haproxy").symlink_to(haproxy())
+    text = router_text(router, "rate_limit: 1000")
+    with service_on(sandbox, tmp_path, text) as rehearsal:
         rehearsal.wait_ready("r001-g001", "r002-g001")
         with rehearsal.clients() as clients:
             request_scale(rehearsal.service, 3)

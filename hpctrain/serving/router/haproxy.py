@@ -1,24 +1,29 @@
-"""HAProxy, told which replicas there are through its socket.
+"""HAProxy before the replicas, or before vllm-router: told what is behind through its socket.
 
-HAProxy itself has TLS, tokens, rates and retries, so there is no gate. Tried with 2.6 of Debian 12.
-Belongs here: its process, its places and its counts. Does not belong here: its configuration
+It has TLS, tokens and rates. Tried with 2.6 of Debian 12. Belongs here: its process, its places,
+its counts, and whether the files that it is given can work. Does not belong here: its configuration
 (`haproxy_config`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import hashlib
 import io
+import os
 import signal
 import socket
-from collections.abc import Mapping
+import ssl
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from hpctrain import clock
 from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.serving.router.gate_settings import token_digests
+from hpctrain.serving.replica.log import say
 from hpctrain.serving.router.haproxy_config import (
     BACKEND,
     LIMITED,
@@ -27,13 +32,60 @@ from hpctrain.serving.router.haproxy_config import (
     configuration,
     place_names,
 )
-from hpctrain.serving.router.programs import Child, Counts, Place, listen
-from hpctrain.store.service_settings import ServiceSettings
+from hpctrain.serving.router.programs import Child, Counts, Place, find_program, listen
+from hpctrain.store.service_settings import RouterSettings, ServiceSettings
 
 _CALL_SECONDS = 5.0
 _START_SECONDS = 30.0
 # A replica that is added counts as ready when HAProxy's own check has found it well.
 _ADD_SECONDS = 5.0
+
+
+def token_digests(path: Path) -> tuple[str, ...]:
+    """The SHA-256 (hex) of each token of a file. Raises InvalidInputError for a useless file."""
+    try:
+        tokens = [line.strip() for line in path.read_bytes().splitlines() if line.strip()]
+    except OSError as error:
+        raise _useless(path, f"cannot be read: {error.strerror}") from error
+    if not tokens:
+        raise _useless(path, "has no token")
+    return tuple(hashlib.sha256(token).hexdigest() for token in tokens)
+
+
+def require_certificate(certificate: Path, key: Path) -> None:
+    """Raise InvalidInputError unless a server can use the certificate with this key."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except ssl.SSLError as error:
+        words = f"with the key {key} is no certificate to serve with: {error.reason}"
+        raise _useless(certificate, words) from error
+    except OSError as error:
+        raise _useless(certificate, f"or {key} cannot be read: {error.strerror}") from error
+
+
+def _useless(path: Path, words: str) -> InvalidInputError:
+    return InvalidInputError([Problem(words, str(path))])
+
+
+def find_haproxy_before_router(router: RouterSettings) -> str | None:
+    """The HAProxy that is to be in front of vllm-router; None where there is none and none needed.
+
+    Raises InvalidInputError without it where the settings ask for what vllm-router has not.
+    """
+    try:
+        return find_program("haproxy", None, router.python)
+    except InvalidInputError as error:
+        asked = {
+            "router.tls": router.certificate,
+            "router.token_file": router.token_file,
+            "router.rate_limit": router.rate_limit,
+        }
+        names = [f"`{name}`" for name, value in asked.items() if value is not None]
+        if not names:
+            return None
+        message = f"HAProxy is not on this machine: vllm-router needs it for {', '.join(names)}"
+        hint = "install the package haproxy, or link it beside `engine.python`"
+        raise InvalidInputError([Problem(message, hint=hint, node_dependent=True)]) from error
 
 
 class Haproxy:
@@ -47,6 +99,9 @@ class Haproxy:
         self._child: Child | None = None
         self._listener: socket.socket | None = None
         self._places: dict[str, str] = {}
+        self._choosing = threading.Lock()
+        self._digests: tuple[str, ...] = ()
+        self._seen: tuple[object, ...] = ()
         self._last_requests = 0
         self._last_request_at: float | None = None
 
@@ -72,21 +127,23 @@ class Haproxy:
         self._start_child()
 
     def add(self, url: str) -> bool:
-        if url in self._places:
-            return True
-        free = [one for one in place_names() if one not in self._taken]
         address = _address(url)
-        if not free or address is None:
-            return False
-        place, (host, port) = f"{BACKEND}/{free[0]}", address
+        with self._choosing:  # replicas are added by several threads
+            if url in self._places:
+                return True
+            free = [one for one in place_names() if one not in self._places.values()]
+            if not free or address is None:
+                return False
+            name = self._places[url] = free[0]
+        place, (host, port) = f"{BACKEND}/{name}", address
         said = self._say(f"set server {place} addr {host} port {port}")
         self._say(f"set server {place} state ready")
         if said is None:
+            self._places.pop(url, None)
             return False
-        self._places[url] = free[0]
         deadline = clock.monotonic() + _ADD_SECONDS
         while clock.monotonic() < deadline:
-            if self._statuses().get(free[0], "").startswith("UP"):
+            if self._statuses().get(name, "").startswith("UP"):
                 return True
             clock.sleep(0.05)
         return self.remove(url) and False
@@ -98,7 +155,7 @@ class Haproxy:
         # Slurm's next job may have the address at once; what has begun goes on all the same.
         if self._say(f"set server {BACKEND}/{place} state maint") is None:
             return False
-        del self._places[url]
+        self._places.pop(url, None)
         return True
 
     def replicas(self) -> frozenset[str] | None:
@@ -125,6 +182,42 @@ class Haproxy:
             last_request=self._last_request_at,
         )
 
+    def refresh(self) -> None:
+        seen = self._stamps()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        router = self._router
+        try:
+            if router.token_file is not None:
+                self._take_tokens(Path(router.token_file))
+            if router.certificate is not None and router.key is not None:
+                self._take_certificate(Path(router.certificate), Path(router.key))
+        except (InvalidInputError, OSError) as error:
+            say(f"what was read before holds: {error}")
+
+    def _take_tokens(self, path: Path) -> None:
+        digests = token_digests(path)
+        self._write_digests(digests)
+        new, gone = set(digests) - set(self._digests), set(self._digests) - set(digests)
+        changes = [f"add acl {self._digests_path} {digest}" for digest in new]
+        changes += [f"del acl {self._digests_path} {digest}" for digest in gone]
+        if self._say(*changes) is None:
+            self._seen = ()  # once more when it answers
+        else:
+            self._digests = digests
+
+    def _take_certificate(self, certificate: Path, key: Path) -> None:
+        require_certificate(certificate, key)
+        lines = f"{certificate.read_text()}\n{key.read_text()}".split("\n")
+        text = "\n".join(line for line in lines if line.strip())  # an empty line ends the text
+        name = self._tls_path
+        said = self._say(f"set ssl cert {name} <<\n{text}\n", f"commit ssl cert {name}")
+        if said is None:
+            self._seen = ()  # once more when it answers
+        elif "Success" not in said:
+            raise _useless(certificate, f"is refused by HAProxy: {said.strip()}")
+
     def stop(self, seconds: float) -> None:
         if self._child is not None:
             # Management Guide, 4: SIGUSR1 closes the listeners and ends when sessions have
@@ -137,35 +230,50 @@ class Haproxy:
     # -- the process -----------------------------------------------------------------------
 
     @property
-    def _taken(self) -> set[str]:
-        return set(self._places.values())
-
-    @property
     def _socket(self) -> Path:
         return self._directory / "haproxy.sock"
 
+    @property
+    def _digests_path(self) -> Path:
+        return self._directory / "token-digests"
+
+    @property
+    def _tls_path(self) -> Path:
+        return self._directory / "tls.pem"
+
+    def _stamps(self) -> tuple[object, ...]:
+        """What changes when tokens or certificate are replaced."""
+        found: list[object] = []
+        for name in (self._router.token_file, self._router.certificate, self._router.key):
+            with contextlib.suppress(OSError):
+                status = os.stat(name or "")
+                found += [status.st_mtime_ns, status.st_size, status.st_ino]
+        return tuple(found)
+
     def _write_files(self) -> None:
         """Write the configuration and what it names. Raises InvalidInputError, OSError."""
-        router, directory = self._router, self._directory
-        tls = digests = None
+        router = self._router
+        self._seen = self._stamps()
         if router.certificate is not None and router.key is not None:
             # It looks for the key beside the certificate; both stay where they are.
-            tls = directory / "tls.pem"
-            tls.symlink_to(router.certificate)
-            (directory / "tls.pem.key").symlink_to(router.key)
+            self._tls_path.symlink_to(router.certificate)
+            self._tls_path.with_name("tls.pem.key").symlink_to(router.key)
         if router.token_file is not None:
-            digests = directory / "token-digests"
-            text = "".join(f"{digest}\n" for digest in token_digests(Path(router.token_file)))
-            replace_text(digests, text, mode=0o600, durable=False)
+            self._digests = token_digests(Path(router.token_file))
+            self._write_digests(self._digests)
         assert self._listener is not None, "listens before"
         files = HaproxyFiles(
             descriptor=self._listener.fileno(),
             socket=str(self._socket),
-            tls=None if tls is None else str(tls),
-            token_digests=None if digests is None else str(digests),
+            tls=None if router.certificate is None else str(self._tls_path),
+            token_digests=None if router.token_file is None else str(self._digests_path),
         )
         text = configuration(files, router)
-        replace_text(directory / "haproxy.cfg", text, mode=0o600, durable=False)
+        replace_text(self._directory / "haproxy.cfg", text, mode=0o600, durable=False)
+
+    def _write_digests(self, digests: Sequence[str]) -> None:
+        text = "".join(f"{digest}\n" for digest in digests)
+        replace_text(self._digests_path, text, mode=0o600, durable=False)
 
     def _start_child(self) -> None:
         """Start it and wait for its socket. Raises InvalidInputError."""

@@ -18,11 +18,24 @@ from hpctrain.store.service_settings import RouterSettings
 BACKEND = "replicas"
 # What was not given to a replica: none was ready, or the client was too fast.
 REFUSED, LIMITED = "unready", "too-fast"
-_BALANCE = {"least_loaded": "leastconn", "round_robin": "roundrobin"}
+# `cache_aware` is vllm-router's, which is the only server behind HAProxy then.
+_BALANCE = {
+    "least_loaded": "leastconn",
+    "round_robin": "roundrobin",
+    "cache_aware": "roundrobin",
+}
+# By what is behind. vllm-router's /health fails for one replica that is not healthy, its /readiness
+# when none is; and it retries what replicas refuse itself.
+_CHECKED_PATH = {"haproxy": "/health", "vllm-router": "/readiness"}
+_RETRIED = {
+    "haproxy": "conn-failure empty-response 500 502 503 504",
+    "vllm-router": "conn-failure empty-response",
+}
 _PATHS = "/v1/ /tokenize /detokenize /rerank /score /pooling"
 _CLOSED_PATHS = "/v1/load_lora_adapter /v1/unload_lora_adapter"
 # Requests up to this size can be sent to another replica: they are kept until an answer begins.
 BUFFER_BYTES = 512 * 1024
+MOST_BODY_BYTES = 64 * 2**20
 _CLIENT_PLACES = 32768
 # How many replicas there may be at a time.
 MOST_REPLICAS = 64
@@ -96,6 +109,8 @@ def _front(files: HaproxyFiles, router: RouterSettings) -> list[str]:
         *_answer(503, "no replica is ready yet", "health"),
         *_answer(405, "only GET and POST", "!METH_GET !METH_POST !METH_OPTIONS"),
         *_answer(404, "not a path of this service", "dotted or closed or !api"),
+        f"    acl too_long req.hdr_val(content-length) gt {MOST_BODY_BYTES}",
+        *_answer(413, f"more than {MOST_BODY_BYTES} bytes", "too_long"),
     ]
     if files.token_digests is not None:
         # Digests are compared, so that the time of a comparison says nothing about a token.
@@ -143,10 +158,10 @@ def _back(router: RouterSettings) -> list[str]:
         f"backend {BACKEND}",
         f"    balance {_BALANCE[router.policy]}",
         "    option httpchk",
-        "    http-check send meth GET uri /health",
+        f"    http-check send meth GET uri {_CHECKED_PATH[router.name]}",
         "    option redispatch 1",
         f"    retries {router.retries}",
-        "    retry-on conn-failure empty-response 500 502 503 504",
+        f"    retry-on {_RETRIED[router.name]}",
         f"    http-request disable-l7-retry if {{ req.body_size gt {BUFFER_BYTES - 16384} }}",
         "    default-server check inter 2s fall 2 rise 1 init-addr none",
         f"    server-template replica {MOST_REPLICAS} 127.0.0.1:1 disabled",

@@ -17,9 +17,10 @@ from pathlib import Path
 from hpctrain import clock
 from hpctrain.errors import HpctrainError
 from hpctrain.serving.engines.registry import SERVING_ENGINES
+from hpctrain.serving.replica.log import say
 from hpctrain.serving.router.controller import Controller, claimant_of
 from hpctrain.serving.router.engine_figures import Engines
-from hpctrain.serving.router.haproxy import Haproxy
+from hpctrain.serving.router.haproxy import Haproxy, find_haproxy_before_router
 from hpctrain.serving.router.programs import Place, RouterProgram, find_program
 from hpctrain.serving.router.replica_jobs import ReplicaJobs
 from hpctrain.serving.router.rotation import RotationLoop
@@ -103,7 +104,10 @@ class RouterJob:
         self._controller.start()
 
     def look(self) -> None:
-        """Start what has ended anew. Raises RouterFailedError when that does not help."""
+        """Start what has ended anew, and have replaced secrets taken up.
+
+        Raises RouterFailedError when what has ended was started anew too often.
+        """
         problem = self._router.problem()
         if problem is not None:
             now = clock.monotonic()
@@ -112,6 +116,7 @@ class RouterJob:
                 raise RouterFailedError(f"the router ended {len(recent) + 1} times: {problem}")
             self._restarts = [*recent, now]
             self._router.restart()
+        self._router.refresh()
         rotation = self._rotation
         if rotation is not None and clock.monotonic() - rotation.passed_at > _HUNG_SECONDS:
             raise RouterFailedError(f"no look at endpoints for {_HUNG_SECONDS:.0f} s")
@@ -157,9 +162,14 @@ class RouterJob:
         """Choose and find the router's program. Raises InvalidInputError."""
         router = self._settings.router
         program = find_program(router.name, router.program, router.python)
+        before = program if router.name == "haproxy" else find_haproxy_before_router(router)
+        if before is None:
+            say("no HAProxy here: clients reach vllm-router itself, with its commands")
+            return VllmRouter(program, self._settings, self._place, None)
+        haproxy = Haproxy(before, self._settings, self._place, self._directory)
         if router.name == "haproxy":
-            return Haproxy(program, self._settings, self._place, self._directory)
-        return VllmRouter(program, self._settings, self._place, self._directory)
+            return haproxy
+        return VllmRouter(program, self._settings, self._place, haproxy)
 
     def _is_newest(self) -> bool:
         return self._controller is None or not self._controller.superseded

@@ -80,6 +80,9 @@ class RouterProgram(Protocol):
     def counts(self) -> Counts:
         """What it has counted."""
 
+    def refresh(self) -> None:
+        """Take up tokens and certificate if their files were replaced; the old ones hold if not."""
+
     def stop(self, seconds: float) -> None:
         """Take no more requests, let those that have begun end for so long, and end."""
 

@@ -1,13 +1,13 @@
-"""vllm-router on the loopback device, and the gate before it.
+"""vllm-router, with HAProxy before it where there is one.
 
 Tried with vllm-router 0.1.17: it starts without a replica, tries a request again on another replica
-when one answers 5xx or breaks off before its answer begins, and lets requests end on a replica that
-was removed. It has no TLS, no tokens and no rate of one client, whoever reaches its port may add
-replicas, and a path that it does not know goes to a replica. `power_of_two` does not start without
-two replicas. `sticky_least_loaded` gives all requests without a session to one replica, takes
-X-Request-Id for the name of a session, and asks the replica of a session again after its death.
-`cache_aware` without tolerance is what balances by requests under way. Belongs here: its words and
-its commands. Does not belong here: requests (`gate`).
+when one answers 5xx or breaks off before its answer begins, lets requests end on a replica that was
+removed, and after SIGINT those that have begun. It has no TLS, no tokens and no rate of one client,
+whoever reaches its port may add replicas, and a path that it does not know goes to a replica.
+`power_of_two` does not start without two replicas. `sticky_least_loaded` gives all requests without
+a session to one replica, takes X-Request-Id for the name of a session, and asks the replica of a
+session again after its death. `cache_aware` without tolerance is what balances by requests under
+way. Belongs here: its words, its commands and its own counts. Does not belong here: HAProxy.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ import http.client
 import json
 import signal
 import socket
-import sys
-from pathlib import Path
 from urllib.parse import quote
 
 from hpctrain import clock, reserved_ports
-from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.serving.router.counters import MOST_PROCESSES, Count, Counters
-from hpctrain.serving.router.gate_settings import GateSettings
-from hpctrain.serving.router.programs import Child, Counts, Place, listen
+from hpctrain.observe.scraped_text import ScrapedText
+from hpctrain.serving.router.haproxy import Haproxy
+from hpctrain.serving.router.programs import Child, Counts, Place, PortTakenError, listen
 from hpctrain.store.service_settings import ServiceSettings
 
 _POLICIES = {
@@ -47,77 +44,75 @@ _START_SECONDS = 60.0
 _TRIES_OF_PORTS = 3
 _CALL_SECONDS = 10.0
 _HEALTH_SECONDS = 2
-_PROGRAM = "vllm-router"
+_PROGRAM, _LOOPBACK = "vllm-router", "127.0.0.1"
+# What it counts: requests with an answer, tries that failed (by reason), requests that were given
+# up, and those under way.
+_SERVED, _FAILED_TRIES = "vllm_router_requests_total", "vllm_router_request_errors_total"
+_GIVEN_UP, _UNDER_WAY = "vllm_router_retries_exhausted_total", "vllm_router_running_requests"
+_NO_REPLICA = "no_available_workers"
 
 
 class VllmRouter:
-    """vllm-router with its gate; `directory` is private, and on a disk of this node."""
+    """vllm-router; with `front`, clients reach that, and vllm-router is on the loopback device."""
 
     def __init__(
-        self, program: str, settings: ServiceSettings, place: Place, directory: Path
+        self, program: str, settings: ServiceSettings, place: Place, front: Haproxy | None
     ) -> None:
-        self._program, self._settings = program, settings
-        self._place, self._directory = place, directory
-        self._router: Child | None = None
-        self._gates: dict[int, Child] = {}
-        self._listener: socket.socket | None = None
-        self._router_port = self._metrics_port = 0
+        self._program, self._router, self._place = program, settings.router, place
+        self._front = front
+        # What it listens on: alone, what HAProxy would.
+        self._host = (self._router.address or place.host) if front is None else _LOOPBACK
+        self._child: Child | None = None
+        self._port = self._metrics_port = 0
         self._reserved: list[socket.socket] = []
-        self._counters: Counters | None = None
+        self._last_requests = 0
+        self._last_request_at: float | None = None
 
     @property
     def port(self) -> int:
         """The port that clients reach."""
-        assert self._listener is not None, "not started"
-        return int(self._listener.getsockname()[1])
-
-    @property
-    def metrics_page(self) -> str:
-        """Where vllm-router's own metrics are, on this node only."""
-        return f"http://127.0.0.1:{self._metrics_port}/metrics"
+        return self._port if self._front is None else self._front.port
 
     def start(self) -> None:
-        self._listener = listen(self._place, self._settings.router)
-        self._counters = Counters(self._counters_path, create=True)
+        if self._front is not None:
+            self._front.start()
         self._choose_ports()
-        self._start_router()
-        self._write_gate_settings()
-        for row in range(min(self._settings.router.processes, MOST_PROCESSES)):
-            self._start_gate(row)
-        self._wait_for_gate()
+        self._start_child(may_move=True)
 
     def problem(self) -> str | None:
-        children = [self._router, *self._gates.values()]
-        found = (child.problem() for child in children if child is not None)
-        return next((words for words in found if words is not None), None)
+        own = None if self._child is None else self._child.problem()
+        return own or (None if self._front is None else self._front.problem())
 
     def restart(self) -> None:
-        moved = False
-        if self._router is not None and self._router.problem() is not None:
-            self._router.kill()
-            known_port = self._router_port
-            self._start_router()
-            moved = self._router_port != known_port
-        if moved:
-            self._write_gate_settings()
-        for row, gate in list(self._gates.items()):
-            if moved or gate.problem() is not None:
-                gate.kill()
-                self._start_gate(row)
+        if self._child is not None and self._child.problem() is not None:
+            self._child.kill()
+            if self._front is not None:
+                self._front.remove(self._url)
+            self._start_child(may_move=self._front is not None)
+        if self._front is not None and self._front.problem() is not None:
+            self._front.restart()
 
     def add(self, url: str) -> bool:
         # 400 with these words for one that it has; it says so of one that is no longer healthy, too
         status, words = self._call("POST", f"/add_worker?url={quote(url, safe='')}")
         added = status == http.client.OK or "already exists" in words
-        self._tell_gate()
-        return added
+        return self._open_or_close() and added
 
     def remove(self, url: str) -> bool:
         status, _ = self._call("POST", f"/remove_worker?url={quote(url, safe='')}")
-        self._tell_gate()
+        self._open_or_close()
         return status == http.client.OK
 
     def replicas(self) -> frozenset[str] | None:
+        known = self._listed()
+        if known is None or self._front is None:
+            return known
+        behind = self._front.replicas()
+        # Where HAProxy was started anew, all replicas are to be added again.
+        return behind if behind is None or self._url not in behind else known
+
+    def _listed(self) -> frozenset[str] | None:
+        """The replicas that vllm-router itself has; None if it does not answer."""
         status, words = self._call("GET", "/list_workers")
         if status != http.client.OK:
             return None
@@ -128,81 +123,127 @@ class VllmRouter:
         return None
 
     def counts(self) -> Counts:
-        counters = self._counters
-        assert counters is not None, "not started"
+        """What HAProxy has counted; else what vllm-router shows, and that is less.
+
+        A request counts there when its answer begins and if it is for the model; those under way
+        are shown by a policy that balances by them.
+        """
+        if self._front is not None:
+            return self._front.counts()
+        _, words = self._call("GET", "/metrics", self._metrics_port)
+        names = (_SERVED, _FAILED_TRIES, _GIVEN_UP, _UNDER_WAY)
+        shown = ScrapedText(words, names)
+        served, given_up, under_way = (
+            int(shown.total(name) or 0) for name in (_SERVED, _GIVEN_UP, _UNDER_WAY)
+        )
+        # A request without a replica is refused at each of its tries.
+        tries = shown.by(_FAILED_TRIES, "error_type").get(_NO_REPLICA, 0.0)
+        refused = int(tries // self._tries)
+        requests = served + given_up
+        if requests > self._last_requests:
+            self._last_request_at = clock.now()
+        self._last_requests = requests
         return Counts(
-            requests=int(counters.total(Count.ARRIVALS)),
-            failed=int(counters.total(Count.FAILED)),
-            refused=int(counters.total(Count.REFUSED)),
-            limited=int(counters.total(Count.LIMITED)),
-            in_flight=int(counters.total(Count.IN_FLIGHT)),
-            last_request=counters.total(Count.LAST_ARRIVAL) or None,
+            requests=requests,
+            failed=max(0, given_up - refused),
+            refused=refused,
+            limited=0,
+            in_flight=under_way,
+            last_request=self._last_request_at,
         )
 
+    def refresh(self) -> None:
+        if self._front is not None:
+            self._front.refresh()
+
     def stop(self, seconds: float) -> None:
-        for gate in self._gates.values():
-            gate.signal(signal.SIGINT)
-        if self._listener is not None:
-            self._listener.close()
-        deadline = clock.monotonic() + seconds
-        for gate in self._gates.values():
-            if not gate.ended_within(max(0.0, deadline - clock.monotonic())):
-                gate.kill()
-        if self._router is not None:
-            self._router.kill()
+        if self._front is not None:
+            self._front.stop(seconds)
+        if self._child is not None:
+            if self._front is None:
+                self._child.signal(signal.SIGINT)
+                self._child.ended_within(seconds)
+            self._child.kill()
         self._release_ports()
 
-    # -- vllm-router -----------------------------------------------------------------------
+    # -- the process -----------------------------------------------------------------------
+
+    @property
+    def _url(self) -> str:
+        return f"http://{self._host}:{self._port}"
+
+    @property
+    def _tries(self) -> int:
+        """How often one request is tried, the first time included."""
+        return self._router.retries + 1
+
+    def _open_or_close(self) -> bool:
+        """Let HAProxy give requests to vllm-router while that has a replica; False if it will not.
+
+        HAProxy answers with 503 otherwise. A replica that goes meanwhile is seen by its check.
+        """
+        known = self._listed()
+        if self._front is None or known is None:
+            return known is not None
+        return self._front.add(self._url) if known else self._front.remove(self._url)
 
     def _choose_ports(self) -> None:
-        """Reserve a port for it and one for its metrics, until it is stopped. Raises OSError."""
+        """Reserve a port for it and one for its metrics, until it is stopped.
+
+        Alone it takes an allowed one, as HAProxy would. Raises OSError, PortTakenError.
+        """
         self._release_ports()
         self._reserved = [reserved_ports.reserve_any(), reserved_ports.reserve_any()]
         numbers = (reserved_ports.number_of(reserved) for reserved in self._reserved)
-        self._router_port, self._metrics_port = numbers
+        self._port, self._metrics_port = numbers
+        if self._front is None:
+            with listen(self._place, self._router) as allowed:
+                self._port = int(allowed.getsockname()[1])
 
     def _release_ports(self) -> None:
         for reserved in self._reserved:
             reserved.close()
 
-    def _start_router(self) -> None:
+    def _start_child(self, *, may_move: bool) -> None:
         """Start it and wait until it answers: on the ports it had, unless they are another's.
 
-        Raises InvalidInputError, OSError.
+        Raises InvalidInputError, OSError; PortTakenError if its port is another's and clients know
+        it (`may_move` is False).
         """
         for left in reversed(range(_TRIES_OF_PORTS)):
             try:
-                self._try_to_start_router()
+                self._try_to_start()
                 return
-            except InvalidInputError:
-                numbers = self._router_port, self._metrics_port
-                free = all(reserved_ports.is_free("127.0.0.1", number) for number in numbers)
-                if free or not left:
+            except InvalidInputError as error:
+                wanted = (self._host, self._port), (_LOOPBACK, self._metrics_port)
+                if all(reserved_ports.is_free(host, number) for host, number in wanted) or not left:
                     raise
+                if not may_move:
+                    raise PortTakenError(str(error)) from error
                 self._choose_ports()
 
-    def _try_to_start_router(self) -> None:
+    def _try_to_start(self) -> None:
         log = self._place.logs / f"{_PROGRAM}.log"
-        self._router = Child(self._words(), log, environment=self._place.environment)
+        self._child = Child(self._words(), log, environment=self._place.environment)
         deadline = clock.monotonic() + _START_SECONDS
-        while self.replicas() is None:
-            problem = self._router.problem()
+        while self._listed() is None:
+            problem = self._child.problem()
             if problem is not None:
                 raise InvalidInputError([Problem(problem, str(log))])
             if clock.monotonic() > deadline:
-                self._router.kill()
+                self._child.kill()
                 words = f"{_PROGRAM} did not answer within {_START_SECONDS:.0f} s"
                 raise InvalidInputError([Problem(words, str(log))])
             clock.sleep(0.05)
 
     def _words(self) -> list[str]:
         """Its command line; `vllm-router --help` of 0.1.17 has these options."""
-        router = self._settings.router
+        router = self._router
         options = {
-            "host": "127.0.0.1",
-            "port": self._router_port,
+            "host": self._host,
+            "port": self._port,
             "policy": _POLICIES[router.policy],
-            "prometheus-host": "127.0.0.1",
+            "prometheus-host": _LOOPBACK,
             "prometheus-port": self._metrics_port,
             "worker-startup-timeout-secs": _ADD_SECONDS,
             "worker-startup-check-interval": 1,
@@ -211,8 +252,7 @@ class VllmRouter:
             "cb-failure-threshold": max(1, min(_MOST_FAILURES, router.retries)),
             "cb-timeout-duration-secs": _LEFT_ALONE_SECONDS,
             "cb-success-threshold": 1,
-            # its word for tries, the first one included
-            "retry-max-retries": router.retries + 1,
+            "retry-max-retries": self._tries,
             "retry-initial-backoff-ms": 20,
             "retry-max-backoff-ms": 1000,
             "log-level": "warning",
@@ -223,11 +263,10 @@ class VllmRouter:
             words += [f"--{name}", str(value)]
         return words
 
-    def _call(self, method: str, path: str) -> tuple[int, str]:
+    def _call(self, method: str, path: str, metrics_port: int | None = None) -> tuple[int, str]:
         """Ask vllm-router; the status is 0 if it does not answer."""
-        connection = http.client.HTTPConnection(
-            "127.0.0.1", self._router_port, timeout=_CALL_SECONDS
-        )
+        at = (self._host, self._port) if metrics_port is None else (_LOOPBACK, metrics_port)
+        connection = http.client.HTTPConnection(*at, timeout=_CALL_SECONDS)
         try:
             connection.request(method, path)
             answer = connection.getresponse()
@@ -236,52 +275,3 @@ class VllmRouter:
             return 0, str(error)
         finally:
             connection.close()
-
-    # -- the gate --------------------------------------------------------------------------
-
-    @property
-    def _gate_settings(self) -> Path:
-        return self._directory / "gate.json"
-
-    @property
-    def _counters_path(self) -> Path:
-        return self._directory / "counters"
-
-    def _write_gate_settings(self) -> None:
-        settings = GateSettings(
-            router=self._settings.router,
-            router_port=self._router_port,
-            counters=str(self._counters_path),
-            drain_seconds=self._settings.drain_seconds,
-        )
-        text = settings.model_dump_json(indent=1)
-        replace_text(self._gate_settings, text, mode=0o600, durable=False)
-
-    def _start_gate(self, row: int) -> None:
-        assert self._listener is not None, "listens before"
-        descriptor = self._listener.fileno()
-        module = "hpctrain.serving.router.gate"
-        words = [sys.executable, "-m", module, str(self._gate_settings), str(descriptor), str(row)]
-        log = self._place.logs / "gate.log"
-        self._gates[row] = Child(
-            words, log, environment=self._place.environment, descriptors=[descriptor]
-        )
-
-    def _wait_for_gate(self) -> None:
-        """Wait until a process of the gate accepts. Raises InvalidInputError."""
-        # A connection is accepted by the kernel before that, so the gate's own word is awaited.
-        deadline = clock.monotonic() + _START_SECONDS
-        counters = self._counters
-        assert counters is not None, "made before"
-        while counters.listening < len(self._gates):
-            problem = self.problem()
-            if problem is not None or clock.monotonic() > deadline:
-                words = problem or f"the gate did not listen within {_START_SECONDS:.0f} s"
-                raise InvalidInputError([Problem(words, str(self._place.logs / "gate.log"))])
-            clock.sleep(0.05)
-
-    def _tell_gate(self) -> None:
-        """Let the gate refuse requests with 503 while there is no replica."""
-        known = self.replicas()
-        if known is not None and self._counters is not None:
-            self._counters.ready = len(known)

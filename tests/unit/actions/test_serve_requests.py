@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -9,16 +10,26 @@ import pytest
 from serving_documents import service_plan, service_spec_text
 
 from hpctrain.actions.router_on_login_node import kills_user_processes
+from hpctrain.actions.serve_jobs import SlurmReplicaJobs
 from hpctrain.actions.serve_restart import request_restart
 from hpctrain.actions.serve_scale import request_scale
-from hpctrain.actions.serve_settings import require_router_files, service_settings
+from hpctrain.actions.serve_settings import (
+    require_router_files,
+    router_settings,
+    service_settings,
+)
 from hpctrain.actions.serve_status import service_status
+from hpctrain.actions.serve_up import prepare_service
 from hpctrain.actions.services import find_service
 from hpctrain.errors import InvalidInputError, NoSuchRunError, UsageError
+from hpctrain.serving.router import programs
+from hpctrain.serving.router.haproxy import find_haproxy_before_router
+from hpctrain.serving.router.job import RouterJob, place_of
+from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_service_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.metrics import MetricsProfile
-from hpctrain.spec.service import RouterSpec, ServiceSpec, TlsSpec
+from hpctrain.spec.service import ServiceSpec
 from hpctrain.store.run_records import read_record, write_record
 from hpctrain.store.service_layout import ReplicaName, ServiceLayout
 from hpctrain.store.service_records import (
@@ -29,6 +40,9 @@ from hpctrain.store.service_records import (
     ScaleRequest,
     ServiceState,
 )
+from hpctrain.store.service_settings import read_service_settings
+
+SITE = Path(__file__).resolve().parents[3] / "cluster_profiles" / "a100x64.yaml"
 
 
 @pytest.fixture
@@ -40,8 +54,7 @@ def site(packaged_profile: ClusterProfile) -> ClusterProfile:
 def packaged_profile() -> ClusterProfile:
     from hpctrain.spec.loader import load_profile
 
-    root = Path(__file__).resolve().parents[3]
-    return load_profile(root / "cluster_profiles" / "a100x64.yaml").document
+    return load_profile(SITE).document
 
 
 def spec_of(place: Path, more: str) -> ServiceSpec:
@@ -85,18 +98,70 @@ def test_what_of_a_router_can_never_work(tmp_path: Path, site: ClusterProfile) -
     tokens.write_text("t\n")
     tokens.chmod(0o644)
 
-    def refused(router: RouterSpec) -> str:
+    def check(router: str) -> None:
+        spec = spec_of(tmp_path, f"router: {{name: haproxy, {router}}}\n")
+        require_router_files(router_settings(spec, site))
+
+    def refused(router: str) -> str:
         with pytest.raises(InvalidInputError) as error:
-            require_router_files(router, site)
+            check(router)
         return str(error.value)
 
-    assert "every user" in refused(RouterSpec(token_file=str(tokens)))
-    assert "9400-9499" in refused(RouterSpec(port=8080))
-    assert "cannot be read" in refused(RouterSpec(token_file=str(tmp_path / "none")))
-    tls = TlsSpec(certificate=str(tmp_path / "c"), key=str(tmp_path / "k"))
-    assert "cannot be read" in refused(RouterSpec(tls=tls))
+    assert "every user" in refused(f"token_file: {tokens}")
+    assert "9400-9499" in refused("port: 8080")
+    assert "cannot be read" in refused(f"token_file: {tmp_path}/none")
+    assert "cannot be read" in refused(f"tls: {{certificate: {tmp_path}/c, key: {tmp_path}/k}}")
+    (tmp_path / "key").write_text("no key\n")
+    (tmp_path / "key").chmod(0o600)
+    both = f"tls: {{certificate: {tokens}, key: {tmp_path}/key}}"
+    assert "no certificate to serve with" in refused(both)
     tokens.chmod(0o600)
-    require_router_files(RouterSpec(token_file=str(tokens), port=9400), site)
+    check(f"token_file: {tokens}, port: 9400")
+
+
+@pytest.mark.parametrize("asked", ["token_file: {place}/tokens", "rate_limit: 2"])
+def test_what_vllm_router_has_not_needs_haproxy(
+    tmp_path: Path, site: ClusterProfile, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    monkeypatch.setattr(programs.shutil, "which", lambda *_, **__: None)
+    (tmp_path / "tokens").write_text("t\n")
+    (tmp_path / "tokens").chmod(0o600)
+    text = f"router: {{{asked.format(place=tmp_path)}}}\n"
+    router = router_settings(spec_of(tmp_path, text), site)
+    there = Path(router.python or "").with_name("haproxy")
+    with pytest.raises(InvalidInputError) as error:
+        require_router_files(router)
+    (problem,) = error.value.problems
+    assert f"`router.{asked.partition(':')[0]}`" in problem.message
+    assert "install the package haproxy" in (problem.hint or "")
+    with pytest.raises(InvalidInputError, match="HAProxy is not on this machine"):
+        prepare_service(tmp_path / "service.yaml", str(SITE), runs=tmp_path / "runs")
+    require_router_files(router.model_copy(update={"token_file": None, "rate_limit": None}))
+    there.touch(0o700)
+    require_router_files(router)
+    assert find_haproxy_before_router(router) == str(there)
+
+
+def test_the_routers_job_on_a_node_without_haproxy(
+    service: ServiceLayout,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(programs.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    settings = read_service_settings(service.settings)
+
+    def make(**changes: object) -> None:
+        router = settings.router.model_copy(update={"program": "/bin/true", **changes})
+        own = settings.model_copy(update={"router": router})
+        jobs = SlurmReplicaJobs(service, SlurmClient())
+        RouterJob(service, own, place_of({}, tmp_path), jobs)
+
+    with pytest.raises(InvalidInputError, match=r"needs it for `router\.rate_limit`"):
+        make(rate_limit=1.0)
+    make()
+    assert "clients reach vllm-router itself" in capsys.readouterr().out
 
 
 def test_scaling_by_hand(service: ServiceLayout) -> None:

@@ -1,9 +1,10 @@
-"""vllm-router behind its gate, and HAProxy: the same is asked of both, for real."""
+"""HAProxy, vllm-router behind it, and vllm-router alone: the same is asked of all, for real."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import re
 import socket
@@ -17,13 +18,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from router_programs import Engine, ask, complete, engines, haproxy, vllm_router
+from router_programs import SERVED_NAME, Engine, ask, complete, engines, haproxy, vllm_router
 from variants import varied
 from waiting import wait_until
 
 from hpctrain import reserved_ports
 from hpctrain.errors import InvalidInputError
 from hpctrain.serving.router.haproxy import Haproxy
+from hpctrain.serving.router.haproxy_config import MOST_BODY_BYTES, HaproxyFiles, configuration
 from hpctrain.serving.router.programs import (
     RETRY_AFTER_SECONDS,
     Place,
@@ -44,6 +46,8 @@ SETTINGS = ServiceSettings(
 )
 TOKEN = "s3cret-0f-one-client"
 OTHER = "t0ken-of-an0ther"
+# The name of each program, and what it calls its process.
+PROGRAMS = {"vllm-router": "vllm::router", "haproxy": "haproxy"}
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +56,34 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
         yield running
 
 
+ALONE = "vllm-router alone"
+# What vllm-router does without HAProxy, too.
+all_programs = pytest.mark.parametrize(
+    "start", varied(["vllm-router", ALONE, "haproxy"], "haproxy"), indirect=True
+)
+
+
 @pytest.fixture(params=varied(["vllm-router", "haproxy"], "haproxy"))
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     """Starts the router of this test, with changes of its settings."""
-    program = haproxy() if request.param == "haproxy" else vllm_router()
+    name = str(request.param).removesuffix(" alone")
+    program = haproxy() if name == "haproxy" else vllm_router()
+    before = None if request.param == ALONE else haproxy()
     started: list[RouterProgram] = []
 
     def begin(*replicas: Engine, **changes: object) -> RouterProgram:
         given = {name: str(one) if isinstance(one, Path) else one for name, one in changes.items()}
-        own = SETTINGS.router.model_copy(update=given)
+        own = SETTINGS.router.model_copy(update={"name": name, **given})
         directory = tmp_path / str(len(started))
         directory.mkdir()
         place = Place("n001", "127.0.0.1", None, directory, os.environ)
-        kind = Haproxy if request.param == "haproxy" else VllmRouter
-        router = kind(program, SETTINGS.model_copy(update={"router": own}), place, directory)
+        settings = SETTINGS.model_copy(update={"router": own})
+        front = None if before is None else Haproxy(before, settings, place, directory)
+        router: RouterProgram
+        if name == "haproxy" and front is not None:
+            router = front
+        else:
+            router = VllmRouter(program, settings, place, front)
         started.append(router)
         router.start()
         for engine in replicas:
@@ -110,9 +128,10 @@ def test_without_a_replica_clients_are_told_to_come_again(start: Start, two: lis
     assert router.add(two[0].url)
     assert complete(router.port).status == 200
     assert router.remove(two[0].url)
-    assert complete(router.port).status == 503
+    assert complete(router.port).error == "no replica is ready yet"
 
 
+@all_programs
 def test_requests_go_on_where_a_replica_was_removed(
     start: Start, two: list[Engine], tmp_path: Path
 ) -> None:
@@ -129,6 +148,7 @@ def test_requests_go_on_where_a_replica_was_removed(
         assert router.counts().in_flight == 0
 
 
+@all_programs
 def test_a_dead_replica_costs_no_request(start: Start, two: list[Engine], tmp_path: Path) -> None:
     with engines(tmp_path, 1) as (mortal,):
         router = start(*two, mortal)
@@ -161,10 +181,36 @@ def test_requests_go_to_the_least_loaded_replica(start: Start, tmp_path: Path, n
 
 
 def _answered(engine: Engine) -> float:
-    text = ask(engine.port, "GET", "/metrics").body.decode()
-    found = re.search(r'request_success_total{.*"length".*} (\S+)', text)
-    assert found is not None
+    return figure(engine, r'request_success_total{.*"length".*} (\S+)')
+
+
+def figure(engine: Engine, pattern: str) -> float:
+    """A number that an engine shows among its metrics."""
+    found = re.search(pattern, ask(engine.port, "GET", "/metrics").body.decode())
+    assert found is not None, pattern
     return float(found[1])
+
+
+@pytest.mark.variant("test_a_dead_replica_costs_no_request")
+def test_a_dead_replica_does_not_close_the_service(start: Start, tmp_path: Path) -> None:
+    """For longer than it takes the checks of HAProxy and of vllm-router to see it."""
+    with engines(tmp_path, 2) as (one, mortal):
+        router = start(one, mortal)
+        mortal.kill()
+        for _ in range(20):
+            time.sleep(0.5)
+            assert complete(router.port).status == 200
+
+
+def test_replicas_that_are_added_at_once(start: Start, two: list[Engine]) -> None:
+    router = start(policy="round_robin")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(router.add, [engine.url for engine in two]))
+    assert router.replicas() == {engine.url for engine in two}
+    before = [_answered(engine) for engine in two]
+    wait_until(lambda: complete(router.port).status == 200, "an answer")
+    assert [complete(router.port).status for _ in range(11)] == [200] * 11
+    assert all(_answered(one) > early for one, early in zip(two, before, strict=True))
 
 
 @pytest.mark.variant("test_a_dead_replica_costs_no_request")
@@ -255,8 +301,11 @@ def test_one_client_cannot_take_all(start: Start, two: list[Engine], tmp_path: P
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def make_certificate(place: Path) -> Path:
     """A certificate for 127.0.0.1 with its key in `key.pem` beside it."""
-    place = tmp_path_factory.mktemp("tls")
     words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     words += ["-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
     words += ["-addext", "subjectAltName=IP:127.0.0.1"]
@@ -280,6 +329,38 @@ def test_tls(start: Start, two: list[Engine], certificate: Path) -> None:
     assert complete(router.port, tls=old).status == 0
 
 
+def test_secrets_that_are_replaced_are_taken_up(
+    start: Start, two: list[Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens, certificate = tmp_path / "tokens", make_certificate(tmp_path)
+    tokens.write_text(f"{TOKEN}\n")
+    key = certificate.with_name("key.pem")
+    router = start(two[0], token_file=tokens, certificate=certificate, key=key)
+    old = ssl.create_default_context(cafile=str(certificate))
+
+    def status(token: str, trusting: ssl.SSLContext) -> int:
+        fields = {"Authorization": f"Bearer {token}"}
+        return complete(router.port, fields=fields, tls=trusting).status
+
+    router.refresh()
+    assert (status(TOKEN, old), status(OTHER, old)) == (200, 401)
+    tokens.write_text(f"{OTHER}\n")
+    router.refresh()
+    assert (status(TOKEN, old), status(OTHER, old)) == (401, 200)
+    make_certificate(tmp_path)
+    new = ssl.create_default_context(cafile=str(certificate))
+    router.refresh()
+    assert (status(OTHER, old), status(OTHER, new)) == (0, 200)
+    for path, text, words in (
+        (key, "no key", "no certificate to serve with"),
+        (tokens, "", "has no token"),
+    ):
+        path.write_text(text)
+        router.refresh()
+        assert status(OTHER, new) == 200
+        assert words in capsys.readouterr().out
+
+
 def test_settings_that_can_never_work(start: Start, certificate: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("\n")
@@ -295,6 +376,7 @@ def test_settings_that_can_never_work(start: Start, certificate: Path, tmp_path:
     assert taken.port < other.port <= taken.port + 20
 
 
+@all_programs
 def test_it_listens_nowhere_else(start: Start, two: list[Engine]) -> None:
     before = listening()
     router = start(two[0], address="127.0.0.2")
@@ -322,31 +404,184 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def test_a_token_is_not_shown_to_replicas(start: Start, tmp_path: Path) -> None:
-    seen: list[str | None] = []
+class PlayedReplica(ThreadingHTTPServer):
+    """Is healthy, and gives other requests the bytes of `answer`; keeps their paths and heads."""
 
-    class Replica(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            seen.append(self.headers.get("Authorization"))
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), PlayedAnswer)
+        self.answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+        self.asked: list[tuple[str, str]] = []
+
+
+class PlayedAnswer(BaseHTTPRequestHandler):
+    server: PlayedReplica
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.path == "/health":
             self.send_response(200)
-            self.send_header("Content-Length", "2")
             self.end_headers()
-            self.wfile.write(b"{}")
+            return
+        self.server.asked.append((self.path, str(self.headers)))
+        self.wfile.write(self.server.answer)
 
-        def log_message(self, *_: object) -> None: ...
+    do_POST = do_GET
 
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def played() -> Iterator[PlayedReplica]:
+    with PlayedReplica() as replica:
+        threading.Thread(target=replica.serve_forever, args=(0.05,), daemon=True).start()
+        yield replica
+        replica.shutdown()
+
+
+def url_of(replica: PlayedReplica) -> str:
+    return f"http://127.0.0.1:{replica.server_port}"
+
+
+def test_what_replicas_see_of_a_client(start: Start, played: PlayedReplica, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(TOKEN)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Replica) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        router = start(token_file=tokens)
-        assert router.add(f"http://127.0.0.1:{server.server_port}")
-        seen.clear()
-        fields = {"Authorization": f"Bearer {TOKEN}"}
-        assert ask(router.port, "GET", "/v1/models", fields=fields).status == 200
-        server.shutdown()
-    assert seen
-    assert set(seen) == {None}
+    router = start(token_file=tokens)
+    assert router.add(url_of(played))
+    fields = {"Authorization": f"Bearer {TOKEN}", "X-Forwarded-For": "6.6.6.6", "X-Own": "1"}
+    assert complete(router.port, fields=fields).status == 200
+    (seen,) = (head for path, head in played.asked if path == "/v1/completions")
+    assert "x-own: 1" in seen.lower()
+    assert TOKEN not in seen and "6.6.6.6" not in seen
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n",
+    ],
+)
+def test_an_answer_that_breaks_off_does_not_look_whole(
+    start: Start, played: PlayedReplica, broken: bytes
+) -> None:
+    router = start()
+    assert router.add(url_of(played))
+    played.answer = broken
+    assert complete(router.port, stream=True).status != 200
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (b"GET /v1/x HTTP/1.1\r\nHost: a\r\nA : b\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
+        (
+            b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (MOST_BODY_BYTES + 1),
+            413,
+        ),
+    ],
+)
+def test_what_no_replica_sees(
+    start: Start, played: PlayedReplica, text: bytes, status: int
+) -> None:
+    """Requests that two programs could read in two ways, and those that are too long."""
+    router = start()
+    assert router.add(url_of(played))
+    played.asked.clear()
+    with socket.create_connection(("127.0.0.1", router.port), timeout=20) as link:
+        link.sendall(text + b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            got = link.recv(65536)
+    assert got.startswith(b"HTTP/1.1 %d " % status) and got.count(b"HTTP/1.1") == 1
+    assert not played.asked
+
+
+def test_a_long_body_arrives(start: Start, two: list[Engine]) -> None:
+    router = start(two[0])
+    assert complete(router.port, fields={"Expect": "100-continue"}).status == 200
+    asked = {"model": SERVED_NAME, "prompt": "hello " * 200_000, "max_tokens": 1}
+    fields = {"Content-Type": "application/json"}
+    body = json.dumps(asked).encode()
+    assert ask(router.port, "POST", "/v1/completions", body, fields).status == 200
+
+
+@contextlib.contextmanager
+def long_request(port: int) -> Iterator[socket.socket]:
+    """A client with a stream of minutes, who leaves before its end."""
+    asked = {"model": SERVED_NAME, "prompt": "hello", "max_tokens": 2000, "stream": True}
+    body = json.dumps(asked)
+    head = f"Host: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as link:
+        link.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}{body}".encode())
+        yield link
+
+
+@all_programs
+def test_a_client_that_leaves_ends_its_request(start: Start, tmp_path: Path) -> None:
+    def running() -> float:
+        return figure(slow, r"num_requests_running{.*} (\S+)")
+
+    with engines(tmp_path, 1, {"token_seconds": 0.1}) as (slow,):
+        router = start(slow)
+        with long_request(router.port) as link:
+            assert link.recv(100)
+            wait_until(lambda: running() == 1, "the request")
+        wait_until(lambda: running() == 0, "the end of the request")
+        wait_until(lambda: router.counts().in_flight == 0, "its end in the counts")
+
+
+def test_a_client_may_leave_before_the_answer_begins(start: Start, tmp_path: Path) -> None:
+    with engines(tmp_path, 1, {"first_token_seconds": 600.0}) as (slow,):
+        router = start(slow)
+        with long_request(router.port):
+            wait_until(lambda: router.counts().in_flight == 1, "the request")
+        wait_until(lambda: router.counts().in_flight == 0, "its end in the counts")
+
+
+@pytest.mark.parametrize("start", varied([ALONE, "haproxy"], "haproxy"), indirect=True)
+def test_counts_of_vllm_router_alone_are_those_of_haproxy(
+    start: Start, two: list[Engine], played: PlayedReplica
+) -> None:
+    router = start(ports=(24100, 24900))
+    assert 24100 <= router.port <= 24900
+    assert complete(router.port).status == 503
+    for engine in two:
+        assert router.add(engine.url)
+    assert [complete(router.port, stream=n == 1).status for n in range(3)] == [200] * 3
+    counts = router.counts()
+    assert (counts.requests, counts.failed, counts.refused, counts.in_flight) == (4, 0, 1, 0)
+    assert counts.last_request is not None and abs(counts.last_request - time.time()) < 30
+    assert all(router.remove(engine.url) for engine in two)
+    assert router.add(url_of(played))
+    played.answer = b"HTTP/1.1 500 No\r\nContent-Length: 2\r\n\r\n{}"
+    assert complete(router.port).status >= 500
+    counts = router.counts()
+    assert (counts.requests, counts.failed, counts.refused) == (5, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["vllm-router", "haproxy"])
+@pytest.mark.parametrize("policy", ["least_loaded", "round_robin", "cache_aware"])
+def test_haproxy_takes_the_configuration(
+    name: str, policy: str, certificate: Path, tmp_path: Path
+) -> None:
+    digests = tmp_path / "digests"
+    digests.write_text(64 * "0" + "\n")
+    both = tmp_path / "both.pem"
+    both.write_text(certificate.read_text() + certificate.with_name("key.pem").read_text())
+    router = SETTINGS.router.model_copy(update={"name": name, "policy": policy, "rate_limit": 0.5})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        descriptor = listener.fileno()
+        files = HaproxyFiles(descriptor, str(tmp_path / "socket"), str(both), str(digests))
+        (tmp_path / "haproxy.cfg").write_text(configuration(files, router))
+        words = [haproxy(), "-c", "-f", str(tmp_path / "haproxy.cfg")]
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=60, pass_fds=[descriptor]
+        )
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr.lower(), done.stderr
 
 
 def children() -> set[int]:
@@ -355,26 +590,35 @@ def children() -> set[int]:
     return {int(pid) for path in paths for pid in path.read_text().split()}
 
 
-def program_of(since: set[int]) -> int:
-    """The process of the router's program, of those started since."""
-    own = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children() - since}
-    (program,) = (pid for pid, words in own.items() if b".router.gate" not in words)
-    return program
+def programs_since(since: set[int]) -> dict[str, int]:
+    """The router's programs by name, of the processes that were started since."""
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children() - since}
+    return {
+        name: pid
+        for name, own in PROGRAMS.items()
+        for pid, line in words.items()
+        if os.path.basename(line.split("\0")[0]) == own
+    }
 
 
+@all_programs
 def test_a_router_that_ends_is_started_anew(start: Start, two: list[Engine]) -> None:
     before = children()
     router = start(*two)
     port = router.port
-    os.kill(program_of(before), 9)
-    wait_until(lambda: router.problem() is not None, "the end of the router")
-    assert "-9" in (router.problem() or "")
-    router.restart()
-    assert router.problem() is None
-    for engine in two:
-        assert router.add(engine.url)
-    assert router.port == port
-    assert complete(port).status == 200
+    names = set(programs_since(before))
+    assert names
+    for name in names:
+        os.kill(programs_since(before)[name], 9)
+        wait_until(lambda: router.problem() is not None, "the end of the router")
+        assert f"{name} ended with -9" in (router.problem() or "")
+        router.restart()
+        assert router.problem() is None
+        assert router.replicas() == frozenset(), "those are added by who asks"
+        for engine in two:
+            assert router.add(engine.url)
+        assert router.port == port
+        assert complete(port).status == 200
 
 
 class Other(socketserver.TCPServer):
@@ -418,7 +662,7 @@ def test_a_port_that_another_program_has_taken_is_given_up(
         router = start(*two)
         assert len(chosen) == 4
         assert complete(router.port).status == 200
-        os.kill(program_of(before), 9)
+        os.kill(programs_since(before)["vllm-router"], 9)
         wait_until(lambda: router.problem() is not None, "the end of the router")
         lose(chosen[2 + place])
         router.restart()
@@ -428,6 +672,7 @@ def test_a_port_that_another_program_has_taken_is_given_up(
         wait_until(lambda: complete(router.port).status == 200, "an answer by another port")
 
 
+@all_programs
 def test_it_ends_when_requests_have(start: Start, tmp_path: Path) -> None:
     with engines(tmp_path, 1, {"token_seconds": 0.1}) as (slow,):
         router = start(slow)
