@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from hpctrain.errors import InvalidInputError, LimitError, Refusal
-from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.loader import Loaded
-from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes, short_duration
 
@@ -21,15 +20,15 @@ _WORTH_SAYING_SECONDS = 300.0
 
 
 def staging_warnings(
-    spec: Loaded[RunSpec], site: ClusterProfile, plan: Plan, files: Sequence[str]
+    job: TrainingJob, source: Loaded[RunSpec], files: Sequence[str]
 ) -> tuple[str, ...]:
     """Return a warning if each launch begins with minutes of copying `files` (absolute paths).
 
-    Files that do not exist here count nothing. Raises InvalidInputError where the engine or the
-    profile allows no copies, LimitError if they do not fit, or take longer than
-    `engine.startup_timeout`.
+    Files that do not exist here count nothing. `source` has the places of the spec's fields. Raises
+    InvalidInputError where the engine or the profile allows no copies, LimitError if they do not
+    fit, or take longer than `engine.startup_timeout`.
     """
-    document = spec.document
+    document, site = job.spec, job.profile
     if not document.data.stage:
         return ()
     message = hint = None
@@ -39,7 +38,7 @@ def staging_warnings(
         message = f"profile {site.name} has no disk on its nodes for copies of data"
         hint = "`software.scratch` and `software.scratch_capacity` in the profile"
     if message is not None:
-        raise InvalidInputError([spec.problem("data.stage", f"`data.stage`: {message}", hint)])
+        raise InvalidInputError([source.problem("data.stage", f"`data.stage`: {message}", hint)])
     capacity = site.software.scratch_capacity
     assert capacity is not None
     size_bytes = sum(os.path.getsize(path) for path in set(files) if os.path.exists(path))
@@ -52,18 +51,18 @@ def staging_warnings(
             [Refusal(message, "data.stage")],
             hint="`data: {stage: false}` reads it where it is",
         )
-    source = site.filesystem_of(PurePath(files[0])) if files else None
-    if source is None:
+    system = site.filesystem_of(PurePath(files[0])) if files else None
+    if system is None:
         return ()
     # all nodes at most: stages within a pipeline read nothing
-    network, nodes = site.network, plan.nodes.nodes
+    network, nodes = site.network, job.plan.nodes.nodes
     seconds = max(
-        size_bytes * nodes / float(source.read_bandwidth),
+        size_bytes * nodes / float(system.read_bandwidth),
         size_bytes / (network.nics_per_node * float(network.nic_bandwidth)),
     )
     took = (
         f"copying {short_bytes(size_bytes)} to {nodes} nodes, about {short_duration(seconds)} at "
-        f"the read bandwidth of {source.name}"
+        f"the read bandwidth of {system.name}"
     )
     if seconds > float(document.engine.startup_timeout):
         message = (

@@ -76,7 +76,7 @@ def read_measured_run(directory: Path, gpu: Gpu, catalogue: GpuCatalogue) -> Mea
     spec = _allowed(spec_as_planned(load_run_spec(layout.spec).document, plan))
     own = load_profile(layout.profile)
     found = read_software(layout)
-    other = _other_gpu(own.document, found, plan, gpu, catalogue)
+    other = _other_gpu(own.document, found, plan.gpu_memory_bytes, gpu, catalogue)
     if other is not None:
         message = f"ran on `{other}`, and the profile's GPU is `{gpu.name}`"
         raise _refused(directory, message, "give the profile of the cluster on which it ran")
@@ -118,7 +118,7 @@ def cpu_problems(directories: Sequence[Path]) -> list[Problem]:
 def _other_gpu(
     profile: ClusterProfile,
     software: Sequence[SoftwareRecord],
-    plan: Plan,
+    memory_bytes: int,
     gpu: Gpu,
     catalogue: GpuCatalogue,
 ) -> str | None:
@@ -128,7 +128,7 @@ def _other_gpu(
         return planned
     for name in sorted({name for record in software for name in record.facts.gpus}):
         # 40 and 80 GB of one kind have one name; what the catalogue lacks is another GPU
-        near = match_gpu(catalogue, name, plan.gpu_memory_bytes)
+        near = match_gpu(catalogue, name, memory_bytes)
         other = near or match_gpu(catalogue, name)
         if (other is None and gpu.generation != "other") or (other and other.name != gpu.name):
             return other.name if other else name

@@ -37,6 +37,7 @@ from hpctrain.render.containers import run_container
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.notify import joined_notify
 from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.container import ContainerProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes
 
@@ -160,7 +161,7 @@ def input_checks(
         *_weights(spec),
         _software(spec, profile, python),
         *_tracking(spec, profile, python),
-        *_image(document, site),
+        *_image(run_container(document.container, site.software.container)),
         *_channels(spec, profile),
     )
 
@@ -217,7 +218,7 @@ def _software(spec: Loaded[RunSpec], profile: Loaded[ClusterProfile], python: st
     document, site = spec.document, profile.document
     abilities = document.engine.abilities
     packages = ("hpctrain", *abilities.packages)
-    if run_container(document, site) is not None:
+    if run_container(document.container, site.software.container) is not None:
         sentence = f"the image is to have {', '.join(packages)}: looked for at the start of a job"
         return _check("software", "unknown", sentence)
     python = site.software.python or python
@@ -279,9 +280,8 @@ def _missing_packages(python: str, packages: Sequence[str]) -> list[str]:
     return [str(name) for name in json.loads(answer.stdout)]
 
 
-def _image(spec: RunSpec, site: ClusterProfile) -> Iterator[Check]:
+def _image(container: ContainerProfile | None) -> Iterator[Check]:
     """Look for an image that is a file; one of a registry is fetched in the job."""
-    container = run_container(spec, site)
     if container is None:
         return
     image = container.image

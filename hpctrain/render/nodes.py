@@ -7,31 +7,21 @@ here: which nodes a launch then uses (`hpctrain.supervise.judge.launch_nodes`).
 
 from __future__ import annotations
 
-from hpctrain.render.job_request import JobPlan, JobSpec
+from hpctrain.plan.job import Job
 
 
-def most_nodes(spec: JobSpec, plan: JobPlan) -> int:
-    """Count the nodes of the plan and the spare ones."""
-    return plan.nodes.nodes + spec.resources.spare_nodes
-
-
-def least_nodes(spec: JobSpec, plan: JobPlan) -> int:
-    """Return the fewest nodes that the job starts with: all, spare ones included, by default."""
-    return spec.resources.min_nodes or most_nodes(spec, plan)
-
-
-def node_options(spec: JobSpec, plan: JobPlan, cpus_per_gpu: int) -> dict[str, str | None]:
+def node_options(job: Job) -> dict[str, str | None]:
     """Choose `--nodes`, and the tasks and CPUs per node.
 
     With a range of nodes there is no `--ntasks-per-node`: with it Slurm 22.05.8 may allocate the
     least number although more nodes are free. Then only srun gets the number of tasks, and sbatch
     requests one task per node with the CPUs of all.
     """
-    least, most = least_nodes(spec, plan), most_nodes(spec, plan)
-    per_node = plan.nodes.gpus_per_node
+    least, most, cpus_per_gpu = job.least_nodes, job.most_nodes, job.cpus_per_gpu
+    per_node = job.plan.nodes.gpus_per_node
     if least < most:
         return {"nodes": f"{least}-{most}", "cpus-per-task": str(cpus_per_gpu * per_node)}
-    tasks = per_node if spec.launcher == "srun" else 1
+    tasks = per_node if job.spec.launcher == "srun" else 1
     # A job without GPUs has the CPUs of one: `resources.cpus_per_gpu` is all that it asks for.
     return {
         "nodes": str(most),
@@ -40,21 +30,20 @@ def node_options(spec: JobSpec, plan: JobPlan, cpus_per_gpu: int) -> dict[str, s
     }
 
 
-def survives_node_failure(spec: JobSpec, plan: JobPlan) -> bool:
+def survives_node_failure(job: Job) -> bool:
     """Return True if the job continues when a node fails (sbatch(1), --no-kill).
 
     A spare node replaces it, or the next launch is smaller.
     """
-    resources = spec.resources
-    return resources.spare_nodes > 0 or least_nodes(spec, plan) < most_nodes(spec, plan)
+    return job.spec.resources.spare_nodes > 0 or job.least_nodes < job.most_nodes
 
 
-def node_problems(spec: JobSpec, plan: JobPlan, constraint: str | None) -> list[str]:
+def node_problems(job: Job, constraint: str | None) -> list[str]:
     """List where spare nodes or a range of nodes meet options that need exact numbers.
 
     Segments divide all of them: the planner chooses no other (`plan.mesh.nvlink_domain`).
     """
-    if not survives_node_failure(spec, plan):
+    if not survives_node_failure(job):
         return []
     if constraint and "*" in constraint:
         return [

@@ -9,6 +9,7 @@ import pytest
 
 from hpctrain.actions.data_staging import staging_warnings
 from hpctrain.errors import InvalidInputError, LimitError
+from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.profile import ClusterProfile
@@ -59,8 +60,8 @@ def warnings(profile: ClusterProfile, data: Path, **engine: str) -> tuple[str, .
     file.write_text(text)
     spec = load_run_spec(file, [f"engine.{name}={value}" for name, value in engine.items()])
     plain = spec.document.model_copy(update={"engine": load_run_spec(file, []).document.engine})
-    plan = make_plan(plain, profile)
-    return staging_warnings(spec, profile, plan, [str(data)])
+    job = TrainingJob(spec.document, profile, make_plan(plain, profile))
+    return staging_warnings(job, spec, [str(data)])
 
 
 def test_a_disk_with_room_takes_the_data_in_silence(data: Path) -> None:

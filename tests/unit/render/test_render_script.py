@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from planned_job import planned_job
 from specimen_scripts import PROFILE, ROOT, SPEC, profile_with, render, spec_with
 
 from hpctrain.errors import InvalidInputError
@@ -71,17 +72,23 @@ def test_only_named_variables_leave_the_submitting_shell() -> None:
     spec = spec_with(environment={"inherit": ["WANDB_API_KEY"]})
     script = render(spec)
     assert "--export" not in "".join(directives(script)), "Slurm would run a login shell"
-    assert submit_variables(spec, PROFILE) == ("HOME", "LANG", "PATH", "USER", "WANDB_API_KEY")
+    assert submit_variables(planned_job(spec, PROFILE)) == (
+        "HOME",
+        "LANG",
+        "PATH",
+        "USER",
+        "WANDB_API_KEY",
+    )
     assert "only HOME, LANG, PATH, USER, WANDB_API_KEY." in script.replace("\n# ", " ")
     everything = profile_with(slurm={"export": "all"})
-    assert submit_variables(spec, everything) is None
+    assert submit_variables(planned_job(spec, everything)) is None
     assert "--export" not in "".join(directives(render(spec, everything)))
 
 
 def test_a_site_names_variables_of_a_login_that_its_jobs_need() -> None:
     site = profile_with(slurm={"inherit": ["SCRATCH"]})
     spec = spec_with(environment={"inherit": ["WANDB_API_KEY", "SCRATCH"]})
-    assert submit_variables(spec, site) == (
+    assert submit_variables(planned_job(spec, site)) == (
         *("HOME", "LANG", "PATH", "USER"),
         *("SCRATCH", "WANDB_API_KEY"),
     )
