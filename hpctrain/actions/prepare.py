@@ -11,38 +11,36 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from hpctrain.actions.container_paths import registry_warnings, unmounted_warnings
-from hpctrain.actions.data_staging import staging_warnings
 from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.actions.evaluation_files import profiles_of_jobs
 from hpctrain.actions.job_documents import JobDocuments
 from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.actions.runs import new_run_id
 from hpctrain.actions.site_files import setup_file, site_templates, templates_digest
+from hpctrain.actions.site_warnings import refuse_ended_reservation, site_warnings
 from hpctrain.actions.supervisor_settings import training_supervision
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.speed_check import SpeedCheckConfig, speed_check_config
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, LimitError, Problem, Refusal
+from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import TrainingJob
-from hpctrain.render.containers import container_problems, run_container
+from hpctrain.render.containers import container_problems
 from hpctrain.render.script import ScriptFacts, build_script
 from hpctrain.render.software import prologue_text
 from hpctrain.render.template import (
     refuse_dropped_directives,
     render_script,
 )
-from hpctrain.render.warning_lead import short_grace
 from hpctrain.spec.calibration import (
     Calibration,
     SiteCalibration,
@@ -63,7 +61,6 @@ from hpctrain.spec.uncertainty import SiteLearning, Uncertainty
 from hpctrain.store.datasets import bin_path, idx_path, npz_path
 from hpctrain.store.jobs import run_comment
 from hpctrain.supervise.catalogue import load_signatures
-from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
@@ -79,7 +76,6 @@ class Prepared(JobDocuments):
     in the partition of each evaluation job.
     """
 
-    run_id: str
     spec: Loaded[RunSpec]
     profile: Loaded[ClusterProfile]
     plan: Plan
@@ -88,6 +84,10 @@ class Prepared(JobDocuments):
     template_directory: Path | None = None
     smaller: tuple[SizedConfig, ...] = ()
     evaluation_profiles: tuple[ClusterProfile, ...] = ()
+
+    @property
+    def run_id(self) -> str:
+        return self.facts.run_id
 
     @property
     def job(self) -> TrainingJob:
@@ -185,9 +185,8 @@ def _holds(learned: SiteLearning, constants: str, uncertainty: Uncertainty | Non
     return learned.memory is None or set(learned.memory.multipliers) == set(memory.multipliers)
 
 
-def refuse_untrainable(spec: Loaded[RunSpec], plan: Plan | None = None) -> None:
-    """Raise InvalidInputError for settings that hpctrain can plan but not train."""
-    found = untrainable_fields(spec.document) if plan is None else untrainable_layout(plan)
+def refuse_untrainable(spec: Loaded[RunSpec], found: Iterable[tuple[str, str]]) -> None:
+    """Raise InvalidInputError for fields that hpctrain can plan but not train, each with why."""
     hint = "`hpctrain plan` can plan it; to submit, change this field"
     problems = [spec.problem(field, f"`{field}`: {message}", hint) for field, message in found]
     if problems:
@@ -220,7 +219,7 @@ def _prepared(
     from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
 
     document, site = loaded_spec.document, loaded_profile.document
-    refuse_untrainable(loaded_spec)
+    refuse_untrainable(loaded_spec, untrainable_fields(document))
     impossible = container_problems(document, site)
     if impossible:
         raise InvalidInputError(
@@ -231,14 +230,14 @@ def _prepared(
         )
     knowledge = load_knowledge(loaded_profile)
     plan = make_plan(document, site, knowledge)
-    refuse_untrainable(loaded_spec, plan)
+    refuse_untrainable(loaded_spec, untrainable_layout(plan))
     templates = template_directory or site_templates(loaded_profile)
     template_sha256 = None if templates is None else templates_digest(templates)
     if template_sha256 is not None:
         both = f"{loaded_profile.digest}{template_sha256}".encode()
         loaded_profile = replace(loaded_profile, digest=hashlib.sha256(both).hexdigest())
     job = TrainingJob(document, site, plan)
-    _refuse_ended_reservation(job, datetime.now(UTC))
+    refuse_ended_reservation(job, datetime.now(UTC))
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
     facts = ScriptFacts(
         run_id,
@@ -258,13 +257,8 @@ def _prepared(
     )
     train = train_config(absolute).model_copy(update=check)
     inputs = input_paths(train)
-    copied = site.software.scratch if train.stage_data else None
-    seen = (absolute.spec.data.cache, absolute.spec.model.pretrained, copied)
-    read = [*inputs, *filter(None, seen)]
-    warnings = staging_warnings(job, loaded_spec, inputs)
-    warnings += _site_warnings(job, read, runs / run_id)
+    warnings = site_warnings(absolute, loaded_spec, inputs, runs / run_id)
     return Prepared(
-        run_id=run_id,
         spec=loaded_spec,
         profile=loaded_profile,
         plan=plan.model_copy(update={"warnings": (*plan.warnings, *warnings)}),
@@ -285,43 +279,6 @@ def _rendered(job: TrainingJob, facts: ScriptFacts, templates: Path | None) -> s
     if templates is not None:
         refuse_dropped_directives(script, text, templates)
     return text
-
-
-def _refuse_ended_reservation(job: TrainingJob, now: datetime) -> None:
-    """Raise LimitError where an attempt that started now would outlast the site's reservation.
-
-    sbatch(1), --reservation: Slurm does not start a job that it could not finish within it.
-    """
-    slurm, own = job.profile.slurm, job.spec.resources.reservation
-    if slurm.reservation_end is None or own not in (None, slurm.reservation):
-        return
-    limit, left = job.walltime, max(0.0, (slurm.reservation_end - now).total_seconds())
-    if float(limit) > left:
-        message = (
-            f"walltime {limit.slurm()} is longer than reservation {slurm.reservation} "
-            f"lasts, which ends in {short_duration(left)}: the job would never start"
-        )
-        raise LimitError(
-            [Refusal(message, "resources.walltime")],
-            hint="a shorter `resources.walltime`, or another `resources.reservation`",
-        )
-
-
-def _site_warnings(job: TrainingJob, read: Sequence[str], run_directory: Path) -> tuple[str, ...]:
-    """List what may go wrong at this site.
-
-    Raises LimitError and InvalidInputError for what the profile refuses instead.
-    """
-    short = short_grace(job)
-    if short is not None and job.profile.limits.short_grace == "refuse":
-        hint = "save faster, take smaller steps, or another partition (`limits.short_grace`)"
-        raise LimitError([Refusal(short, "resources.partition")], hint=hint)
-    container = run_container(job.spec.container, job.profile.software.container)
-    return (
-        *filter(None, (short,)),
-        *unmounted_warnings(container, read, run_directory),
-        *registry_warnings(container, job.plan.nodes.nodes),
-    )
 
 
 def _speed_check(job: TrainingJob, knowledge: Knowledge) -> dict[str, SpeedCheckConfig | None]:
@@ -354,7 +311,6 @@ def with_run_id(prepared: Prepared, run_id: str) -> Prepared:
     facts = replace(prepared.facts, run_id=run_id, comment=run_comment(run_id))
     return replace(
         prepared,
-        run_id=run_id,
         facts=facts,
         supervise=prepared.supervise.model_copy(update={"run_id": run_id}),
         script=_rendered(prepared.job, facts, prepared.template_directory),

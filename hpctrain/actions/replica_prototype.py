@@ -26,7 +26,7 @@ from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import NodeRequest
 from hpctrain.plan.job import Job, ServicePart, ServingProgram
 from hpctrain.plan.serving.leaving import leave_times, term_seconds
-from hpctrain.render.replica_script import replica_task
+from hpctrain.render.service_tasks import replica_task
 from hpctrain.serving.engines.contract import CpuEngine, EngineStart, LoraAdapter
 from hpctrain.serving.engines.registry import refusals_of
 from hpctrain.serving.replica.config import ReplicaConfig

@@ -26,7 +26,7 @@ from hpctrain.errors import SlurmUnreachableError, UsageError
 from hpctrain.plan.documents import NodeRequest
 from hpctrain.plan.job import Job, ServicePart, ServingProgram
 from hpctrain.plan.serving.leaving import leave_times, term_seconds
-from hpctrain.render.router_script import router_task
+from hpctrain.render.service_tasks import router_task
 from hpctrain.serving.router.job_settings import RouterJobSettings
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.run import ResourcesSpec

@@ -27,6 +27,7 @@ from hpctrain.comparison.documents import (
 from hpctrain.comparison.trial_spec import training_digest, trial_name, trial_overrides
 from hpctrain.comparison.variants import Variant
 from hpctrain.errors import DoesNotFitError, InvalidInputError, LimitError, UsageError
+from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.profile import ClusterProfile
@@ -85,9 +86,9 @@ def predicted_record(subject: Subject, request: TrialRequest) -> ComparisonRecor
         try:
             given = _given(subject, variant)
             own, loaded_profile = load_inputs(subject.spec, subject.profile, given)
-            refuse_untrainable(own)
+            refuse_untrainable(own, untrainable_fields(own.document))
             plan = make_plan(own.document, subject.site, load_knowledge(loaded_profile))
-            refuse_untrainable(own, plan)
+            refuse_untrainable(own, untrainable_layout(plan))
             trials.append(trial_record(variant, own.document, predicted=predicted_of(plan)))
         except REFUSALS as error:
             document = own.document if own else subject.run

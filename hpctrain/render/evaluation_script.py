@@ -14,9 +14,9 @@ from pathlib import Path
 from hpctrain.errors import Refusal
 from hpctrain.plan.job import Job, TrainingJob
 from hpctrain.render.job_environment import notify_names
-from hpctrain.render.memory import memory_options
 from hpctrain.render.quoting import sh
-from hpctrain.render.script import Script, directive_lines, exclusive_option, gpu_request
+from hpctrain.render.resource_options import exclusive_option, gpu_request, memory_options
+from hpctrain.render.script import Script, directive_lines
 from hpctrain.render.site_options import job_constraint
 from hpctrain.render.template import PACKAGED, render_template
 from hpctrain.spec.evaluation import PLACEHOLDERS, EvaluationJobSpec

@@ -34,9 +34,16 @@ from hpctrain.render.job_environment import (
     notify_names,
     script_variables,
 )
-from hpctrain.render.memory import memory_options, memory_problems
-from hpctrain.render.nodes import node_options, node_problems, survives_node_failure
 from hpctrain.render.quoting import directive_value
+from hpctrain.render.resource_options import (
+    exclusive_option,
+    gpu_request,
+    memory_options,
+    memory_problems,
+    node_options,
+    node_problems,
+    survives_node_failure,
+)
 from hpctrain.render.site_options import job_constraint, sbatch_options, srun_options
 from hpctrain.render.software import (
     MUST,
@@ -284,34 +291,6 @@ def directive_lines(job: Job, options: Mapping[str, str | None]) -> list[str]:
         f"--{name}" if value is None else f"--{name}={directive_value(name, value)}"
         for name, value in written_options(sbatch_options(job))
     ]
-
-
-def exclusive_option(job: Job) -> tuple[str, ...]:
-    """Return the option that keeps others away; plain --exclusive would cost more than a part."""
-    wanted = job.profile.slurm.exclusive
-    if isinstance(wanted, str):
-        return (f"--exclusive={wanted}",)
-    return ("--exclusive",) if wanted and job.has_whole_nodes else ()
-
-
-def gpu_request(job: Job, *, counts_tasks: bool) -> dict[str, str | None]:
-    """Choose the site's option that requests GPUs; `--gpus-per-task` needs a number of tasks.
-
-    A job without GPUs, such as a router's, asks for none.
-    """
-    count, kind = job.plan.nodes.gpus_per_node, job.profile.gpu.type
-    if count == 0:
-        return {}
-    way = job.profile.slurm.gpu_request
-    per_task = way == "gpus-per-task"
-    per_node = {"gpus-per-node": f"{count}", "gpus-per-node-typed": f"{kind}:{count}"}.get(
-        way, str(count) if per_task and not counts_tasks else None
-    )
-    return {
-        "gres": {"gres": f"gpu:{count}", "gres-typed": f"gpu:{kind}:{count}"}.get(way),
-        "gpus-per-node": per_node,
-        "gpus-per-task": "1" if per_task and counts_tasks else None,
-    }
 
 
 def _srun(job: Job, start: SrunTasks) -> tuple[str, ...]:

@@ -29,9 +29,10 @@ def job_constraint(job: Job) -> str | None:
 
 def sbatch_options(job: Job) -> dict[str, OptionValue]:
     """Return the site's options of sbatch; nodes and licenses of the spec are added to its own."""
-    options = dict(job.profile.slurm.options.sbatch)
-    for name in ("exclude", "nodelist", "licenses"):
-        if wanted := getattr(job.spec.resources, name):
+    options, own = dict(job.profile.slurm.options.sbatch), job.spec.resources
+    lists = {"exclude": own.exclude, "nodelist": own.nodelist, "licenses": own.licenses}
+    for name, wanted in lists.items():
+        if wanted:
             site = options.get(name, ())
             names = site if isinstance(site, tuple) else (site,)
             options[name] = ",".join(map(str, (*names, wanted)))

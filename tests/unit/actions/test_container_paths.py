@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.container_paths import registry_warnings, unmounted_warnings
+from hpctrain.actions.site_warnings import registry_warnings, unmounted_warnings
 from hpctrain.errors import InvalidInputError
 from hpctrain.spec.profile.container import ContainerProfile, Launcher
 

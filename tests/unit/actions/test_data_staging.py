@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.actions.data_staging import staging_warnings
+from hpctrain.actions.site_warnings import staging_warnings
 from hpctrain.errors import InvalidInputError, LimitError
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import make_plan
