@@ -104,18 +104,24 @@ def service_job_documents(
     """
     nodes, runs = job.plan.nodes.nodes, service.directory.parent
     shapes = (LaunchShape(nodes=nodes, tasks=nodes, train_config=task.settings),)
-    supervise = supervise_config(job, run_id, runs, shapes, task.warning_seconds)
-    serves = {
-        "inputs": read,
-        "mttf_seconds": mttf_seconds,
-        "serves": True,
-        "served_progress_seconds": PROGRESS_SECONDS,
-    }
+    supervise = supervise_config(
+        job,
+        run_id,
+        runs,
+        shapes,
+        target_step=1,
+        warning_seconds=float(task.warning_seconds),
+        verify="auto",
+        mttf_seconds=mttf_seconds,
+        inputs=read,
+        serves=True,
+        served_progress_seconds=PROGRESS_SECONDS,
+    )
     words = ServiceWords(service.service_id, short_duration(PROGRESS_SECONDS))
     script = job_script(job, inputs.script_facts(run_id), task)
     return ServiceJobDocuments(
         script=render_service_script(part, script, words, site_templates(inputs.profile)),
-        supervise=supervise.model_copy(update=serves),
+        supervise=supervise,
         signatures=load_signatures(profile_search_path()).to_json(),
         prologue=prologue_text(job),
         own=own,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from hpctrain.engines.speed_check import speed_check_mode
 from hpctrain.plan.job import Job, TrainingJob
@@ -32,16 +33,12 @@ NODE_LEDGER_NAME = "nodes.jsonl"
 
 
 def supervise_config(
-    job: Job, run_id: str, runs: Path, shapes: tuple[LaunchShape, ...], warning_seconds: int
+    job: Job, run_id: str, runs: Path, shapes: tuple[LaunchShape, ...], **own: Any
 ) -> SuperviseConfig:
-    """Collect what the supervisor of any job is told: that of a service, with one step to reach.
-
-    Slurm warns the job `warning_seconds` before its time limit.
-    """
+    """Collect the settings of a supervisor; `own` are the fields of one kind of job."""
     supervise, profile, rollback = job.spec.supervise, job.profile, job.spec.supervise.rollback
     return SuperviseConfig(
         run_id=run_id,
-        target_step=1,
         continuation=profile.continuation,
         continuation_jobs=profile.continuation_jobs,
         failures_without_progress=supervise.failures_without_progress,
@@ -49,8 +46,6 @@ def supervise_config(
         setup_stall_seconds=float(supervise.setup_stall),
         kill_wait_seconds=float(profile.slurm.kill_wait),
         poll_seconds=float(profile.limits.poll),
-        warning_seconds=float(warning_seconds),
-        verify="auto",
         cluster=profile.name,
         budgets={str(cause): count for cause, count in supervise.budgets.items()},
         storm_failures=supervise.storm_failures,
@@ -72,6 +67,7 @@ def supervise_config(
         master_address=profile.network.master_address,
         master_ports=port_range(profile.network.ports) if profile.network.ports else None,
         notify=notify_settings(job.notify),
+        **own,
     )
 
 
@@ -82,23 +78,24 @@ def training_supervision(
     shapes: tuple[LaunchShape, ...],
     inputs: tuple[str, ...],
 ) -> SuperviseConfig:
-    """Add what only the supervisor of a run is told. `inputs`: what all nodes must read."""
-    spec = job.spec
-    config = supervise_config(job, run_id, runs, shapes, warning_lead(job).seconds)
-    return config.model_copy(
-        update={
-            "target_step": job.plan.batch.train_steps,
-            "launcher": spec.launcher,
-            "verify": spec.checkpoint.verify,
-            "speed_check": speed_check_mode(job),
-            "mttf_seconds": mttf_seconds(job),
-            "inputs": inputs,
-            "keep_launches": spec.logging.keep_launches,
-            "topology": topology_settings(job),
-            "image": _image_file(job),
-            "tracking": spec.tracking.wanted,
-            "metrics": metrics_settings(job),
-        }
+    """Collect the settings of the supervisor of a run. `inputs`: what all nodes must read."""
+    return supervise_config(
+        job,
+        run_id,
+        runs,
+        shapes,
+        target_step=job.plan.batch.train_steps,
+        launcher=job.spec.launcher,
+        warning_seconds=float(warning_lead(job).seconds),
+        verify=job.spec.checkpoint.verify,
+        speed_check=speed_check_mode(job),
+        mttf_seconds=mttf_seconds(job),
+        inputs=inputs,
+        keep_launches=job.spec.logging.keep_launches,
+        topology=topology_settings(job),
+        image=_image_file(job),
+        tracking=job.spec.tracking.wanted,
+        metrics=metrics_settings(job),
     )
 
 
