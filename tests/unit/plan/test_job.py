@@ -43,11 +43,3 @@ def test_the_time_limit_is_the_spec_s_or_the_tightest(
     limits = profile.limits.model_copy(update={"max_walltime": limit(site)})
     changed = profile.model_copy(update={"slurm": slurm, "limits": limits})
     assert replace(asking(walltime=limit(spec)), profile=changed).walltime == hours * 3600
-
-
-def test_spare_nodes_are_asked_for_and_fewer_are_enough() -> None:
-    planned = JOB.plan.nodes.nodes
-    assert (JOB.least_nodes, JOB.most_nodes) == (planned, planned)
-    found = asking(spare_nodes=2)
-    assert (found.least_nodes, found.most_nodes) == (planned + 2, planned + 2)
-    assert asking(spare_nodes=2, min_nodes=1).least_nodes == 1
