@@ -124,6 +124,15 @@ SLEEPERS = {
     "test_quick.py": "a test that is still running when the time is up",
 }
 
+# Where a spec and a profile are read together and there is no plan yet, so no `Job` either.
+BEFORE_A_PLAN = {
+    "actions/gpu_price.py": "prices runs and services by what their directories contain",
+    "actions/preflight.py": "looks at inputs of runs that cannot be planned, too",
+    "actions/prepare.py": "plans, and makes the job",
+    "actions/sweep_plans.py": "names a sweep by the documents of its first point",
+    "actions/team_report.py": "reads runs of which any document may be missing",
+}
+
 # Rooms of engines, which may name them; all others ask `EngineAbilities` what an engine can do.
 ENGINE_ROOMS = ("spec/engines/", "engines/", "train/engines/")
 # Names that are an engine's and something else's.
@@ -412,6 +421,28 @@ def test_names_of_quantities_say_their_unit() -> None:
                 if target in bare and annotation in kinds and (name(path), target) not in allowed:
                     found.append(f"{where(path, node)} {target}: {annotation}")
     assert not found, f"step_seconds, memory_bytes, ...: {found}"
+
+
+def test_who_needs_the_documents_of_a_job_takes_the_job() -> None:
+    """Else each function finds the partition, the limits and the notices of the job anew."""
+    documents, found, early = {"RunSpec", "ClusterProfile", "Plan"}, [], set()
+    for path, tree in trees().items():
+        for node in nodes(tree) if not name(path).startswith(("spec/", "plan/")) else ():
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            kinds = [ast.walk(one.annotation) for one in _arguments(node) if one.annotation]
+            named = {one.id for kind in kinds for one in kind if isinstance(one, ast.Name)}
+            taken = named & documents
+            if taken == {"RunSpec", "ClusterProfile"} and name(path) in BEFORE_A_PLAN:
+                early.add(name(path))
+            elif len(taken) > 1:
+                found.append(f"{where(path, node)} {node.name} takes {sorted(taken)}")
+    assert not found, f"take `hpctrain.plan.job.TrainingJob`: {found}"
+    assert early == {*BEFORE_A_PLAN}, "not all of them take both documents any more"
+
+
+def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
 
 
 def test_engines_are_named_in_their_rooms_only() -> None:

@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from planned_job import planned_job
+
 from hpctrain.engines.documents import train_config
-from hpctrain.plan.documents import Plan
-from hpctrain.plan.planner import make_plan
+from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
-from hpctrain.spec.run import RunSpec
 
 _EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "gpt-tiny.yaml"
 
@@ -23,22 +23,18 @@ def train_json(engine: str = "megatron", **changes: Any) -> str:
 
 def plan_json(**changes: Any) -> str:
     """The plan of the smallest example."""
-    document = json.loads(_plan("megatron").model_dump_json())
+    document = json.loads(_job("megatron").plan.model_dump_json())
     return json.dumps({**document, **changes})
 
 
 @cache
 def _document(engine: str) -> dict[str, Any]:
-    config = train_config(_spec(engine), _plan(engine), None)
-    document: dict[str, Any] = json.loads(config.model_dump_json())
+    document: dict[str, Any] = json.loads(train_config(_job(engine)).model_dump_json())
     return document
 
 
 @cache
-def _plan(engine: str) -> Plan:
-    return make_plan(_spec(engine), load_profile(find_profile("sandbox")).document)
-
-
-def _spec(engine: str) -> RunSpec:
+def _job(engine: str) -> TrainingJob:
     layout = ["parallel.tp=2", "parallel.pp=2"] if engine == "megatron" else ["parallel=auto"]
-    return load_run_spec(_EXAMPLE, [f"engine.name={engine}", *layout]).document
+    spec = load_run_spec(_EXAMPLE, [f"engine.name={engine}", *layout]).document
+    return planned_job(spec, load_profile(find_profile("sandbox")).document)

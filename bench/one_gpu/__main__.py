@@ -76,8 +76,7 @@ def planned(case: Case, profile: str, run: RunLayout) -> Planned:
             raise option.refusal
         micro //= 2
     assert option.decision is not None
-    plan, peak = option.decision.plan, inputs.profile.gpu.peak.get(inputs.spec.precision)
-    config = train_config(option.decision.request.spec, plan, None if peak is None else float(peak))
+    plan, config = option.decision.plan, train_config(option.decision.job)
     frequent = config.model_copy(update={"rank_times_interval_steps": STEPS - WARM_UP})
     run.create()
     run.train_config.write_text(frequent.model_dump_json())

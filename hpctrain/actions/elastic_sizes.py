@@ -16,7 +16,7 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import DoesNotFitError, LimitError
 from hpctrain.plan.as_planned import parallel_as_planned
 from hpctrain.plan.documents import Plan
-from hpctrain.spec.profile import ClusterProfile
+from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.run import RunSpec
 from hpctrain.store.supervise_config import LaunchShape
 
@@ -34,18 +34,12 @@ class SizedConfig:
     train: TrainConfig
 
 
-def smaller_sizes(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    plan: Plan,
-    knowledge: Knowledge,
-    peak_flops: float | None,
-) -> tuple[SizedConfig, ...]:
+def smaller_sizes(job: TrainingJob, knowledge: Knowledge) -> tuple[SizedConfig, ...]:
     """Plan each node count from one less down to `resources.min_nodes`, if it has a valid plan.
 
-    All sizes keep the model-parallel layout of `plan`.
+    All sizes keep the model-parallel layout of the job's plan.
     """
-    least = spec.resources.min_nodes
+    least, plan = job.spec.resources.min_nodes, job.plan
     if least is None:
         return ()
     from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
@@ -54,13 +48,13 @@ def smaller_sizes(
     for nodes in range(plan.nodes.nodes - 1, least - 1, -1):
         for micro in (plan.batch.micro_batch, "auto"):
             try:
-                fewer = _on_fewer_nodes(spec, plan, nodes, micro)
-                small = make_plan(fewer, profile, knowledge)
+                fewer = _on_fewer_nodes(job, nodes, micro)
+                small = make_plan(fewer, job.profile, knowledge)
             except (DoesNotFitError, LimitError):
                 continue
             file, tasks = f"train-n{nodes:06d}.json", small.layout.world_size
             shape = LaunchShape(nodes=nodes, tasks=tasks, train_config=file)
-            sizes.append(SizedConfig(shape, train_config(fewer, small, peak_flops)))
+            sizes.append(SizedConfig(shape, train_config(TrainingJob(fewer, job.profile, small))))
             break
     return tuple(sizes)
 
@@ -73,8 +67,9 @@ def shapes_of(plan: Plan, smaller: tuple[SizedConfig, ...]) -> tuple[LaunchShape
     return (planned, *(size.shape for size in smaller))
 
 
-def _on_fewer_nodes(spec: RunSpec, plan: Plan, nodes: int, micro: int | str) -> RunSpec:
-    """Change a spec to `nodes` nodes, with the plan's model-parallel layout."""
+def _on_fewer_nodes(job: TrainingJob, nodes: int, micro: int | str) -> RunSpec:
+    """Change the spec to `nodes` nodes, with the plan's model-parallel layout."""
+    spec, plan = job.spec, job.plan
     resources = spec.resources.model_copy(
         update={
             "gpus": nodes * plan.nodes.gpus_per_node,

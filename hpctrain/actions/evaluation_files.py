@@ -6,6 +6,7 @@ script itself (`hpctrain.render.evaluation_script`), submitting (`hpctrain.super
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,8 @@ from hpctrain.errors import InvalidInputError
 from hpctrain.render.evaluation_script import evaluation_problems, evaluation_script
 from hpctrain.render.job_environment import evaluation_variables
 from hpctrain.render.script import build_script
-from hpctrain.spec.loader import Loaded, partition_profile
+from hpctrain.spec.loader import partition_profile
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
 from hpctrain.store.evaluations import EvaluationJob, EvaluationSettings
 from hpctrain.store.layout import RunLayout
 
@@ -24,23 +24,22 @@ if TYPE_CHECKING:
     from hpctrain.actions.prepare import Prepared
 
 
-def profiles_of_jobs(
-    spec: Loaded[RunSpec], site: Loaded[ClusterProfile], profile: str
-) -> tuple[ClusterProfile, ...]:
-    """Load the profile as it is in the partition of each evaluation job.
+def profiles_of_jobs(prepared: Prepared, profile: str) -> tuple[ClusterProfile, ...]:
+    """Load the profile as it is in the partition of each evaluation of a run.
 
     Raises InvalidInputError for a partition, a time limit or GPUs that the site has not.
     """
     others, problems = [], []
+    spec = prepared.spec
     for index, job in enumerate(spec.document.evaluation.jobs):
-        other = site.document
+        other = prepared.profile.document
         if job.partition is not None:
             loaded = load_named_profile(profile)
             if loaded.document.slurm.partition(job.partition) is None:
                 other = loaded.document
             else:
                 other = partition_profile(loaded, job.partition).document
-        found = evaluation_problems(spec.document, site.document, other, index)
+        found = evaluation_problems(job, prepared.job, other, f"evaluation.jobs[{index}]")
         problems += [spec.problem(one.field, f"`{one.field}`: {one}") for one in found]
         others.append(other)
     if problems:
@@ -50,20 +49,21 @@ def profiles_of_jobs(
 
 def evaluation_files(prepared: Prepared, layout: RunLayout) -> list[tuple[Path, str]]:
     """Render settings and scripts; nothing for a spec without evaluation jobs."""
-    spec, site, plan = prepared.spec.document, prepared.profile.document, prepared.plan
+    training, spec = prepared.job, prepared.spec.document
     if not spec.evaluation.jobs:
         return []
-    script = build_script(spec, site, plan, prepared.facts)
+    script = build_script(training, prepared.facts)
     files, jobs = [], []
     for job, other in zip(spec.evaluation.jobs, prepared.evaluation_profiles, strict=True):
         every_steps = job.every_steps or spec.checkpoint.keep_every_steps
         entry = EvaluationJob(name=job.name, every_steps=every_steps)
-        text = evaluation_script(script, spec, other, plan, job, prepared.template_directory)
+        there = replace(training, profile=other)
+        text = evaluation_script(script, there, job, prepared.template_directory)
         jobs.append(entry)
         files.append((layout.evaluation_script(entry.name), text))
     settings = EvaluationSettings(
         jobs=tuple(jobs),
         last_step=spec.train_steps,
-        submit_variables=evaluation_variables(spec, site),
+        submit_variables=evaluation_variables(training),
     )
     return [*files, (layout.evaluation_config, settings.model_dump_json(indent=1) + "\n")]

@@ -127,7 +127,7 @@ def _pod_settings(prepared: Prepared, options: PodOptions) -> PodSettings:
             "--run-claim is missing: checkpoints have to outlive the pods",
             hint="name a PersistentVolumeClaim with access mode ReadWriteMany",
         )
-    container = run_container(spec, profile)
+    container = run_container(spec.container, profile.software.container)
     named = {
         "--namespace": options.namespace,
         "--secret": options.secret,
@@ -140,7 +140,7 @@ def _pod_settings(prepared: Prepared, options: PodOptions) -> PodSettings:
         name=check_label("--name", options.name, nodes)
         if options.name is not None
         else run_label(spec.name, nodes),
-        image=options.image or registry_image(spec, profile),
+        image=options.image or registry_image(container, profile.name),
         python=container.python if container is not None else "python3",
         run_claim=check_label("--run-claim", options.run_claim),
         gpu_resource=gpu_resource(profile),
@@ -159,13 +159,11 @@ def _inputs(prepared: Prepared) -> ExportInputs:
     # copies of data lie below the scratch directory of a Slurm job
     train = prepared.train.model_copy(update={"stage_data": False})
     settings = json.loads(train.model_dump_json())
-    spec, weights = prepared.spec.document, prepared.spec.document.model.pretrained
+    weights = prepared.spec.document.model.pretrained
     initial = os.path.abspath(weights) if weights else None
     read = (*input_paths(train), train.data_cache, initial)
     return ExportInputs(
-        spec=spec,
-        profile=prepared.profile.document,
-        plan=prepared.plan,
+        job=prepared.job,
         gpu_variables=prepared.facts.gpu_variables,
         # only ASCII, which every reader of YAML takes as it is
         train_json=json.dumps(settings, indent=1) + "\n",

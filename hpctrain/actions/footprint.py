@@ -7,6 +7,7 @@ belong here: the prediction (`hpctrain.plan.footprint`), text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -46,8 +47,8 @@ def predict_footprint(
 def footprint_of(prepared: Prepared) -> Footprint:
     """Predict the footprint of a prepared run. Raises DoesNotFitError as a forecast does."""
     predicted, assumptions = _forecast_of(prepared)
-    site, size = prepared.profile.document, _size(prepared, predicted)
-    return footprint(load_footprint_table(), site, prepared.plan, predicted, size, assumptions)
+    size = _size(prepared, predicted)
+    return footprint(load_footprint_table(), prepared.job, predicted, size, assumptions)
 
 
 def size_of(prepared: Prepared) -> RunSize:
@@ -59,13 +60,10 @@ def size_of(prepared: Prepared) -> RunSize:
 
 
 def _size(prepared: Prepared, predicted: Forecast) -> RunSize:
-    spec, profile, plan = prepared.spec.document, prepared.profile.document, prepared.plan
     return run_size(
-        spec,
-        profile,
-        plan,
+        prepared.job,
         predicted,
-        logs=log_files(spec, plan),
+        logs=log_files(prepared.job),
         located=prepared.supervise.topology is not None,
         sizes=len(prepared.smaller),
     )
@@ -73,15 +71,15 @@ def _size(prepared: Prepared, predicted: Forecast) -> RunSize:
 
 def _forecast_of(prepared: Prepared) -> tuple[Forecast, tuple[str, ...]]:
     """Make the forecast of a prepared run; return the assumptions behind it as well."""
-    spec, profile, plan = prepared.spec.document, prepared.profile.document, prepared.plan
-    assumed, facts = list[str](), run_facts(spec, profile, plan)
+    job, assumed = prepared.job, list[str]()
+    facts = run_facts(job)
     if facts is None:
-        known = plan.model_copy(update={"step_seconds": ASSUMED_STEP_SECONDS})
-        facts = run_facts(spec, profile, known)
+        known = job.plan.model_copy(update={"step_seconds": ASSUMED_STEP_SECONDS})
+        facts = run_facts(replace(job, plan=known))
         seconds = short_duration(ASSUMED_STEP_SECONDS)
         assumed.append(f"step: {seconds}, because none is predicted for this GPU")
     assert facts is not None, "there is a step time"
-    predicted = forecast(spec, profile, facts)
+    predicted = forecast(job.spec, job.profile, facts)
     return predicted, (*assumed, *map(str, predicted.assumptions))
 
 

@@ -22,10 +22,11 @@ from hpctrain.plan.forecast.documents import (
 )
 from hpctrain.plan.forecast.interruptions import is_spot, preemption_wait_seconds
 from hpctrain.plan.forecast.predict import forecast
+from hpctrain.plan.job import TrainingJob
 from hpctrain.simulate.monte_carlo import Outcome, simulate
 from hpctrain.simulate.scenario import MixName, Scenario
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec, SuperviseSpec
+from hpctrain.spec.run import SuperviseSpec
 from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.telemetry.time_categories import Category
 from hpctrain.units import short_duration
@@ -39,28 +40,30 @@ _MOST_LAUNCHES = 100_000
 _REQUEUE_DELAY_SECONDS = 121.0
 
 
-def forecast_run(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Forecast:
+def forecast_run(job: TrainingJob, facts: RunFacts) -> Forecast:
     """Play the run and return means and quantiles, or only the closed forms if it is too long.
 
     Raises what `hpctrain.plan.forecast.predict.forecast` raises.
     """
-    expected = forecast(spec, profile, facts)
-    scenario = scenario_of(spec, profile, facts, expected)
+    expected = forecast(job.spec, job.profile, facts)
+    scenario = scenario_of(job, facts, expected)
     trials = trials_of(scenario)
     if not trials:
         return expected
-    return _played(expected, scenario, simulate(scenario, trials, SEED), scenario_notes(profile))
+    return _played(
+        expected, scenario, simulate(scenario, trials, SEED), scenario_notes(job.profile)
+    )
 
 
 def scenario_of(
-    spec: RunSpec,
-    profile: ClusterProfile,
+    job: TrainingJob,
     facts: RunFacts,
     expected: Forecast,
     mix: MixName = "llama3",
     queue_wait_seconds: float = 0.0,
 ) -> Scenario:
     """Build the scenario of a planned run with the rates and costs of `expected`."""
+    spec, profile = job.spec, job.profile
     stops, saving = expected.interruptions, expected.checkpoint
     preemption, reliability = stops.preemption_mtbf_seconds, profile.reliability
     repair = reliability.repair if reliability is not None else None

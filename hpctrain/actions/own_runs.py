@@ -20,6 +20,7 @@ from hpctrain.plan.documents import Plan
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.spec.catalogue import Gpu, GpuCatalogue, cluster_gpu, match_gpu
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
+from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.loader import load_profile, load_run_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
@@ -76,7 +77,7 @@ def read_measured_run(directory: Path, gpu: Gpu, catalogue: GpuCatalogue) -> Mea
     spec = _allowed(spec_as_planned(load_run_spec(layout.spec).document, plan))
     own = load_profile(layout.profile)
     found = read_software(layout)
-    other = _other_gpu(own.document, found, plan, gpu, catalogue)
+    other = _other_gpu(own.document, found, plan.gpu_memory_bytes, gpu, catalogue)
     if other is not None:
         message = f"ran on `{other}`, and the profile's GPU is `{gpu.name}`"
         raise _refused(directory, message, "give the profile of the cluster on which it ran")
@@ -99,7 +100,7 @@ def read_measured_run(directory: Path, gpu: Gpu, catalogue: GpuCatalogue) -> Mea
         software=f"torch {facts.torch}" if facts else "",
         allocated_bytes=max(times.peak_memory_bytes, default=0) or None if times else None,
         reserved_bytes=max(times.reserved_memory_bytes, default=0) or None if times else None,
-        pass_seconds=_pass_seconds(spec, plan, times) if times else None,
+        pass_seconds=_pass_seconds(plan, times) if times else None,
     )
 
 
@@ -118,7 +119,7 @@ def cpu_problems(directories: Sequence[Path]) -> list[Problem]:
 def _other_gpu(
     profile: ClusterProfile,
     software: Sequence[SoftwareRecord],
-    plan: Plan,
+    memory_bytes: int,
     gpu: Gpu,
     catalogue: GpuCatalogue,
 ) -> str | None:
@@ -128,7 +129,7 @@ def _other_gpu(
         return planned
     for name in sorted({name for record in software for name in record.facts.gpus}):
         # 40 and 80 GB of one kind have one name; what the catalogue lacks is another GPU
-        near = match_gpu(catalogue, name, plan.gpu_memory_bytes)
+        near = match_gpu(catalogue, name, memory_bytes)
         other = near or match_gpu(catalogue, name)
         if (other is None and gpu.generation != "other") or (other and other.name != gpu.name):
             return other.name if other else name
@@ -144,12 +145,12 @@ def _times_as_planned(layout: RunLayout, plan: Plan) -> RankTimes | None:
     return None if times is None or times.epoch in _other_launches(layout, plan) else times
 
 
-def _pass_seconds(spec: RunSpec, plan: Plan, times: RankTimes) -> float | None:
+def _pass_seconds(plan: Plan, times: RankTimes) -> float | None:
     """Return the passes of the slowest stage: the median over its ranks, so that one slow node
     does not count; None where ranks cannot tell passes from waiting, or are not those of the plan.
     """
     layout, ranks = plan.layout, len(times.compute_seconds)
-    if spec.engine.abilities.model_classes != MEGATRON_CORE or ranks != layout.world_size:
+    if abilities_of(plan.engine).model_classes != MEGATRON_CORE or ranks != layout.world_size:
         return None
     if layout.order == DEFAULT_ORDER:
         stages = [rank // (ranks // layout.pp) for rank in range(ranks)]

@@ -97,11 +97,11 @@ def plan_option(
     except (DoesNotFitError, LimitError) as error:
         return Option(spec.resources.gpus, refusal=error)
     seconds = time.perf_counter() - start
-    facts = run_facts(spec, inputs.profile, decision.plan)
+    facts = run_facts(decision.job)
     if facts is None or facts.step_seconds * facts.train_steps > before_seconds:
         return Option(spec.resources.gpus, decision, seconds)
     try:
-        predicted = forecast_run(spec, inputs.profile, facts)
+        predicted = forecast_run(decision.job, facts)
     except DoesNotFitError as error:
         return Option(spec.resources.gpus, decision, seconds, remark=str(error))
     return Option(spec.resources.gpus, decision, seconds, predicted)
@@ -145,16 +145,16 @@ def spot_comparison(inputs: Inputs, option: Option, budget: Budget | None) -> Sp
     """Compare spot with on demand for one option; None without spot price or forecast."""
     if option.decision is None or option.forecast is None:
         return None
-    spec, known = option.decision.request.spec, option.forecast
-    facts = run_facts(spec, inputs.profile, option.decision.plan)
+    job, known = option.decision.job, option.forecast
+    facts = run_facts(job)
     assert facts is not None
 
-    def predict(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Forecast:
+    def predict(facts: RunFacts) -> Forecast:
         same = facts.spot is (known.tariff == "spot")
-        return known if same else forecast_run(spec, profile, facts)
+        return known if same else forecast_run(job, facts)
 
     try:
-        return compare_spot(spec, inputs.profile, facts, budget, predict)
+        return compare_spot(job.spec, job.profile, facts, budget, predict)
     except DoesNotFitError:
         return None
 

@@ -34,9 +34,11 @@ from hpctrain.errors import (
     RefusedPlanError,
 )
 from hpctrain.render.containers import run_container
+from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.notify import joined_notify
 from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.container import ContainerProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes
 
@@ -154,13 +156,15 @@ def input_checks(
     spec: Loaded[RunSpec], profile: Loaded[ClusterProfile], python: str = sys.executable
 ) -> tuple[Check, ...]:
     """Check what needs no plan: data, weights, the software that trains, its image."""
-    document, site = spec.document, profile.document
+    document, software = spec.document, profile.document.software
+    container = run_container(document.container, software.container)
+    python = software.python or python
     return (
         _data(spec),
         *_weights(spec),
-        _software(spec, profile, python),
-        *_tracking(spec, profile, python),
-        *_image(document, site),
+        _software(document.engine.abilities, container, python, profile.file),
+        *_tracking(spec, python),
+        *_image(container),
         *_channels(spec, profile),
     )
 
@@ -212,33 +216,25 @@ def _weights(spec: Loaded[RunSpec]) -> Iterator[Check]:
         yield _tried(spec, "model.pretrained", words, check_pretrained)
 
 
-def _software(spec: Loaded[RunSpec], profile: Loaded[ClusterProfile], python: str) -> Check:
-    """Look for the engine's packages in the Python that will train, where it is here."""
-    document, site = spec.document, profile.document
-    abilities = document.engine.abilities
+def _software(
+    abilities: EngineAbilities, container: ContainerProfile | None, python: str, file: str | None
+) -> Check:
+    """Look for the engine's packages in the Python that will train; `file`: the profile's."""
     packages = ("hpctrain", *abilities.packages)
-    if run_container(document, site) is not None:
-        sentence = f"the image is to have {', '.join(packages)}: looked for at the start of a job"
+    names = ", ".join(packages)
+    if container is not None:
+        sentence = f"the image is to have {names}: looked for at the start of a job"
         return _check("software", "unknown", sentence)
-    python = site.software.python or python
-    if "$" in python or not os.access(python, os.X_OK):
-        return _check("software", "unknown", f"{python} is not on this machine")
-    try:
-        missing = _missing_packages(python, packages)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return _check("software", "unknown", f"{python} does not answer: {error}")
-    if not missing:
-        return _check("software", "works", f"{python} has {', '.join(packages)}")
-    message = f"{python}, which is to train, has no {' and no '.join(missing)}"
+    found = _packages("software", python, packages, names)
+    if isinstance(found, Check):
+        return found
+    message = f"{python}, which is to train, has no {' and no '.join(found)}"
     name = f"hpctrain[{abilities.extra}]" if abilities.extra else "hpctrain"
     hint = f"install it there (`pip install '{name}'`), or name another: `software.python`"
-    problem = Problem(message, profile.file, hint=hint)
-    return _check("software", "fails", message, problem)
+    return _check("software", "fails", message, Problem(message, file, hint=hint))
 
 
-def _tracking(
-    spec: Loaded[RunSpec], profile: Loaded[ClusterProfile], python: str
-) -> Iterator[Check]:
+def _tracking(spec: Loaded[RunSpec], python: str) -> Iterator[Check]:
     """Look for TensorBoard and W&B in the Python of the supervisor, which writes for them.
 
     It runs on the first node of a job, beside any container.
@@ -246,26 +242,25 @@ def _tracking(
     packages = spec.document.tracking.packages
     if not packages:
         return
-    python = profile.document.software.python or python
-    names = " and ".join(packages)
-    if "$" in python or not os.access(python, os.X_OK):
-        yield _check("tracking", "unknown", f"{python} is not on this machine")
+    found = _packages("tracking", python, packages, " and ".join(packages))
+    if isinstance(found, Check):
+        yield found
         return
+    message = f"{python}, which runs the supervisor, has no {' and no '.join(found)}"
+    field, extras = f"tracking.{found[0]}", ",".join(found)
+    hint = f"install it there (`pip install 'hpctrain[{extras}]'`), or remove `{field}`"
+    yield _check("tracking", "fails", message, spec.problem(field, message, hint))
+
+
+def _packages(subject: str, python: str, packages: Sequence[str], names: str) -> Check | list[str]:
+    """Look for packages in a Python, if it is on this machine; return those that are missing."""
+    if "$" in python or not os.access(python, os.X_OK):
+        return _check(subject, "unknown", f"{python} is not on this machine")
     try:
         missing = _missing_packages(python, packages)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        yield _check("tracking", "unknown", f"{python} does not answer: {error}")
-        return
-    if not missing:
-        yield _check("tracking", "works", f"{python} has {names}")
-        return
-    message = f"{python}, which runs the supervisor, has no {' and no '.join(missing)}"
-    extras = ",".join(missing)
-    hint = (
-        f"install it there (`pip install 'hpctrain[{extras}]'`), or remove `tracking.{missing[0]}`"
-    )
-    problem = spec.problem(f"tracking.{missing[0]}", message, hint)
-    yield _check("tracking", "fails", message, problem)
+        return _check(subject, "unknown", f"{python} does not answer: {error}")
+    return missing or _check(subject, "works", f"{python} has {names}")
 
 
 def _missing_packages(python: str, packages: Sequence[str]) -> list[str]:
@@ -279,9 +274,8 @@ def _missing_packages(python: str, packages: Sequence[str]) -> list[str]:
     return [str(name) for name in json.loads(answer.stdout)]
 
 
-def _image(spec: RunSpec, site: ClusterProfile) -> Iterator[Check]:
+def _image(container: ContainerProfile | None) -> Iterator[Check]:
     """Look for an image that is a file; one of a registry is fetched in the job."""
-    container = run_container(spec, site)
     if container is None:
         return
     image = container.image

@@ -11,36 +11,36 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from hpctrain.actions.container_paths import registry_warnings, unmounted_warnings
-from hpctrain.actions.data_staging import staging_warnings
-from hpctrain.actions.elastic_sizes import SizedConfig, smaller_sizes
+from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.actions.evaluation_files import profiles_of_jobs
+from hpctrain.actions.job_documents import JobDocuments
 from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.actions.runs import new_run_id
 from hpctrain.actions.site_files import setup_file, site_templates, templates_digest
-from hpctrain.actions.supervisor_settings import supervisor_settings
+from hpctrain.actions.site_warnings import refuse_ended_reservation, site_warnings
+from hpctrain.actions.supervisor_settings import training_supervision
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.speed_check import SpeedCheckConfig, speed_check_config
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, LimitError, Problem, Refusal
+from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
-from hpctrain.render.containers import container_problems, run_container
-from hpctrain.render.script import ScriptFacts, build_script, walltime
+from hpctrain.plan.job import TrainingJob
+from hpctrain.render.containers import container_problems
+from hpctrain.render.script import ScriptFacts, build_script
 from hpctrain.render.software import prologue_text
 from hpctrain.render.template import (
     refuse_dropped_directives,
     render_script,
 )
-from hpctrain.render.warning_lead import short_grace
 from hpctrain.spec.calibration import (
     Calibration,
     SiteCalibration,
@@ -60,9 +60,7 @@ from hpctrain.spec.run import DataSource, RunSpec
 from hpctrain.spec.uncertainty import SiteLearning, Uncertainty
 from hpctrain.store.datasets import bin_path, idx_path, npz_path
 from hpctrain.store.jobs import run_comment
-from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.catalogue import load_signatures
-from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
@@ -71,26 +69,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A job that is ready to be submitted; `script` is the exact text, `signatures` is JSON.
+class Prepared(JobDocuments):
+    """A run that is ready to be submitted.
 
     `facts` and `template_directory` are the inputs of rendering. `evaluation_profiles`: the profile
     in the partition of each evaluation job.
     """
 
-    run_id: str
     spec: Loaded[RunSpec]
     profile: Loaded[ClusterProfile]
     plan: Plan
     train: TrainConfig
-    supervise: SuperviseConfig
-    script: str
     facts: ScriptFacts
     template_directory: Path | None = None
     smaller: tuple[SizedConfig, ...] = ()
-    signatures: str = ""
-    prologue: str | None = None
     evaluation_profiles: tuple[ClusterProfile, ...] = ()
+
+    @property
+    def run_id(self) -> str:
+        return self.facts.run_id
+
+    @property
+    def job(self) -> TrainingJob:
+        """The three documents together."""
+        return TrainingJob(self.spec.document, self.profile.document, self.plan)
 
 
 def load_inputs(
@@ -183,9 +185,8 @@ def _holds(learned: SiteLearning, constants: str, uncertainty: Uncertainty | Non
     return learned.memory is None or set(learned.memory.multipliers) == set(memory.multipliers)
 
 
-def refuse_untrainable(spec: Loaded[RunSpec], plan: Plan | None = None) -> None:
-    """Raise InvalidInputError for settings that hpctrain can plan but not train."""
-    found = untrainable_fields(spec.document) if plan is None else untrainable_layout(plan)
+def refuse_untrainable(spec: Loaded[RunSpec], found: Iterable[tuple[str, str]]) -> None:
+    """Raise InvalidInputError for fields that hpctrain can plan but not train, each with why."""
     hint = "`hpctrain plan` can plan it; to submit, change this field"
     problems = [spec.problem(field, f"`{field}`: {message}", hint) for field, message in found]
     if problems:
@@ -205,8 +206,7 @@ def prepare(
     loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
     with loaded_spec.placing():
         prepared = _prepared(loaded_spec, loaded_profile, runs, template_directory, python)
-        others = profiles_of_jobs(loaded_spec, loaded_profile, profile)
-        return replace(prepared, evaluation_profiles=others)
+        return replace(prepared, evaluation_profiles=profiles_of_jobs(prepared, profile))
 
 
 def _prepared(
@@ -219,7 +219,7 @@ def _prepared(
     from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
 
     document, site = loaded_spec.document, loaded_profile.document
-    refuse_untrainable(loaded_spec)
+    refuse_untrainable(loaded_spec, untrainable_fields(document))
     impossible = container_problems(document, site)
     if impossible:
         raise InvalidInputError(
@@ -230,13 +230,14 @@ def _prepared(
         )
     knowledge = load_knowledge(loaded_profile)
     plan = make_plan(document, site, knowledge)
-    refuse_untrainable(loaded_spec, plan)
+    refuse_untrainable(loaded_spec, untrainable_layout(plan))
     templates = template_directory or site_templates(loaded_profile)
     template_sha256 = None if templates is None else templates_digest(templates)
     if template_sha256 is not None:
         both = f"{loaded_profile.digest}{template_sha256}".encode()
         loaded_profile = replace(loaded_profile, digest=hashlib.sha256(both).hexdigest())
-    _refuse_ended_reservation(document, site, datetime.now(UTC))
+    job = TrainingJob(document, site, plan)
+    refuse_ended_reservation(job, datetime.now(UTC))
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
     facts = ScriptFacts(
         run_id,
@@ -248,101 +249,45 @@ def _prepared(
         setup_file(loaded_profile),
         template_sha256,
     )
-    peak = site.gpu.peak.get(plan.precision)
-    absolute = _with_scratch(_with_absolute_paths(document), loaded_spec, site)
-    peak_flops = float(peak) if peak else None
-    check = _speed_check(document, site, plan, knowledge)
+    absolute = replace(job, spec=_with_scratch(_with_absolute_paths(document), loaded_spec, site))
+    check = _speed_check(job, knowledge)
     smaller = tuple(
         replace(size, train=size.train.model_copy(update=check))
-        for size in smaller_sizes(absolute, site, plan, knowledge, peak_flops)
+        for size in smaller_sizes(absolute, knowledge)
     )
-    train = train_config(absolute, plan, peak_flops).model_copy(update=check)
-    supervise = supervisor_settings(run_id, document, site, plan, runs, smaller)
+    train = train_config(absolute).model_copy(update=check)
     inputs = input_paths(train)
-    copied = site.software.scratch if train.stage_data else None
-    seen = (absolute.data.cache, absolute.model.pretrained, copied)
-    read = [*inputs, *filter(None, seen)]
-    warnings = staging_warnings(loaded_spec, site, plan, inputs)
-    warnings += _site_warnings(document, site, plan, read, runs / run_id)
-    plan = plan.model_copy(update={"warnings": (*plan.warnings, *warnings)})
+    warnings = site_warnings(absolute, loaded_spec, inputs, runs / run_id)
     return Prepared(
-        run_id=run_id,
         spec=loaded_spec,
         profile=loaded_profile,
-        plan=plan,
+        plan=plan.model_copy(update={"warnings": (*plan.warnings, *warnings)}),
         train=train,
-        supervise=supervise.model_copy(update={"inputs": inputs}),
-        script=_rendered(document, site, plan, facts, templates),
+        supervise=training_supervision(job, run_id, runs, shapes_of(plan, smaller), inputs),
+        script=_rendered(job, facts, templates),
         facts=facts,
         template_directory=templates,
         smaller=smaller,
         signatures=load_signatures(profile_search_path()).to_json(),
-        prologue=prologue_text(document, site, plan),
+        prologue=prologue_text(job),
     )
 
 
-def _rendered(
-    spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts, templates: Path | None
-) -> str:
-    script = build_script(spec, profile, plan, facts)
+def _rendered(job: TrainingJob, facts: ScriptFacts, templates: Path | None) -> str:
+    script = build_script(job, facts)
     text = render_script(script, templates)
     if templates is not None:
         refuse_dropped_directives(script, text, templates)
     return text
 
 
-def _refuse_ended_reservation(spec: RunSpec, profile: ClusterProfile, now: datetime) -> None:
-    """Raise LimitError where an attempt that started now would outlast the site's reservation.
-
-    sbatch(1), --reservation: Slurm does not start a job that it could not finish within it.
-    """
-    end, own = profile.slurm.reservation_end, spec.resources.reservation
-    if end is None or own not in (None, profile.slurm.reservation):
-        return
-    partition = profile.slurm.partition(spec.resources.partition)
-    assert partition is not None, "the planner has checked the partition"
-    limit, left = walltime(spec, profile, partition), max(0.0, (end - now).total_seconds())
-    if float(limit) > left:
-        message = (
-            f"walltime {limit.slurm()} is longer than reservation {profile.slurm.reservation} "
-            f"lasts, which ends in {short_duration(left)}: the job would never start"
-        )
-        raise LimitError(
-            [Refusal(message, "resources.walltime")],
-            hint="a shorter `resources.walltime`, or another `resources.reservation`",
-        )
-
-
-def _site_warnings(
-    spec: RunSpec, site: ClusterProfile, plan: Plan, read: Sequence[str], run_directory: Path
-) -> tuple[str, ...]:
-    """List what may go wrong at this site.
-
-    Raises LimitError and InvalidInputError for what the profile refuses instead.
-    """
-    partition = site.slurm.partition(spec.resources.partition)
-    assert partition is not None, "the planner has checked the partition"
-    short = short_grace(spec, site, plan, partition)
-    if short is not None and site.limits.short_grace == "refuse":
-        hint = "save faster, take smaller steps, or another partition (`limits.short_grace`)"
-        raise LimitError([Refusal(short, "resources.partition")], hint=hint)
-    container = run_container(spec, site)
-    return (
-        *filter(None, (short,)),
-        *unmounted_warnings(container, read, run_directory),
-        *registry_warnings(container, plan.nodes.nodes),
-    )
-
-
-def _speed_check(
-    spec: RunSpec, profile: ClusterProfile, plan: Plan, knowledge: Knowledge
-) -> dict[str, SpeedCheckConfig | None]:
+def _speed_check(job: TrainingJob, knowledge: Knowledge) -> dict[str, SpeedCheckConfig | None]:
     """Make the settings of the check before training, as an update of the trainer's document."""
     from hpctrain.plan.cost.expected_speed import expected_speed
     from hpctrain.plan.request import PlanRequest
 
-    expected = expected_speed(PlanRequest(spec, profile, knowledge), plan)
-    return {"speed_check": speed_check_config(spec, profile, plan, expected)}
+    expected = expected_speed(PlanRequest(job.spec, job.profile, knowledge), job.plan)
+    return {"speed_check": speed_check_config(job, expected)}
 
 
 def _gpu_variables(gpu: Gpu | None, plan: Plan) -> tuple[GpuVariable, ...]:
@@ -363,14 +308,12 @@ def with_free_run_id(prepared: Prepared, runs: Path) -> Prepared:
 
 def with_run_id(prepared: Prepared, run_id: str) -> Prepared:
     """Give the job another run id."""
-    document, site = prepared.spec.document, prepared.profile.document
     facts = replace(prepared.facts, run_id=run_id, comment=run_comment(run_id))
     return replace(
         prepared,
-        run_id=run_id,
         facts=facts,
         supervise=prepared.supervise.model_copy(update={"run_id": run_id}),
-        script=_rendered(document, site, prepared.plan, facts, prepared.template_directory),
+        script=_rendered(prepared.job, facts, prepared.template_directory),
     )
 
 

@@ -14,23 +14,19 @@ import os
 from pathlib import Path
 
 from hpctrain.actions.kept_code import keep_code
-from hpctrain.actions.profiles import profile_search_path
 from hpctrain.actions.service_job import (
-    PROGRESS_SECONDS,
     ServiceInputs,
     ServiceJobDocuments,
+    service_job_documents,
     service_supervision,
 )
-from hpctrain.actions.site_files import site_templates
+from hpctrain.actions.supervisor_settings import mttf_seconds
 from hpctrain.durable import make_private_directory, replace_text
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import NodeRequest
-from hpctrain.plan.serving.documents import ServicePlan
+from hpctrain.plan.job import Job, ServicePart, ServingProgram
 from hpctrain.plan.serving.leaving import leave_times, term_seconds
-from hpctrain.render.job_request import ServicePart, ServingProgram
-from hpctrain.render.replica_script import render_replica_script, replica_job
-from hpctrain.render.script import walltime
-from hpctrain.render.software import prologue_text
+from hpctrain.render.service_tasks import replica_task
 from hpctrain.serving.engines.contract import CpuEngine, EngineStart, LoraAdapter
 from hpctrain.serving.engines.registry import refusals_of
 from hpctrain.serving.replica.config import ReplicaConfig
@@ -38,7 +34,6 @@ from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.network import port_range
 from hpctrain.spec.service import ServiceSpec
 from hpctrain.store.service_layout import PROTOTYPE, ServiceLayout
-from hpctrain.supervise.catalogue import load_signatures
 
 # How long loading may take, as a multiple of what is expected, and at least.
 _LOAD_FACTOR, _LEAST_LOAD_SECONDS = 3.0, 900.0
@@ -51,39 +46,22 @@ def replica_documents(
 
     Raises InvalidInputError for what sbatch or the engine cannot take.
     """
-    from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
-
-    spec, profile, plan = inputs.spec.document, inputs.silent_profile, inputs.plan
-    part = replica_part(spec, plan)
-    partition = profile.slurm.partition(part.resources.partition)
-    assert partition is not None, "the planner has checked the partition"
-    times = leave_times(spec.drain)
-    config = _replica_config(service, inputs, term_seconds(profile, partition))
+    part = replica_part(inputs)
+    job = Job(part, inputs.silent_profile, part)
+    config = _replica_config(service, inputs, term_seconds(job.profile, job.partition))
     refused = refusals_of(config.engine, config.start)
     if refused:
         raise InvalidInputError([inputs.spec.problem("engine", line) for line in refused])
-    limit_seconds = float(walltime(part, profile, partition))
-    supervise = service_supervision(
+    return service_job_documents(
+        service,
+        inputs,
+        "replica",
         service.replica(PROTOTYPE).run_id,
-        part,
-        profile,
-        service.directory.parent,
-        settings_file=service.prototype.replica_config.name,
-        setup_stall_seconds=config.load_limit_seconds,
-        warning_seconds=float(times.warning_seconds(limit_seconds)),
+        job,
+        replica_task(job, inputs.plan.replica, leave_times(inputs.spec.document.drain)),
+        config,
         read=(str(inputs.weights),),
-        mttf_seconds=node_mtbf_seconds(profile) / part.nodes.nodes,
-    )
-    templates = site_templates(inputs.profile)
-    failures = supervise.failures_without_progress
-    facts = inputs.script_facts(supervise.run_id)
-    script = replica_job(part, profile, plan.replica, facts, times, failures)
-    return ServiceJobDocuments(
-        script=render_replica_script(script, service.service_id, PROGRESS_SECONDS, templates),
-        supervise=supervise,
-        own=config,
-        signatures=load_signatures(profile_search_path()).to_json(),
-        prologue=prologue_text(part, profile, part),
+        mttf_seconds=mttf_seconds(job),
     )
 
 
@@ -96,15 +74,16 @@ def write_prototype(service: ServiceLayout, documents: ServiceJobDocuments[Repli
     keep_code(prototype)
 
 
-def replica_part(spec: ServiceSpec, plan: ServicePlan) -> ServicePart:
+def replica_part(inputs: ServiceInputs) -> ServicePart:
     """Describe the job of one replica."""
-    replica = plan.replica
+    spec, replica = inputs.spec.document, inputs.plan.replica
     return ServicePart(
         name=spec.name,
         engine=ServingProgram(replica.engine),
         resources=spec.resources.of_replica(replica.gpus),
         environment=spec.environment,
         nodes=NodeRequest(nodes=replica.nodes, gpus_per_node=replica.gpus // replica.nodes),
+        supervise=service_supervision(_load_limit_seconds(inputs)),
     )
 
 
@@ -113,7 +92,6 @@ def _replica_config(
 ) -> ReplicaConfig:
     spec, profile, plan = inputs.spec.document, inputs.profile.document, inputs.plan
     address = profile.metrics.address
-    load_seconds = plan.load_seconds if spec.load_time is None else spec.load_time
     return ReplicaConfig(
         service=str(service.directory),
         name=str(PROTOTYPE),
@@ -123,11 +101,16 @@ def _replica_config(
         url_host=address,
         ports=port_range(profile.metrics.ports) if profile.metrics.ports else None,
         stage_directory=_stage_directory(spec, profile, inputs.weights),
-        load_limit_seconds=max(_LEAST_LOAD_SECONDS, _LOAD_FACTOR * float(load_seconds)),
+        load_limit_seconds=_load_limit_seconds(inputs),
         notice_seconds=float(spec.drain.notice),
         drain_seconds=float(spec.drain.longest),
         term_seconds=term_seconds,
     )
+
+
+def _load_limit_seconds(inputs: ServiceInputs) -> float:
+    own, planned = inputs.spec.document.load_time, inputs.plan.load_seconds
+    return max(_LEAST_LOAD_SECONDS, _LOAD_FACTOR * float(planned if own is None else own))
 
 
 def _engine_start(inputs: ServiceInputs) -> EngineStart:

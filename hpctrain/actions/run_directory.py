@@ -95,7 +95,7 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
 
 def _documents(prepared: Prepared, layout: RunLayout) -> list[tuple[Path, str]]:
     """List the files that are made of what was prepared, with their texts."""
-    wanted = tracking_settings(layout, prepared.spec.document, prepared.plan)
+    wanted = tracking_settings(layout, prepared.job)
     tracking = [] if wanted is None else [wanted]
     sizes = [(layout.ds_config, prepared.train)]
     sizes += [(layout.ds_config_for(one.shape.nodes), one.train) for one in prepared.smaller]
@@ -104,11 +104,8 @@ def _documents(prepared: Prepared, layout: RunLayout) -> list[tuple[Path, str]]:
         (layout.profile, write_resolved(prepared.profile)),
         (layout.plan, prepared.plan.model_dump_json(indent=1)),
         (layout.train_config, prepared.train.model_dump_json(indent=1)),
-        (layout.supervise_config, prepared.supervise.model_dump_json(indent=1)),
-        (layout.signatures, prepared.signatures),
-        (layout.script, prepared.script),
+        *prepared.texts(layout).items(),
         *evaluation_files(prepared, layout),
-        *([] if prepared.prologue is None else [(layout.prologue, prepared.prologue)]),
         *((layout.tracking_config, one.model_dump_json(indent=1)) for one in tracking),
         *(
             (layout.train_config_for(one.shape.nodes), one.train.model_dump_json(indent=1))

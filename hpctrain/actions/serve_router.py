@@ -12,25 +12,21 @@ import hashlib
 from hpctrain.actions.job_queries import find_jobs, jobs_of, record_found
 from hpctrain.actions.job_submission import submit_jobs
 from hpctrain.actions.kept_code import keep_code
-from hpctrain.actions.profiles import profile_search_path
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.serve_replicas import copy_job
 from hpctrain.actions.serve_settings import service_settings
 from hpctrain.actions.service_job import (
-    PROGRESS_SECONDS,
     ServiceInputs,
     ServiceJobDocuments,
+    service_job_documents,
     service_supervision,
 )
-from hpctrain.actions.site_files import site_templates
 from hpctrain.durable import replace_text
 from hpctrain.errors import SlurmUnreachableError, UsageError
 from hpctrain.plan.documents import NodeRequest
+from hpctrain.plan.job import Job, ServicePart, ServingProgram
 from hpctrain.plan.serving.leaving import leave_times, term_seconds
-from hpctrain.render.job_request import ServicePart, ServingProgram
-from hpctrain.render.router_script import render_router_script, router_job
-from hpctrain.render.script import walltime
-from hpctrain.render.software import prologue_text
+from hpctrain.render.service_tasks import router_task
 from hpctrain.serving.router.job_settings import RouterJobSettings
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.run import ResourcesSpec
@@ -39,7 +35,6 @@ from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import take_back
 from hpctrain.store.service_layout import ServiceLayout
 from hpctrain.store.service_ledger import ServiceEventKind, ServiceLedger
-from hpctrain.supervise.catalogue import load_signatures
 
 _SETUP_SECONDS = 600.0
 
@@ -50,32 +45,21 @@ def router_documents(
     """Make the documents of the router's job. Raises InvalidInputError for what sbatch rejects."""
     spec, profile, run = inputs.spec.document, inputs.silent_profile, service.router
     part = _router_part(inputs)
-    partition = profile.slurm.partition(part.resources.partition)
-    if partition is None:
+    if profile.slurm.partition(part.resources.partition) is None:
         words = f"profile {profile.name} has no partition {part.resources.partition}"
         raise UsageError(words, hint="change `router.partition`")
-    limit_seconds = float(walltime(part, profile, partition))
-    warning_seconds = leave_times(spec.drain).warning_seconds(limit_seconds)
-    supervise = service_supervision(
+    job = Job(part, profile, part)
+    warning_seconds = leave_times(spec.drain).warning_seconds(float(job.walltime))
+    return service_job_documents(
+        service,
+        inputs,
+        "router",
         run.run_id,
-        part,
-        profile,
-        service.directory.parent,
-        settings_file=run.router_config.name,
-        setup_stall_seconds=_SETUP_SECONDS,
-        warning_seconds=float(warning_seconds),
-    )
-    templates, facts = site_templates(inputs.profile), inputs.script_facts(run.run_id)
-    failures = supervise.failures_without_progress
-    script = router_job(part, profile, spec.router, facts, warning_seconds, failures)
-    return ServiceJobDocuments(
-        script=render_router_script(script, service.service_id, PROGRESS_SECONDS, templates),
-        supervise=supervise,
-        own=RouterJobSettings(
-            service=str(service.directory), term_seconds=term_seconds(profile, partition)
+        job,
+        router_task(job, spec.router, warning_seconds),
+        RouterJobSettings(
+            service=str(service.directory), term_seconds=term_seconds(profile, job.partition)
         ),
-        signatures=load_signatures(profile_search_path()).to_json(),
-        prologue=prologue_text(part, profile, part),
     )
 
 
@@ -177,4 +161,5 @@ def _router_part(inputs: ServiceInputs) -> ServicePart:
         resources=resources,
         environment=spec.environment,
         nodes=NodeRequest(nodes=1, gpus_per_node=0),
+        supervise=service_supervision(_SETUP_SECONDS),
     )

@@ -34,6 +34,7 @@ from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError, Problem, SlurmRefusedError, UsageError
 from hpctrain.plan.serving.documents import ServicePlan
 from hpctrain.serving.engines.registry import SERVING_ENGINES
+from hpctrain.serving.replica.config import ReplicaConfig
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import Loaded, load_service_spec, partition_profile
 from hpctrain.spec.resolved import write_resolved
@@ -190,7 +191,7 @@ def service_checks(inputs: ServiceInputs, slurm: SlurmClient) -> tuple[Check, ..
     return (
         *_plan_checks(inputs.plan),
         *_adapter_checks(inputs.spec),
-        _engine_check(inputs),
+        _engine_check(inputs, documents.own),
         _slurm_check(documents.script, slurm),
     )
 
@@ -319,11 +320,9 @@ def _adapter_checks(spec: Loaded[ServiceSpec]) -> Iterator[Check]:
         yield Check(subject="weights", state="fails", sentence=str(problem), problems=(problem,))
 
 
-def _engine_check(inputs: ServiceInputs) -> Check:
+def _engine_check(inputs: ServiceInputs, config: ReplicaConfig) -> Check:
     """Look for the engine in the Python that will start it, where that is on this machine."""
-    documents = replica_documents(ServiceLayout(Path(inputs.spec.document.name)), inputs)
-    start = documents.own.start
-    engine = SERVING_ENGINES[documents.own.engine]
+    start, engine = config.start, SERVING_ENGINES[config.engine]
     words = engine.command(start).words
     package = words[words.index("-m") + 1].partition(".")[0] if "-m" in words else None
     python = start.python

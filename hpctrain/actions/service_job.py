@@ -11,27 +11,32 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from pydantic import BaseModel
 
+from hpctrain.actions.job_documents import JobDocuments
+from hpctrain.actions.profiles import profile_search_path
 from hpctrain.actions.site_files import setup_file, site_templates, templates_digest
-from hpctrain.actions.supervisor_settings import NODE_LEDGER_NAME
+from hpctrain.actions.supervisor_settings import supervise_config
+from hpctrain.plan.job import Job
 from hpctrain.plan.serving.documents import ServicePlan
-from hpctrain.render.job_environment import submit_variables
-from hpctrain.render.job_request import ServicePart
-from hpctrain.render.script import ScriptFacts
+from hpctrain.render.script import JobTask, ScriptFacts, job_script
+from hpctrain.render.software import prologue_text
+from hpctrain.render.template import ServiceWords, render_service_script
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.network import port_range
 from hpctrain.spec.service import ServiceSpec
 from hpctrain.spec.supervision import SuperviseSpec
 from hpctrain.store.jobs import run_comment
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
+from hpctrain.store.service_layout import ServiceLayout
+from hpctrain.store.supervise_config import LaunchShape
+from hpctrain.supervise.catalogue import load_signatures
+from hpctrain.units import Duration, short_duration
 
 # Signs of life come every second; a busy file system may hold some up.
-_STALL_SECONDS = 180.0
+_STALL = Duration(180)
 # A launch that has answered requests for so long counts as progress: budgets begin anew.
 PROGRESS_SECONDS = 600.0
 Own = TypeVar("Own", bound=BaseModel)
@@ -70,68 +75,59 @@ class ServiceInputs:
 
 
 @dataclass(frozen=True)
-class ServiceJobDocuments(Generic[Own]):
-    """The texts of the files of a job; `own` are the settings of the program that it runs."""
+class ServiceJobDocuments(JobDocuments, Generic[Own]):
+    """The documents of a job of a service; `own` are the settings of the program that it runs."""
 
-    script: str
-    supervise: SuperviseConfig
     own: Own
-    signatures: str
-    prologue: str | None
 
     def texts(self, run: RunLayout) -> Mapping[Path, str]:
         """The files of a run directory with these documents."""
         own_path = run.directory / self.supervise.shapes[0].train_config
-        found = {
-            run.script: self.script,
-            run.supervise_config: self.supervise.model_dump_json(indent=1),
-            own_path: self.own.model_dump_json(indent=1),
-            run.signatures: self.signatures,
-        }
-        return found if self.prologue is None else {**found, run.prologue: self.prologue}
+        return {**super().texts(run), own_path: self.own.model_dump_json(indent=1)}
 
 
-def service_supervision(
+def service_job_documents(
+    service: ServiceLayout,
+    inputs: ServiceInputs,
+    part: Literal["replica", "router"],
     run_id: str,
-    part: ServicePart,
-    profile: ClusterProfile,
-    runs: Path,
-    *,
-    settings_file: str,
-    setup_stall_seconds: float,
-    warning_seconds: float,
+    job: Job,
+    task: JobTask,
+    own: Own,
     read: tuple[str, ...] = (),
     mttf_seconds: float | None = None,
-) -> SuperviseConfig:
-    """Collect the supervisor's settings of one job, whose tasks have theirs in `settings_file`.
+) -> ServiceJobDocuments[Own]:
+    """Make the documents of a job that runs `task` with the settings `own`.
 
-    `read`: files and directories that its nodes must be able to read.
+    `read`: files and directories that its nodes must be able to read. Raises InvalidInputError for
+    what sbatch cannot take.
     """
-    defaults, nodes = SuperviseSpec(), part.nodes.nodes
-    return SuperviseConfig(
-        run_id=run_id,
+    nodes, runs = job.plan.nodes.nodes, service.directory.parent
+    shapes = (LaunchShape(nodes=nodes, tasks=nodes, train_config=task.settings),)
+    supervise = supervise_config(
+        job,
+        run_id,
+        runs,
+        shapes,
         target_step=1,
-        continuation=profile.continuation,
-        continuation_jobs=profile.continuation_jobs,
-        failures_without_progress=defaults.failures_without_progress,
-        stall_seconds=_STALL_SECONDS,
-        setup_stall_seconds=setup_stall_seconds,
-        kill_wait_seconds=float(profile.slurm.kill_wait),
-        warning_seconds=warning_seconds,
-        poll_seconds=float(profile.limits.poll),
+        warning_seconds=float(task.warning_seconds),
         verify="auto",
-        cluster=profile.name,
-        storm_failures=defaults.storm_failures,
-        storm_window_seconds=float(defaults.storm_window),
-        exclude_nodes=defaults.exclude_nodes,
-        shapes=(LaunchShape(nodes=nodes, tasks=nodes, train_config=settings_file),),
-        cluster_nodes=profile.nodes.count,
-        node_ledger=str(runs / NODE_LEDGER_NAME),
         mttf_seconds=mttf_seconds,
         inputs=read,
-        submit_variables=submit_variables(part, profile),
-        master_address=profile.network.master_address,
-        master_ports=port_range(profile.network.ports) if profile.network.ports else None,
         serves=True,
         served_progress_seconds=PROGRESS_SECONDS,
     )
+    words = ServiceWords(service.service_id, short_duration(PROGRESS_SECONDS))
+    script = job_script(job, inputs.script_facts(run_id), task)
+    return ServiceJobDocuments(
+        script=render_service_script(part, script, words, site_templates(inputs.profile)),
+        supervise=supervise,
+        signatures=load_signatures(profile_search_path()).to_json(),
+        prologue=prologue_text(job),
+        own=own,
+    )
+
+
+def service_supervision(setup_stall_seconds: float) -> SuperviseSpec:
+    """Choose when the supervisor of a service's job acts; `setup_stall_seconds`: for its start."""
+    return SuperviseSpec(stall=_STALL, setup_stall=Duration(setup_stall_seconds))

@@ -132,13 +132,13 @@ def scenario_of_spec(
     assert inputs.source is not None
     with inputs.source.placing():
         decision = decide(PlanRequest(run, site, inputs.knowledge, "time"))
-    facts = run_facts(run, site, decision.plan)
+    facts = run_facts(decision.job)
     if facts is None:
         raise UsageError(
             "there is no forecast to start from: the profile does not contain the speed of its GPUs"
         )
     expected = forecast(run, site, facts)
-    scenario = scenario_of(run, site, facts, expected, mix, queue_wait_seconds)
+    scenario = scenario_of(decision.job, facts, expected, mix, queue_wait_seconds)
     # The simulation does not use the queue time of the closed form.
     kept = [str(note) for note in expected.assumptions if note.kind != "queue"]
     notes = [str(note) for note in scenario_notes(site)]

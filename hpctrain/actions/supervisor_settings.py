@@ -1,4 +1,4 @@
-"""Collect the supervisor's settings (`supervise.json`) from spec, profile and plan.
+"""Collect the supervisor's settings (`supervise.json`) of a job.
 
 Belongs here: which field becomes which setting, and what follows from several of them. Does not
 belong here: the document (`hpctrain.store.supervise_config`), the trainer's settings
@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of
 from hpctrain.engines.speed_check import speed_check_mode
-from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import Job, TrainingJob
 from hpctrain.render.containers import container_words, run_container
 from hpctrain.render.job_environment import submit_variables
-from hpctrain.render.script import walltime
 from hpctrain.render.warning_lead import warning_lead
-from hpctrain.spec.notify import NotifySpec, joined_notify
-from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.notify import NotifySpec
 from hpctrain.spec.profile.network import port_range
-from hpctrain.spec.run import RunSpec
 from hpctrain.store.supervise_config import (
     ChannelSettings,
     GroupSettings,
+    LaunchShape,
     MetricsSettings,
     NotifySettings,
     RollbackSettings,
@@ -34,74 +32,91 @@ from hpctrain.store.supervise_config import (
 NODE_LEDGER_NAME = "nodes.jsonl"
 
 
-def supervisor_settings(
-    run_id: str,
-    spec: RunSpec,
-    profile: ClusterProfile,
-    plan: Plan,
-    runs: Path,
-    smaller: tuple[SizedConfig, ...],
+def supervise_config(
+    job: Job, run_id: str, runs: Path, shapes: tuple[LaunchShape, ...], **own: Any
 ) -> SuperviseConfig:
-    """Collect the supervisor's settings from spec, profile and plan."""
-    from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
-
-    partition = profile.slurm.partition(spec.resources.partition)
-    assert partition is not None, "the planner has checked the partition"
-    limit, rollback = walltime(spec, profile, partition), spec.supervise.rollback
+    """Collect the settings of a supervisor; `own` are the fields of one kind of job."""
+    supervise, profile, rollback = job.spec.supervise, job.profile, job.spec.supervise.rollback
     return SuperviseConfig(
         run_id=run_id,
-        target_step=plan.batch.train_steps,
-        launcher=spec.launcher,
         continuation=profile.continuation,
         continuation_jobs=profile.continuation_jobs,
-        failures_without_progress=spec.supervise.failures_without_progress,
-        stall_seconds=float(spec.supervise.stall),
-        setup_stall_seconds=float(spec.supervise.setup_stall),
+        failures_without_progress=supervise.failures_without_progress,
+        stall_seconds=float(supervise.stall),
+        setup_stall_seconds=float(supervise.setup_stall),
         kill_wait_seconds=float(profile.slurm.kill_wait),
         poll_seconds=float(profile.limits.poll),
-        warning_seconds=float(warning_lead(spec, profile, plan, limit).seconds),
-        verify=spec.checkpoint.verify,
         cluster=profile.name,
-        budgets={str(cause): count for cause, count in spec.supervise.budgets.items()},
-        storm_failures=spec.supervise.storm_failures,
-        storm_window_seconds=float(spec.supervise.storm_window),
-        learn_stalls=spec.supervise.learn_stalls,
-        slow_rank=spec.supervise.slow_rank,
-        speed_check=speed_check_mode(spec, profile),
-        exclude_nodes=spec.supervise.exclude_nodes,
+        budgets={str(cause): count for cause, count in supervise.budgets.items()},
+        storm_failures=supervise.storm_failures,
+        storm_window_seconds=float(supervise.storm_window),
+        learn_stalls=supervise.learn_stalls,
+        slow_rank=supervise.slow_rank,
+        exclude_nodes=supervise.exclude_nodes,
         rollback=RollbackSettings(
             act=rollback.mode == "act",
             checkpoints=rollback.checkpoints,
             skip_steps=rollback.skip_steps,
             other_nodes=rollback.other_nodes,
         ),
-        shapes=shapes_of(plan, smaller),
-        spare_nodes=spec.resources.spare_nodes,
+        shapes=shapes,
+        spare_nodes=job.spec.resources.spare_nodes,
         cluster_nodes=profile.nodes.count,
         node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
-        mttf_seconds=node_mtbf_seconds(profile) / plan.nodes.nodes,
-        submit_variables=submit_variables(spec, profile),
+        submit_variables=submit_variables(job),
         master_address=profile.network.master_address,
         master_ports=port_range(profile.network.ports) if profile.network.ports else None,
-        keep_launches=spec.logging.keep_launches,
-        topology=topology_settings(profile, plan),
-        image=_image_file(spec, profile),
-        notify=notify_settings(joined_notify(spec.notify, profile.notify)),
-        tracking=spec.tracking.wanted,
-        metrics=metrics_settings(spec, profile),
+        notify=notify_settings(job.notify),
+        **own,
     )
 
 
-def metrics_settings(spec: RunSpec, profile: ClusterProfile) -> MetricsSettings | None:
+def training_supervision(
+    job: TrainingJob,
+    run_id: str,
+    runs: Path,
+    shapes: tuple[LaunchShape, ...],
+    inputs: tuple[str, ...],
+) -> SuperviseConfig:
+    """Collect the settings of the supervisor of a run. `inputs`: what all nodes must read."""
+    return supervise_config(
+        job,
+        run_id,
+        runs,
+        shapes,
+        target_step=job.plan.batch.train_steps,
+        launcher=job.spec.launcher,
+        warning_seconds=float(warning_lead(job).seconds),
+        verify=job.spec.checkpoint.verify,
+        speed_check=speed_check_mode(job),
+        mttf_seconds=mttf_seconds(job),
+        inputs=inputs,
+        keep_launches=job.spec.logging.keep_launches,
+        topology=topology_settings(job),
+        image=_image_file(job),
+        tracking=job.spec.tracking.wanted,
+        metrics=metrics_settings(job),
+    )
+
+
+def mttf_seconds(job: Job) -> float:
+    """Return the mean time to failure of all nodes of a job together, as the site expects it."""
+    from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
+
+    return node_mtbf_seconds(job.profile) / job.plan.nodes.nodes
+
+
+def metrics_settings(job: TrainingJob) -> MetricsSettings | None:
     """Collect where the job exports metrics; None where it does not."""
-    textfile = profile.metrics.textfile if spec.metrics.textfile else None
-    if textfile is None and not spec.metrics.endpoint:
+    site, wanted = job.profile.metrics, job.spec.metrics
+    textfile = site.textfile if wanted.textfile else None
+    if textfile is None and not wanted.endpoint:
         return None
     return MetricsSettings(
         textfile=textfile,
-        endpoint=spec.metrics.endpoint,
-        ports=port_range(profile.metrics.ports) if profile.metrics.ports else None,
-        address=profile.metrics.address,
+        endpoint=wanted.endpoint,
+        ports=port_range(site.ports) if site.ports else None,
+        address=site.address,
     )
 
 
@@ -149,22 +164,22 @@ def notify_settings(notify: NotifySpec | None) -> NotifySettings | None:
     )
 
 
-def _image_file(spec: RunSpec, profile: ClusterProfile) -> str | None:
+def _image_file(job: TrainingJob) -> str | None:
     """Name the image that the ranks start from: the imported file, where there is one."""
-    container = run_container(spec, profile)
+    container = run_container(job.spec.container, job.profile.software.container)
     if container is None:
         return None
-    words = container_words(container, profile, ())
+    words = container_words(container, job.profile, ())
     return container.image if words.image_import is None else words.image_import[-1]
 
 
-def topology_settings(profile: ClusterProfile, plan: Plan) -> TopologySettings | None:
+def topology_settings(job: TrainingJob) -> TopologySettings | None:
     """Collect what the supervisor compares with the nodes of its job; None where Slurm cannot say.
 
     In blocks the axes that the plan has inside an NVLink domain; under leaf switches those whose
     groups fit below one.
     """
-    switches, nodes = profile.network.switches, plan.nodes
+    switches, plan, nodes = job.profile.network.switches, job.plan, job.plan.nodes
     if switches.plugin == "none" or switches.usable_nodes is None or nodes.nodes == 1:
         return None
     per_node = nodes.gpus_per_node

@@ -277,15 +277,17 @@ def _planned_point(
 
 def _gpu_hours(prepared: Prepared, shared: _Shared) -> float | None:
     """Forecast the GPU-hours of a point; points that differ in numbers only share one forecast."""
-    spec, site = prepared.spec.document, prepared.profile.document
-    facts = run_facts(spec, site, prepared.plan)
+    job = prepared.job
+    facts = run_facts(job)
     if facts is None:
         return None
-    sections = spec.model_dump_json(include={"checkpoint", "evaluation", "supervise", "resources"})
+    sections = job.spec.model_dump_json(
+        include={"checkpoint", "evaluation", "supervise", "resources"}
+    )
     key = facts.model_dump_json() + sections
     if key not in shared.hours:
         try:
-            shared.hours[key] = forecast_run(spec, site, facts).gpu_hours
+            shared.hours[key] = forecast_run(job, facts).gpu_hours
         except DoesNotFitError:
             shared.hours[key] = None
     return shared.hours[key]

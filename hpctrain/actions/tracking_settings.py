@@ -11,8 +11,7 @@ import os
 
 from pydantic import JsonValue
 
-from hpctrain.plan.documents import Plan
-from hpctrain.spec.run import RunSpec
+from hpctrain.plan.job import TrainingJob
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.tracking import MOST_ID_CHARACTERS, TrackingConfig, WandbSettings
 from hpctrain.version import __version__
@@ -20,9 +19,9 @@ from hpctrain.version import __version__
 _DIGEST_CHARACTERS = 8
 
 
-def tracking_settings(run: RunLayout, spec: RunSpec, plan: Plan) -> TrackingConfig | None:
+def tracking_settings(run: RunLayout, job: TrainingJob) -> TrackingConfig | None:
     """Collect the settings of a run; None if nothing is to be written."""
-    tracking, wandb = spec.tracking, spec.tracking.wandb
+    tracking, wandb = job.spec.tracking, job.spec.tracking.wandb
     if not tracking.wanted:
         return None
     directory = None
@@ -41,9 +40,7 @@ def tracking_settings(run: RunLayout, spec: RunSpec, plan: Plan) -> TrackingConf
             tags=wandb.tags,
             mode=wandb.mode,
         )
-    return TrackingConfig(
-        tensorboard=directory, wandb=settings, description=_description(run, spec, plan)
-    )
+    return TrackingConfig(tensorboard=directory, wandb=settings, description=_description(run, job))
 
 
 def wandb_id(run: RunLayout) -> str:
@@ -53,8 +50,9 @@ def wandb_id(run: RunLayout) -> str:
     return run.run_id[: MOST_ID_CHARACTERS - len(ending)] + ending
 
 
-def _description(run: RunLayout, spec: RunSpec, plan: Plan) -> dict[str, JsonValue]:
+def _description(run: RunLayout, job: TrainingJob) -> dict[str, JsonValue]:
     """What is worth comparing between runs; no path, no variable, nothing about a machine."""
+    spec, plan = job.spec, job.plan
     model = spec.model.model_dump(mode="json", exclude_defaults=True, exclude={"pretrained"})
     return {
         "run_id": run.run_id,

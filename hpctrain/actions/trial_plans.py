@@ -27,6 +27,7 @@ from hpctrain.comparison.documents import (
 from hpctrain.comparison.trial_spec import training_digest, trial_name, trial_overrides
 from hpctrain.comparison.variants import Variant
 from hpctrain.errors import DoesNotFitError, InvalidInputError, LimitError, UsageError
+from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.profile import ClusterProfile
@@ -85,10 +86,10 @@ def predicted_record(subject: Subject, request: TrialRequest) -> ComparisonRecor
         try:
             given = _given(subject, variant)
             own, loaded_profile = load_inputs(subject.spec, subject.profile, given)
-            refuse_untrainable(own)
+            refuse_untrainable(own, untrainable_fields(own.document))
             plan = make_plan(own.document, subject.site, load_knowledge(loaded_profile))
-            refuse_untrainable(own, plan)
-            trials.append(trial_record(variant, own.document, plan=plan))
+            refuse_untrainable(own, untrainable_layout(plan))
+            trials.append(trial_record(variant, own.document, predicted=predicted_of(plan)))
         except REFUSALS as error:
             document = own.document if own else subject.run
             trials.append(trial_record(variant, document, refusal=error))
@@ -115,7 +116,8 @@ def prepared_trial(
         check_inputs(prepared.spec)
     except REFUSALS as error:
         return trial_record(variant, own.document if own else subject.run, refusal=error), None
-    record = trial_record(variant, document, plan=prepared.plan, run_id=prepared.run_id)
+    predicted, run_id = predicted_of(prepared.plan), prepared.run_id
+    record = trial_record(variant, document, predicted=predicted, run_id=run_id)
     # Two windows of rank times: the first step is in none, and rank 0 gets the times of a window
     # one step after its end.
     window_steps = max(1, (request.steps - 2) // 2)
@@ -133,11 +135,31 @@ def _given(subject: Subject, variant: Variant) -> tuple[str, ...]:
     return (*subject.overrides, "profile=", *variant.overrides)
 
 
+def predicted_of(plan: Plan) -> Predicted:
+    """Record what a plan promises of a trial."""
+    sure = plan.certainty
+    return Predicted(
+        layout=str(plan.layout),
+        zero=plan.zero,
+        offload=plan.offload,
+        recompute=plan.recompute,
+        micro_batch=plan.batch.micro_batch,
+        peak_bytes=plan.memory[plan.peak_stage].total_bytes,
+        step_seconds=plan.step_seconds,
+        parts=plan.prediction.parts if plan.prediction else None,
+        low_step_seconds=sure.low_step_seconds if sure else None,
+        high_step_seconds=sure.high_step_seconds if sure else None,
+        step_deviation=sure.step_deviation if sure else None,
+        layout_deviation=sure.layout_deviation if sure else None,
+        fit_probability=sure.fit_probability if sure else None,
+    )
+
+
 def trial_record(
     variant: Variant,
     spec: RunSpec,
     *,
-    plan: Plan | None = None,
+    predicted: Predicted | None = None,
     run_id: str | None = None,
     refusal: Exception | None = None,
 ) -> TrialRecord:
@@ -147,24 +169,6 @@ def trial_record(
         first_problem = str(refusal.problems[0]).splitlines()[0]
     elif refusal is not None:
         first_problem = str(refusal).splitlines()[0]
-    predicted = None
-    if plan is not None:
-        sure = plan.certainty
-        predicted = Predicted(
-            layout=str(plan.layout),
-            zero=plan.zero,
-            offload=plan.offload,
-            recompute=plan.recompute,
-            micro_batch=plan.batch.micro_batch,
-            peak_bytes=plan.memory[plan.peak_stage].total_bytes,
-            step_seconds=plan.step_seconds,
-            parts=plan.prediction.parts if plan.prediction else None,
-            low_step_seconds=sure.low_step_seconds if sure else None,
-            high_step_seconds=sure.high_step_seconds if sure else None,
-            step_deviation=sure.step_deviation if sure else None,
-            layout_deviation=sure.layout_deviation if sure else None,
-            fit_probability=sure.fit_probability if sure else None,
-        )
     return TrialRecord(
         name=variant.name,
         overrides=variant.overrides,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -19,23 +20,19 @@ from hpctrain.engines.documents import train_config
 from hpctrain.engines.kept import planned_kept_bytes
 from hpctrain.engines.verification import BuiltModel, Verification, compare
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
-from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.engines.registry import abilities_of
-from hpctrain.spec.run import RunSpec
 
 
 def verify_plan(
-    spec: RunSpec,
-    plan: Plan,
-    *,
-    python: str = sys.executable,
-    timeout_seconds: float = 600.0,
+    job: TrainingJob, *, python: str = sys.executable, timeout_seconds: float = 600.0
 ) -> Verification:
     """Build one rank of each stage with megatron-core and compare; needs no GPU and little memory.
 
     `python` is the interpreter with the trainer's packages. Raises UsageError when the plan is not
     one that megatron-core trains, HpctrainError when the packages are missing or building fails.
     """
+    spec, plan = job.spec, job.plan
     verifier = abilities_of(plan.engine).verifier
     if verifier is None:
         raise UsageError(
@@ -49,7 +46,7 @@ def verify_plan(
         )
     # all 16-bit types are equal for what is counted here, and fp8 keeps its parameters in bf16
     precision = "fp32" if plan.precision == "fp32" else "bf16"
-    config = train_config(spec, plan.model_copy(update={"precision": precision}), None)
+    config = train_config(replace(job, plan=plan.model_copy(update={"precision": precision})))
     program = ModuleProgram(verifier, "plan --verify", "megatron", python)
     with tempfile.TemporaryDirectory(prefix="hpctrain-verify-") as directory:
         file = Path(directory, "train.json")
@@ -65,4 +62,4 @@ def verify_plan(
             raise InvalidInputError([Problem(ended.last_line)]) from None
         message = f"megatron-core could not build the plan ({ended.ending}): {ended.last_line}"
         raise HpctrainError(message) from None
-    return compare(plan, planned_kept_bytes(spec, plan), built)
+    return compare(plan, planned_kept_bytes(job), built)

@@ -125,7 +125,7 @@ def plan(
 
         assert option.decision is not None
         with busy("building the stages with megatron-core ..."):
-            built = verify_plan(option.decision.request.spec, option.decision.plan)
+            built = verify_plan(option.decision.job)
     if as_json:
         assert option.plan is not None
         json_out(
@@ -189,9 +189,9 @@ def _print_option(inputs: Inputs, option: Option, budget: Budget | None) -> None
     from hpctrain.cli.forecast_text import forecast_lines, spot_lines
     from hpctrain.cli.plan_text import continuation_lines, plan_lines, stage_rows, wrapped
 
-    made, width = option.plan, line_width(sys.stdout)
-    assert made is not None
-    continuation = continuation_lines(inputs.spec, inputs.profile, width)
+    assert option.decision is not None
+    made, width = option.decision.plan, line_width(sys.stdout)
+    continuation = continuation_lines(option.decision.job, width)
     for line in (*plan_lines(made, width), *continuation):
         click.echo(line)
     for line in forecast_lines(option.forecast, width) if option.forecast else []:

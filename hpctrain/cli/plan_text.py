@@ -14,13 +14,12 @@ from hpctrain.plan.forecast.sentences import days, days_range, money_range
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.plan.mesh.recomputation import recompute_words
 from hpctrain.render.continuation import continuation_line, continuation_problems
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes, short_duration
 
 if TYPE_CHECKING:
     from hpctrain.actions.advice import Advice
     from hpctrain.actions.plan import Option
+    from hpctrain.plan.job import TrainingJob
 
 _COLUMNS = {  # of the stages: header -> its parts of `MemoryBreakdown`
     "WEIGHT": ("weights",),
@@ -109,14 +108,10 @@ def answer_lines(
     return [*lines, *last]
 
 
-def continuation_lines(
-    spec: RunSpec, profile: ClusterProfile, width: int = LINE_WIDTH
-) -> list[str]:
+def continuation_lines(job: TrainingJob, width: int = LINE_WIDTH) -> list[str]:
     """Describe how the run continues after an attempt that ends early, and what prevents it."""
-    partition = profile.slurm.partition(spec.resources.partition)
-    assert partition is not None, "the planner has checked the partition"
-    lines = entry("Continues", continuation_line(profile, partition), width)
-    for problem in continuation_problems(profile, partition):
+    lines = entry("Continues", continuation_line(job.profile, job.partition), width)
+    for problem in continuation_problems(job.profile, job.partition):
         lines.extend(entry("", problem, width))
     return lines
 

@@ -97,7 +97,7 @@ def submit(
     with busy("planning, and checking all that could end the run ..."):
         prepared = look(spec, profile, overrides, runs=directory, template_directory=template_dir)
     width = line_width(sys.stderr)
-    continuation = continuation_lines(prepared.spec.document, prepared.profile.document, width)
+    continuation = continuation_lines(prepared.job, width)
     for line in (*plan_lines(prepared.plan, width), *continuation):
         say(line)
     for warning in (*prepared.plan.warnings, *footprint_warnings(prepared)):
@@ -115,11 +115,7 @@ def submit(
         return
     if dry_run or check:
         return
-    partition = prepared.profile.document.slurm.partition(
-        prepared.spec.document.resources.partition
-    )
-    assert partition is not None, "the planner has checked the partition"
-    confirm(f"Submit to partition `{partition.name}`?", yes=yes)
+    confirm(f"Submit to partition `{prepared.job.partition.name}`?", yes=yes)
     with busy("writing the run directory, and submitting ..."):
         submitted = action.submit(prepared, directory, SlurmClient(), after)
     _announce(submitted, as_json=as_json)

@@ -12,8 +12,7 @@ from hpctrain.engines.module import ModuleConfig, module_config
 from hpctrain.plan.layout_words import DEFAULT_ORDER, Offload, Order
 
 if TYPE_CHECKING:
-    from hpctrain.plan.documents import Plan
-    from hpctrain.spec.run import RunSpec
+    from hpctrain.plan.job import TrainingJob
 
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 # Weights below this many times the hidden size (biases, norms) stay whole on every rank: gathering
@@ -79,15 +78,14 @@ class DeepSpeedConfig(ModuleConfig):
         return f"{tensors}{pipeline}dp {self.data_parallel_size} · ZeRO {self.zero_stage}"
 
 
-def deepspeed_config(
-    spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None
-) -> DeepSpeedConfig:
+def deepspeed_config(job: TrainingJob) -> DeepSpeedConfig:
     """Fill the document of engine `deepspeed` from a plan."""
+    spec, plan = job.spec, job.plan
     own, element_bytes = spec.engine.deepspeed, _ELEMENT_BYTES[plan.precision]
     uses_nvme = "nvme" in (plan.offload, own.offload_parameters)
     stages = tuple(sum(stage.chunk_layers) for stage in plan.stages)
     return DeepSpeedConfig(
-        **dict(module_config(spec, plan, peak_flops_per_gpu)),
+        **dict(module_config(job)),
         zero_stage=cast(Literal[0, 1, 2, 3], plan.zero),
         offload_optimizer=plan.offload,
         offload_parameters=own.offload_parameters,

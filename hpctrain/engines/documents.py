@@ -15,8 +15,7 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.spec.engines.registry import EngineName, abilities_of, resolve
 
 if TYPE_CHECKING:
-    from hpctrain.plan.documents import Plan
-    from hpctrain.spec.run import RunSpec
+    from hpctrain.plan.job import TrainingJob
 
 # The engine of documents that name none: those of the first versions.
 _FIRST_ENGINE = "megatron"
@@ -37,7 +36,7 @@ def parse_train_config(text: str | bytes) -> TrainConfig:
     return document.model_validate_json(text)
 
 
-def train_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:
+def train_config(job: TrainingJob) -> TrainConfig:
     """Fill the document of the plan's engine, which configures the trainer."""
-    fill = resolve(abilities_of(plan.engine).fill)
-    return cast(TrainConfig, fill(spec, plan, peak_flops_per_gpu))
+    fill = resolve(abilities_of(job.plan.engine).fill)
+    return cast(TrainConfig, fill(job))

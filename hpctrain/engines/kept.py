@@ -19,16 +19,17 @@ from hpctrain.plan.cost.from_spec import (
     uses_flash_attention,
 )
 from hpctrain.plan.cost.memory import kept_bytes, logit_bytes, outside_bytes
-from hpctrain.plan.documents import RECOMPUTES, Plan
-from hpctrain.spec.run import RunSpec
+from hpctrain.plan.documents import RECOMPUTES
+from hpctrain.plan.job import TrainingJob
 
 
-def planned_kept_bytes(spec: RunSpec, plan: Plan) -> tuple[int, ...]:
+def planned_kept_bytes(job: TrainingJob) -> tuple[int, ...]:
     """Predict the bytes that one microbatch of a dense model keeps on each stage, by `cost.memory`.
 
     One forward pass through all chunks of a stage: without the allocator's slack, without the
     layer that is being recomputed, with one dropout mask behind the embedding and the logits.
     """
+    spec, plan = job.spec, job.plan
     layout, batch = plan.layout, plan.batch
     layers = [sum(stage.chunk_layers) for stage in plan.stages]
     mesh = Mesh(

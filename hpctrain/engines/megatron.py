@@ -21,7 +21,7 @@ from hpctrain.spec.model import MlaSpec, ModelSpec, MoeSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.documents import Plan
-    from hpctrain.spec.run import RunSpec
+    from hpctrain.plan.job import TrainingJob
 
 # Weight of the loss that spreads tokens over experts (Fedus et al. 2021, arXiv 2101.03961, section
 # 2.2: alpha = 10^-2; transformer_config.py, moe_aux_loss_coeff, recommends the same).
@@ -248,14 +248,15 @@ class MegatronConfig(MegatronModel, TrainConfig):
         )
 
 
-def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> MegatronConfig:
+def megatron_config(job: TrainingJob) -> MegatronConfig:
     """Fill the document from a plan, and from the spec where the plan has no value."""
+    spec, plan = job.spec, job.plan
     layout, optimizer, own = plan.layout, spec.optimizer, spec.engine.megatron
     # Sizes of an elastic run have the same buckets, also the one that is left with dp 1.
     elastic = spec.resources.min_nodes is not None
     replicated = layout.dp > 1 or elastic
     return MegatronConfig(
-        **dict(shared_config(spec, plan, peak_flops_per_gpu)),
+        **dict(shared_config(job)),
         **dict(
             megatron_model(
                 spec.model, plan.padded_vocab, plan.implementation or spec.engine.implementation

@@ -12,15 +12,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from hpctrain.engines.megatron import BALANCE_LOSS_WEIGHT, MegatronConfig, megatron_config
-from hpctrain.plan.documents import Plan
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
-from hpctrain.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from hpctrain.plan.job import TrainingJob
 
 Arguments = dict[str, ArgumentValue | None]
 
@@ -61,17 +62,16 @@ class Places:
     load_step: int | None = None
 
 
-def megatron_lm_config(
-    spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None
-) -> MegatronLmConfig:
+def megatron_lm_config(job: TrainingJob) -> MegatronLmConfig:
     """Fill the document of engine `megatron-lm` from a plan."""
-    assert spec.engine.checkout is not None, "the spec was checked for a checkout"
+    engine = job.spec.engine
+    assert engine.checkout is not None, "the spec was checked for a checkout"
     return MegatronLmConfig(
-        **dict(megatron_config(spec, plan, peak_flops_per_gpu)),
-        checkout=spec.engine.checkout,
-        entry=spec.engine.entry,
-        extra_arguments=spec.engine.arguments,
-        optimizer_cpu_offload=plan.offload == "cpu",
+        **dict(megatron_config(job)),
+        checkout=engine.checkout,
+        entry=engine.entry,
+        extra_arguments=engine.arguments,
+        optimizer_cpu_offload=job.plan.offload == "cpu",
     )
 
 

@@ -15,8 +15,7 @@ from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.tuning import LoraSpec, Task
 
 if TYPE_CHECKING:
-    from hpctrain.plan.documents import Plan
-    from hpctrain.spec.run import RunSpec
+    from hpctrain.plan.job import TrainingJob
 
 
 class ModuleConfig(TrainConfig):
@@ -57,11 +56,11 @@ class ModuleConfig(TrainConfig):
         return 1 if self.task == "classification" else self.seq_length
 
 
-def module_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> ModuleConfig:
+def module_config(job: TrainingJob) -> ModuleConfig:
     """Fill the fields that these engines share."""
-    mean, std = spec.data.normalization
+    spec, (mean, std) = job.spec, job.spec.data.normalization
     return ModuleConfig(
-        **dict(shared_config(spec, plan, peak_flops_per_gpu)),
+        **dict(shared_config(job)),
         model=spec.model,
         task=spec.learned_task,
         lora=spec.lora,
@@ -71,6 +70,6 @@ def module_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         augmentation=spec.data.augmentation,
         pixel_mean=mean,
         pixel_std=std,
-        activation_checkpointing=plan.recompute == "full",
+        activation_checkpointing=job.plan.recompute == "full",
         initial_weights="place",
     )

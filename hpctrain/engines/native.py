@@ -12,8 +12,7 @@ from hpctrain.spec.engines.ddp import DdpSpec
 from hpctrain.spec.engines.registry import abilities_of
 
 if TYPE_CHECKING:
-    from hpctrain.plan.documents import Plan
-    from hpctrain.spec.run import RunSpec
+    from hpctrain.plan.job import TrainingJob
 
 
 class NativeConfig(ModuleConfig):
@@ -43,14 +42,15 @@ class NativeConfig(ModuleConfig):
         return f"dp {self.data_parallel_size} · shard {self.shard_size} · copies {copies}"
 
 
-def native_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> NativeConfig:
+def native_config(job: TrainingJob) -> NativeConfig:
     """Fill the document of engine `fsdp` or `ddp` from a plan."""
+    plan = job.plan
     sharded = abilities_of(plan.engine).shards
     return NativeConfig(
-        **dict(module_config(spec, plan, peak_flops_per_gpu)),
+        **dict(module_config(job)),
         shard_size=plan.shard_gpus or plan.layout.dp if sharded else 1,
         reshard_after_forward=plan.zero == 3,
         cpu_offload=plan.offload == "cpu",
-        ddp=spec.engine.ddp,
+        ddp=job.spec.engine.ddp,
         node_size=plan.nodes.gpus_per_node,
     )

@@ -14,9 +14,7 @@ from hpctrain.spec.engines.registry import abilities_of
 
 if TYPE_CHECKING:
     from hpctrain.plan.cost.expected_speed import ExpectedSpeed
-    from hpctrain.plan.documents import Plan
-    from hpctrain.spec.profile import ClusterProfile
-    from hpctrain.spec.run import RunSpec
+    from hpctrain.plan.job import TrainingJob
 
 _MIB = 2**20
 # An all-reduce over NVLink or InfiniBand reaches its bandwidth from some tens of MiB on
@@ -44,29 +42,28 @@ class SpeedCheckConfig(Document):
     axes: tuple[CheckedAxis, ...] = ()
 
 
-def speed_check_mode(spec: RunSpec, profile: ClusterProfile) -> Literal["off", "report", "exclude"]:
+def speed_check_mode(job: TrainingJob) -> Literal["off", "report", "exclude"]:
     """Choose the mode of the check: the spec's, or the profile's for `auto`.
 
     An external program opens process groups of its own, which the check cannot use.
     """
-    mode = spec.supervise.speed_check.mode
-    chosen = profile.usual_speed_check if mode == "auto" else mode
-    return "off" if abilities_of(spec.engine.name).program is not None else chosen
+    mode = job.spec.supervise.speed_check.mode
+    chosen = job.profile.usual_speed_check if mode == "auto" else mode
+    return "off" if abilities_of(job.spec.engine.name).program is not None else chosen
 
 
-def speed_check_config(
-    spec: RunSpec, profile: ClusterProfile, plan: Plan, expected: ExpectedSpeed | None
-) -> SpeedCheckConfig | None:
+def speed_check_config(job: TrainingJob, expected: ExpectedSpeed | None) -> SpeedCheckConfig | None:
     """Fill the settings of the check; None where it is off."""
-    if speed_check_mode(spec, profile) == "off":
+    if speed_check_mode(job) == "off":
         return None
+    plan, given = job.plan, job.spec.supervise.speed_check
     known = expected.bytes_per_second if expected is not None else {}
     least, most = _GPU_BYTES if plan.accelerator == "cuda" else _CPU_BYTES
     axes = []
     for place in plan.placements:
         if place.size == 1:
             continue
-        wanted = _message_bytes(place.axis, spec, plan)
+        wanted = _message_bytes(place.axis, job)
         axes.append(
             CheckedAxis(
                 axis=place.axis,
@@ -74,12 +71,11 @@ def speed_check_config(
                 expected_bytes_per_second=known.get(place.axis),
             )
         )
-    given = spec.supervise.speed_check
     compares = expected is not None and plan.precision != "fp32"
     return SpeedCheckConfig(
         slow_gpu=given.slow_gpu,
         slow_link=given.slow_link,
-        fabric=profile.network.fabric,
+        fabric=job.profile.network.fabric,
         expected_flops_per_second=expected.product_flops_per_second
         if expected is not None and compares
         else None,
@@ -87,9 +83,9 @@ def speed_check_config(
     )
 
 
-def _message_bytes(axis: Axis, spec: RunSpec, plan: Plan) -> int:
+def _message_bytes(axis: Axis, job: TrainingJob) -> int:
     """Estimate the plan's message: gradients on dp, the activations of a microbatch elsewhere."""
     if axis == "dp":
-        return 4 * max(stage.parameters_per_gpu for stage in plan.stages)
-    tokens = plan.batch.micro_batch * spec.model.seq // plan.layout.cp
-    return 2 * tokens * spec.model.hidden
+        return 4 * max(stage.parameters_per_gpu for stage in job.plan.stages)
+    tokens = job.plan.batch.micro_batch * job.spec.model.seq // job.plan.layout.cp
+    return 2 * tokens * job.spec.model.hidden

@@ -17,8 +17,7 @@ from hpctrain.spec.supervision import SoftwareMode
 from hpctrain.units import Duration
 
 if TYPE_CHECKING:
-    from hpctrain.plan.documents import Plan
-    from hpctrain.spec.run import RunSpec
+    from hpctrain.plan.job import TrainingJob
 
 MESSAGES_INTERVAL_STEPS = 200
 _TIMES_INTERVAL_STEPS = 20
@@ -159,22 +158,23 @@ class TrainConfig(Document):
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
 
-def messages_interval_steps(spec: RunSpec, plan: Plan) -> int | None:
+def messages_interval_steps(job: TrainingJob) -> int | None:
     """Choose the steps between two measurements of messages; None: never.
 
     `auto` measures on CPUs only: reading NCCL's flight recorder has not been run on a GPU yet.
     """
-    every = spec.logging.messages_every_steps
+    every = job.spec.logging.messages_every_steps
     if every == "auto":
-        return MESSAGES_INTERVAL_STEPS if plan.accelerator == "cpu" else None
+        return MESSAGES_INTERVAL_STEPS if job.plan.accelerator == "cpu" else None
     return every
 
 
-def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:
+def shared_config(job: TrainingJob) -> TrainConfig:
     """Fill the shared fields, from the spec where the plan has no value.
 
     An engine's own document takes these fields: `OwnConfig(**dict(shared), own_field=...)`.
     """
+    spec, plan = job.spec, job.plan
     optimizer, schedule, data = spec.optimizer, spec.schedule, spec.data
     checkpoint, evaluation = spec.checkpoint, spec.evaluation
     save_interval = float(checkpoint.every) if isinstance(checkpoint.every, Duration) else None
@@ -225,9 +225,9 @@ def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         # the window begins after the first step and is reported one step after its last: short
         # runs report times and nodes of their ranks, too
         rank_times_interval_steps=max(1, min(_TIMES_INTERVAL_STEPS, plan.batch.train_steps - 2)),
-        messages_interval_steps=messages_interval_steps(spec, plan),
+        messages_interval_steps=messages_interval_steps(job),
         software=spec.supervise.software,
         profile=spec.profile,
         model_flops_per_step=plan.model_flops_per_step,
-        peak_flops_per_gpu=peak_flops_per_gpu,
+        peak_flops_per_gpu=job.peak_flops_per_gpu,
     )

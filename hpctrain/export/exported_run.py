@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.export.lost_settings import Destination, LostSetting, lost_settings
 from hpctrain.export.portable_variables import portable_variables
-from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import TrainingJob
 from hpctrain.render.job_environment import Variable, inherited_names
-from hpctrain.render.script import cpus_per_gpu
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from hpctrain.spec.catalogue import GpuVariable
@@ -39,15 +36,13 @@ class ExportedFile:
 
 @dataclass(frozen=True)
 class ExportInputs:
-    """What `submit` would use: documents, plan, settings of trainer and supervisor.
+    """What `submit` would use: the job, settings of trainer and supervisor.
 
     `train_json` is the text of the engine's document. `mttf_seconds`: mean time between failures of
     the whole run. `stop_seconds`: how long a stop may take, with its last save.
     """
 
-    spec: RunSpec
-    profile: ClusterProfile
-    plan: Plan
+    job: TrainingJob
     gpu_variables: tuple[GpuVariable, ...]
     train_json: str
     inputs: tuple[str, ...]
@@ -96,11 +91,9 @@ def exported_run(
     inputs: ExportInputs, destination: Destination, *, host_network: bool = True
 ) -> ExportedRun:
     """Collect what the files say about a run."""
-    spec, profile, plan = inputs.spec, inputs.profile, inputs.plan
-    chosen = portable_variables(
-        spec, profile, plan, inputs.gpu_variables, destination, host_network=host_network
-    )
-    lost = [*lost_settings(spec, profile, plan, destination), *chosen.lost]
+    job, spec, profile, plan = inputs.job, inputs.job.spec, inputs.job.profile, inputs.job.plan
+    chosen = portable_variables(job, inputs.gpu_variables, destination, host_network=host_network)
+    lost = [*lost_settings(job, destination), *chosen.lost]
     site_names = [name for name in profile.slurm.inherit if name not in spec.environment.inherit]
     if destination == "kubernetes" and site_names:
         names = ", ".join(site_names)
@@ -110,8 +103,8 @@ def exported_run(
         reason = "mean time between failures of the run, for `checkpoint.every: auto`"
         seconds = f"{inputs.mttf_seconds:.0f}"
         variables = (*variables, Variable("HPCTRAIN_MTTF_SECONDS", seconds, reason))
-    shared = plan.nodes.gpus_per_node < profile.gpu.per_node
-    cpus = cpus_per_gpu(spec, profile) * plan.nodes.gpus_per_node
+    shared = not job.has_whole_nodes
+    cpus = job.cpus_per_gpu * plan.nodes.gpus_per_node
     memory, wanted = spec.resources.memory_per_node, spec.resources.cpus_per_gpu
     if memory is None and shared:
         share = int(profile.nodes.memory) * plan.nodes.gpus_per_node // profile.gpu.per_node
@@ -128,9 +121,7 @@ def exported_run(
         train_json=inputs.train_json,
         inputs=inputs.inputs,
         variables=variables,
-        own_names=spec.environment.inherit
-        if destination == "kubernetes"
-        else inherited_names(spec, profile),
+        own_names=spec.environment.inherit if destination == "kubernetes" else inherited_names(job),
         cpus=cpus if shared or wanted is not None else None,
         memory_bytes=memory_bytes,
         grace_seconds=max(_LEAST_GRACE_SECONDS, math.ceil(inputs.stop_seconds)),
@@ -145,7 +136,7 @@ def restarts(inputs: ExportInputs) -> int:
     As many failures as the plan expects, plus three standard deviations of that (Poisson) number,
     plus the failures that `supervise.failures_without_progress` allows. JobSet never counts down.
     """
-    least, plan = inputs.spec.supervise.failures_without_progress, inputs.plan
+    least, plan = inputs.job.spec.supervise.failures_without_progress, inputs.job.plan
     if plan.step_seconds is None or not inputs.mttf_seconds:
         return least
     expected = plan.step_seconds * plan.batch.train_steps / inputs.mttf_seconds

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from hpctrain.plan.documents import Plan
-from hpctrain.spec.notify import joined_notify
-from hpctrain.spec.profile import ClusterProfile
+from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.run import ResourcesSpec, RunSpec
 from hpctrain.version import __version__
 
@@ -54,15 +52,13 @@ class LostSetting:
         )
 
 
-def lost_settings(
-    spec: RunSpec, profile: ClusterProfile, plan: Plan, destination: Destination
-) -> tuple[LostSetting, ...]:
+def lost_settings(job: TrainingJob, destination: Destination) -> tuple[LostSetting, ...]:
     """List the losses of this run: those of every run first, then those of its own settings."""
     return (
         *_of_the_supervisor(destination),
-        *_of_resources(spec, destination),
-        *_of_the_spec(spec),
-        *_of_the_site(spec, profile, plan, destination),
+        *_of_resources(job.spec, destination),
+        *_of_the_spec(job.spec),
+        *_of_the_site(job, destination),
     )
 
 
@@ -125,15 +121,14 @@ def _of_the_spec(spec: RunSpec) -> Iterator[LostSetting]:
         )
 
 
-def _of_the_site(
-    spec: RunSpec, profile: ClusterProfile, plan: Plan, destination: Destination
-) -> Iterator[LostSetting]:
+def _of_the_site(job: TrainingJob, destination: Destination) -> Iterator[LostSetting]:
+    spec, profile = job.spec, job.profile
     software, options = profile.software, profile.slurm.options
     given = [*(f"sbatch --{name}" for name in options.sbatch)]
     given += [f"srun --{name}" for name in options.srun]
     if given:
         yield LostSetting("slurm.options", f"options of Slurm's commands: {', '.join(given)}")
-    if joined_notify(spec.notify, profile.notify) is not None:
+    if job.notify is not None:
         yield LostSetting("notify", "the supervisor tells people about events")
     if profile.metrics.textfile is not None and spec.metrics.textfile:
         yield LostSetting("metrics.textfile", "a process beside the supervisor exports metrics")
@@ -149,7 +144,7 @@ def _of_the_site(
     elif spec.container is not None and spec.container.mounts:
         yield LostSetting("container.mounts", "directories of the site's nodes", "`--volume`")
     placed = profile.network.switches.plugin != "none" or bool(profile.network.islands)
-    if placed and plan.nodes.nodes > 1:
+    if placed and job.plan.nodes.nodes > 1:
         yield LostSetting(
             "network.switches, network.islands",
             "Slurm places neighbouring ranks near each other, and nobody does so here",

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from hpctrain.errors import InvalidInputError, Problem, UsageError
-from hpctrain.render.containers import has_amd_gpus, run_container
+from hpctrain.render.containers import has_amd_gpus
 from hpctrain.spec.job_text import literal_text
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
+from hpctrain.spec.profile.container import ContainerProfile
 
 RUNS_PATH = "/runs"
 # RFC 1123, section 2.1, and RFC 1035 for the service of the pods, which begins with a letter.
@@ -113,16 +113,15 @@ def gpu_resource(profile: ClusterProfile) -> str:
     return "amd.com/gpu" if has_amd_gpus(profile) else "nvidia.com/gpu"
 
 
-def registry_image(spec: RunSpec, profile: ClusterProfile) -> str:
-    """Return the image of the run as Kubernetes names it.
+def registry_image(container: ContainerProfile | None, profile_name: str) -> str:
+    """Return the image of the container of a run as Kubernetes names it.
 
     enroot writes `REGISTRY#IMAGE`, apptainer `docker://REGISTRY/IMAGE` (their manuals). Raises
     InvalidInputError where the run has no image of a registry.
     """
-    container = run_container(spec, profile)
     hint = "name one by `--image`: with hpctrain, the engine, and what the profile's nodes have"
     if container is None:
-        message = f"neither the spec nor profile {profile.name} has a container image"
+        message = f"neither the spec nor profile {profile_name} has a container image"
         raise InvalidInputError([Problem(message, hint=hint)])
     image = literal_text(container.image) or ""
     plain = image.removeprefix("docker://")

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.export.lost_settings import Destination, LostSetting
-from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import TrainingJob
 from hpctrain.render.job_environment import Variable, script_variables
 from hpctrain.render.software import cache_directories, per_rank_variables
 from hpctrain.spec.job_text import expanded_names, literal_text
-from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
-from hpctrain.spec.run import RunSpec
+from hpctrain.spec.profile import INTERFACE_VARIABLES
 
 if TYPE_CHECKING:
     from hpctrain.spec.catalogue import GpuVariable
@@ -30,9 +29,7 @@ class PortableVariables:
 
 
 def portable_variables(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    plan: Plan,
+    job: TrainingJob,
     gpu_variables: tuple[GpuVariable, ...],
     destination: Destination,
     *,
@@ -42,11 +39,11 @@ def portable_variables(
 
     `host_network`: processes see the network interfaces of their host, which the profile names.
     """
-    per_rank = per_rank_variables(spec, profile)
-    scratch = {name for name, _ in cache_directories(profile)}
+    per_rank = per_rank_variables(job)
+    scratch = {name for name, _ in cache_directories(job.profile)}
     carried, lost = [], []
-    for one in script_variables(spec, profile, plan, gpu_variables):
-        own = one.name in spec.environment.variables
+    for one in script_variables(job, gpu_variables):
+        own = one.name in job.spec.environment.variables
         reason = None
         if one.name in scratch and not own:
             reason = "a directory below the scratch directory of the site's jobs"

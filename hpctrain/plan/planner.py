@@ -18,6 +18,7 @@ from hpctrain.plan.cost.prediction import predict
 from hpctrain.plan.divisors import or_list
 from hpctrain.plan.documents import Goal, NodeRequest, Plan
 from hpctrain.plan.explain import Facts, memory_refusal, proposal, reasons, warnings
+from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.limits import (
     allowed_gpus,
     gpu_hour_problems,
@@ -66,6 +67,11 @@ class Decision:
     found: Found
     row: int
     plan: Plan
+
+    @property
+    def job(self) -> TrainingJob:
+        """The job of the plan."""
+        return TrainingJob(self.request.spec, self.request.profile, self.plan)
 
 
 @dataclass(frozen=True)

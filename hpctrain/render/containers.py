@@ -11,9 +11,10 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from hpctrain.render.job_request import JobSpec
+from hpctrain.plan.job import JobSpec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.container import ContainerProfile
+from hpctrain.spec.run import ContainerSpec
 
 # Slurm's name of AMD's accelerators: mi100, mi250x, mi300a.
 _AMD = re.compile(r"(?i)^(amd_)?(instinct_)?mi\d{2,3}")
@@ -65,12 +66,13 @@ def container_problems(spec: JobSpec, profile: ClusterProfile) -> list[tuple[str
     return []
 
 
-def run_container(spec: JobSpec, profile: ClusterProfile) -> ContainerProfile | None:
-    """Return the container of a run: the profile's, with the spec's image and mounts.
+def run_container(
+    own: ContainerSpec | None, container: ContainerProfile | None
+) -> ContainerProfile | None:
+    """Return the container of a run: the site's, with the image and mounts of the run's `own`.
 
     Of a spec without `container_problems`.
     """
-    container, own = profile.software.container, spec.container
     if own is None or container is None:
         return container
     changes = {

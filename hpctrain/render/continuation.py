@@ -42,6 +42,14 @@ def continuation_clause(profile: ClusterProfile) -> str:
     }[profile.continuation]
 
 
+def continuation_sentence(profile: ClusterProfile) -> str:
+    """Describe the mode in one sentence, for a comment of the script."""
+    return (
+        f"Continuation {profile.continuation}, from profile {profile.name}: after preemption, "
+        f"time limit and node failure {continuation_clause(profile)}"
+    )
+
+
 def continuation_line(profile: ClusterProfile, partition: PartitionProfile) -> str:
     """Describe the mode in one line for `plan` and `submit`, with the profile that sets it."""
     line = f"{profile.continuation}: {continuation_clause(profile)}"

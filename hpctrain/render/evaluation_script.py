@@ -12,17 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.errors import Refusal
-from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import Job, TrainingJob
 from hpctrain.render.job_environment import notify_names
-from hpctrain.render.memory import memory_options
-from hpctrain.render.quoting import directive_value, sh
-from hpctrain.render.script import Script, cpus_per_gpu, exclusive_option, gpu_request
-from hpctrain.render.site_options import job_constraint, sbatch_options
+from hpctrain.render.quoting import sh
+from hpctrain.render.resource_options import exclusive_option, gpu_request, memory_options
+from hpctrain.render.script import Script, directive_lines
+from hpctrain.render.site_options import job_constraint
 from hpctrain.render.template import PACKAGED, render_template
 from hpctrain.spec.evaluation import PLACEHOLDERS, EvaluationJobSpec
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
-from hpctrain.spec.slurm_options import written_options
 
 TEMPLATE = "evaluation.sbatch.j2"
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
@@ -40,47 +38,46 @@ class EvaluationCommand:
 
 
 def evaluation_problems(
-    spec: RunSpec, profile: ClusterProfile, other: ClusterProfile, index: int
+    wanted: EvaluationJobSpec, training: TrainingJob, other: ClusterProfile, field: str
 ) -> list[Refusal]:
-    """List what the site cannot give to a job; `other` is the profile in the job's partition."""
-    job, field = spec.evaluation.jobs[index], f"evaluation.jobs[{index}]"
-    partition = other.slurm.partition(job.partition or spec.resources.partition)
-    found = []
+    """List what the site cannot give to an evaluation; `other` is the profile in its partition."""
+    partition = other.slurm.partition(wanted.partition or training.spec.resources.partition)
+    found, site = [], training.profile.name
     if partition is None:
         names = ", ".join(one.name for one in other.slurm.partitions)
-        text = f"profile {profile.name} has no partition `{job.partition}`: it has {names}"
+        text = f"profile {site} has no partition `{wanted.partition}`: it has {names}"
         found.append(Refusal(text, f"{field}.partition"))
-    elif partition.max_walltime is not None and job.walltime > partition.max_walltime:
+    elif partition.max_walltime is not None and wanted.walltime > partition.max_walltime:
         text = (
-            f"walltime {job.walltime.slurm()} exceeds the limit of partition {partition.name}, "
+            f"walltime {wanted.walltime.slurm()} exceeds the limit of partition {partition.name}, "
             f"{partition.max_walltime.slurm()}"
         )
         found.append(Refusal(text, f"{field}.walltime"))
-    if job.gpus > other.gpu.per_node:
-        text = f"an evaluation job has one node, of {other.gpu.per_node} GPUs at {profile.name}"
+    if wanted.gpus > other.gpu.per_node:
+        text = f"an evaluation job has one node, of {other.gpu.per_node} GPUs at {site}"
         found.append(Refusal(text, f"{field}.gpus"))
     return found
 
 
 def evaluation_script(
     script: Script,
-    spec: RunSpec,
-    other: ClusterProfile,
-    plan: Plan,
-    job: EvaluationJobSpec,
+    training: TrainingJob,
+    wanted: EvaluationJobSpec,
     template_directory: Path | None = None,
 ) -> str:
-    """Render the script of one job; `script` is that of the training, `other` the profile in the
-    job's partition."""
+    """Render the script of one evaluation; `script` is that of the training.
+
+    `training` has the profile as it is in the partition of the evaluation.
+    """
     python = script.supervisor[0]
-    cpus = job.cpus or max(1, job.gpus * cpus_per_gpu(spec, other))
+    cpus = wanted.cpus or max(1, wanted.gpus * training.cpus_per_gpu)
     srun = ("srun", "--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus}", "--export=ALL")
-    secrets, words = notify_names(spec, other), tuple(map(placed_word, job.command))
-    command = EvaluationCommand(job.name, python, secrets, srun, words)
+    secrets, words = notify_names(training), tuple(map(placed_word, wanted.command))
+    command = EvaluationCommand(wanted.name, python, secrets, srun, words)
     own = replace(
         script,
-        title=f"evaluation {job.name} of {script.title}",
-        directives=_directives(spec, other, plan, job, cpus),
+        title=f"evaluation {wanted.name} of {script.title}",
+        directives=_directives(_on_one_node(training, wanted), training, wanted, cpus),
     )
     return render_template(f"{PACKAGED}/{TEMPLATE}", template_directory, own, evaluation=command)
 
@@ -96,44 +93,44 @@ def placed_word(word: str) -> str:
     return "".join(quoted) or "''"
 
 
+def _on_one_node(training: TrainingJob, wanted: EvaluationJobSpec) -> Job:
+    """Describe the job of an evaluation: what the training has, on some GPUs of one node."""
+    own = {"partition": wanted.partition} if wanted.partition is not None else {}
+    resources = training.spec.resources.model_copy(update={**own, "memory_per_node": None})
+    nodes = training.plan.nodes.model_copy(update={"nodes": 1, "gpus_per_node": wanted.gpus})
+    return Job(
+        training.spec.model_copy(update={"resources": resources}),
+        training.profile,
+        training.plan.model_copy(update={"nodes": nodes}),
+    )
+
+
 def _directives(
-    spec: RunSpec, other: ClusterProfile, plan: Plan, job: EvaluationJobSpec, cpus: int
+    job: Job, training: TrainingJob, wanted: EvaluationJobSpec, cpus: int
 ) -> tuple[str, ...]:
-    partition = other.slurm.partition(job.partition or spec.resources.partition)
-    assert partition is not None, "`evaluation_problems` has checked it"
-    same = job.partition is None
-    nodes = plan.nodes.model_copy(update={"nodes": 1, "gpus_per_node": job.gpus})
-    small = plan.model_copy(update={"nodes": nodes})
+    """List the options of the #SBATCH lines; the nodes have the features of the training's."""
+    resources, slurm, same = job.spec.resources, job.profile.slurm, wanted.partition is None
     options: dict[str, str | None] = {
-        "account": job.account or spec.resources.account or other.slurm.account,
-        "partition": partition.name if partition.request else None,
-        "qos": job.qos or (spec.resources.qos if same else None) or other.slurm.qos,
-        "reservation": (spec.resources.reservation or other.slurm.reservation) if same else None,
-        "constraint": job_constraint(spec, other, plan) if job.gpus else None,
+        "account": wanted.account or resources.account or slurm.account,
+        "partition": job.partition.name if job.partition.request else None,
+        "qos": wanted.qos or (resources.qos if same else None) or slurm.qos,
+        "reservation": (resources.reservation or slurm.reservation) if same else None,
+        "constraint": job_constraint(training) if wanted.gpus else None,
         "nodes": "1",
         "ntasks": "1",
         "cpus-per-task": str(cpus),
-        **(gpu_request(other, small, counts_tasks=False) if job.gpus else {}),
-        **_memory(spec, other, small, job),
-        "time": job.walltime.slurm(),
+        **(gpu_request(job, counts_tasks=False) if wanted.gpus else {}),
+        **_memory(job, wanted),
+        "time": wanted.walltime.slurm(),
         "open-mode": "append",
-        "export": "NONE" if other.slurm.export == "none" else None,
+        "export": "NONE" if slurm.export == "none" else None,
     }
-    lines = [f"--{name}={directive_value(name, value)}" for name, value in options.items() if value]
-    lines += [
-        f"--{name}" if value is None else f"--{name}={directive_value(name, value)}"
-        for name, value in written_options(sbatch_options(spec, other))
-    ]
-    lines += exclusive_option(other, small) if job.gpus else ()
+    lines = directive_lines(job, options)
+    lines += exclusive_option(job) if wanted.gpus else ()
     return (*lines, "--requeue")
 
 
-def _memory(
-    spec: RunSpec, other: ClusterProfile, small: Plan, job: EvaluationJobSpec
-) -> dict[str, str | None]:
-    if job.memory_per_node is not None:
-        return {"mem": f"{int(job.memory_per_node) // 2**20}M"}
-    if not job.gpus:
-        return {}
-    resources = spec.resources.model_copy(update={"memory_per_node": None})
-    return memory_options(spec.model_copy(update={"resources": resources}), other, small)
+def _memory(job: Job, wanted: EvaluationJobSpec) -> dict[str, str | None]:
+    if wanted.memory_per_node is not None:
+        return {"mem": f"{int(wanted.memory_per_node) // 2**20}M"}
+    return memory_options(job) if wanted.gpus else {}

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.plan.job import Job
 from hpctrain.printable_text import printable_line
-from hpctrain.render.job_request import JobPlan, JobSpec
 from hpctrain.render.software import cache_directories, per_rank_variables
-from hpctrain.spec.notify import joined_notify
-from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
+from hpctrain.spec.profile import INTERFACE_VARIABLES
 
 if TYPE_CHECKING:
     from hpctrain.spec.catalogue import GpuVariable
@@ -46,51 +45,50 @@ class Variable:
     prepend: bool = False
 
 
-def submit_variables(spec: JobSpec, profile: ClusterProfile) -> tuple[str, ...] | None:
+def submit_variables(job: Job) -> tuple[str, ...] | None:
     """List the variables that sbatch inherits, and so the job does; None: all of them."""
-    if profile.slurm.export == "all":
+    if job.profile.slurm.export == "all":
         return None
-    names = (*INHERITED, *inherited_names(spec, profile), *notify_names(spec, profile))
+    names = (*INHERITED, *inherited_names(job), *notify_names(job))
     return tuple(dict.fromkeys(names))
 
 
-def evaluation_variables(spec: JobSpec, profile: ClusterProfile) -> tuple[str, ...] | None:
+def evaluation_variables(job: Job) -> tuple[str, ...] | None:
     """List the variables that evaluation jobs inherit; None: all of them.
 
     They have no supervisor that takes out the secrets of `notify`, and tell nobody.
     """
-    names, secrets = submit_variables(spec, profile), notify_names(spec, profile)
+    names, secrets = submit_variables(job), notify_names(job)
     return None if names is None else tuple(name for name in names if name not in secrets)
 
 
-def inherited_names(spec: JobSpec, profile: ClusterProfile) -> tuple[str, ...]:
+def inherited_names(job: Job) -> tuple[str, ...]:
     """List the variables that site and spec name to be passed on, each once."""
-    return tuple(dict.fromkeys((*profile.slurm.inherit, *spec.environment.inherit)))
+    return tuple(dict.fromkeys((*job.profile.slurm.inherit, *job.spec.environment.inherit)))
 
 
-def notify_names(spec: JobSpec, profile: ClusterProfile) -> tuple[str, ...]:
+def notify_names(job: Job) -> tuple[str, ...]:
     """List the variables with secrets of `notify`, which the supervisor takes out of its own.
 
     They are none of the run: no rank and no container gets them.
     """
-    notify = joined_notify(spec.notify, profile.notify)
-    return () if notify is None else notify.secret_names
+    return () if job.notify is None else job.notify.secret_names
 
 
-def inheritance_note(spec: JobSpec, profile: ClusterProfile) -> str:
+def inheritance_note(job: Job) -> str:
     """Describe what the job inherits, for a person who calls sbatch by hand."""
-    if profile.slurm.export == "none":
+    if job.profile.slurm.export == "none":
         return "It inherits no variable of that shell, but those of a login"
-    if profile.slurm.export == "all":
+    if job.profile.slurm.export == "all":
         return "It then inherits all variables of that shell, as it does from hpctrain"
-    names = ", ".join(submit_variables(spec, profile) or ())
+    names = ", ".join(submit_variables(job) or ())
     return f"It then inherits all variables of that shell; from hpctrain only {names}"
 
 
-def inheritance_problems(spec: JobSpec, profile: ClusterProfile) -> list[str]:
+def inheritance_problems(job: Job) -> list[str]:
     """List names that the spec wants the job to inherit, and that it cannot inherit here."""
-    problems = []
-    names, secrets = inherited_names(spec, profile), notify_names(spec, profile)
+    problems, profile = [], job.profile
+    names, secrets = inherited_names(job), notify_names(job)
     if profile.slurm.export == "none" and names:
         problems.append(
             f"environment.inherit: jobs inherit nothing at {profile.name} (slurm.export none), so "
@@ -106,19 +104,15 @@ def inheritance_problems(spec: JobSpec, profile: ClusterProfile) -> list[str]:
     return problems
 
 
-def script_variables(
-    spec: JobSpec,
-    profile: ClusterProfile,
-    plan: JobPlan,
-    gpu_variables: tuple[GpuVariable, ...] = (),
-) -> tuple[Variable, ...]:
+def script_variables(job: Job, gpu_variables: tuple[GpuVariable, ...] = ()) -> tuple[Variable, ...]:
     """List the exported variables, the site's first.
 
     A variable of the spec replaces the site's, and one that the site lists replaces the GPU
     catalogue's and what follows from `network.interface`. Nodes have to reach each other only if
     there are several.
     """
-    interface = profile.network.interface if plan.nodes.nodes > 1 else None
+    spec, profile = job.spec, job.profile
+    interface = profile.network.interface if job.plan.nodes.nodes > 1 else None
     site = {
         fabric.name: Variable(
             fabric.name, fabric.value, printable_line(fabric.reason), fabric.prepend
@@ -133,7 +127,7 @@ def script_variables(
     for wanted in gpu_variables:
         reason = printable_line(wanted.reason)
         site.setdefault(wanted.name, Variable(wanted.name, wanted.value, reason))
-    per_rank = {fabric.name for fabric in per_rank_variables(spec, profile)}
+    per_rank = {fabric.name for fabric in per_rank_variables(job)}
     for name, directory in cache_directories(profile):
         reason = "software.scratch of the profile: caches on each node, not on a shared disk"
         site.setdefault(name, Variable(name, directory, reason))

@@ -8,19 +8,21 @@ any path of the submitting machine except the interpreter that is passed in.
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import Job, TrainingJob
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.printable_text import printable_line
 from hpctrain.render.containers import container_words, run_container
 from hpctrain.render.continuation import (
-    continuation_clause,
     continuation_options,
     continuation_problems,
+    continuation_sentence,
     requeue_flag,
 )
 from hpctrain.render.job_environment import (
@@ -32,10 +34,16 @@ from hpctrain.render.job_environment import (
     notify_names,
     script_variables,
 )
-from hpctrain.render.job_request import JobPlan, JobSpec
-from hpctrain.render.memory import memory_options, memory_problems
-from hpctrain.render.nodes import node_options, node_problems, survives_node_failure
 from hpctrain.render.quoting import directive_value
+from hpctrain.render.resource_options import (
+    exclusive_option,
+    gpu_request,
+    memory_options,
+    memory_problems,
+    node_options,
+    node_problems,
+    survives_node_failure,
+)
 from hpctrain.render.site_options import job_constraint, sbatch_options, srun_options
 from hpctrain.render.software import (
     MUST,
@@ -48,11 +56,7 @@ from hpctrain.render.software import (
 from hpctrain.render.srun_tasks import SrunTasks, choose_tasks
 from hpctrain.render.topology import topology_options
 from hpctrain.render.warning_lead import warning_lead
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.partition import PartitionProfile
-from hpctrain.spec.run import RunSpec
 from hpctrain.spec.slurm_options import written_options
-from hpctrain.units import Duration
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
@@ -135,68 +139,55 @@ class Script:
 class JobTask:
     """What a job starts below the supervisor, and what its script says about that.
 
-    `words` follow the interpreter: the module and its arguments. Slurm warns `warning_seconds`
-    before the time limit. The notes are sentences, not wrapped, without a full stop.
+    `settings`: the file that the module of `tasks` reads. Slurm warns `warning_seconds` before the
+    time limit. The notes are sentences, not wrapped, without a full stop.
     """
 
     title: str
     layout: str
-    words: tuple[str, ...]
+    settings: str
     tasks: SrunTasks
     warning_seconds: int
     warning_note: str
     continuation_note: str
-    failures_without_progress: int
 
 
-def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts) -> Script:
+def build_script(job: TrainingJob, facts: ScriptFacts) -> Script:
     """Build the job script of a run. Raises InvalidInputError for what sbatch cannot take."""
-    partition = profile.slurm.partition(spec.resources.partition)
-    assert partition is not None, "the planner has checked the partition"
-    lead = warning_lead(spec, profile, plan, walltime(spec, profile, partition))
-    tasks = choose_tasks(spec, plan)
+    lead, tasks, plan = warning_lead(job), choose_tasks(job), job.plan
     task = JobTask(
-        title=f"{printable_line(spec.name)} on {profile.name}: {plan.nodes}, "
+        title=f"{printable_line(job.spec.name)} on {job.profile.name}: {plan.nodes}, "
         f"{plan.engine}, {plan.batch.train_steps} steps",
         layout=_layout(plan),
-        words=("-m", *tasks.module, "train.json"),
+        settings="train.json",
         tasks=tasks,
         warning_seconds=lead.seconds,
         warning_note=lead.sentence,
-        continuation_note=(
-            f"Continuation {profile.continuation}, from profile {profile.name}: after preemption, "
-            f"time limit and node failure {continuation_clause(profile)}"
-        ),
-        failures_without_progress=spec.supervise.failures_without_progress,
+        continuation_note=continuation_sentence(job.profile),
     )
-    return job_script(spec, profile, plan, facts, task)
+    return job_script(job, facts, task)
 
 
-def job_script(
-    spec: JobSpec, profile: ClusterProfile, plan: JobPlan, facts: ScriptFacts, task: JobTask
-) -> Script:
+def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
     """Build the script of a job that runs `task`. Raises InvalidInputError as `build_script`."""
-    partition = profile.slurm.partition(spec.resources.partition)
-    assert partition is not None, "the planner has checked the partition"
+    spec, profile = job.spec, job.profile
     python = profile.software.python or facts.python
     if python.startswith("-"):
         raise InvalidInputError([Problem(f"software.python: `{python}` reads as an option")])
-    inherited = (*inherited_names(spec, profile), *notify_names(spec, profile))
-    check_variables((*spec.environment.variables, *inherited))
+    check_variables((*spec.environment.variables, *inherited_names(job), *notify_names(job)))
     check_variables((variable.name for variable in profile.environment), site=True)
-    constraint = job_constraint(spec, profile, plan)
     contradictions = [
-        *continuation_problems(profile, partition),
-        *inheritance_problems(spec, profile),
-        *memory_problems(spec, profile, plan),
-        *node_problems(spec, plan, constraint),
+        *continuation_problems(profile, job.partition),
+        *inheritance_problems(job),
+        *memory_problems(job),
+        *node_problems(job, job_constraint(job)),
     ]
     if contradictions:  # Slurm would accept them, and never do what they ask for
         raise InvalidInputError([Problem(message) for message in contradictions])
-    prologue = prologue_text(spec, profile, plan)
-    container = run_container(spec, profile)
-    variables = script_variables(spec, profile, plan, facts.gpu_variables)
-    names = (*(variable.name for variable in variables), *inherited_names(spec, profile))
+    prologue = prologue_text(job)
+    container = run_container(spec.container, profile.software.container)
+    variables = script_variables(job, facts.gpu_variables)
+    names = (*(variable.name for variable in variables), *inherited_names(job))
     passed = dict.fromkeys((*names, "PYTHONPATH", *_TRAINER_VARIABLES))
     words = container_words(container, profile, tuple(passed))
     return Script(
@@ -209,8 +200,8 @@ def job_script(
         profile_digest=facts.profile_digest[:12],
         template_digest=facts.template_sha256 and facts.template_sha256[:12],
         layout=task.layout,
-        inheritance_note=_comment(f"{inheritance_note(spec, profile)}."),
-        directives=_directives(spec, profile, plan, facts, task.warning_seconds),
+        inheritance_note=_comment(f"{inheritance_note(job)}."),
+        directives=_directives(job, facts, task.warning_seconds),
         modules=module_commands(profile),
         must=MUST,
         setup=facts.setup,
@@ -224,12 +215,12 @@ def job_script(
         log_number=task.tasks.log_number,
         signal_note=_comment(f"{task.warning_note}."),
         continuation_note=_comment(f"{task.continuation_note}."),
-        failures_without_progress=task.failures_without_progress,
+        failures_without_progress=spec.supervise.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
-        srun=_srun(spec, profile, plan, task.tasks),
+        srun=_srun(job, task.tasks),
         srun_options=tuple(
             f"--{name}" if value is None else f"--{name}={value}"
-            for name, value in written_options(srun_options(spec, profile))
+            for name, value in written_options(srun_options(job))
         ),
         container_srun=words.srun,
         container_command=words.command,
@@ -239,7 +230,9 @@ def job_script(
         trainer=(
             *prologue_words(prologue),
             container.python if container else python,
-            *task.words,
+            "-m",
+            *task.tasks.module,
+            task.settings,
         ),
     )
 
@@ -261,105 +254,50 @@ def _layout(plan: Plan) -> str:
     return " · ".join(parts)
 
 
-def walltime(spec: JobSpec, profile: ClusterProfile, partition: PartitionProfile) -> Duration:
-    """Return the time limit of one attempt: the spec's, else the tightest of partition and site."""
-    if spec.resources.walltime is not None:
-        return spec.resources.walltime
-    limits = [limit for limit in (partition.max_walltime, profile.limits.max_walltime) if limit]
-    return min(limits, default=Duration(86400))
-
-
-def _directives(
-    spec: JobSpec,
-    profile: ClusterProfile,
-    plan: JobPlan,
-    facts: ScriptFacts,
-    warning_seconds: int,
-) -> tuple[str, ...]:
+def _directives(job: Job, facts: ScriptFacts, warning_seconds: int) -> tuple[str, ...]:
     """List the options of the #SBATCH lines."""
-    partition = profile.slurm.partition(spec.resources.partition)
-    assert partition is not None, "the planner has checked the partition"
-    limit = walltime(spec, profile, partition)
-    nodes = node_options(spec, plan, cpus_per_gpu(spec, profile))
+    spec, profile, nodes = job.spec, job.profile, node_options(job)
     one_gpu_per_task = "ntasks-per-node" in nodes and spec.launcher == "srun"
     options: dict[str, str | None] = {
         "job-name": facts.run_id,
         "comment": facts.comment if profile.slurm.comment else None,
         "account": spec.resources.account or profile.slurm.account,
-        "partition": partition.name if partition.request else None,
+        "partition": job.partition.name if job.partition.request else None,
         "qos": spec.resources.qos or profile.slurm.qos,
         "reservation": spec.resources.reservation or profile.slurm.reservation,
-        **topology_options(profile, plan, spec.resources.spare_nodes),
-        "constraint": job_constraint(spec, profile, plan),
+        **topology_options(job),
+        "constraint": job_constraint(job),
         **nodes,
-        **gpu_request(profile, plan, counts_tasks=one_gpu_per_task),
-        **memory_options(spec, profile, plan),
-        "time": limit.slurm(),
+        **gpu_request(job, counts_tasks=one_gpu_per_task),
+        **memory_options(job),
+        "time": job.walltime.slurm(),
         "signal": f"B:USR1@{warning_seconds}",
         "open-mode": "append",
         "output": "logs/slurm-%A_%a.out" if profile.continuation == "array" else _LOG,
         **continuation_options(profile),
         "export": "NONE" if profile.slurm.export == "none" else None,
     }
-    lines = [f"--{name}={directive_value(name, value)}" for name, value in options.items() if value]
-    lines += [
-        f"--{name}" if value is None else f"--{name}={directive_value(name, value)}"
-        for name, value in written_options(sbatch_options(spec, profile))
-    ]
-    lines += exclusive_option(profile, plan)
-    if survives_node_failure(spec, plan):
+    lines = [*directive_lines(job, options), *exclusive_option(job)]
+    if survives_node_failure(job):
         lines.append("--no-kill")
     lines.append(requeue_flag(profile))
     return tuple(lines)
 
 
-def exclusive_option(profile: ClusterProfile, plan: JobPlan) -> tuple[str, ...]:
-    """Return the option that keeps others away; plain --exclusive would cost more than a part."""
-    wanted = profile.slurm.exclusive
-    if isinstance(wanted, str):
-        return (f"--exclusive={wanted}",)
-    whole = plan.nodes.gpus_per_node == profile.gpu.per_node
-    return ("--exclusive",) if wanted and whole else ()
+def directive_lines(job: Job, options: Mapping[str, str | None]) -> list[str]:
+    """List the chosen options that have a value, then those that the site adds."""
+    lines = [f"--{name}={directive_value(name, value)}" for name, value in options.items() if value]
+    return lines + [
+        f"--{name}" if value is None else f"--{name}={directive_value(name, value)}"
+        for name, value in written_options(sbatch_options(job))
+    ]
 
 
-def cpus_per_gpu(spec: JobSpec, profile: ClusterProfile) -> int:
-    """Return the spec's number, else the share of a GPU in its node's CPUs.
-
-    Slurm's default of 1 would bind all threads of a rank (NCCL's, the data loader's) to one core.
-    """
-    return spec.resources.cpus_per_gpu or max(1, profile.nodes.cpus // profile.gpu.per_node)
-
-
-def gpu_request(
-    profile: ClusterProfile, plan: JobPlan, *, counts_tasks: bool
-) -> dict[str, str | None]:
-    """Choose the site's option that requests GPUs; `--gpus-per-task` needs a number of tasks.
-
-    A job without GPUs, such as a router's, asks for none.
-    """
-    count, kind = plan.nodes.gpus_per_node, profile.gpu.type
-    if count == 0:
-        return {}
-    per_task = profile.slurm.gpu_request == "gpus-per-task"
-    per_node = {"gpus-per-node": f"{count}", "gpus-per-node-typed": f"{kind}:{count}"}.get(
-        profile.slurm.gpu_request, str(count) if per_task and not counts_tasks else None
-    )
-    return {
-        "gres": {"gres": f"gpu:{count}", "gres-typed": f"gpu:{kind}:{count}"}.get(
-            profile.slurm.gpu_request
-        ),
-        "gpus-per-node": per_node,
-        "gpus-per-task": "1" if per_task and counts_tasks else None,
-    }
-
-
-def _srun(
-    spec: JobSpec, profile: ClusterProfile, plan: JobPlan, start: SrunTasks
-) -> tuple[str, ...]:
+def _srun(job: Job, start: SrunTasks) -> tuple[str, ...]:
     """List the arguments of srun, up to the options that the template adds."""
     arguments = [
         "srun",
-        f"--nodes={plan.nodes.nodes}",
+        f"--nodes={job.plan.nodes.nodes}",
         f"--ntasks={start.tasks}",
         f"--ntasks-per-node={start.tasks_per_node}",
         # Ranks in order over nodes and, within a node, over sockets: srun(1) deals CPUs out to the
@@ -374,5 +312,5 @@ def _srun(
     if start.labelled:
         arguments.append("--label")
     # Not inherited from sbatch since 22.05 (srun(1)).
-    arguments.append(f"--cpus-per-task={cpus_per_gpu(spec, profile) * start.gpus_per_task}")
+    arguments.append(f"--cpus-per-task={job.cpus_per_gpu * start.gpus_per_task}")
     return tuple(arguments)

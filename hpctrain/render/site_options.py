@@ -6,10 +6,9 @@ a site may add (`hpctrain.spec.slurm_options`), options that follow from the pla
 
 from __future__ import annotations
 
-from hpctrain.render.job_request import JobPlan, JobSpec
+from hpctrain.plan.job import Job
 from hpctrain.render.topology import topology_options
-from hpctrain.spec.notify import NoticeName, NotifySpec, joined_notify
-from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.notify import NoticeName, NotifySpec
 from hpctrain.spec.slurm_options import OptionValue
 
 # Slurm's types of mail, and the events of a run at which one is sent.
@@ -22,26 +21,22 @@ _MAIL_TYPES: dict[str, frozenset[NoticeName]] = {
 }
 
 
-def job_constraint(spec: JobSpec, profile: ClusterProfile, plan: JobPlan) -> str | None:
+def job_constraint(job: Job) -> str | None:
     """Return the features that all nodes of the job must have: the profile's and the spec's."""
-    site = topology_options(profile, plan, spec.resources.spare_nodes)["constraint"]
-    return "&".join(name for name in (site, spec.resources.constraint) if name) or None
+    both = (topology_options(job)["constraint"], job.spec.resources.constraint)
+    return "&".join(filter(None, both)) or None
 
 
-def sbatch_options(spec: JobSpec, profile: ClusterProfile) -> dict[str, OptionValue]:
+def sbatch_options(job: Job) -> dict[str, OptionValue]:
     """Return the site's options of sbatch; nodes and licenses of the spec are added to its own."""
-    options = dict(profile.slurm.options.sbatch)
-    wanted_lists = {
-        "exclude": spec.resources.exclude,
-        "nodelist": spec.resources.nodelist,
-        "licenses": spec.resources.licenses,
-    }
-    for name, wanted in wanted_lists.items():
+    options, own = dict(job.profile.slurm.options.sbatch), job.spec.resources
+    lists = {"exclude": own.exclude, "nodelist": own.nodelist, "licenses": own.licenses}
+    for name, wanted in lists.items():
         if wanted:
             site = options.get(name, ())
             names = site if isinstance(site, tuple) else (site,)
             options[name] = ",".join(map(str, (*names, wanted)))
-    return options | mail_options(joined_notify(spec.notify, profile.notify))
+    return options | mail_options(job.notify)
 
 
 def mail_options(notify: NotifySpec | None) -> dict[str, OptionValue]:
@@ -60,16 +55,16 @@ def mail_options(notify: NotifySpec | None) -> dict[str, OptionValue]:
     return options | ({"mail-user": channel.to[0]} if channel.to else {})
 
 
-def srun_options(spec: JobSpec, profile: ClusterProfile) -> dict[str, OptionValue]:
+def srun_options(job: Job) -> dict[str, OptionValue]:
     """Return the site's options of srun, after hpctrain's own choices that it may replace.
 
     `--gpus-per-task` without `--gpu-bind=none` shows each task its own GPU only, and CUDA reaches
     no peer of the same node.
     """
     chosen: dict[str, OptionValue] = {"mpi": "none"}
-    if profile.slurm.gpu_request == "gpus-per-task":
+    if job.profile.slurm.gpu_request == "gpus-per-task":
         chosen["gpu-bind"] = "none"
-    chosen |= profile.slurm.options.srun
-    if spec.resources.gpu_bind:
-        chosen["gpu-bind"] = spec.resources.gpu_bind.replace("$", "$$")
+    chosen |= job.profile.slurm.options.srun
+    if job.spec.resources.gpu_bind:
+        chosen["gpu-bind"] = job.spec.resources.gpu_bind.replace("$", "$$")
     return chosen

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.plan.job import Job
 from hpctrain.printable_text import printable_line
-from hpctrain.render.job_request import JobPlan, JobSpec
 from hpctrain.render.quoting import sh, sh_expanded
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.software import FabricVariable
@@ -75,26 +75,27 @@ def cache_directories(profile: ClusterProfile) -> tuple[tuple[str, str], ...]:
     return (("TMPDIR", scratch), *((name, f"$TMPDIR/{leaf}") for name, leaf in _CACHES))
 
 
-def per_rank_variables(spec: JobSpec, profile: ClusterProfile) -> tuple[FabricVariable, ...]:
+def per_rank_variables(job: Job) -> tuple[FabricVariable, ...]:
     """List the site's variables that differ between the tasks of a node, of which one is none."""
+    spec = job.spec
     if spec.launcher == "node":
         return ()
     return tuple(
         fabric
-        for fabric in profile.environment
+        for fabric in job.profile.environment
         if fabric.per_local_rank
         and fabric.concerns(spec.engine.name)
         and fabric.name not in spec.environment.variables
     )
 
 
-def prologue_text(spec: JobSpec, profile: ClusterProfile, plan: JobPlan) -> str | None:
+def prologue_text(job: Job) -> str | None:
     """Write what each task does before the trainer starts; None if there is nothing to do.
 
     Raises InvalidInputError for variables per rank that do not fit the tasks of a node.
     """
-    variables = per_rank_variables(spec, profile)
-    lines = [line for fabric in variables for line in _case(fabric, _tasks(spec, plan, fabric))]
+    variables, profile = per_rank_variables(job), job.profile
+    lines = [line for fabric in variables for line in _case(fabric, _tasks(job, fabric))]
     if profile.software.scratch is not None:
         directories = dict.fromkeys(f'"${name}"' for name, _ in cache_directories(profile))
         lines.append(f"mkdir -p {' '.join(directories)} || exit 78")
@@ -113,10 +114,10 @@ def prologue_words(text: str | None) -> tuple[str, ...]:
     return () if text is None else ("bash", PROLOGUE)
 
 
-def _tasks(spec: JobSpec, plan: JobPlan, fabric: FabricVariable) -> int:
+def _tasks(job: Job, fabric: FabricVariable) -> int:
     """Count the tasks of a node. Raises InvalidInputError if they are not ranks, or too many."""
-    message, tasks = None, plan.nodes.gpus_per_node
-    if spec.launcher == "torchrun":
+    message, tasks = None, job.plan.nodes.gpus_per_node
+    if job.spec.launcher == "torchrun":
         message = "launcher torchrun has one task per node: use launcher srun"
     elif len(fabric.per_local_rank) < tasks:
         message = f"{len(fabric.per_local_rank)} values for the {tasks} tasks of a node"

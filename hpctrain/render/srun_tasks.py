@@ -12,9 +12,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Literal
 
-from hpctrain.plan.documents import Plan
-from hpctrain.render.nodes import least_nodes
-from hpctrain.spec.run import RunSpec
+from hpctrain.plan.job import TrainingJob
 
 # Up to so many ranks each has a log of its own, which is easier to read. Above, most of them have
 # the same warnings or nothing, and a launch would leave thousands of files.
@@ -44,26 +42,26 @@ class SrunTasks:
     note: str
 
 
-def logs_by(spec: RunSpec, plan: Plan) -> Literal["rank", "node"]:
+def logs_by(job: TrainingJob) -> Literal["rank", "node"]:
     """Choose whether each rank or each node has a log, according to `logging.files`."""
-    if spec.logging.files != "auto":
-        return spec.logging.files
-    return "rank" if plan.layout.world_size <= _MOST_LOGS_OF_RANKS else "node"
+    if job.spec.logging.files != "auto":
+        return job.spec.logging.files
+    return "rank" if job.plan.layout.world_size <= _MOST_LOGS_OF_RANKS else "node"
 
 
-def log_files(spec: RunSpec, plan: Plan) -> int:
+def log_files(job: TrainingJob) -> int:
     """Count the logs of one launch: of ranks or nodes, and of agents beside those of ranks."""
-    nodes, ranks = plan.nodes.nodes, plan.layout.world_size
-    if logs_by(spec, plan) == "node":
+    nodes, ranks = job.plan.nodes.nodes, job.plan.layout.world_size
+    if logs_by(job) == "node":
         return nodes
-    return ranks + (nodes if spec.launcher == "torchrun" else 0)
+    return ranks + (nodes if job.spec.launcher == "torchrun" else 0)
 
 
-def choose_tasks(spec: RunSpec, plan: Plan) -> SrunTasks:
+def choose_tasks(job: TrainingJob) -> SrunTasks:
     """Choose tasks, module and logs according to `launcher` and `logging.files` of the spec."""
-    nodes, gpus = plan.nodes.nodes, plan.nodes.gpus_per_node
-    by_node = logs_by(spec, plan) == "node"
-    if spec.launcher == "torchrun":
+    nodes, gpus = job.plan.nodes.nodes, job.plan.nodes.gpus_per_node
+    by_node = logs_by(job) == "node"
+    if job.spec.launcher == "torchrun":
         processes = f"{gpus} processes, one per GPU," if gpus > 1 else "one process"
         return SrunTasks(
             tasks=nodes,
@@ -81,7 +79,7 @@ def choose_tasks(spec: RunSpec, plan: Plan) -> SrunTasks:
             note=_wrapped(
                 "One task per node: a torchelastic agent, as torchrun starts it. It starts "
                 f"{processes} and hands signals on to them; it never restarts them: only the "
-                f"supervisor starts launches.{_node_range(spec, plan, 'srun and agent')} "
+                f"supervisor starts launches.{_node_range(job, 'srun and agent')} "
                 + (
                     f"{_LOGS_OF_NODES}."
                     if by_node
@@ -91,7 +89,7 @@ def choose_tasks(spec: RunSpec, plan: Plan) -> SrunTasks:
             ),
         )
     return SrunTasks(
-        tasks=plan.layout.world_size,
+        tasks=job.plan.layout.world_size,
         tasks_per_node=gpus,
         gpus_per_task=1,
         module=("hpctrain.train",),
@@ -99,16 +97,16 @@ def choose_tasks(spec: RunSpec, plan: Plan) -> SrunTasks:
         log_number="%4n" if by_node else "%4t",
         labelled=by_node,
         note=_wrapped(
-            f"One task per GPU, no torchrun.{_node_range(spec, plan, 'srun')} "
+            f"One task per GPU, no torchrun.{_node_range(job, 'srun')} "
             + (f"{_LOGS_OF_NODES}." if by_node else "Logs of each attempt and rank are kept apart.")
         ),
     )
 
 
-def _node_range(spec: RunSpec, plan: Plan, programs: str) -> str:
+def _node_range(job: TrainingJob, programs: str) -> str:
     """Explain that a launch may have fewer nodes than the script shows; empty if it may not."""
-    nodes = plan.nodes.nodes
-    least = min(least_nodes(spec, plan), nodes)
+    nodes = job.plan.nodes.nodes
+    least = min(job.least_nodes, nodes)
     if least == nodes:
         return ""
     return (

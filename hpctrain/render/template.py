@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.printable_text import printable_line
@@ -28,12 +29,32 @@ _NEEDED = ("--signal", "--open-mode", "--requeue", "--no-requeue")
 _FORMER_NAME = "sbatch/megatron.sbatch.j2"
 
 
+@dataclass(frozen=True)
+class ServiceWords:
+    """What the template of a service's job has beside the values of every job."""
+
+    service_id: str
+    progress_words: str
+
+
 def render_script(script: Script, template_directory: Path | None = None) -> str:
     """Render the job script, with `job.sbatch.j2` of `template_directory` if one is given.
 
     Raises InvalidInputError for a directory without that file, and for a mistake in it.
     """
     return render_template(TEMPLATE, template_directory, script)
+
+
+def render_service_script(
+    part: Literal["replica", "router"],
+    script: Script,
+    words: ServiceWords,
+    template_directory: Path | None,
+) -> str:
+    """Render the script of a job of a service, whose template has `words` under the name `part`."""
+    return render_template(
+        f"{PACKAGED}/{part}.sbatch.j2", template_directory, script, **{part: words}
+    )
 
 
 def render_template(

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.plan.documents import Plan
 from hpctrain.plan.forecast.checkpoint import longest_save_seconds
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.partition import PartitionProfile
-from hpctrain.spec.run import RunSpec
-from hpctrain.units import Duration, short_duration
+from hpctrain.plan.job import TrainingJob
+from hpctrain.units import short_duration
 
 # slurmctld checks every 30 s (sbatch(1), --signal: up to 60 s early), a busy one later; then the
 # ranks exit, the verdict is written and the job is requeued.
@@ -58,20 +55,19 @@ class WarningLead:
         return f"USR1 comes {self.seconds} s before the time limit: {parts}{limited}"
 
 
-def warning_lead(
-    spec: RunSpec, profile: ClusterProfile, plan: Plan, limit: Duration
-) -> WarningLead:
-    """Compute the lead of the warning (sbatch(1), --signal) for an attempt of this time limit.
+def warning_lead(job: TrainingJob) -> WarningLead:
+    """Compute the lead of the warning (sbatch(1), --signal) for an attempt of a run.
 
-    It is at most half of the limit, so that the job trains before it is warned.
+    It is at most half of the time limit, so that the job trains before it is warned.
     """
+    plan = job.plan
     # on as few nodes as the run may continue with; 0 if the plan predicts no time
-    least = min(spec.resources.min_nodes or plan.nodes.nodes, plan.nodes.nodes)
-    saving_seconds = _SAVES * _save_seconds(spec, profile, plan, least)
+    least = min(job.spec.resources.min_nodes or plan.nodes.nodes, plan.nodes.nodes)
+    saving_seconds = _SAVES * _save_seconds(job, least)
     longest_step_seconds = (plan.step_seconds or 0.0) * plan.nodes.nodes / least
     running_seconds = max(_LEAST_RUNNING_SECONDS, _STEP_FACTOR * longest_step_seconds)
     wanted = round((_SLURM_SECONDS + running_seconds + saving_seconds) / 10) * 10
-    most = min(round(float(limit) / 2), _LONGEST_SECONDS)
+    most = min(round(float(job.walltime) / 2), _LONGEST_SECONDS)
     return WarningLead(
         seconds=max(1, min(wanted, most)),
         slurm_seconds=_SLURM_SECONDS,
@@ -81,34 +77,32 @@ def warning_lead(
     )
 
 
-def short_grace(
-    spec: RunSpec, profile: ClusterProfile, plan: Plan, partition: PartitionProfile
-) -> str | None:
+def short_grace(job: TrainingJob) -> str | None:
     """Describe a grace that ends before a step and a save do; None if it is long enough.
 
     Both as planned. None, too, where nothing is preempted or the plan predicts no time.
     """
-    preemption = partition.preemption
+    preemption, plan = job.partition.preemption, job.plan
     if preemption.mode == "off" or plan.step_seconds is None:
         return None
-    saving_seconds = _save_seconds(spec, profile, plan, plan.nodes.nodes)
+    saving_seconds = _save_seconds(job, plan.nodes.nodes)
     grace_seconds = float(preemption.grace)
     if grace_seconds >= plan.step_seconds + saving_seconds:
         return None
     grace = short_duration(grace_seconds) if grace_seconds else "no grace"
     return (
-        f"partition {partition.name} gives preempted jobs {grace}, and a "
+        f"partition {job.partition.name} gives preempted jobs {grace}, and a "
         f"step ({short_duration(plan.step_seconds)}) with a save "
         f"({short_duration(saving_seconds)}) takes longer: a preemption costs the work since the "
         "last checkpoint"
     )
 
 
-def _save_seconds(spec: RunSpec, profile: ClusterProfile, plan: Plan, nodes: int) -> float:
+def _save_seconds(job: TrainingJob, nodes: int) -> float:
     return longest_save_seconds(
-        spec,
-        profile,
-        parameters=plan.learned,
-        gpus=nodes * plan.nodes.gpus_per_node,
+        job.spec,
+        job.profile,
+        parameters=job.plan.learned,
+        gpus=nodes * job.plan.nodes.gpus_per_node,
         nodes=nodes,
     )

@@ -2,7 +2,7 @@
 
 Every rank that reads data calls this. Copies are compared with the digests that `submit` has
 recorded. Belongs here: which files, and where. Does not belong here: copying (`node_copies`), which
-runs may (`hpctrain.actions.data_staging`), reading (`datasets`).
+runs may (`hpctrain.actions.site_warnings`), reading (`datasets`).
 """
 
 from __future__ import annotations

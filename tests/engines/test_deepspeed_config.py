@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from planned_job import planned_job
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.engines.documents import train_config
-from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 
 if importlib.util.find_spec("deepspeed") is None:
@@ -47,7 +47,7 @@ def told(*overrides: str) -> DeepSpeedConfig:
     given = ("engine.name=deepspeed", "recompute=full", "resources.gpus=16", *overrides)
     spec = load_run_spec(ROOT / "examples" / "llama7b.yaml", given).document
     site = load_profile(find_profile("a100x64")).document
-    config = train_config(spec, make_plan(spec, site), None)
+    config = train_config(planned_job(spec, site))
     assert isinstance(config, DeepSpeedConfig)
     return config
 

@@ -76,7 +76,7 @@ def planned(
     path.write_text(json.dumps({**whole, **document}))
     option = plan_option(load(path, profile), "time")
     assert option.decision is not None, option.refusal
-    config = train_config(option.decision.request.spec, option.decision.plan, None)
+    config = train_config(option.decision.job)
     assert isinstance(config, ModuleConfig)
     return option.decision.plan, config
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned_job import planned_job
 from trial_runs import once
 
 from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments, megatron_lm_config
-from hpctrain.plan.planner import make_plan
 from hpctrain.spec.engines.megatron_lm import FIELD_OF, KEPT_BACK
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.run import RunSpec
@@ -99,8 +99,7 @@ def told(name: str) -> MegatronLmConfig:
         before = document[section]
         document[section] = {**before, **values} if isinstance(before, dict) else values
     spec = RunSpec.model_validate(document)
-    plan = make_plan(spec, load_profile(find_profile(profile)).document)
-    return megatron_lm_config(spec, plan, None)
+    return megatron_lm_config(planned_job(spec, load_profile(find_profile(profile)).document))
 
 
 @cache

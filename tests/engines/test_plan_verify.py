@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import resource
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
+from planned_job import planned_job
 from variants import varied
 
 from hpctrain.actions.verify import verify_plan
@@ -18,12 +20,12 @@ from hpctrain.engines.kept import planned_kept_bytes
 from hpctrain.engines.megatron import megatron_config
 from hpctrain.engines.verification import Verification, compare
 from hpctrain.plan.documents import NodeRequest, Plan, Stage
+from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.mesh.batch import batch_split
 from hpctrain.plan.mesh.layout import layout_of
 from hpctrain.plan.mesh.rules import MODEL_RULES, broken_rules, layout_values
 from hpctrain.plan.mesh.stages import build_stages, split_layers
 from hpctrain.plan.model.parameters import pad_vocab
-from hpctrain.plan.planner import make_plan
 from hpctrain.plan.request import Knowledge
 from hpctrain.spec.catalogue import cluster_gpu
 from hpctrain.spec.loader import (
@@ -98,10 +100,14 @@ def plan_of(spec: RunSpec) -> Plan:
     )
 
 
+def job_of(spec: RunSpec) -> TrainingJob:
+    return TrainingJob(spec, load_profile(find_profile("sandbox")).document, plan_of(spec))
+
+
 def verified(spec: RunSpec) -> Verification:
     """As `verify_plan`, in this process."""
-    plan = plan_of(spec)
-    return compare(plan, planned_kept_bytes(spec, plan), build(megatron_config(spec, plan, None)))
+    job = job_of(spec)
+    return compare(job.plan, planned_kept_bytes(job), build(megatron_config(job)))
 
 
 COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -143,9 +149,9 @@ def test_options_of_a_gpu_change_no_parameters() -> None:
     parallel = dict(tp=2, pp=2)
     plain = spec_of(GPT, parallel)
     wanted = spec_of(GPT, parallel, engine={"megatron": options})
-    config = megatron_config(wanted, plan_of(wanted), None)
+    config = megatron_config(job_of(wanted))
     fp8 = config.model_copy(update=dict(fp8="hybrid", fp8_recipe="tensorwise"))
-    without, found = (build(made) for made in (megatron_config(plain, plan_of(plain), None), fp8))
+    without, found = (build(made) for made in (megatron_config(job_of(plain)), fp8))
     assert [stage.parameters for stage in found.stages] == [
         stage.parameters for stage in without.stages
     ]
@@ -166,12 +172,13 @@ def test_parameters_are_what_the_trainers_model_has(name: str) -> None:
 
 def test_a_wrong_plan_is_found_out_on_its_stage() -> None:
     spec = spec_of(GPT, dict(tp=2, pp=2))
-    plan = plan_of(spec)
+    job = job_of(spec)
+    plan = job.plan
     one_more = plan.stages[1].model_copy(
         update={"parameters_per_gpu": plan.stages[1].parameters_per_gpu + 1}
     )
     wrong = plan.model_copy(update={"stages": (plan.stages[0], one_more)})
-    found = compare(wrong, (None, None), build(megatron_config(spec, wrong, None)))
+    found = compare(wrong, (None, None), build(megatron_config(replace(job, plan=wrong))))
     assert not found.equal
     assert [stage.equal for stage in found.stages] == [True, False]
 
@@ -180,12 +187,13 @@ def test_a_wrong_plan_is_found_out_on_its_stage() -> None:
 def test_a_split_that_moves_a_layer_moves_its_parameters() -> None:
     """The trainer's split is what is built, not one that the process works out again."""
     spec = spec_of(GPT, dict(pp=2, stages=(3, 5)))
-    plan = plan_of(spec)
+    job = job_of(spec)
+    plan = job.plan
     even: tuple[Stage, ...] = build_stages(spec.model, plan.layout, (4, 4))
     found = compare(
         plan.model_copy(update={"stages": even}),
         (None, None),
-        build(megatron_config(spec, plan, None)),
+        build(megatron_config(job)),
     )
     per_layer = even[0].parameters_per_gpu - plan.stages[0].parameters_per_gpu
     assert [s.planned_parameters - s.built_parameters for s in found.stages] == [
@@ -198,7 +206,7 @@ def test_a_split_that_moves_a_layer_moves_its_parameters() -> None:
 def test_ranks_are_the_first_of_each_stage() -> None:
     def ranks(order: str) -> list[int]:
         spec = spec_of(GPT, dict(tp=2, pp=2, order=order), dp=4)
-        return [stage.rank for stage in build(megatron_config(spec, plan_of(spec), None)).stages]
+        return [stage.rank for stage in build(megatron_config(job_of(spec))).stages]
 
     assert ranks("tp-cp-ep-dp-pp") == [0, 8]
     assert ranks("tp-cp-ep-pp-dp") == [0, 2]
@@ -242,7 +250,7 @@ def test_kept_activations_are_near_the_planned_ones(name: str) -> None:
 def test_kept_bytes_of_full_recomputation_are_exactly_the_layers_inputs() -> None:
     """Inner stages keep nothing else (Korthikanti et al., section 5: 2 s b h)."""
     spec = spec_of({**BIG, "layers": 6}, dict(pp=3, tp=2), recompute="full")
-    inner = build(megatron_config(spec, plan_of(spec), None)).stages[1]
+    inner = build(megatron_config(job_of(spec))).stages[1]
     assert inner.kept_bytes == 2 * 1024 * 1024 * 2 // 2
 
 
@@ -271,10 +279,10 @@ def test_examples_are_planned_as_they_are_built(
     spec = load_run_spec(EXAMPLES / example / "full.yaml").document
     profile = load_profile(find_profile(cluster)).document
     knowledge = Knowledge(cluster_gpu(load_catalogue(), profile), load_calibration())
-    plan = make_plan(spec, profile, knowledge)
-    found = compare(plan, planned_kept_bytes(spec, plan), build(megatron_config(spec, plan, None)))
+    job = planned_job(spec, profile, knowledge)
+    found = compare(job.plan, planned_kept_bytes(job), build(megatron_config(job)))
     assert found.equal, [(s.planned_parameters, s.built_parameters) for s in found.stages]
-    assert len(found.stages) == plan.layout.pp
+    assert len(found.stages) == job.plan.layout.pp
 
 
 # -- the process -----------------------------------------------------------------------------
@@ -282,7 +290,7 @@ def test_examples_are_planned_as_they_are_built(
 
 def verified_by_a_process(spec: RunSpec) -> tuple[Verification, int]:
     """The answer, and the most memory that the process has had which builds the model."""
-    found = verify_plan(spec, plan_of(spec))
+    found = verify_plan(job_of(spec))
     return found, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 

@@ -25,6 +25,7 @@ from hpctrain.actions.prepare import load_inputs, load_knowledge
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.plan.abilities.trainable import untrainable_fields
+from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import load_catalogue
 from hpctrain.train.engines.megatron import model, optimizer
@@ -91,7 +92,7 @@ def ours(recipe: dict[str, Any], directory: Path) -> Settings:
     spec = loaded.document
     plan = make_plan(spec, site.document.model_copy(update=dict(gpu=gpu)), knowledge)
     assert untrainable_fields(spec) == [] and knowledge.gpu is not None
-    config = train_config(spec, plan, None)
+    config = train_config(TrainingJob(spec, site.document, plan))
     assert isinstance(config, MegatronConfig)
     assert list(option_problems(config)) == []
     model_parallel = plan.layout.tp * plan.layout.cp > 1

@@ -32,9 +32,8 @@ from hpctrain.plan.footprint.table import (
     RunSize,
 )
 from hpctrain.plan.forecast.documents import Forecast
-from hpctrain.spec.notify import joined_notify
+from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes, short_duration
 
 MONTH_SECONDS = 30 * 86400.0
@@ -58,28 +57,21 @@ _BY_SUPERVISOR: tuple[Actor, ...] = ("supervisor", "tracking", "exporter")
 
 
 def run_size(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    plan: Plan,
-    forecast: Forecast,
-    *,
-    logs: int,
-    located: bool = False,
-    sizes: int = 0,
+    job: TrainingJob, forecast: Forecast, *, logs: int, located: bool = False, sizes: int = 0
 ) -> RunSize:
     """Describe the run by the numbers on which its footprint depends.
 
     `logs`: files that ranks, nodes and agents write in a launch. `located`: the supervisor asks
     Slurm where the nodes of its job are. `sizes`: smaller numbers of nodes that `submit` prepares.
     """
-    ranks, nodes = plan.layout.world_size, plan.nodes.nodes
+    spec, profile = job.spec, job.profile
+    ranks, nodes = job.plan.layout.world_size, job.plan.nodes.nodes
     agents = 0 if spec.launcher == "srun" else nodes
     abilities, kept = spec.engine.abilities, spec.checkpoint.keep
     permanent = spec.checkpoint.keep_every_steps
     tokens = spec.data.format == "tokens"
     sources = max(1, len(spec.data.sources))
     indexes = sources + (1 if sources > 1 else 0)  # and one of the blend
-    notify = joined_notify(spec.notify, profile.notify)
     textfile = profile.metrics.textfile is not None and spec.metrics.textfile
     return RunSize(
         ranks=ranks,
@@ -99,7 +91,7 @@ def run_size(
         speed_checks=1,
         start_seconds=START_SECONDS,
         refusal_seconds=float(profile.slurm.kill_wait) + KILL_SECONDS_BEYOND_KILL_WAIT,
-        channels=len(notify.channels) if notify is not None else 0,
+        channels=len(job.notify.channels) if job.notify is not None else 0,
         tracked=int(spec.tracking.wanted),
         tensorboard=int(bool(spec.tracking.tensorboard)),
         wandb=int(spec.tracking.wandb is not None),
@@ -144,8 +136,7 @@ class TableSums:
 
 def footprint(
     table: FootprintTable,
-    profile: ClusterProfile,
-    plan: Plan,
+    job: TrainingJob,
     forecast: Forecast,
     size: RunSize,
     assumptions: tuple[str, ...] = (),
@@ -155,7 +146,7 @@ def footprint(
     `forecast` gives the rates of failures and saves (`hpctrain.plan.forecast`); `assumptions` are
     those behind it. `size` is that of `run_size`.
     """
-    sums, rates = TableSums(table, size), _rates(plan, forecast)
+    sums, rates = TableSums(table, size), _rates(job.plan, forecast)
     predicted = Footprint(
         ranks=size.ranks,
         nodes=size.nodes,
@@ -170,7 +161,7 @@ def footprint(
         files=tuple(_file_line(row, size) for row in sums.file_rows),
         slurm=_slurm_lines(table, size),
     )
-    exceeded = _exceeded_limits(profile, predicted)
+    exceeded = _exceeded_limits(job.profile, predicted)
     return predicted.model_copy(update={"exceeded": exceeded})
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from hpctrain.errors import DoesNotFitError
 from hpctrain.plan.forecast.documents import (
@@ -23,8 +24,6 @@ from hpctrain.spec.profile.limits import ReliabilityProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 
-Predict = Callable[[RunSpec, ClusterProfile, RunFacts], Forecast]
-
 # Shortest interval of the search for the break-even preemption interval, and its bisections.
 _SHORTEST_SECONDS, _BISECTIONS = 60.0, 40
 
@@ -34,23 +33,22 @@ def compare_spot(
     profile: ClusterProfile,
     facts: RunFacts,
     budget: Budget | None = None,
-    predict: Predict = forecast,
+    predict: Callable[[RunFacts], Forecast] | None = None,
 ) -> SpotComparison | None:
     """Forecast both with `predict` and recommend one; None where the profile has no spot price.
 
-    The break-even is that of the closed forms, whatever `predict` does.
-
-    The cheaper one that meets the deadline of `budget` is recommended; where neither meets it, the
-    faster one.
+    The closed forms predict where `predict` is None, and the break-even in any case. The cheaper
+    one that meets the deadline of `budget` is recommended; where neither meets it, the faster one.
     """
     if profile.prices is None or profile.prices.spot is None:
         return None
-    safe = predict(spec, profile, facts.model_copy(update={"spot": False}))
+    predict = predict or partial(forecast, spec, profile)
+    safe = predict(facts.model_copy(update={"spot": False}))
     deadline = budget.deadline if budget else None
     taken: Forecast | None
     recommended: Tariff
     try:
-        taken = predict(spec, profile, facts.model_copy(update={"spot": True}))
+        taken = predict(facts.model_copy(update={"spot": True}))
     except DoesNotFitError as error:
         taken, recommended, reason = None, "on demand", f"on spot, {error}"
     else:

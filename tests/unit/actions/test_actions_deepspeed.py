@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_the_stage_that_the_planner_chose_stays(tmp_path: Path) -> None:
     found = prepared(tmp_path, "resources.gpus=8", "resources.min_nodes=2", "batch.micro=1")
     chosen = found.plan.model_copy(update={"zero": 3})  # as a search may
     knowledge = load_knowledge(found.profile)
-    (size,) = smaller_sizes(found.spec.document, found.profile.document, chosen, knowledge, None)
+    (size,) = smaller_sizes(replace(found.job, plan=chosen), knowledge)
     assert isinstance(size.train, DeepSpeedConfig) and size.train.zero_stage == 3
 
 
@@ -69,9 +70,7 @@ def test_a_pipeline_shrinks_by_replicas(tmp_path: Path) -> None:
     sizes = ("resources.gpus=8", "resources.min_nodes=1", "batch.micro=1")
     found = prepared(tmp_path, *sizes, "parallel.pp=2", "optimizer.zero=1")
     knowledge = load_knowledge(found.profile)
-    smaller = smaller_sizes(
-        found.spec.document, found.profile.document, found.plan, knowledge, None
-    )
+    smaller = smaller_sizes(found.job, knowledge)
     configs = [one.train for one in smaller]
     assert all(isinstance(one, DeepSpeedConfig) for one in configs)
     assert [(one.pipeline_stages, one.data_parallel_size) for one in configs] == [  # type: ignore[attr-defined]

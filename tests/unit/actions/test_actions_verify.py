@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planned_job import planned_job
 from stand_ins import python_program
 
 from hpctrain.actions.verify import verify_plan
@@ -12,18 +14,20 @@ from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.verification import BuiltModel, BuiltStage
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
-from hpctrain.plan.documents import Plan
-from hpctrain.plan.planner import make_plan
+from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
-from hpctrain.spec.run import RunSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[RunSpec, Plan]:
-    spec = load_run_spec(ROOT / "examples" / "gpt-tiny.yaml", ()).document
-    return spec, make_plan(spec, load_profile(find_profile("sandbox")).document)
+def planned() -> TrainingJob:
+    return tiny()
+
+
+def tiny(*overrides: str) -> TrainingJob:
+    spec = load_run_spec(ROOT / "examples" / "gpt-tiny.yaml", overrides).document
+    return planned_job(spec, load_profile(find_profile("sandbox")).document)
 
 
 def interpreter(directory: Path, body: str) -> str:
@@ -39,11 +43,10 @@ def interpreter(directory: Path, body: str) -> str:
 def test_the_process_is_given_the_training_configuration(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
-    spec = load_run_spec(ROOT / "examples" / "gpt-tiny.yaml", overrides).document
-    plan = make_plan(spec, load_profile(find_profile("sandbox")).document)
+    job = tiny(*overrides)
     stages = tuple(
         BuiltStage(index=s.index, rank=0, parameters=s.parameters_per_gpu, kept_bytes=None)
-        for s in plan.stages
+        for s in job.plan.stages
     )
     answer = BuiltModel(
         megatron_core_version="1", torch_version="2", stages=stages
@@ -57,21 +60,21 @@ def test_the_process_is_given_the_training_configuration(
         f"shutil.copy(sys.argv[4], {str(told)!r})\n"
         f"print({answer!r})",
     )
-    verification = verify_plan(spec, plan, python=python)
+    verification = verify_plan(job, python=python)
     assert verification.equal and verification.megatron_core_version == "1"
     config = parse_train_config(told.read_text())
-    assert isinstance(config, MegatronConfig) and config.num_layers == spec.model.layers
+    assert isinstance(config, MegatronConfig) and config.num_layers == job.spec.model.layers
 
 
 def test_missing_packages_are_named_with_what_to_install(
-    planned: tuple[RunSpec, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: TrainingJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real process, in front of whose torch there is one that says it is not there."""
     absent = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
     (tmp_path / "torch.py").write_text(absent)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(HpctrainError, match="has no torch") as caught:
-        verify_plan(*planned)
+        verify_plan(planned)
     assert caught.value.hint == "pip install 'hpctrain[megatron]'"
     assert caught.value.exit_code == 2
 
@@ -88,7 +91,7 @@ def test_missing_packages_are_named_with_what_to_install(
     ids=["crash", "killed", "no document", "wrong input", "too slow"],
 )
 def test_how_it_ended_is_told(
-    planned: tuple[RunSpec, Plan],
+    planned: TrainingJob,
     tmp_path: Path,
     body: str,
     kind: type[HpctrainError],
@@ -96,18 +99,18 @@ def test_how_it_ended_is_told(
 ) -> None:
     timeout_seconds = 2 if "seconds" in words else 300
     with pytest.raises(kind, match=words):
-        verify_plan(*planned, python=interpreter(tmp_path, body), timeout_seconds=timeout_seconds)
+        verify_plan(planned, python=interpreter(tmp_path, body), timeout_seconds=timeout_seconds)
 
 
-def test_an_interpreter_that_is_not_there(planned: tuple[RunSpec, Plan], tmp_path: Path) -> None:
+def test_an_interpreter_that_is_not_there(planned: TrainingJob, tmp_path: Path) -> None:
     with pytest.raises(HpctrainError, match=r"cannot start .*: No such file"):
-        verify_plan(*planned, python=str(tmp_path / "python"))
+        verify_plan(planned, python=str(tmp_path / "python"))
 
 
-def test_other_engines_and_families_are_refused(planned: tuple[RunSpec, Plan]) -> None:
-    spec, plan = planned
+def test_other_engines_and_families_are_refused(planned: TrainingJob) -> None:
+    fsdp = planned.plan.model_copy(update={"engine": "fsdp"})
     with pytest.raises(UsageError, match="the engine is fsdp"):
-        verify_plan(spec, plan.model_copy(update={"engine": "fsdp"}))
-    vit = spec.model.model_copy(update={"family": "vit"})
+        verify_plan(replace(planned, plan=fsdp))
+    vit = planned.spec.model.model_copy(update={"family": "vit"})
     with pytest.raises(UsageError, match="the family is vit"):
-        verify_plan(spec.model_copy(update={"model": vit}), plan)
+        verify_plan(replace(planned, spec=planned.spec.model_copy(update={"model": vit})))

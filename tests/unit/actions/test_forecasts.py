@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hpctrain.actions.plan import Inputs
 from hpctrain.plan.forecast.documents import Forecast, RunFacts
 from hpctrain.plan.forecast.facts import run_facts
 from hpctrain.plan.forecast.predict import forecast
+from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.profile.limits import ReliabilityProfile
 from hpctrain.units import Duration
 
@@ -28,17 +30,22 @@ def inputs() -> Inputs:
 
 
 @pytest.fixture(scope="module")
-def facts(inputs: Inputs) -> RunFacts:
+def job(inputs: Inputs) -> TrainingJob:
     option = planning.plan_option(inputs, "time", before_seconds=0)
-    assert option.plan is not None and option.forecast is None
-    found = run_facts(inputs.spec, inputs.profile, option.plan)
+    assert option.decision is not None and option.forecast is None
+    return option.decision.job
+
+
+@pytest.fixture(scope="module")
+def facts(job: TrainingJob) -> RunFacts:
+    found = run_facts(job)
     assert found is not None
     return found
 
 
 @pytest.fixture(scope="module")
-def played(inputs: Inputs, facts: RunFacts) -> Forecast:
-    return forecast_run(inputs.spec, inputs.profile, facts)
+def played(job: TrainingJob, facts: RunFacts) -> Forecast:
+    return forecast_run(job, facts)
 
 
 def document(*arguments: str) -> dict[str, Any]:
@@ -60,30 +67,30 @@ def test_plan_and_simulate_are_one_forecast(played: Forecast) -> None:
 
 
 def test_a_full_machine_waits_for_repairs(
-    inputs: Inputs, facts: RunFacts, played: Forecast
+    job: TrainingJob, facts: RunFacts, played: Forecast
 ) -> None:
-    nodes = inputs.profile.nodes
-    more = inputs.profile.model_copy(
+    nodes = job.profile.nodes
+    more = job.profile.model_copy(
         update={"nodes": nodes.model_copy(update={"count": nodes.count + 4})}
     )
-    free = forecast_run(inputs.spec, more, facts)
+    free = forecast_run(replace(job, profile=more), facts)
     assert played.times.repair_seconds > 10 * 86400 > 86400 > free.times.repair_seconds
     assert played.days - free.days == pytest.approx(
         (played.times.repair_seconds - free.times.repair_seconds) / 86400, abs=0.2
     )
-    closed = forecast(inputs.spec, inputs.profile, facts)
+    closed = forecast(job.spec, job.profile, facts)
     assert free.days == pytest.approx(closed.days, rel=0.01), "as the closed form without waits"
 
 
 def test_the_site_says_how_long_a_repair_takes(
-    inputs: Inputs, facts: RunFacts, played: Forecast
+    job: TrainingJob, facts: RunFacts, played: Forecast
 ) -> None:
     assert any(one.kind == "repair" for one in played.assumptions)
-    reliability = inputs.profile.reliability
+    reliability = job.profile.reliability
     assert isinstance(reliability, ReliabilityProfile)
     quick = reliability.model_copy(update={"repair": Duration(3600)})
-    site = inputs.profile.model_copy(update={"reliability": quick})
-    found = forecast_run(inputs.spec, site, facts)
+    site = job.profile.model_copy(update={"reliability": quick})
+    found = forecast_run(replace(job, profile=site), facts)
     assert found.times.repair_seconds < played.times.repair_seconds / 10
     assert not any(one.kind == "repair" for one in found.assumptions)
 
@@ -99,14 +106,14 @@ def test_sizes_are_ordered_as_they_are_played(inputs: Inputs) -> None:
 
 
 def test_the_interval_of_the_spec_is_played(
-    inputs: Inputs, facts: RunFacts, played: Forecast
+    job: TrainingJob, facts: RunFacts, played: Forecast
 ) -> None:
-    seldom = inputs.spec.checkpoint.model_copy(
+    seldom = job.spec.checkpoint.model_copy(
         update={"every_steps": None, "every": Duration(6 * 3600)}
     )
-    spec = inputs.spec.model_copy(update={"checkpoint": seldom})
+    spec = job.spec.model_copy(update={"checkpoint": seldom})
     assert (
-        forecast_run(spec, inputs.profile, facts).times.redone_seconds
+        forecast_run(replace(job, spec=spec), facts).times.redone_seconds
         > 5 * played.times.redone_seconds
     )
 
@@ -126,17 +133,17 @@ def test_a_deadline_is_met_by_95_of_100_runs(played: Forecast) -> None:
 
 
 def test_a_site_that_does_not_requeue_is_played_with_people_who_resume(
-    inputs: Inputs, facts: RunFacts
+    job: TrainingJob, facts: RunFacts
 ) -> None:
-    site = inputs.profile.model_copy(update={"continuation": "none"})
-    found = forecast_run(inputs.spec, site, facts)
+    site = job.profile.model_copy(update={"continuation": "none"})
+    found = forecast_run(replace(job, profile=site), facts)
     assert found.spread is not None and found.spread.stopped == 0
     assert any("hpctrain resume" in one.text for one in found.assumptions)
 
 
-def test_a_run_that_is_stopped_too_often_is_not_played(inputs: Inputs, facts: RunFacts) -> None:
+def test_a_run_that_is_stopped_too_often_is_not_played(job: TrainingJob, facts: RunFacts) -> None:
     short = facts.model_copy(update={"walltime": Duration(800)})
-    found = forecast_run(inputs.spec, inputs.profile, short)
-    closed = forecast(inputs.spec, inputs.profile, short)
+    found = forecast_run(job, short)
+    closed = forecast(job.spec, job.profile, short)
     assert found == closed and found.spread is None
-    assert not trials_of(scenario_of(inputs.spec, inputs.profile, short, closed))
+    assert not trials_of(scenario_of(job, short, closed))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned_job import planned_job
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.engines.documents import parse_train_config, train_config
@@ -26,7 +27,7 @@ def plan_of(*overrides: str) -> Plan:
 def told(*overrides: str, example: str = "llama7b", profile: str = "a100x64") -> DeepSpeedConfig:
     spec = load_run_spec(ROOT / "examples" / f"{example}.yaml", (*PLAIN, *overrides)).document
     site = load_profile(find_profile(profile)).document
-    config = train_config(spec, make_plan(spec, site), None)
+    config = train_config(planned_job(spec, site))
     assert isinstance(config, DeepSpeedConfig)
     return config
 

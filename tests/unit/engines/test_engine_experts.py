@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned_job import planned_job
 
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig, megatron_config, megatron_model
-from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.run import RunSpec
 
@@ -27,7 +27,7 @@ def told(parallel: dict[str, Any] | None = None, **model: Any) -> MegatronConfig
     document["resources"]["gpus"] = 8
     spec = RunSpec.model_validate(document)
     site = load_profile(find_profile("a100x1")).document
-    return megatron_config(spec, make_plan(spec, site), None)
+    return megatron_config(planned_job(spec, site))
 
 
 def test_a_dense_model_has_none_of_it() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from planned_job import planned_job
 
 from hpctrain.engines.megatron import MegatronConfig, megatron_config
-from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def told(example: str, profile: str, *overrides: str) -> MegatronConfig:
     spec = load_run_spec(ROOT / "examples" / f"{example}.yaml", overrides).document
     site = load_profile(find_profile(profile)).document
-    return megatron_config(spec, make_plan(spec, site), None)
+    return megatron_config(planned_job(spec, site))
 
 
 def test_gpt() -> None:

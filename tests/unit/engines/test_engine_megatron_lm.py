@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned_job import planned_job
 
 from hpctrain.engines.documents import parse_train_config, train_config
 from hpctrain.engines.megatron_lm import (
@@ -17,7 +18,6 @@ from hpctrain.engines.megatron_lm import (
     megatron_lm_config,
     stage_layout,
 )
-from hpctrain.plan.planner import make_plan
 from hpctrain.spec.engines.megatron_lm import refusal
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.run import RunSpec
@@ -42,7 +42,7 @@ def told(
         before = document[section]
         document[section] = {**before, **values} if isinstance(before, dict) else values
     spec = RunSpec.model_validate(document)
-    return megatron_lm_config(spec, make_plan(spec, site(profile)), None)
+    return megatron_lm_config(planned_job(spec, site(profile)))
 
 
 def site(profile: str) -> Any:
@@ -225,5 +225,4 @@ def test_the_plan_chooses_the_document() -> None:
         ROOT / "examples" / "llama7b.yaml",
         ("engine.name=megatron-lm", "engine.checkout=/opt/Megatron-LM"),
     ).document
-    plan = make_plan(spec, site("a100x1"))
-    assert isinstance(train_config(spec, plan, None), MegatronLmConfig)
+    assert isinstance(train_config(planned_job(spec, site("a100x1"))), MegatronLmConfig)

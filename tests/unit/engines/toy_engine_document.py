@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from hpctrain.engines.training import TrainConfig, shared_config
-from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.run import RunSpec
 
 
@@ -17,10 +17,9 @@ class ToyConfig(TrainConfig):
     inputs: int
 
 
-def toy_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> ToyConfig:
+def toy_config(job: TrainingJob) -> ToyConfig:
     """Fill the document from a plan."""
-    shared = shared_config(spec, plan, peak_flops_per_gpu)
-    return ToyConfig(**dict(shared), inputs=spec.model.hidden)
+    return ToyConfig(**dict(shared_config(job)), inputs=job.spec.model.hidden)
 
 
 def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:

@@ -39,9 +39,8 @@ def test_what_a_spec_asks_of_slurm(
     override: str, name: str, destination: Destination, tmp_path: Path
 ) -> None:
     def names(*overrides: str) -> set[str]:
-        prepared = planned(tmp_path, *overrides)
-        spec, profile = prepared.spec.document, prepared.profile.document
-        return {one.name for one in lost_settings(spec, profile, prepared.plan, destination)}
+        job = planned(tmp_path, *overrides).job
+        return {one.name for one in lost_settings(job, destination)}
 
     assert name in names(override) - names()
 
@@ -55,7 +54,6 @@ def test_sections_that_the_supervisor_carries_out(tmp_path: Path) -> None:
         text.replace("\nevaluation:\n", f"\nevaluation:\n{job}")
         + "\nnotify: {channels: [{kind: slurm}]}\n"
     )
-    prepared = planned(tmp_path, spec=str(changed))
-    spec, profile = prepared.spec.document, prepared.profile.document
-    found = {one.name for one in lost_settings(spec, profile, prepared.plan, "hosts")}
+    job = planned(tmp_path, spec=str(changed)).job
+    found = {one.name for one in lost_settings(job, "hosts")}
     assert {"evaluation.jobs", "notify"} <= found

@@ -12,6 +12,7 @@ from test_search import GPU, MOE, SMALL
 from hpctrain.actions.elastic_sizes import smaller_sizes
 from hpctrain.plan.as_planned import spec_as_planned
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.engines.registry import ENGINES
 from hpctrain.spec.profile import ClusterProfile
@@ -85,8 +86,8 @@ def test_a_run_with_uneven_stages_can_shrink() -> None:
     axes = dict(model=model, gpus=16, batch=64, resources=resources)
     profile = cluster()
     spec = run_spec(**axes, parallel=dict(pp=2, tp=2, count_loss=True))
-    plan = planned(spec, profile)
-    (smaller,) = smaller_sizes(spec, profile, plan, knowledge_of(profile), None)
-    split = tuple(stage.chunk_layers for stage in plan.stages)
+    job = TrainingJob(spec, profile, planned(spec, profile))
+    (smaller,) = smaller_sizes(job, knowledge_of(profile))
+    split = tuple(stage.chunk_layers for stage in job.plan.stages)
     assert split == ((4,), (3,))
     assert smaller.train.pipeline_layer_split == split  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from specimens import cluster, run_spec
 from test_search import MOE, SMALL
 
 from hpctrain.engines.megatron import megatron_config
+from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import _assemble
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import Found, search
@@ -85,7 +86,8 @@ def test_the_engine_takes_one_proposal_of_each_kind(
         problem.message
         for row in rows
         for problem in engine_problems(
-            megatron_config(request.spec, _assemble(found, row), None), RunLayout(tmp_path)
+            megatron_config(TrainingJob(request.spec, profile, _assemble(found, row))),
+            RunLayout(tmp_path),
         )
     }
     assert not refused

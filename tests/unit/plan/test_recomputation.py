@@ -13,6 +13,7 @@ from hpctrain.cli.plan_text import plan_lines
 from hpctrain.engines.megatron import megatron_config
 from hpctrain.errors import DoesNotFitError
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.mesh.recomputation import (
     MODULES,
     module_bits,
@@ -111,7 +112,7 @@ def test_less_memory_takes_more_recomputation() -> None:
 @pytest.mark.parametrize("memory", ["80GiB", "68GiB", "63GiB", "56GiB"])
 def test_the_engine_gets_what_was_planned(memory: str) -> None:
     spec, plan = planned(memory)
-    config = megatron_config(spec, plan, None)
+    config = megatron_config(TrainingJob(spec, cluster(), plan))
     assert config.recompute_granularity == (None if plan.recompute == "none" else plan.recompute)
     assert config.recompute_modules == plan.recompute_modules
     assert config.recompute_num_layers == plan.recompute_layers
@@ -147,7 +148,7 @@ def test_the_planner_offloads_activations_where_it_has_to() -> None:
     assert plan.activation_offload_layers in (8, 16, 24)
     assert plan.recompute == "none" and plan.memory[0].total_bytes <= 60 * 2**30
     assert any("layers keep their activations in the host's memory" in r for r in plan.reasons)
-    config = megatron_config(spec, plan, None)
+    config = megatron_config(TrainingJob(spec, cluster(), plan))
     assert config.cpu_offloading_num_layers == plan.activation_offload_layers
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.plan.planner import make_plan
+from planned_job import planned_job
+
 from hpctrain.render.script import ScriptFacts, build_script
 from hpctrain.render.template import render_script
 from hpctrain.spec.catalogue import GpuVariable
@@ -58,4 +59,4 @@ def render(
 ) -> str:
     digests = ("a" * 64, "b" * 64)
     facts = ScriptFacts("gpt-tiny-0000", "hpctrain:gpt-tiny-0000", *digests, python, gpu_variables)
-    return render_script(build_script(spec, profile, make_plan(spec, profile), facts))
+    return render_script(build_script(planned_job(spec, profile), facts))

@@ -183,7 +183,7 @@ def test_a_spec_has_its_own_image_and_more_mounts() -> None:
         software={"container": {"launcher": "pyxis", "image": "a", "mounts": ["/s:/s"]}}
     )
     spec = spec_with(container={"image": "b", "mounts": ["/d:/d"]})
-    container = run_container(spec, site)
+    container = run_container(spec.container, site.software.container)
     assert container is not None
     assert (container.image, container.mounts) == ("b", ("/s:/s", "/d:/d"))
     assert "--container-image=b" in render(spec, site)

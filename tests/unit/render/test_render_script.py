@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from planned_job import planned_job
 from specimen_scripts import PROFILE, ROOT, SPEC, profile_with, render, spec_with
 
 from hpctrain.errors import InvalidInputError
@@ -71,17 +72,18 @@ def test_only_named_variables_leave_the_submitting_shell() -> None:
     spec = spec_with(environment={"inherit": ["WANDB_API_KEY"]})
     script = render(spec)
     assert "--export" not in "".join(directives(script)), "Slurm would run a login shell"
-    assert submit_variables(spec, PROFILE) == ("HOME", "LANG", "PATH", "USER", "WANDB_API_KEY")
+    named = submit_variables(planned_job(spec, PROFILE))
+    assert named == ("HOME", "LANG", "PATH", "USER", "WANDB_API_KEY")
     assert "only HOME, LANG, PATH, USER, WANDB_API_KEY." in script.replace("\n# ", " ")
     everything = profile_with(slurm={"export": "all"})
-    assert submit_variables(spec, everything) is None
+    assert submit_variables(planned_job(spec, everything)) is None
     assert "--export" not in "".join(directives(render(spec, everything)))
 
 
 def test_a_site_names_variables_of_a_login_that_its_jobs_need() -> None:
     site = profile_with(slurm={"inherit": ["SCRATCH"]})
     spec = spec_with(environment={"inherit": ["WANDB_API_KEY", "SCRATCH"]})
-    assert submit_variables(spec, site) == (
+    assert submit_variables(planned_job(spec, site)) == (
         *("HOME", "LANG", "PATH", "USER"),
         *("SCRATCH", "WANDB_API_KEY"),
     )
@@ -138,13 +140,6 @@ def test_a_site_of_whole_nodes_refuses_a_part_of_one() -> None:
     assert "--mem=0" in directives(render(profile=profile))
     with pytest.raises(InvalidInputError, match="1 of its 2 GPUs"):
         render(HALF, profile)
-
-
-def test_time_limit_is_the_tightest_there_is() -> None:
-    spec = spec_with(resources={"walltime": None})
-    assert "--time=1-00:00:00" in directives(render(spec)), "without any limit: a day"
-    short = profile_with(limits={"max_walltime": "02:00:00"})
-    assert "--time=02:00:00" in directives(render(spec, short))
 
 
 def test_a_variable_of_the_spec_replaces_the_sites() -> None:

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from planned_job import planned_job
 from pydantic import ValidationError
 from specimen_scripts import PROFILE, SPEC, profile_with, render, spec_with
 from test_render_quoting import run_script, stub
@@ -15,7 +16,6 @@ from test_render_quoting import run_script, stub
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.run_directory import write_run_directory
 from hpctrain.errors import InvalidInputError
-from hpctrain.plan.planner import make_plan
 from hpctrain.render.script import ScriptFacts, build_script
 from hpctrain.render.software import SetupFile, prologue_text
 from hpctrain.render.template import render_script
@@ -119,7 +119,7 @@ def test_each_task_runs_the_prologue_and_becomes_the_trainer(tmp_path: Path) -> 
     scratch = tmp_path / "scratch of $SLURM_JOB_ID"
     software = profile.software.model_copy(update={"scratch": str(scratch)})
     profile = profile.model_copy(update={"software": software})
-    text = prologue_text(SPEC, profile, make_plan(SPEC, profile))
+    text = prologue_text(planned_job(SPEC, profile))
     assert text is not None
     seen = run_script(tmp_path, render(profile=profile, python=stub(tmp_path)))
     assert seen["argv"][-6:-3] == ["bash", "prologue.sh", stub(tmp_path)]
@@ -154,7 +154,7 @@ def test_commands_of_each_task_run_in_its_shell_as_they_are_written(tmp_path: Pa
         ["ulimit", "-n", "256"],
     ]
     profile = profile_with(software={"prologue": commands})
-    text = prologue_text(SPEC, profile, make_plan(SPEC, profile))
+    text = prologue_text(planned_job(SPEC, profile))
     assert text is not None
     (tmp_path / "prologue.sh").write_text(text)
     show = 'echo "$FROM_FILE|$OWN|$(ulimit -n)"'
@@ -167,7 +167,7 @@ def test_commands_of_each_task_run_in_its_shell_as_they_are_written(tmp_path: Pa
 
 def test_a_command_of_a_task_that_fails_ends_it_with_its_name(tmp_path: Path) -> None:
     profile = profile_with(software={"prologue": [["cat", "/no/such file"]]})
-    text = prologue_text(SPEC, profile, make_plan(SPEC, profile))
+    text = prologue_text(planned_job(SPEC, profile))
     assert text is not None
     (tmp_path / "prologue.sh").write_text(text)
     words = ["bash", "prologue.sh", "echo", "trained"]
@@ -177,7 +177,7 @@ def test_a_command_of_a_task_that_fails_ends_it_with_its_name(tmp_path: Path) ->
 
 
 def test_no_prologue_where_nothing_wants_one() -> None:
-    assert prologue_text(SPEC, PROFILE, make_plan(SPEC, PROFILE)) is None
+    assert prologue_text(planned_job(SPEC, PROFILE)) is None
     assert "prologue.sh" not in render()
 
 
@@ -200,8 +200,7 @@ def test_a_setup_file_is_read_and_a_change_is_said(tmp_path: Path) -> None:
         *("r-0", "hpctrain:r-0", "a" * 64, "b" * 64, stub(tmp_path)),
         setup=SetupFile(str(setup), hashlib.sha256(setup.read_bytes()).hexdigest()),
     )
-    plan = make_plan(SPEC, PROFILE)
-    script = render_script(build_script(SPEC, PROFILE, plan, facts))
+    script = render_script(build_script(planned_job(SPEC, PROFILE), facts))
     seen = run_script(tmp_path, script)
     assert seen["environment"]["OF_THE_SETUP"] == "-yes"
     assert "has changed" not in outcome(tmp_path, script).stderr

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
+from planned_job import planned_job
 from specimen_scripts import PROFILE, PYTHON, SPEC, profile_with, render, spec_with
 
-from hpctrain.plan.planner import make_plan
 from hpctrain.render.srun_tasks import logs_by
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
@@ -124,7 +125,8 @@ def test_logs_by_rank_or_by_node(
 
 @pytest.mark.parametrize(("ranks", "kind"), [(64, "rank"), (65, "node"), (16384, "node")])
 def test_above_64_ranks_each_node_has_a_log(ranks: int, kind: str) -> None:
-    plan = make_plan(SPEC, PROFILE)
-    layout = plan.layout.model_copy(update={"dp": 1, "tp": ranks, "pp": 1, "cp": 1})
+    job = planned_job(SPEC, PROFILE)
+    layout = job.plan.layout.model_copy(update={"dp": 1, "tp": ranks, "pp": 1, "cp": 1})
     assert layout.world_size == ranks
-    assert logs_by(SPEC, plan.model_copy(update={"layout": layout})) == kind
+    plan = job.plan.model_copy(update={"layout": layout})
+    assert logs_by(replace(job, plan=plan)) == kind

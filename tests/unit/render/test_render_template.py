@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from command_line import hpctrain
 from jinja2 import meta, nodes
+from planned_job import planned_job
 from specimen_scripts import PROFILE, ROOT, SPEC
 
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.site_files import templates_digest
 from hpctrain.errors import InvalidInputError
-from hpctrain.plan.planner import make_plan
 from hpctrain.render.script import Script, ScriptFacts, Variable, build_script
 from hpctrain.render.template import TEMPLATE, render_script, template_environment
 
 FACTS = ScriptFacts("r-0000", "hpctrain:r-0000", "a" * 64, "b" * 64, "/a b/python")
-SCRIPT = build_script(SPEC, PROFILE, make_plan(SPEC, PROFILE), FACTS)
+SCRIPT = build_script(planned_job(SPEC, PROFILE), FACTS)
 PACKAGED = (ROOT / "templates" / TEMPLATE).read_text()
 PAGE = (ROOT / "docs/templates.md").read_text()
 TREE = template_environment().parse(PACKAGED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from planned_job import planned_job
 from specimen_scripts import SPEC, render, spec_with
 
 from hpctrain.plan.planner import make_plan
@@ -43,7 +44,7 @@ def run(nodes: int, per_node: int = 8, **parallel: Any) -> RunSpec:
 
 
 def options(profile: ClusterProfile, spec: RunSpec) -> dict[str, str]:
-    found = topology_options(profile, make_plan(spec, profile))
+    found = topology_options(planned_job(spec, profile))
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -155,7 +156,7 @@ def test_the_trainer_is_told_the_order() -> None:
 
     for order in ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"):
         spec = run(2, tp=1, pp=2, order=order)
-        plan = make_plan(spec, A100)
-        assert plan.layout.order == order
-        assert megatron_config(spec, plan, None).parallel_order == order
+        job = planned_job(spec, A100)
+        assert job.plan.layout.order == order
+        assert megatron_config(job).parallel_order == order
     assert make_plan(SPEC, A100).layout.order == "tp-cp-ep-dp-pp"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from planned_job import planned_job
 from specimen_scripts import PROFILE, ROOT, SPEC, render, spec_with
 
 from hpctrain.actions.prepare import load_knowledge
-from hpctrain.plan.documents import Plan
 from hpctrain.plan.forecast.checkpoint import checkpoint_cost
 from hpctrain.plan.forecast.documents import RunFacts
+from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import make_plan
 from hpctrain.render.warning_lead import WarningLead, short_grace, warning_lead
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
@@ -22,8 +25,9 @@ SLOWEST_BYTES_PER_SECOND = min(float(one.write_bandwidth) for one in PROFILE.fil
 
 
 def lead(spec: RunSpec = SPEC, limit: Duration = DAY, **changes: object) -> WarningLead:
-    plan: Plan = PLAN.model_copy(update=changes)
-    return warning_lead(spec, PROFILE, plan, limit)
+    resources = spec.resources.model_copy(update={"walltime": limit})
+    limited = spec.model_copy(update={"resources": resources})
+    return warning_lead(TrainingJob(limited, PROFILE, PLAN.model_copy(update=changes)))
 
 
 @pytest.mark.parametrize(
@@ -62,8 +66,10 @@ def test_fewer_nodes_save_through_fewer_cards() -> None:
     cards = profile.network.nics_per_node * float(profile.network.nic_bandwidth)
     plan = PLAN.model_copy(update={"parameters": round(100 * 2 * cards / 16), "step_seconds": None})
     assert plan.nodes.nodes == 2
-    both = warning_lead(SPEC, profile, plan, DAY).saving_seconds
-    one = warning_lead(spec_with(resources={"min_nodes": 1}), profile, plan, DAY).saving_seconds
+    fewer = spec_with(resources={"min_nodes": 1})
+    both, one = (
+        warning_lead(TrainingJob(spec, profile, plan)).saving_seconds for spec in (SPEC, fewer)
+    )
     assert both == pytest.approx(2 * 100, rel=0.1)  # and the copy
     assert one == pytest.approx(2 * 200, rel=0.1)
 
@@ -95,10 +101,10 @@ def test_a_large_model() -> None:
     takes 37 s as planned, and there is room for two."""
     spec = load_run_spec(ROOT / "examples/gpt175b.yaml").document
     profile = load_profile(find_profile("a100x64"))
-    plan = make_plan(spec, profile.document, load_knowledge(profile))
-    assert plan.step_seconds == pytest.approx(37, abs=1)
-    found = warning_lead(spec, profile.document, plan, DAY)
-    assert found.running_seconds == pytest.approx(2 * plan.step_seconds)
+    job = planned_job(spec, profile.document, load_knowledge(profile))
+    assert job.plan.step_seconds == pytest.approx(37, abs=1)
+    found = warning_lead(job)
+    assert found.running_seconds == pytest.approx(2 * job.plan.step_seconds)
     assert found.seconds == 190
 
 
@@ -129,12 +135,12 @@ def test_a_grace_that_holds_no_step_and_save_is_named(
 ) -> None:
     parameters = round(97 * SLOWEST_BYTES_PER_SECOND / 16)
     plan = PLAN.model_copy(update=dict(parameters=parameters, step_seconds=20.0))
-    partition = PROFILE.slurm.partitions[0]
+    partition = planned_job(SPEC, PROFILE).partition
     preemption = PreemptionProfile.model_validate({"mode": mode, "grace": f"{grace}s"})
     partition = partition.model_copy(update={"preemption": preemption})
-    found = short_grace(SPEC, PROFILE, plan, partition)
+    slurm = PROFILE.slurm.model_copy(update={"partitions": (partition,)})
+    job = TrainingJob(SPEC, PROFILE.model_copy(update={"slurm": slurm}), plan)
+    found = short_grace(job)
     assert (found is None) if words is None else (words in str(found))
-    assert (
-        short_grace(SPEC, PROFILE, plan.model_copy(update={"step_seconds": None}), partition)
-        is None
-    )
+    untimed = plan.model_copy(update={"step_seconds": None})
+    assert short_grace(replace(job, plan=untimed)) is None

@@ -1,0 +1,154 @@
+"""One job of Slurm: its spec, the profile of its site, its plan, and what follows from the three.
+
+A run's spec and plan contain all of it; a part of a service is described by `ServicePart`.
+Belongs here: the record that rendering and the engines' documents take, quantities that need
+several of its documents. Does not belong here: options of Slurm's commands (`hpctrain.render`),
+planning, which has no plan yet (`request`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, Protocol
+
+from hpctrain.errors import LimitError, Refusal
+from hpctrain.plan.documents import NodeRequest, Plan
+from hpctrain.spec.notify import NotifySpec, joined_notify
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.partition import PartitionProfile
+from hpctrain.spec.run import ContainerSpec, EnvironmentSpec, ResourcesSpec, RunSpec
+from hpctrain.spec.supervision import SuperviseSpec
+from hpctrain.units import Duration
+
+# srun: a task for each GPU. torchrun: a task for each node, which starts one process for each GPU.
+# node: a task for each node, whose program knows by itself what to start.
+JobLauncher = Literal["srun", "torchrun", "node"]
+
+
+class NamedEngine(Protocol):
+    """What trains or serves: variables of a site may be for some engines only."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class JobSpec(Protocol):
+    """What somebody wants of one job."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def engine(self) -> NamedEngine: ...
+    @property
+    def launcher(self) -> JobLauncher: ...
+    @property
+    def resources(self) -> ResourcesSpec: ...
+    @property
+    def environment(self) -> EnvironmentSpec: ...
+    @property
+    def container(self) -> ContainerSpec | None: ...
+    @property
+    def notify(self) -> NotifySpec | None: ...
+    @property
+    def supervise(self) -> SuperviseSpec: ...
+
+
+class JobPlan(Protocol):
+    """How the GPUs of one job are spread over nodes."""
+
+    @property
+    def nodes(self) -> NodeRequest: ...
+
+
+@dataclass(frozen=True)
+class ServingProgram:
+    """The engine of a service, or its router, by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class ServicePart:
+    """One job of a service, as both the spec and the plan of a `Job`: a replica's, for example."""
+
+    name: str
+    engine: ServingProgram
+    resources: ResourcesSpec
+    environment: EnvironmentSpec
+    nodes: NodeRequest
+    supervise: SuperviseSpec = field(default_factory=SuperviseSpec)
+    notify: NotifySpec | None = None
+    container: ContainerSpec | None = None
+    launcher: JobLauncher = "node"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one job is made of; `profile` is the one for jobs in its partition."""
+
+    spec: JobSpec
+    profile: ClusterProfile
+    plan: JobPlan
+
+    @cached_property
+    def partition(self) -> PartitionProfile:
+        """The partition that the job is in. Raises LimitError if the site has none of its name."""
+        name = self.spec.resources.partition
+        found = self.profile.slurm.partition(name)
+        if found is None:
+            message = f"profile {self.profile.name} has no partition {name}"
+            raise LimitError([Refusal(message, "resources.partition")])
+        return found
+
+    @property
+    def walltime(self) -> Duration:
+        """The time limit of one attempt: the spec's, else the tightest of partition and site."""
+        if self.spec.resources.walltime is not None:
+            return self.spec.resources.walltime
+        both = (self.partition.max_walltime, self.profile.limits.max_walltime)
+        return min((limit for limit in both if limit), default=Duration(86400))
+
+    @property
+    def notify(self) -> NotifySpec | None:
+        """Whom the job tells about its events: as the spec says, else as the site does."""
+        return joined_notify(self.spec.notify, self.profile.notify)
+
+    @property
+    def most_nodes(self) -> int:
+        """The nodes of the plan and the spare ones."""
+        return self.plan.nodes.nodes + self.spec.resources.spare_nodes
+
+    @property
+    def least_nodes(self) -> int:
+        """The fewest nodes that the job starts with: all, spare ones included, by default."""
+        return self.spec.resources.min_nodes or self.most_nodes
+
+    @property
+    def has_whole_nodes(self) -> bool:
+        """Whether the job has all GPUs of its nodes."""
+        return self.plan.nodes.gpus_per_node == self.profile.gpu.per_node
+
+    @property
+    def cpus_per_gpu(self) -> int:
+        """CPUs for each GPU: the spec's number, else the share of a GPU in its node's CPUs.
+
+        Slurm's default of 1 would bind all threads of a rank (NCCL's, the data loader's) to one
+        core.
+        """
+        nodes, gpus = self.profile.nodes, self.profile.gpu.per_node
+        return self.spec.resources.cpus_per_gpu or max(1, nodes.cpus // gpus)
+
+
+@dataclass(frozen=True)
+class TrainingJob(Job):
+    """The job of a run."""
+
+    spec: RunSpec
+    plan: Plan
+
+    @property
+    def peak_flops_per_gpu(self) -> float | None:
+        """The dense peak of a GPU in FLOP/s at the precision of the plan; None: not known."""
+        peak = self.profile.gpu.peak.get(self.plan.precision)
+        return float(peak) if peak else None
