@@ -200,10 +200,10 @@ def layouts(world: int) -> Iterator[Layout]:
 
 def rows_of(all_of: list[Layout]) -> Columns:
     values = {name: np.zeros(len(all_of), dtype=np.int32) for name in COLUMN_NAMES}
-    for name in ("tp", "cp", "pp", "dp", "ep"):
+    for name in ("tp", "cp", "pp", "ep"):
         values[name] = np.array([getattr(one, name) for one in all_of], dtype=np.int32)
     values["order"] = np.array([ORDERS.index(one.order) for one in all_of], dtype=np.int32)
-    return Columns(**values)
+    return Columns(gpus=all_of[0].world_size, batch=1, layers=1, stages=None, **values)
 
 
 @pytest.mark.parametrize("nodes", [12, 36])
