@@ -32,12 +32,7 @@ def planned_kept_bytes(spec: RunSpec, plan: Plan) -> tuple[int, ...]:
     layout, batch = plan.layout, plan.batch
     layers = [sum(stage.chunk_layers) for stage in plan.stages]
     mesh = Mesh(
-        tp=layout.tp,
-        pp=layout.pp,
-        vpp=layout.vpp,
-        cp=layout.cp,
-        ep=layout.ep,
-        dp=layout.dp,
+        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")},
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
         sequence_parallel=int(layout.sequence_parallel),

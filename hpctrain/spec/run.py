@@ -356,20 +356,13 @@ class RunSpec(Document):
         given = info.data
         if not given.keys() >= {"optimizer", "precision", "parallel"}:
             return engine
-        optimizer, parallel = given["optimizer"], given["parallel"]
-        layout = ParallelSpec() if parallel == "auto" else parallel
+        parallel = given["parallel"]
         others = ("recompute", "recompute_modules", "recompute_layers", "model")
         choices = Choices(
-            zero=optimizer.zero,
-            distributed=optimizer.distributed,
-            offload=optimizer.offload,
+            optimizer=given["optimizer"],
             precision=given["precision"],
-            pp=layout.pp,
-            sequence_parallel=bool(layout.sequence_parallel),
+            parallel=ParallelSpec() if parallel == "auto" else parallel,
             layout_given=parallel != "auto",
-            tp=layout.tp,
-            etp=layout.etp,
-            whole_sequence=layout.sequence_parallel is False,
             activation_offload_layers=given.get("activation_offload_layers", 0),
             **{name: given[name] for name in others if name in given},
         )

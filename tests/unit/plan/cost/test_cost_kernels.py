@@ -325,6 +325,7 @@ SWITCHED_ON = (
     *("overlaps_tensors", "overlaps_gradients", "overlaps_parameters", "overlaps_stages"),
     *("overlaps_experts", "launched_layers", "launched_experts"),
 )
+ONE_GPU = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch", "accumulation")
 
 
 @pytest.mark.parametrize(
@@ -334,6 +335,7 @@ SWITCHED_ON = (
         (
             Mesh,
             dict(
+                **dict.fromkeys(ONE_GPU, 1),
                 full_share=1,
                 again_core=1,
                 pipeline_outside=1,
