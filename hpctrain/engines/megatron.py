@@ -278,15 +278,7 @@ def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None)
         fp8_recipe=plan.fp8_recipe or "delayed",
         fp8_param=own.fp8_param_gather,
         fp4="e2m1" if plan.precision == "fp4" else None,
-        grad_reduce_in_fp32=own.grad_reduce_in_fp32,
-        tp_comm_overlap=own.tp_comm_overlap,
-        cross_entropy_loss_fusion=own.cross_entropy_loss_fusion,
-        defer_embedding_wgrad_compute=own.defer_embedding_wgrad_compute,
-        moe_token_dispatcher_type=own.moe_token_dispatcher_type,
-        moe_flex_dispatcher_backend=own.moe_flex_dispatcher_backend,
-        moe_permute_fusion=own.moe_permute_fusion,
-        moe_shared_expert_overlap=own.moe_shared_expert_overlap,
-        cuda_graph_impl=own.cuda_graph_impl,
+        **own.model_dump(exclude={"fp8_recipe", "fp8_param_gather"}),  # messages and kernels
         use_distributed_optimizer=optimizer.distributed,
         overlap_grad_reduce=optimizer.overlap_grad_reduce and replicated,
         overlap_param_gather=(
