@@ -261,8 +261,8 @@ def _assemble(found: Found, row: int) -> Plan:
     candidate = replace(candidate, order=ORDERS.index(ordered.order))
     layout = candidate.layout
     memory = candidate_memory(request, candidate)
-    domain = nvlink_domain(layout, spec.resources, profile)
-    segment = requested_segment(layout, spec.resources, profile)
+    domain = nvlink_domain(candidate, spec.resources, profile)
+    segment = requested_segment(candidate, spec.resources, profile)
     nodes = nodes.model_copy(update={"domain": domain, "segment": segment})
     placements = place_axes(layout, profile, nodes, domain)
     prediction = predict(request, candidate)
