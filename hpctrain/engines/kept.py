@@ -20,6 +20,7 @@ from hpctrain.plan.cost.from_spec import (
 )
 from hpctrain.plan.cost.memory import kept_bytes, logit_bytes, outside_bytes
 from hpctrain.plan.documents import RECOMPUTES, Plan
+from hpctrain.spec.engines.abilities import MODEL_AXES
 from hpctrain.spec.run import RunSpec
 
 
@@ -32,7 +33,7 @@ def planned_kept_bytes(spec: RunSpec, plan: Plan) -> tuple[int, ...]:
     layout, batch = plan.layout, plan.batch
     layers = [sum(stage.chunk_layers) for stage in plan.stages]
     mesh = Mesh(
-        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")},
+        **{axis: getattr(layout, axis) for axis in (*MODEL_AXES, "dp")},
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
         sequence_parallel=int(layout.sequence_parallel),

@@ -14,6 +14,7 @@ from hpctrain.plan.cost.links import reduce_seconds, send_seconds
 from hpctrain.plan.documents import AxisPlacement, Layout, Plan
 from hpctrain.plan.layout_words import Axis
 from hpctrain.plan.request import PlanRequest
+from hpctrain.spec.engines.abilities import MODEL_AXES
 
 # Long enough that the start of an operation does not count.
 _LARGE_BYTES = 2**30
@@ -37,7 +38,7 @@ def expected_speed(request: PlanRequest, plan: Plan) -> ExpectedSpeed | None:
     if machine is None:
         return None
     # links depend on the sizes of the axes, and on nothing else of a mesh
-    sizes = {axis: getattr(plan.layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")}
+    sizes = {axis: getattr(plan.layout, axis) for axis in (*MODEL_AXES, "dp")}
     case = Case(shape_of(request.spec.model), Mesh(**sizes), machine, software_for(request))
     places = [_as_grouped(place, plan.layout) for place in plan.placements]
     links = {place.axis: _bandwidth(case, place) for place in places if place.size > 1}

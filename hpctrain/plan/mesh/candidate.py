@@ -18,10 +18,10 @@ from hpctrain.plan.abilities.sharding import zero_choices
 from hpctrain.plan.divisors import or_list
 from hpctrain.plan.documents import RECOMPUTES, Layout, Recompute
 from hpctrain.plan.layout_words import DEFAULT_ORDER, ORDERS
-from hpctrain.plan.mesh.layout import layout_of, uses_sequence_parallel
+from hpctrain.plan.mesh.layout import layout_of
 from hpctrain.plan.mesh.recomputation import module_bits, modules_of, recompute_words
 from hpctrain.plan.mesh.stages import Split, split_layers, spread_layers
-from hpctrain.spec.engines.abilities import RecomputeModule
+from hpctrain.spec.engines.abilities import MODEL_AXES, RecomputeModule
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
 Whole = NDArray[np.int64]
@@ -111,11 +111,7 @@ class Candidate(LayoutValues[int]):
         if stages is None and self.uneven:
             stages = spread_layers(self.layers, self.pp)
         return ParallelSpec(
-            tp=self.tp,
-            pp=self.pp,
-            vpp=self.vpp,
-            cp=self.cp,
-            ep=self.ep,
+            **{axis: getattr(self, axis) for axis in MODEL_AXES},
             etp=self.etp or None,
             order=ORDERS[self.order],
             sequence_parallel=bool(self.sequence_parallel) if self.tp > 1 else None,
@@ -169,18 +165,15 @@ def candidate_of(spec: RunSpec, parallel: ParallelSpec, gpus: int) -> Candidate:
 
     What the spec leaves to be chosen counts as the least demanding choice.
     """
+    layout = layout_of(parallel, gpus)
     return Candidate(
         gpus=gpus,
         batch=spec.batch.global_,
         layers=spec.model.layers,
         stages=parallel.stages,
-        tp=parallel.tp,
-        pp=parallel.pp,
-        vpp=parallel.vpp,
-        cp=parallel.cp,
-        ep=parallel.ep,
-        etp=parallel.etp or 0,
-        sequence_parallel=int(uses_sequence_parallel(parallel)),
+        **{axis: getattr(layout, axis) for axis in MODEL_AXES},
+        etp=layout.etp or 0,
+        sequence_parallel=int(layout.sequence_parallel),
         count_embedding=int(parallel.count_embedding),
         count_loss=int(parallel.count_loss),
         uneven=int(parallel.stages is not None),
@@ -192,5 +185,5 @@ def candidate_of(spec: RunSpec, parallel: ParallelSpec, gpus: int) -> Candidate:
         zero=min(zero_choices(spec)),
         shard_gpus=spec.optimizer.shard_gpus or 0,
         offload=0,
-        order=0 if parallel.order == "auto" else ORDERS.index(parallel.order),
+        order=ORDERS.index(layout.order),
     )
