@@ -22,7 +22,6 @@ from hpctrain.spec.engines.unread import unread_choices
 from hpctrain.spec.evaluation import EvaluationJobSpec as EvaluationJobSpec
 from hpctrain.spec.evaluation import EvaluationSpec as EvaluationSpec
 from hpctrain.spec.job_text import JobText
-from hpctrain.spec.metrics import MetricsSpec as MetricsSpec
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
@@ -263,6 +262,21 @@ class LoggingSpec(Document):
         ge=1,
         description="Logs and exit records of so many launches stay as they are; those of older "
         "ones are packed, many into one file",
+    )
+
+
+class MetricsSpec(Document):
+    """How the job of a run gives metrics to Prometheus. `hpctrain exporter` needs none of it."""
+
+    textfile: bool = Field(
+        True,
+        description="Write them for the node_exporter of the first node, where the profile names "
+        "its directory (`metrics.textfile`)",
+    )
+    endpoint: bool = Field(
+        False,
+        description="Serve them over HTTP from the first node, without a password; its address is "
+        "in the run directory and in RUNS/.file_sd",
     )
 
 

@@ -1,6 +1,6 @@
 """How metrics of jobs reach the Prometheus of a site: the section `metrics` of a profile.
 
-Belongs here: these fields. Does not belong here: whether a run uses them (`hpctrain.spec.metrics`).
+Belongs here: these fields. Does not belong here: whether a run uses them (`hpctrain.spec.run`).
 """
 
 from __future__ import annotations
