@@ -106,12 +106,13 @@ class Mesh:
     full_share: Array = 1  # share of a stage's layers that RECOMPUTE_FULL covers
     full_layers: Array = 0  # layers of each chunk that it covers instead; 0: `full_share`
     kept_on_host: Array = 0  # layers whose activations wait in the host's memory
-    again_core: Array = 1  # what RECOMPUTE_SELECTIVE computes again: core attention,
+    # what RECOMPUTE_SELECTIVE computes again, by Megatron's names (`recompute_modules`)
+    again_core_attn: Array = 1  # core attention,
     again_mlp: Array = 0  # dense MLPs,
     again_moe: Array = 0  # MoE blocks, messages included,
-    again_activation: Array = 0  # activation functions of experts,
-    again_norm: Array = 0  # norms,
-    again_up: Array = 0  # up-projections of latent attention
+    again_moe_act: Array = 0  # activation functions of experts,
+    again_layernorm: Array = 0  # norms,
+    again_mla_up_proj: Array = 0  # up-projections of latent attention
     pipeline_outside: Array = 1  # 1: pp is the farthest axis, 0: dp is
     shard_gpus: Array = 0  # ZeRO-3: shard over so many GPUs; 0: over all data parallel ranks
     offload: Array = 0  # 1: optimizer state in host memory, 2: on NVMe drives behind it

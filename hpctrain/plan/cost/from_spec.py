@@ -181,7 +181,7 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
     """
     spec = request.spec
     near = columns.order == ORDERS.index(DEFAULT_ORDER)
-    again = {name: columns.recompute_modules >> bit & 1 for bit, name in enumerate(MODULES)}
+    bits = columns.recompute_modules
     own, trainable = spec.engine.megatron, request.counts.trainable_share
     each, element = gradient_bytes(spec), ELEMENT_BYTES[spec.precision]
     held = each * trainable
@@ -192,12 +192,7 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
     return Mesh(
         **{name: getattr(columns, name).astype(float) for name in _IN_COLUMNS},
         offload=columns.offload.astype(float) * (2 if spec.optimizer.offload == "nvme" else 1),
-        again_core=_number(again["core_attn"]),
-        again_mlp=_number(again["mlp"]),
-        again_moe=_number(again["moe"]),
-        again_norm=_number(again["layernorm"]),
-        again_activation=_number(again["moe_act"]),
-        again_up=_number(again["mla_up_proj"]),
+        **{f"again_{name}": _number(bits >> bit & 1) for bit, name in enumerate(MODULES)},
         pipeline_outside=near.astype(float),
         full_layers=_number(columns.recompute_layers),
         kept_on_host=_number(columns.offloaded_layers),

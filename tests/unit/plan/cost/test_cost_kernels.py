@@ -337,7 +337,7 @@ ONE_GPU = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch", "accumulation")
             dict(
                 **dict.fromkeys(ONE_GPU, 1),
                 full_share=1,
-                again_core=1,
+                again_core_attn=1,
                 pipeline_outside=1,
                 element_bytes=2,
                 gradient_bytes=4,
