@@ -16,8 +16,7 @@ from hpctrain.actions.serve_status import service_status
 from hpctrain.actions.services import find_service
 from hpctrain.errors import InvalidInputError, NoSuchRunError, UsageError
 from hpctrain.spec.loader import load_service_spec
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.metrics import MetricsProfile
+from hpctrain.spec.profile import ClusterProfile, MetricsProfile
 from hpctrain.spec.service import RouterSpec, ServiceSpec, TlsSpec
 from hpctrain.store.run_records import read_record, write_record
 from hpctrain.store.service_layout import ReplicaName, ServiceLayout
