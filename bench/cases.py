@@ -36,6 +36,7 @@ from hpctrain.plan.cost.constants import (
     software_of,
 )
 from hpctrain.plan.cost.modules import EAGER_NORM_TRAFFIC
+from hpctrain.plan.mesh.recomputation import MODULES
 from hpctrain.plan.model.number_formats import LAYOUT_BYTES
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
 from hpctrain.spec.catalogue import Gpu, GpuCatalogue, match_gpu
@@ -278,12 +279,7 @@ def mesh_of(
         recompute=RECOMPUTE[recipe.recompute],
         full_layers=recipe.recompute_layers / vp,
         kept_on_host=recipe.offload_activation_layers,
-        again_core=int("core_attn" in modules),
-        again_mlp=int("mlp" in modules),
-        again_moe=int("moe" in modules),
-        again_activation=int("moe_act" in modules),
-        again_norm=int("layernorm" in modules),
-        again_up=int("mla_up_proj" in modules),
+        **{f"again_{name}": int(name in modules) for name in MODULES},
         layers_first=first,
         layers_middle=middle,
         layers_last=last,

@@ -26,6 +26,7 @@ from bench.published_models import model_of
 from bench.published_recipes import Recipe
 from hpctrain.plan.cost.case import Software
 from hpctrain.plan.cost.modules import EAGER_NORM_TRAFFIC
+from hpctrain.plan.mesh.recomputation import MODULES
 from hpctrain.spec.catalogue import match_gpu
 from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.loader import load_calibration, load_catalogue
@@ -301,7 +302,7 @@ class TestMesh:
     def test_recomputation(self, cells: dict[str, str], expected: tuple[int, float]) -> None:
         mesh = case(gpt(**cells)).case.mesh
         assert (mesh.recompute, mesh.full_share_of(mesh.layers_first)) == expected
-        assert mesh.again_core == int(cells["recompute"] == "selective")
+        assert mesh.again_core_attn == int(cells["recompute"] == "selective")
 
     @pytest.mark.parametrize(
         ("precision", "low", "element"),
@@ -319,23 +320,12 @@ class TestMesh:
         assert [mesh.low_bytes for mesh in meshes] == [0, 2 * (1 + 1 / 32)]
         assert [(mesh.low_only, mesh.gather_bytes) for mesh in meshes] == [(0, 2), (1, 2)]
 
-    @pytest.mark.parametrize(
-        ("module", "field"),
-        [
-            ("core_attn", "core"),
-            ("mlp", "mlp"),
-            ("moe", "moe"),
-            ("moe_act", "activation"),
-            ("layernorm", "norm"),
-            ("mla_up_proj", "up"),
-        ],
-    )
-    def test_modules_of_megatron(self, module: str, field: str) -> None:
+    @pytest.mark.parametrize("module", MODULES)
+    def test_modules_of_megatron(self, module: str) -> None:
         recipe = Recipe(precision="bf16", recompute="selective", recompute_modules=(module,))
         software = CALIBRATION.software["megatron-core"]
         mesh = mesh_of(gpt(), model_of(gpt()), recipe, software, [])
-        kinds = ("core", "mlp", "moe", "activation", "norm", "up")
-        assert [kind for kind in kinds if getattr(mesh, f"again_{kind}")] == [field]
+        assert [name for name in MODULES if getattr(mesh, f"again_{name}")] == [module]
 
     def test_a_layout_of_other_gpus_is_refused(self) -> None:
         with pytest.raises(CannotModel, match="dp 4 are not the 64 GPUs"):

@@ -45,7 +45,7 @@ def test_table_5_is_run_as_it_says() -> None:
     assert predicted.refused == []
     meshes = [case.case.mesh for case in predicted.cases]
     assert [mesh.sequence_parallel for mesh in meshes] == [0, 1] * 4
-    assert [mesh.again_core for mesh in meshes] == [0, 1] * 4
+    assert [mesh.again_core_attn for mesh in meshes] == [0, 1] * 4
     assert [(mesh.pp, mesh.vpp, mesh.accumulation) for mesh in meshes[::2]] == [
         (1, 1, 1),
         (8, 3, 64),

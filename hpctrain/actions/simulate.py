@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -62,50 +62,32 @@ class Simulation(BaseModel):
     written: Written | None = None
 
 
-class BareNumbers(BaseModel):
-    """A run without a spec, as options of `simulate`."""
+def scenario_of_numbers(
+    gpus: int,
+    gpus_per_node: int = 8,
+    days: float = 30.0,
+    step_seconds: float = 10.0,
+    **others: Any,
+) -> tuple[Scenario, tuple[str, ...]]:
+    """Build the scenario of a run without a spec, and its notes.
 
-    model_config = ConfigDict(frozen=True)
-
-    gpus: int
-    gpus_per_node: int = 8
-    failures_per_node_day: float = 6.5e-3
-    step_seconds: float = 10.0
-    save_stall_seconds: float = 5.0
-    save_write_seconds: float = 60.0
-    restart_seconds: float = RESTART_SECONDS
-    queue_wait_seconds: float = 0.0
-    walltime_seconds: float = math.inf
-    days: float = 30.0
-    mix: MixName = "llama3"
-    cluster_nodes: int | None = None
-
-
-def scenario_of_numbers(given: BareNumbers) -> tuple[Scenario, tuple[str, ...]]:
-    """Build a scenario of bare numbers, and its notes.
-
+    `days`: of undisturbed training. `others`: other fields of `Scenario`, as options of `simulate`.
     Raises UsageError where the GPUs do not fill their nodes.
     """
-    if given.gpus % given.gpus_per_node:
+    if gpus % gpus_per_node:
         raise UsageError(
-            f"--gpus {given.gpus} does not fill nodes of {given.gpus_per_node} GPUs",
+            f"--gpus {gpus} does not fill nodes of {gpus_per_node} GPUs",
             "give a multiple, or another --gpus-per-node",
         )
+    usual = dict(failures_per_node_day=6.5e-3, save_stall_seconds=5.0, save_write_seconds=60.0)
     scenario = Scenario(
-        nodes=given.gpus // given.gpus_per_node,
-        gpus_per_node=given.gpus_per_node,
-        cluster_nodes=given.cluster_nodes,
-        work_seconds=given.days * 86400,
-        step_seconds=given.step_seconds,
-        interval_seconds=given.step_seconds,
-        save_stall_seconds=given.save_stall_seconds,
-        save_write_seconds=given.save_write_seconds,
-        failures_per_node_day=given.failures_per_node_day,
-        mix=given.mix,
-        restart_seconds=given.restart_seconds,
-        queue_wait_seconds=given.queue_wait_seconds,
-        walltime_seconds=given.walltime_seconds,
+        nodes=gpus // gpus_per_node,
+        gpus_per_node=gpus_per_node,
+        work_seconds=days * 86400,
+        step_seconds=step_seconds,
+        interval_seconds=step_seconds,
         supervise=policy_settings(SuperviseSpec(exclude_nodes="act"), "requeue"),
+        **{**usual, "restart_seconds": RESTART_SECONDS, **others},
     )
     return scenario, (f"causes: {scenario.failure_mix.source}",)
 

@@ -58,7 +58,7 @@ class CountList(click.ParamType[tuple[int, ...]]):
         return tuple(int(word) for word in words)
 
 
-# options whose field of BareNumbers has another name
+# options whose field of a scenario has another name
 _FIELDS = {
     "node_failures_per_day": "failures_per_node_day",
     "save_stall": "save_stall_seconds",
@@ -175,8 +175,9 @@ def simulate(
         fields = {_FIELDS.get(name, name): number for name, number in given.items()}
         if fields.get("walltime_seconds") == 0:
             fields["walltime_seconds"] = math.inf
-        bare = {"gpus": gpus, **fields, "mix": causes, "queue_wait_seconds": requeue_wait}
-        scenario, notes = action.scenario_of_numbers(action.BareNumbers.model_validate(bare))
+        assert gpus is not None, "checked above"
+        bare: dict[str, Any] = {**fields, "mix": causes, "queue_wait_seconds": requeue_wait}
+        scenario, notes = action.scenario_of_numbers(gpus, **bare)
     written = None if spec is None else action.Written.of(scenario)
     with busy("playing runs with failures ..."):
         simulation = action.simulate(

@@ -6,11 +6,11 @@ Belongs here: the names in that file, and the comparison. Does not belong here: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.engines.hugging_face import ACTIVATIONS, MODEL_TYPES
+from hpctrain.engines.hugging_face import ACTIVATIONS, MODEL_TYPES, NAMES, effective
 from hpctrain.plan.model.vision import BOTTLENECK_EXPANSION, RESNET_BLOCKS, STEM_FEATURES
 from hpctrain.spec.model import ModelSpec
 
@@ -45,11 +45,23 @@ def family_described(config: Config) -> str | None:
 def described(config: Config) -> Fields:
     """Translate to the fields of `model` in a spec; `config` is of a known family.
 
-    Absent settings have transformers' defaults (configuration_*.py).
+    Absent settings have transformers' defaults.
     """
     family = family_described(config)
     assert family is not None
-    return {"family": family, **_READERS[family](config)}
+    if family == "resnet":
+        return {"family": family, **_resnet(config)}
+    fields = {field: config.get(name, default) for field, name, default in NAMES[family]}
+    fields["activation"] = _SPEC_ACTIVATIONS.get(fields["activation"], fields["activation"])
+    if family == "gpt":
+        fields["ffn"] = fields["ffn"] or 4 * fields["hidden"]
+    if family == "llama":
+        fields["kv_heads"] = fields["kv_heads"] or fields["heads"]
+        fields["head_dim"] = fields["head_dim"] or fields["hidden"] // fields["heads"]
+        fields["rope_base"] = round(rope_of(config).get("rope_theta", 10000))
+        if fields["bias"] != config.get("mlp_bias", False):
+            fields["bias"] = Inexpressible("in one of attention and MLP only")
+    return {"family": family, **fields}
 
 
 def disagreements(model: ModelSpec, config: Config) -> list[str]:
@@ -68,7 +80,7 @@ def disagreements(model: ModelSpec, config: Config) -> list[str]:
     limit = fields.pop("seq", None)
     found = []
     for name, theirs in fields.items():
-        ours = getattr(model, _EFFECTIVE.get(name, name))
+        ours = effective(model, name)
         same = ours == theirs
         if isinstance(ours, float) and isinstance(theirs, int | float):
             same = abs(ours - theirs) <= 1e-6 * abs(theirs)  # JSON of fp32 numbers is rounded
@@ -79,91 +91,10 @@ def disagreements(model: ModelSpec, config: Config) -> list[str]:
     return found
 
 
-# Field of the spec -> property with its value, also where that follows from other fields.
-_EFFECTIVE = {"ffn": "ffn_size", "kv_heads": "key_value_heads", "head_dim": "head_size"}
-
-
-def _gpt2(config: Config) -> Fields:
-    hidden = config.get("n_embd", 768)
-    return dict(
-        layers=config.get("n_layer", 12),
-        hidden=hidden,
-        heads=config.get("n_head", 12),
-        ffn=config.get("n_inner") or 4 * hidden,
-        vocab=config.get("vocab_size", 50257),
-        seq=config.get("n_positions", 1024),
-        activation=_activation(config.get("activation_function", "gelu_new")),
-        norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
-        tied=config.get("tie_word_embeddings", True),
-    )
-
-
-def _llama(config: Config) -> Fields:
-    hidden, heads = config.get("hidden_size", 4096), config.get("num_attention_heads", 32)
-    bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
-    return dict(
-        layers=config.get("num_hidden_layers", 32),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        ffn=config.get("intermediate_size", 11008),
-        vocab=config.get("vocab_size", 32000),
-        seq=config.get("max_position_embeddings", 2048),
-        activation=_activation(config.get("hidden_act", "silu")),
-        norm_epsilon=config.get("rms_norm_eps", 1e-6),
-        rope_base=round(rope_of(config).get("rope_theta", 10000)),
-        tied=config.get("tie_word_embeddings", False),
-        bias=bias if bias == mlp_bias else Inexpressible("in one of attention and MLP only"),
-    )
-
-
 def rope_of(config: Config) -> Config:
     """Read base and type of rotary positions; transformers 4 had them in two places."""
     older = {"rope_theta": config.get("rope_theta", 10000), **(config.get("rope_scaling") or {})}
     return config.get("rope_parameters") or older
-
-
-def _bert(config: Config) -> Fields:
-    return dict(
-        vocab=config.get("vocab_size", 30522),
-        seq=config.get("max_position_embeddings", 512),
-        tied=config.get("tie_word_embeddings", True),
-        **_encoder(config),
-    )
-
-
-def _distilbert(config: Config) -> Fields:
-    return dict(
-        layers=config.get("n_layers", 6),
-        hidden=config.get("dim", 768),
-        heads=config.get("n_heads", 12),
-        ffn=config.get("hidden_dim", 3072),
-        vocab=config.get("vocab_size", 30522),
-        seq=config.get("max_position_embeddings", 512),
-        activation=_activation(config.get("activation", "gelu")),
-        tied=config.get("tie_word_embeddings", True),
-    )
-
-
-def _vit(config: Config) -> Fields:
-    return dict(
-        image=config.get("image_size", 224),
-        patch=config.get("patch_size", 16),
-        bias=config.get("qkv_bias", True),
-        **_encoder(config),
-    )
-
-
-def _encoder(config: Config) -> Fields:
-    return dict(
-        layers=config.get("num_hidden_layers", 12),
-        hidden=config.get("hidden_size", 768),
-        heads=config.get("num_attention_heads", 12),
-        ffn=config.get("intermediate_size", 3072),
-        activation=_activation(config.get("hidden_act", "gelu")),
-        norm_epsilon=config.get("layer_norm_eps", 1e-12),
-    )
 
 
 def _resnet(config: Config) -> Fields:
@@ -178,17 +109,3 @@ def _resnet(config: Config) -> Fields:
         if usual and blocks == depths and bottleneck == (layers >= 50):
             return dict(layers=layers)
     return dict(layers=Inexpressible(f"of blocks {list(depths)} and other widths"))
-
-
-def _activation(name: str) -> str:
-    return _SPEC_ACTIVATIONS.get(name, name)
-
-
-_READERS: dict[str, Callable[[Config], Fields]] = {
-    "gpt": _gpt2,
-    "llama": _llama,
-    "bert": _bert,
-    "distilbert": _distilbert,
-    "vit": _vit,
-    "resnet": _resnet,
-}

@@ -8,6 +8,9 @@ cannot represent (`hpctrain.plan.abilities.representable_hugging_face`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from hpctrain.plan.model.vision import (
     BOTTLENECK_EXPANSION,
     BOTTLENECK_FROM,
@@ -34,12 +37,108 @@ ACTIVATIONS = {
     "swiglu": "silu",
 }
 
+# Field of `model`, its name in config.json, and transformers' default where that has none
+# (configuration_*.py).
+Name = tuple[str, str, Any]
+_ENCODER: tuple[Name, ...] = (
+    ("layers", "num_hidden_layers", 12),
+    ("hidden", "hidden_size", 768),
+    ("heads", "num_attention_heads", 12),
+    ("ffn", "intermediate_size", 3072),
+    ("activation", "hidden_act", "gelu"),
+    ("norm_epsilon", "layer_norm_eps", 1e-12),
+)
+# A ResNet has none of these.
+NAMES: Mapping[str, tuple[Name, ...]] = {
+    "gpt": (
+        ("layers", "n_layer", 12),
+        ("hidden", "n_embd", 768),
+        ("heads", "n_head", 12),
+        ("ffn", "n_inner", None),
+        ("vocab", "vocab_size", 50257),
+        ("seq", "n_positions", 1024),
+        ("activation", "activation_function", "gelu_new"),
+        ("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        ("tied", "tie_word_embeddings", True),
+    ),
+    "llama": (
+        ("layers", "num_hidden_layers", 32),
+        ("hidden", "hidden_size", 4096),
+        ("heads", "num_attention_heads", 32),
+        ("kv_heads", "num_key_value_heads", None),
+        ("head_dim", "head_dim", None),
+        ("ffn", "intermediate_size", 11008),
+        ("vocab", "vocab_size", 32000),
+        ("seq", "max_position_embeddings", 2048),
+        ("activation", "hidden_act", "silu"),
+        ("norm_epsilon", "rms_norm_eps", 1e-6),
+        ("rope_base", "rope_parameters", None),
+        ("tied", "tie_word_embeddings", False),
+        ("bias", "attention_bias", False),
+    ),
+    "bert": (
+        ("vocab", "vocab_size", 30522),
+        ("seq", "max_position_embeddings", 512),
+        ("tied", "tie_word_embeddings", True),
+        *_ENCODER,
+    ),
+    "distilbert": (
+        ("layers", "n_layers", 6),
+        ("hidden", "dim", 768),
+        ("heads", "n_heads", 12),
+        ("ffn", "hidden_dim", 3072),
+        ("vocab", "vocab_size", 30522),
+        ("seq", "max_position_embeddings", 512),
+        ("activation", "activation", "gelu"),
+        ("tied", "tie_word_embeddings", True),
+    ),
+    "vit": (
+        ("image", "image_size", 224),
+        ("patch", "patch_size", 16),
+        ("bias", "qkv_bias", True),
+        *_ENCODER,
+    ),
+}
+# Field of the spec -> property with its value, also where that follows from other fields.
+_EFFECTIVE = {"ffn": "ffn_size", "kv_heads": "key_value_heads", "head_dim": "head_size"}
+_HIDDEN_AND_ATTENTION = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+_DROPOUTS: dict[str, tuple[str, ...]] = {
+    "gpt": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "llama": ("attention_dropout",),
+    "bert": _HIDDEN_AND_ATTENTION,
+    "distilbert": ("dropout", "attention_dropout", "seq_classif_dropout"),
+    "vit": _HIDDEN_AND_ATTENTION,
+    "resnet": (),
+}
+
 Settings = dict[str, object]
+
+
+def effective(model: ModelSpec, field: str) -> Any:
+    """Read a field of `model`, also where its value follows from other fields."""
+    return getattr(model, _EFFECTIVE.get(field, field))
+
+
+def _written(model: ModelSpec, field: str) -> object:
+    """Return the value of a field as config.json has it."""
+    if field == "activation":
+        return ACTIVATIONS[str(model.activation)]
+    if field == "rope_base":
+        return {"rope_type": "default", "rope_theta": float(model.rope_base)}
+    return effective(model, field)
 
 
 def settings_of(model: ModelSpec) -> Settings:
     """List keyword arguments of the family's configuration class."""
-    return {**_SETTINGS[model.family](model), **fresh_settings(model)}
+    if model.family == "resnet":
+        return {**_resnet(model), **fresh_settings(model)}
+    settings: Settings = {name: _written(model, field) for field, name, _ in NAMES[model.family]}
+    if model.family == "llama":
+        settings["mlp_bias"] = model.bias
+    if not model.reads_images:
+        # the data already contains begin, end and padding tokens
+        settings |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    return {**settings, **fresh_settings(model)}
 
 
 def fresh_settings(model: ModelSpec) -> Settings:
@@ -52,84 +151,6 @@ def fresh_settings(model: ModelSpec) -> Settings:
 def classes_of(model: ModelSpec) -> int | None:
     """Count the outputs of a classifier; None for a language model."""
     return model.vocab if model.reads_images else model.classes
-
-
-# The data already contains begin, end and padding tokens.
-_NO_SPECIAL_TOKENS: Settings = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-
-
-def _gpt2(model: ModelSpec) -> Settings:
-    return dict(
-        vocab_size=model.vocab,
-        n_positions=model.seq,
-        n_embd=model.hidden,
-        n_layer=model.layers,
-        n_head=model.heads,
-        n_inner=model.ffn_size,
-        activation_function=ACTIVATIONS[str(model.activation)],
-        layer_norm_epsilon=model.norm_epsilon,
-        tie_word_embeddings=bool(model.tied),
-        **_NO_SPECIAL_TOKENS,
-    )
-
-
-def _llama(model: ModelSpec) -> Settings:
-    return dict(
-        vocab_size=model.vocab,
-        max_position_embeddings=model.seq,
-        hidden_size=model.hidden,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.key_value_heads,
-        head_dim=model.head_size,
-        intermediate_size=model.ffn_size,
-        hidden_act=ACTIVATIONS[str(model.activation)],
-        rms_norm_eps=model.norm_epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": float(model.rope_base)},
-        tie_word_embeddings=bool(model.tied),
-        attention_bias=bool(model.bias),
-        mlp_bias=bool(model.bias),
-        **_NO_SPECIAL_TOKENS,
-    )
-
-
-def _bert(model: ModelSpec) -> Settings:
-    return dict(
-        vocab_size=model.vocab,
-        max_position_embeddings=model.seq,
-        tie_word_embeddings=bool(model.tied),
-        **_encoder(model),
-        **_NO_SPECIAL_TOKENS,
-    )
-
-
-def _distilbert(model: ModelSpec) -> Settings:
-    return dict(
-        vocab_size=model.vocab,
-        max_position_embeddings=model.seq,
-        dim=model.hidden,
-        n_layers=model.layers,
-        n_heads=model.heads,
-        hidden_dim=model.ffn_size,
-        activation=ACTIVATIONS[str(model.activation)],
-        tie_word_embeddings=bool(model.tied),
-        **_NO_SPECIAL_TOKENS,
-    )
-
-
-def _vit(model: ModelSpec) -> Settings:
-    return dict(image_size=model.image, patch_size=model.patch, qkv_bias=True, **_encoder(model))
-
-
-def _encoder(model: ModelSpec) -> Settings:
-    return dict(
-        hidden_size=model.hidden,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        intermediate_size=model.ffn_size,
-        hidden_act=ACTIVATIONS[str(model.activation)],
-        layer_norm_eps=model.norm_epsilon,
-    )
 
 
 def _resnet(model: ModelSpec) -> Settings:
@@ -145,22 +166,3 @@ def _resnet(model: ModelSpec) -> Settings:
         downsample_in_bottleneck=False,
         downsample_in_first_stage=False,
     )
-
-
-_SETTINGS = {
-    "gpt": _gpt2,
-    "llama": _llama,
-    "bert": _bert,
-    "distilbert": _distilbert,
-    "vit": _vit,
-    "resnet": _resnet,
-}
-_HIDDEN_AND_ATTENTION = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-_DROPOUTS: dict[str, tuple[str, ...]] = {
-    "gpt": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    "llama": ("attention_dropout",),
-    "bert": _HIDDEN_AND_ATTENTION,
-    "distilbert": ("dropout", "attention_dropout", "seq_classif_dropout"),
-    "vit": _HIDDEN_AND_ATTENTION,
-    "resnet": (),
-}

@@ -21,6 +21,7 @@ from hpctrain.plan.cost.from_spec import (
 from hpctrain.plan.cost.memory import kept_bytes, logit_bytes, outside_bytes
 from hpctrain.plan.documents import RECOMPUTES
 from hpctrain.plan.job import TrainingJob
+from hpctrain.spec.engines.abilities import MODEL_AXES
 
 
 def planned_kept_bytes(job: TrainingJob) -> tuple[int, ...]:
@@ -33,12 +34,7 @@ def planned_kept_bytes(job: TrainingJob) -> tuple[int, ...]:
     layout, batch = plan.layout, plan.batch
     layers = [sum(stage.chunk_layers) for stage in plan.stages]
     mesh = Mesh(
-        tp=layout.tp,
-        pp=layout.pp,
-        vpp=layout.vpp,
-        cp=layout.cp,
-        ep=layout.ep,
-        dp=layout.dp,
+        **{axis: getattr(layout, axis) for axis in (*MODEL_AXES, "dp")},
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
         sequence_parallel=int(layout.sequence_parallel),

@@ -8,7 +8,7 @@ megatron imports, or reading files.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.engines.megatron_software import software_needs
 from hpctrain.engines.needed_software import SoftwareNeed
@@ -30,8 +30,11 @@ BALANCE_LOSS_WEIGHT = 1e-2
 _ELASTIC_BUCKET_ELEMENTS = 40_000_000
 
 
-class _Dense(Document):
-    """The shape of a GPT, Llama or BERT without experts."""
+class MegatronModel(Document):
+    """The shape of a model in megatron-core's names.
+
+    With `num_moe_experts`, experts are in place of the MLP from layer `moe_first_dense_layers` on.
+    """
 
     # a directory that `hpctrain convert` wrote; None: random weights
     pretrained: str | None = None
@@ -53,33 +56,18 @@ class _Dense(Document):
     add_bias_linear: bool
     dropout: float
     transformer_impl: Literal["auto", "local", "transformer_engine"]
-
-
-class _Experts(Document):
-    """Experts in place of the MLP."""
-
-    # from layer `moe_first_dense_layers` on; None: an MLP everywhere
     num_moe_experts: int | None = None
     moe_router_topk: int = 2
     moe_ffn_hidden_size: int | None = None
     moe_shared_expert_intermediate_size: int | None = None
     moe_first_dense_layers: int = 0
-
-
-class _LatentAttention(Document):
-    """Multi-head latent attention; `q_lora_rank` None: one full query projection."""
-
+    # `q_lora_rank` None: one full query projection
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int = 512
     qk_head_dim: int = 128
     qk_pos_emb_head_dim: int = 64
     v_head_dim: int = 128
-
-
-class MegatronModel(_LatentAttention, _Experts, _Dense):
-    """The shape of a model in megatron-core's names."""
-
     mtp_num_layers: int | None = None
 
 
@@ -279,15 +267,7 @@ def megatron_config(job: TrainingJob) -> MegatronConfig:
         fp8_recipe=plan.fp8_recipe or "delayed",
         fp8_param=own.fp8_param_gather,
         fp4="e2m1" if plan.precision == "fp4" else None,
-        grad_reduce_in_fp32=own.grad_reduce_in_fp32,
-        tp_comm_overlap=own.tp_comm_overlap,
-        cross_entropy_loss_fusion=own.cross_entropy_loss_fusion,
-        defer_embedding_wgrad_compute=own.defer_embedding_wgrad_compute,
-        moe_token_dispatcher_type=own.moe_token_dispatcher_type,
-        moe_flex_dispatcher_backend=own.moe_flex_dispatcher_backend,
-        moe_permute_fusion=own.moe_permute_fusion,
-        moe_shared_expert_overlap=own.moe_shared_expert_overlap,
-        cuda_graph_impl=own.cuda_graph_impl,
+        **own.model_dump(exclude={"fp8_recipe", "fp8_param_gather"}),  # messages and kernels
         use_distributed_optimizer=optimizer.distributed,
         overlap_grad_reduce=optimizer.overlap_grad_reduce and replicated,
         overlap_param_gather=(
@@ -317,7 +297,25 @@ def megatron_model(
     moe, mla = model.moe, model.mla
     activation, tied, bias = model.activation, model.tied, model.bias
     assert activation is not None and tied is not None and bias is not None, "by the family"
-    dense = _Dense(
+    others: dict[str, Any] = {}
+    if moe is not None:
+        others = dict(
+            num_moe_experts=moe.experts,
+            moe_router_topk=moe.top_k,
+            moe_ffn_hidden_size=moe.ffn,
+            moe_shared_expert_intermediate_size=moe.shared_ffn or None,
+            moe_first_dense_layers=moe.dense_layers,
+        )
+    if mla is not None:
+        others |= dict(
+            multi_latent_attention=True,
+            q_lora_rank=mla.q_rank,
+            kv_lora_rank=mla.kv_rank,
+            qk_head_dim=mla.nope_dim,
+            qk_pos_emb_head_dim=mla.rope_dim,
+            v_head_dim=mla.value_dim,
+        )
+    return MegatronModel(
         pretrained=model.pretrained,
         model_type="bert" if model.family == "bert" else "gpt",
         num_layers=model.layers,
@@ -336,24 +334,6 @@ def megatron_model(
         add_bias_linear=bias,
         dropout=model.dropout,
         transformer_impl=implementation,
+        mtp_num_layers=model.mtp_layers or None,
+        **others,
     )
-    experts, latent = _Experts(), _LatentAttention()
-    if moe is not None:
-        experts = _Experts(
-            num_moe_experts=moe.experts,
-            moe_router_topk=moe.top_k,
-            moe_ffn_hidden_size=moe.ffn,
-            moe_shared_expert_intermediate_size=moe.shared_ffn or None,
-            moe_first_dense_layers=moe.dense_layers,
-        )
-    if mla is not None:
-        latent = _LatentAttention(
-            multi_latent_attention=True,
-            q_lora_rank=mla.q_rank,
-            kv_lora_rank=mla.kv_rank,
-            qk_head_dim=mla.nope_dim,
-            qk_pos_emb_head_dim=mla.rope_dim,
-            v_head_dim=mla.value_dim,
-        )
-    prediction = model.mtp_layers or None
-    return MegatronModel(**dict(dense), **dict(experts), **dict(latent), mtp_num_layers=prediction)

@@ -15,7 +15,6 @@ from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.plan_memory import candidate_memory
 from hpctrain.plan.cost.prediction import step_parts
 from hpctrain.plan.documents import (
-    RECOMPUTES,
     Change,
     Explanation,
     FrontPoint,
@@ -26,7 +25,6 @@ from hpctrain.plan.documents import (
 from hpctrain.plan.layout_words import ORDERS
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import Columns, columns_of, joined
-from hpctrain.plan.mesh.recomputation import modules_of, recompute_words
 from hpctrain.plan.planner import Decision
 from hpctrain.plan.search.fitting import comfortable, deviations, probabilities
 from hpctrain.plan.search.layouts import Found
@@ -159,7 +157,7 @@ def _describe(
                 differs=label or str(candidate.layout),
                 layout=candidate.layout,
                 micro_batch=candidate.micro_batch,
-                recompute=candidate.recompute,
+                recompute=candidate.mode,
                 step_seconds=own.total_seconds if own else None,
                 peak_bytes=peak,
                 slower=own.total_seconds / winner.total_seconds - 1 if own and winner else None,
@@ -196,7 +194,7 @@ def _parts(decision: Decision, columns: Columns) -> list[StepParts]:
     """Compute step times of a few rows, fitting or not; empty without a known GPU."""
     if not decision.found.timed:
         return []
-    return step_parts(decision.request, columns, decision.found.freedom.stages)
+    return step_parts(decision.request, columns)
 
 
 def _changes(winner: StepParts, own: StepParts) -> tuple[Change, ...]:
@@ -222,8 +220,7 @@ def _difference(columns: Columns, winner: int, row: int) -> str:
     one = np.array([row], dtype=np.intp)
     (names,) = [names for names in FREE_FIELDS if _changed(columns, names, one, winner)[0]]
     if names == RECOMPUTATION:
-        mode, modules, layers = (int(getattr(columns, name)[row]) for name in names)
-        return f"recompute {recompute_words(RECOMPUTES[mode], modules_of(modules), layers)}"
+        return f"recompute {columns.candidate(row).recomputed}"
     (name,) = names
     value = int(getattr(columns, name)[row])
     texts = {

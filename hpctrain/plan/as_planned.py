@@ -35,24 +35,12 @@ def spec_as_planned(spec: RunSpec, plan: Plan) -> RunSpec:
 def parallel_as_planned(spec: RunSpec, plan: Plan) -> ParallelSpec:
     """Write the layout of a plan as a spec would, with its stages where they are uneven."""
     layout, given = plan.layout, spec.parallel
-    if isinstance(given, ParallelSpec):
-        stages = given.stages
-        counted = (given.count_embedding, given.count_loss)
-    else:
-        stages, counted = _listed_stages(plan), (False, False)
-    return ParallelSpec(
-        tp=layout.tp,
-        pp=layout.pp,
-        vpp=layout.vpp,
-        cp=layout.cp,
-        ep=layout.ep,
-        etp=layout.etp,
-        order=layout.order,
-        sequence_parallel=layout.sequence_parallel if layout.tp > 1 else None,
-        stages=stages,
-        count_embedding=counted[0],
-        count_loss=counted[1],
-    )
+    if given == "auto":
+        given = ParallelSpec(pp=layout.pp, vpp=layout.vpp, stages=_listed_stages(plan))
+    sizes = layout.model_dump(exclude={"dp"})
+    if layout.tp == 1:
+        sizes["sequence_parallel"] = None
+    return given.model_copy(update=sizes)
 
 
 def _listed_stages(plan: Plan) -> tuple[int, ...] | None:

@@ -12,6 +12,7 @@ from hpctrain.plan.cost.from_spec import uses_flash_attention
 from hpctrain.plan.cost.plan_memory import TIGHT_SHARE, candidate_peak
 from hpctrain.plan.divisors import divisors
 from hpctrain.plan.documents import (
+    RECOMPUTES,
     AxisPlacement,
     Certainty,
     Goal,
@@ -181,12 +182,12 @@ def _rival_reasons(rivals: Rivals | None) -> list[str]:
 def _recompute_reasons(facts: Facts) -> list[str]:
     """Report the memory that recomputation saves and the time it costs."""
     candidate = facts.candidate
-    if candidate.recompute == "none":
+    if candidate.mode == "none":
         return []
-    without = candidate_peak(facts.request, replace(candidate, recompute="none"))
+    without = candidate_peak(facts.request, replace(candidate, recompute=RECOMPUTES.index("none")))
     saved = without - max(stage.total_bytes for stage in facts.memory)
     why = " (flash attention keeps no s x s matrices anyway)"
-    core = candidate.recompute == "selective" and candidate.recompute_modules == ("core_attn",)
+    core = candidate.mode == "selective" and candidate.modules == ("core_attn",)
     flash = core and uses_flash_attention(facts.request.spec)
     cost = ""
     if facts.prediction is not None:

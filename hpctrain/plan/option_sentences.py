@@ -59,7 +59,7 @@ def _of_activations(
     request: PlanRequest, candidate: Candidate, case: Case, prediction: Prediction | None
 ) -> Iterator[str]:
     spec, layout = request.spec, candidate.layout
-    if candidate.recompute == "full" and candidate.recompute_layers is not None:
+    if candidate.mode == "full" and candidate.recompute_layers:
         chunk = max(candidate.split)
         layers = min(candidate.recompute_layers, chunk)
         yield f"recompute full covers the first {layers} of {chunk} layers in a model chunk."
@@ -90,9 +90,9 @@ def _of_messages(request: PlanRequest, candidate: Candidate, case: Case) -> Iter
     own, key = spec.engine.megatron, spec.engine.abilities.calibration
     assert request.knowledge is not None
     calibration = request.knowledge.calibration
-    if candidate.layout.etp is not None and candidate.layout.etp > 1:
+    if candidate.etp > 1:
         yield (
-            f"Each expert is split over {candidate.layout.etp} ranks, which gather their tokens "
+            f"Each expert is split over {candidate.etp} ranks, which gather their tokens "
             "and reduce their outputs in every MoE layer, in the open."
         )
     if own.tp_comm_overlap:

@@ -19,6 +19,7 @@ from hpctrain.plan.divisors import or_list
 from hpctrain.plan.documents import Goal, NodeRequest, Plan
 from hpctrain.plan.explain import Facts, memory_refusal, proposal, reasons, warnings
 from hpctrain.plan.job import TrainingJob
+from hpctrain.plan.layout_words import ORDERS
 from hpctrain.plan.limits import (
     allowed_gpus,
     gpu_hour_problems,
@@ -28,13 +29,13 @@ from hpctrain.plan.limits import (
     usable_gpus,
 )
 from hpctrain.plan.mesh.batch import batch_split
-from hpctrain.plan.mesh.candidate import Candidate
+from hpctrain.plan.mesh.candidate import Candidate, candidate_of
 from hpctrain.plan.mesh.islands import island_warnings, on_islands, slow_links, used_islands
 from hpctrain.plan.mesh.layout import settled
 from hpctrain.plan.mesh.nvlink_domain import nvlink_domain, requested_segment
 from hpctrain.plan.mesh.placement import place_axes
 from hpctrain.plan.mesh.rank_order import OrderChoice, choose_order
-from hpctrain.plan.mesh.rules import BATCH, MESH_RULES, RULES, layout_values, refusals
+from hpctrain.plan.mesh.rules import BATCH, MESH_RULES, RULES, refusals
 from hpctrain.plan.mesh.stages import build_stages
 from hpctrain.plan.model.parameters import pad_vocab
 from hpctrain.plan.request import Knowledge, PlanRequest
@@ -117,7 +118,7 @@ def decide(request: PlanRequest) -> Decision:
     if spec.parallel != "auto":
         # what the engine lacks altogether makes the rules about sharding redundant
         rules = (*MESH_RULES, BATCH) if sharding else RULES
-        values = layout_values(spec, settled(spec, spec.parallel), spec.resources.gpus)
+        values = candidate_of(spec, settled(spec, spec.parallel), spec.resources.gpus)
         layout = refusals(request, values, rules)
     refused = Refusals(
         site=limit_problems(request),
@@ -263,11 +264,11 @@ def _assemble(found: Found, row: int) -> Plan:
         ordered = OrderChoice(order, ())
     elif found.timed and several and ordered.order != order:
         ordered = OrderChoice(order, (f"order {order} has the shorter step.",))
-    layout = candidate.layout.model_copy(update={"order": ordered.order})
-    candidate = replace(candidate, layout=layout)
+    candidate = replace(candidate, order=ORDERS.index(ordered.order))
+    layout = candidate.layout
     memory = candidate_memory(request, candidate)
-    domain = nvlink_domain(layout, spec.resources, profile)
-    segment = requested_segment(layout, spec.resources, profile)
+    domain = nvlink_domain(candidate, spec.resources, profile)
+    segment = requested_segment(candidate, spec.resources, profile)
     nodes = nodes.model_copy(update={"domain": domain, "segment": segment})
     placements = place_axes(layout, profile, nodes, domain)
     prediction = predict(request, candidate)
@@ -287,14 +288,14 @@ def _assemble(found: Found, row: int) -> Plan:
         layout_origin="auto" if spec.parallel == "auto" else "spec",
         nodes=nodes,
         batch=batch_split(spec, layout.dp, candidate.micro_batch),
-        recompute=candidate.recompute,
-        recompute_modules=candidate.recompute_modules,
-        recompute_layers=candidate.recompute_layers if candidate.recompute == "full" else None,
+        recompute=candidate.mode,
+        recompute_modules=candidate.modules,
+        recompute_layers=(candidate.recompute_layers or None) if candidate.mode == "full" else None,
         activation_offload_layers=candidate.offloaded_layers,
         precision=spec.precision,
         fp8_recipe=request.fp8_recipe,
         zero=candidate.zero,
-        shard_gpus=candidate.shard_gpus,
+        shard_gpus=candidate.shard_gpus or None,
         offload=spec.optimizer.offload if candidate.offload else "none",
         padded_vocab=pad_vocab(model.vocab, layout.tp, counts.vocab_multiple),
         parameters=counts.parameters,

@@ -22,7 +22,6 @@ from hpctrain.spec.engines.unread import unread_choices
 from hpctrain.spec.evaluation import EvaluationJobSpec as EvaluationJobSpec
 from hpctrain.spec.evaluation import EvaluationSpec as EvaluationSpec
 from hpctrain.spec.job_text import JobText
-from hpctrain.spec.metrics import MetricsSpec as MetricsSpec
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
@@ -266,6 +265,21 @@ class LoggingSpec(Document):
     )
 
 
+class MetricsSpec(Document):
+    """How the job of a run gives metrics to Prometheus. `hpctrain exporter` needs none of it."""
+
+    textfile: bool = Field(
+        True,
+        description="Write them for the node_exporter of the first node, where the profile names "
+        "its directory (`metrics.textfile`)",
+    )
+    endpoint: bool = Field(
+        False,
+        description="Serve them over HTTP from the first node, without a password; its address is "
+        "in the run directory and in RUNS/.file_sd",
+    )
+
+
 class RunSpec(Document):
     """A training run: model, data, budget, layout and policies."""
 
@@ -356,20 +370,13 @@ class RunSpec(Document):
         given = info.data
         if not given.keys() >= {"optimizer", "precision", "parallel"}:
             return engine
-        optimizer, parallel = given["optimizer"], given["parallel"]
-        layout = ParallelSpec() if parallel == "auto" else parallel
+        parallel = given["parallel"]
         others = ("recompute", "recompute_modules", "recompute_layers", "model")
         choices = Choices(
-            zero=optimizer.zero,
-            distributed=optimizer.distributed,
-            offload=optimizer.offload,
+            optimizer=given["optimizer"],
             precision=given["precision"],
-            pp=layout.pp,
-            sequence_parallel=bool(layout.sequence_parallel),
+            parallel=ParallelSpec() if parallel == "auto" else parallel,
             layout_given=parallel != "auto",
-            tp=layout.tp,
-            etp=layout.etp,
-            whole_sequence=layout.sequence_parallel is False,
             activation_offload_layers=given.get("activation_offload_layers", 0),
             **{name: given[name] for name in others if name in given},
         )

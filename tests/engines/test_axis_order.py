@@ -16,8 +16,9 @@ from trial_runs import GPT, Trial, largest_difference, trained
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.plan.documents import Layout
 from hpctrain.plan.layout_words import ORDERS, Order
+from hpctrain.plan.mesh.candidate import candidate_of
 from hpctrain.plan.mesh.placement import strides
-from hpctrain.plan.mesh.rules import ORDER, broken_rules, layout_values
+from hpctrain.plan.mesh.rules import ORDER, broken_rules
 from hpctrain.spec.run import ParallelSpec, RunSpec
 from hpctrain.train.engines.megatron.mesh import parallel_sizes
 
@@ -120,7 +121,7 @@ def test_refusals_are_those_of_megatron() -> None:
             parallel_order=order,
         )
         config = MegatronConfig(**{**GPT, **changes})
-        values = layout_values(SPEC, ParallelSpec(tp=tp, cp=cp, pp=pp, ep=ep, order=order), world)
+        values = candidate_of(SPEC, ParallelSpec(tp=tp, cp=cp, pp=pp, ep=ep, order=order), world)
         refused = False
         try:
             with megatron(config, 0, world):

@@ -13,8 +13,9 @@ import pytest
 from trial_runs import once
 from variants import varied
 
+from hpctrain.plan.mesh.candidate import candidate_of
 from hpctrain.plan.mesh.layout import layout_of
-from hpctrain.plan.mesh.rules import MODEL_RULES, broken_rules, layout_values
+from hpctrain.plan.mesh.rules import MODEL_RULES, broken_rules
 from hpctrain.plan.mesh.stages import build_stages, split_layers
 from hpctrain.plan.model.parameters import expert_tp, pad_vocab
 from hpctrain.spec.run import (
@@ -206,7 +207,7 @@ def test_parameters_per_gpu_are_what_megatron_builds(
 ) -> None:
     model, parallel = CASES[name]
     spec = spec_of(model, parallel)
-    values = layout_values(spec, parallel, spec.resources.gpus)
+    values = candidate_of(spec, parallel, spec.resources.gpus)
     assert not broken_rules(spec, values, MODEL_RULES)
     layout = layout_of(parallel, parallel.tp * parallel.pp * parallel.ep)
     stages = build_stages(model, layout, split_layers(model.layers, parallel))

@@ -22,8 +22,9 @@ from hpctrain.engines.verification import Verification, compare
 from hpctrain.plan.documents import NodeRequest, Plan, Stage
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.mesh.batch import batch_split
+from hpctrain.plan.mesh.candidate import candidate_of
 from hpctrain.plan.mesh.layout import layout_of
-from hpctrain.plan.mesh.rules import MODEL_RULES, broken_rules, layout_values
+from hpctrain.plan.mesh.rules import MODEL_RULES, broken_rules
 from hpctrain.plan.mesh.stages import build_stages, split_layers
 from hpctrain.plan.model.parameters import pad_vocab
 from hpctrain.plan.request import Knowledge
@@ -76,7 +77,7 @@ def plan_of(spec: RunSpec) -> Plan:
     """The plan as far as an engine reads it; how it is found is not the matter here."""
     parallel = spec.parallel
     assert isinstance(parallel, ParallelSpec)
-    values = layout_values(spec, parallel, spec.resources.gpus)
+    values = candidate_of(spec, parallel, spec.resources.gpus)
     assert not broken_rules(spec, values, MODEL_RULES)
     layout = layout_of(parallel, spec.resources.gpus)
     return Plan(

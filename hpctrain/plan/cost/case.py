@@ -88,30 +88,31 @@ class Shape:
 class Mesh:
     """How a model is laid out; sizes of axes, batch split and what is saved or recomputed."""
 
-    tp: Array
-    pp: Array
-    vpp: Array
-    cp: Array
-    ep: Array
-    dp: Array
-    micro_batch: Array
-    accumulation: Array
-    sequence_parallel: Array
-    zero: Array  # 0-3; 1 is Megatron's distributed optimizer
-    recompute: Array  # RECOMPUTE_NONE, _SELECTIVE or _FULL
-    layers_first: Array  # transformer layers of the first, of a middle and of the last stage
-    layers_middle: Array
-    layers_last: Array
+    tp: Array = 1
+    pp: Array = 1
+    vpp: Array = 1
+    cp: Array = 1
+    ep: Array = 1
+    dp: Array = 1
+    micro_batch: Array = 1
+    accumulation: Array = 1
+    sequence_parallel: Array = 0
+    zero: Array = 0  # 0-3; 1 is Megatron's distributed optimizer
+    recompute: Array = RECOMPUTE_NONE  # or _SELECTIVE or _FULL
+    layers_first: Array = 0  # transformer layers of the first, of a middle and of the last stage
+    layers_middle: Array = 0
+    layers_last: Array = 0
     etp: Array = 0  # ranks that split one expert; 0: 1 with expert parallelism, else tp
     full_share: Array = 1  # share of a stage's layers that RECOMPUTE_FULL covers
     full_layers: Array = 0  # layers of each chunk that it covers instead; 0: `full_share`
     kept_on_host: Array = 0  # layers whose activations wait in the host's memory
-    again_core: Array = 1  # what RECOMPUTE_SELECTIVE computes again: core attention,
+    # what RECOMPUTE_SELECTIVE computes again, by Megatron's names (`recompute_modules`)
+    again_core_attn: Array = 1  # core attention,
     again_mlp: Array = 0  # dense MLPs,
     again_moe: Array = 0  # MoE blocks, messages included,
-    again_activation: Array = 0  # activation functions of experts,
-    again_norm: Array = 0  # norms,
-    again_up: Array = 0  # up-projections of latent attention
+    again_moe_act: Array = 0  # activation functions of experts,
+    again_layernorm: Array = 0  # norms,
+    again_mla_up_proj: Array = 0  # up-projections of latent attention
     pipeline_outside: Array = 1  # 1: pp is the farthest axis, 0: dp is
     shard_gpus: Array = 0  # ZeRO-3: shard over so many GPUs; 0: over all data parallel ranks
     offload: Array = 0  # 1: optimizer state in host memory, 2: on NVMe drives behind it

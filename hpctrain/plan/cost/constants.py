@@ -21,6 +21,7 @@ from hpctrain.spec.calibration import (
     SoftwareCalibration,
 )
 from hpctrain.spec.catalogue import Gpu
+from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import abilities_of
 
 # What copies between pinned host memory and a GPU reach of the link: 25 of PCIe 4's 32 GB/s.
@@ -107,21 +108,12 @@ def machine_of(
         nvlink_bandwidth=float(gpu.nvlink_bandwidth),
         network_bandwidth=float(gpu.network_bandwidth),
         domain=gpu.nvlink_domain,
-        product_efficiency=shares.product_efficiency,
         low_efficiency=shares.fp4_efficiency if precision == "fp4" else shares.fp8_efficiency,
-        flash_efficiency=shares.flash_efficiency,
-        batched_efficiency=shares.batched_efficiency,
-        memory_efficiency=shares.memory_efficiency,
-        nvlink_efficiency=shares.nvlink_efficiency,
-        network_efficiency=fabric.network_efficiency,
-        straggling=fabric.straggling,
-        half_head=shares.half_head,
         half_length=HALF_LENGTH,
         half_length_causal=HALF_LENGTH_CAUSAL,
         forward_ratio=FORWARD_RATIO,
-        tail_products=shares.tail_products,
-        scan_efficiency=shares.scan_efficiency,
-        misaligned_cost=shares.misaligned_cost,
+        **_constants(shares, Machine),
+        **_constants(fabric, Machine),
         leaf_gpus=leaf_gpus,
         oversubscription=oversubscription,
         host_bandwidth=HOST_LINK_SHARE * float(gpu.host_bandwidth or PCIE4_BANDWIDTH),
@@ -179,8 +171,10 @@ def software_name(engine: str, *, eager: bool = False, local: bool = False) -> s
 
 def software_of(calibration: SoftwareCalibration) -> Software:
     """Select the constants of one generation of software."""
-    names = {field.name for field in fields(Software)}
-    values = {
-        name: getattr(calibration, name) for name in type(calibration).model_fields if name in names
-    }
-    return Software(**values)
+    return Software(**_constants(calibration, Software))
+
+
+def _constants(measured: Document, record: type[Machine] | type[Software]) -> dict[str, float]:
+    """Select the fields of a calibration that a record of the cost model has, too."""
+    names = {field.name for field in fields(record)}
+    return {name: value for name, value in measured if name in names}

@@ -14,6 +14,7 @@ from hpctrain.plan.cost.links import reduce_seconds, send_seconds
 from hpctrain.plan.documents import AxisPlacement, Layout, Plan
 from hpctrain.plan.layout_words import Axis
 from hpctrain.plan.request import PlanRequest
+from hpctrain.spec.engines.abilities import MODEL_AXES
 
 # Long enough that the start of an operation does not count.
 _LARGE_BYTES = 2**30
@@ -36,24 +37,12 @@ def expected_speed(request: PlanRequest, plan: Plan) -> ExpectedSpeed | None:
     machine = machine_for(request)
     if machine is None:
         return None
-    mesh = _mesh_of(plan.layout)
-    case = Case(shape_of(request.spec.model), mesh, machine, software_for(request))
+    # links depend on the sizes of the axes, and on nothing else of a mesh
+    sizes = {axis: getattr(plan.layout, axis) for axis in (*MODEL_AXES, "dp")}
+    case = Case(shape_of(request.spec.model), Mesh(**sizes), machine, software_for(request))
     places = [_as_grouped(place, plan.layout) for place in plan.placements]
     links = {place.axis: _bandwidth(case, place) for place in places if place.size > 1}
     return ExpectedSpeed(float(machine.peak * machine.product_efficiency), links)
-
-
-def _mesh_of(layout: Layout) -> Mesh:
-    """Describe the sizes of the axes; links depend on nothing else."""
-    nothing: dict[str, float] = dict.fromkeys(
-        (
-            *("micro_batch", "accumulation", "sequence_parallel", "zero", "recompute"),
-            *("layers_first", "layers_middle", "layers_last"),
-        ),
-        1.0,
-    )
-    sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")}
-    return Mesh(**sizes, **nothing)
 
 
 def _as_grouped(place: AxisPlacement, layout: Layout) -> AxisPlacement:

@@ -51,8 +51,15 @@ from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
 from hpctrain.spec.run import ModelSpec, RunSpec
 
 if TYPE_CHECKING:
-    from hpctrain.plan.mesh.columns import Columns, Ints
+    from hpctrain.plan.mesh.candidate import Whole
+    from hpctrain.plan.mesh.columns import Columns
 
+# What a mesh has as a table of candidates has it.
+_IN_COLUMNS = (
+    *("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "micro_batch", "accumulation"),
+    *("sequence_parallel", "zero", "shard_gpus", "recompute"),
+    *("layers_first", "layers_middle", "layers_last"),
+)
 # Per logit and pass, in the mean: three kernels forward, which read 2, 4 and 4 bytes and write 4
 # each, and one backward, which reads 4 and writes 2 (fusions/fused_cross_entropy.py). Memory is
 # that of the unfused one: fp32 exponentials, which become the gradient in place.
@@ -174,7 +181,7 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
     """
     spec = request.spec
     near = columns.order == ORDERS.index(DEFAULT_ORDER)
-    again = {name: columns.recompute_modules >> bit & 1 for bit, name in enumerate(MODULES)}
+    bits = columns.recompute_modules
     own, trainable = spec.engine.megatron, request.counts.trainable_share
     each, element = gradient_bytes(spec), ELEMENT_BYTES[spec.precision]
     held = each * trainable
@@ -183,29 +190,9 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
     if hook == "powersgd":
         sent_share = min(1.0, 2 * spec.engine.ddp.powersgd_rank / spec.model.hidden)
     return Mesh(
-        tp=columns.tp.astype(float),
-        pp=columns.pp.astype(float),
-        vpp=columns.vpp.astype(float),
-        cp=columns.cp.astype(float),
-        ep=columns.ep.astype(float),
-        etp=columns.etp.astype(float),
-        dp=columns.dp.astype(float),
-        micro_batch=columns.micro_batch.astype(float),
-        accumulation=columns.accumulation.astype(float),
-        sequence_parallel=columns.sequence_parallel.astype(float),
-        zero=columns.zero.astype(float),
-        recompute=columns.recompute.astype(float),
-        layers_first=columns.layers_first.astype(float),
-        layers_middle=columns.layers_middle.astype(float),
-        layers_last=columns.layers_last.astype(float),
-        shard_gpus=columns.shard_gpus.astype(float),
+        **{name: getattr(columns, name).astype(float) for name in _IN_COLUMNS},
         offload=columns.offload.astype(float) * (2 if spec.optimizer.offload == "nvme" else 1),
-        again_core=_number(again["core_attn"]),
-        again_mlp=_number(again["mlp"]),
-        again_moe=_number(again["moe"]),
-        again_norm=_number(again["layernorm"]),
-        again_activation=_number(again["moe_act"]),
-        again_up=_number(again["mla_up_proj"]),
+        **{f"again_{name}": _number(bits >> bit & 1) for bit, name in enumerate(MODULES)},
         pipeline_outside=near.astype(float),
         full_layers=_number(columns.recompute_layers),
         kept_on_host=_number(columns.offloaded_layers),
@@ -233,7 +220,7 @@ def _addition(spec: RunSpec) -> GradientAddition:
     return "main" if way == "product" and spec.engine.implementation == "local" else way
 
 
-def _number(column: Ints) -> Array:
+def _number(column: Whole) -> Array:
     """Convert a column, to a plain number where all rows are the same."""
     same = len(column) > 0 and bool((column == column[0]).all())
     return float(column[0]) if same else column.astype(float)

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from hpctrain.plan.cost.case import Software
 from hpctrain.plan.limits import node_request
-from hpctrain.plan.mesh.columns import Columns, candidate_at
+from hpctrain.plan.mesh.columns import Columns
 from hpctrain.plan.mesh.islands import Island, on_islands, slow_links, used_islands
 from hpctrain.plan.mesh.rank_order import busiest_uplink
-from hpctrain.plan.mesh.stages import Split
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.profile import ClusterProfile
 
@@ -38,7 +37,7 @@ def crossed_islands(gpus: int, profile: ClusterProfile) -> tuple[Island, ...]:
 
 
 def uplink_seconds(
-    request: PlanRequest, columns: Columns, islands: tuple[Island, ...], stages: Split | None
+    request: PlanRequest, columns: Columns, islands: tuple[Island, ...]
 ) -> tuple[Floats, Floats]:
     """Compute the seconds per step for which each row keeps its busiest uplink busy.
 
@@ -48,7 +47,7 @@ def uplink_seconds(
     _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
     loads = []
     for row in first:
-        candidate = candidate_at(request.spec, columns, int(row), stages)
+        candidate = columns.candidate(int(row))
         load = busiest_uplink(request, candidate, candidate.layout.order, islands)
         loads.append((load.gradients_bytes / load.uplink, load.activations_bytes / load.uplink))
     rows = np.array(loads, dtype=float).reshape(len(first), 2)[inverse.ravel()]

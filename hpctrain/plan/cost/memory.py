@@ -316,7 +316,7 @@ def attention_kept(case: Case) -> Kept:
     inside = inside + second * split_tokens(case) * shape.hidden
     core = core_attention_bytes(case)
     up = rows * np.where(mla, shape.heads * 2 * shape.qk_dim, 0.0) / case.mesh.tp
-    again = case.mesh.again_core * core + case.mesh.again_up * up
+    again = case.mesh.again_core_attn * core + case.mesh.again_mla_up_proj * up
     outside = outside_pair(case) + _mask(case) * outside_bytes(case)
     return Kept(outside + inside + core, again)
 
@@ -380,9 +380,7 @@ def moe_kept(case: Case) -> Kept:
     shared = shared + has_shared * split_tokens(case) * shape.hidden
     scores = 4.0 * 3 * split_tokens(case) * shape.experts
     whole = 2 * outside_bytes(case) + rows + shared + scores
-    again = np.maximum(
-        mesh.again_moe * (whole - outside_bytes(case)), mesh.again_activation * active
-    )
+    again = np.maximum(mesh.again_moe * (whole - outside_bytes(case)), mesh.again_moe_act * active)
     return Kept(whole, again)
 
 
@@ -407,7 +405,7 @@ def blocks_bytes(case: Case, blocks: Blocks, *, whole: bool = False) -> Array:
     parts = ((n, kept_by(case)) for n, kept_by in kinds if np.any(n))
     total = sum((n * (kept.whole if whole else kept.left(case)) for n, kept in parts), start=0.0)
     outputs = np.asarray(case.mesh.recompute) == RECOMPUTE_SELECTIVE
-    dropped = np.where(outputs, case.mesh.again_norm, 0.0) * (0.0 if whole else 1.0)
+    dropped = np.where(outputs, case.mesh.again_layernorm, 0.0) * (0.0 if whole else 1.0)
     dropped = dropped * case.mesh.kept_input_bytes
     each = split_tokens(case) * case.shape.hidden
     return total + blocks.count * (case.software.norm_bytes - dropped) * each

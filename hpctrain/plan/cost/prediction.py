@@ -16,7 +16,6 @@ from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.documents import Prediction, Recompute, StepParts
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import Columns, columns_of
-from hpctrain.plan.mesh.stages import Split
 from hpctrain.plan.model.flops import (
     FORWARD_AND_BACKWARD,
     attention_flops_per_token,
@@ -37,15 +36,12 @@ def predict(request: PlanRequest, candidate: Candidate) -> Prediction | None:
     """Predict the speed of one candidate; None when the GPU is not known."""
     if request.knowledge is None or request.knowledge.gpu is None:
         return None
-    stages = candidate.parallel.stages
-    (parts,) = step_parts(request, columns_of(candidate), stages)
+    (parts,) = step_parts(request, columns_of(candidate))
     spec, gpus, seconds = request.spec, candidate.layout.world_size, parts.total_seconds
     peak = peak_flops(request.knowledge.gpu, spec.precision)
     flops = request.counts.flops_per_step
-    again = recomputed_flops(
-        spec.model, spec.batch.global_, candidate.recompute, candidate.recompute_modules
-    )
-    if candidate.recompute == "full" and candidate.recompute_layers is not None:
+    again = recomputed_flops(spec.model, spec.batch.global_, candidate.mode, candidate.modules)
+    if candidate.mode == "full" and candidate.recompute_layers:
         again *= min(1.0, candidate.recompute_layers / max(candidate.split))
     run_seconds = seconds * spec.train_steps
     return Prediction(
@@ -59,11 +55,8 @@ def predict(request: PlanRequest, candidate: Candidate) -> Prediction | None:
     )
 
 
-def step_parts(request: PlanRequest, columns: Columns, stages: Split | None) -> list[StepParts]:
-    """Compute the parts of the step time of each row.
-
-    `stages` is the split of all rows with listed stages.
-    """
+def step_parts(request: PlanRequest, columns: Columns) -> list[StepParts]:
+    """Compute the parts of the step time of each row."""
     case = case_of(request, columns)
     times = step_seconds(case)
     shape = (len(columns),)
@@ -71,9 +64,9 @@ def step_parts(request: PlanRequest, columns: Columns, stages: Split | None) -> 
         name: np.broadcast_to(np.asarray(getattr(times, name), dtype=float), shape)
         for name in type(times).__dataclass_fields__
     }
-    islands = crossed_islands(int(columns.gpus[0]), request.profile) if len(columns) else ()
+    islands = crossed_islands(columns.gpus, request.profile) if len(columns) else ()
     if islands:
-        loads = uplink_seconds(request, columns, islands, stages)
+        loads = uplink_seconds(request, columns, islands)
         total = np.broadcast_to(np.asarray(times.total, dtype=float), shape)
         charged = parts["data_messages"]
         parts["islands"] = shown_seconds(columns, case.software, total, charged, loads)

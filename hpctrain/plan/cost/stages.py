@@ -256,9 +256,10 @@ def _again(case: Case, passes: Passes, selective: Array) -> tuple[Array, Array]:
 def _attention_turn(case: Case) -> Turn:
     mesh = case.mesh
     passes = block.attention(case)
-    core = mesh.again_core * block.core_attention(case).forward
-    up = mesh.again_up * block.latent_up(case).forward * flag(np.asarray(case.shape.mla) > 0)
-    norm = mesh.again_norm * block.norm(case).forward
+    core = mesh.again_core_attn * block.core_attention(case).forward
+    up = mesh.again_mla_up_proj * block.latent_up(case).forward
+    up = up * flag(np.asarray(case.shape.mla) > 0)
+    norm = mesh.again_layernorm * block.norm(case).forward
     again, messages = _again(case, passes, core + up + norm)
     turn = _plain(case, passes, again)
     ring = block.context_messages(case)
@@ -270,7 +271,7 @@ def _mlp_turn(case: Case) -> Turn:
     selective = np.where(
         np.asarray(case.mesh.again_mlp) > 0,
         passes.forward,
-        case.mesh.again_norm * block.norm(case).forward,
+        case.mesh.again_layernorm * block.norm(case).forward,
     )
     again, messages = _again(case, passes, selective)
     return _plain(case, passes, again) + Turn(0.0, 0.0, 0.0, messages, 0.0, 0.0)
@@ -278,8 +279,8 @@ def _mlp_turn(case: Case) -> Turn:
 
 def _moe_turn(case: Case) -> Turn:
     mesh, passes, sent = case.mesh, block.moe(case), block.dispatch_messages(case)
-    activation = mesh.again_activation * block.expert_activation(case).forward
-    part = activation + mesh.again_norm * block.norm(case).forward
+    activation = mesh.again_moe_act * block.expert_activation(case).forward
+    part = activation + mesh.again_layernorm * block.norm(case).forward
     everything = np.asarray(mesh.again_moe) > 0
     again, _ = _again(case, passes, np.where(everything, passes.forward, part))
     mode = np.asarray(mesh.recompute)

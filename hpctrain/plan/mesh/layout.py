@@ -8,14 +8,8 @@ from __future__ import annotations
 from hpctrain.plan.divisors import common_divisors
 from hpctrain.plan.documents import Layout
 from hpctrain.plan.layout_words import DEFAULT_ORDER
+from hpctrain.spec.engines.abilities import MODEL_AXES
 from hpctrain.spec.run import ModelSpec, ParallelSpec, RunSpec
-
-
-def uses_sequence_parallel(parallel: ParallelSpec) -> bool:
-    """Decide by the spec; default: on when tp > 1, which saves memory at no cost in traffic."""
-    if parallel.sequence_parallel is None:
-        return parallel.tp > 1
-    return parallel.sequence_parallel
 
 
 def settled(spec: RunSpec, parallel: ParallelSpec) -> ParallelSpec:
@@ -26,15 +20,15 @@ def settled(spec: RunSpec, parallel: ParallelSpec) -> ParallelSpec:
 
 
 def layout_of(parallel: ParallelSpec, gpus: int) -> Layout:
-    """Build the mesh of an explicit layout; dp takes all GPUs that the other axes leave."""
+    """Build the mesh of an explicit layout; dp takes all GPUs that the other axes leave.
+
+    By default sequence parallelism is on when tp > 1, which saves memory at no cost in traffic.
+    """
+    split = parallel.sequence_parallel
     return Layout(
-        tp=parallel.tp,
-        pp=parallel.pp,
-        vpp=parallel.vpp,
-        cp=parallel.cp,
+        **{axis: getattr(parallel, axis) for axis in MODEL_AXES},
         dp=gpus // (parallel.tp * parallel.pp * parallel.cp),
-        sequence_parallel=uses_sequence_parallel(parallel),
-        ep=parallel.ep,
+        sequence_parallel=parallel.tp > 1 if split is None else split,
         etp=parallel.etp,
         order=DEFAULT_ORDER if parallel.order == "auto" else parallel.order,
     )

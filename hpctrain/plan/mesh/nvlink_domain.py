@@ -14,16 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.plan.documents import Layout
 from hpctrain.plan.layout_words import DEFAULT_ORDER, ORDERS
 from hpctrain.plan.limits import node_request
+from hpctrain.plan.mesh.candidate import Candidate, LayoutValues
 from hpctrain.plan.mesh.columns import Columns
-from hpctrain.plan.mesh.placement import strides
-from hpctrain.plan.model.parameters import expert_tp
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ResourcesSpec
 
@@ -50,14 +49,13 @@ def segment_choices(resources: ResourcesSpec, profile: ClusterProfile) -> tuple[
     return tuple(size for size in range(1, min(common, most) + 1) if common % size == 0)
 
 
-def nvlink_domain(layout: Layout, resources: ResourcesSpec, profile: ClusterProfile) -> int:
+def nvlink_domain(layout: Candidate, resources: ResourcesSpec, profile: ClusterProfile) -> int:
     """Return how many consecutive ranks of this layout Slurm keeps in one NVLink domain.
 
     Of the possible segments the one that cuts the groups of tp, cp, ep, dp and pp least, in this
     order; of equal ones the largest.
     """
-    blocks = [np.array([block]) for block in _blocks_of(layout)]
-    return int(_best(blocks, possible_domains(resources, profile))[0])
+    return int(_best(_blocks_of(layout), possible_domains(resources, profile))[0])
 
 
 def possible_domains(
@@ -88,7 +86,7 @@ def priced_domains(
     whole = profile.nvlink.domain
     if whole <= profile.gpu.per_node or not len(columns):
         return whole
-    blocks = _blocks_of_columns(columns)
+    blocks = _blocks_of(columns)
     domains = _best(blocks, possible_domains(resources, profile))
     smallest = domains
     for block in blocks[:_NEAR]:
@@ -98,7 +96,7 @@ def priced_domains(
 
 
 def requested_segment(
-    layout: Layout, resources: ResourcesSpec, profile: ClusterProfile
+    layout: Candidate, resources: ResourcesSpec, profile: ClusterProfile
 ) -> int | None:
     """Choose the segment that the script requests, in nodes; None where it requests none.
 
@@ -111,7 +109,7 @@ def requested_segment(
     if profile.nvlink.domain <= per_node:
         return choices[-1] if forced else None
     domain = nvlink_domain(layout, resources, profile)
-    relies = any(block > per_node and domain % block == 0 for block in _blocks_of(layout))
+    relies = any(block > per_node and domain % block == 0 for (block,) in _blocks_of(layout))
     return domain // per_node if forced or relies else None
 
 
@@ -125,24 +123,13 @@ def _best(blocks: Sequence[Ints], sizes: Sequence[int]) -> Ints:
     return np.asarray((options * alive).max(axis=0))
 
 
-def _blocks_of(layout: Layout) -> tuple[int, ...]:
-    """Multiply stride and size of tp, cp, ep, dp and pp; 1 for an axis of one rank."""
-    distances = strides(layout)
-    experts = expert_tp(layout.tp, layout.ep, layout.etp) * layout.ep if layout.ep > 1 else 1
-    blocks = {
-        axis: distances[axis] * size if (size := getattr(layout, axis)) > 1 else 1
-        for axis in distances
-    }
-    return blocks["tp"], blocks["cp"], experts, blocks["dp"], blocks["pp"]
-
-
-def _blocks_of_columns(columns: Columns) -> list[Ints]:
-    """As `_blocks_of`, for all rows."""
-    tp, cp, ep, dp, pp = (
-        getattr(columns, name).astype(np.int64) for name in ("tp", "cp", "ep", "dp", "pp")
+def _blocks_of(at: LayoutValues[Any]) -> list[Ints]:
+    """Multiply stride and size of tp, cp, ep, dp and pp; 1 for an axis of one rank: [layouts]."""
+    tp, cp, ep, dp, pp, etp = (
+        np.array(size, dtype=np.int64, ndmin=1)
+        for size in (at.tp, at.cp, at.ep, at.dp, at.pp, at.expert_tp)
     )
-    etp = np.maximum(1, columns.etp.astype(np.int64))
-    usual = columns.order == ORDERS.index(DEFAULT_ORDER)
+    usual = at.order == ORDERS.index(DEFAULT_ORDER)
     near, world = tp * cp, tp * cp * dp * pp
     return [
         tp,

@@ -22,7 +22,7 @@ from hpctrain.plan.mesh.islands import (
     wraps_outside,
 )
 from hpctrain.plan.mesh.placement import strides
-from hpctrain.plan.mesh.rules import layout_values, possible_orders
+from hpctrain.plan.mesh.rules import possible_orders
 from hpctrain.plan.mesh.stages import build_stage, stage_expert_parameters
 from hpctrain.plan.model.number_formats import (
     ELEMENT_BYTES,
@@ -79,8 +79,7 @@ def choose_order(request: PlanRequest, candidate: Candidate, nodes: NodeRequest)
     spec = request.spec
     given = "auto" if spec.parallel == "auto" else spec.parallel.order
     islands = slow_links(nodes, request.profile)
-    values = layout_values(spec, candidate.parallel, candidate.layout.world_size)
-    possible = [ORDERS[number] for number in possible_orders(spec, values)]
+    possible = [ORDERS[number] for number in possible_orders(spec, candidate)]
     loads = {order: busiest_uplink(request, candidate, order, islands) for order in possible}
     if given == "auto":
         chosen = min(possible, key=lambda order: loads[order].seconds if islands else 0.0)

@@ -9,10 +9,8 @@ excludes (`abilities`), limits of the site (`limits`), memory (`plan_memory`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from math import lcm
-from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,72 +21,17 @@ from hpctrain.plan.abilities.low_precision import (
     low_alignment,
     low_row_alignment,
 )
-from hpctrain.plan.abilities.sharding import zero_choices
 from hpctrain.plan.divisors import divisors, multiples_around, nearest, or_list
 from hpctrain.plan.layout_words import DEFAULT_ORDER, ORDERS
-from hpctrain.plan.mesh.layout import split_widths, tensor_sizes, uses_sequence_parallel
-from hpctrain.plan.mesh.stages import Split, split_messages
+from hpctrain.plan.mesh.candidate import Candidate, LayoutValues, Number, Whole
+from hpctrain.plan.mesh.columns import Columns, columns_of
+from hpctrain.plan.mesh.layout import split_widths, tensor_sizes
+from hpctrain.plan.mesh.stages import split_messages
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.engines.abilities import MODEL_AXES, Axis
-from hpctrain.spec.run import ModelSpec, ParallelSpec, RunSpec
+from hpctrain.spec.run import ModelSpec, RunSpec
 
-Whole = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-Number = TypeVar("Number", int, Whole)
-
-
-@dataclass(frozen=True)
-class LayoutValues(Generic[Number]):
-    """The input of the rules: numbers for one layout, arrays of shape [layouts] for many.
-
-    `listed`: 1 where the layers of the stages are listed, `order` a position in ORDERS, `etp` 0
-    where it is the default. `gpus` and
-    the split that a spec lists are the same for all layouts. The details that follow `listed` are
-    those of a candidate; without one they are the least demanding values.
-    """
-
-    gpus: int
-    stages: Split | None
-    tp: Number
-    cp: Number
-    pp: Number
-    vpp: Number
-    ep: Number
-    sequence_parallel: Number
-    count_embedding: Number
-    count_loss: Number
-    etp: Number
-    listed: Number
-    micro_batch: Number
-    zero: Number
-    shard_gpus: Number
-    order: Number
-
-    @cached_property
-    def model_gpus(self) -> Number:
-        """GPUs that hold one copy of the model."""
-        return self.tp * self.cp * self.pp
-
-    @cached_property
-    def dp(self) -> Number:
-        """Data parallel size; valid where `model_gpus` divides the GPUs."""
-        return self.gpus // self.model_gpus
-
-    @cached_property
-    def expert_tp(self) -> Number:
-        """Ranks that split one expert (`parameters.expert_tp`)."""
-        default = np.where(np.asarray(self.ep) > 1, 1, self.tp)
-        return np.where(np.asarray(self.etp) > 0, self.etp, default)  # type: ignore[return-value]
-
-    @property
-    def chunks(self) -> Number:
-        """Virtual pipeline stages."""
-        return self.pp * self.vpp
-
-
-COLUMNS = tuple(f.name for f in fields(LayoutValues) if f.name not in ("gpus", "stages"))
-OneLayout = LayoutValues[int]
-ManyLayouts = LayoutValues[Whole]
 
 
 @dataclass(frozen=True)
@@ -101,13 +44,13 @@ class Rule:
     """
 
     name: str
-    holds: Callable[[RunSpec, ManyLayouts], Mask | bool]
-    message: Callable[[PlanRequest, OneLayout], str]
+    holds: Callable[[RunSpec, Columns], Mask | bool]
+    message: Callable[[PlanRequest, Candidate], str]
     after: tuple[str, ...] = ()
     field: str = "parallel"
 
 
-def allowed(spec: RunSpec, layouts: ManyLayouts, rules: Iterable[Rule]) -> Mask:
+def allowed(spec: RunSpec, layouts: Columns, rules: Iterable[Rule]) -> Mask:
     """Compute the mask of the layouts that keep all these rules."""
     kept = np.ones(layouts.tp.shape, dtype=bool)
     for rule in rules:
@@ -115,10 +58,9 @@ def allowed(spec: RunSpec, layouts: ManyLayouts, rules: Iterable[Rule]) -> Mask:
     return kept
 
 
-def broken_rules(spec: RunSpec, layout: OneLayout, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+def broken_rules(spec: RunSpec, layout: Candidate, rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """List the rules that one layout breaks, without those whose message needs a broken one."""
-    columns = {name: np.array([getattr(layout, name)], dtype=np.int64) for name in COLUMNS}
-    row = LayoutValues[Whole](gpus=layout.gpus, stages=layout.stages, **columns)
+    row = columns_of(layout)
     broken: dict[str, Rule] = {}
     for rule in rules:
         if broken.keys().isdisjoint(rule.after) and not np.all(rule.holds(spec, row)):
@@ -126,32 +68,7 @@ def broken_rules(spec: RunSpec, layout: OneLayout, rules: Sequence[Rule]) -> tup
     return tuple(broken.values())
 
 
-def layout_values(spec: RunSpec, parallel: ParallelSpec, gpus: int) -> OneLayout:
-    """Collect the values of an explicit layout on `gpus` GPUs, with microbatch and shards.
-
-    A microbatch or an order that is still to be chosen counts as the one that is always possible.
-    """
-    return LayoutValues(
-        gpus=gpus,
-        stages=parallel.stages,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
-        vpp=parallel.vpp,
-        ep=parallel.ep,
-        etp=parallel.etp or 0,
-        sequence_parallel=int(uses_sequence_parallel(parallel)),
-        count_embedding=int(parallel.count_embedding),
-        count_loss=int(parallel.count_loss),
-        listed=int(parallel.stages is not None),
-        micro_batch=1 if spec.batch.micro == "auto" else spec.batch.micro,
-        zero=min(zero_choices(spec)),
-        shard_gpus=spec.optimizer.shard_gpus or 0,
-        order=0 if parallel.order == "auto" else ORDERS.index(parallel.order),
-    )
-
-
-def possible_orders(spec: RunSpec, layout: OneLayout) -> tuple[int, ...]:
+def possible_orders(spec: RunSpec, layout: Candidate) -> tuple[int, ...]:
     """List positions in ORDERS of the orders that megatron-core allows for this mesh."""
     numbers = range(len(ORDERS))
     return tuple(n for n in numbers if not broken_rules(spec, replace(layout, order=n), [ORDER]))
@@ -160,11 +77,11 @@ def possible_orders(spec: RunSpec, layout: OneLayout) -> tuple[int, ...]:
 def _axis(name: Axis) -> Rule:
     """Make the rule that the engine has this axis; models of images are never split over ranks."""
 
-    def holds(spec: RunSpec, at: ManyLayouts) -> Mask | bool:
+    def holds(spec: RunSpec, at: Columns) -> Mask | bool:
         has = name in spec.engine.abilities.axes and not spec.model.reads_images
         return has or np.asarray(getattr(at, name) == 1)
 
-    def message(request: PlanRequest, at: OneLayout) -> str:
+    def message(request: PlanRequest, at: Candidate) -> str:
         model, owner = request.spec.model, f"engine {request.spec.engine.name}"
         if model.reads_images:
             owner = f"a {model.family}, planned with data parallelism only,"
@@ -176,17 +93,17 @@ def _axis(name: Axis) -> Rule:
 def _width(name: str) -> Rule:
     """Make the rule that tp divides a width (transformer_config.py:925-948 of megatron-core)."""
 
-    def holds(spec: RunSpec, at: ManyLayouts) -> Mask:
+    def holds(spec: RunSpec, at: Columns) -> Mask:
         return np.asarray(split_widths(spec.model).get(name, 0) % at.tp == 0)
 
-    def message(request: PlanRequest, at: OneLayout) -> str:
+    def message(request: PlanRequest, at: Candidate) -> str:
         size = split_widths(request.spec.model)[name]
         return f"{name} {size} is not divisible by tp {at.tp}{_nearest_tp(request, at)}"
 
     return Rule(f"tp divides {name}", holds, message, field="parallel.tp")
 
 
-def _nearest_tp(request: PlanRequest, at: OneLayout) -> str:
+def _nearest_tp(request: PlanRequest, at: Candidate) -> str:
     return f": nearest tp {or_list(nearest(at.tp, tensor_sizes(request.spec.model)))}"
 
 
@@ -202,23 +119,23 @@ def _expert_ffn(spec: RunSpec) -> int:
     return spec.model.moe.ffn if spec.model.moe else 0
 
 
-def _expert_split(at: OneLayout) -> str:
+def _expert_split(at: Candidate) -> str:
     """Format what splits an expert, and what to use instead."""
     return f"etp {at.etp}: use 1" if at.etp else f"tp {at.tp}: use ep"
 
 
-def _nearest_ep(at: OneLayout, number: int) -> str:
+def _nearest_ep(at: Candidate, number: int) -> str:
     return f"nearest ep {or_list(nearest(at.ep, divisors(number)))}"
 
 
-def _split_holds(spec: RunSpec, at: ManyLayouts) -> Mask | bool:
+def _split_holds(spec: RunSpec, at: Columns) -> Mask | bool:
     if at.stages is not None:
         return not split_messages(spec.model.layers, at.stages)
     counted = spec.model.layers + at.count_embedding + at.count_loss
-    return np.asarray((at.listed > 0) | (counted % at.chunks == 0))
+    return np.asarray((at.uneven > 0) | (counted % at.chunks == 0))
 
 
-def _split_message(request: PlanRequest, at: OneLayout) -> str:
+def _split_message(request: PlanRequest, at: Candidate) -> str:
     layers = request.spec.model.layers
     if at.stages is not None:
         return "\n".join(split_messages(layers, at.stages))
@@ -238,7 +155,7 @@ def _split_message(request: PlanRequest, at: OneLayout) -> str:
     )
 
 
-def _world_message(request: PlanRequest, at: OneLayout) -> str:
+def _world_message(request: PlanRequest, at: Candidate) -> str:
     profile = request.profile
     axes = [("tp", at.tp), ("pp", at.pp), ("cp", at.cp)]
     product = " x ".join(f"{name} {size}" for name, size in axes if name != "cp" or size > 1)
@@ -250,7 +167,7 @@ def _world_message(request: PlanRequest, at: OneLayout) -> str:
     return f"{message}: nearest {or_list(near)} GPUs" if near else message
 
 
-def _batch_message(request: PlanRequest, at: OneLayout) -> str:
+def _batch_message(request: PlanRequest, at: Candidate) -> str:
     batch, micro = request.spec.batch.global_, request.spec.batch.micro
     names = [("micro", at.micro_batch)] * (micro != "auto") + [("dp", at.dp)]
     if batch % (at.micro_batch * at.dp) == 0:
@@ -269,7 +186,7 @@ def _batch_message(request: PlanRequest, at: OneLayout) -> str:
     )
 
 
-def _order_holds(spec: RunSpec, at: ManyLayouts) -> Mask:
+def _order_holds(spec: RunSpec, at: Columns) -> Mask:
     """Check that pipelines of dense layers and of experts have the same ranks.
 
     megatron-core 0.16.1, megatron/core/parallel_state.py:808-820. The stride of pp is tp x
@@ -279,7 +196,7 @@ def _order_holds(spec: RunSpec, at: ManyLayouts) -> Mask:
     return np.asarray((at.order == 0) | (at.pp == 1) | same)
 
 
-def _expert_ranks(at: ManyLayouts) -> Whole:
+def _expert_ranks(at: Columns) -> Whole:
     """Return expert tp x ep: the nearest ranks of the mesh of experts."""
     return at.ep * at.expert_tp
 
@@ -306,7 +223,7 @@ def _own_rows(spec: RunSpec, at: LayoutValues[Number]) -> Number:
     return _rows(spec, at) // split  # type: ignore[return-value]
 
 
-def _unaligned_rows_message(request: PlanRequest, at: OneLayout) -> str:
+def _unaligned_rows_message(request: PlanRequest, at: Candidate) -> str:
     spec = request.spec
     whole, own = _rows(spec, at), int(_own_rows(spec, at))
     tokens, step = f"micro {at.micro_batch} x seq {spec.model.seq} / cp {at.cp}", whole
@@ -316,7 +233,7 @@ def _unaligned_rows_message(request: PlanRequest, at: OneLayout) -> str:
     return f"{spec.precision} takes tokens in multiples of {multiple}: {tokens} are {step}"
 
 
-def _all_aligned(spec: RunSpec, at: ManyLayouts) -> Mask | bool:
+def _all_aligned(spec: RunSpec, at: Columns) -> Mask | bool:
     """Check that low precision takes every width of a linear layer on one rank."""
     step = low_alignment(spec)
     if step == 1:
@@ -327,7 +244,7 @@ def _all_aligned(spec: RunSpec, at: ManyLayouts) -> Mask | bool:
     return kept
 
 
-def _unaligned_message(request: PlanRequest, at: OneLayout) -> str:
+def _unaligned_message(request: PlanRequest, at: Candidate) -> str:
     spec, step = request.spec, low_alignment(request.spec)
     widths = linear_widths(spec.model, at.tp, at.expert_tp)
     name, (width, ranks) = next(
@@ -596,7 +513,7 @@ RULES = (*MESH_RULES, *CANDIDATE_RULES)
 
 
 def refusals(
-    request: PlanRequest, layout: OneLayout, rules: Sequence[Rule] = RULES
+    request: PlanRequest, layout: Candidate, rules: Sequence[Rule] = RULES
 ) -> list[Refusal]:
     """List the messages about one layout: one for each rule that it breaks."""
     return [

@@ -40,6 +40,18 @@ def split_layers(layers: int, parallel: ParallelSpec) -> Split:
     return tuple(split)
 
 
+def spread_layers(layers: int, pp: int) -> Split:
+    """Split layers into stages that differ by one layer at most.
+
+    The first and the last stage are the last to get one more, because they also compute embedding
+    and loss.
+    """
+    each, more = divmod(layers, pp)
+    order = [*range(1, pp - 1), 0, pp - 1]
+    longer = set(order[:more])
+    return tuple(each + (index in longer) for index in range(pp))
+
+
 def split_messages(layers: int, stages: Split) -> list[str]:
     """Return why a model of so many layers cannot have the stages that a spec lists."""
     problems = []

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from hpctrain.plan.documents import RECOMPUTES
+from hpctrain.plan.documents import RECOMPUTES, Layout
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import Columns
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import Floats, Found, search
 from hpctrain.plan.search.space import freedom_of, hint_freedom
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
-from hpctrain.spec.run import ParallelSpec, RunSpec
+from hpctrain.spec.run import RunSpec
 
 
 def nearest_fits(
@@ -29,10 +29,10 @@ def nearest_fits(
     priced = search(request, freedom, timed=False)
     rows = np.flatnonzero(priced.roomy)
     distances = distance(spec, priced.columns.take(rows))
-    nearest: dict[ParallelSpec, Candidate] = {}
+    nearest: dict[Layout, Candidate] = {}
     for row in rows[np.argsort(distances, kind="stable")]:
         candidate = priced.candidate(int(row))
-        nearest.setdefault(candidate.parallel, candidate)
+        nearest.setdefault(candidate.layout, candidate)
         if len(nearest) == count:
             break
     return tuple(nearest.values())

@@ -22,7 +22,7 @@ from hpctrain.plan.cost.memory import host_bytes, peak_bytes
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.documents import SearchCounts
 from hpctrain.plan.mesh.candidate import Candidate
-from hpctrain.plan.mesh.columns import Columns, candidate_at, joined
+from hpctrain.plan.mesh.columns import Columns, joined
 from hpctrain.plan.mesh.nvlink_domain import possible_domains
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.fitting import (
@@ -103,7 +103,7 @@ class Found:
         )
 
     def candidate(self, row: int) -> Candidate:
-        return candidate_at(self.request.spec, self.columns, row, self.freedom.stages)
+        return self.columns.candidate(row)
 
 
 def search(request: PlanRequest, freedom: Freedom, timed: bool = True) -> Found:
@@ -127,13 +127,13 @@ def search(request: PlanRequest, freedom: Freedom, timed: bool = True) -> Found:
         rows = np.flatnonzero(np.isfinite(seconds))
         if islands and len(rows):
             some = columns.take(rows)
-            loads = uplink_seconds(request, some, islands, freedom.stages)
+            loads = uplink_seconds(request, some, islands)
             seconds[rows] += shown_seconds(some, case.software, seconds[rows], data[rows], loads)
         parts.append((columns, peaks, deviation, seconds))
     return Found(
         request=request,
         freedom=freedom,
-        columns=joined([part[0] for part in parts]),
+        columns=joined([part[0] for part in parts] or [grid.take(slice(0))]),
         peak_bytes=_end_to_end([part[1] for part in parts]),
         deviation=_end_to_end([part[2] for part in parts]),
         step_seconds=_end_to_end([part[3] for part in parts]),

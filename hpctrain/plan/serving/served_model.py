@@ -196,23 +196,7 @@ def weight_bytes(served: ServedModel, layout: ReplicaLayout) -> Array:
 
 def layout_case(shape: Shape, layout: ReplicaLayout, machine: Machine | None = None) -> Case:
     """Build the training cost model's case of one replica: its weights and links are used here."""
-    mesh = Mesh(
-        tp=layout.tp,
-        pp=layout.pp,
-        vpp=1,
-        cp=1,
-        ep=layout.ep,
-        dp=layout.dp,
-        micro_batch=1,
-        accumulation=1,
-        sequence_parallel=0,
-        zero=0,
-        recompute=0,
-        layers_first=shape.layers,
-        layers_middle=shape.layers,
-        layers_last=shape.layers,
-        etp=layout.expert_tp,
-    )
+    mesh = Mesh(tp=layout.tp, pp=layout.pp, ep=layout.ep, dp=layout.dp, etp=layout.expert_tp)
     return Case(shape, mesh, machine or WITHOUT_LINKS, WITHOUT_OVERHEADS)
 
 

@@ -16,6 +16,7 @@ from hpctrain.spec.model import Family, ModelSpec
 
 if TYPE_CHECKING:
     from hpctrain.spec.engine import EngineSpec
+    from hpctrain.spec.run import OptimizerSpec, ParallelSpec
 
 Axis = Literal["tp", "pp", "vpp", "cp", "ep"]
 Home = Literal["none", "cpu", "nvme"]
@@ -79,21 +80,14 @@ CONTEXT_WORD = Word("cp#", ("parallel.cp=#",))
 class Choices:
     """The fields of a spec outside of `engine` that may contradict an engine's settings.
 
-    `zero` None: the planner chooses, from stage 1 upwards where `distributed`, else stage 0.
-    `layout_given` False: the planner chooses the layout, and the sizes here are those of one GPU.
-    `whole_sequence`: the spec switches sequence parallelism off. `model` None: it is invalid.
+    `parallel` is the layout of one GPU where the planner chooses it: then `layout_given` is False.
+    `model` None: it is invalid.
     """
 
-    zero: int | None
-    distributed: bool
-    offload: Home
+    optimizer: OptimizerSpec
     precision: str
-    pp: int
-    sequence_parallel: bool = False
-    layout_given: bool = False
-    tp: int = 1
-    etp: int | None = None
-    whole_sequence: bool = False
+    parallel: ParallelSpec
+    layout_given: bool
     recompute: str = "auto"
     recompute_modules: tuple[str, ...] = ()
     recompute_layers: int | None = None

@@ -62,9 +62,10 @@ class DeepSpeedSpec(Document):
 
 def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
     """Find settings that DeepSpeed cannot combine, or would silently ignore."""
-    own, offload = engine.deepspeed, choices.offload
-    parameters = own.offload_parameters
-    stage = choices.zero if choices.zero is not None or choices.distributed else 0
+    own, optimizer, pp = engine.deepspeed, choices.optimizer, choices.parallel.pp
+    offload, parameters = optimizer.offload, own.offload_parameters
+    # None: the planner chooses, from stage 1 upwards
+    stage = optimizer.zero if optimizer.zero is not None or optimizer.distributed else 0
     if offload == "nvme" and stage not in (None, 3):
         # only stage3.py has a swapper: at stages 1 and 2 DeepSpeed leaves the setting out
         message = f"offload to nvme needs ZeRO stage 3, not {stage}"
@@ -88,11 +89,11 @@ def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradicti
         # tried on a small GPT: after six steps the loss is off by 0.11, at stages 1 to 3 by 0.004
         message = "with DeepSpeed bf16 drifts at ZeRO stage 0"
         yield Contradiction(("precision",), message, "set `optimizer.zero: 1`, or `fp32`")
-    if choices.pp > 1 and (stage or 0) >= 2:
+    if pp > 1 and (stage or 0) >= 2:
         # runtime/pipe/engine.py asserts it, because a pipeline accumulates over microbatches
-        message = f"ZeRO stage {stage} cannot be combined with pp {choices.pp}"
+        message = f"ZeRO stage {stage} cannot be combined with pp {pp}"
         yield Contradiction(("optimizer", "zero"), message, "use stage 1, or pp 1")
-    if choices.sequence_parallel:
+    if choices.parallel.sequence_parallel:
         # module_inject/layers.py: the input of its layers is whole on every rank
         message = "DeepSpeed does not split norms over tp"
         path = ("parallel", "sequence_parallel")

@@ -66,7 +66,7 @@ def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradicti
 
 
 def _of_precision(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
-    own, precision = engine.megatron, choices.precision
+    own, precision, optimizer = engine.megatron, choices.precision, choices.optimizer
     if own.fp8_recipe != "auto" and precision != "fp8":
         message = f"fp8_recipe scales numbers of `precision: fp8`, which is {precision}"
         hint = "set `precision: fp8`, or remove it"
@@ -76,12 +76,12 @@ def _of_precision(engine: EngineSpec, choices: Choices) -> Iterator[Contradictio
         message = f"weights are kept in 8 bits with `precision: fp8` only, not with {precision}"
         hint = "set `precision: fp8`, or remove it"
         yield Contradiction(_own("fp8_param_gather"), message, hint)
-    elif own.fp8_param_gather and (choices.zero == 0 or not choices.distributed):
+    elif own.fp8_param_gather and (optimizer.zero == 0 or not optimizer.distributed):
         # arguments.py: "--fp8-param-gather only supported with distributed optimizer"
         message = "weights are gathered in 8 bits by the distributed optimizer, which is off"
         hint = "set `optimizer.distributed: true`, or remove it"
         yield Contradiction(_own("fp8_param_gather"), message, hint)
-    elif own.fp8_param_gather and choices.offload != "none" and own.fp8_recipe != "delayed":
+    elif own.fp8_param_gather and optimizer.offload != "none" and own.fp8_recipe != "delayed":
         # arguments.py: "the optimizer cpu offload must be used in conjunction with delayed"
         message = "with an offloaded optimizer weights are gathered in 8 bits by delayed scaling"
         hint = "set `fp8_recipe: delayed`, or remove the offload"
@@ -130,10 +130,11 @@ def _of_activations(engine: EngineSpec, choices: Choices) -> Iterator[Contradict
         # enabled"
         message = f"megatron-core offloads activations or computes them again ({choices.recompute})"
         yield Contradiction(where, message, "set `recompute: none`, or remove it")
-    if choices.pp > 1:
+    if choices.parallel.pp > 1:
         # transformer_config.py: "no support for Pipeline parallelism with CPU offloading"
         message = "megatron-core offloads activations without a pipeline only, not with pp "
-        yield Contradiction(where, f"{message}{choices.pp}", "set `parallel.pp: 1`, or remove it")
+        message += str(choices.parallel.pp)
+        yield Contradiction(where, message, "set `parallel.pp: 1`, or remove it")
     if choices.model is not None and offloaded >= choices.model.layers:
         # transformer_config.py: "CPU offloading can be done only for layers less than"
         layers = choices.model.layers
@@ -147,16 +148,16 @@ def _of_activations(engine: EngineSpec, choices: Choices) -> Iterator[Contradict
 
 def _of_messages(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
     """Find contradictions with a layout that the spec gives; the planner avoids them itself."""
-    own = engine.megatron
+    own, parallel = engine.megatron, choices.parallel
     if not choices.layout_given:
         return
-    if own.tp_comm_overlap and (choices.tp == 1 or choices.whole_sequence):
+    if own.tp_comm_overlap and (parallel.tp == 1 or parallel.sequence_parallel is False):
         # arguments.py: "can happen only when sequence parallelism is enabled"
-        what = "tp is 1" if choices.tp == 1 else "sequence_parallel is off"
+        what = "tp is 1" if parallel.tp == 1 else "sequence_parallel is off"
         message = f"this hides messages of sequence parallelism over tp: {what}"
         hint = "remove it, or set `parallel.tp` above 1 with sequence_parallel"
         yield Contradiction(_own("tp_comm_overlap"), message, hint)
-    if own.defer_embedding_wgrad_compute and choices.pp == 1:
+    if own.defer_embedding_wgrad_compute and parallel.pp == 1:
         # model_parallel_config.py: "Cannot defer embedding wgrad compute when pipeline model
         # parallel is not used"
         message = "without a pipeline there is no gap to compute the weight gradient in"

@@ -33,7 +33,7 @@ def unread_choices(engine: EngineAbilities, choices: Choices) -> Iterator[Contra
             message,
             lambda other: other.offloads_activations,
         )
-    if choices.etp is None:
+    if choices.parallel.etp is None:
         return
     path = ("parallel", "etp")
     if not engine.splits_experts:

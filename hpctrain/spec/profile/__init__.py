@@ -23,8 +23,7 @@ from hpctrain.spec.profile.hardware import (
     NvlinkProfile,
 )
 from hpctrain.spec.profile.limits import LimitsProfile, PriceProfile, ReliabilityProfile
-from hpctrain.spec.profile.metrics import MetricsProfile
-from hpctrain.spec.profile.network import NetworkProfile
+from hpctrain.spec.profile.network import NetworkProfile, port_range
 from hpctrain.spec.profile.slurm import SlurmProfile
 from hpctrain.spec.profile.software import FabricVariable, SoftwareProfile
 from hpctrain.spec.run import Name, RunSpec
@@ -32,6 +31,31 @@ from hpctrain.spec.run import Name, RunSpec
 Continuation = Literal["requeue", "chain", "singleton", "array", "none"]
 # Variables that name the interface of TCP traffic; both take the start of a name.
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+class MetricsProfile(Document):
+    """How metrics of jobs reach the Prometheus of a site."""
+
+    textfile: str | None = Field(
+        None,
+        pattern=r"^/",
+        description="Directory of node_exporter's textfile collector, in which users may write; "
+        "absent: none",
+    )
+    ports: str | None = Field(
+        None,
+        description="Ports that endpoints of jobs may take, such as 9400-9499; default: any",
+    )
+    address: str | None = Field(
+        None, description="Address that endpoints listen on; default: every address of the node"
+    )
+
+    @field_validator("ports")
+    @classmethod
+    def _ports_are_a_range(cls, ports: str | None) -> str | None:
+        if ports is not None:
+            port_range(ports)
+        return ports
 
 
 class ClusterProfile(Document):

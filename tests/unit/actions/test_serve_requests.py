@@ -27,8 +27,7 @@ from hpctrain.serving.router.haproxy import find_haproxy_before_router
 from hpctrain.serving.router.job import RouterJob, place_of
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_service_spec
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.metrics import MetricsProfile
+from hpctrain.spec.profile import ClusterProfile, MetricsProfile
 from hpctrain.spec.service import ServiceSpec
 from hpctrain.store.run_records import read_record, write_record
 from hpctrain.store.service_layout import ReplicaName, ServiceLayout

@@ -52,6 +52,40 @@ def test_configs_of_older_releases_agree() -> None:
     assert disagreements(gpt, OLD_GPT2) == []
 
 
+_LARGE = dict(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16)
+_ACTIVE = dict(intermediate_size=4096, hidden_act="gelu_new", layer_norm_eps=1e-6)
+_ENCODER = dict(
+    layers=24, hidden=1024, heads=16, ffn=4096, activation="gelu_tanh", norm_epsilon=1e-6
+)
+# Names as transformers writes them (configuration_*.py), no value as by default.
+WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bert": (
+        dict(_LARGE, **_ACTIVE, vocab_size=28996, max_position_embeddings=256),
+        dict(_ENCODER, vocab=28996, seq=256),
+    ),
+    "distilbert": (
+        dict(dim=384, n_layers=3, n_heads=6, hidden_dim=1536, activation="gelu_new"),
+        dict(layers=3, hidden=384, heads=6, ffn=1536, activation="gelu_tanh"),
+    ),
+    "vit": (
+        dict(_LARGE, **_ACTIVE, image_size=384, patch_size=32, qkv_bias=False),
+        dict(_ENCODER, image=384, patch=32, bias=False),
+    ),
+    "gpt": (dict(n_inner=5000, layer_norm_epsilon=1e-6), dict(ffn=5000, norm_epsilon=1e-6)),
+    "llama": (
+        dict(head_dim=64, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        dict(head_dim=64, bias=True, tied=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_settings_are_read_by_the_names_of_transformers(family: str) -> None:
+    written, expected = WRITTEN[family]
+    read = described({"model_type": MODEL_TYPES[family], **written})
+    assert {field: read[field] for field in expected} == expected
+
+
 DIFFERENT: list[tuple[str, dict[str, Any], str]] = [
     ("gpt", dict(n_layer=3), "layers is 2 in the spec and 3 in config.json"),
     ("gpt", dict(n_inner=None, n_embd=128), "hidden is 64 in the spec and 128 in config.json"),

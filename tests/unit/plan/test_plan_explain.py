@@ -95,7 +95,7 @@ def test_an_explicit_layout_is_predicted_like_the_same_one_found() -> None:
     spec = auto(
         parallel=found.parallel.model_dump(),
         micro=found.micro_batch,
-        recompute=found.recompute,
+        recompute=found.mode,
     )
     plan = decision(spec).plan
     assert plan.layout_origin == "spec"

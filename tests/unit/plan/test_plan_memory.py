@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hpctrain.plan.cost.constants import (
 from hpctrain.plan.cost.from_spec import bucket_bytes, case_of, software_for
 from hpctrain.plan.cost.memory import outside_allocator_bytes, peak_bytes, shards
 from hpctrain.plan.cost.plan_memory import candidate_memory
-from hpctrain.plan.documents import MemoryBreakdown, Recompute
+from hpctrain.plan.documents import RECOMPUTES, MemoryBreakdown, Recompute
 from hpctrain.plan.mesh.candidate import Candidate, candidate_of
 from hpctrain.plan.mesh.columns import columns_of
 from hpctrain.plan.planner import make_plan
@@ -51,7 +52,8 @@ def candidate(
     parallel = ParallelSpec(**axes)
     gpus = gpus or parallel.tp * parallel.pp * parallel.cp
     spec = run_spec(model, gpus=gpus, batch=batch, parallel=axes, **(others or {}))
-    return spec, candidate_of(spec, parallel, gpus, 1, recompute)
+    one = candidate_of(spec, parallel, gpus)
+    return spec, replace(one, recompute=RECOMPUTES.index(recompute))
 
 
 def stages(model: dict[str, Any], *args: Any, **axes: Any) -> tuple[MemoryBreakdown, ...]:

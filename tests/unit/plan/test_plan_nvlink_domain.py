@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -13,7 +12,7 @@ from specimens import run_spec
 
 from hpctrain.errors import LimitError
 from hpctrain.plan.cost.prediction import predict
-from hpctrain.plan.documents import Layout, Plan, Span
+from hpctrain.plan.documents import Plan, Span
 from hpctrain.plan.layout_words import ORDERS
 from hpctrain.plan.mesh.columns import COLUMN_NAMES, Columns
 from hpctrain.plan.mesh.nvlink_domain import nvlink_domain, possible_domains, priced_domains
@@ -176,8 +175,8 @@ def test_a_search_prices_each_layout_with_its_own_segment() -> None:
     rows = np.flatnonzero(np.isfinite(found.step_seconds))
     several = {}
     for row in rows:  # one row of each domain
-        layout = found.candidate(int(row)).layout
-        several.setdefault(nvlink_domain(layout, spec.resources, site), int(row))
+        candidate = found.candidate(int(row))
+        several.setdefault(nvlink_domain(candidate, spec.resources, site), int(row))
     assert len(several) > 1
     for row in several.values():
         alone = predict(found.request, found.candidate(row))
@@ -185,25 +184,18 @@ def test_a_search_prices_each_layout_with_its_own_segment() -> None:
         assert alone.parts.total_seconds == pytest.approx(found.step_seconds[row])
 
 
-def layouts(world: int) -> Iterator[Layout]:
+def layouts(world: int) -> Columns:
     sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16) if world % size == 0]
-    for tp, cp, pp, order in product(sizes, sizes, sizes, ORDERS):
-        if world % (tp * cp * pp) == 0:
-            dp = world // (tp * cp * pp)
-            for ep in (1, 4, 6, 16, 48, 64):
-                if (cp * dp) % ep == 0 and (ep == 1 or tp == 1):
-                    yield Layout(
-                        tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, vpp=1, order=order,
-                        sequence_parallel=False,
-                    )  # fmt: skip
-
-
-def rows_of(all_of: list[Layout]) -> Columns:
-    values = {name: np.zeros(len(all_of), dtype=np.int32) for name in COLUMN_NAMES}
-    for name in ("tp", "cp", "pp", "dp", "ep"):
-        values[name] = np.array([getattr(one, name) for one in all_of], dtype=np.int32)
-    values["order"] = np.array([ORDERS.index(one.order) for one in all_of], dtype=np.int32)
-    return Columns(**values)
+    rows = [
+        (tp, cp, pp, ep, order)
+        for tp, cp, pp, order in product(sizes, sizes, sizes, range(len(ORDERS)))
+        for ep in (1, 4, 6, 16, 48, 64)
+        if world % (tp * cp * pp) == 0 and world // (tp * pp) % ep == 0 and (ep == 1 or tp == 1)
+    ]
+    values = {name: np.zeros(len(rows), dtype=np.int32) for name in COLUMN_NAMES}
+    names = ("tp", "cp", "pp", "ep", "order")
+    values |= dict(zip(names, np.array(rows, dtype=np.int32).T, strict=True), vpp=values["tp"] + 1)
+    return Columns(gpus=world, batch=1, layers=1, stages=None, **values)
 
 
 @pytest.mark.parametrize("nodes", [12, 36])
@@ -211,10 +203,11 @@ def rows_of(all_of: list[Layout]) -> Columns:
 def test_prices_agree_with_listing_the_groups(nodes: int, policy: str) -> None:
     """For each layout: the smallest part of a group of tp, cp or ep within one rack."""
     site, resources, world = racks(segment=policy), ResourcesSpec(gpus=4 * nodes), 4 * nodes
-    every = list(layouts(world))
+    every = layouts(world)
     assert len(every) > 50
-    prices = np.broadcast_to(priced_domains(rows_of(every), resources, site), len(every))
-    for layout, price in zip(every, prices, strict=True):
+    prices = np.broadcast_to(priced_domains(every, resources, site), len(every))
+    for row, price in enumerate(prices):
+        layout = every.candidate(row)
         domain = nvlink_domain(layout, resources, site)
         assert domain in possible_domains(resources, site)
         assert world % domain == 0 or policy == "forbid"

@@ -276,7 +276,7 @@ def test_the_search_prices_each_option_as_one_candidate_at_a_time(name: str) -> 
         )
         assert candidate_peak(request, candidate) == pytest.approx(found.peak_bytes[row], rel=0.01)
         if found.fits[row]:
-            (parts,) = step_parts(request, alone, None)
+            (parts,) = step_parts(request, alone)
             assert parts.total_seconds == pytest.approx(found.step_seconds[row], rel=1e-9)
 
 

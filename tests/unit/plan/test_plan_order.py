@@ -18,7 +18,7 @@ from hpctrain.plan.mesh.rank_order import (
     step_traffic,
     uplink_load,
 )
-from hpctrain.plan.mesh.rules import layout_values, refusals
+from hpctrain.plan.mesh.rules import refusals
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
@@ -31,7 +31,7 @@ def case(batch: int, gpus: int = 64, **parallel: Any) -> tuple[RunSpec, Candidat
     """A 7B model with microbatches of one sequence."""
     spec = run_spec(LLAMA7B, gpus=gpus, batch=batch, parallel=parallel)
     assert isinstance(spec.parallel, ParallelSpec)
-    return spec, candidate_of(spec, spec.parallel, gpus, 1, "none")
+    return spec, candidate_of(spec, spec.parallel, gpus)
 
 
 def chosen(spec: RunSpec, candidate: Candidate, profile: ClusterProfile = TWO_HALLS) -> OrderChoice:
@@ -89,7 +89,7 @@ def test_experts_have_rings_of_their_own() -> None:
     ]:
         spec = run_spec(moe, gpus=64, batch=64, parallel={**axes, "order": order})
         assert isinstance(spec.parallel, ParallelSpec)
-        candidate = candidate_of(spec, spec.parallel, 64, 1, "none")
+        candidate = candidate_of(spec, spec.parallel, 64)
         traffic = step_traffic(PlanRequest(spec, TWO_HALLS), candidate)
         assert traffic.expert_ring_bytes > traffic.dense_ring_bytes > 0
         request = on_islands(NodeRequest(nodes=8, gpus_per_node=8), TWO_HALLS)
@@ -143,7 +143,7 @@ def test_one_axis_alone_has_no_order() -> None:
 
 def test_an_order_that_megatron_refuses_is_not_chosen() -> None:
     spec, candidate = case(4096, tp=4, pp=2, cp=2)
-    values = replace(layout_values(spec, candidate.parallel, 64), order=1)
+    values = replace(candidate, order=1)
     assert refusals(PlanRequest(spec, TWO_HALLS), values) == [
         "order tp-cp-ep-pp-dp is not possible with pp 2: megatron-core needs tp x cp = 8 to be "
         "expert tp x ep = 4; use tp-cp-ep-dp-pp"
@@ -173,5 +173,5 @@ def test_layouts_carry_the_order_of_the_spec() -> None:
 def test_a_large_model_keeps_its_gradients_at_home() -> None:
     spec = run_spec(GPT175B, gpus=64, batch=64, parallel=dict(tp=8, pp=4))
     assert isinstance(spec.parallel, ParallelSpec)
-    choice = chosen(spec, candidate_of(spec, spec.parallel, 64, 1, "none"))
+    choice = chosen(spec, candidate_of(spec, spec.parallel, 64))
     assert choice.order == DATA_NEAR and "gradients" in choice.reasons[0]

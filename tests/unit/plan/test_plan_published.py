@@ -132,7 +132,7 @@ def mesh_of_layout(recipe: str, ep: int = 1, **others: Any) -> Mesh:
         engine=engine,
         **others,
     )
-    candidate = candidate_of(spec, ParallelSpec(**parallel), 8, 1, "none")
+    candidate = candidate_of(spec, ParallelSpec(**parallel), 8)
     return case_of(PlanRequest(spec, enough("h100x16")), columns_of(candidate)).mesh
 
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 from specimens import GPT_TINY, cluster, run_spec
 
+from hpctrain.plan.mesh.candidate import candidate_of
 from hpctrain.plan.mesh.layout import layout_of
-from hpctrain.plan.mesh.rules import MESH_RULES, broken_rules, layout_values
+from hpctrain.plan.mesh.rules import MESH_RULES, broken_rules
 from hpctrain.plan.mesh.stages import (
     build_stages,
     split_layers,
@@ -66,7 +67,7 @@ def test_impossible_splits_are_explained(
 ) -> None:
     wanted = ParallelSpec.model_validate(parallel)
     spec = run_spec({**GPT_TINY, "layers": layers}, gpus=wanted.pp)
-    values = layout_values(spec, wanted, wanted.pp)
+    values = candidate_of(spec, wanted, wanted.pp)
     (rule,) = broken_rules(spec, values, MESH_RULES)
     message = rule.message(PlanRequest(spec, cluster()), values)
     for word in words:
@@ -81,7 +82,7 @@ def test_every_possible_split_holds_every_layer() -> None:
             for vpp in (1, 2, 3) if pp > 1 else (1,):
                 for counted in (dict(), dict(count_embedding=True), dict(count_loss=True)):
                     parallel = ParallelSpec(pp=pp, vpp=vpp, **counted)
-                    values = layout_values(spec, parallel, pp)
+                    values = candidate_of(spec, parallel, pp)
                     if broken_rules(spec, values, MESH_RULES):
                         continue
                     split = split_layers(layers, parallel)

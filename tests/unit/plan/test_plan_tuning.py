@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def test_the_plan_counts_thin_matrices_and_what_learns() -> None:
 
 def test_the_search_counts_what_the_plan_counts() -> None:
     tuned = spec(lora=dict(rank=64))
-    columns = columns_of(candidate_of(tuned, ParallelSpec(), 8, 1, "full"))
+    columns = columns_of(replace(candidate_of(tuned, ParallelSpec(), 8), recompute=2))
     case = case_of(PlanRequest(tuned, load_profile(find_profile("a100x64")).document), columns)
     assert float(np.max(weights_of(case).dense)) == pytest.approx(
         count_model(tuned).parameters, rel=1e-5

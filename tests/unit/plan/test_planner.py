@@ -32,7 +32,7 @@ def as_proposed(spec: RunSpec, candidate: Candidate) -> RunSpec:
     document = spec.model_dump(by_alias=True, exclude_unset=True)
     document["parallel"] = candidate.parallel.model_dump()
     document["batch"] = {"global": spec.batch.global_, "micro": candidate.micro_batch}
-    document["recompute"] = candidate.recompute
+    document["recompute"] = candidate.mode
     document["resources"] = {"gpus": candidate.layout.world_size}
     return RunSpec.model_validate(document)
 

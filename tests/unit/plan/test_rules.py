@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from specimens import GPT_TINY, LLAMA7B, cluster, run_spec
 
+from hpctrain.plan.mesh.candidate import candidate_of
 from hpctrain.plan.mesh.layout import settled
-from hpctrain.plan.mesh.rules import RULES, broken_rules, layout_values, refusals
+from hpctrain.plan.mesh.rules import RULES, broken_rules, refusals
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
@@ -161,7 +162,7 @@ def test_each_rule_refuses_a_layout_and_names_its_values(name: str) -> None:
     kept, axes, words = BROKEN[name]
     parallel = ParallelSpec.model_validate(axes)
     spec = of_search(name, kept, parallel)
-    values = layout_values(spec, settled(spec, parallel), spec.resources.gpus)
+    values = candidate_of(spec, settled(spec, parallel), spec.resources.gpus)
     (rule,) = [rule for rule in broken_rules(spec, values, RULES) if rule.name == name]
     message = rule.message(PlanRequest(spec, cluster()), values)
     assert message in refusals(PlanRequest(spec, cluster()), values)
@@ -172,7 +173,7 @@ def test_each_rule_refuses_a_layout_and_names_its_values(name: str) -> None:
 def test_a_layout_without_faults_breaks_no_rule() -> None:
     parallel = ParallelSpec(tp=2, pp=2)
     spec = run_spec(gpus=8).model_copy(update={"parallel": parallel})
-    assert refusals(PlanRequest(spec, cluster()), layout_values(spec, parallel, 8)) == []
+    assert refusals(PlanRequest(spec, cluster()), candidate_of(spec, parallel, 8)) == []
 
 
 def test_a_rule_only_waits_for_rules_before_it() -> None:

@@ -19,17 +19,16 @@ from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.layout_words import ORDERS
 from hpctrain.plan.mesh.candidate import Candidate, candidate_of
-from hpctrain.plan.mesh.columns import columns_of, spread_layers
+from hpctrain.plan.mesh.columns import columns_of
 from hpctrain.plan.mesh.layout import settled
+from hpctrain.plan.mesh.recomputation import module_bits
 from hpctrain.plan.mesh.rules import (
     CANDIDATE_RULES,
     MESH_RULES,
-    OneLayout,
     broken_rules,
-    layout_values,
     refusals,
 )
-from hpctrain.plan.mesh.stages import split_layers
+from hpctrain.plan.mesh.stages import spread_layers
 from hpctrain.plan.planner import make_plan
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import Found, search
@@ -156,41 +155,41 @@ def by_loops(spec: RunSpec, profile: ClusterProfile) -> list[Candidate]:
     gpus, batch = spec.resources.gpus, spec.batch.global_
     micros = [2**n for n in range(12) if batch % 2**n == 0]
     for parallel in parallels(spec):
-        values = layout_values(spec, parallel, gpus)
+        one = candidate_of(spec, parallel, gpus)
         fixed = spec.model_copy(update={"parallel": parallel})
-        if broken_rules(spec, values, MESH_RULES):
+        if broken_rules(spec, one, MESH_RULES):
             continue
         if spec.engine.name in ("deepspeed", "fsdp") and not can_be_trained(fixed):
             continue
         for micro in micros if spec.batch.micro == "auto" else [spec.batch.micro]:
-            found += _details(spec, parallel, replace(values, micro_batch=micro))
+            found += _details(spec, replace(one, micro_batch=micro))
     return found
 
 
-def _details(spec: RunSpec, parallel: ParallelSpec, values: OneLayout) -> list[Candidate]:
-    engine, optimizer, gpus = spec.engine.name, spec.optimizer, spec.resources.gpus
+def _details(spec: RunSpec, one: Candidate) -> list[Candidate]:
+    engine, optimizer = spec.engine.name, spec.optimizer
     zeros = {"megatron": (1,), "fsdp": (2, 3), "deepspeed": (1, 2, 3), "ddp": (0,)}[engine]
     offloads = (False, True) if optimizer.offload != "none" else (False,)
-    shards = (None, 8) if engine == "fsdp" and gpus > 8 else (None,)
-    orders = ORDERS if parallel.pp > 1 and values.dp > 1 else ORDERS[:1]
+    shards = (0, 8) if engine == "fsdp" and one.gpus > 8 else (0,)
+    orders = range(len(ORDERS)) if one.pp > 1 and one.dp > 1 else (0,)
     made = []
     # engines of PyTorch modules recompute whole blocks or nothing
-    recomputes = [("none", {}), ("full", {})]
+    recomputes: list[dict[str, int]] = [dict(recompute=0), dict(recompute=2)]
     if engine == "megatron":
-        chunk = max(split_layers(spec.model.layers, parallel))
+        chunk = max(one.split)
         some = sorted({quarter * chunk // 4 for quarter in (1, 2, 3)} - {0, chunk})
         dense = spec.model.moe is None or spec.model.moe.dense_layers > 0
-        recomputes += [("full", dict(recompute_layers=layers)) for layers in some]
+        recomputes += [dict(recompute=2, recompute_layers=layers) for layers in some]
         for module in ("core_attn", "mlp" if dense else "moe"):
-            recomputes.append(("selective", dict(recompute_modules=(module,))))
+            recomputes.append(dict(recompute=1, recompute_modules=module_bits([module])))
     for zero, shard, order in product(zeros, shards, orders):
-        details = dict(zero=zero, shard_gpus=shard or 0, order=ORDERS.index(order))
-        if broken_rules(spec, replace(values, **details), CANDIDATE_RULES):
+        other = replace(one, zero=zero, shard_gpus=shard, order=order)
+        if broken_rules(spec, other, CANDIDATE_RULES):
             continue
-        written, micro = parallel.model_copy(update={"order": order}), values.micro_batch
-        for offload, (how, what) in product(offloads, recomputes):
-            one = candidate_of(spec, written, gpus, micro, how, zero, shard, offload, **what)
-            made.append(one)
+        made += [
+            replace(other, offload=int(offload), **how)
+            for offload, how in product(offloads, recomputes)
+        ]
     return made
 
 
@@ -346,7 +345,7 @@ def test_experts_with_tensor_but_without_sequence_parallelism_are_impossible() -
     parallel = dict(tp=2, ep=2, sequence_parallel=False)
     spec = run_spec(MOE, gpus=8, parallel=parallel)
     assert isinstance(spec.parallel, ParallelSpec)
-    assert refusals(PlanRequest(spec, cluster()), layout_values(spec, spec.parallel, 8)) == [
+    assert refusals(PlanRequest(spec, cluster()), candidate_of(spec, spec.parallel, 8)) == [
         "experts with tp 2 need sequence_parallel"
     ]
     assert len(found_of(spec, cluster()).columns) == 0
@@ -370,7 +369,7 @@ def test_a_layout_that_just_fits_is_taken_only_when_no_other_leaves_room() -> No
 def test_only_the_engine_of_the_spec_decides_about_axes() -> None:
     spec = run_spec(SMALL, gpus=8, engine={"name": "fsdp"}, parallel=dict(pp=2, ep=2))
     assert isinstance(spec.parallel, ParallelSpec)
-    lines = refusals(PlanRequest(spec, cluster()), layout_values(spec, spec.parallel, 8))
+    lines = refusals(PlanRequest(spec, cluster()), candidate_of(spec, spec.parallel, 8))
     assert [line.split(":")[0] for line in lines][:2] == [
         "engine fsdp has no pp",
         "engine fsdp has no ep",

@@ -38,12 +38,11 @@ def test_one_island_adds_nothing() -> None:
 
 def test_the_ring_of_all_gradients_crosses_once() -> None:
     spec = run_spec(SMALL, gpus=32, batch=32)
-    one = candidate_of(spec, ParallelSpec(), 32, 1, "none")
+    one = candidate_of(spec, ParallelSpec(), 32)
     gradients, activations = uplink_seconds(
         PlanRequest(spec, halls("100Gb/s")),
         columns_of(one),
         crossed_islands(32, halls("100Gb/s")),
-        None,
     )
     # ZeRO-1: 4 bytes reduced and 2 gathered of every parameter, 31 / 32 of it over each link of
     # the one ring; 100 Gb/s are 12.5e9 bytes/s
@@ -55,12 +54,11 @@ def test_the_ring_of_all_gradients_crosses_once() -> None:
 def test_pipelines_across_the_border_send_activations_instead() -> None:
     spec = run_spec(SMALL, gpus=32, batch=32)
     parallel = ParallelSpec(pp=2, order="tp-cp-ep-dp-pp")
-    one = candidate_of(spec, parallel, 32, 1, "none")
+    one = candidate_of(spec, parallel, 32)
     gradients, activations = uplink_seconds(
         PlanRequest(spec, halls("100Gb/s")),
         columns_of(one),
         crossed_islands(32, halls("100Gb/s")),
-        None,
     )
     # 16 pipelines with 2 microbatches each: an activation forth, over each direction of the link
     assert activations[0] == pytest.approx(16 * 2 * 2 * 1024 * 1024 / 12.5e9)
@@ -69,7 +67,7 @@ def test_pipelines_across_the_border_send_activations_instead() -> None:
 
 def test_no_step_is_shorter_than_its_uplink_is_busy() -> None:
     spec = run_spec(SMALL, gpus=32, batch=32)
-    columns = columns_of(candidate_of(spec, ParallelSpec(), 32, 1, "none"))
+    columns = columns_of(candidate_of(spec, ParallelSpec(), 32))
     software = software_of(knowledge_of(cluster()).calibration.software["megatron-core"])
     step, none = np.array([1.0]), np.array([0.0])
 
@@ -86,7 +84,7 @@ def test_no_step_is_shorter_than_its_uplink_is_busy() -> None:
     assert 1 + shown(0, 100) >= 100
     # between whole passes of a stage nothing hides
     assert shown(0, 0.5) == pytest.approx(0.5)
-    columns = columns_of(candidate_of(spec, ParallelSpec(pp=2, vpp=2), 32, 1, "none"))
+    columns = columns_of(candidate_of(spec, ParallelSpec(pp=2, vpp=2), 32))
     assert shown(0, 0.5) == pytest.approx(0.5 * (1 - software.pp_overlap))
 
 

@@ -30,22 +30,7 @@ SHAPE = Shape(
     ffn=4096,
     expert_hidden=1024,
 )
-MESH = Mesh(
-    tp=1,
-    pp=1,
-    vpp=1,
-    cp=1,
-    ep=1,
-    dp=1,
-    micro_batch=1,
-    accumulation=1,
-    sequence_parallel=0,
-    zero=1,
-    recompute=0,
-    layers_first=8,
-    layers_middle=8,
-    layers_last=8,
-)
+MESH = Mesh(zero=1, layers_first=8, layers_middle=8, layers_last=8)
 MACHINE = Machine(
     peak=1e15,
     peak_low=2e15,

@@ -325,6 +325,7 @@ SWITCHED_ON = (
     *("overlaps_tensors", "overlaps_gradients", "overlaps_parameters", "overlaps_stages"),
     *("overlaps_experts", "launched_layers", "launched_experts"),
 )
+ONE_GPU = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch", "accumulation")
 
 
 @pytest.mark.parametrize(
@@ -334,8 +335,9 @@ SWITCHED_ON = (
         (
             Mesh,
             dict(
+                **dict.fromkeys(ONE_GPU, 1),
                 full_share=1,
-                again_core=1,
+                again_core_attn=1,
                 pipeline_outside=1,
                 element_bytes=2,
                 gradient_bytes=4,

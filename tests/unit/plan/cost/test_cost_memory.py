@@ -116,18 +116,18 @@ class TestOneLayer:
     @pytest.mark.parametrize(
         ("field", "dropped"),
         [
-            ("again_core", 160 * SBH),
+            ("again_core_attn", 160 * SBH),
             ("again_mlp", (21 - 2) * SBH),  # all but the input of its norm
-            ("again_norm", 2 * 2 * SBH),  # what two norms put out
+            ("again_layernorm", 2 * 2 * SBH),  # what two norms put out
         ],
     )
     def test_what_selective_recomputation_drops(self, field: str, dropped: int) -> None:
-        nothing = layer(**PAPER, recompute=1, again_core=0)
+        nothing = layer(**PAPER, recompute=1, again_core_attn=0)
         assert nothing == SBH * 194
-        assert nothing - layer(**{**PAPER, "again_core": 0, field: 1}, recompute=1) == dropped
+        assert nothing - layer(**{**PAPER, "again_core_attn": 0, field: 1}, recompute=1) == dropped
 
     def test_switches_of_selective_recomputation_do_nothing_without_it(self) -> None:
-        assert layer(**PAPER, again_mlp=1, again_norm=1) == SBH * 194
+        assert layer(**PAPER, again_mlp=1, again_layernorm=1) == SBH * 194
 
 
 class TestLowPrecision:
@@ -148,11 +148,11 @@ class TestLowPrecision:
         assert layer(**split) - layer(**split, input_bytes=1) == (2 + 4) * SBH / 4
 
     def test_recomputed_norms_drop_what_would_be_kept(self) -> None:
-        again = dict(recompute=1, again_core=0, again_norm=1)
+        again = dict(recompute=1, again_core_attn=0, again_layernorm=1)
         assert layer(input_bytes=1) - layer(**again, input_bytes=1) == 2 * SBH
 
     def test_a_recomputed_mlp_keeps_the_same_input(self) -> None:
-        again = dict(recompute=1, again_core=0, again_mlp=1)
+        again = dict(recompute=1, again_core_attn=0, again_mlp=1)
         assert layer(**again) - layer(**again, input_bytes=1) == SBH
 
     def test_down_projections_of_latent_attention_keep_one_copy_each(self) -> None:
@@ -168,7 +168,7 @@ class TestLowPrecision:
         assert moe_kept(one).whole - moe_kept(low).whole == fewer
         delayed = changed(low, projected_bytes=1)
         assert moe_kept(delayed).whole - moe_kept(low).whole == SBH
-        assert moe_kept(changed(low, again_activation=1)).again == 4096 * 2048
+        assert moe_kept(changed(low, again_moe_act=1)).again == 4096 * 2048
 
     def test_rows_of_the_fullest_rank(self) -> None:
         one, full = case(**EXPERTS), case(**EXPERTS, imbalance=1.5)
@@ -186,14 +186,14 @@ class TestOtherBlocks:
         one = case(mla=1, q_rank=384, kv_rank=128, qk_dim=96, rope_dim=32)
         elements = 2 * 1024 + 16 * 320 + 2 * 512 + 32
         assert attention_kept(one).whole == 2 * 2048 * elements + 4 * 16 * 2048
-        again = attention_kept(changed(one, again_core=0, again_up=1)).again
+        again = attention_kept(changed(one, again_core_attn=0, again_mla_up_proj=1)).again
         assert again == 2 * 2048 * 16 * 2 * 96
 
     def test_tensor_parallel_ranks_repeat_the_ranks_of_latent_attention(self) -> None:
         one = case(mla=1, q_rank=384, kv_rank=128, qk_dim=96, rope_dim=32, tp=4)
         elements = 2 * 1024 + 16 * 320 / 4 + 2 * 512 + 32
         assert attention_kept(one).whole == 2 * 2048 * elements + 4 * 4 * 2048
-        again = attention_kept(changed(one, again_core=0, again_up=1)).again
+        again = attention_kept(changed(one, again_core_attn=0, again_mla_up_proj=1)).again
         assert again == 2 * 2048 * 4 * 2 * 96
 
     def test_experts(self) -> None:
@@ -203,7 +203,7 @@ class TestOtherBlocks:
         expected = 2 * 2 * SBH + rows + shared + 4 * 3 * 2048 * 8
         assert moe_kept(one).whole == expected
         assert moe_kept(changed(one, again_moe=1)).again == expected - 2 * SBH
-        assert moe_kept(changed(one, again_activation=1)).again == 2 * 4096 * 2048
+        assert moe_kept(changed(one, again_moe_act=1)).again == 2 * 4096 * 2048
 
     def test_spread_experts_see_a_share_of_the_tokens(self) -> None:
         one = case(**EXPERTS, tp=2, ep=2, sequence_parallel=1)
@@ -307,7 +307,7 @@ class TestInFlight:
         assert activation_bytes(one, first_stage(one)) == expected
 
     def test_so_are_the_norms_of_one_layer(self) -> None:
-        one = case(**PAPER, recompute=1, again_core=0, again_norm=1)
+        one = case(**PAPER, recompute=1, again_core_attn=0, again_layernorm=1)
         expected = 8 * (194 - 4) * SBH + 4 * SBH + (1 + 2) * 2 * SBH
         assert activation_bytes(one, first_stage(one)) == expected
 

@@ -103,18 +103,15 @@ DEEPSEEK_V2_4 = dict(
 def published(model: dict[str, Any], seq: int, **mesh: int) -> Case:
     """Megatron-core and TransformerEngine: bf16, fp32 gradients, distributed optimizer."""
     layers = model["layers"]
-    sizes = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, dp=1) | mesh
-    each = layers / sizes["pp"]
+    each = layers / mesh.get("pp", 1)
     shape = Shape(**dict(seq=seq, attention_blocks=layers, mlp_blocks=layers) | model)
     return Case(
         shape,
         Mesh(
-            **sizes,
-            micro_batch=1,
+            **mesh,
             accumulation=4,
-            sequence_parallel=int(sizes["tp"] > 1),
+            sequence_parallel=int(mesh.get("tp", 1) > 1),
             zero=1,
-            recompute=0,
             layers_first=each,
             layers_middle=each,
             layers_last=each,

@@ -341,13 +341,13 @@ class TestRecomputation:
     @pytest.mark.parametrize(
         ("module", "again"),
         [
-            ("again_core", 8 * 4 * (2048 * 1024) * 1024 / 1e15),
+            ("again_core_attn", 8 * 4 * (2048 * 1024) * 1024 / 1e15),
             ("again_mlp", 8 * 2 * 2 * SBH * 4096 / 1e15),
-            ("again_norm", 0.0),  # free: it only streams
+            ("again_layernorm", 0.0),  # free: it only streams
         ],
     )
     def test_selective_recomputation(self, module: str, again: float) -> None:
-        one = only_products(**{"recompute": 1, "again_core": 0, module: 1})
+        one = only_products(**{"recompute": 1, "again_core_attn": 0, module: 1})
         assert stages_of(one).slowest.again == pytest.approx(again)
 
     def test_selective_recomputation_leaves_mamba_alone(self) -> None:
@@ -360,7 +360,7 @@ class TestRecomputation:
     @pytest.mark.parametrize("kind", ["mlp_blocks", "moe_blocks"])
     def test_recomputed_norms_stream(self, kind: str) -> None:
         blocks = {"mlp_blocks": 0, "moe_blocks": 0, kind: 8}
-        one = case(recompute=1, again_core=0, again_norm=1, peak=NEVER, **blocks)
+        one = case(recompute=1, again_core_attn=0, again_layernorm=1, peak=NEVER, **blocks)
         assert stages_of(one).slowest.again == pytest.approx(8 * 2 * 4 * SBH / 1e12)
 
     @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ class TestRecomputation:
 
     @pytest.mark.parametrize("name", ["mla", "moe"])
     def test_other_parts_that_are_computed_again(self, name: str) -> None:
-        latent = dict(mla=1, q_rank=384, kv_rank=128, qk_dim=96, rope_dim=32, again_up=1)
+        latent = dict(mla=1, q_rank=384, kv_rank=128, qk_dim=96, rope_dim=32, again_mla_up_proj=1)
         routed = dict(mlp_blocks=0, moe_blocks=8, experts=8, top_k=2, expert_ffn=2048)
         # up-projections 384 x 1536 + 128 x 2048; activation of 4096 rows: 2 x 2 x 4096 x 2048 bytes
         expected = {
@@ -388,12 +388,12 @@ class TestRecomputation:
             "moe": 8 * 2 * 2 * 4096 * 2048 / 1e12,
         }
         chosen = {"mla": dict(latent, memory_bandwidth=NEVER), "moe": {**routed, **MOE_ACT}}
-        one = case(**chosen[name], recompute=1, again_core=0)
+        one = case(**chosen[name], recompute=1, again_core_attn=0)
         assert stages_of(one).slowest.again == pytest.approx(expected[name])
 
 
 MAMBA = dict(mamba_blocks=8, mamba_inner=2048, mamba_state=128, mamba_groups=8, mamba_heads=32)
-MOE_ACT = dict(again_activation=1, peak=NEVER)
+MOE_ACT = dict(again_moe_act=1, peak=NEVER)
 BETTER = [
     *("memory_bandwidth", "nvlink_bandwidth", "network_bandwidth", "peak", "peak_low"),
     *("product_efficiency", "flash_efficiency", "memory_efficiency", "network_efficiency"),
