@@ -35,9 +35,12 @@ from tests.virtual_clock import VirtualClock
 ROOT = Path(__file__).resolve().parents[1]
 # One place for all checkouts, as paths are shown, and lines are broken by their length.
 HERE = Path("/tmp/hpctrain-freeze")
-# The digest of the code that a run keeps, and of a script, in which the checkout's Python is named.
-_OF_THE_CODE = re.compile(
+# Digests of the code that a run keeps and of a script, in which the checkout's Python is named;
+# and what the disk has left.
+_OF_THE_PLACE = re.compile(
     r"(?<=hpctrain-\d\.\d\.\d-)[0-9a-f]{12}|(?<=script_sha256\":\")[0-9a-f]{64}"
+    r"|(?<=Script \(SHA-256\)</dt><dd><code>)[0-9a-f]{12}"
+    r"|[\d.]+ .iB free, room for [\d,]+ more|(?<=\"free_bytes\": )\d+|(?<=\"fits\": )\d+"
 )
 OF_RUNS = (
     "status --all",
@@ -78,7 +81,7 @@ class Tree:
 
     def add(self, name: str, text: str) -> None:
         """A file, without what is of this checkout alone."""
-        text = _OF_THE_CODE.sub("DIGEST", text.replace(str(ROOT), "CHECKOUT"))
+        text = _OF_THE_PLACE.sub("OURS", text.replace(str(ROOT), "CHECKOUT"))
         file = self._target / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
