@@ -91,16 +91,7 @@ def _row(layout: RunLayout, one: Evaluation) -> EvaluationRow:
         state = "waiting"
     elif one.state == "refused":
         state = "failed"
-    return EvaluationRow(
-        name=one.name,
-        step=one.step,
-        state=state,
-        attempt=one.attempt,
-        job_id=one.job_id,
-        metrics=dict(one.metrics) if one.metrics is not None else None,
-        reason=one.reason,
-        log=log,
-    )
+    return EvaluationRow.model_validate({**vars(one), "state": state, "log": log})
 
 
 def newest_metrics(rows: Sequence[EvaluationRow]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import Progress, read_record, tail_metrics
 from hpctrain.store.supervise_config import known_supervise_config
 from hpctrain.supervise.run_jobs import RunJobs
-from hpctrain.telemetry.rates import MetricsRow, recent_rates
+from hpctrain.telemetry.rates import recent_rates
 
 # The steps of `recent_rates`, and the first step of a launch, which it leaves out.
 _RECENT_STEPS = 21
@@ -156,20 +156,7 @@ def status_row(run: RunFiles, events: Sequence[Event], found: RunJobs | None) ->
     )
     progress = read_record(run.layout.progress, Progress)
     config = known_supervise_config(run.layout.supervise_config)
-    rates = recent_rates(
-        [
-            MetricsRow(
-                metrics.step,
-                metrics.epoch,
-                metrics.loss,
-                metrics.step_seconds,
-                metrics.tokens_per_second,
-                metrics.mfu,
-                metrics.profiled,
-            )
-            for metrics in tail_metrics(run.layout, _RECENT_STEPS)
-        ]
-    )
+    rates = recent_rates(tail_metrics(run.layout, _RECENT_STEPS))
     age = None if progress is None else max(0.0, clock.now() - progress.time)
     step = progress.step if progress else None
     target = config.target_step if config else progress.target_step if progress else None

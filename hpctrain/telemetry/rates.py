@@ -9,18 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class MetricsRow:
-    """The metrics of one step that summaries need."""
-
-    step: int
-    epoch: int
-    loss: float | None
-    step_seconds: float
-    tokens_per_second: float
-    mfu: float | None
-    profiled: bool = False
+from hpctrain.store.run_records import StepMetrics
 
 
 @dataclass(frozen=True)
@@ -33,7 +22,7 @@ class Rates:
     mfu: float | None
 
 
-def recent_rates(rows: Sequence[MetricsRow], window: int = 20) -> Rates:
+def recent_rates(rows: Sequence[StepMetrics], window: int = 20) -> Rates:
     """Summarize the last `window` steps of the newest epoch.
 
     The first step of a launch, which includes warm-up, and profiled steps are left out when there

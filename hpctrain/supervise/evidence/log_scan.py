@@ -14,7 +14,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from hpctrain.supervise.evidence.line_times import line_time
 from hpctrain.supervise.evidence.tracebacks import final_exception
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import LogFinding
-from hpctrain.supervise.judge.signatures import Match, Matcher, Signatures, Where
+from hpctrain.supervise.judge.signatures import Matcher, Signatures, Where
 
 UNREAD, TRACEBACK = "logs_unread", "traceback"
 # CSI and OSC sequences (ECMA-48): colours, and titles of terminals.
@@ -141,7 +141,7 @@ class Scanner:
         matcher = self._matchers[where]
         if "\x1b" in text:
             text = _ANSI.sub("", text)
-        matches: list[Match] = []
+        matches: list[LogFinding] = []
         for _, line in matcher.candidates(text, _MOST_CANDIDATES):
             match = matcher.match(line)
             if match is not None:
@@ -153,15 +153,12 @@ class Scanner:
         for number, (match, when) in enumerate(zip(matches, times, strict=True)):
             if match.role != "advice" and (rank is None or match.signature not in seen):
                 seen.add(match.signature)
-                yield LogFinding(
-                    signature=match.signature,
-                    cause=match.cause,
-                    role=match.role,
+                yield replace(
+                    match,
                     line=match.line.strip()[:_LONGEST_EVIDENCE],
                     rank=rank,
-                    node=match.node if node is None and match.node else node,
+                    node=match.node if node is None else node,
                     order=when + number * _LINE_SECONDS,
-                    hard=match.hard,
                 )
 
 

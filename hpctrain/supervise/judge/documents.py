@@ -69,7 +69,7 @@ class LogFinding:
 
     `cascade`: follows from another failure; `advice`: no evidence of a cause. `order` sorts
     findings by time as far as it is known (seconds since the epoch). `hard` marks broken
-    hardware.
+    hardware. `teardown`: later lines of the rank follow from its own end.
     """
 
     signature: str
@@ -80,6 +80,7 @@ class LogFinding:
     node: str | None = None
     order: float = 0.0
     hard: bool = False
+    teardown: bool = False
 
     @property
     def is_of_slurm(self) -> bool:

@@ -21,7 +21,7 @@ from pydantic import Field, field_validator, model_validator
 
 from hpctrain.spec.document import Document
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Role
+from hpctrain.supervise.judge.documents import LogFinding, Role
 
 Where = Literal["rank", "srun", "kernel"]
 XidClass = Literal["application", "info", "memory", "contained", "lost", "fabric"]
@@ -111,19 +111,6 @@ class XidFile(Document):
     sxids: tuple[Xid, ...] = ()
 
 
-@dataclass(frozen=True)
-class Match:
-    """A line that matched a signature. `node` is set where the line itself names one."""
-
-    signature: str
-    cause: Cause
-    role: Role
-    line: str
-    hard: bool = False
-    teardown: bool = False
-    node: str | None = None
-
-
 class Signatures(Document):
     """All signatures, the site's own first: of two that match, the first one counts."""
 
@@ -191,8 +178,11 @@ class Matcher:
         for start in sorted(places)[-most:]:
             yield start, text[start : places[start]]
 
-    def match(self, line: str) -> Match | None:
-        """Find the first signature that matches a line; None if no signature does."""
+    def match(self, line: str) -> LogFinding | None:
+        """Find the first signature that matches a line; None if no signature does.
+
+        `node` is set where the line itself names one.
+        """
         line = line[:LONGEST_LINE]
         if self.xids and any(word in line for word in _XID_WORDS):
             found = _xid(line, _XID, "xid", self.xids) or _xid(line, _SXID, "sxid", self.sxids)
@@ -206,14 +196,14 @@ class Matcher:
             if any(word in text for word in signature.contains):
                 found_in = expression.search(text) if expression else None
                 if expression is None or found_in:
-                    return Match(
+                    return LogFinding(
                         signature.id,
                         signature.cause,
                         signature.role,
                         line,
-                        signature.hard,
-                        signature.teardown,
                         node=found_in.groupdict().get("node") if found_in else None,
+                        hard=signature.hard,
+                        teardown=signature.teardown,
                     )
         return None
 
@@ -258,7 +248,9 @@ def _merged(known: tuple[Xid, ...], own: tuple[Xid, ...]) -> tuple[Xid, ...]:
     return tuple(({one.code: one for one in known} | {one.code: one for one in own}).values())
 
 
-def _xid(line: str, expression: re.Pattern[str], name: str, known: dict[int, Xid]) -> Match | None:
+def _xid(
+    line: str, expression: re.Pattern[str], name: str, known: dict[int, Xid]
+) -> LogFinding | None:
     """Match a line with an Xid; an unknown code is a GPU error that does not count as hard."""
     found = expression.search(line)
     if found is None:
@@ -268,7 +260,8 @@ def _xid(line: str, expression: re.Pattern[str], name: str, known: dict[int, Xid
     if name == "sxid" or (entry is not None and entry.line_decides):
         fatal = _FATAL.search(rest) is not None
         cause = entry.cause if entry else Cause.GPU_ERROR
-        return Match(f"{name}_{code}", cause, "root" if fatal else "advice", line, fatal)
+        role: Role = "root" if fatal else "advice"
+        return LogFinding(f"{name}_{code}", cause, role, line, hard=fatal)
     if entry is None:
-        return Match(f"{name}_{code}", Cause.GPU_ERROR, "root", line)
-    return Match(f"{name}_{code}", entry.cause, entry.role, line, entry.hard)
+        return LogFinding(f"{name}_{code}", Cause.GPU_ERROR, "root", line)
+    return LogFinding(f"{name}_{code}", entry.cause, entry.role, line, hard=entry.hard)

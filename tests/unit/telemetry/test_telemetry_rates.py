@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from hpctrain.store.run_records import StepMetrics
+from hpctrain.telemetry.rates import Rates, recent_rates
 
-from hpctrain.telemetry.rates import MetricsRow, Rates, recent_rates
 
-
-def row(step: int, step_seconds: float, epoch: int = 1, mfu: float | None = None) -> MetricsRow:
-    return MetricsRow(step, epoch, 10.0 - step, step_seconds, 1000 / step_seconds, mfu)
+def row(step: int, step_seconds: float, epoch: int = 1, mfu: float | None = None) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        epoch=epoch,
+        time=0.0,
+        loss=10.0 - step,
+        loss_hex="",
+        grad_norm=None,
+        learning_rate=0.0,
+        step_seconds=step_seconds,
+        tokens_per_second=1000 / step_seconds,
+        mfu=mfu,
+        memory_bytes=0,
+        consumed_samples=0,
+    )
 
 
 def test_nothing_is_known_without_a_step() -> None:
@@ -31,7 +43,7 @@ def test_only_the_newest_launch_and_the_newest_steps_count() -> None:
 
 
 def test_a_profiler_makes_steps_slow_that_are_not() -> None:
-    rows = [row(1, 50.0), row(2, 2.0), replace(row(3, 90.0), profiled=True), row(4, 3.0)]
+    rows = [row(1, 50.0), row(2, 2.0), row(3, 90.0).model_copy(update={"profiled": True}), row(4, 3.0)]
     assert recent_rates(rows).step_seconds == 2.5
     assert recent_rates(rows[2:3]).step_seconds == 90.0, "better than nothing"
 
