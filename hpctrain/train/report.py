@@ -199,16 +199,8 @@ class Reporter:
         if not self._job.launch.leads:
             return
         self._written_at = time.monotonic()
-        last = self._last
-        progress = Progress(
-            epoch=self._job.launch.epoch,
-            phase=self._phase,
-            step=self._step,
-            target_step=self._job.config.train_steps,
-            time=time.time(),
-            step_seconds=last.step_seconds if last else None,
-            loss=_finite(last.loss) if last else None,
-            checkpoint_step=self._checkpoint_step,
+        progress = progress_of(
+            self._job, self._phase, self._step, self._last, self._checkpoint_step
         )
         if not self._replace(self._job.run.progress, progress):
             self._written_at = -math.inf  # with the next step
@@ -223,6 +215,22 @@ class Reporter:
         return True
 
 
+def progress_of(
+    job: Job, phase: Phase, step: int, last: StepResult | None, checkpoint_step: int | None
+) -> Progress:
+    """Build the progress record; `last` is the newest step of this launch."""
+    return Progress(
+        epoch=job.launch.epoch,
+        phase=phase,
+        step=step,
+        target_step=job.config.train_steps,
+        time=time.time(),
+        step_seconds=last.step_seconds if last else None,
+        loss=_finite(last.loss) if last else None,
+        checkpoint_step=checkpoint_step,
+    )
+
+
 def step_metrics(
     config: TrainConfig, epoch: int, result: StepResult, evaluation: Evaluation | None
 ) -> StepMetrics:
@@ -232,22 +240,16 @@ def step_metrics(
     if config.peak_flops_per_gpu is not None:
         peak_flops = config.world_size * config.peak_flops_per_gpu
         mfu = config.model_flops_per_step / (result.step_seconds * peak_flops)
+    finite = {"loss": _finite(result.loss), "grad_norm": _finite(result.grad_norm)}
     return StepMetrics(
-        step=result.step,
+        **{**vars(result), **finite},
         epoch=epoch,
         time=time.time(),
-        loss=_finite(result.loss),
         loss_hex=result.loss.hex(),
-        grad_norm=_finite(result.grad_norm),
-        learning_rate=result.learning_rate,
-        step_seconds=result.step_seconds,
         tokens_per_second=tokens / result.step_seconds,
         mfu=mfu,
-        memory_bytes=result.memory_bytes,
-        consumed_samples=result.consumed_samples,
         eval_loss=_finite(evaluation.loss) if evaluation else None,
         eval_accuracy=evaluation.accuracy if evaluation else None,
-        profiled=result.profiled,
     )
 
 

@@ -43,7 +43,12 @@ def test_only_the_newest_launch_and_the_newest_steps_count() -> None:
 
 
 def test_a_profiler_makes_steps_slow_that_are_not() -> None:
-    rows = [row(1, 50.0), row(2, 2.0), row(3, 90.0).model_copy(update={"profiled": True}), row(4, 3.0)]
+    rows = [
+        row(1, 50.0),
+        row(2, 2.0),
+        row(3, 90.0).model_copy(update={"profiled": True}),
+        row(4, 3.0),
+    ]
     assert recent_rates(rows).step_seconds == 2.5
     assert recent_rates(rows[2:3]).step_seconds == 90.0, "better than nothing"
 

@@ -12,12 +12,12 @@ import pytest
 
 from hpctrain.train.engines.megatron_lm.log_lines import (
     FirstStepCorrection,
-    StepLine,
     read_evaluation,
     read_save_begun,
     read_save_done,
     read_step,
 )
+from hpctrain.train.report import StepResult
 
 STEP = (
     " [2026-11-21 15:31:38.394654] iteration        3/       8 | consumed samples:           24 | "
@@ -41,21 +41,21 @@ SKIPPED = (
 
 
 def test_a_step() -> None:
-    assert read_step(STEP) == StepLine(
+    assert read_step(STEP) == StepResult(
         step=3,
-        target_step=8,
         consumed_samples=24,
         step_seconds=pytest.approx(0.0484),
         learning_rate=2.491711e-3,
         loss=5.483721,
         grad_norm=2.007,
+        memory_bytes=0,
     )
 
 
 def test_a_step_with_all_that_can_be_printed() -> None:
     line = read_step(MORE)
     assert line is not None
-    assert (line.step, line.target_step, line.consumed_samples) == (12000, 95368, 18432000)
+    assert (line.step, line.consumed_samples) == (12000, 18432000)
     assert (line.loss, line.grad_norm, line.step_seconds) == (2.5, 0.312, pytest.approx(14.2503))
 
 
@@ -107,8 +107,11 @@ def test_saves() -> None:
     assert (read_save_begun(later), read_save_done(later)) == (None, 3)
 
 
-def lines(*values: tuple[int, float, float]) -> list[StepLine]:
-    return [StepLine(step, 9, 8 * step, seconds, 1e-3, loss, 1.0) for step, loss, seconds in values]
+def lines(*values: tuple[int, float, float]) -> list[StepResult]:
+    return [
+        StepResult(step, 8 * step, loss, 1.0, 1e-3, seconds, memory_bytes=0)
+        for step, loss, seconds in values
+    ]
 
 
 def test_the_second_line_has_the_first_step_in_its_means() -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-_STEP = re.compile(r"\biteration +(\d+)/ *(\d+) \|(.*)")
+from hpctrain.train.report import StepResult
+
+_STEP = re.compile(r"\biteration +(\d+)/ *\d+ \|(.*)")
 _FIELD = re.compile(r"\s*([^|:]+?): +(\S+) *(?:\||$)")
 _EVALUATION = re.compile(r"\bvalidation\S* loss at iteration (\d+) \| (.*)")
 _EVALUATION_LOSS = re.compile(r"\blm loss value: (\S+)")
@@ -22,38 +24,26 @@ _SAVE_DONE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class StepLine:
-    """One line of `training_log`; loss, norm and seconds are means since the line before it.
+def read_step(line: str) -> StepResult | None:
+    """Parse a line of `training_log`; None for any other line.
 
-    `loss` is nan if the line has none: every step since the last line was skipped.
+    Loss, norm and seconds are means since the line before it. `loss` is nan if the line has none:
+    every step since the last line was skipped. The program prints no memory.
     """
-
-    step: int
-    target_step: int
-    consumed_samples: int
-    step_seconds: float
-    learning_rate: float
-    loss: float
-    grad_norm: float | None
-
-
-def read_step(line: str) -> StepLine | None:
-    """Parse the line of a step; None for any other line."""
     match = _STEP.search(line)
     if match is None:
         return None
-    fields = {name: _number(text) for name, text in _FIELD.findall(match[3])}
+    fields = {name: _number(text) for name, text in _FIELD.findall(match[2])}
     if not {"consumed samples", "elapsed time per iteration (ms)"} <= fields.keys():
         return None
-    return StepLine(
+    return StepResult(
         step=int(match[1]),
-        target_step=int(match[2]),
         consumed_samples=int(fields["consumed samples"]),
         step_seconds=fields["elapsed time per iteration (ms)"] / 1000,
         learning_rate=fields.get("learning rate", math.nan),
         loss=fields.get("lm loss", math.nan),
         grad_norm=fields.get("grad norm"),
+        memory_bytes=0,
     )
 
 
@@ -92,10 +82,10 @@ class FirstStepCorrection:
     """
 
     def __init__(self) -> None:
-        self._first: StepLine | None = None
+        self._first: StepResult | None = None
         self._count = 0
 
-    def apply(self, line: StepLine) -> StepLine:
+    def apply(self, line: StepResult) -> StepResult:
         """Return the line with the values of its own steps; call it with every line, in order."""
         self._count += 1
         if self._count == 1:

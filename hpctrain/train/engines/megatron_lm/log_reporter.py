@@ -10,38 +10,29 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from dataclasses import replace
 
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.megatron_lm import MegatronLmConfig
-from hpctrain.store.run_records import Phase, Progress, write_record
+from hpctrain.store.run_records import Phase, write_record
 from hpctrain.train.device import peak_memory_bytes
 from hpctrain.train.engine import Evaluation
 from hpctrain.train.engines.megatron_lm.log_lines import (
     FirstStepCorrection,
-    StepLine,
     read_evaluation,
     read_step,
 )
 from hpctrain.train.job import Job
-from hpctrain.train.report import RecordFile, StepResult, step_metrics
+from hpctrain.train.report import RecordFile, StepResult, progress_of, step_metrics
 
 _PROGRESS_SECONDS = 1.0
 
 
-def write_progress(job: Job, phase: Phase, step: int, last: StepLine | None = None) -> None:
+def write_progress(job: Job, phase: Phase, step: int, last: StepResult | None = None) -> None:
     """Write one progress record; a file system that fails for a moment does not end the step."""
     with contextlib.suppress(OSError):
         steps = published_steps(job.run.checkpoints)
-        record = Progress(
-            epoch=job.launch.epoch,
-            phase=phase,
-            step=step,
-            target_step=job.config.train_steps,
-            time=time.time(),
-            step_seconds=last.step_seconds if last else None,
-            loss=last.loss if last and math.isfinite(last.loss) else None,
-            checkpoint_step=steps[-1] if steps else None,
-        )
+        record = progress_of(job, phase, step, last, steps[-1] if steps else None)
         write_record(job.run.progress, record, durable=False)
 
 
@@ -54,7 +45,7 @@ class LogReporter:
         self._rows = RecordFile(job.run, job.run.metrics)
         self._config = config
         self._correction = FirstStepCorrection()
-        self._unrecorded: StepLine | None = None  # until its evaluation is through
+        self._unrecorded: StepResult | None = None  # until its evaluation is through
         self._phase: Phase = "starting"
         self._written_at = -math.inf
 
@@ -103,22 +94,14 @@ class LogReporter:
             self._record(self._unrecorded, None)
         self._unrecorded = None
 
-    def _record(self, line: StepLine, eval_loss: float | None) -> None:
-        result = StepResult(
-            step=line.step,
-            consumed_samples=line.consumed_samples,
-            loss=line.loss,
-            grad_norm=line.grad_norm,
-            learning_rate=line.learning_rate,
-            step_seconds=line.step_seconds,
-            memory_bytes=peak_memory_bytes(),
-        )
+    def _record(self, line: StepResult, eval_loss: float | None) -> None:
+        result = replace(line, memory_bytes=peak_memory_bytes())
         evaluation = None if eval_loss is None else Evaluation(eval_loss)
         metrics = step_metrics(self._config, self._job.launch.epoch, result, evaluation)
         with contextlib.suppress(OSError):
             self._rows.append(metrics)
 
-    def _progress(self, phase: Phase, line: StepLine) -> None:
+    def _progress(self, phase: Phase, line: StepResult) -> None:
         now = time.monotonic()
         if phase == self._phase and now - self._written_at < _PROGRESS_SECONDS:
             return
