@@ -10,13 +10,12 @@ Belongs here: the two verbs as functions. Does not belong here: how trials are p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.actions.runs import runs_directory
 from hpctrain.actions.trial_plans import Subject, TrialRequest, predicted_record, subject_of
 from hpctrain.actions.trial_results import predicted_comparison
-from hpctrain.actions.trials import Report, TrialRunner, look, start
+from hpctrain.actions.trials import TrialRunner, look, start
 from hpctrain.comparison.documents import Comparison
 from hpctrain.comparison.trial_spec import FEWEST_STEPS, sizes
 from hpctrain.comparison.variants import parse_variants
@@ -26,17 +25,6 @@ from hpctrain.store.comparisons import ComparisonLayout
 from hpctrain.units import Duration
 
 DEFAULT_STEPS = 20
-
-
-@dataclass(frozen=True)
-class TrialRunOptions:
-    """How trials are run and waited for; see `TrialRunner`."""
-
-    at_a_time: int | None = None
-    wait: bool = True
-    keep_checkpoints: bool = False
-    poll_seconds: float | None = None
-    report: Report = lambda line: None
 
 
 def engines_request(
@@ -73,21 +61,6 @@ def _steps(steps: int) -> int:
 def predict(subject: Subject, request: TrialRequest) -> Comparison:
     """Predict every variant; no job, no file."""
     return predicted_comparison(predicted_record(subject, request))
-
-
-def run_trials(
-    layout: ComparisonLayout, slurm: SlurmClient, run_options: TrialRunOptions
-) -> Comparison:
-    """Submit the remaining trials, and wait."""
-    return TrialRunner(
-        layout,
-        slurm,
-        run_options.report,
-        at_a_time=run_options.at_a_time,
-        wait=run_options.wait,
-        keep_checkpoints=run_options.keep_checkpoints,
-        poll_seconds=run_options.poll_seconds,
-    ).run()
 
 
 def compare(
@@ -142,7 +115,7 @@ def _predict_or_run(
     if predicted:
         return predict(subject, request)
     layout = start(subject, request, runs_directory(runs))
-    return run_trials(layout, slurm or SlurmClient(), TrialRunOptions(at_a_time))
+    return TrialRunner(layout, slurm or SlurmClient(), at_a_time=at_a_time).run()
 
 
 def open_comparison(directory: str | Path, slurm: SlurmClient | None = None) -> Comparison:

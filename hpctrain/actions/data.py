@@ -13,19 +13,17 @@ import signal
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
-from hpctrain.spec.data import DataFormat
 from hpctrain.store.archives import read_heads
 from hpctrain.store.dataset_checks import read_samples_sidecar
 from hpctrain.store.datasets import (
     DatasetFailure,
     DatasetReport,
+    DatasetRequest,
     DatasetSidecar,
     SamplesSidecar,
     bin_path,
@@ -35,6 +33,7 @@ from hpctrain.store.datasets import (
 )
 
 _PROGRAM = "hpctrain.prepare"
+_OTHERWISE_GIVEN = ("output", "inputs", "suffixes", "force")  # not as --NAME=VALUE
 # megatron/core/datasets/indexed_dataset.py: _INDEX_HEADER and _IndexWriter (magic, version,
 # dtype code, number of sequences, number of document indices: one more than documents), then per
 # sequence its length (int32) and byte offset (int64), then the document indices (int64) and, in
@@ -57,54 +56,18 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class DatasetRequest:
-    """The dataset that `prepare_dataset` makes; equal to the program's options.
-
-    Either `inputs` (files and directories) or `builtin` (`stdlib`: source of Python's standard
-    library, `digits`: scikit-learn's). `vocab_size` includes the end of the document, whose id is
-    `vocab_size - 1`. None means the program's default.
-    """
-
-    output: Path
-    inputs: tuple[Path, ...] = ()
-    builtin: Literal["stdlib", "digits"] | None = None
-    format: DataFormat | None = None
-    suffixes: tuple[str, ...] = ()
-    max_bytes: int | None = None
-    vocab_size: int | None = None
-    tokenizer: Path | None = None
-    tokenizer_output: Path | None = None
-    field: str | None = None
-    seq_length: int | None = None
-    chat_template: Path | None = None
-    classes: tuple[str, ...] = ()
-    workers: int | None = None
-    shard_bytes: int | None = None
-    force: bool = False
-
-    def command(self, stage: str | None = None) -> list[str]:
-        """Build the program's argv. -P: text is often beside files named like Python modules."""
-        argv = [*program(sys.executable), f"--output={self.output}"]
-        argv += [f"--suffix={suffix}" for suffix in self.suffixes]
-        valued = {
-            "--builtin": self.builtin,
-            "--format": self.format,
-            "--max-bytes": self.max_bytes,
-            "--vocab-size": self.vocab_size,
-            "--tokenizer": self.tokenizer,
-            "--tokenizer-output": self.tokenizer_output,
-            "--field": self.field,
-            "--seq": self.seq_length,
-            "--chat-template": self.chat_template,
-            "--classes": ",".join(self.classes) or None,
-            "--workers": self.workers,
-            "--shard-bytes": self.shard_bytes,
-            "--stage": stage,
-        }
-        argv += [f"{option}={value}" for option, value in valued.items() if value is not None]
-        argv += ["--force"] if self.force else []
-        return [*argv, "--", *map(str, self.inputs)]
+def dataset_command(request: DatasetRequest, stage: str | None = None) -> list[str]:
+    """Build the program's argv. -P: text is often beside files named like Python modules."""
+    argv = [*program(sys.executable), f"--output={request.output}"]
+    argv += [f"--suffix={suffix}" for suffix in request.suffixes]
+    given = request.model_dump(exclude_unset=True, exclude={*_OTHERWISE_GIVEN, "seq_length"})
+    given |= {"seq": request.seq_length, "classes": ",".join(request.classes) or None}
+    given |= {"stage": stage}
+    argv += [
+        f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None
+    ]
+    argv += ["--force"] if request.force else []
+    return [*argv, "--", *map(str, request.inputs)]
 
 
 def program(python: str) -> list[str]:
@@ -118,7 +81,7 @@ def prepare_dataset(request: DatasetRequest, *, timeout_seconds: float = 86400.0
     Raises UsageError, InvalidInputError (a wrong input, or another dataset in the way), and
     HpctrainError when the program fails otherwise or exceeds the time limit.
     """
-    answer = run_program(request.command(), request.output, timeout_seconds)
+    answer = run_program(dataset_command(request), request.output, timeout_seconds)
     return DatasetReport.model_validate_json(answer)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from hpctrain import clock
-from hpctrain.actions.data import DatasetRequest, program, run_program
+from hpctrain.actions.data import dataset_command, program, run_program
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError, SlurmUnreachableError, UsageError
 from hpctrain.render.job_environment import INHERITED
@@ -23,7 +23,7 @@ from hpctrain.render.software import MUST, module_commands
 from hpctrain.slurm.arrays import ArrayOptions, submit_array
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.store.datasets import DatasetReport, ShardsReport
+from hpctrain.store.datasets import DatasetReport, DatasetRequest, ShardsReport
 from hpctrain.units import Duration
 
 _ANSWER: TypeAdapter[DatasetReport | ShardsReport] = TypeAdapter(DatasetReport | ShardsReport)
@@ -78,7 +78,7 @@ def prepare_on_slurm(
 
 
 def _run(request: DatasetRequest, stage: str) -> bytes:
-    return run_program(request.command(stage), request.output, _HERE_SECONDS)
+    return run_program(dataset_command(request, stage), request.output, _HERE_SECONDS)
 
 
 def _array(
@@ -134,7 +134,7 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
     return ArrayOptions(
         name=f"data-{request.output.name}",
         python=software.python or sys.executable,
-        cpus=request.workers or 1,
+        cpus=request.workers,
         walltime_minutes=max(1, -(-int(walltime) // 60)),
         partition=name if partition is None else partition.name if partition.request else None,
         account=profile.slurm.account,

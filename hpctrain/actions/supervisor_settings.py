@@ -132,22 +132,11 @@ def notify_settings(notify: NotifySpec | None) -> NotifySettings | None:
         if one.kind == "slurm":
             continue
         number = 1 + sum(channel.kind == one.kind for channel in channels)
-        files = {name: getattr(one, name) for name in ("url_file", "token_file")}
-        channels.append(
-            ChannelSettings(
-                name=one.kind if number == 1 else f"{one.kind}-{number}",
-                kind=one.kind,
-                **{
-                    name: os.path.abspath(os.path.expanduser(path))
-                    for name, path in files.items()
-                    if path is not None
-                },
-                url_env=one.url_env,
-                token_env=one.token_env,
-                to=one.to,
-                sendmail=one.sendmail,
-            )
-        )
+        given = one.model_dump() | {"name": one.kind if number == 1 else f"{one.kind}-{number}"}
+        for name in ("url_file", "token_file"):
+            if given[name] is not None:
+                given[name] = os.path.abspath(os.path.expanduser(given[name]))
+        channels.append(ChannelSettings.model_validate(given))
     if not channels:
         return None
     most_messages, window_seconds = notify.rate

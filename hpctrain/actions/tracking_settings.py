@@ -31,15 +31,8 @@ def tracking_settings(run: RunLayout, job: TrainingJob) -> TrackingConfig | None
         directory = os.path.join(os.path.abspath(tracking.tensorboard), run.run_id)
     settings = None
     if wandb is not None:
-        settings = WandbSettings(
-            run_id=wandb_id(run),
-            project=wandb.project,
-            entity=wandb.entity,
-            name=wandb.name or run.run_id,
-            group=wandb.group,
-            tags=wandb.tags,
-            mode=wandb.mode,
-        )
+        named = {"run_id": wandb_id(run), "name": wandb.name or run.run_id}
+        settings = WandbSettings.model_validate(wandb.model_dump() | named)
     return TrackingConfig(tensorboard=directory, wandb=settings, description=_description(run, job))
 
 

@@ -91,7 +91,7 @@ class TrialRunner:
 
     layout: ComparisonLayout
     slurm: SlurmClient
-    report: Report
+    report: Report = lambda line: None
     at_a_time: int | None = None
     wait: bool = True
     keep_checkpoints: bool = False

@@ -194,14 +194,13 @@ def _carry_out(
 
 
 def _run(layout: ComparisonLayout, options: dict[str, Any]) -> None:
-    from hpctrain.actions.compare import TrialRunOptions, run_trials
+    from hpctrain.actions.trials import TrialRunner
     from hpctrain.slurm.client import SlurmClient
 
-    run_options = TrialRunOptions(
-        options["at_a_time"], not options["no_wait"], options["keep_checkpoints"], report=say
-    )
+    limit, wait = options["at_a_time"], not options["no_wait"]
+    runner = TrialRunner(layout, SlurmClient(), say, limit, wait, options["keep_checkpoints"])
     try:
-        found = run_trials(layout, SlurmClient(), run_options)
+        found = runner.run()
     except KeyboardInterrupt:
         say(f"the trials continue in Slurm; `hpctrain compare {_short(layout)}` shows them")
         raise

@@ -141,15 +141,12 @@ def _tell_tokens(output: Path, dataset: DatasetSidecar) -> None:
 
 
 def _request(output: Path, options: dict[str, Any]) -> Any:
-    from hpctrain.actions.data import DatasetRequest
+    from hpctrain.store.datasets import DatasetRequest
 
-    for name, option in (("max_bytes", "max_bytes"), ("shard_bytes", "shard_size")):
-        size = options.pop(option)
-        options[name] = None if size is None else int(size)
-    options["suffixes"] = options.pop("suffix")
-    options["seq_length"] = options.pop("seq")
-    options["classes"] = tuple(filter(None, (options["classes"] or "").split(",")))
-    return DatasetRequest(output=output, **options)
+    renamed = {"suffix": "suffixes", "seq": "seq_length", "shard_size": "shard_bytes"}
+    given = {renamed.get(name, name): value for name, value in options.items() if value is not None}
+    given["classes"] = tuple(filter(None, given.get("classes", "").split(",")))
+    return DatasetRequest(output=output, **given)
 
 
 def _prepared_on_slurm(

@@ -16,19 +16,18 @@ from typing import get_args
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
 from hpctrain.prepare.corpus import DEFAULT_SUFFIXES
 from hpctrain.prepare.make_plan import BUILTIN_MAX_BYTES, DEFAULT_VOCAB_SIZE
-from hpctrain.prepare.options import Builtin, PrepareOptions, PrepareStage, check_usage
+from hpctrain.prepare.options import PrepareOptions, PrepareStage, check_usage
 from hpctrain.prepare.stages import make_share, merge, prepare
-from hpctrain.spec.data import DataFormat
 from hpctrain.store.datasets import (
     END_OF_DOCUMENT,
+    Builtin,
     DatasetFailure,
+    DatasetFormat,
     DatasetReport,
     DatasetSidecar,
     ReportedProblem,
     ShardsReport,
 )
-
-_SHARD_BYTES = 64 << 20
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="PREFIX", help="writes .bin and .idx, or .npz, and .json")
     add(
         "--format",
-        choices=get_args(DataFormat),
+        choices=get_args(DatasetFormat),
         help="what is made (default: tokens; with --builtin digits: arrays)",
     )
     add(
@@ -90,17 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-template", type=Path, metavar="FILE", help="instead of the tokenizer's own")
     add("--classes", metavar="A,B,...", help="names of labels by number (default: as found)")
     add("--workers", type=int, default=1, metavar="N", help="processes on this machine")
-    add(
-        "--shard-bytes",
-        type=int,
-        default=_SHARD_BYTES,
-        metavar="N",
-        help=f"text of one shard, about (default: {_SHARD_BYTES})",
-    )
+    add("--shard-bytes", type=int, metavar="N", help="text of one shard, about (default: 64 MiB)")
     add(
         "--stage",
         choices=get_args(PrepareStage),
-        default="all",
         help="plan: stop before the shards; merge: put together what others have made",
     )
     add("--shards", type=Path, metavar="DIR", help="make shards of the plan in DIR, nothing else")
@@ -116,25 +108,9 @@ def _options(args: argparse.Namespace) -> PrepareOptions:
     """Validate the options of a dataset. Raises UsageError."""
     if args.output is None:
         raise UsageError("give --output, or --shards")
-    options = PrepareOptions(
-        output=args.output,
-        inputs=tuple(args.inputs),
-        builtin=args.builtin,
-        format=args.format or ("arrays" if args.builtin == "digits" else "tokens"),
-        suffixes=tuple(args.suffixes or ()),
-        max_bytes=args.max_bytes,
-        vocab_size=args.vocab_size,
-        tokenizer=args.tokenizer,
-        tokenizer_output=args.tokenizer_output,
-        field=args.field,
-        seq_length=args.seq_length,
-        chat_template=args.chat_template,
-        classes=tuple(args.classes.split(",")) if args.classes else (),
-        workers=args.workers,
-        shard_bytes=args.shard_bytes,
-        force=args.force,
-        stage=args.stage,
-    )
+    given = {name: getattr(args, name) for name in PrepareOptions.model_fields}
+    given["classes"] = args.classes.split(",") if args.classes else None
+    options = PrepareOptions(**{name: value for name, value in given.items() if value is not None})
     check_usage(options)
     return options
 

@@ -6,20 +6,18 @@ command-line parser (see `__main__`), reading the input.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from hpctrain.errors import UsageError
 from hpctrain.prepare.corpus import DEFAULT_SUFFIXES, LINES_SUFFIX
-from hpctrain.spec.data import DataFormat
+from hpctrain.store.datasets import DatasetFormat, DatasetRequest
 
-Builtin = Literal["stdlib", "digits"]
 PrepareStage = Literal["all", "plan", "merge"]
 DEFAULT_FIELD = "text"
 
 # Options that apply to some formats only: name of the field -> formats.
-_ONLY_FOR: dict[str, tuple[DataFormat, ...]] = {
+_ONLY_FOR: dict[str, tuple[DatasetFormat, ...]] = {
     "suffixes": ("tokens", "packed", "examples"),
     "max_bytes": ("tokens",),
     "vocab_size": ("tokens",),
@@ -33,27 +31,10 @@ _ONLY_FOR: dict[str, tuple[DataFormat, ...]] = {
 _OPTIONS = {"suffixes": "--suffix", "seq_length": "--seq"}
 
 
-@dataclass(frozen=True)
-class PrepareOptions:
-    """The options of one dataset. Options that were not given are None or empty."""
+class PrepareOptions(DatasetRequest):
+    """A dataset, and which stages of making it are done here."""
 
-    output: Path
-    inputs: tuple[Path, ...]
-    builtin: Builtin | None
-    format: DataFormat
-    suffixes: tuple[str, ...]
-    max_bytes: int | None
-    vocab_size: int | None
-    tokenizer: Path | None
-    tokenizer_output: Path | None
-    field: str | None
-    seq_length: int | None
-    chat_template: Path | None
-    classes: tuple[str, ...]
-    workers: int
-    shard_bytes: int
-    force: bool
-    stage: PrepareStage
+    stage: PrepareStage = "all"
 
     @property
     def text_field(self) -> str:

@@ -11,11 +11,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 END_OF_DOCUMENT = "<|endoftext|>"
 NPZ_SUFFIX = ".npz"
 ArrayFormat = Literal["packed", "examples", "images", "arrays"]
+DatasetFormat = Literal["tokens", ArrayFormat]
+Builtin = Literal["stdlib", "digits"]
 
 # Format -> its arrays -> (kinds of NumPy's types, number of axes). The first axis counts samples.
 COLUMNS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
@@ -59,6 +61,35 @@ class DatasetDocument(BaseModel):
     """Base of the documents about datasets."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DatasetRequest(DatasetDocument):
+    """The dataset to make; equal to the options of `python -m hpctrain.prepare`.
+
+    Either `inputs` (files and directories) or `builtin` (`stdlib`: source of Python's standard
+    library, `digits`: scikit-learn's). `vocab_size` includes the end of the document, whose id is
+    `vocab_size - 1`. `seq_length` is the tokens of a sample, `shard_bytes` about the text of a
+    shard, `max_bytes` the most text that is read. None or empty: not given.
+    """
+
+    output: Path
+    inputs: tuple[Path, ...] = ()
+    builtin: Builtin | None = None
+    format: DatasetFormat = Field(
+        default_factory=lambda given: "arrays" if given["builtin"] == "digits" else "tokens"
+    )
+    suffixes: tuple[str, ...] = ()
+    max_bytes: int | None = None
+    vocab_size: int | None = None
+    tokenizer: Path | None = None
+    tokenizer_output: Path | None = None
+    field: str | None = None
+    seq_length: int | None = None
+    chat_template: Path | None = None
+    classes: tuple[str, ...] = ()
+    workers: int = 1
+    shard_bytes: int = 64 << 20
+    force: bool = False
 
 
 class DatasetSidecar(DatasetDocument):

@@ -16,11 +16,11 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs the megatron extra")
 
-from hpctrain.actions.data import DatasetRequest, describe_dataset, prepare_dataset
+from hpctrain.actions.data import describe_dataset, prepare_dataset
 from hpctrain.errors import InvalidInputError
 from hpctrain.prepare import __main__, stages
 from hpctrain.prepare.publication import staging_directory
-from hpctrain.store.datasets import DatasetReport
+from hpctrain.store.datasets import DatasetReport, DatasetRequest
 from hpctrain.train.engines.megatron.core_versions.supported import current
 
 VOCAB_SIZE = 300

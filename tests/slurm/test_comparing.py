@@ -9,16 +9,14 @@ import pytest
 from rehearsal import Stage
 
 from hpctrain.actions.compare import (
-    TrialRunOptions,
     engines_request,
     open_comparison,
-    run_trials,
     sizes_request,
 )
 from hpctrain.actions.comparison_plot import draw
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.trial_plans import Subject, TrialRequest, subject_of
-from hpctrain.actions.trials import start
+from hpctrain.actions.trials import TrialRunner, start
 from hpctrain.comparison.documents import Comparison, TrialResult
 from hpctrain.store.comparisons import ComparisonLayout
 from hpctrain.store.ledger import EventKind
@@ -72,8 +70,8 @@ def test_engines_are_compared_and_failures_are_rows(
     layout = begun(subject, engines_request(subject, engines, variants, STEPS), tmp_path)
     # somebody submits and closes the laptop; the second call goes on with the same jobs
     lines: list[str] = []
-    run_trials(layout, stage.slurm, TrialRunOptions(wait=False))
-    found = run_trials(layout, stage.slurm, TrialRunOptions(poll_seconds=0.5, report=lines.append))
+    TrialRunner(layout, stage.slurm, wait=False).run()
+    found = TrialRunner(layout, stage.slurm, lines.append, poll_seconds=0.5).run()
     trials = by_name(found)
     states = {name: trial.state for name, trial in trials.items()}
     wanted = dict.fromkeys(engines.split(","), "DONE") | {"huge": "REFUSED", "broken": "FAILED"}
@@ -104,7 +102,7 @@ def submissions(layout: ComparisonLayout, trial: TrialResult) -> int:
 @pytest.mark.variant("test_engines_are_compared_and_failures_are_rows")
 def test_a_run_is_scaled(subject: Subject, stage: Stage, tmp_path: Path) -> None:
     layout = begun(subject, sizes_request(subject, (1, 2), STEPS), tmp_path)
-    found = run_trials(layout, stage.slurm, TrialRunOptions(at_a_time=1, poll_seconds=0.5))
+    found = TrialRunner(layout, stage.slurm, at_a_time=1, poll_seconds=0.5).run()
     one, two = found.trials
     assert one.succeeded and two.succeeded, run_logs(layout)
     assert [point.baseline for point in found.points] == [1, 1]

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from rehearsal import Stage
 
-from hpctrain.actions.data import DatasetRequest, prepare_dataset
+from hpctrain.actions.data import prepare_dataset
+from hpctrain.store.datasets import DatasetRequest
 
 pytestmark = pytest.mark.nightly("a dozen processes that tokenize")
 
@@ -46,7 +47,7 @@ def test_a_wrong_line_is_told_and_what_is_finished_is_kept(stage: Stage, tmp_pat
     source.write_text("\n".join(LINES) + "\n")
     alone = tmp_path / "alone" / "text"
     prepare_dataset(
-        DatasetRequest(alone, inputs=(source,), vocab_size=280, tokenizer_output=tokenizer)
+        DatasetRequest(output=alone, inputs=(source,), vocab_size=280, tokenizer_output=tokenizer)
     )
     broken = [*LINES]
     broken[BROKEN - 1] = broken[BROKEN - 1].replace('"text"', '"tixt"')

@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 from token_files import write_pair
 
+from hpctrain.actions import data
 from hpctrain.actions.data import (
     DatasetDescription,
-    DatasetRequest,
     SamplesDescription,
+    dataset_command,
     describe_dataset,
     prepare_dataset,
     run_program,
     verify_dataset,
 )
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
-from hpctrain.store.datasets import SamplesSidecar, bin_path
+from hpctrain.store.datasets import DatasetRequest, SamplesSidecar, bin_path
 
 
 @pytest.mark.parametrize(("dtype", "name", "token_bytes"), [(8, "uint16", 2), (4, "int32", 4)])
@@ -110,7 +111,7 @@ def test_names_that_look_like_options_stay_names(tmp_path: Path) -> None:
         suffixes=(".c",),
         vocab_size=300,
     )
-    command = request.command()
+    command = dataset_command(request)
     assert command[:5] == [
         sys.executable, "-P", "-m", "hpctrain.prepare", "--json"
     ]  # fmt: skip
@@ -139,7 +140,7 @@ def test_problems_of_the_program_arrive_as_our_exceptions(
 def test_a_program_that_takes_too_long_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DatasetRequest, "command", lambda self: ["sleep", "600"])
+    monkeypatch.setattr(data, "dataset_command", lambda request: ["sleep", "600"])
     request = DatasetRequest(output=tmp_path / "text", builtin="stdlib")
     with pytest.raises(HpctrainError, match=r"stopped after 0\.05 seconds"):
         prepare_dataset(request, timeout_seconds=0.05)

@@ -10,7 +10,6 @@ import pytest
 from virtual_clock import VirtualClock
 
 from hpctrain.actions import data_on_slurm
-from hpctrain.actions.data import DatasetRequest
 from hpctrain.actions.data_on_slurm import ArrayRequest, prepare_on_slurm, wait_for
 from hpctrain.errors import HpctrainError, SlurmUnreachableError, UsageError
 from hpctrain.render.software import MUST
@@ -21,7 +20,7 @@ from hpctrain.slurm.states import JobState
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.software import ContainerProfile, ModulesProfile, SoftwareProfile
-from hpctrain.store.datasets import DatasetReport, SamplesSidecar, ShardsReport
+from hpctrain.store.datasets import DatasetReport, DatasetRequest, SamplesSidecar, ShardsReport
 from hpctrain.units import Duration
 
 PROFILE = load_profile(find_profile("sandbox", [])).document

@@ -12,14 +12,12 @@ from virtual_clock import VirtualClock
 
 from hpctrain.actions import trials
 from hpctrain.actions.compare import (
-    TrialRunOptions,
     compare,
     engines_request,
     open_comparison,
-    run_trials,
 )
 from hpctrain.actions.trial_plans import Subject, TrialRequest, subject_of
-from hpctrain.actions.trials import start
+from hpctrain.actions.trials import TrialRunner, start
 from hpctrain.comparison.documents import Comparison
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError, NoSuchRunError, SlurmUnreachableError
@@ -56,7 +54,7 @@ def begun(subject: Subject, *variants: str, engines: str = ENGINES) -> Compariso
 
 def submitted(layout: ComparisonLayout, slurm: FakeSlurm, **run_options: object) -> Comparison:
     wanted = {"wait": False, **run_options}
-    return run_trials(layout, slurm, TrialRunOptions(**wanted))  # type: ignore[arg-type]
+    return TrialRunner(layout, slurm, **wanted).run()  # type: ignore[arg-type]
 
 
 def run_of(found: Comparison, name: str) -> RunLayout:
