@@ -9,6 +9,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from step_rows import trained_step
+
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -123,20 +125,8 @@ def published(
 
 
 def _metrics(step: int, loss: float | None) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        epoch=1,
-        time=NOW - 600 + step,
-        loss=loss,
-        loss_hex=float("nan" if loss is None else loss).hex(),
-        grad_norm=1.0,
-        learning_rate=1e-3,
-        step_seconds=2.0,
-        tokens_per_second=512.0,
-        mfu=None,
-        memory_bytes=2**20,
-        consumed_samples=step * 8,
-    )
+    figures = dict(step_seconds=2.0, tokens_per_second=512.0, memory_bytes=2**20)
+    return trained_step(step, loss, time=NOW - 600 + step, **figures)
 
 
 def _progress(step: int) -> Progress:

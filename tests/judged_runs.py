@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from step_rows import trained_step
+
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.run_directory import write_run_directory
 from hpctrain.actions.runs import RunFiles
@@ -77,17 +79,5 @@ def has_window(layout: RunLayout, ranks: int, per_node: int, **columns: Any) -> 
 
 
 def _row(step: int, epoch: int, seconds: float) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        epoch=epoch,
-        time=NOW + step,
-        loss=2.0,
-        loss_hex=(2.0).hex(),
-        grad_norm=1.0,
-        learning_rate=1e-4,
-        step_seconds=seconds,
-        tokens_per_second=1000.0,
-        mfu=None,
-        memory_bytes=50 * GIB,
-        consumed_samples=8 * step,
-    )
+    figures = dict(step_seconds=seconds, tokens_per_second=1000.0, memory_bytes=50 * GIB)
+    return trained_step(step, 2.0, epoch=epoch, time=NOW + step, learning_rate=1e-4, **figures)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from step_rows import trained_step
+
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import DoneMarker, StepMetrics, append_metrics, write_record
+from hpctrain.store.run_records import DoneMarker, append_metrics, write_record
 
 SPEC = """
 name: tiny
@@ -22,20 +24,8 @@ resources: {gpus: 2}
 def train(run: RunLayout, seconds: float, *, loss: float = 5.0, launch: int = 1) -> None:
     """Six steps and a checkpoint, as the trainer would leave them."""
     for step in range(1, 7):
-        value = loss - step / 10
-        row = StepMetrics(
-            step=step,
-            epoch=launch,
-            time=0.0,
-            loss=value,
-            loss_hex=value.hex(),
-            grad_norm=1.0,
-            learning_rate=1e-3,
-            step_seconds=seconds,
-            tokens_per_second=1.0,
-            mfu=None,
-            memory_bytes=2**30,
-            consumed_samples=8 * step,
+        row = trained_step(
+            step, loss - step / 10, epoch=launch, step_seconds=seconds, memory_bytes=2**30
         )
         append_metrics(run, row)
     (run.checkpoints / "iter_0000006").mkdir()

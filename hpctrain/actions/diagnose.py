@@ -20,7 +20,6 @@ from hpctrain.diagnose.facts import (
     DiagnosisInput,
     MessageFacts,
     Planned,
-    RankFacts,
     SaveFacts,
     SpeedFacts,
     StepFacts,
@@ -102,7 +101,7 @@ def diagnose(
         run_id=run.run_id,
         step_seconds=facts.step_seconds,
         predicted_seconds=planned.step_seconds if planned else None,
-        ranks=len(facts.ranks.compute) if facts.ranks else 0,
+        ranks=len(facts.ranks.compute_seconds) if facts.ranks else 0,
         nodes=len(set(facts.ranks.nodes)) if facts.ranks else 0,
         shares=shares(facts),
         read=read,
@@ -164,22 +163,7 @@ def gather(
     asynchronous = planned is None or planned.spec.checkpoint.asynchronous
     facts = DiagnosisInput(
         run_id=run.run_id,
-        ranks=None
-        if times is None
-        else RankFacts(
-            epoch=times.epoch,
-            first_step=times.first_step,
-            last_step=times.last_step,
-            nodes=times.nodes,
-            compute=times.compute_seconds,
-            backward=times.backward_seconds,
-            data=times.data_seconds,
-            optimizer=times.optimizer_seconds,
-            step=times.step_seconds,
-            rest=times.rest_seconds,
-            peak_bytes=times.peak_memory_bytes,
-            reserved_bytes=times.reserved_memory_bytes,
-        ),
+        ranks=times,
         steps=_steps(rows),
         saves=SaveFacts(len(stalls), sum(stalls), asynchronous) if stalls else None,
         planned=planned,

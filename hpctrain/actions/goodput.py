@@ -26,7 +26,7 @@ from hpctrain.store.supervise_config import SuperviseConfig, known_supervise_con
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.judge.documents import ActionKind
 from hpctrain.telemetry.goodput import Goodput, account
-from hpctrain.telemetry.timeline import Mark, MarkKind, Save, Timeline, TrainedStep, timeline
+from hpctrain.telemetry.timeline import Mark, MarkKind, Timeline, TrainedStep, timeline
 
 _KINDS = {
     EventKind.SUBMITTED: MarkKind.SUBMITTED,
@@ -73,14 +73,11 @@ def read_history(
     """
     layout, events = run.layout, run.ledger.events()
     saves = read_saves(layout)
-    if rows is None:
-        steps = [TrainedStep(*row[:4]) for row in read_step_times(layout)]
-    else:
-        steps = [TrainedStep(row.step, row.epoch, row.time, row.step_seconds) for row in rows]
+    steps: Sequence[TrainedStep] = read_step_times(layout) if rows is None else rows
     cut = timeline(
         marks_of(events),
         steps,
-        [Save(save.step, save.epoch, save.stall_seconds) for save in saves],
+        saves,
         clock.now() if now is None else now,
         quiet_seconds_of(known_supervise_config(layout.supervise_config)),
     )

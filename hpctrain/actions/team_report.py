@@ -46,7 +46,7 @@ from hpctrain.store.run_records import read_saves
 from hpctrain.store.step_times import read_step_times
 from hpctrain.store.supervise_config import known_supervise_config
 from hpctrain.telemetry.clock_repair import ticks
-from hpctrain.telemetry.timeline import Mark, MarkKind, Save, TrainedStep, timeline
+from hpctrain.telemetry.timeline import Mark, MarkKind, timeline
 from hpctrain.telemetry.window_account import WindowAccount, needless_epochs, window_accounts
 
 ProjectSource = Literal["account", "wandb"]
@@ -357,9 +357,7 @@ class _Reader:
             job = job_records(service, name)
             life = replica_life(job, events, state, self._now)
             cut = held_timeline(life, job.events, self._now)
-            for tally, account in zip(
-                tallies, window_accounts(cut, (), (), self._bounds), strict=True
-            ):
+            for tally, account in zip(tallies, window_accounts(cut, (), self._bounds), strict=True):
                 if account.spent:
                     tally.count(str(layout.directory), account, gpus or 0, price, images=False)
         if not any(tally.runs for tally in tallies):
@@ -397,15 +395,11 @@ class _Reader:
         self, layout: RunLayout, marks: Sequence[Mark], quiet_seconds: float
     ) -> tuple[WindowAccount, ...]:
         """Account for the time before, what is left between, and each period of the window."""
-        rows = read_step_times(layout)
-        steps = [TrainedStep(row.step, row.epoch, row.end_time, row.step_seconds) for row in rows]
-        tokens = [row.tokens for row in rows]
+        steps = read_step_times(layout)
         if needless := needless_epochs(marks, steps, self._bounds[0]):
-            tokens = [row.tokens for row in rows if row.epoch not in needless]
             steps = [step for step in steps if step.epoch not in needless]
-        saves = [Save(save.step, save.epoch, save.stall_seconds) for save in read_saves(layout)]
-        cut = timeline(marks, steps, saves, self._now, quiet_seconds)
-        return window_accounts(cut, steps, tokens, self._bounds)
+        cut = timeline(marks, steps, read_saves(layout), self._now, quiet_seconds)
+        return window_accounts(cut, steps, self._bounds)
 
     def _documents(self, layout: RunLayout) -> tuple[RunSpec | None, ClusterProfile | None]:
         """Read spec and profile; None for what cannot be read, such as of an older version."""

@@ -6,7 +6,6 @@ judging them (`hpctrain.comparison`), or Slurm queries.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from hpctrain.comparison.documents import (
     TrialRecord,
     TrialResult,
 )
-from hpctrain.comparison.measure import RankMeans, TrialStep, measure, warm_up_steps
+from hpctrain.comparison.measure import measure, warm_up_steps
 from hpctrain.comparison.recommend import recommend
 from hpctrain.comparison.scaling import recommend_size, scale_points
 from hpctrain.store.layout import RunLayout
@@ -87,32 +86,11 @@ def _read_trial(
     written = read_metrics(run.layout)
     kept = lineage(written)
     events = run.ledger.events()
-    steps = [
-        TrialStep(
-            step=metrics.step,
-            launch=metrics.epoch,
-            seconds=metrics.step_seconds,
-            loss=float.fromhex(metrics.loss_hex),
-            memory_bytes=metrics.memory_bytes,
-            eval_loss=metrics.eval_loss,
-            eval_accuracy=metrics.eval_accuracy,
-        )
-        for metrics in kept
-    ]
-    times, ranks = read_record(run.layout.rank_times, RankTimes), None
-    if times is not None:
-        ranks = RankMeans(
-            compute_seconds=times.compute_seconds,
-            backward_seconds=times.backward_seconds,
-            data_seconds=times.data_seconds,
-            update_seconds=times.optimizer_seconds,
-            step_seconds=times.step_seconds,
-            peak_bytes=times.peak_memory_bytes,
-        )
+    ranks = read_record(run.layout.rank_times, RankTimes)
     refused = any(event.event is EventKind.SUBMIT_FAILED for event in events)
     waits = row.state.without_job and not refused
     ends = [str(e.cause) for e in events if e.event is EventKind.LAUNCH_ENDED]
-    measured = measure(steps, warm_up_steps(record.steps), one.global_batch, ranks)
+    measured = measure(kept, warm_up_steps(record.steps), one.global_batch, ranks)
     gpu_hours, cost = _costs(one, record, measured.step_seconds.mean if measured else None)
     return TrialResult(
         record=one,
@@ -126,8 +104,8 @@ def _read_trial(
             preemptions=sum(cause in SCHEDULER_CAUSES for cause in ends),
             steps_again=len(written) - len(kept),
         ),
-        losses=tuple((step.step, step.loss) for step in steps if math.isfinite(step.loss)),
-        step_times=tuple((step.step, step.seconds) for step in steps),
+        losses=tuple((step.step, step.loss) for step in kept if step.loss is not None),
+        step_times=tuple((step.step, step.step_seconds) for step in kept),
         gpu_hours=gpu_hours,
         cost=cost,
     )

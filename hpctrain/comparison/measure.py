@@ -9,38 +9,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hpctrain.comparison.documents import Measured, StepShares, StepSpread
-
-
-@dataclass(frozen=True)
-class TrialStep:
-    """One optimizer step. `launch` is the number of the launch that computed it."""
-
-    step: int
-    launch: int
-    seconds: float
-    loss: float
-    memory_bytes: int
-    eval_loss: float | None = None
-    eval_accuracy: float | None = None
-
-
-@dataclass(frozen=True)
-class RankMeans:
-    """Reports of the ranks: means per step in seconds, peaks in bytes; each by rank.
-
-    `compute_seconds` exclude waiting for other ranks as far as the engine can separate it;
-    `backward_seconds` include it. Empty: not reported.
-    """
-
-    compute_seconds: tuple[float, ...]
-    backward_seconds: tuple[float, ...] = ()
-    data_seconds: tuple[float, ...] = ()
-    update_seconds: tuple[float, ...] = ()
-    step_seconds: tuple[float, ...] = ()
-    peak_bytes: tuple[int, ...] = ()
+from hpctrain.store.run_records import RankTimes, StepMetrics
 
 
 def warm_up_steps(steps: int) -> int:
@@ -48,34 +19,34 @@ def warm_up_steps(steps: int) -> int:
     return max(1, steps // 10)
 
 
-def counted_steps(rows: Sequence[TrialStep], warm_up: int) -> list[TrialStep]:
+def counted_steps(rows: Sequence[StepMetrics], warm_up: int) -> list[StepMetrics]:
     """Drop the warm-up steps of every launch; only the very first if no other would be left."""
     seen: dict[int, int] = {}
     counted = []
     for row in rows:
-        seen[row.launch] = seen.get(row.launch, 0) + 1
-        if seen[row.launch] > warm_up:
+        seen[row.epoch] = seen.get(row.epoch, 0) + 1
+        if seen[row.epoch] > warm_up:
             counted.append(row)
     return counted or list(rows[1:])
 
 
 def measure(
-    rows: Sequence[TrialStep], warm_up: int, global_batch: int, ranks: RankMeans | None
+    rows: Sequence[StepMetrics], warm_up: int, global_batch: int, ranks: RankTimes | None
 ) -> Measured | None:
     """Compute the figures of a trial; None until a step counts."""
     counted = counted_steps(rows, warm_up)
     if not counted:
         return None
-    spread = spread_of([row.seconds for row in counted])
+    spread = spread_of([row.step_seconds for row in counted])
     own_peak = max(row.memory_bytes for row in rows)
-    all_reported = ranks is not None and bool(ranks.peak_bytes)
+    peaks = ranks.peak_memory_bytes if ranks else ()
     evaluated = [row for row in rows if row.eval_loss is not None]
     return Measured(
         steps=len(counted),
         step_seconds=spread,
         samples_per_second=global_batch / spread.mean,
-        peak_bytes=max((own_peak, *ranks.peak_bytes)) if ranks and all_reported else own_peak,
-        peak_of_all_ranks=all_reported,
+        peak_bytes=max((own_peak, *peaks)),
+        peak_of_all_ranks=bool(peaks),
         shares=shares_of(spread.mean, ranks) if ranks else None,
         eval_loss=evaluated[-1].eval_loss if evaluated else None,
         eval_accuracy=evaluated[-1].eval_accuracy if evaluated else None,
@@ -97,13 +68,13 @@ def spread_of(seconds: Sequence[float]) -> StepSpread:
     )
 
 
-def shares_of(step_seconds: float, ranks: RankMeans) -> StepShares | None:
+def shares_of(step_seconds: float, ranks: RankTimes) -> StepShares | None:
     """Divide the step into its parts; None if no rank reported."""
     if not ranks.compute_seconds:
         return None
     own = statistics.fmean(ranks.compute_seconds)
     compute = own + (_mean(ranks.backward_seconds) or 0.0)
-    data, update = _mean(ranks.data_seconds), _mean(ranks.update_seconds)
+    data, update = _mean(ranks.data_seconds), _mean(ranks.optimizer_seconds)
     # step time of the same window, if the ranks reported it
     rest = (_mean(ranks.step_seconds) or step_seconds) - compute - (data or 0.0) - (update or 0.0)
     return StepShares(

@@ -11,44 +11,8 @@ from statistics import median
 from hpctrain.plan.documents import Layout, Plan
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
+from hpctrain.store.run_records import RankTimes
 from hpctrain.telemetry.traces import TraceSummary
-
-
-@dataclass(frozen=True)
-class RankFacts:
-    """Means per step of each rank in one window, in seconds; see
-    `hpctrain.store.run_records.RankTimes`.
-
-    All but `compute` and `nodes` are empty for a record of an older version.
-    """
-
-    epoch: int
-    first_step: int
-    last_step: int
-    nodes: tuple[str, ...]
-    compute: tuple[float, ...]
-    backward: tuple[float, ...] = ()
-    data: tuple[float, ...] = ()
-    optimizer: tuple[float, ...] = ()
-    step: tuple[float, ...] = ()
-    rest: tuple[float, ...] = ()
-    peak_bytes: tuple[int, ...] = ()
-    reserved_bytes: tuple[int, ...] = ()
-
-    @property
-    def passes(self) -> tuple[float, ...]:
-        """Forward and backward passes of each rank."""
-        if not self.backward:
-            return self.compute
-        return tuple(f + b for f, b in zip(self.compute, self.backward, strict=True))
-
-    @property
-    def source(self) -> str:
-        return f"ranks.json, steps {self.first_step} to {self.last_step}"
-
-    def named(self, rank: int) -> str:
-        node = self.nodes[rank] if rank < len(self.nodes) else ""
-        return f"rank {rank} on {node}" if node else f"rank {rank}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +111,7 @@ class DiagnosisInput:
     """All inputs of a diagnosis."""
 
     run_id: str
-    ranks: RankFacts | None = None
+    ranks: RankTimes | None = None
     steps: StepFacts | None = None
     saves: SaveFacts | None = None
     planned: Planned | None = None
@@ -158,8 +122,8 @@ class DiagnosisInput:
     @property
     def step_seconds(self) -> float | None:
         """Time of a usual step, from the ranks' window or else from the metrics."""
-        if self.ranks is not None and self.ranks.step:
-            return median(self.ranks.step)
+        if self.ranks is not None and self.ranks.step_seconds:
+            return median(self.ranks.step_seconds)
         return self.steps.median_seconds if self.steps else None
 
 

@@ -42,13 +42,13 @@ def judge(facts: DiagnosisInput) -> tuple[TopicFinding, ...]:
 def shares(facts: DiagnosisInput) -> dict[str, float]:
     """Compute the share of each part of a step, at the median rank; empty if not known."""
     ranks, step = facts.ranks, facts.step_seconds
-    if ranks is None or not ranks.step or not step:
+    if ranks is None or not ranks.step_seconds or not step:
         return {}
     parts = {
-        "passes" if not any(ranks.backward) else "forward": ranks.compute,
-        "backward": ranks.backward,
-        "data": ranks.data,
-        "optimizer": ranks.optimizer,
-        "rest": ranks.rest,
+        "passes" if not any(ranks.backward_seconds) else "forward": ranks.compute_seconds,
+        "backward": ranks.backward_seconds,
+        "data": ranks.data_seconds,
+        "optimizer": ranks.optimizer_seconds,
+        "rest": ranks.rest_seconds,
     }
     return {name: median(each) / step for name, each in parts.items() if any(each)}

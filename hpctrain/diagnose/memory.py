@@ -6,10 +6,11 @@ Belongs here: that question, and the changes worth predicting. Does not belong h
 
 from __future__ import annotations
 
-from hpctrain.diagnose.facts import DiagnosisInput, Planned, RankFacts
+from hpctrain.diagnose.facts import DiagnosisInput, Planned
 from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
 from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
 from hpctrain.spec.engines.registry import abilities_of
+from hpctrain.store.run_records import RankTimes
 
 _NEAR, _ROOMY = 0.92, 0.6
 _FRAGMENTED = 0.15
@@ -21,21 +22,22 @@ def memory(facts: DiagnosisInput) -> TopicFinding:
     ranks, planned = facts.ranks, facts.planned
     if ranks is None:
         return unknown("memory", NO_WINDOW)
-    if not ranks.peak_bytes:
+    peak, reserved = ranks.peak_memory_bytes, ranks.reserved_memory_bytes
+    if not peak:
         return unknown("memory", OLD_RECORD)
-    if max(ranks.reserved_bytes) == 0:
-        largest = max(ranks.peak_bytes) / _GIB
+    if max(reserved) == 0:
+        largest = max(peak) / _GIB
         words = f"trained on CPUs, up to {largest:.2g} GiB per process: says nothing of a GPU"
         return unknown("memory", words)
     if planned is None:
         return unknown("memory", "plan.json cannot be read, so the GPU's memory is not known")
     limit = planned.plan.gpu_memory_bytes
-    worst = max(range(len(ranks.reserved_bytes)), key=lambda rank: ranks.reserved_bytes[rank])
-    share = ranks.reserved_bytes[worst] / limit
+    worst = max(range(len(reserved)), key=lambda rank: reserved[rank])
+    share = reserved[worst] / limit
     predicted = planned.plan.memory[planned.plan.peak_stage].total_bytes / _GIB
     proof = Measurement(
-        words=f"{ranks.named(worst)}: {ranks.peak_bytes[worst] / _GIB:.4g} GiB allocated at most, "
-        f"{ranks.reserved_bytes[worst] / _GIB:.4g} GiB taken, of {limit / _GIB:.4g} GiB; "
+        words=f"{ranks.named(worst)}: {peak[worst] / _GIB:.4g} GiB allocated at most, "
+        f"{reserved[worst] / _GIB:.4g} GiB taken, of {limit / _GIB:.4g} GiB; "
         f"planned {predicted:.4g} GiB",
         source=f"{ranks.source}, plan.json",
     )
@@ -56,9 +58,9 @@ def _yes(words: str, proof: Measurement, remedies: tuple[Suggestion, ...]) -> To
     )
 
 
-def _defragment(ranks: RankFacts, planned: Planned, worst: int) -> tuple[Suggestion, ...]:
+def _defragment(ranks: RankTimes, planned: Planned, worst: int) -> tuple[Suggestion, ...]:
     """Suggest expandable segments if PyTorch reserves much more than it ever allocated."""
-    unused = ranks.reserved_bytes[worst] - ranks.peak_bytes[worst]
+    unused = ranks.reserved_memory_bytes[worst] - ranks.peak_memory_bytes[worst]
     name = "PYTORCH_CUDA_ALLOC_CONF"
     if (
         unused < _FRAGMENTED * planned.plan.gpu_memory_bytes

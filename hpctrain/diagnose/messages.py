@@ -170,22 +170,24 @@ def _of_traces(facts: DiagnosisInput) -> _Exposed | None:
 def _of_times(facts: DiagnosisInput) -> _Exposed | None:
     """Estimate it from step times, on the rank that waits least."""
     ranks, step = facts.ranks, facts.step_seconds
-    if ranks is None or step is None or not ranks.rest:
+    if ranks is None or step is None or not ranks.rest_seconds:
         return None
     pipelined = facts.planned is not None and facts.planned.plan.layout.pp > 1
-    if max(ranks.backward) > 0 and not pipelined:  # a pipeline sums gradients after its passes
+    forward, backward = ranks.compute_seconds, ranks.backward_seconds
+    if max(backward) > 0 and not pipelined:  # a pipeline sums gradients after its passes
         again = facts.planned is not None and facts.planned.plan.recompute == "full"
         times = _BACKWARD_AGAIN if again else _BACKWARD
-        left = [b - times * f for b, f in zip(ranks.backward, ranks.compute, strict=True)]
+        left = [b - times * f for b, f in zip(backward, forward, strict=True)]
         rank = min(range(len(left)), key=left.__getitem__)
         words = (
-            f"rank {rank}: backward passes take {ranks.backward[rank]:.4g} s, forward passes "
-            f"{ranks.compute[rank]:.4g} s; without messages about {times:g} times as long is usual"
+            f"rank {rank}: backward passes take {backward[rank]:.4g} s, forward passes "
+            f"{forward[rank]:.4g} s; without messages about {times:g} times as long is usual"
         )
         evidence = Measurement(words=words, source=ranks.source)
         return _Exposed(max(0.0, left[rank]), step, evidence, True)
-    seconds = max(0.0, min(ranks.rest) - bubble_seconds(facts))
-    words = f"{min(ranks.rest):.4g} s of {step:.4g} s are neither passes, data nor optimizer"
+    rest = min(ranks.rest_seconds)
+    seconds = max(0.0, rest - bubble_seconds(facts))
+    words = f"{rest:.4g} s of {step:.4g} s are neither passes, data nor optimizer"
     return _Exposed(seconds, step, Measurement(words=words, source=ranks.source), True)
 
 
@@ -194,7 +196,7 @@ def bubble_seconds(facts: DiagnosisInput) -> float:
     if facts.planned is None or facts.ranks is None:
         return 0.0
     layout, batch = facts.planned.plan.layout, facts.planned.plan.batch
-    computing = sum(facts.ranks.passes) / len(facts.ranks.passes)
+    computing = sum(facts.ranks.pass_seconds) / len(facts.ranks.pass_seconds)
     return computing * (layout.pp - 1) / (layout.vpp * batch.accumulation)
 
 

@@ -27,14 +27,14 @@ def pipeline(facts: DiagnosisInput) -> TopicFinding:
         return fine("pipeline", "there is no pipeline")
     if ranks is None or step is None:
         return unknown("pipeline", NO_WINDOW)
-    if not ranks.rest:
+    if not ranks.rest_seconds:
         return unknown("pipeline", OLD_RECORD)
     by_stage: dict[int, list[float]] = {}
-    for rank, seconds in enumerate(ranks.passes):
+    for rank, seconds in enumerate(ranks.pass_seconds):
         by_stage.setdefault(stage_of(plan.layout, rank), []).append(seconds)
     stages = [median(by_stage[stage]) for stage in sorted(by_stage)]
     unequal = max(stages) - sum(stages) / len(stages)
-    bubble = min(bubble_seconds(facts) + unequal, median(ranks.rest))
+    bubble = min(bubble_seconds(facts) + unequal, median(ranks.rest_seconds))
     listed = ", ".join(f"{seconds:.3g}" for seconds in stages)
     proof = (
         Measurement(words=f"stages compute {listed} s", source=ranks.source),

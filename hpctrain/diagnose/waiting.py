@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from statistics import median, median_low
 
-from hpctrain.diagnose.facts import DiagnosisInput, Planned, RankFacts, stage_of
+from hpctrain.diagnose.facts import DiagnosisInput, Planned, stage_of
 from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
+from hpctrain.store.run_records import RankTimes
 
 # Below these shares of a step no change is worth it.
 _DATA_SHARE = 0.05
@@ -25,13 +26,13 @@ def data_loading(facts: DiagnosisInput) -> TopicFinding:
     ranks, step = facts.ranks, facts.step_seconds
     if ranks is None or step is None:
         return unknown("data", NO_WINDOW)
-    if not ranks.data:
+    if not ranks.data_seconds:
         return unknown("data", OLD_RECORD)
-    worst = max(range(len(ranks.data)), key=lambda rank: ranks.data[rank])
-    longest, middle = ranks.data[worst], median(ranks.data)
+    worst = max(range(len(ranks.data_seconds)), key=lambda rank: ranks.data_seconds[rank])
+    longest, middle = ranks.data_seconds[worst], median(ranks.data_seconds)
     proof = Measurement(
         words=f"waiting for the next batch: {longest:.4g} s of {step:.4g} s on "
-        f"{ranks.named(worst)}, {middle:.4g} s in the middle of {len(ranks.data)} ranks",
+        f"{ranks.named(worst)}, {middle:.4g} s in the middle of {len(ranks.data_seconds)} ranks",
         source=ranks.source,
     )
     if longest < _DATA_SHARE * step:
@@ -49,7 +50,7 @@ def data_loading(facts: DiagnosisInput) -> TopicFinding:
 
 
 def _faster_reading(
-    planned: Planned | None, ranks: RankFacts, worst: int, everywhere: bool
+    planned: Planned | None, ranks: RankTimes, worst: int, everywhere: bool
 ) -> list[Suggestion]:
     if not everywhere:
         where = ranks.nodes[worst] if worst < len(ranks.nodes) else "its node"
@@ -79,18 +80,17 @@ def imbalance(facts: DiagnosisInput) -> TopicFinding:
     if ranks is None or step is None:
         return unknown("imbalance", NO_WINDOW)
     layout = facts.planned.plan.layout if facts.planned else None
-    stages = [stage_of(layout, rank) for rank in range(len(ranks.compute))]
+    compute = ranks.compute_seconds
+    stages = [stage_of(layout, rank) for rank in range(len(compute))]
     by_stage: dict[int, list[float]] = {}
-    for stage, seconds in zip(stages, ranks.compute, strict=True):
+    for stage, seconds in zip(stages, compute, strict=True):
         by_stage.setdefault(stage, []).append(seconds)
     peers = [median_low(by_stage[stage]) for stage in stages]
-    factors = [
-        own / peer if peer > 0 else 1.0 for own, peer in zip(ranks.compute, peers, strict=True)
-    ]
+    factors = [own / peer if peer > 0 else 1.0 for own, peer in zip(compute, peers, strict=True)]
     worst = max(range(len(factors)), key=factors.__getitem__)
-    excess = ranks.compute[worst] - peers[worst]
+    excess = compute[worst] - peers[worst]
     proof = Measurement(
-        words=f"{ranks.named(worst)} computes {ranks.compute[worst]:.4g} s, the middle of its "
+        words=f"{ranks.named(worst)} computes {compute[worst]:.4g} s, the middle of its "
         f"peers {peers[worst]:.4g} s",
         source=ranks.source,
     )
@@ -115,11 +115,11 @@ def imbalance(facts: DiagnosisInput) -> TopicFinding:
             Suggestion(words="go on without it", changes=("supervise.exclude_nodes=act",)),
         ),
         gain_seconds=excess,
-        at_least=bool(ranks.backward) and max(ranks.backward) > 0,
+        at_least=bool(ranks.backward_seconds) and max(ranks.backward_seconds) > 0,
     )
 
 
-def _who_is_slow(ranks: RankFacts, slow: list[int], worst: int, factor: float) -> str:
+def _who_is_slow(ranks: RankTimes, slow: list[int], worst: int, factor: float) -> str:
     nodes = sorted({ranks.nodes[rank] for rank in slow if rank < len(ranks.nodes)})
     whole = [
         node
@@ -133,11 +133,11 @@ def _who_is_slow(ranks: RankFacts, slow: list[int], worst: int, factor: float) -
     return f"{ranks.named(worst)} takes {factor:.2f} times the middle{others}"
 
 
-def _others_wait(ranks: RankFacts, worst: int) -> tuple[Measurement, ...]:
+def _others_wait(ranks: RankTimes, worst: int) -> tuple[Measurement, ...]:
     """Show that the other ranks wait in their backward passes (megatron-core: after them)."""
-    if not ranks.backward or not ranks.rest:
+    if not ranks.backward_seconds or not ranks.rest_seconds:
         return ()
-    waits = [b + r for b, r in zip(ranks.backward, ranks.rest, strict=True)]
+    waits = [b + r for b, r in zip(ranks.backward_seconds, ranks.rest_seconds, strict=True)]
     words = (
         f"the others wait for it: their backward passes and the rest take {median(waits):.4g} s, "
         f"its own {waits[worst]:.4g} s"

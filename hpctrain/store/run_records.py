@@ -217,6 +217,21 @@ class RankTimes(Record):
     reserved_memory_bytes: tuple[int, ...] = ()
 
     @property
+    def pass_seconds(self) -> tuple[float, ...]:
+        """Forward and backward passes of each rank."""
+        backward = self.backward_seconds or (0.0,) * len(self.compute_seconds)
+        return tuple(f + b for f, b in zip(self.compute_seconds, backward, strict=True))
+
+    @property
+    def source(self) -> str:
+        """The file and the steps, as evidence names them."""
+        return f"ranks.json, steps {self.first_step} to {self.last_step}"
+
+    def named(self, rank: int) -> str:
+        node = self.nodes[rank] if rank < len(self.nodes) else ""
+        return f"rank {rank} on {node}" if node else f"rank {rank}"
+
+    @property
     def rest_seconds(self) -> tuple[float, ...]:
         """Step time outside compute, data and optimizer: with megatron-core mostly waiting for
         pipeline neighbours and gradients, else nearly 0. Empty for a record of an older version."""

@@ -18,7 +18,7 @@ class StepTime(NamedTuple):
 
     step: int
     epoch: int
-    end_time: float
+    time: float
     step_seconds: float
     tokens: int
 
@@ -71,10 +71,10 @@ def read_step_times(run: RunLayout) -> list[StepTime]:
 
 
 def _step_time(
-    step: int, epoch: int, end_time: float, step_seconds: float, tokens_per_second: float
+    step: int, epoch: int, time: float, step_seconds: float, tokens_per_second: float
 ) -> StepTime:
     """Make a row; a product of damaged numbers counts as no tokens."""
     tokens = step_seconds * tokens_per_second
     return StepTime(
-        step, epoch, end_time, step_seconds, round(tokens) if 0 <= tokens < _MOST_TOKENS else 0
+        step, epoch, time, step_seconds, round(tokens) if 0 <= tokens < _MOST_TOKENS else 0
     )

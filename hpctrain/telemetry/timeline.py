@@ -11,11 +11,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
+from hpctrain.store.run_records import SaveRecord, StepMetrics
+from hpctrain.store.step_times import StepTime
 from hpctrain.telemetry.clock_repair import moment, non_decreasing_times, ticks
 from hpctrain.telemetry.launch_segments import LaunchSteps, Piece, StepTicks, cut_launch
 from hpctrain.telemetry.time_categories import Category, Segment
+
+# A row of metrics, read as a whole or in part; `time` is the end of the step.
+TrainedStep = StepTime | StepMetrics
 
 
 class MarkKind(StrEnum):
@@ -45,24 +49,6 @@ class Mark:
     failure: bool = False
 
 
-class TrainedStep(NamedTuple):
-    """One row of metrics; `time` is the end of the step, in seconds since the epoch."""
-
-    step: int
-    epoch: int
-    time: float
-    step_seconds: float
-
-
-@dataclass(frozen=True)
-class Save:
-    """The cost of one checkpoint: training waited for `stall_seconds` after `step`."""
-
-    step: int
-    epoch: int
-    stall_seconds: float
-
-
 @dataclass(frozen=True)
 class Timeline:
     """A run's segments, in order and without gaps, and how its launches ended."""
@@ -82,7 +68,7 @@ _QUIET_SECONDS = 1800.0
 def timeline(
     marks: Sequence[Mark],
     steps: Sequence[TrainedStep],
-    saves: Sequence[Save] = (),
+    saves: Sequence[SaveRecord] = (),
     now: float = 0.0,
     quiet_seconds: float = _QUIET_SECONDS,
 ) -> Timeline:
@@ -118,7 +104,7 @@ def epochs_that_trained_again(steps: Sequence[TrainedStep]) -> list[int | None]:
 
 
 def _steps_by_launch(
-    steps: Sequence[TrainedStep], redone_by: Sequence[int | None], saves: Sequence[Save]
+    steps: Sequence[TrainedStep], redone_by: Sequence[int | None], saves: Sequence[SaveRecord]
 ) -> dict[int, LaunchSteps]:
     """Group the trainer's records by launch."""
     indices: dict[int, list[int]] = defaultdict(list)

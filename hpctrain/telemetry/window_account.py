@@ -13,13 +13,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpctrain.store.step_times import StepTime
 from hpctrain.telemetry.clock_repair import moment, non_decreasing_times, seconds
 from hpctrain.telemetry.time_categories import Category
 from hpctrain.telemetry.timeline import (
     Mark,
     MarkKind,
     Timeline,
-    TrainedStep,
     epochs_that_trained_again,
 )
 
@@ -44,11 +44,11 @@ class WindowAccount:
 
 
 def window_accounts(
-    timeline: Timeline, steps: Sequence[TrainedStep], tokens: Sequence[int], bounds: Sequence[int]
+    timeline: Timeline, steps: Sequence[StepTime], bounds: Sequence[int]
 ) -> tuple[WindowAccount, ...]:
     """Account for the windows between neighbouring `bounds`, which are in ascending order.
 
-    `tokens` are those of each step. What lies outside of the bounds counts in no window.
+    What lies outside of the bounds counts in no window.
     """
     spent: list[SpentTicks] = [defaultdict(int) for _ in bounds[1:]]
     for segment in timeline.segments:
@@ -58,7 +58,7 @@ def window_accounts(
             if end > begin:
                 spent[number][segment.category, segment.cause] += end - begin
             number += 1
-    kept, redone, trained = _counted_steps(steps, tokens, bounds)
+    kept, redone, trained = _counted_steps(steps, bounds)
     return tuple(
         WindowAccount(begin, end, dict(of_window), kept[number], redone[number], trained[number])
         for number, (begin, end, of_window) in enumerate(
@@ -68,7 +68,7 @@ def window_accounts(
 
 
 def _counted_steps(
-    steps: Sequence[TrainedStep], tokens: Sequence[int], bounds: Sequence[int]
+    steps: Sequence[StepTime], bounds: Sequence[int]
 ) -> tuple[Counter[int], Counter[int], Counter[int]]:
     """Count by window: steps that are kept, steps that were redone, tokens of kept steps."""
     kept: Counter[int] = Counter()
@@ -86,15 +86,13 @@ def _counted_steps(
                 continue
             if again[index] is None:
                 kept[window] += 1
-                trained[window] += tokens[index]
+                trained[window] += steps[index].tokens
             else:
                 redone[window] += 1
     return kept, redone, trained
 
 
-def needless_epochs(
-    marks: Sequence[Mark], steps: Sequence[TrainedStep], begin: int
-) -> frozenset[int]:
+def needless_epochs(marks: Sequence[Mark], steps: Sequence[StepTime], begin: int) -> frozenset[int]:
     """Return the launches whose steps have no part in any window that begins at `begin` or later.
 
     They began before a launch that began before the window, so they had ended, and so had all

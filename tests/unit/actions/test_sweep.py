@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from command_line import hpctrain as command
 from command_line import on_terminal
+from step_rows import trained_step
 from trained_trials import SPEC
 from virtual_clock import VirtualClock
 
@@ -42,7 +43,7 @@ from hpctrain.store.evaluations import (
 )
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind, Ledger
-from hpctrain.store.run_records import StepMetrics, append_metrics
+from hpctrain.store.run_records import append_metrics
 from hpctrain.store.sweeps import SweepLayout, all_sweeps, find_sweep
 
 GRID = ("optimizer.lr=1e-4,3e-4", "seed=1,2")
@@ -400,24 +401,8 @@ def trained(
     run: Path, losses: Sequence[float], evaluations: dict[int, float] | None = None
 ) -> None:
     for step, loss in enumerate(losses, 1):
-        append_metrics(
-            RunLayout(run),
-            StepMetrics(
-                step=step,
-                epoch=1,
-                time=float(step),
-                loss=loss,
-                loss_hex=loss.hex(),
-                grad_norm=1.0,
-                learning_rate=1e-3,
-                step_seconds=1.0,
-                tokens_per_second=1.0,
-                mfu=None,
-                memory_bytes=1,
-                consumed_samples=step,
-                eval_loss=(evaluations or {}).get(step),
-            ),
-        )
+        evaluated = (evaluations or {}).get(step)
+        append_metrics(RunLayout(run), trained_step(step, loss, eval_loss=evaluated))
 
 
 def test_the_table_is_sorted_by_the_best_evaluation(slurm: FakeSlurm) -> None:

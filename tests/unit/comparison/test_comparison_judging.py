@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 from made_trials import MEMORY_BYTES, predicted, trial
+from step_rows import trained_step
 
 from hpctrain.comparison.agreement import agreement, bound_of
 from hpctrain.comparison.documents import StepShares, TrialResult
 from hpctrain.comparison.measure import (
-    RankMeans,
-    TrialStep,
     counted_steps,
     measure,
     spread_of,
@@ -17,6 +16,7 @@ from hpctrain.comparison.measure import (
 )
 from hpctrain.comparison.recommend import is_tie, recommend
 from hpctrain.comparison.scaling import lost_time, recommend_size, scale_points
+from hpctrain.store.run_records import RankTimes, StepMetrics
 
 # -- agreement -------------------------------------------------------------------------------
 
@@ -59,17 +59,22 @@ def test_the_coarser_precision_counts() -> None:
 # -- figures ---------------------------------------------------------------------------------
 
 
-def steps(*seconds: float, launch: int = 1, first: int = 1) -> list[TrialStep]:
+def steps(*seconds: float, launch: int = 1, first: int = 1) -> list[StepMetrics]:
     return [
-        TrialStep(first + number, launch, value, 5.0, 100 + number)
+        trained_step(first + number, epoch=launch, step_seconds=value, memory_bytes=100 + number)
         for number, value in enumerate(seconds)
     ]
 
 
+def ranks(**columns: tuple[float, ...]) -> RankTimes:
+    named = {"epoch": 1, "first_step": 1, "last_step": 2, "time": 0.0, "nodes": ("n0", "n0")}
+    return RankTimes.model_validate(named | columns)
+
+
 def test_the_first_steps_of_every_launch_do_not_count() -> None:
     rows = [*steps(9.0, 1.0, 1.0), *steps(8.0, 2.0, launch=2, first=4)]
-    assert [row.seconds for row in counted_steps(rows, 1)] == [1.0, 1.0, 2.0]
-    assert [row.seconds for row in counted_steps(steps(9.0, 3.0), 5)] == [3.0]
+    assert [row.step_seconds for row in counted_steps(rows, 1)] == [1.0, 1.0, 2.0]
+    assert [row.step_seconds for row in counted_steps(steps(9.0, 3.0), 5)] == [3.0]
     assert measure(steps(9.0), 1, 8, None) is None, "one step says nothing"
     assert [warm_up_steps(count) for count in (3, 20, 100)] == [1, 2, 10]
 
@@ -89,15 +94,22 @@ def test_quantiles_are_steps_that_were_seen() -> None:
 
 
 def test_ranks_say_where_the_step_goes() -> None:
-    ranks = RankMeans((0.4, 0.6), (0.2, 0.2), (0.1, 0.3), (0.05, 0.05), (1.0, 1.0), (500, 900))
-    told = measure(steps(9.0, 1.0), 1, 8, ranks)
+    reported = ranks(
+        compute_seconds=(0.4, 0.6),
+        backward_seconds=(0.2, 0.2),
+        data_seconds=(0.1, 0.3),
+        optimizer_seconds=(0.05, 0.05),
+        step_seconds=(1.0, 1.0),
+        peak_memory_bytes=(500, 900),
+    )
+    told = measure(steps(9.0, 1.0), 1, 8, reported)
     assert told is not None and told.shares is not None
     shares = told.shares
     assert shares.compute == pytest.approx(0.7) and shares.data == pytest.approx(0.2)
     assert shares.update == pytest.approx(0.05) and shares.other == pytest.approx(0.05)
     assert shares.imbalance == pytest.approx(0.1), "the slowest rank against the mean one"
     assert told.peak_bytes == 900 and told.peak_of_all_ranks
-    old = measure(steps(9.0, 1.0), 1, 8, RankMeans((0.4, 0.6)))
+    old = measure(steps(9.0, 1.0), 1, 8, ranks(compute_seconds=(0.4, 0.6)))
     assert old is not None and old.shares is not None
     assert old.shares.data is None and old.shares.other == pytest.approx(0.5)
 

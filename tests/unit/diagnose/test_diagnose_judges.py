@@ -16,7 +16,6 @@ from hpctrain.diagnose.facts import (
     AxisFacts,
     MessageFacts,
     Planned,
-    RankFacts,
     SaveFacts,
     StepFacts,
     stage_of,
@@ -29,6 +28,7 @@ from hpctrain.diagnose.messages import communication
 from hpctrain.diagnose.pipeline import pipeline
 from hpctrain.diagnose.waiting import data_loading, imbalance
 from hpctrain.plan.planner import make_plan
+from hpctrain.store.run_records import RankTimes
 from hpctrain.telemetry.traces import Message, TraceSummary
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -47,24 +47,30 @@ def planned(*changes: str, example: str = "gpt1300m", profile: str = "a100x64") 
     )
 
 
-def ranks(count: int = 4, per_node: int = 2, **columns: object) -> RankFacts:
+def ranks(count: int = 4, per_node: int = 2, **columns: object) -> RankTimes:
     """Four ranks on two nodes; a column is one number for all or one for each."""
     usual = dict(
-        compute=1.0,
-        backward=0.0,
-        data=0.01,
-        optimizer=0.1,
-        step=1.2,
-        rest=0.09,
-        peak_bytes=50 * GIB,
-        reserved_bytes=60 * GIB,
+        compute_seconds=1.0,
+        backward_seconds=0.0,
+        data_seconds=0.01,
+        optimizer_seconds=0.1,
+        step_seconds=1.2,
+        peak_memory_bytes=50 * GIB,
+        reserved_memory_bytes=60 * GIB,
     )
+    given = {name: f"{name}_seconds" for name in ("compute", "backward", "data", "step")}
+    given["reserved_bytes"] = "reserved_memory_bytes"
     told = {
         name: value if isinstance(value, tuple) else (value,) * count
-        for name, value in {**usual, **columns}.items()
+        for name, value in {**usual, **{given[name]: columns[name] for name in columns}}.items()
     }
     nodes = tuple(f"n{rank // per_node}" for rank in range(count))
-    return RankFacts(1, 21, 40, nodes, **told)  # type: ignore[arg-type]
+    return window_of(nodes, **told)
+
+
+def window_of(nodes: tuple[str, ...], **columns: object) -> RankTimes:
+    window = {"epoch": 1, "first_step": 21, "last_step": 40, "time": 0.0, "nodes": nodes}
+    return RankTimes.model_validate(window | columns)
 
 
 def facts(**columns: object) -> Facts:
@@ -95,7 +101,7 @@ def sent(axis: str, times: float, share: float) -> Facts:
     return replace(facts(), planned=planned(*TP2), messages=messages)
 
 
-OLD = RankFacts(1, 21, 40, ("n0", "n0"), (1.0, 1.0))
+OLD = window_of(("n0", "n0"), compute_seconds=(1.0, 1.0))
 TP2 = ("parallel.tp=2", "parallel.pp=1")
 PP = dict(example="gpt175b")
 
@@ -123,7 +129,8 @@ TABLE: dict[str, Row] = {
         imbalance, lambda: facts(count=6, compute=(1.0, 1.0, 1.0, 1.0, 1.4, 1.3)), "yes",
         ("all ranks on n2 are slow, up to 1.40 times",)),
     "a slow rank lets others wait in backward": (
-        imbalance, lambda: facts(compute=(0.3, 0.4, 0.3, 0.3), backward=(0.8, 0.7, 0.8, 0.8)),
+        imbalance,
+        lambda: facts(compute=(0.3, 0.4, 0.3, 0.3), backward=(0.8, 0.7, 0.8, 0.8), step=1.3),
         "yes",
         ("rank 1 on n0 takes 1.33", "the others wait for it", "take 0.89 s, its own 0.79 s")),
     "equal ranks": (imbalance, lambda: facts(), "no", ("at most 0% above",)),
@@ -135,13 +142,13 @@ TABLE: dict[str, Row] = {
             planned=planned(**PP)),
         "no", ("at most 0%",)),
     "communication by times": (
-        communication, lambda: facts(rest=0.5, step=1.6), "yes",
+        communication, lambda: facts(step=1.6), "yes",
         ("about 31% of a step", "mostly along dp", "a trace tells", "network")),
     "communication behind backward passes": (
         communication,
-        lambda: facts(compute=0.2, backward=(0.9, 0.8, 0.9, 0.9), rest=0.01), "yes",
+        lambda: facts(compute=0.2, backward=(0.9, 0.8, 0.9, 0.9)), "yes",
         ("about 33% of a step", "rank 1: backward passes take 0.8 s")),
-    "no communication": (communication, lambda: facts(), "no", ("about 8% of a step",)),
+    "no communication": (communication, lambda: facts(), "no", ("about 7% of a step",)),
     "communication by a trace": (
         communication,
         lambda: replace(facts(), traces=(trace(message(64 * MIB, 0.4, 0.3), exposed=0.3),
@@ -150,14 +157,14 @@ TABLE: dict[str, Row] = {
                 "67108864 B, goes at up to 1.68e+08 B/s")),
     "a trace says otherwise than times": (
         communication,
-        lambda: replace(facts(rest=0.5, step=1.6), traces=(trace(message(1, 0.4, 0.0)),)),
+        lambda: replace(facts(step=1.6), traces=(trace(message(1, 0.4, 0.0)),)),
         "no", ("0% of a step is not hidden",)),
     "communication along tp": (
         communication,
-        lambda: replace(facts(rest=0.5, step=1.6), planned=planned(*TP2, "engine.name=megatron")),
+        lambda: replace(facts(step=1.6), planned=planned(*TP2, "engine.name=megatron")),
         "yes", ("parallel=auto",)),
     "communication of DDP over nodes": (
-        communication, lambda: replace(facts(rest=0.5, step=1.6), planned=planned(*DDP)), "yes",
+        communication, lambda: replace(facts(step=1.6), planned=planned(*DDP)), "yes",
         ("engine.ddp.hook=hierarchical",)),
     "messages as planned": (
         communication, lambda: sent("tp", 1.5, 0.9), "no",
@@ -172,7 +179,7 @@ TABLE: dict[str, Row] = {
     "messages without a prediction": (
         communication, lambda: sent("other", 1.0, 0.1), "no", ("other 1 s",)),
     "slower messages, and exposed": (
-        communication, lambda: replace(sent("tp", 3.0, 0.5), ranks=ranks(rest=0.5, step=1.6)),
+        communication, lambda: replace(sent("tp", 3.0, 0.5), ranks=ranks(step=1.6)),
         "yes", ("is communication that nothing hides", "3.0 times what the plan assumes")),
     "slower messages before a window": (
         communication, lambda: replace(sent("tp", 3.0, 0.5), ranks=None), "yes", ("3.0 times",)),
@@ -180,17 +187,17 @@ TABLE: dict[str, Row] = {
         communication, lambda: Facts("run"), "unknown", ("a trace tells: `profile:",)),
     "a pipeline": (
         pipeline,
-        lambda: Facts("run", ranks=ranks(512, 8, step=1.6, rest=0.5), planned=planned(
+        lambda: Facts("run", ranks=ranks(512, 8, step=1.6), planned=planned(
             "batch.global=64", "batch.micro=1", **PP)),
         "yes", ("stages stand still for about", "(pp - 1) / (vpp x microbatches)")),
     "a pipeline with backward passes of its own": (
         pipeline,
-        lambda: Facts("run", ranks=ranks(512, 8, compute=0.5, backward=0.5, step=1.6, rest=0.5),
+        lambda: Facts("run", ranks=ranks(512, 8, compute=0.5, backward=0.5, step=1.6),
                       planned=planned("batch.global=64", "batch.micro=1", **PP)),
         "yes", ("stages stand still for about 18%", "stages compute 1, 1",)),
     "a short bubble": (
         pipeline,
-        lambda: Facts("run", ranks=ranks(512, 8, rest=0.05), planned=planned(**PP)),
+        lambda: Facts("run", ranks=ranks(512, 8, step=1.16), planned=planned(**PP)),
         "no", ("of a step",)),
     "no pipeline": (pipeline, lambda: facts(), "no", ("no pipeline",)),
     "a pipeline without a plan": (pipeline, lambda: Facts("run"), "unknown", ("plan.json",)),
@@ -274,7 +281,7 @@ def test_each_question(case: str) -> None:
 def test_nothing_is_advised_that_deepspeed_leaves_out_in_a_pipeline() -> None:
     """It sums gradients behind all passes there, whatever `overlap_comm` says."""
     apart = "optimizer.overlap_grad_reduce=false"
-    waiting = facts(rest=1.0, step=2.2)
+    waiting = facts(step=2.2)
     assert apart.replace("false", "true") in said(
         communication(replace(waiting, planned=planned(*ZERO2, apart)))
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from step_rows import trained_step
 
 from hpctrain.store.known_steps import fresh_start_pending, known_steps
 from hpctrain.store.layout import RunLayout
@@ -14,7 +15,6 @@ from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.store.run_records import (
     Progress,
     SaveRecord,
-    StepMetrics,
     append_metrics,
     append_save,
     write_record,
@@ -36,12 +36,7 @@ def saved(run: RunLayout, step: int, epoch: int = 1) -> None:
 
 
 def trained(run: RunLayout, step: int, epoch: int = 1) -> None:
-    row = dict(
-        step=step, epoch=epoch, time=1.0, loss=1.0, loss_hex="0x1p+0", grad_norm=None,
-        learning_rate=1.0, step_seconds=1.0, tokens_per_second=1.0, mfu=None, memory_bytes=0,
-        consumed_samples=step,
-    )  # fmt: skip
-    append_metrics(run, StepMetrics.model_validate(row))
+    append_metrics(run, trained_step(step, epoch=epoch, time=1.0))
 
 
 def progressed(run: RunLayout, checkpoint_step: int, epoch: int = 1) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from step_rows import trained_step
 
 from hpctrain.errors import StorageError
 from hpctrain.store.exit_records import (
@@ -47,21 +48,9 @@ def run(tmp_path: Path) -> RunLayout:
 
 
 def metrics(step: int, loss: float = 2.5, **changes: Any) -> StepMetrics:
-    fields: dict[str, Any] = dict(
-        step=step,
-        epoch=1,
-        time=1.5,
-        loss=loss,
-        loss_hex=loss.hex(),
-        grad_norm=0.5,
-        learning_rate=1e-4,
-        step_seconds=0.25,
-        tokens_per_second=1024.0,
-        mfu=None,
-        memory_bytes=1 << 30,
-        consumed_samples=8 * step,
-    )
-    return StepMetrics(**{**fields, **changes})
+    figures = dict(time=1.5, grad_norm=0.5, learning_rate=1e-4, step_seconds=0.25)
+    figures |= dict(tokens_per_second=1024.0, memory_bytes=1 << 30)
+    return trained_step(step, loss, **(figures | changes))
 
 
 def exit_record(rank: int, epoch: int = 1) -> ExitRecord:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from step_rows import trained_step
 from trainer_documents import train_json
 
 from hpctrain.errors import StorageError
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import SkipList, StepMetrics, append_metrics, read_record
+from hpctrain.store.run_records import SkipList, append_metrics, read_record
 from hpctrain.supervise.act.rollback import skip_batches
 
 BATCH = 8
@@ -26,21 +27,7 @@ def run(tmp_path: Path) -> RunLayout:
 
 
 def add_row(run: RunLayout, step: int, consumed: int) -> None:
-    row = StepMetrics(
-        step=step,
-        epoch=1,
-        time=0.0,
-        loss=1.0,
-        loss_hex="0x1p0",
-        grad_norm=None,
-        learning_rate=0.0,
-        step_seconds=1.0,
-        tokens_per_second=1.0,
-        mfu=None,
-        memory_bytes=0,
-        consumed_samples=consumed,
-    )
-    append_metrics(run, row)
+    append_metrics(run, trained_step(step, consumed_samples=consumed))
 
 
 def skips(run: RunLayout) -> list[tuple[int, int]]:

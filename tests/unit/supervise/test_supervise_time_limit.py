@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from step_rows import trained_step
 from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 from virtual_clock import ShiftedClock, VirtualClock
@@ -243,11 +244,7 @@ def test_the_records_of_all_attempts_are_read(warned: Stage) -> None:
 
 def trained(step: int, epoch: int) -> StepMetrics:
     """A step that has taken as many seconds as the launch has as number."""
-    return StepMetrics(
-        step=step, epoch=epoch, time=1.0, loss=1.0, loss_hex=1.0.hex(), grad_norm=1.0,
-        learning_rate=1e-3, step_seconds=float(epoch), tokens_per_second=1.0, mfu=None,
-        memory_bytes=0, consumed_samples=step,
-    )  # fmt: skip
+    return trained_step(step, epoch=epoch, time=1.0, step_seconds=float(epoch))
 
 
 def test_a_stop_by_measured_times_is_in_the_ledger(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from hpctrain.telemetry.timeline import Mark, MarkKind, Save, TrainedStep
+from hpctrain.store.run_records import SaveRecord
+from hpctrain.store.step_times import StepTime
+from hpctrain.telemetry.timeline import Mark, MarkKind
 
 BEGIN = 1_800_000_000.0
 
@@ -18,8 +20,8 @@ class History:
     epoch: int = 0
     attempt: tuple[int, int] = (1, 0)
     marks: list[Mark] = field(default_factory=list)
-    steps: list[TrainedStep] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    steps: list[StepTime] = field(default_factory=list)
+    saves: list[SaveRecord] = field(default_factory=list)
 
     @property
     def now(self) -> float:
@@ -41,11 +43,20 @@ class History:
     def train(self, first: int, last: int, step_seconds: float = 1.0) -> History:
         for step in range(first, last + 1):
             self.clock += step_seconds
-            self.steps.append(TrainedStep(step, self.epoch, self.now, step_seconds))
+            self.steps.append(StepTime(step, self.epoch, self.now, step_seconds, 7))
         return self
 
     def save(self, stall_seconds: float, at_once: bool = True) -> History:
-        self.saves.append(Save(self.steps[-1].step, self.epoch, stall_seconds))
+        self.saves.append(
+            SaveRecord(
+                step=self.steps[-1].step,
+                epoch=self.epoch,
+                time=self.now,
+                stall_seconds=stall_seconds,
+                publish_seconds=stall_seconds,
+                size_bytes=1,
+            )
+        )
         if at_once:
             self.clock += stall_seconds
         return self
@@ -100,14 +111,15 @@ def _damaged(history: History, dice: random.Random) -> History:
         for m in history.marks
     ]
     history.steps = [
-        TrainedStep(
-            s.step, s.epoch, s.time + dice.choice(wrong), dice.choice([s.step_seconds] * 20 + wrong)
+        s._replace(
+            time=s.time + dice.choice(wrong),
+            step_seconds=dice.choice([s.step_seconds] * 20 + wrong),
         )
         for s in history.steps
     ]
     if history.steps and dice.random() < 0.3:
         old = dice.choice(history.steps)
-        zombie = [TrainedStep(old.step + n, old.epoch, history.now + n, 1.0) for n in range(1, 4)]
+        zombie = [StepTime(old.step + n, old.epoch, history.now + n, 1.0, 7) for n in range(1, 4)]
         place = dice.randrange(len(history.steps) + 1)
         history.steps[place:place] = zombie
     return history

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
+from step_rows import trained_step
+
 from hpctrain.store.run_records import StepMetrics
 from hpctrain.telemetry.rates import Rates, recent_rates
 
 
 def row(step: int, step_seconds: float, epoch: int = 1, mfu: float | None = None) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        epoch=epoch,
-        time=0.0,
-        loss=10.0 - step,
-        loss_hex="",
-        grad_norm=None,
-        learning_rate=0.0,
-        step_seconds=step_seconds,
-        tokens_per_second=1000 / step_seconds,
-        mfu=mfu,
-        memory_bytes=0,
-        consumed_samples=0,
-    )
+    changes = dict(epoch=epoch, step_seconds=step_seconds, mfu=mfu)
+    return trained_step(step, 10.0 - step, tokens_per_second=1000 / step_seconds, **changes)
 
 
 def test_nothing_is_known_without_a_step() -> None:

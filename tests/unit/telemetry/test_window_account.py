@@ -20,7 +20,7 @@ EVER = (0, 10**18)
 
 def accounts(history: History, bounds: tuple[int, ...]) -> tuple[WindowAccount, ...]:
     cut = timeline(history.marks, history.steps, history.saves, history.now)
-    return window_accounts(cut, history.steps, [7] * len(history.steps), bounds)
+    return window_accounts(cut, history.steps, bounds)
 
 
 def seconds_of(one: WindowAccount) -> dict[tuple[Category, str | None], float]:
