@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.actions.own_runs import MeasuredRun
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.uncertainty import OwnRun, SiteLearning
+from hpctrain.spec.uncertainty import LearnedMultiplier, OwnRun, SiteLearning
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
@@ -26,20 +26,6 @@ if TYPE_CHECKING:
 # not what its plan says.
 _IMPLAUSIBLE = 3.0
 _ODD = 2.5  # deviations of the next step time: one run in eighty is further off
-
-
-class LearnedMultiplier(BaseModel):
-    """One multiplier as a factor on time or memory, and how sure it was before and is after.
-
-    `before` and `after` are deviations of its logarithm: two sites in three are that near.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    factor: float
-    before: float
-    after: float
 
 
 class EngineLearning(BaseModel):
@@ -98,11 +84,7 @@ def engine_learning(
         error=float(f"{lesson.error:.3g}"),
         constants=constants,
     )
-    multipliers = tuple(
-        LearnedMultiplier(name=one.name, factor=one.factor, before=one.before, after=one.after)
-        for one in lesson.multipliers
-    )
-    return EngineLearning(engine=engine, learned=learned, multipliers=multipliers)
+    return EngineLearning(engine=engine, learned=learned, multipliers=lesson.multipliers)
 
 
 def unexplained(learned: Iterable[SiteLearning]) -> list[str]:

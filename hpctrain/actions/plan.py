@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.actions.forecasts import forecast_run
@@ -219,6 +219,4 @@ def within_budget(
         )
     decision = cheapest_plan([one for one, _ in priced], budget)
     chosen, option = priced[decision.nearest if decision.chosen is None else decision.chosen]
-    return decision, Option(
-        option.gpus, option.decision, option.search_seconds, chosen, None, option.remark
-    )
+    return decision, replace(option, forecast=chosen, refusal=None)

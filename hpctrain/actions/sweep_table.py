@@ -99,25 +99,15 @@ def sweep_table(layout: SweepLayout, slurm: SlurmClient) -> SweepTable:
     found = {row.run_id: row for row in statuses(list(runs.values()), slurm)}
     rows = []
     for point in record.points:
-        if point.run_id is None:
-            rows.append(
-                SweepRow(
-                    values=point.values,
-                    name=point.name,
-                    run_id=None,
-                    state=_REFUSED,
-                    reason=point.refusal or "",
-                )
-            )
-            continue
-        run, status = runs.get(point.run_id), found.get(point.run_id)
+        refused = point.run_id is None
+        run, status = runs.get(point.run_id or ""), found.get(point.run_id or "")
         row = SweepRow(
             values=point.values,
             name=point.name,
             run_id=point.run_id,
-            state=_without_directory(point),
-            reason="its run directory is not there",
-            forecast_gpu_hours=point.gpu_hours,
+            state=_REFUSED if refused else _without_directory(point),
+            reason=point.refusal or "" if refused else "its run directory is not there",
+            forecast_gpu_hours=None if refused else point.gpu_hours,
         )
         rows.append(row if run is None or status is None else _filled(row, run, status))
     evaluated = any(row.eval_loss is not None for row in rows)

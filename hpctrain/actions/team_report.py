@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -171,7 +171,7 @@ def team_report(
         members += [member] if member is not None else []
     current = total(member.current for member in members)
     previous = total(member.previous for member in members)
-    rows = [member.row() for member in members if member.current.runs]
+    rows = [member.row for member in members if member.current.runs]
     return TeamReport(
         title=window.title,
         zone=window.zone,
@@ -184,9 +184,9 @@ def team_report(
         directories=tuple(str(directory) for directory in directories),
         total=current.spending(),
         previous=previous.spending(),
-        by_user=_grouped(members, lambda member: member.user),
-        by_project=_grouped(members, lambda member: member.project),
-        by_cluster=_grouped(members, lambda member: member.cluster),
+        by_user=_grouped(members, lambda member: member.row.user),
+        by_project=_grouped(members, lambda member: member.row.project),
+        by_cluster=_grouped(members, lambda member: member.row.cluster),
         by_cause=causes_of(current, previous),
         by_period=tuple(
             PeriodSpending(
@@ -242,42 +242,31 @@ def _no_cycle_search() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Member:
-    """One run: whose it is, and its sums in the time before, in each period and in the window."""
+    """One run: its row, and its sums in the time before, in each period and in the window."""
 
-    run: RunFiles
-    user: str
-    project: str
-    project_from: ProjectSource | None
-    cluster: str
-    engine: str
-    gpus: int | None
-    price: GpuPrice | None
-    over: bool
+    row: RunSpending
+    current: Tally
     previous: Tally
     periods: tuple[Tally, ...]
 
-    @property
-    def current(self) -> Tally:
-        return total(self.periods)
-
-    def row(self) -> RunSpending:
-        """Make the row of the report."""
-        current = self.current
-        return RunSpending(
-            run_id=self.run.run_id,
-            directory=str(self.run.layout.directory.parent),
-            user=self.user,
-            project=self.project,
-            project_from=self.project_from,
-            cluster=self.cluster,
-            engine=self.engine,
-            gpus=self.gpus,
-            price_per_gpu_hour=self.price.per_gpu_hour if self.price else None,
-            currency=self.price.currency if self.price else None,
-            over=self.over,
+    @classmethod
+    def of(
+        cls, run: RunFiles, tallies: Sequence[Tally], price: GpuPrice | None, **whose: Any
+    ) -> Self:
+        """Make the row of a run; the tallies are those of `_Reader`'s bounds."""
+        periods = tuple(tallies[2:])  # between them may be the rest of the time before
+        current = total(periods)
+        row = RunSpending(
+            run_id=run.run_id,
+            directory=str(run.layout.directory.parent),
+            user=run.owner_name or f"uid {run.owner_id}",
+            price_per_gpu_hour=price.per_gpu_hour if price else None,
+            currency=price.currency if price else None,
             spending=current.spending(),
             parts=current.parts(),
+            **whose,
         )
+        return cls(row, current, tallies[0], periods)
 
 
 def _grouped(
@@ -328,18 +317,16 @@ class _Reader:
             tally.count(str(layout.directory), account, gpus or 0, price, images=images)
             tallies.append(tally)
         project, project_from = _project(spec, profile)
-        return _Member(
-            run=run,
-            user=run.owner_name or f"uid {run.owner_id}",
+        return _Member.of(
+            run,
+            tallies,
+            price,
             project=project,
             project_from=project_from,
             cluster=cluster_of(events) or (profile.name if profile else UNKNOWN),
             engine=plan.engine if plan else spec.engine.name if spec else UNKNOWN,
             gpus=gpus,
-            price=price,
             over=is_over(events) or layout.done.exists(),
-            previous=tallies[0],
-            periods=tuple(tallies[2:]),  # between them may be the rest of the time before
         )
 
     def read_service(self, service: ServiceFiles) -> _Member | None:
@@ -363,19 +350,16 @@ class _Reader:
         if not any(tally.runs for tally in tallies):
             return None
         project = _account_of(spec, profile)
-        run = RunFiles(RunLayout(layout.directory))
-        return _Member(
-            run=run,
-            user=run.owner_name or f"uid {run.owner_id}",
+        return _Member.of(
+            RunFiles(RunLayout(layout.directory)),
+            tallies,
+            price,
             project=project or (NO_PROJECT if spec else UNKNOWN),
             project_from="account" if project else None,
             cluster=profile.name if profile else UNKNOWN,
             engine=plan.replica.engine if plan else UNKNOWN,
             gpus=plan.gpus if plan else None,
-            price=price,
             over=service.is_over(state),
-            previous=tallies[0],
-            periods=tuple(tallies[2:]),
         )
 
     def _is_elsewhere(self, layout: RunLayout, marks: Sequence[Mark], quiet_seconds: float) -> bool:

@@ -14,8 +14,8 @@ from hpctrain.units import short_bytes
 
 if TYPE_CHECKING:
     from hpctrain.actions.calibrate_runs import LearningResult
-    from hpctrain.actions.engine_learning import EngineLearning, LearnedMultiplier
-    from hpctrain.spec.uncertainty import OwnRun, SiteLearning
+    from hpctrain.actions.engine_learning import EngineLearning
+    from hpctrain.spec.uncertainty import LearnedMultiplier, OwnRun, SiteLearning
 
 MULTIPLIERS = {
     "products": "matrix products",

@@ -106,9 +106,8 @@ def compose(notices: Sequence[Notice], facts: RunFacts, *, repeated: bool = Fals
     if len(ordered) > 1:
         subject += f" (and {len(ordered) - 1} earlier)"
     text = "\n".join(_lines(ordered, facts, repeated))
-    return Message(
-        printable_line(subject, 200), _cut(text), _document(ordered, facts, text, repeated)
-    )
+    document = _document(ordered, facts, _cut(text), repeated=repeated)
+    return Message(printable_line(subject, 200), _cut(text), document)
 
 
 def write_test_message(facts: RunFacts, sender: str) -> Message:
@@ -117,16 +116,8 @@ def write_test_message(facts: RunFacts, sender: str) -> Message:
         f"This is a test of {facts.run_id} on {facts.cluster}, sent by {facts.user} ({sender}): "
         "messages about runs arrive here."
     )
-    document = MessageDocument(
-        test=True,
-        run=facts.run_id,
-        runs=facts.runs,
-        user=facts.user,
-        cluster=facts.cluster,
-        text=text,
-        notices=(),
-    )
-    return Message(f"[hpctrain] test of {facts.run_id}", text, document.model_dump_json())
+    document = _document((), facts, text, test=True)
+    return Message(f"[hpctrain] test of {facts.run_id}", text, document)
 
 
 def headline(notice: Notice, facts: RunFacts) -> str:
@@ -187,35 +178,36 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 4]} ..."
 
 
-def _document(notices: Sequence[Notice], facts: RunFacts, text: str, repeated: bool) -> str:
-    document = MessageDocument(
+def _document(
+    notices: Sequence[Notice],
+    facts: RunFacts,
+    text: str,
+    *,
+    test: bool = False,
+    repeated: bool = False,
+) -> str:
+    return MessageDocument(
+        test=test,
         repeated=repeated,
         run=facts.run_id,
         runs=facts.runs,
         user=facts.user,
         cluster=facts.cluster,
-        text=_cut(text),
-        notices=tuple(
-            NoticeDocument(
-                id=notice.notice_id,
-                kind=notice.kind,
-                state=_HEADLINES[notice.kind][1],
-                headline=headline(notice, facts),
-                event_time=notice.event_time,
-                job_id=notice.job_id,
-                cause=notice.cause,
-                reason=_sentence(notice.reason),
-                evidence=tuple(
-                    printable_line(line, _LONGEST_LINE) for line in notice.evidence[:_MOST_EVIDENCE]
-                ),
-                done=_sentence(notice.done),
-                step=notice.step,
-                target_step=facts.target_step,
-                checkpoint_step=notice.checkpoint_step,
-                nodes=notice.nodes,
-                commands=notice.commands,
-            )
-            for notice in notices
-        ),
-    )
-    return document.model_dump_json()
+        text=text,
+        notices=tuple(_notice_document(notice, facts) for notice in notices),
+    ).model_dump_json()
+
+
+def _notice_document(notice: Notice, facts: RunFacts) -> NoticeDocument:
+    """Take over the fields of a notice; texts of others are made printable, and cut."""
+    evidence = notice.evidence[:_MOST_EVIDENCE]
+    shown = {
+        "id": notice.notice_id,
+        "state": _HEADLINES[notice.kind][1],
+        "headline": headline(notice, facts),
+        "reason": _sentence(notice.reason),
+        "evidence": [printable_line(line, _LONGEST_LINE) for line in evidence],
+        "done": _sentence(notice.done),
+        "target_step": facts.target_step,
+    }
+    return NoticeDocument.model_validate(vars(notice) | shown)

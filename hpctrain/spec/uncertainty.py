@@ -77,6 +77,18 @@ class OwnRun(Document):
     after_bytes: float | None = Field(None, gt=0, description="As planned with them")
 
 
+class LearnedMultiplier(Document):
+    """One multiplier as a factor on time or memory, and how sure it was before and is after.
+
+    `before` and `after` are deviations of its logarithm: two sites in three are that near.
+    """
+
+    name: str
+    factor: float
+    before: float
+    after: float
+
+
 class LearnedRest(Document):
     """What runs have shown of what configurations that are alike err by together.
 

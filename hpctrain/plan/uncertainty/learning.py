@@ -28,7 +28,7 @@ from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.uncertainty.belief import Belief, Observations, updated
 from hpctrain.plan.uncertainty.intervals import TIME_NAMES, noise_of, time_effects
 from hpctrain.plan.uncertainty.site import RATE_NOISE, SiteBelief, as_learned, belief_of, widened
-from hpctrain.spec.uncertainty import Learned
+from hpctrain.spec.uncertainty import Learned, LearnedMultiplier
 
 _UNKNOWN = 1.0  # deviation of a multiplier's logarithm before its rate was measured
 _LEAST_TOLD = 0.005  # of a multiplier's logarithm, or a twentieth of its deviation
@@ -68,16 +68,6 @@ class SeenRun:
 
 
 @dataclass(frozen=True)
-class ToldMultiplier:
-    """A multiplier as a factor, and its deviation before and after the runs."""
-
-    name: str
-    factor: float
-    before: float
-    after: float
-
-
-@dataclass(frozen=True)
 class Lesson:
     """What runs have taught; `seconds` and `reserved_bytes`: of each run, as planned with it.
 
@@ -89,7 +79,7 @@ class Lesson:
     error: float
     seconds: tuple[float, ...]
     reserved_bytes: tuple[float | None, ...]
-    multipliers: tuple[ToldMultiplier, ...]
+    multipliers: tuple[LearnedMultiplier, ...]
 
 
 def learn(runs: Sequence[SeenRun], rates: Mapping[str, float]) -> Lesson:
@@ -193,7 +183,7 @@ def _memory(
     return belief, reserved
 
 
-def _told_rest(runs: Sequence[SeenRun], places: Floats, belief: Belief) -> list[ToldMultiplier]:
+def _told_rest(runs: Sequence[SeenRun], places: Floats, belief: Belief) -> list[LearnedMultiplier]:
     """List what is left at each place that was seen, named by the first run there."""
     rest, found = belief.rest, []
     for number, place in enumerate([] if rest is None else rest.seen):
@@ -202,15 +192,20 @@ def _told_rest(runs: Sequence[SeenRun], places: Floats, belief: Belief) -> list[
         at = number - len(rest.seen)
         factor, now = np.exp(belief.mean[at]), np.sqrt(belief.covariance[at, at])
         name = f"like {runs[first].run}"
-        found.append(ToldMultiplier(name, float(factor), rest.deviation, float(now)))
+        found.append(
+            LearnedMultiplier(
+                name=name, factor=float(factor), before=rest.deviation, after=float(now)
+            )
+        )
     return found
 
 
-def _told(names: Sequence[str], before: Belief, after: Belief) -> list[ToldMultiplier]:
+def _told(names: Sequence[str], before: Belief, after: Belief) -> list[LearnedMultiplier]:
     """List multipliers that the runs have said something about."""
     found = []
     for number, name in enumerate(names):
         old, new = (float(np.sqrt(one.covariance[number, number])) for one in (before, after))
         if abs(after.mean[number]) >= _LEAST_TOLD or new < 0.95 * old:
-            found.append(ToldMultiplier(name, float(np.exp(after.mean[number])), old, new))
+            factor = float(np.exp(after.mean[number]))
+            found.append(LearnedMultiplier(name=name, factor=factor, before=old, after=new))
     return found

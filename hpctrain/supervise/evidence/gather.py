@@ -6,6 +6,7 @@ Belongs here: collecting and converting. Does not belong here: judging.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from hpctrain.checkpoints.discover import good_steps, newest_listed
 from hpctrain.slurm.messages import StepNotice, read_end_of_job
@@ -41,23 +42,27 @@ def gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) -> 
         return retry_while_storage_fails(context, lambda: _gather(context, launch, watch))
     except OSError as error:
         line = f"the run directory cannot be read: {error}"
-    job = job_facts(context, patient=True)
+    away = LogFinding("run_directory_away", Cause.STORAGE, "root", line)
+    known = _without_files(context, launch, watch, job_facts(context, patient=True))
+    return replace(known, findings=(away,))
+
+
+def _without_files(
+    context: AttemptContext, launch: SrunProcess, watch: LaunchWatch, job: JobFacts | None
+) -> LaunchEvidence:
+    """Collect what the watch, srun and Slurm have reported, without the run directory."""
     return LaunchEvidence(
-        done=False,
         superseded=watch.superseded,
         cancel_requested=_cancel_confirmed(context, job),
-        stop_requested_by=None,
         signals=watch.signals,
         srun_exit_code=launch.poll(),
         task_failures=tuple(launch.failures),
         notices=launch.notices,
-        rank_exits=(),
         job=job,
         restart_count=context.attempt.restart_count,
         stall=watch.stall,
         started=watch.started,
         step_remains=watch.step_remains,
-        findings=(LogFinding("run_directory_away", Cause.STORAGE, "root", line),),
         world_size=watch.tasks,
         nodes=watch.nodes,
         resume_step=watch.resume_step,
@@ -77,26 +82,17 @@ def _gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) ->
     failures = [f for f in launch.failures if f.at < watch.killed_at or f.code is not None]
     if context.config.launcher != "srun":  # srun's tasks are agents, which record failed ranks
         failures = list(failures_below_agents(read_agent_records(run, watch.epoch), failures))
-    return LaunchEvidence(
+    known = _without_files(context, launch, watch, job)
+    return replace(
+        known,
         done=done,
-        superseded=watch.superseded,
-        cancel_requested=_cancel_confirmed(context, job),
         stop_requested_by=_requester(request, "stop", "stop-now"),
         hold_requested_by=_requester(request, "hold"),
-        signals=watch.signals,
-        srun_exit_code=launch.poll(),
         task_failures=tuple(failures),
-        notices=(*launch.notices, *_end_told_to_the_script(context, job)),
+        notices=(*known.notices, *_end_told_to_the_script(context, job)),
         rank_exits=tuple(sorted(records, key=lambda record: record.time)),
-        job=job,
-        restart_count=context.attempt.restart_count,
-        stall=watch.stall,
-        started=watch.started or bool(records),
-        step_remains=watch.step_remains,
+        started=known.started or bool(records),
         findings=_storage_findings(watch),
-        world_size=watch.tasks,
-        nodes=watch.nodes,
-        resume_step=watch.resume_step,
         last_step=progress.step if progress and progress.epoch == watch.epoch else None,
         checkpoint_step=_newest_checkpoint(context),
         stopped_in_startup=watch.stopped_in_startup,
@@ -142,18 +138,11 @@ def between_launches(context: AttemptContext, signals: tuple[str, ...]) -> Launc
     """Collect the evidence about a signal that arrived between two launches."""
     job = job_facts(context, patient=False)
     return LaunchEvidence(
-        done=False,
-        superseded=False,
         cancel_requested=_cancel_confirmed(context, job),
-        stop_requested_by=None,
         signals=signals,
-        srun_exit_code=None,
-        task_failures=(),
         notices=_end_told_to_the_script(context, job),
-        rank_exits=(),
         job=job,
         restart_count=context.attempt.restart_count,
-        stall=None,
         started=True,
     )
 

@@ -125,19 +125,19 @@ class LaunchEvidence:
     training because these were slow.
     """
 
-    done: bool
-    superseded: bool
-    cancel_requested: bool
-    stop_requested_by: str | None
-    signals: tuple[str, ...]
-    srun_exit_code: int | None
-    task_failures: tuple[TaskFailure, ...]
-    notices: tuple[StepNotice, ...]
-    rank_exits: tuple[ExitRecord, ...]
-    job: JobFacts | None
-    restart_count: int
-    stall: Stall | None
-    started: bool
+    done: bool = False
+    superseded: bool = False
+    cancel_requested: bool = False
+    stop_requested_by: str | None = None
+    signals: tuple[str, ...] = ()
+    srun_exit_code: int | None = None
+    task_failures: tuple[TaskFailure, ...] = ()
+    notices: tuple[StepNotice, ...] = ()
+    rank_exits: tuple[ExitRecord, ...] = ()
+    job: JobFacts | None = None
+    restart_count: int = 0
+    stall: Stall | None = None
+    started: bool = False
     hold_requested_by: str | None = None
     findings: tuple[LogFinding, ...] = ()
     probed: bool = False
