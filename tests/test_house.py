@@ -404,6 +404,7 @@ def test_names_of_quantities_say_their_unit() -> None:
     allowed |= {("nodes/record.py", "time"), ("nodes/blame.py", "time")}
     allowed |= {("telemetry/timeline.py", "time"), ("store/communication.py", "time")}
     allowed |= {("store/gpu_report.py", "time"), ("store/evaluations.py", "time")}
+    allowed.add(("store/step_times.py", "time"))
     allowed.add(("store/service_records.py", "time"))
     allowed |= {("store/service_ledger.py", "time"), ("store/service_records.py", "time")}
     # a group's number of ranks

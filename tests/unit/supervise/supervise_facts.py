@@ -11,18 +11,8 @@ from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.judge.documents import JobFacts, LaunchEvidence
 
 NOTHING = LaunchEvidence(
-    done=False,
-    superseded=False,
-    cancel_requested=False,
-    stop_requested_by=None,
-    signals=(),
     srun_exit_code=1,
-    task_failures=(),
-    notices=(),
-    rank_exits=(),
     job=JobFacts(JobState.RUNNING, "None", 0, preempt_time=False),
-    restart_count=0,
-    stall=None,
     started=True,
 )
 SILENT = replace(NOTHING, job=None)
