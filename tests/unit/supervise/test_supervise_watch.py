@@ -578,7 +578,10 @@ def test_records_are_read_in_the_order_of_their_ends(stage: Stage) -> None:
     launch = SrunProcess([sys.executable, "-c", ""], os.environ)
     launch.process.wait(20)
     launch.finish_reading()
-    evidence = gather.gather(context, launch, LaunchWatch(context, launch, 1))
+    watch = LaunchWatch(context, launch, 1, 20, tasks=2, nodes=("n0", "n1"))
+    evidence = gather.gather(context, launch, watch)
+    told = (evidence.world_size, evidence.nodes, evidence.resume_step)
+    assert told == (2, ("n0", "n1"), 20), "what the watch knows is in the evidence"
     assert [exit_.rank for exit_ in evidence.rank_exits] == [1, 0]
     assert evidence.started
     assert evidence.srun_exit_code == 0
