@@ -659,11 +659,22 @@ def test_every_kind_of_event_has_a_writer() -> None:
 
 
 def test_links_lead_somewhere() -> None:
+    """Files of links are there, and so are their headings, as GitHub names them."""
+
+    def headings(page: Path) -> set[str]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
     broken = []
     for document in [path for path in tracked_files() if path.suffix == ".md"]:
-        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
+        for link in re.findall(r"\]\(([^)\s]+)[^)]*\)", document.read_text()):
+            name, _, heading = link.partition("#")
             outside = "://" in link or link.startswith("mailto:")
-            if not outside and not (document.parent / link).exists():
+            target = document.parent / name if name else document
+            if not outside and (
+                not target.exists() or (heading and heading not in headings(target))
+            ):
                 broken.append(f"{document.relative_to(ROOT)}: {link}")
     assert not broken, broken
 
