@@ -1,8 +1,8 @@
 """Judge what will work at a site: one sentence per question, and what will not work.
 
 Settings are those of slurm.conf(5) of 22.05 to 26.05; what follows from them was seen on a real
-Slurm where docs/your-site.md says so. Belongs here: questions, thresholds, sentences. Does not belong
-here: reading facts, comparing a profile value by value (`differences`).
+Slurm where docs/your-site.md says so. Belongs here: questions, thresholds, sentences. Does not
+belong here: reading facts, comparing a profile value by value (`differences`).
 """
 
 from __future__ import annotations
