@@ -12,7 +12,8 @@ import click
 from hpctrain import clock
 from hpctrain.cli.evaluation_text import evaluation_lines
 from hpctrain.cli.options import RunName, json_option, runs_option
-from hpctrain.cli.output import json_out, or_dash, paragraph, table
+from hpctrain.cli.output import json_out, table
+from hpctrain.page.text import or_dash, paragraph
 from hpctrain.units import short_bytes, short_duration
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import paragraph
+from hpctrain.page.text import paragraph
 from hpctrain.units import short_bytes
 
 if TYPE_CHECKING:

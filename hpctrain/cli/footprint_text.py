@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.cli.output import paragraph
+from hpctrain.page.text import paragraph
 from hpctrain.plan.footprint.documents import Footprint
 from hpctrain.plan.footprint.table import OPERATIONS, Operation
 from hpctrain.units import short_bytes, short_duration

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import textwrap
 
-from hpctrain.cli.output import LINE_WIDTH
+from hpctrain.page.text import LINE_WIDTH
 from hpctrain.plan.forecast.documents import (
     BudgetDecision,
     Forecast,

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from hpctrain.actions.runs import command_in
 from hpctrain.cli.evaluation_text import evaluation_lines
 from hpctrain.cli.notify_text import state_words
-from hpctrain.cli.output import coloured, paragraph
+from hpctrain.cli.output import coloured
 from hpctrain.cli.status_text import COLOURS
+from hpctrain.page.text import paragraph
 from hpctrain.store.requests import user_name
 from hpctrain.units import short_duration
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import floor, log10
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import LINE_WIDTH
+from hpctrain.page.text import LINE_WIDTH
 from hpctrain.plan.documents import Certainty, Plan, Prediction, Stage
 from hpctrain.plan.forecast.sentences import days, days_range, money_range
 from hpctrain.plan.layout_words import DEFAULT_ORDER

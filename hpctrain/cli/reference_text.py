@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.actions.examples import example_value
-from hpctrain.cli.output import paragraph
+from hpctrain.page.text import paragraph
 from hpctrain.spec.reference import Field, fields_of
 from hpctrain.spec.schema import TITLES, Kind
 

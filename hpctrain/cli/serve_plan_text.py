@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import LINE_WIDTH, aligned
 from hpctrain.cli.plan_text import entry, wrapped
+from hpctrain.page.text import LINE_WIDTH, aligned
 from hpctrain.units import short_bytes, short_duration
 
 if TYPE_CHECKING:

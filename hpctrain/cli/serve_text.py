@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import LINE_WIDTH, aligned, or_dash, paragraph
+from hpctrain.page.text import LINE_WIDTH, aligned, or_dash, paragraph
 from hpctrain.units import short_duration
 
 if TYPE_CHECKING:

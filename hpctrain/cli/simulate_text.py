@@ -6,7 +6,7 @@ Belongs here: columns and sentences. Does not belong here: any number that is no
 from __future__ import annotations
 
 from hpctrain.actions.simulate import Simulation
-from hpctrain.cli.output import paragraph
+from hpctrain.page.text import paragraph
 from hpctrain.units import short_duration
 
 _INDENT = 10

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from hpctrain.cli.output import paragraph
+from hpctrain.page.text import paragraph
 from hpctrain.store.speed_checks import SpeedCheck
 from hpctrain.units import short_bytes
 

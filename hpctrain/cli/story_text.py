@@ -7,9 +7,9 @@ import time
 from hpctrain.actions.describe import AttemptStory, RunStory
 from hpctrain.cli.evaluation_text import evaluation_lines
 from hpctrain.cli.notify_text import notice_lines
-from hpctrain.cli.output import paragraph
 from hpctrain.cli.software_text import software_lines
 from hpctrain.cli.speed_text import speed_lines
+from hpctrain.page.text import paragraph
 from hpctrain.units import short_bytes, short_duration
 
 # Columns before the texts of an attempt.

@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import aligned, is_numeric, or_dash, paragraph
+from hpctrain.page.text import aligned, is_numeric, or_dash, paragraph
 from hpctrain.units import short_hours
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from textwrap import wrap
 
-from hpctrain.cli.output import LINE_WIDTH
 from hpctrain.engines.verification import Verification, VerifiedStage
+from hpctrain.page.text import LINE_WIDTH
 from hpctrain.units import short_bytes
 
 

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from hpctrain.observe.grafana_dashboard import Column, Threshold, ValueMapping
 from hpctrain.observe.panel_data import Answer, DashboardData, PanelData, Series, legend_of
-from hpctrain.report.charts import (
+from hpctrain.page.charts import (
     Axis,
     Entry,
     Line,
@@ -25,8 +25,8 @@ from hpctrain.report.charts import (
     line_chart,
     timeline,
 )
-from hpctrain.report.elements import fill, prose, table
-from hpctrain.report.scales import Quantity, clock, compact_number, percent
+from hpctrain.page.elements import Table, fill, prose
+from hpctrain.page.scales import Quantity, clock, compact_number, percent
 from hpctrain.version import __version__
 
 # Classes of charts.css for Grafana's names of colours; any other colour is neutral.
@@ -420,7 +420,7 @@ def _table(data: PanelData) -> Markup:
         [*row, *(_cell(column, values.get(column.name)) for column in named)]
         for row, values in sorted(rows.items())
     ]
-    return table(styles, cells)
+    return Table(styles, cells).__html__()
 
 
 def _rows_of(
