@@ -32,7 +32,7 @@ LONGEST_FILE, LONGEST_FUNCTION, NINE_OF_TEN_FUNCTIONS = 700, 100, 35
 
 # The same rooms as the contract "Planning, rendering and judging do no I/O" in setup.cfg.
 PURE = ("plan", "engines", "render", "spec", "comparison", "supervise/judge", "diagnose", "site")
-PURE = (*PURE, "report", "export", "serving/engines")
+PURE = (*PURE, "page", "report", "export", "serving/engines")
 PURE_FILES = (
     *("notify/message_text.py", "notify/notices.py", "notify/send_times.py"),
     *("nodes/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "store/jobs.py"),

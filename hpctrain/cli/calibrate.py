@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import ProfileName, json_option
-from hpctrain.cli.output import json_out, line_width, paragraph, say
+from hpctrain.cli.output import json_out, line_width, say
 from hpctrain.errors import UsageError
+from hpctrain.page.text import paragraph
 
 if TYPE_CHECKING:
     from hpctrain.actions.calibrate import CalibratedFigure, CalibratedStep

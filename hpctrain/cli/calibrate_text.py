@@ -8,8 +8,8 @@ from __future__ import annotations
 from math import exp
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import LINE_WIDTH
 from hpctrain.cli.plan_text import wrapped
+from hpctrain.page.text import LINE_WIDTH
 from hpctrain.units import short_bytes
 
 if TYPE_CHECKING:

@@ -12,11 +12,12 @@ import click
 from hpctrain import clock
 from hpctrain.cli.evaluation_text import evaluation_lines
 from hpctrain.cli.options import RunName, json_option, runs_option
-from hpctrain.cli.output import json_out, or_dash, paragraph, table
+from hpctrain.cli.output import json_out, table
+from hpctrain.page.text import facts, or_dash
 from hpctrain.units import short_bytes, short_duration
 
 if TYPE_CHECKING:
-    from hpctrain.actions.checkpoints import CheckpointReport
+    from hpctrain.actions.checkpoints import CheckpointReport, SaveInterval
     from hpctrain.checkpoints.verify import Verified
 
 _HEADERS = ("STEP", "EPOCH", "AGE", "SIZE", "FILES", "STALL", "PUBLISH", "CHECK", "KEPT")
@@ -123,42 +124,33 @@ def _duration(seconds: float | None) -> str:
 
 def _more_lines(seen: CheckpointReport) -> list[str]:
     """Format what the table does not show: bad and unfinished checkpoints, disk, interval."""
-    lines = [""]
-    for row in seen.bad:
-        lines += _entry("Bad", f"step {row.step:,}: {row.problem}")
-    for layout in dict.fromkeys(row.layout for row in seen.rows if row.layout):
-        lines += _entry("Layout", layout)
+    named = [("Bad", f"step {row.step:,}: {row.problem}") for row in seen.bad]
+    layouts = dict.fromkeys(row.layout for row in seen.rows if row.layout)
+    named += [("Layout", layout) for layout in layouts]
     for one in seen.unfinished:
         state = "left by an older launch" if one.stale else "being written"
         ago = short_duration(one.changed_seconds_ago)
-        lines += _entry(
-            "Unfinished", f"{one.name}: {short_bytes(one.size_bytes)}, {state}, changed {ago} ago"
-        )
+        text = f"{one.name}: {short_bytes(one.size_bytes)}, {state}, changed {ago} ago"
+        named.append(("Unfinished", text))
     for bad in seen.quarantined:
-        lines += _entry("Quarantine", f"{bad.name} ({short_bytes(bad.size_bytes)}): {bad.reason}")
+        named.append(("Quarantine", f"{bad.name} ({short_bytes(bad.size_bytes)}): {bad.reason}"))
     fits = "" if seen.room.fits is None else f", room for {seen.room.fits:,} more"
-    lines += _entry("Disk", f"{short_bytes(seen.room.free_bytes)} free{fits}")
-    interval = seen.interval
-    if interval is None:
-        return lines
+    named.append(("Disk", f"{short_bytes(seen.room.free_bytes)} free{fits}"))
+    if seen.interval is not None:
+        named += _interval(seen.interval)
+    return ["", *facts(*named, margin=_MARGIN)]
+
+
+def _interval(interval: SaveInterval) -> list[tuple[str, str]]:
     seconds = interval.used_seconds
     used = "" if seconds is None else f", about {short_duration(seconds)}"
-    lines += _entry("Interval", f"{interval.configured}{used}")
+    named = [("Interval", f"{interval.configured}{used}")]
     if interval.stall_seconds is not None and interval.publish_seconds is not None:
-        lines += _entry(
-            "  measured",
-            f"training stands still for {short_duration(interval.stall_seconds)} a save, which "
-            f"counts after {short_duration(interval.publish_seconds)}",
-        )
+        stall = short_duration(interval.stall_seconds)
+        text = f"training stands still for {stall} a save, which counts after "
+        named.append(("  measured", text + short_duration(interval.publish_seconds)))
     if interval.best_seconds is not None and interval.mttf_seconds is not None:
         steps = "" if interval.best_steps is None else f" ({interval.best_steps:,} steps)"
-        lines += _entry(
-            "  best",
-            f"{short_duration(interval.best_seconds)}{steps} by Young and Daly, with a failure "
-            f"every {short_duration(interval.mttf_seconds)}",
-        )
-    return lines + _entry("  advice", interval.advice)
-
-
-def _entry(label: str, text: str) -> list[str]:
-    return paragraph(text, f"{label:<{_MARGIN}}", hang=_MARGIN)
+        text = f"{short_duration(interval.best_seconds)}{steps} by Young and Daly, with a failure "
+        named.append(("  best", f"{text}every {short_duration(interval.mttf_seconds)}"))
+    return [*named, ("  advice", interval.advice)]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.cli.output import or_dash
 from hpctrain.cli.plan_text import wrapped
 from hpctrain.comparison.documents import Comparison, ComparisonRecord, Predicted, TrialResult
 from hpctrain.comparison.recommend import short_number
+from hpctrain.page.text import or_dash
 
 _VERDICTS = {
     "other run": "LOSSES `other run`: another model, batch, optimizer, seed or data, or first "

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import Decorated, RunName, confirm, runs_option, yes_option
-from hpctrain.cli.output import busy, paragraph, say
+from hpctrain.cli.output import busy, say
+from hpctrain.page.text import paragraph
 
 if TYPE_CHECKING:
     from hpctrain.actions.control import ControlResult

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import ProfileName, json_option
-from hpctrain.cli.output import json_out, or_dash, paragraph, say
+from hpctrain.cli.output import json_out, say
+from hpctrain.page.text import or_dash, paragraph
 from hpctrain.units import ByteSize, Duration
 
 if TYPE_CHECKING:

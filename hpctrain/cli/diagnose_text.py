@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import paragraph
+from hpctrain.page.text import facts, paragraph
 from hpctrain.units import short_bytes
 
 if TYPE_CHECKING:
@@ -25,15 +25,16 @@ def diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
         if ranks and diagnosis.nodes
         else ""
     )
-    lines = _entry("Run", f"{diagnosis.run_id}{ranks}{nodes}")
+    named = [("Run", f"{diagnosis.run_id}{ranks}{nodes}")]
     if diagnosis.step_seconds is not None:
         planned = diagnosis.predicted_seconds
         beside = "no prediction" if planned is None else f"the plan said {_seconds(planned)}"
-        lines += _entry("Step", f"{_seconds(diagnosis.step_seconds)}; {beside}")
+        named.append(("Step", f"{_seconds(diagnosis.step_seconds)}; {beside}"))
     if diagnosis.shares:
         shares = " · ".join(f"{name} {share:.0%}" for name, share in diagnosis.shares.items())
-        lines += _entry("Parts", f"{shares} (the middle rank)")
-    lines += _entry("Read", " · ".join(f"{one.file}: {one.words}" for one in diagnosis.read))
+        named.append(("Parts", f"{shares} (the middle rank)"))
+    named.append(("Read", " · ".join(f"{one.file}: {one.words}" for one in diagnosis.read)))
+    lines = facts(*named, margin=_MARGIN)
     for number, finding in enumerate(diagnosis.stands_out, 1):
         lines += ["", *_finding_lines(number, finding, diagnosis.step_seconds)]
     if not diagnosis.stands_out:
@@ -48,20 +49,18 @@ def diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
 
 
 def _finding_lines(number: int, finding: TopicFinding, step_seconds: float | None) -> list[str]:
-    lines = paragraph(f"{finding.question} Yes: {finding.words}.", f"{number}. ", hang=3)
+    named = []
     if finding.gain_seconds is not None and step_seconds:
         bound = "at least" if finding.at_least else "at most"
         share = finding.gain_seconds / step_seconds
-        lines += _labelled("gain", f"{bound} {_seconds(finding.gain_seconds)} a step ({share:.0%})")
-    for proof in finding.evidence:
-        lines += _labelled("seen", f"{proof.words} [{proof.source}]")
+        named.append(("gain", f"{bound} {_seconds(finding.gain_seconds)} a step ({share:.0%})"))
+    named += [("seen", f"{proof.words} [{proof.source}]") for proof in finding.evidence]
     for remedy in finding.remedies:
         price = "" if remedy.price is None else f"; the plan then: {_price_text(remedy.price)}"
-        lines += _labelled("do", f"{remedy.words}{price}")
-        if remedy.changes:
-            options = " ".join(f"--set {change}" for change in remedy.changes)
-            lines += paragraph(options, f"{_INDENT}      ", hang=9)
-    return lines
+        named.append(("do", f"{remedy.words}{price}"))
+        named.append(("", " ".join(f"--set {change}" for change in remedy.changes)))
+    lines = paragraph(f"{finding.question} Yes: {finding.words}.", f"{number}. ", hang=3)
+    return lines + facts(*((f"{_INDENT}{name}", text) for name, text in named), margin=9)
 
 
 def _price_text(price: Price) -> str:
@@ -76,11 +75,3 @@ def _price_text(price: Price) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.4g} s"
-
-
-def _labelled(label: str, text: str) -> list[str]:
-    return paragraph(text, f"{_INDENT}{label:<6}", hang=9)
-
-
-def _entry(label: str, text: str) -> list[str]:
-    return paragraph(text, f"{label:<{_MARGIN}}", hang=_MARGIN)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import aligned, is_numeric, paragraph
+from hpctrain.page.text import aligned, is_numeric, paragraph
 
 if TYPE_CHECKING:
     from hpctrain.actions.evaluations import EvaluationRow

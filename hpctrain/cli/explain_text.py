@@ -7,8 +7,8 @@ Belongs here: sentences and columns. Does not belong here: which runners-up ther
 from __future__ import annotations
 
 from hpctrain.cli.calibrate_text import MULTIPLIERS
-from hpctrain.cli.output import LINE_WIDTH
 from hpctrain.cli.plan_text import entry, seconds_text, wrapped
+from hpctrain.page.text import LINE_WIDTH
 from hpctrain.plan.documents import TOLD_APART, Certainty, Change, Explanation, FrontPoint, RunnerUp
 from hpctrain.units import short_bytes
 

@@ -12,8 +12,9 @@ import traceback
 
 import click
 
-from hpctrain.cli.output import coloured, paragraph, terminal_width
+from hpctrain.cli.output import coloured, terminal_width
 from hpctrain.errors import HpctrainError, InvalidInputError
+from hpctrain.page.text import paragraph
 
 _INTERRUPTED, _BUG, _USAGE, _ENVIRONMENT = 130, 1, 2, 7
 # Import name of a package that hpctrain can do without -> the extra of pyproject.toml that has it.

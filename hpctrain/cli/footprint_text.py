@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.cli.output import paragraph
+from hpctrain.page.text import facts
 from hpctrain.plan.footprint.documents import Footprint
 from hpctrain.plan.footprint.table import OPERATIONS, Operation
 from hpctrain.units import short_bytes, short_duration
 
-_INDENT = 10
 _NAME, _NUMBER = 30, 13
 
 
@@ -27,12 +26,10 @@ def footprint_lines(footprint: Footprint) -> list[str]:
     if rates.run_seconds > rates.period_seconds:
         often += f"; the run takes {short_duration(rates.run_seconds)}"
     ranks = f"{footprint.ranks:,} ranks on {footprint.nodes:,} nodes"
-    lines = [*_entry("Run", ranks), *_entry("Forecast", often)]
+    lines = facts(("Run", ranks), ("Forecast", often))
     lines += ["", *_inode_lines(footprint), "", *_metadata_lines(footprint)]
     lines += ["", *_rpc_lines(footprint), "", *_byte_lines(footprint), ""]
-    for assumption in footprint.assumptions:
-        lines += _entry("Assumed", assumption)
-    return lines
+    return lines + facts(*(("Assumed", assumption) for assumption in footprint.assumptions))
 
 
 def _inode_lines(footprint: Footprint) -> list[str]:
@@ -149,7 +146,3 @@ def _number(value: float) -> str:
 
 def _period(footprint: Footprint) -> str:
     return short_duration(footprint.rates.period_seconds)
-
-
-def _entry(label: str, text: str) -> list[str]:
-    return paragraph(text, f"{label:<{_INDENT}}", hang=_INDENT)

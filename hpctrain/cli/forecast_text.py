@@ -6,9 +6,8 @@ Belongs here: sentences and columns. Does not belong here: any number that is no
 from __future__ import annotations
 
 import re
-import textwrap
 
-from hpctrain.cli.output import LINE_WIDTH
+from hpctrain.page.text import LINE_WIDTH, facts
 from hpctrain.plan.forecast.documents import (
     BudgetDecision,
     Forecast,
@@ -118,14 +117,7 @@ def decision_lines(decision: BudgetDecision, width: int = LINE_WIDTH) -> list[st
 
 def _entry(label: str, text: str, width: int) -> list[str]:
     """Wrap a labelled paragraph; a number stays on one line with its unit."""
-    lines = textwrap.wrap(
-        _BEFORE_UNIT.sub(_TIE, text),
-        width,
-        initial_indent=f"{label:<{_INDENT}}",
-        subsequent_indent=" " * _INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    lines = facts((label, _BEFORE_UNIT.sub(_TIE, text)), width=width)
     return [line.replace(_TIE, " ") for line in lines]
 
 

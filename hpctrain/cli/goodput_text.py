@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from hpctrain.page.words import counted
 from hpctrain.telemetry.goodput import Goodput, LossByCause
 from hpctrain.units import short_duration
 
@@ -46,8 +47,8 @@ def goodput_lines(goodput: Goodput) -> list[str]:
     unsaved = f", {goodput.unsaved_steps:,} not saved yet" if goodput.unsaved_steps else ""
     lines = [
         f"{goodput.run_id}: {short_duration(wall)} {until}{gpus}{hours}",
-        f"{steps}{unsaved}; {_counted(goodput.attempts, 'attempt')}, "
-        f"{_counted(goodput.launches, 'launch', 'launches')}",
+        f"{steps}{unsaved}; {counted(goodput.attempts, 'attempt')}, "
+        f"{counted(goodput.launches, 'launch', 'launches')}",
         "",
     ]
     for name, label in _LABELS.items():
@@ -82,7 +83,7 @@ def _ratios(goodput: Goodput) -> list[str]:
     )
     lines = [f"ETTR      {queue}"]
     lines += [f"Windows   {windows}"] if windows else []
-    failures = _counted(goodput.failures, "failure") if goodput.failures else "none"
+    failures = counted(goodput.failures, "failure") if goodput.failures else "none"
     mttf = f", one per {short_duration(goodput.mttf_seconds)}" if goodput.mttf_seconds else ""
     lines.append(f"Failures  {failures}{mttf}")
     if goodput.recovery_median_seconds is not None and goodput.recovery_mean_seconds is not None:
@@ -90,10 +91,6 @@ def _ratios(goodput: Goodput) -> list[str]:
         mean = short_duration(goodput.recovery_mean_seconds)
         lines.append(f"Recovery  median {median}, mean {mean}, from the last sign to a new step")
     return lines
-
-
-def _counted(number: int, one: str, several: str = "") -> str:
-    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
 
 
 def _time(seconds: float) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import ProfileName, json_option, runs_option, set_option
-from hpctrain.cli.output import busy, json_out, marked, or_dash, say, table
+from hpctrain.cli.output import busy, json_out, say, table
+from hpctrain.page.text import marked, or_dash
 
 if TYPE_CHECKING:
     from hpctrain.errors import Problem

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import coloured, paragraph
+from hpctrain.cli.output import coloured
+from hpctrain.page.text import paragraph
 from hpctrain.supervise.judge.odd_stacks import ranges
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import marked
+from hpctrain.page.text import marked
 
 if TYPE_CHECKING:
     from hpctrain.actions.notify import ChannelTest, NoticeState

@@ -1,4 +1,4 @@
-"""Prints tables and JSON, and formats paragraphs.
+"""Prints tables, messages and JSON.
 
 Tables are plain columns like squeue's, so that they can be grepped; in a pipe they are never cut.
 """
@@ -6,10 +6,8 @@ Tables are plain columns like squeue's, so that they can be grepped; in a pipe t
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
-import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +16,9 @@ from typing import TextIO
 import click
 from pydantic import BaseModel
 
+from hpctrain.page.text import LINE_WIDTH, columns_text, is_numeric, paragraph
+
 SCHEMA_VERSION = 1
-_MARKS = {"works": "ok", "limited": "note", "fails": "FAILS", "unknown": "?"}
-LINE_WIDTH = 80
-_NUMBER = re.compile(r"[\d,./]+(-[\d,./]+)?|-")  # `1,234`, `0.5`, `3/10`, `52-63`
 _SOON_SECONDS = 1.0
 
 
@@ -46,31 +43,9 @@ def json_out(
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print columns; right-aligned where every cell is a number, cut only on a narrow terminal."""
-    numeric = [is_numeric([row[column] for row in rows]) for column in range(len(headers))]
-    if sys.stdout.isatty():
-        lines = _fitted_lines(headers, rows, numeric)
-    else:
-        lines = ["  ".join(line) for line in aligned([headers, *rows], numeric)]
-    for line in lines:
+    fitted = _fitted_lines if sys.stdout.isatty() else columns_text
+    for line in fitted(headers, rows):
         click.echo(line.rstrip())
-
-
-def is_numeric(column: Sequence[str]) -> bool:
-    """Return True for numbers, ranges of them and `-`, which are aligned on the right."""
-    return all(_NUMBER.fullmatch(cell) for cell in column)
-
-
-def aligned(rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> Iterator[list[str]]:
-    """Pad cells to the width of their columns: one line per row, never cut.
-
-    This does without rich, whose import and rendering would be a third of the CPU time of
-    `status`, which scripts call often.
-    """
-    cells = [[" ".join(cell.splitlines()) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        columns = zip(row, widths, numeric, strict=True)
-        yield [c.rjust(width) if number else c.ljust(width) for c, width, number in columns]
 
 
 def coloured(text: str, colour: str | None) -> str:
@@ -80,16 +55,15 @@ def coloured(text: str, colour: str | None) -> str:
     return click.style(text, fg=colour)
 
 
-def _fitted_lines(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]
-) -> list[str]:
+def _fitted_lines(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows for people: wrapped to the width of their terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     shown = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
-    for header, right in zip(headers, numeric, strict=True):
+    for number, header in enumerate(headers):
+        right = is_numeric([row[number] for row in rows])
         shown.add_column(Text(header), justify="right" if right else "left")
     for row in rows:
         shown.add_row(*(Text(cell) for cell in row))
@@ -134,23 +108,6 @@ def line_width(stream: TextIO) -> int:
     return LINE_WIDTH if stream.isatty() else sys.maxsize
 
 
-def paragraph(text: str, first: str, *, hang: int, width: int = LINE_WIDTH) -> list[str]:
-    """Wrap a text to `width` columns: it begins with `first`, and further lines are indented."""
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=" " * hang,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def marked(state: str, text: str) -> list[str]:
-    """Wrap a finding behind the mark of its state: `works`, `limited`, `fails`, `unknown`."""
-    return paragraph(text, f"{_MARKS[state]:6}", hang=6)
-
-
 def say(text: str = "") -> None:
     """Print a message for people, on stderr."""
     click.echo(text, err=True)
@@ -161,8 +118,3 @@ def warn(text: str) -> None:
     first = "warning: "
     lines = paragraph(text, first, hang=len(first)) if sys.stderr.isatty() else [first + text]
     say("\n".join(lines))
-
-
-def or_dash(value: object | None) -> str:
-    """Format a cell: `-` for unknown values, never empty."""
-    return "-" if value is None or value == "" else str(value)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from hpctrain.actions.runs import command_in
 from hpctrain.cli.evaluation_text import evaluation_lines
 from hpctrain.cli.notify_text import state_words
-from hpctrain.cli.output import coloured, paragraph
+from hpctrain.cli.output import coloured
 from hpctrain.cli.status_text import COLOURS
+from hpctrain.page.text import facts
 from hpctrain.store.requests import user_name
 from hpctrain.units import short_duration
 
@@ -69,11 +70,15 @@ def page_lines(page: RunPage) -> Iterator[str]:
     state = coloured(row.state.value, COLOURS.get(row.state.value))
     yield f"{'Run':<{_MARGIN}}{row.run_id}"
     yield f"{'State':<{_MARGIN}}{state}{job}{attempt}"
-    if row.reason:
-        yield from _entry("Reason", row.reason)
+    yield from facts(("Reason", row.reason), margin=_MARGIN)
     if row.owner not in (None, user_name()):
         yield f"{'Owner':<{_MARGIN}}{row.owner}"
-    for label, words in (
+    untold = [state_words(one) for one in page.untold[:_MOST_UNTOLD]]
+    if len(page.untold) > _MOST_UNTOLD:
+        more = len(page.untold) - _MOST_UNTOLD
+        notify = command_in(Path(page.directory).parent, "notify", row.run_id)
+        untold.append(f"and {more} more: `{notify}`")
+    yield from facts(
         ("Progress", _progress(page)),
         ("Plan", _plan(page)),
         ("Left", _left(page)),
@@ -81,15 +86,9 @@ def page_lines(page: RunPage) -> Iterator[str]:
         ("Time", _time(page)),
         ("Directory", page.directory),
         ("Log", page.log),
-    ):
-        if words:
-            yield from _entry(label, words)
-    for number, untold in enumerate(page.untold[:_MOST_UNTOLD]):
-        yield from _entry("" if number else "Not told", state_words(untold))
-    if len(page.untold) > _MOST_UNTOLD:
-        more = len(page.untold) - _MOST_UNTOLD
-        notify = command_in(Path(page.directory).parent, "notify", row.run_id)
-        yield from _entry("", f"and {more} more: `{notify}`")
+        *(("" if number else "Not told", words) for number, words in enumerate(untold)),
+        margin=_MARGIN,
+    )
     for number, command in enumerate(page.tracking):  # whole, to be copied
         yield f"{'' if number else 'Curves':<{_MARGIN}}{command}"
     if len(page.curve) > 1:
@@ -192,10 +191,6 @@ def _time(page: RunPage) -> str:
             hours += f", {page.planned.gpu_hours:,.1f} planned"
         parts.append(hours)
     return " · ".join(parts)
-
-
-def _entry(label: str, text: str) -> list[str]:
-    return paragraph(text, f"{label:<{_MARGIN}}", hang=_MARGIN)
 
 
 # -- the loss ----------------------------------------------------------------------------------

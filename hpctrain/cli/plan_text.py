@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Sequence
 from math import floor, log10
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import LINE_WIDTH
+from hpctrain.page.text import LINE_WIDTH, paragraph
 from hpctrain.plan.documents import Certainty, Plan, Prediction, Stage
 from hpctrain.plan.forecast.sentences import days, days_range, money_range
 from hpctrain.plan.layout_words import DEFAULT_ORDER
@@ -124,15 +123,9 @@ def entry(label: str, text: str, width: int = LINE_WIDTH) -> list[str]:
 def wrapped(text: str, first: str, later: str, width: int = LINE_WIDTH) -> list[str]:
     """Wrap a text into lines of at most `width` columns that begin with `first` and `later`."""
     tied = _AXIS.sub(rf"\1{_TIE}", _TIED.sub(_TIE, text))
-    lines = textwrap.wrap(
-        tied,
-        width,
-        initial_indent=first,
-        subsequent_indent=later,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [line.replace(_TIE, " ") for line in lines]
+    return [
+        line.replace(_TIE, " ") for line in paragraph(tied, first, hang=len(later), width=width)
+    ]
 
 
 def short_count(count: int) -> str:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import FieldName, ProfileName
-from hpctrain.cli.output import paragraph, table
+from hpctrain.cli.output import table
+from hpctrain.page.text import paragraph
 
 if TYPE_CHECKING:
     from hpctrain.spec.reference import Field

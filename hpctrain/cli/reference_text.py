@@ -11,29 +11,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.actions.examples import example_value
-from hpctrain.cli.output import paragraph
+from hpctrain.page.text import facts, paragraph
 from hpctrain.spec.reference import Field, fields_of
 from hpctrain.spec.schema import TITLES, Kind
 
 if TYPE_CHECKING:
     from hpctrain.spec.loader import Loaded
 
-_INDENT = 10
 _LONG = 60
 
 
 def field_lines(kind: Kind, field: Field) -> Iterator[str]:
     """Format one field: type, default, meaning, engines, example."""
-    yield from _entry("Field", f"{field.path} ({TITLES[kind]})")
-    yield from _entry("Meaning", field.description)
-    yield from _entry("Type", field.type)
-    yield from _entry("Default", default_text(field))
-    if field.engines:
-        yield from _entry("Engines", ", ".join(field.engines))
+    yield from facts(
+        ("Field", f"{field.path} ({TITLES[kind]})"),
+        ("Meaning", field.description),
+        ("Type", field.type),
+        ("Default", default_text(field)),
+        ("Engines", ", ".join(field.engines or ())),
+    )
     example = example_value(field.path) if kind == "spec" and not field.fields else None
     if example is not None:
         name, value = example
-        yield from _entry("Example", f"{_yaml(value)} (`hpctrain examples {name}`)")
+        yield from facts(("Example", f"{_yaml(value)} (`hpctrain examples {name}`)"))
 
 
 def value_lines(path: str, spec: Path | None, profile: str | None) -> Iterator[str]:
@@ -116,11 +116,7 @@ def _value(loaded: Loaded[Any], path: str) -> Iterator[str]:
         elif isinstance(value, dict):
             value = value.get(word)
     origin = loaded.origin.get(path, "default")
-    yield from _entry("Value", f"{_yaml(value)} ({origin})")
-
-
-def _entry(label: str, text: str) -> list[str]:
-    return paragraph(text, f"{label:<{_INDENT}}", hang=_INDENT)
+    yield from facts(("Value", f"{_yaml(value)} ({origin})"))
 
 
 def _yaml(value: Any) -> str:

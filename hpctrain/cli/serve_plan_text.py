@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import LINE_WIDTH, aligned
 from hpctrain.cli.plan_text import entry, wrapped
+from hpctrain.page.text import LINE_WIDTH, columns_text
 from hpctrain.units import short_bytes, short_duration
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ def cluster_rows(plans: Sequence[ServicePlan]) -> list[str]:
         ]
         for plan in plans
     ]
-    table = [[*headers, *names], *rows]
-    return ["  ".join(row).rstrip() for row in aligned(table, [False] * len(table[0]))]
+    return columns_text([*headers, *names], rows, numeric=False)
 
 
 def service_plan_lines(plan: ServicePlan, width: int = LINE_WIDTH) -> list[str]:
@@ -115,8 +114,8 @@ def service_plan_lines(plan: ServicePlan, width: int = LINE_WIDTH) -> list[str]:
 
 def promise_lines(promises: Sequence[Promise]) -> list[str]:
     """Tabulate limits and predictions with their intervals."""
-    rows = [["", "LIMIT", "PREDICTED", "95 OF 100 WITHIN", "HOLDS"]]
-    rows += [
+    headers = ["", "LIMIT", "PREDICTED", "95 OF 100 WITHIN", "HOLDS"]
+    rows = [
         [
             f"{one.percentile} {one.latency}",
             seconds_text(one.limit_seconds),
@@ -126,7 +125,7 @@ def promise_lines(promises: Sequence[Promise]) -> list[str]:
         ]
         for one in promises
     ]
-    lines = ["  ".join(row).rstrip() for row in aligned(rows, [False] * 5)]
+    lines = columns_text(headers, rows, numeric=False)
     return [f"{'Promises' if not n else '':<10}{line}" for n, line in enumerate(lines)]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import LINE_WIDTH, aligned, or_dash, paragraph
+from hpctrain.page.text import LINE_WIDTH, columns_text, facts, or_dash
 from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from hpctrain.actions.serve_status import ReplicaStatus, ServiceStatus
     from hpctrain.actions.serve_up import StartedService
     from hpctrain.serving.load.service_test import ObjectiveResult, ServiceTest
-
-_INDENT = 10
+    from hpctrain.store.service_records import Traffic
 
 
 def started_lines(started: StartedService, *, updated: bool) -> Iterator[str]:
@@ -53,28 +52,29 @@ def status_row(one: ServiceStatus) -> list[str]:
 
 def status_lines(one: ServiceStatus, width: int = LINE_WIDTH) -> Iterator[str]:
     """Format the page of one service."""
-    yield from _entry("Service", f"{one.service_id}: {one.state}", width)
+    address = load = None
     if one.address is not None:
-        needs = " (with a token)" if one.address.needs_token else ""
-        yield from _entry("Address", f"{one.address.url}{needs}", width)
-    yield from _entry("Replicas", f"{one.ready} ready, {one.wanted} wanted: {one.reason}", width)
+        address = one.address.url + (" (with a token)" if one.address.needs_token else "")
     if one.traffic is not None:
-        yield from _entry("Load", _traffic(one), width)
-    if one.restart is not None:
-        yield from _entry("Restart", one.restart, width)
-    for wait in one.waits:
-        yield from _entry("Waits", wait, width)
-    for problem in one.problems:
-        yield from _entry("Problem", problem, width)
+        load = _traffic(one.traffic)
+    yield from facts(
+        ("Service", f"{one.service_id}: {one.state}"),
+        ("Address", address),
+        ("Replicas", f"{one.ready} ready, {one.wanted} wanted: {one.reason}"),
+        ("Load", load),
+        ("Restart", one.restart),
+        *(("Waits", wait) for wait in one.waits),
+        *(("Problem", problem) for problem in one.problems),
+        width=width,
+    )
     if one.replicas:
         yield ""
         headers = ["REPLICA", "PHASE", "JOB", "NODE", "FOR", "LEFT", ""]
-        yield from _columns(headers, [_replica_row(replica) for replica in one.replicas])
+        rows = [_replica_row(replica) for replica in one.replicas]
+        yield from columns_text(headers, rows, numeric=False)
 
 
-def _traffic(one: ServiceStatus) -> str:
-    assert one.traffic is not None
-    seen = one.traffic
+def _traffic(seen: Traffic) -> str:
     parts = [f"{_rate(seen.rate)} in the last minute"]
     if seen.running is not None and seen.waiting is not None:
         parts.append(f"{seen.running:.0f} computed, {seen.waiting:.0f} wait")
@@ -109,21 +109,23 @@ def measured_lines(found: ServiceTest, width: int = LINE_WIDTH) -> Iterator[str]
         f"{short_duration(measured.warm_up_seconds)}, {measured.rate:g}/s planned, "
         f"{measured.answered_rate:.2f}/s answered, {measured.failed:,} failed"
     )
-    yield from _entry("Measured", what, width)
-    for failures in measured.failures:
-        ids = ", ".join(failures.request_ids[:3])
-        words = f"{failures.count:,} x {failures.kind} (such as {ids}): {failures.detail}"
-        yield from _entry("Failed", words, width)
+    failed = [
+        f"{one.count:,} x {one.kind} (such as {', '.join(one.request_ids[:3])}): {one.detail}"
+        for one in measured.failures
+    ]
+    yield from facts(("Measured", what), *(("Failed", one) for one in failed), width=width)
     yield ""
     headers = ["", "LIMIT", "PROMISED", "MEASURED", "95 OF 100 WITHIN", ""]
-    yield from _columns(headers, [_objective_row(one) for one in found.objectives])
+    rows = [_objective_row(one) for one in found.objectives]
+    yield from columns_text(headers, rows, numeric=False)
     yield ""
-    for one in found.objectives:
-        if one.verdict != "met":
-            yield from _entry(f"{one.percentile} {one.latency}", one.reason, width)
-    for reason in measured.refused:
-        yield from _entry("Client", reason, width)
-    yield from _entry("Verdict", found.verdict, width)
+    missed = [one for one in found.objectives if one.verdict != "met"]
+    yield from facts(
+        *((f"{one.percentile} {one.latency}", one.reason) for one in missed),
+        *(("Client", reason) for reason in measured.refused),
+        ("Verdict", found.verdict),
+        width=width,
+    )
 
 
 def _objective_row(one: ObjectiveResult) -> list[str]:
@@ -140,12 +142,3 @@ def _objective_row(one: ObjectiveResult) -> list[str]:
     )
     limit = seconds_text(one.limit_seconds)
     return [f"{one.percentile} {one.latency}", limit, promised, measured, within, one.verdict]
-
-
-def _columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    for line in aligned([headers, *rows], [False] * len(headers)):
-        yield "  ".join(line).rstrip()
-
-
-def _entry(label: str, text: str, width: int) -> list[str]:
-    return paragraph(text, f"{label:<{_INDENT}}", hang=_INDENT, width=width)

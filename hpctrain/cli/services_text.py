@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import or_dash
+from hpctrain.page.text import or_dash
 from hpctrain.units import short_duration
 
 if TYPE_CHECKING:

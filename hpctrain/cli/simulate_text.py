@@ -6,10 +6,9 @@ Belongs here: columns and sentences. Does not belong here: any number that is no
 from __future__ import annotations
 
 from hpctrain.actions.simulate import Simulation
-from hpctrain.cli.output import paragraph
+from hpctrain.page.text import facts
 from hpctrain.units import short_duration
 
-_INDENT = 10
 _HEADS = ("SPARES", "INTERVAL", "ETTR", "5-95 %", "DAYS", "GPU-HOURS", "STOPPED")
 _WIDTHS = (8, 10, 8, 14, 8, 14, 9)
 
@@ -18,15 +17,14 @@ def simulation_lines(simulation: Simulation) -> list[str]:
     """Format the scenario, one row for each combination, and the best one in detail."""
     choice, scenario = simulation.choice, simulation.scenario
     best = choice.outcomes[choice.best]
-    lines = _entry(
-        "Played",
+    played = (
         f"{scenario.gpus:,} GPUs on {scenario.nodes:,} nodes, "
         f"{scenario.work_seconds / 86400:.1f} d of training; a failure per "
         f"{short_duration(min(scenario.mttf_seconds, 1e12))}; a save stops training for "
         f"{short_duration(scenario.save_stall_seconds)}; restart "
-        f"{short_duration(scenario.restart_seconds)}; {choice.outcomes[0].trials:,} runs each",
+        f"{short_duration(scenario.restart_seconds)}; {choice.outcomes[0].trials:,} runs each"
     )
-    lines += ["", _columns(_HEADS)]
+    lines = [*facts(("Played", played)), "", _columns(_HEADS)]
     for index, one in enumerate(choice.outcomes):
         cells = (
             f"{one.spare_nodes:,}",
@@ -38,7 +36,6 @@ def simulation_lines(simulation: Simulation) -> list[str]:
             f"{one.stopped:.0%}",
         )
         lines.append(_columns(cells) + _mark(simulation, index))
-    lines += ["", *_entry("Best", "; ".join(choice.reasons))]
     # In a mean run, the largest first.
     total = sum(best.seconds.values())
     lost = ", ".join(
@@ -52,8 +49,6 @@ def simulation_lines(simulation: Simulation) -> list[str]:
         if seconds > 0
     )
     events = f"{best.failures:,.1f} failures and {best.requeues:,.1f} requeues in a run"
-    lines += _entry("Lost", lost or "nothing")
-    lines += _entry("Causes", f"{events}; {costs or 'nothing is lost'}")
     days = f"{best.days.mean:,.1f} ({best.days.p5:,.1f} to {best.days.p95:,.1f})"
     finish = (
         f"in {days} d; ETTR {best.ettr.mean:.1%} with the queue, "
@@ -62,13 +57,22 @@ def simulation_lines(simulation: Simulation) -> list[str]:
     if simulation.price_per_gpu_hour is not None:
         amount = best.gpu_hours.mean * simulation.price_per_gpu_hour
         finish += f"; {amount:,.0f} {simulation.currency}"
-    lines += _entry("Finish", finish)
-    lines += _entry(
-        "Spares",
+    spares = (
         f"{best.spare_nodes} by these trials; the 95 % quantile of the nodes lost in "
-        f"{short_duration(choice.poisson_seconds)}, one attempt, is {choice.poisson_spares}",
+        f"{short_duration(choice.poisson_seconds)}, one attempt, is {choice.poisson_spares}"
     )
-    return lines + [line for note in simulation.assumptions for line in _entry("Assumed", note)]
+    return [
+        *lines,
+        "",
+        *facts(
+            ("Best", "; ".join(choice.reasons)),
+            ("Lost", lost or "nothing"),
+            ("Causes", f"{events}; {costs or 'nothing is lost'}"),
+            ("Finish", finish),
+            ("Spares", spares),
+            *(("Assumed", note) for note in simulation.assumptions),
+        ),
+    ]
 
 
 def _mark(simulation: Simulation, index: int) -> str:
@@ -87,7 +91,3 @@ def _mark(simulation: Simulation, index: int) -> str:
 
 def _columns(cells: tuple[str, ...]) -> str:
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
-
-
-def _entry(label: str, text: str) -> list[str]:
-    return paragraph(text, f"{label:<{_INDENT}}", hang=_INDENT)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import ProfileName, json_option, runs_option
-from hpctrain.cli.output import json_out, marked, paragraph, say
+from hpctrain.cli.output import json_out, say
+from hpctrain.page.text import marked, paragraph
 
 if TYPE_CHECKING:
     from hpctrain.site.doctor import SiteFinding

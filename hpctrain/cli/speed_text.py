@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from hpctrain.cli.output import paragraph
+from hpctrain.page.text import facts
 from hpctrain.store.speed_checks import SpeedCheck
 from hpctrain.units import short_bytes
 
@@ -21,21 +21,8 @@ def speed_lines(check: SpeedCheck) -> list[str]:
         f"Speed before launch {check.epoch}: {len(check.nodes)} ranks on {nodes} "
         f"node{'s' * (nodes != 1)}, measured in {check.seconds:.0f} s{second}"
     ]
-    for name, value in _measurements(check):
-        lines += _labelled(name, value)
-    for part in check.slow:
-        lines += _labelled("slow", part.message)
-    if not check.slow:
-        lines += _labelled("slow", "nothing")
-    for skipped in check.skipped:
-        lines += _labelled("not measured", skipped)
-    if check.leaves:
-        lines += _labelled("then", "the launch ended, so that these nodes are replaced")
-    return lines
-
-
-def _labelled(name: str, value: str) -> list[str]:
-    return paragraph(value, f"  {name:<{_COLUMN - 2}}", hang=_COLUMN)
+    named = ((f"  {name}", value) for name, value in _measurements(check))
+    return lines + facts(*named, margin=_COLUMN)
 
 
 def _measurements(check: SpeedCheck) -> Iterator[tuple[str, str]]:
@@ -67,6 +54,12 @@ def _measurements(check: SpeedCheck) -> Iterator[tuple[str, str]]:
             f"{rates}{_planned(axis.expected_bytes_per_second, 1e9, 'GB/s')}",
         )
         yield "", f"{axis.operation} of {short_bytes(axis.message_bytes)}"
+    for words in [part.message for part in check.slow] or ["nothing"]:
+        yield "slow", words
+    for skipped in check.skipped:
+        yield "not measured", skipped
+    if check.leaves:
+        yield "then", "the launch ended, so that these nodes are replaced"
 
 
 def _counts(found: Counter[str]) -> str:

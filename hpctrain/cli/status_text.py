@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import aligned, coloured, is_numeric, or_dash, paragraph
+from hpctrain.cli.output import coloured
+from hpctrain.page.text import aligned, is_numeric, or_dash, paragraph
 from hpctrain.store.requests import user_name
 from hpctrain.units import short_duration
 

@@ -7,9 +7,9 @@ import time
 from hpctrain.actions.describe import AttemptStory, RunStory
 from hpctrain.cli.evaluation_text import evaluation_lines
 from hpctrain.cli.notify_text import notice_lines
-from hpctrain.cli.output import paragraph
 from hpctrain.cli.software_text import software_lines
 from hpctrain.cli.speed_text import speed_lines
+from hpctrain.page.text import facts, paragraph
 from hpctrain.units import short_bytes, short_duration
 
 # Columns before the texts of an attempt.
@@ -63,8 +63,7 @@ def story_lines(story: RunStory) -> list[str]:
 def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
     job = f"job {attempt.job_id}, restart {attempt.restart_count}"
     lines = [f"Attempt {number}  {_clock(attempt.start_time)}   {job}   nodes {attempt.nodes}"]
-    if attempt.placement:
-        lines += _entry("placed", attempt.placement)
+    lines += facts(("  placed", attempt.placement), margin=_TEXT)
     for line in attempt.placement_details:
         lines += _detail(line)
     for launch in attempt.launches:
@@ -74,24 +73,18 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
         seconds = "" if launch.seconds is None else f"   {short_duration(launch.seconds)}"
         lines.append(f"  launch {launch.epoch}  {steps}{seconds}")
         if launch.cause:
-            lines += _entry("ended", f"{launch.cause}: {launch.reason}")
+            lines += facts(("  ended", f"{launch.cause}: {launch.reason}"), margin=_TEXT)
         for line in launch.evidence:
             lines += _detail(line)
-    if attempt.signals:
-        lines += _entry("signals", ", ".join(attempt.signals))
-    if attempt.stop_time:
-        lines += _entry("stopped", attempt.stop_time)
-    if attempt.tracking_failure:
-        lines += _entry("tracking", attempt.tracking_failure)
-    if attempt.metrics_failure:
-        lines += _entry("metrics", attempt.metrics_failure)
-    if attempt.action:
-        lines += _entry("then", f"{attempt.action}: {attempt.reason}")
-    return lines
-
-
-def _entry(label: str, text: str) -> list[str]:
-    return paragraph(text, f"  {label:<8}  ", hang=_TEXT)
+    then = attempt.action and f"{attempt.action}: {attempt.reason}"
+    return lines + facts(
+        ("  signals", ", ".join(attempt.signals)),
+        ("  stopped", attempt.stop_time),
+        ("  tracking", attempt.tracking_failure),
+        ("  metrics", attempt.metrics_failure),
+        ("  then", then),
+        margin=_TEXT,
+    )
 
 
 def _detail(text: str) -> list[str]:

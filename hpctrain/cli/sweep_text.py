@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import aligned, is_numeric, or_dash, paragraph
+from hpctrain.page.text import columns_text, or_dash, paragraph
 from hpctrain.units import short_hours
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _RESULTS = ("STATE", "STEP", "LOSS", "EVAL", "GPU-H")
 def plan_lines(plan: SweepPlan, at_a_time: int | None, width: int) -> Iterator[str]:
     """List the points, why some cannot run, and what the others are forecast to take."""
     heads = ("RUN", "LAYOUT", "GPU-H")
-    yield from _grid(heads, [_planned_cells(one) for one in plan.points])
+    yield from columns_text(heads, [_planned_cells(one) for one in plan.points])
     for one in plan.refused:
         text = f"{one.point.name}: left out: {str(one.error).splitlines()[0]}"
         yield from paragraph(text, "", hang=2, width=width)
@@ -59,14 +59,14 @@ def table_lines(shown: SweepTable, width: int) -> Iterator[str]:
     fields = tuple(name.upper() for name in shown.short_fields)
     heads = (*_RESULTS, *metrics)
     rows = [[_name(row), *row.values, *_results(row, metrics)] for row in shown.rows]
-    lines = list(_grid(("RUN", *fields, *heads), rows))
+    lines = columns_text(("RUN", *fields, *heads), rows)
     named = all(value in row.name for row in shown.rows for value in row.values)
     if _widest(lines) > width and named:
         rows = [[_name(row), *_results(row, metrics)] for row in shown.rows]
-        lines = list(_grid(("RUN", *heads), rows))
+        lines = columns_text(("RUN", *heads), rows)
     while _widest(lines) > width:
         rows = [[*row.values, *_results(row, metrics)] for row in shown.rows]
-        body = list(_grid((*fields, *_RESULTS, *metrics), rows))
+        body = columns_text((*fields, *_RESULTS, *metrics), rows)
         lines = ["RUN", f"{_GAP}{body[0]}"]
         for row, line in zip(shown.rows, body[1:], strict=True):
             lines += [_name(row), f"{_GAP}{line}"]
@@ -123,12 +123,6 @@ def _number(value: float | None) -> str | None:
 
 def _hours(hours: float | None) -> str:
     return "-" if hours is None else short_hours(hours)
-
-
-def _grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    numeric = [is_numeric([row[column] for row in rows]) for column in range(len(heads))]
-    for line in aligned([heads, *rows], numeric):
-        yield _GAP.join(line).rstrip()
 
 
 def _widest(lines: Sequence[str]) -> int:

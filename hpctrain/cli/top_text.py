@@ -20,9 +20,9 @@ from rich.text import Text
 
 from hpctrain.actions.live_view import LiveRow, LiveView, RunDetails
 from hpctrain.cli.notify_text import state_words
-from hpctrain.cli.output import is_numeric, paragraph
 from hpctrain.cli.page_text import curve_lines
 from hpctrain.cli.status_text import COLOURS, sentences
+from hpctrain.page.text import is_numeric, paragraph
 from hpctrain.units import short_duration
 
 # Colours and positions of a cursor in logs (ECMA-48, CSI); other controls become `?`.

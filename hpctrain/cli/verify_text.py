@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from textwrap import wrap
 
-from hpctrain.cli.output import LINE_WIDTH
 from hpctrain.engines.verification import Verification, VerifiedStage
+from hpctrain.page.text import LINE_WIDTH, columns_text
 from hpctrain.units import short_bytes
 
 
@@ -21,10 +20,10 @@ def verification_lines(verification: Verification, width: int = LINE_WIDTH) -> l
     ]
 
 
-def _rows(stages: tuple[VerifiedStage, ...]) -> Iterator[str]:
+def _rows(stages: tuple[VerifiedStage, ...]) -> list[str]:
     """Tabulate parameters planned and built, and planned and measured bytes of a microbatch."""
-    cells = [("STAGE", "RANK", "PLANNED", "BUILT", "", "KEPT", "MEASURED")]
-    cells += [
+    headers = ("STAGE", "RANK", "PLANNED", "BUILT", "", "KEPT", "MEASURED")
+    cells = [
         (
             str(stage.index),
             str(stage.rank),
@@ -36,10 +35,7 @@ def _rows(stages: tuple[VerifiedStage, ...]) -> Iterator[str]:
         )
         for stage in stages
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        columns = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(columns).rstrip()
+    return columns_text(headers, cells, numeric=True)
 
 
 def _verdict(verification: Verification) -> str:

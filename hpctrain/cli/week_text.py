@@ -6,29 +6,19 @@ Belongs here: tables and labels. Does not belong here: any number that is not in
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
-from hpctrain.actions.team_report import GroupSpending, PeriodSpending, RunSpending, TeamReport
-from hpctrain.actions.team_tally import CauseSpending, Cost, Spending
-from hpctrain.cli.output import LINE_WIDTH, aligned, paragraph
+from hpctrain.actions.team_report import PeriodSpending, RunSpending, TeamReport
+from hpctrain.actions.team_tally import Cost, Spending
+from hpctrain.page.text import LINE_WIDTH, columns_text, facts, paragraph, shortened
 from hpctrain.printable_text import printable_line
-from hpctrain.units import TokenCount, short_duration, short_hours
+from hpctrain.report.week_page import amount, causes_table, groups_table, is_weekly, money
+from hpctrain.units import short_duration, short_hours
 
 _NAME = 20
 _BAR = 24
 _MARGIN = 11
-# Less would be shown as 0.00.
-_LEAST_SHOWN = 0.005
 _MOMENT = "%Y-%m-%d %H:%M"
 _MOST_RUNS, _MOST_UNREAD = 20, 5
-_LABELS = {
-    "redone": "redone steps",
-    "saving": "saving",
-    "between": "between steps",
-    "starting": "starting",
-    "detecting": "detecting",
-    "restarting": "restarting",
-}
 
 
 def team_lines(report: TeamReport) -> Iterator[str]:
@@ -38,27 +28,17 @@ def team_lines(report: TeamReport) -> Iterator[str]:
     if not whole.runs:
         yield from _notes(report)
         return
-    currencies = tuple(cost.currency for cost in whole.costs)
     if report.by_cause:
         yield ""
-        yield from _table(
-            ("LOST BY", "GPU-HOURS", "OF ALL", *currencies, "BEFORE", "MOSTLY"),
-            [
-                _cause_row(one, whole, currencies)
-                for one in report.by_cause
-                if one.gpu_hours >= _LEAST_SHOWN
-            ],
-        )
-    for title, groups in (
-        ("USER", report.by_user),
-        ("PROJECT", report.by_project),
-        ("CLUSTER", report.by_cluster),
+        yield from causes_table(report, "Lost by", _before).text(_NAME)
+    for word, groups in (
+        ("user", report.by_user),
+        ("project", report.by_project),
+        ("cluster", report.by_cluster),
     ):
+        table = groups_table(word, groups, report, _before)
         yield ""
-        yield from _table(
-            (title, "RUNS", "GPU-HOURS", "PRODUCTIVE", "LOST", *currencies, "BEFORE"),
-            [_group_row(one, currencies) for one in groups],
-        )
+        yield from table.without("Steps", "Tokens", "Queue").text(_NAME)
     yield ""
     yield from _days(report.by_period)
     yield ""
@@ -78,13 +58,8 @@ def _head(report: TeamReport) -> Iterator[str]:
         return
     change = _change(whole.gpu_hours, report.previous.gpu_hours)
     before = f"{change}, {short_hours(report.previous.gpu_hours)} in the same time before"
-    yield from _fact("Used", f"{short_hours(whole.gpu_hours)} GPU-hours ({before})")
     share = "-" if whole.productive_share is None else f"{whole.productive_share:.1%}"
-    yield from _fact(
-        "Productive",
-        f"{short_hours(whole.productive_gpu_hours)} GPU-hours ({share}), "
-        f"{short_hours(whole.lost_gpu_hours)} lost",
-    )
+    productive = f"{short_hours(whole.productive_gpu_hours)} GPU-hours ({share})"
     lost = (
         ("redone steps", whole.redone_gpu_hours),
         ("saving", whole.saving_gpu_hours),
@@ -92,63 +67,45 @@ def _head(report: TeamReport) -> Iterator[str]:
         ("starting", whole.starting_gpu_hours),
         ("detecting and restarting", whole.restarting_gpu_hours),
     )
-    words = ", ".join(f"{name} {short_hours(hours)}" for name, hours in lost)
-    yield from _fact("Lost", words)
-    for cost in whole.costs:
-        yield from _fact(
-            "Money",
-            f"{_money(cost.total)} {cost.currency}: {_money(cost.productive)} productive, "
-            f"{_money(cost.lost)} lost",
-        )
-    yield from _fact("Bought", _bought(whole))
     waited = (
         ("in the queue", whole.queue_hours),
         ("held or stopped", whole.held_hours),
         ("down", whole.down_hours),
     )
-    words = ", ".join(f"{name} {_time(hours)}" for name, hours in waited)
-    yield from _fact("No nodes", f"{words} (time of runs, which costs no GPU-hours)")
+    waits = ", ".join(f"{name} {_time(hours)}" for name, hours in waited)
+    yield from facts(
+        ("Used", f"{short_hours(whole.gpu_hours)} GPU-hours ({before})"),
+        ("Productive", f"{productive}, {short_hours(whole.lost_gpu_hours)} lost"),
+        ("Lost", ", ".join(f"{name} {short_hours(hours)}" for name, hours in lost)),
+        *(("Money", _costs(cost)) for cost in whole.costs),
+        ("Bought", _bought(whole)),
+        ("No nodes", f"{waits} (time of runs, which costs no GPU-hours)"),
+        margin=_MARGIN,
+    )
+
+
+def _costs(cost: Cost) -> str:
+    parts = f"{money(cost.productive)} productive, {money(cost.lost)} lost"
+    return f"{money(cost.total)} {cost.currency}: {parts}"
 
 
 def _bought(spending: Spending) -> str:
     """Count the steps that are in final weights, and what they were trained on."""
     words = [f"{spending.steps:,} steps"]
-    words += [f"{_amount(spending.tokens)} tokens"] if spending.tokens else []
-    words += [f"{_amount(spending.images)} images"] if spending.images else []
+    words += [f"{amount(spending.tokens)} tokens"] if spending.tokens else []
+    words += [f"{amount(spending.images)} images"] if spending.images else []
     words += [f"{spending.redone_steps:,} steps trained again"] if spending.redone_steps else []
     return ", ".join(words)
 
 
-def _cause_row(one: CauseSpending, whole: Spending, currencies: Sequence[str]) -> tuple[str, ...]:
-    return (
-        _name(one.cause.replace("_", " ")),
-        short_hours(one.gpu_hours),
-        f"{one.gpu_hours / whole.gpu_hours:.1%}" if whole.gpu_hours else "-",
-        *_costs(one.costs, currencies),
-        short_hours(one.gpu_hours_before) if one.gpu_hours_before else "-",
-        _LABELS[one.mostly],
-    )
-
-
-def _group_row(one: GroupSpending, currencies: Sequence[str]) -> tuple[str, ...]:
-    spending = one.spending
-    share = spending.productive_share
-    return (
-        _name(one.name),
-        f"{spending.runs:,}",
-        short_hours(spending.gpu_hours),
-        "-" if share is None else f"{share:.1%}",
-        short_hours(spending.lost_gpu_hours),
-        *_costs(spending.costs, currencies),
-        short_hours(one.gpu_hours_before) if one.gpu_hours_before else "-",
-    )
+def _before(hours: float) -> str:
+    return short_hours(hours) if hours else "-"
 
 
 def _days(periods: Sequence[PeriodSpending]) -> Iterator[str]:
     """Draw a bar per day (or week): `#` is productive, `.` lost."""
     most = max((one.spending.gpu_hours for one in periods), default=0.0)
-    weekly = any((after.first_day - one.first_day).days > 1 for one, after in pairwise(periods))
-    title, legend = "WEEK OF" if weekly else "DAY", "# productive  . lost"
+    title, legend = "WEEK OF" if is_weekly(periods) else "DAY", "# productive  . lost"
     yield f"{title:<15}{legend:<{_BAR}}  GPU-HOURS  PRODUCTIVE"
     for one in periods:
         spending = one.spending
@@ -172,14 +129,15 @@ def _runs(report: TeamReport) -> Iterator[str]:
     user, project = min(10, left // 4), min(12, left // 4)
     rows = [
         (
-            _name(run.run_id, left - user - project),
-            _name(run.user, user),
-            _name(run.project, project),
+            shortened(run.run_id, left - user - project),
+            shortened(run.user, user),
+            shortened(run.project, project),
             *of_run,
         )
         for run, of_run in zip(shown, figures, strict=True)
     ]
-    yield from _table(("RUN", "USER", "PROJECT", *headers), rows, left=3)
+    columns = ("RUN", "USER", "PROJECT", *headers)
+    yield from columns_text(columns, rows, [False] * 3 + [True] * len(headers))
     if len(report.runs) > len(shown):
         more = len(report.runs) - len(shown)
         yield f"and {more:,} more with fewer GPU-hours (`--csv -` has all)"
@@ -193,7 +151,7 @@ def _figures(run: RunSpending) -> tuple[str, str, str, str]:
         "?" if run.gpus is None else short_hours(spent.gpu_hours),
         "-" if share is None else f"{share:.1%}",
         f"{spent.steps:,}",
-        " + ".join(f"{_money(cost.total)} {cost.currency}" for cost in spent.costs) or "-",
+        " + ".join(f"{money(cost.total)} {cost.currency}" for cost in spent.costs) or "-",
     )
 
 
@@ -215,38 +173,6 @@ def _notes(report: TeamReport) -> Iterator[str]:
         yield ""
     for note in notes:
         yield from paragraph(printable_line(note), "", hang=4)
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
-    """Align columns: the first `left` ones and words on the left, the others on the right."""
-    numeric = [number >= left and header != "MOSTLY" for number, header in enumerate(headers)]
-    for line in aligned([headers, *rows], numeric):
-        yield "  ".join(line).rstrip()
-
-
-def _fact(name: str, words: str) -> list[str]:
-    return paragraph(words, f"{name:<{_MARGIN}}", hang=_MARGIN, width=LINE_WIDTH)
-
-
-def _name(text: str, longest: int = _NAME) -> str:
-    """Shorten a name to its column."""
-    shown = printable_line(text)
-    return shown if len(shown) <= longest else f"{shown[: longest - 1]}\N{HORIZONTAL ELLIPSIS}"
-
-
-def _costs(costs: Sequence[Cost], currencies: Sequence[str]) -> tuple[str, ...]:
-    """Write money in a column per currency; of causes all of it is lost."""
-    amounts = {cost.currency: _money(cost.total) for cost in costs}
-    return tuple(amounts.get(currency, "-") for currency in currencies)
-
-
-def _money(amount: float) -> str:
-    return f"{amount:,.0f}" if amount >= 100 else f"{amount:,.2f}"
-
-
-def _amount(number: int) -> str:
-    """Write a large number with three digits: `13.2B`."""
-    return str(TokenCount(float(f"{number:.3g}")))
 
 
 def _time(hours: float) -> str:

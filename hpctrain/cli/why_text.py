@@ -13,8 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.output import paragraph
 from hpctrain.cli.page_text import next_lines
+from hpctrain.page.text import paragraph
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.units import short_duration
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from hpctrain.actions.describe import LaunchStory
 from hpctrain.actions.report import RunReport
-from hpctrain.report.charts import Axis, Level, Line, Rule, line_chart
-from hpctrain.report.elements import Card, Section
+from hpctrain.page.charts import Axis, Level, Line, Rule, line_chart
+from hpctrain.page.elements import Card, Section
+from hpctrain.page.scales import percent
+from hpctrain.page.words import counted, duration, words_of
 from hpctrain.report.missing import missing
 from hpctrain.report.rank_sections import rank_cards
-from hpctrain.report.scales import percent
-from hpctrain.report.words import counted, duration, words_of
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES
 
 

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from hpctrain.observe.grafana_dashboard import Column, Threshold, ValueMapping
 from hpctrain.observe.panel_data import Answer, DashboardData, PanelData, Series, legend_of
-from hpctrain.report.charts import (
+from hpctrain.page.charts import (
     Axis,
     Entry,
     Line,
@@ -25,8 +25,8 @@ from hpctrain.report.charts import (
     line_chart,
     timeline,
 )
-from hpctrain.report.elements import fill, prose, table
-from hpctrain.report.scales import Quantity, clock, compact_number, percent
+from hpctrain.page.elements import Table, fill, paragraph, prose, styled
+from hpctrain.page.scales import Quantity, clock, compact_number, percent
 from hpctrain.version import __version__
 
 # Classes of charts.css for Grafana's names of colours; any other colour is neutral.
@@ -130,17 +130,14 @@ def _moment(time: float) -> str:
 def _box(data: PanelData, dashboard: DashboardData) -> PanelBox:
     panel = data.panel
     if data.refusals:
-        body = _nothing(f"Prometheus refuses the query: {data.refusals[0]}")
+        body = paragraph(f"Prometheus refuses the query: {data.refusals[0]}", "nothing")
     elif data.is_empty:
-        body = _nothing(f"No data. Needs {panel.needs}." if panel.needs else "No data.")
+        needs = f" Needs {panel.needs}." if panel.needs else ""
+        body = paragraph(f"No data.{needs}", "nothing")
     else:
         body = _body(data, dashboard)
     is_figure = panel.kind == "stat"
     return PanelBox(panel.title, prose(panel.description), body, panel.width, is_figure)
-
-
-def _nothing(reason: str) -> Markup:
-    return Markup('<p class="nothing">{}</p>').format(prose(reason))
 
 
 def _body(data: PanelData, dashboard: DashboardData) -> Markup:
@@ -233,10 +230,6 @@ def _colour_class(colour: str) -> str:
     return _CLASSES.get(colour.rpartition("-")[2], "neutral")
 
 
-def _coloured(text: str, style: str) -> Markup:
-    return Markup('<span class="tone {}">{}</span>').format(style, text)
-
-
 # -- kinds of panels -----------------------------------------------------------------------------
 
 
@@ -308,8 +301,8 @@ def _lines(data: PanelData, dashboard: DashboardData) -> Markup:
     y_axis = _axis(panel.unit, from_zero=panel.lowest == 0)
     height = _GRID_PIXELS * panel.height - 40
     chart = line_chart(drawn, label=panel.title, x=x_axis, y=y_axis, rules=rules, height=height)
-    more = Markup('<p class="nothing">{} more are not drawn.</p>').format(left_out)
-    return chart + more if left_out else chart
+    more = paragraph(f"{left_out} more are not drawn.", "nothing") if left_out else ""
+    return chart + more
 
 
 def _largest(answer: Answer, most: int) -> list[Series]:
@@ -420,7 +413,7 @@ def _table(data: PanelData) -> Markup:
         [*row, *(_cell(column, values.get(column.name)) for column in named)]
         for row, values in sorted(rows.items())
     ]
-    return table(styles, cells)
+    return Table(styles, cells).__html__()
 
 
 def _rows_of(
@@ -435,9 +428,9 @@ def _rows_of(
     return found
 
 
-def _cell(column: Column, value: float | None) -> str | Markup:
+def _cell(column: Column, value: float | None) -> str:
     if value is None:
         return ""
     text = shown(value, column.unit, column.mappings)
     style = _class_of(value, column.thresholds, column.mappings)
-    return _coloured(text, style) if style else text
+    return styled(f"tone {style}", text) if style else text

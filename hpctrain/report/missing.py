@@ -6,8 +6,8 @@ Belongs here: that sentence. Does not belong here: what a card shows otherwise.
 from __future__ import annotations
 
 from hpctrain.actions.report import RunReport
-from hpctrain.report.charts import nothing
-from hpctrain.report.elements import Card
+from hpctrain.page.charts import nothing
+from hpctrain.page.elements import Card
 
 
 def missing(title: str, report: RunReport, part: str, otherwise: str, wide: bool = False) -> Card:

@@ -6,11 +6,9 @@ Belongs here: figures by rank, node, stage and axis. Does not belong here: curve
 
 from __future__ import annotations
 
-from markupsafe import Markup
-
 from hpctrain.actions.report import RunReport
 from hpctrain.actions.report_measures import NodeTimes, RankWindow
-from hpctrain.report.charts import (
+from hpctrain.page.charts import (
     Axis,
     Bar,
     Cells,
@@ -20,9 +18,9 @@ from hpctrain.report.charts import (
     legend,
     stacked_bar,
 )
-from hpctrain.report.elements import Card, Section, table
+from hpctrain.page.elements import Card, Section, Table
+from hpctrain.page.words import count, counted, duration, number, size, words_of
 from hpctrain.report.missing import missing
-from hpctrain.report.words import count, counted, duration, number, size, words_of
 
 _PART_COLOURS = {"passes": "c3", "data": "c4", "optimizer": "c7", "rest": "pale"}
 _SLOW = 1.05
@@ -136,7 +134,7 @@ def _memory_table(report: RunReport) -> Card:
     ]
     stages = list(enumerate(plan.memory))[:8]
     columns = {"Predicted": "", **{f"Stage {n}": "number" for n, _ in stages}}
-    rows: list[list[str | Markup]] = [
+    rows = [
         [words_of(name.removesuffix("_bytes")), *(size(getattr(one, name)) for _, one in stages)]
         for name in names
     ]
@@ -144,7 +142,7 @@ def _memory_table(report: RunReport) -> Card:
     left = len(plan.memory) - len(stages)
     note = f"The first {len(stages)} of {len(plan.memory)} stages." if left else ""
     wide = len(plan.memory) > _STAGES_BESIDE
-    return Card("What it is made of", table(columns, rows), note, wide=wide)
+    return Card("What it is made of", Table(columns, rows), note, wide=wide)
 
 
 def messages(report: RunReport) -> Section:
@@ -182,39 +180,24 @@ def messages(report: RunReport) -> Section:
             "What a rank hands to collectives and sends, mean of ranks.",
         ),
     ]
-    columns = {
-        "Axis": "name",
-        "Groups": "number",
-        "Ranks": "number",
-        "Calls": "number",
-        "Bytes": "number",
-        "Mean": "number",
-        "Most": "number",
-        "Planned": "number",
-    }
-    rows: list[list[str | Markup]] = [
-        [
-            one.axis,
-            count(one.groups),
-            count(one.ranks_per_group),
-            number(one.calls),
-            size(one.mean_bytes),
-            duration(one.mean_seconds),
-            duration(one.most_seconds),
-            duration(one.planned_seconds),
-        ]
-        for one in found.axes
-    ]
+    table = Table.of(
+        found.axes,
+        {
+            "Axis": ("name", lambda one: one.axis),
+            "Groups": ("number", lambda one: count(one.groups)),
+            "Ranks": ("number", lambda one: count(one.ranks_per_group)),
+            "Calls": ("number", lambda one: number(one.calls)),
+            "Bytes": ("number", lambda one: size(one.mean_bytes)),
+            "Mean": ("number", lambda one: duration(one.mean_seconds)),
+            "Most": ("number", lambda one: duration(one.most_seconds)),
+            "Planned": ("number", lambda one: duration(one.planned_seconds)),
+        },
+    )
     cells = Cells(
         found.names, found.names, found.matrix, size, f"from {found.unit}", f"to {found.unit}"
     )
     matrix = heat_map(cells, label="Bytes between ranks")
-    cards.append(
-        Card(
-            f"Who sends to whom, by {found.unit}",
-            matrix,
-            "Bytes in the step. Of a collective, what a ring would send.",
-        )
-    )
-    cards.append(Card("Messages by axis", table(columns, rows)))
+    note = "Bytes in the step. Of a collective, what a ring would send."
+    cards.append(Card(f"Who sends to whom, by {found.unit}", matrix, note))
+    cards.append(Card("Messages by axis", table))
     return Section("communication", "Communication", cards)

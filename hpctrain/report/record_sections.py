@@ -8,25 +8,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from hpctrain.actions.report import RunReport
-from hpctrain.report.charts import nothing
-from hpctrain.report.curve_sections import launches_of
-from hpctrain.report.elements import (
+from hpctrain.page.elements import (
     Card,
     Section,
+    Table,
     changed_lines,
     code,
     folded,
     paragraph,
-    table,
+    styled,
 )
+from hpctrain.page.words import count, counted, duration, moment, size, words_of
+from hpctrain.report.curve_sections import launches_of
 from hpctrain.report.missing import missing
-from hpctrain.report.words import count, counted, duration, moment, size, words_of
 
 _MOST_ROWS = 200
 _MOST_EVIDENCE = 60
+_CHECKED = {"sha256": "every byte"}
 
 
 def saved(report: RunReport) -> Section:
@@ -34,30 +35,19 @@ def saved(report: RunReport) -> Section:
     if found is None:
         card = missing("Checkpoints", report, "checkpoints", "None.", wide=True)
         return Section("checkpoints", "Checkpoints", [card])
-    rows: list[list[str | Markup]] = [
-        [
-            f"{one.step:,}",
-            size(one.size_bytes),
-            count(one.files),
-            duration(one.stall_seconds),
-            duration(one.publish_seconds),
-            "every byte" if one.verified == "sha256" else "names and sizes",
-            Markup('<span class="worse">{}</span>').format(one.problem) if one.problem else "good",
-            "; ".join(one.kept_because),
-        ]
-        for one in found.rows[:_MOST_ROWS]
-    ]
-    columns = {
-        "Step": "number",
-        "Size": "number",
-        "Files": "number",
-        "Stall": "number",
-        "Until published": "number",
-        "Checked": "name",
-        "Condition": "words",
-        "Kept because": "words",
-    }
-    body = table(columns, rows) if rows else nothing("None has been published.")
+    body = Table.of(
+        found.rows[:_MOST_ROWS],
+        {
+            "Step": ("number", lambda one: f"{one.step:,}"),
+            "Size": ("number", lambda one: size(one.size_bytes)),
+            "Files": ("number", lambda one: count(one.files)),
+            "Stall": ("number", lambda one: duration(one.stall_seconds)),
+            "Until published": ("number", lambda one: duration(one.publish_seconds)),
+            "Checked": ("name", lambda one: _CHECKED.get(one.verified, "names and sizes")),
+            "Condition": ("words", lambda one: styled("worse", one.problem) or "good"),
+            "Kept because": ("words", lambda one: "; ".join(one.kept_because)),
+        },
+    ).or_nothing("None has been published.")
     interval = found.interval
     note = ""
     if interval:
@@ -65,34 +55,31 @@ def saved(report: RunReport) -> Section:
         note = f"Saves {interval.configured}. {advice[:1].upper()}{advice[1:]}."
     cards = [Card("Checkpoints", body, note, wide=True)]
     if found.quarantined:
-        aside: list[list[str | Markup]] = [
-            [one.name, size(one.size_bytes), one.reason] for one in found.quarantined
-        ]
+        aside = [[one.name, size(one.size_bytes), one.reason] for one in found.quarantined]
         columns = {"Name": "name", "Size": "number", "Reason": "words"}
-        cards.append(Card("In quarantine", table(columns, aside), wide=True))
+        cards.append(Card("In quarantine", Table(columns, aside), wide=True))
     return Section("checkpoints", "Checkpoints", cards)
 
 
 def events(report: RunReport) -> Section | None:
     cards = []
     if report.errors is not None and report.errors.errors:
-        rows: list[list[str | Markup]] = [
-            [
-                words_of(one.cause),
-                code(one.line),
-                _ranks(one.ranks),
-                ", ".join(one.nodes[:4]),
-                "follows from another" if one.follows else "root",
-            ]
-            for one in report.errors.errors[:20]
-        ]
-        columns = {"Cause": "name", "Line": "words", "Ranks": "name", "Nodes": "name", "": "name"}
+        body = Table.of(
+            report.errors.errors[:20],
+            {
+                "Cause": ("name", lambda one: words_of(one.cause)),
+                "Line": ("words", lambda one: code(one.line)),
+                "Ranks": ("name", lambda one: _ranks(one.ranks)),
+                "Nodes": ("name", lambda one: ", ".join(one.nodes[:4])),
+                "": ("name", lambda one: "follows from another" if one.follows else "root"),
+            },
+        )
         launch = report.errors.epoch
         note = "" if launch is None else f"Of launch {launch}, the newest of its attempt."
-        cards.append(Card("Errors in the logs", table(columns, rows), note, wide=True))
+        cards.append(Card("Errors in the logs", body, note, wide=True))
     elif report.why_not("errors"):
         cards.append(missing("Errors in the logs", report, "errors", "", wide=True))
-    evidence: list[list[str | Markup]] = [
+    evidence = [
         [f"{launch.epoch}", words_of(launch.cause or ""), code(line)]
         for _, launch, _ in launches_of(report)
         for line in launch.evidence
@@ -100,11 +87,9 @@ def events(report: RunReport) -> Section | None:
     if evidence:
         columns = {"Launch": "number", "Ended": "name", "Evidence": "words"}
         note = "What the supervisor has judged by."
-        body = table(columns, evidence[-_MOST_EVIDENCE:])
+        body = Table(columns, evidence[-_MOST_EVIDENCE:])
         cards.append(Card("Why launches ended", body, note, wide=True))
-    happened: list[tuple[float, str, str]] = [
-        (one.event_time, one.kind, one.words) for one in report.happenings
-    ]
+    happened = [(one.event_time, one.kind, one.words) for one in report.happenings]
     for asked in report.story.asked if report.story else ():
         by = f" by {asked.user}" if asked.user else ""
         because = f": {asked.reason}" if asked.reason else ""
@@ -114,11 +99,9 @@ def events(report: RunReport) -> Section | None:
         words = f"{told.channel}: {told.state}" + (f", {told.problem}" if told.problem else "")
         happened.append((told.event_time, f"notice: {words_of(told.kind)}", words))
     if happened:
-        lines: list[list[str | Markup]] = [
-            [moment(time), kind, words] for time, kind, words in sorted(happened)[-_MOST_ROWS:]
-        ]
+        lines = [[moment(time), *words] for time, *words in sorted(happened)[-_MOST_ROWS:]]
         columns = {"When": "name", "What": "name", "Details": "words"}
-        cards.append(Card("Requests, alerts, notices", table(columns, lines), wide=True))
+        cards.append(Card("Requests, alerts, notices", Table(columns, lines), wide=True))
     return Section("events", "Events", cards) if cards else None
 
 
@@ -131,12 +114,9 @@ def software(report: RunReport) -> Section:
     cards = []
     lock = report.software
     changes = report.story.software_changes if report.story else ()
-    rows: list[list[str | Markup]] = [
-        [name, value] for name, value in (lock.parts.items() if lock else ())
-    ]
-    columns = {"What": "name", "Version": "words"}
+    parts = Table({"What": "name", "Version": "words"}, [*(lock.parts.items() if lock else ())])
+    body = escape(parts.or_nothing("No launch has recorded its software."))
     note = f"As launch {lock.epoch} has found it (software.lock)." if lock else ""
-    body = table(columns, rows) if rows else nothing("No launch has recorded its software.")
     if lock is not None and lock.packages:
         packages = "\n".join(f"{name}=={value}" for name, value in lock.packages.items())
         body += folded(counted(len(lock.packages), "package"), packages)
@@ -144,16 +124,10 @@ def software(report: RunReport) -> Section:
         cards.append(missing("Software", report, "software", ""))
     else:
         cards.append(Card("Software", body, note))
-    changed: list[list[str | Markup]] = [
-        [f"{one.epoch}", "; ".join(one.changes)] for one in changes
-    ]
-    columns = {"Launch": "number", "Changed": "words"}
-    cards.append(
-        Card(
-            "Changes of software",
-            table(columns, changed) if changed else nothing("All launches have found the same."),
-        )
-    )
+    changed = [[f"{one.epoch}", "; ".join(one.changes)] for one in changes]
+    differences = Table({"Launch": "number", "Changed": "words"}, changed)
+    same = "All launches have found the same."
+    cards.append(Card("Changes of software", differences.or_nothing(same)))
     cards.append(_script_card(report))
     return Section("software", "Software and script", cards)
 

@@ -7,27 +7,23 @@ collecting them (`hpctrain.actions.report`), drawing (`charts`), several runs be
 
 from __future__ import annotations
 
-from markupsafe import Markup
+from collections.abc import Callable
+from dataclasses import replace
 
 from hpctrain.actions.report import RunReport
-from hpctrain.report.curve_sections import learning, speed
-from hpctrain.report.elements import (
+from hpctrain.diagnose.findings import TopicFinding
+from hpctrain.page.elements import (
     Card,
     Fact,
     Head,
     Section,
+    Table,
     Tile,
     code,
     paragraph,
-    table,
-    tiles,
 )
-from hpctrain.report.missing import missing
-from hpctrain.report.rank_sections import memory, messages
-from hpctrain.report.record_sections import events, saved, software
-from hpctrain.report.scales import compact_number
-from hpctrain.report.time_sections import time_spent
-from hpctrain.report.words import (
+from hpctrain.page.scales import compact_number
+from hpctrain.page.words import (
     UNKNOWN,
     count,
     counted,
@@ -39,7 +35,15 @@ from hpctrain.report.words import (
     ratio,
     size,
 )
+from hpctrain.plan.documents import Plan
+from hpctrain.report.curve_sections import learning, speed
+from hpctrain.report.missing import missing
+from hpctrain.report.rank_sections import memory, messages
+from hpctrain.report.record_sections import events, saved, software
+from hpctrain.report.time_sections import time_spent
 
+Known = float | None
+Write = Callable[[Known], str]
 STATE_COLOURS = {"RUNNING": "c1", "DONE": "c3", "FAILED": "c8", "PENDING": "c4"}
 
 
@@ -56,9 +60,7 @@ def sections_of(report: RunReport, prefix: str = "") -> list[Section]:
         events(report),
         software(report),
     )
-    return [
-        Section(f"{prefix}{one.anchor}", one.title, one.cards, one.tiles) for one in built if one
-    ]
+    return [replace(one, anchor=f"{prefix}{one.anchor}") for one in built if one]
 
 
 def head_of(report: RunReport) -> Head:
@@ -66,12 +68,8 @@ def head_of(report: RunReport) -> Head:
     row, plan = report.status, report.plan
     facts = [Fact("Owner", row.owner or UNKNOWN)]
     if report.account or report.partition:
-        facts.append(
-            Fact(
-                "Account, partition",
-                " · ".join(word for word in (report.account, report.partition) if word),
-            )
-        )
+        where = " · ".join(word for word in (report.account, report.partition) if word)
+        facts.append(Fact("Account, partition", where))
     facts.append(Fact("Cluster", report.cluster or (plan.profile_name if plan else UNKNOWN)))
     facts.append(Fact("Job", UNKNOWN if row.job_id is None else str(row.job_id)))
     if plan is not None:
@@ -104,29 +102,20 @@ def tiles_of(report: RunReport) -> list[Tile]:
         shown.append(Tile("Loss", f"{row.loss:.4f}", "last step"))
     if report.speed is not None:
         planned = plan.step_seconds if plan else None
-        shown.append(
-            Tile(
-                "Step time",
-                duration(report.speed.step_seconds),
-                f"{duration(planned)} planned" if planned else "median",
-            )
-        )
+        more = f"{duration(planned)} planned" if planned else "median"
+        shown.append(Tile("Step time", duration(report.speed.step_seconds), more))
         if report.speed.mfu is not None:
             expected = plan.prediction.mfu if plan and plan.prediction else None
             more = f"{expected:.1%} planned" if expected else "median"
             shown.append(Tile("MFU", f"{report.speed.mfu:.1%}", more))
-        unit = plan.unit if plan else "tokens"
-        shown.append(
-            Tile(
-                f"{unit.capitalize()}/s",
-                compact_number(report.speed.tokens_per_second),
-                "median",
-            )
-        )
+        unit = (plan.unit if plan else "tokens").capitalize()
+        rate = compact_number(report.speed.tokens_per_second)
+        shown.append(Tile(f"{unit}/s", rate, "median"))
     if spent is not None and spent.wall_seconds > 0:
         shown.append(Tile("Productive", ratio(spent.ettr), f"of {duration(spent.wall_seconds)}"))
         if spent.gpu_hours is not None:
-            shown.append(Tile("GPU-hours", hours(spent.gpu_hours), _gpus(spent.gpus)))
+            gpus = "" if spent.gpus is None else f"on {counted(spent.gpus, 'GPU')}"
+            shown.append(Tile("GPU-hours", hours(spent.gpu_hours), gpus))
         more = f"one per {duration(spent.mttf_seconds)}" if spent.mttf_seconds else ""
         shown.append(
             Tile("Failures", f"{spent.failures:,}", more or counted(spent.attempts, "attempt"))
@@ -134,86 +123,50 @@ def tiles_of(report: RunReport) -> list[Tile]:
     return shown
 
 
-def _gpus(gpus: int | None) -> str:
-    return "" if gpus is None else f"on {counted(gpus, 'GPU')}"
-
-
 def overview(report: RunReport) -> Section:
     cards = [_plan_card(report)]
     if report.diagnosis is not None:
         cards.append(_diagnosis_card(report))
-    return Section("overview", "Overview", cards, tiles(tiles_of(report)))
+    return Section("overview", "Overview", cards, tiles_of(report))
 
 
 def _plan_card(report: RunReport) -> Card:
     plan = report.plan
     if plan is None:
         return missing("Plan and reality", report, "plan", "The plan is not known.")
-    rows = plan_rows(report)
     columns = {"": "", "Planned": "number", "Measured": "number", "Difference": "number"}
     note = "Medians of steps that count; the first step of each launch is left out."
-    return Card("Plan and reality", table(columns, rows), note)
+    return Card("Plan and reality", Table(columns, _plan_rows(report, plan)), note)
 
 
-def plan_rows(report: RunReport) -> list[list[str | Markup]]:
+def _plan_rows(report: RunReport, plan: Plan) -> list[list[str]]:
     """Compare what was planned with what was measured, row by row."""
-    plan, speed, spent = report.plan, report.speed, report.goodput
-    assert plan is not None
-    expected = plan.prediction
-    measured = speed.step_seconds if speed else None
-    rows: list[list[str | Markup]] = [
-        [
-            "Step time",
-            duration(plan.step_seconds),
-            duration(measured),
-            difference(plan.step_seconds, measured, more_is_better=False),
-        ],
-    ]
+    speed, spent, expected = report.speed, report.goodput, plan.prediction
+
+    def row(name: str, write: Write, planned: Known, measured: Known, more: bool) -> list[str]:
+        changed = difference(planned, measured, more_is_better=more)
+        return [name, write(planned), write(measured), changed]
+
+    seconds = speed.step_seconds if speed else None
+    rows = [row("Step time", duration, plan.step_seconds, seconds, False)]
     mfu, planned_mfu = (speed.mfu if speed else None), (expected.mfu if expected else None)
     if mfu is not None or planned_mfu is not None:
-        rows.append(
-            [
-                "MFU",
-                ratio(planned_mfu),
-                ratio(mfu),
-                difference(planned_mfu, mfu, more_is_better=True),
-            ]
-        )
+        rows.append(row("MFU", ratio, planned_mfu, mfu, True))
     rate = speed.tokens_per_second_per_gpu if speed else None
     planned_rate = expected.tokens_per_second_per_gpu if expected else None
-    rows.append(
-        [
-            f"{plan.unit.capitalize()}/s per GPU",
-            number(planned_rate),
-            number(rate),
-            difference(planned_rate, rate, more_is_better=True),
-        ]
-    )
+    rows.append(row(f"{plan.unit.capitalize()}/s per GPU", number, planned_rate, rate, True))
     used = spent.gpu_hours if spent else None
     needed = expected.gpu_hours if expected else None
-    done = report.status.state.value == "DONE"
-    rows.append(
-        [
-            "GPU-hours",
-            hours(needed),
-            hours(used) + ("" if done or used is None else " so far"),
-            difference(needed, used, more_is_better=False) if done else UNKNOWN,
-        ]
-    )
-    if report.window is not None and report.window.stages:
-        found = [one.allocated_bytes for one in report.window.stages if one.allocated_bytes]
+    hours_row = row("GPU-hours", hours, needed, used, False)
+    if report.status.state.value != "DONE":
+        hours_row[2:] = [hours(used) + ("" if used is None else " so far"), UNKNOWN]
+    rows.append(hours_row)
+    found = [one.allocated_bytes for one in report.window.stages] if report.window else []
+    if any(found) and plan.accelerator == "cuda":
         largest = plan.memory[plan.peak_stage].total_bytes
-        if found and plan.accelerator == "cuda":
-            rows.append(
-                [
-                    "Memory of the fullest GPU",
-                    size(largest),
-                    size(max(found)),
-                    difference(largest, max(found), more_is_better=False),
-                ]
-            )
-    trained = report.status.step
-    rows.append(["Steps", count(plan.batch.train_steps), count(trained), UNKNOWN])
+        fullest = max(filter(None, found))
+        rows.append(row("Memory of the fullest GPU", size, largest, fullest, False))
+    rows.append(["Steps", count(plan.batch.train_steps), count(report.status.step), UNKNOWN])
     return rows
 
 
@@ -224,17 +177,17 @@ def _diagnosis_card(report: RunReport) -> Card:
         unsure = [one.question for one in diagnosis.findings if one.answer == "unknown"]
         more = f" Not known: {' '.join(unsure)}" if unsure else ""
         return Card("What stands out", paragraph(f"Nothing does.{more}", "nothing"))
-    rows: list[list[str | Markup]] = [
-        [
-            one.question,
-            one.words,
-            "" if one.gain_seconds is None else f"{duration(one.gain_seconds)} a step",
-        ]
-        for one in diagnosis.stands_out
-    ]
-    columns = {"Question": "", "Answer": "words", "Gain at most": "number"}
-    return Card(
-        "What stands out",
-        table(columns, rows),
-        "Answers of `hpctrain diagnose`, which also names remedies.",
+    body = Table.of(
+        diagnosis.stands_out,
+        {
+            "Question": ("", lambda one: one.question),
+            "Answer": ("words", lambda one: one.words),
+            "Gain at most": ("number", _gain),
+        },
     )
+    note = "Answers of `hpctrain diagnose`, which also names remedies."
+    return Card("What stands out", body, note)
+
+
+def _gain(one: TopicFinding) -> str:
+    return "" if one.gain_seconds is None else f"{duration(one.gain_seconds)} a step"

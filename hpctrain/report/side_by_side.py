@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from markupsafe import Markup
 
 from hpctrain.actions.report import RunReport
-from hpctrain.report.charts import Axis, Bar, Entry, Line, bar_chart, line_chart, nothing
-from hpctrain.report.charts import stacked_bar as stacked
-from hpctrain.report.elements import Card, Fact, Head, Section, key, table
-from hpctrain.report.scales import compact_number
+from hpctrain.page.charts import Axis, Bar, Entry, Line, bar_chart, line_chart
+from hpctrain.page.charts import stacked_bar as stacked
+from hpctrain.page.elements import Card, Fact, Head, Section, Table, key
+from hpctrain.page.scales import compact_number
+from hpctrain.page.words import UNKNOWN, count, counted, duration, hours, number, ratio, size
+from hpctrain.plan.documents import Plan
 from hpctrain.report.time_sections import CATEGORIES
-from hpctrain.report.words import UNKNOWN, count, counted, duration, hours, number, ratio, size
 from hpctrain.telemetry.thinning import Point
 
 _COLOURS = ("c1", "c2", "c3", "c5", "c4", "c7", "c6", "c8")
@@ -60,24 +61,11 @@ def _names(reports: Sequence[RunReport]) -> list[Markup]:
 
 def _results(reports: Sequence[RunReport]) -> Card:
     """One row per run, the figures that runs are compared by."""
-    columns = {
-        "Run": "name",
-        "State": "name",
-        "Layout": "name",
-        "GPUs": "number",
-        "Steps": "number",
-        "Loss": "number",
-        "Step time": "number",
-        "Planned": "number",
-        "MFU": "number",
-        "Tokens/s per GPU": "number",
-        "Memory": "number",
-        "Productive": "number",
-        "GPU-hours": "number",
-        "Failures": "number",
-        "Steps redone": "number",
-    }
-    rows: list[list[str | Markup]] = []
+    columns = {"Run": "name", "State": "name", "Layout": "name"}
+    columns |= dict.fromkeys(("GPUs", "Steps", "Loss", "Step time", "Planned", "MFU"), "number")
+    columns |= dict.fromkeys(("Tokens/s per GPU", "Memory", "Productive", "GPU-hours"), "number")
+    columns |= dict.fromkeys(("Failures", "Steps redone"), "number")
+    rows = []
     for name, report in zip(_names(reports), reports, strict=True):
         plan, speed, spent, row = report.plan, report.speed, report.goodput, report.status
         fullest = (
@@ -104,7 +92,7 @@ def _results(reports: Sequence[RunReport]) -> Card:
                 count(spent.lost_steps if spent else None),
             ]
         )
-    return Card("Results", table(columns, rows), wide=True)
+    return Card("Results", Table(columns, rows), wide=True)
 
 
 def _curves(reports: Sequence[RunReport]) -> list[Card]:
@@ -170,15 +158,13 @@ def _time(reports: Sequence[RunReport]) -> list[Card]:
 
 def _differences(reports: Sequence[RunReport]) -> Card:
     """List what differs in spec and plan; equal values are left out."""
-    rows: list[list[str | Markup]] = []
-    for name, values in (*_spec_differences(reports), *_plan_differences(reports)):
-        rows.append([name, *values])
+    compared = (*_spec_differences(reports), *_plan_differences(reports))
+    rows = [[name, *values] for name, values in compared]
     columns = {"": "name", **{report.run_id: "words" for report in reports}}
     unread = [one.run_id for one in reports if not one.spec]
     note = f"The spec of {', '.join(unread)} cannot be read." if unread else ""
-    if not rows:
-        return Card("Differences of spec and plan", nothing("There are none."), note, wide=True)
-    return Card("Differences of spec and plan", table(columns, rows), note, wide=True)
+    body = Table(columns, rows).or_nothing("There are none.")
+    return Card("Differences of spec and plan", body, note, wide=True)
 
 
 def _spec_differences(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
@@ -193,23 +179,22 @@ def _spec_differences(reports: Sequence[RunReport]) -> list[tuple[str, list[str]
 
 
 def _plan_differences(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
-    plans = [report.plan for report in reports]
-    facts = {
-        "plan: cluster profile": [plan.profile_name if plan else UNKNOWN for plan in plans],
-        "plan: engine": [plan.engine if plan else UNKNOWN for plan in plans],
-        "plan: layout": [str(plan.layout) if plan else UNKNOWN for plan in plans],
-        "plan: nodes": [str(plan.nodes) if plan else UNKNOWN for plan in plans],
-        "plan: micro-batch": [count(plan.batch.micro_batch) if plan else UNKNOWN for plan in plans],
-        "plan: accumulation": [
-            count(plan.batch.accumulation) if plan else UNKNOWN for plan in plans
-        ],
-        "plan: recompute": [plan.recompute if plan else UNKNOWN for plan in plans],
-        "plan: parameters": [
-            compact_number(plan.parameters) if plan else UNKNOWN for plan in plans
-        ],
-        "plan: step time": [duration(plan.step_seconds) if plan else UNKNOWN for plan in plans],
-        "plan: memory": [
-            size(plan.memory[plan.peak_stage].total_bytes) if plan else UNKNOWN for plan in plans
-        ],
+    written: dict[str, Callable[[Plan], str]] = {
+        "cluster profile": lambda plan: plan.profile_name,
+        "engine": lambda plan: plan.engine,
+        "layout": lambda plan: str(plan.layout),
+        "nodes": lambda plan: str(plan.nodes),
+        "micro-batch": lambda plan: count(plan.batch.micro_batch),
+        "accumulation": lambda plan: count(plan.batch.accumulation),
+        "recompute": lambda plan: plan.recompute,
+        "parameters": lambda plan: compact_number(plan.parameters),
+        "step time": lambda plan: duration(plan.step_seconds),
+        "memory": lambda plan: size(plan.memory[plan.peak_stage].total_bytes),
     }
-    return [(name, values) for name, values in facts.items() if len(set(values)) > 1]
+    plans = [report.plan for report in reports]
+    found = []
+    for name, write in written.items():
+        values = [write(plan) if plan else UNKNOWN for plan in plans]
+        if len(set(values)) > 1:
+            found.append((f"plan: {name}", values))
+    return found

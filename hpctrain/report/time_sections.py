@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from markupsafe import Markup
-
 from hpctrain.actions.report import RunReport
 from hpctrain.actions.report_measures import Span
-from hpctrain.report.charts import Axis, Entry, Part, Row, Step, nothing, timeline, waterfall
+from hpctrain.page.charts import Axis, Entry, Part, Row, Step, nothing, timeline, waterfall
+from hpctrain.page.elements import Card, Section, Table, key
+from hpctrain.page.words import UNKNOWN, count, counted, duration, hours, moment, ratio, words_of
 from hpctrain.report.curve_sections import launches_of, lost_steps
-from hpctrain.report.elements import Card, Section, key, table
 from hpctrain.report.missing import missing
-from hpctrain.report.words import UNKNOWN, count, counted, duration, hours, moment, ratio, words_of
+from hpctrain.telemetry.goodput import LossByCause
 
 # Categories of time in the order in which a run goes through them: words, class of the colour.
 CATEGORIES = {
@@ -142,32 +141,29 @@ def _causes_card(report: RunReport) -> Card:
     assert spent is not None
     if not spent.causes:
         return Card("Losses by cause", nothing("Nothing was lost."))
-    rows: list[list[str | Markup]] = []
-    for one in spent.causes:
-        mostly = max(one.seconds, key=one.seconds.__getitem__) if one.seconds else None
-        rows.append(
-            [
-                words_of(one.cause),
-                count(one.ends),
-                duration(one.lost_seconds),
-                hours(one.lost_gpu_hours),
-                count(one.lost_steps),
-                key(CATEGORIES[mostly][1], CATEGORIES[mostly][0]) if mostly else UNKNOWN,
-            ]
-        )
-    columns = {
-        "Cause": "name",
-        "Ends": "number",
-        "Lost": "number",
-        "GPU-hours": "number",
-        "Steps": "number",
-        "Mostly": "name",
-    }
+    body = Table.of(
+        spent.causes,
+        {
+            "Cause": ("name", lambda one: words_of(one.cause)),
+            "Ends": ("number", lambda one: count(one.ends)),
+            "Lost": ("number", lambda one: duration(one.lost_seconds)),
+            "GPU-hours": ("number", lambda one: hours(one.lost_gpu_hours)),
+            "Steps": ("number", lambda one: count(one.lost_steps)),
+            "Mostly": ("name", _mostly),
+        },
+    )
     note = ""
     if spent.recovery_median_seconds is not None:
         note = f"Recovery takes {duration(spent.recovery_median_seconds)} (median), from the last "
         note += "sign of life to a new step."
-    return Card("Losses by cause", table(columns, rows), note)
+    return Card("Losses by cause", body, note)
+
+
+def _mostly(loss: LossByCause) -> str:
+    if not loss.seconds:
+        return UNKNOWN
+    words, colour = CATEGORIES[max(loss.seconds, key=loss.seconds.__getitem__)]
+    return key(colour, words)
 
 
 def _attempts_card(report: RunReport) -> Card:
@@ -175,7 +171,7 @@ def _attempts_card(report: RunReport) -> Card:
     if story is None or not story.attempts:
         return missing("Launches", report, "story", "No attempt has begun yet.", wide=True)
     following = {before.epoch: launch for _, launch, before in launches_of(report) if before}
-    rows: list[list[str | Markup]] = []
+    rows = []
     for attempt, one in enumerate(story.attempts, 1):
         where = f"{one.job_id}.{one.restart_count}" if one.restart_count else str(one.job_id)
         first = [f"{attempt}", where, one.nodes or UNKNOWN, moment(one.start_time)]
@@ -187,28 +183,12 @@ def _attempts_card(report: RunReport) -> Card:
             last = report.status.step if launch.cause is None else launch.last_step
             steps = f"{count(launch.resume_step)} to {count(last)}"
             ended = words_of(launch.cause) if launch.cause else "runs"
-            rows.append(
-                [
-                    *first,
-                    steps,
-                    duration(launch.seconds),
-                    ended,
-                    launch.reason or "",
-                    f"{lost:,}" if lost else "",
-                ]
-            )
+            more = [ended, launch.reason or "", f"{lost:,}" if lost else ""]
+            rows.append([*first, steps, duration(launch.seconds), *more])
             first = ["", "", "", ""]
-    columns = {
-        "Attempt": "number",
-        "Job": "name",
-        "Nodes": "name",
-        "Began": "name",
-        "Steps": "number",
-        "Time": "number",
-        "Ended": "name",
-        "Reason": "words",
-        "Lost": "number",
-    }
+    columns = {"Attempt": "number", "Job": "name", "Nodes": "name", "Began": "name"}
+    columns |= {"Steps": "number", "Time": "number", "Ended": "name", "Reason": "words"}
+    columns |= {"Lost": "number"}
     left = len(rows) - _MOST_ROWS
     note = f"The newest {_MOST_ROWS} of {len(rows):,} launches." if left > 0 else ""
-    return Card("Launches", table(columns, rows[-_MOST_ROWS:]), note, wide=True)
+    return Card("Launches", Table(columns, rows[-_MOST_ROWS:]), note, wide=True)

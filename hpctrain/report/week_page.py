@@ -6,32 +6,29 @@ not in the document, the parts of pages (`elements`, `charts`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import pairwise
+from typing import TypeVar
 
-from markupsafe import Markup
-
-from hpctrain.actions.team_report import GroupSpending, TeamReport
+from hpctrain.actions.team_report import GroupSpending, PeriodSpending, RunSpending, TeamReport
 from hpctrain.actions.team_tally import CauseSpending, Cost, Spending
-from hpctrain.report.charts import Axis, Bar, Entry, Stack, bar_chart, stacked_rows
-from hpctrain.report.elements import (
+from hpctrain.page.charts import Axis, Bar, Entry, Stack, bar_chart, stacked_rows
+from hpctrain.page.elements import (
     Card,
-    Contents,
     Fact,
     Head,
+    Page,
     Section,
+    Table,
     Tile,
-    fill,
-    section,
-    table,
-    tiles,
 )
+from hpctrain.page.words import UNKNOWN, count, counted, duration, ratio, words_of
 from hpctrain.report.time_sections import CATEGORIES
-from hpctrain.report.words import UNKNOWN, count, counted, duration, ratio, words_of
 from hpctrain.units import TokenCount, short_hours
 from hpctrain.version import __version__
 
+Record = TypeVar("Record")
 _MOST_ROWS = 500
 # Less would be shown as 0.00.
 _LEAST_SHOWN = 0.005
@@ -41,21 +38,12 @@ _RESTARTING = Entry("detecting and restarting", "c5")
 
 def write_week_page(report: TeamReport) -> str:
     """Write the page."""
-    sections = [_overview(report)]
+    parts = [_overview(report)]
     if report.total.runs:
-        sections += [_losses(report), _teams(report), _runs(report)]
+        parts += [_losses(report), _teams(report), _runs(report)]
     if report.unreadable:
-        sections.append(_unreadable(report))
-    return str(
-        fill(
-            "page.html.j2",
-            title=f"GPU-hours of {report.title} · hpctrain report",
-            head=fill("head.html.j2", head=_head(report)),
-            contents=[Contents(one.anchor, one.title) for one in sections],
-            sections=[section(one) for one in sections],
-            footer=_footer(report),
-        )
-    )
+        parts.append(_unreadable(report))
+    return Page(f"GPU-hours of {report.title}", _head(report), parts, _footer(report)).html()
 
 
 def _head(report: TeamReport) -> Head:
@@ -73,24 +61,17 @@ def _head(report: TeamReport) -> Head:
 
 def _overview(report: TeamReport) -> Section:
     whole, before = report.total, report.previous
+    used = _compared(whole.gpu_hours, before.gpu_hours)
+    lost = _compared(whole.lost_gpu_hours, before.lost_gpu_hours)
+    productive = f"{short_hours(whole.productive_gpu_hours)} GPU-hours, before "
+    productive += ratio(before.productive_share)
     figures = [
-        Tile(
-            "GPU-hours", short_hours(whole.gpu_hours), _compared(whole.gpu_hours, before.gpu_hours)
-        ),
-        Tile(
-            "Productive",
-            ratio(whole.productive_share),
-            f"{short_hours(whole.productive_gpu_hours)} GPU-hours, before "
-            f"{ratio(before.productive_share)}",
-        ),
-        Tile(
-            "Lost",
-            short_hours(whole.lost_gpu_hours),
-            _compared(whole.lost_gpu_hours, before.lost_gpu_hours),
-        ),
+        Tile("GPU-hours", short_hours(whole.gpu_hours), used),
+        Tile("Productive", ratio(whole.productive_share), productive),
+        Tile("Lost", short_hours(whole.lost_gpu_hours), lost),
     ]
     figures += [
-        Tile(f"Cost in {cost.currency}", _money(cost.total), f"{_money(cost.lost)} of it lost")
+        Tile(f"Cost in {cost.currency}", money(cost.total), f"{money(cost.lost)} of it lost")
         for cost in whole.costs
     ]
     figures += [
@@ -98,20 +79,17 @@ def _overview(report: TeamReport) -> Section:
         Tile("In the queue", duration(whole.queue_hours * 3600), "summed over runs, without GPUs"),
     ]
     if whole.tokens:
-        figures.append(Tile("Tokens", _amount(whole.tokens), "of the steps that are kept"))
+        figures.append(Tile("Tokens", amount(whole.tokens), "of the steps that are kept"))
     if whole.images:
-        figures.append(Tile("Images", _amount(whole.images), "of the steps that are kept"))
+        figures.append(Tile("Images", amount(whole.images), "of the steps that are kept"))
     days = [
         Stack(one.first_day.strftime("%a %d %b"), _parts(one.spending), _end(one.spending))
         for one in report.by_period
     ]
-    weekly = any(
-        (after.first_day - one.first_day).days > 1 for one, after in pairwise(report.by_period)
-    )
-    title = "GPU-hours by week" if weekly else "GPU-hours by day"
+    title = "GPU-hours by week" if is_weekly(report.by_period) else "GPU-hours by day"
     note = "Productive steps are in the final weights; everything else is lost."
     chart = stacked_rows(days, label=title, x=_axis())
-    return Section("overview", "Overview", [Card(title, chart, note, wide=True)], tiles(figures))
+    return Section("overview", "Overview", [Card(title, chart, note, wide=True)], figures)
 
 
 def _losses(report: TeamReport) -> Section:
@@ -124,45 +102,35 @@ def _losses(report: TeamReport) -> Section:
             colour=CATEGORIES[one.mostly][1],
             mark=one.gpu_hours_before,
         )
-        for one in _shown_causes(report)
+        for one in report.by_cause
+        if one.gpu_hours >= _LEAST_SHOWN
     ]
     note = "The short line is the time before. A bar has the colour of what it mostly consists of."
-    cards = [
-        Card(
-            "GPU-hours lost by cause",
-            bar_chart(bars, label="GPU-hours lost by cause", x=_axis()),
-            note,
-        ),
-        Card("Cost of each cause", _causes_table(report)),
-    ]
-    return Section("losses", "Losses", cards)
+    title = "GPU-hours lost by cause"
+    chart = Card(title, bar_chart(bars, label=title, x=_axis()), note)
+    return Section("losses", "Losses", [chart, Card("Cost of each cause", causes_table(report))])
 
 
-def _causes_table(report: TeamReport) -> Markup:
-    currencies = _currencies(report)
-    columns = {"Cause": "name", "GPU-hours": "number", "Of all": "number"}
-    columns |= {currency: "number" for currency in currencies}
-    columns |= {"Before": "number", "Mostly": "name"}
-    return table(
-        columns, [_cause_row(one, report.total, currencies) for one in _shown_causes(report)]
+def causes_table(
+    report: TeamReport, heading: str = "Cause", before: Callable[[float], str] = short_hours
+) -> Table:
+    """Tabulate what each cause has cost: all of its GPU-hours are lost."""
+    whole = report.total.gpu_hours
+    return Table.of(
+        _shown_causes(report),
+        {
+            heading: ("name", lambda one: words_of(one.cause)),
+            "GPU-hours": ("number", lambda one: short_hours(one.gpu_hours)),
+            "Of all": ("number", lambda one: ratio(one.gpu_hours / whole if whole else None)),
+            **_money_columns(report, lambda one: one.costs),
+            "Before": ("number", lambda one: before(one.gpu_hours_before)),
+            "Mostly": ("name", lambda one: CATEGORIES[one.mostly][0]),
+        },
     )
 
 
 def _shown_causes(report: TeamReport) -> list[CauseSpending]:
     return [one for one in report.by_cause if one.gpu_hours >= _LEAST_SHOWN]
-
-
-def _cause_row(
-    one: CauseSpending, whole: Spending, currencies: Sequence[str]
-) -> tuple[str | Markup, ...]:
-    return (
-        words_of(one.cause),
-        short_hours(one.gpu_hours),
-        ratio(one.gpu_hours / whole.gpu_hours) if whole.gpu_hours else UNKNOWN,
-        *_amounts(one.costs, currencies),
-        short_hours(one.gpu_hours_before),
-        CATEGORIES[one.mostly][0],
-    )
 
 
 def _teams(report: TeamReport) -> Section:
@@ -177,82 +145,76 @@ def _teams(report: TeamReport) -> Section:
         ]
         chart = stacked_rows(stacks, label=f"GPU-hours by {word}", x=_axis())
         note = "The Slurm account, or the project of W&B." if word == "project" else ""
-        body = chart + _groups_table(word, groups, report)
+        body = chart + groups_table(word, groups[:_MOST_ROWS], report).__html__()
         cards.append(Card(f"By {word}", body, note, wide=True))
     return Section("teams", "Users and projects", cards)
 
 
-def _groups_table(word: str, groups: Sequence[GroupSpending], report: TeamReport) -> Markup:
-    currencies = _currencies(report)
-    columns = {word.capitalize(): "name", "Runs": "number", "GPU-hours": "number"}
-    columns |= {"Productive": "number", "Lost": "number"}
-    columns |= {currency: "number" for currency in currencies}
-    columns |= {"Before": "number", "Steps": "number", "Tokens": "number", "Queue": "number"}
-    rows = [
-        (
-            one.name,
-            count(one.spending.runs),
-            short_hours(one.spending.gpu_hours),
-            ratio(one.spending.productive_share),
-            short_hours(one.spending.lost_gpu_hours),
-            *_amounts(one.spending.costs, currencies),
-            short_hours(one.gpu_hours_before),
-            count(one.spending.steps),
-            _amount(one.spending.tokens),
-            duration(one.spending.queue_hours * 3600),
-        )
-        for one in groups[:_MOST_ROWS]
-    ]
-    return table(columns, rows)
+def groups_table(
+    word: str,
+    groups: Sequence[GroupSpending],
+    report: TeamReport,
+    before: Callable[[float], str] = short_hours,
+) -> Table:
+    """Tabulate what users, projects or clusters have used, and what it has bought."""
+    return Table.of(
+        groups,
+        {
+            word.capitalize(): ("name", lambda one: one.name),
+            "Runs": ("number", lambda one: count(one.spending.runs)),
+            "GPU-hours": ("number", lambda one: short_hours(one.spending.gpu_hours)),
+            "Productive": ("number", lambda one: ratio(one.spending.productive_share)),
+            "Lost": ("number", lambda one: short_hours(one.spending.lost_gpu_hours)),
+            **_money_columns(report, lambda one: one.spending.costs),
+            "Before": ("number", lambda one: before(one.gpu_hours_before)),
+            "Steps": ("number", lambda one: count(one.spending.steps)),
+            "Tokens": ("number", lambda one: amount(one.spending.tokens)),
+            "Queue": ("number", lambda one: duration(one.spending.queue_hours * 3600)),
+        },
+    )
 
 
 def _runs(report: TeamReport) -> Section:
-    currencies = _currencies(report)
-    columns = {"Run": "name", "User": "name", "Project": "name", "Cluster": "name"}
-    columns |= {"Engine": "name", "GPUs": "number", "GPU-hours": "number", "Productive": "number"}
-    columns |= {"Redone": "number", "Saving": "number", "Starting": "number"}
-    columns |= {"Restarting": "number", "Down": "number", "Queue": "number"}
-    columns |= {currency: "number" for currency in currencies}
-    columns |= {"Steps": "number", "Tokens": "number"}
-    rows = []
-    for run in report.runs[:_MOST_ROWS]:
-        spent = run.spending
-        known = run.gpus is not None
-        rows.append(
-            (
-                run.run_id,
-                run.user,
-                run.project,
-                run.cluster,
-                run.engine,
-                count(run.gpus),
-                short_hours(spent.gpu_hours) if known else UNKNOWN,
-                ratio(spent.productive_share),
-                short_hours(spent.redone_gpu_hours),
-                short_hours(spent.saving_gpu_hours),
-                short_hours(spent.starting_gpu_hours),
-                short_hours(spent.restarting_gpu_hours),
-                duration(spent.down_hours * 3600),
-                duration(spent.queue_hours * 3600),
-                *_amounts(spent.costs, currencies),
-                count(spent.steps),
-                _amount(spent.tokens or spent.images),
-            )
-        )
-    left = len(report.runs) - len(rows)
+    table = Table.of(
+        report.runs[:_MOST_ROWS],
+        {
+            "Run": ("name", lambda run: run.run_id),
+            "User": ("name", lambda run: run.user),
+            "Project": ("name", lambda run: run.project),
+            "Cluster": ("name", lambda run: run.cluster),
+            "Engine": ("name", lambda run: run.engine),
+            "GPUs": ("number", lambda run: count(run.gpus)),
+            "GPU-hours": ("number", _used),
+            "Productive": ("number", lambda run: ratio(run.spending.productive_share)),
+            "Redone": ("number", lambda run: short_hours(run.spending.redone_gpu_hours)),
+            "Saving": ("number", lambda run: short_hours(run.spending.saving_gpu_hours)),
+            "Starting": ("number", lambda run: short_hours(run.spending.starting_gpu_hours)),
+            "Restarting": ("number", lambda run: short_hours(run.spending.restarting_gpu_hours)),
+            "Down": ("number", lambda run: duration(run.spending.down_hours * 3600)),
+            "Queue": ("number", lambda run: duration(run.spending.queue_hours * 3600)),
+            **_money_columns(report, lambda run: run.spending.costs),
+            "Steps": ("number", lambda run: count(run.spending.steps)),
+            "Tokens": ("number", lambda run: amount(run.spending.tokens or run.spending.images)),
+        },
+    )
+    left = len(report.runs) - len(table.rows)
     note = (
         "GPU-hours, but for the time down and in the queue, in which a run has no GPUs. "
         "Restarting includes detecting."
     )
     note += f" {left:,} runs with fewer GPU-hours are left out." if left > 0 else ""
-    return Section("runs", "Runs", [Card("Runs", table(columns, rows), note, wide=True)])
+    return Section("runs", "Runs", [Card("Runs", table, note, wide=True)])
+
+
+def _used(run: RunSpending) -> str:
+    return UNKNOWN if run.gpus is None else short_hours(run.spending.gpu_hours)
 
 
 def _unreadable(report: TeamReport) -> Section:
     columns = {"Run": "name", "Directory": "words", "Reason": "words"}
     rows = [(one.run_id, one.directory, one.reason) for one in report.unreadable[:_MOST_ROWS]]
     title = f"{counted(len(report.unreadable), 'run')} could not be read and are not counted"
-    return Section("unread", "Not counted", [Card(title, table(columns, rows), wide=True)])
+    return Section("unread", "Not counted", [Card(title, Table(columns, rows), wide=True)])
 
 
 def _footer(report: TeamReport) -> list[str]:
@@ -273,6 +235,11 @@ def _footer(report: TeamReport) -> list[str]:
 def _moment(moment: datetime) -> str:
     """Write a time of the report's zone."""
     return moment.strftime("%Y-%m-%d %H:%M")
+
+
+def is_weekly(periods: Sequence[PeriodSpending]) -> bool:
+    """Tell whether the window is divided into weeks, not days."""
+    return any((after.first_day - one.first_day).days > 1 for one, after in pairwise(periods))
 
 
 def _parts(spending: Spending) -> tuple[tuple[Entry, float], ...]:
@@ -301,20 +268,26 @@ def _compared(now: float, before: float) -> str:
     return f"{now / before - 1:+.0%}, before {short_hours(before)}" if before else "nothing before"
 
 
-def _currencies(report: TeamReport) -> tuple[str, ...]:
-    return tuple(cost.currency for cost in report.total.costs)
-
-
-def _amounts(costs: Sequence[Cost], currencies: Sequence[str]) -> tuple[str, ...]:
+def _money_columns(
+    report: TeamReport, costs: Callable[[Record], Sequence[Cost]]
+) -> dict[str, tuple[str, Callable[[Record], str]]]:
     """Write money in a column per currency; of causes all of it is lost."""
-    known = {cost.currency: _money(cost.total) for cost in costs}
-    return tuple(known.get(currency, UNKNOWN) for currency in currencies)
+
+    def column(currency: str) -> tuple[str, Callable[[Record], str]]:
+        def cell(one: Record) -> str:
+            found = (cost.total for cost in costs(one) if cost.currency == currency)
+            return next(map(money, found), UNKNOWN)
+
+        return "number", cell
+
+    return {cost.currency: column(cost.currency) for cost in report.total.costs}
 
 
-def _money(amount: float) -> str:
+def money(amount: float) -> str:
+    """Write an amount of money: cents below 100."""
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:,.2f}"
 
 
-def _amount(number: int) -> str:
+def amount(number: int) -> str:
     """Write a large number with three digits: `13.2B`."""
     return str(TokenCount(float(f"{number:.3g}"))) if number else "0"

@@ -15,8 +15,8 @@ from hpctrain.durable import append_line
 from hpctrain.report.page import write_page
 from hpctrain.store.ledger import EventKind
 from tests.fabricated_runs import LAUNCHED, STARTED, SUBMITTED, Said, ended, fabricate, said
+from tests.unit.page.markup_reader import Page, read
 from tests.unit.report.conftest import collected
-from tests.unit.report.markup_reader import Page, read
 
 EVIL = "<script>alert(1)</script>\"onload='x'&"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

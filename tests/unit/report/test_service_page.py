@@ -31,7 +31,7 @@ from tests.fabricated_services import (
     promise,
     start_engine_again,
 )
-from tests.unit.report.markup_reader import Page
+from tests.unit.page.markup_reader import Page
 from tests.unit.report.test_report_page import EVIL, is_harmless
 
 SECTIONS = ["Overview", "Latency", "Replicas", "Cost", "Events", "Plan"]

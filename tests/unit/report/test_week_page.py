@@ -18,7 +18,7 @@ from hpctrain.errors import UsageError
 from hpctrain.report.week_page import write_week_page
 from tests.chromium import PROGRAM, Chromium
 from tests.team_runs import NOW, team
-from tests.unit.report.markup_reader import read
+from tests.unit.page.markup_reader import read
 from tests.unit.report.test_in_chromium import OUTSIDE, OVERLAPPING, TOO_WIDE
 
 EVIL = "<script>alert(1)</script>"

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-import hpctrain.report
+import hpctrain.page
 
-CSS = Path(hpctrain.report.__file__).parent / "templates" / "charts.css"
+CSS = Path(hpctrain.page.__file__).parent / "templates" / "charts.css"
 EYES = {
     "normal": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "protanopia": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.report.scales import clock, compact_number, log_scale, percent, scale_of, time_scale
+from hpctrain.page.scales import clock, compact_number, log_scale, percent, scale_of, time_scale
 
 GIB = 2**30
 

@@ -5,7 +5,7 @@ so a chart can be read at 320 and at 1400 pixels; only curves are stretched, wit
 their width. Colours are classes (`c1` to `c8`, `neutral`), which `charts.css` defines for light,
 dark and print. Every text is escaped, and no chart contains a script or a reference.
 Belongs here: marks, axes, legends. Does not belong here: ranges and ticks (`scales`), which figures
-a chart has (`page`).
+a chart has (`hpctrain.report`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from statistics import median
 
 from markupsafe import Markup, escape
 
-from hpctrain.report.scales import (
+from hpctrain.page.scales import (
     Format,
     Quantity,
     Scale,

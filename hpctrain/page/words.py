@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from markupsafe import Markup
 
 from hpctrain.units import short_bytes, short_duration
+from hpctrain.version import __version__
 
 UNKNOWN = "\N{EN DASH}"
 # Smaller differences are noise of a cluster.
@@ -22,6 +23,11 @@ def moment(seconds: float) -> str:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError):
         return UNKNOWN
+
+
+def made_line(seconds: float) -> str:
+    """Say when a page was made, and by which version."""
+    return f"Made {moment(seconds)} by hpctrain {__version__}. Times are UTC."
 
 
 def duration(seconds: float | None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpctrain.report.charts import (
+from hpctrain.page.charts import (
     Axis,
     Bar,
     Cells,
@@ -27,7 +27,7 @@ from hpctrain.report.charts import (
     timeline,
     waterfall,
 )
-from tests.unit.report.markup_reader import Element, read
+from tests.unit.page.markup_reader import Element, read
 
 STEPS, LOSS = Axis("step"), Axis("loss")
 EVIL = "<script>alert(1)</script>\"onload='x'&"
