@@ -14,7 +14,7 @@ from hpctrain.actions.run_problems import (
     allowed_by_policy,
     report_only,
 )
-from hpctrain.actions.state import counted
+from hpctrain.actions.state import RunState, counted, stopped_by_supervisor
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import generation, started_ids, submitted_ids
@@ -33,14 +33,13 @@ _CHAINS = ("chain", "singleton", "array")
 def problems_without_jobs(run: WatchedRun) -> list[RunProblem]:
     """Find the problem of a run without a job in the queue; empty for one that is over."""
     recent = generation(run.events)
-    ends = [event for event in recent if event.event is EventKind.LAUNCH_ENDED]
     starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
     written = [event for event in recent if event.event in _BY_SUPERVISOR]
     decided = [event for event in written if event.action != ActionKind.RELAUNCH]
     last = decided[-1] if decided and decided[-1].event is EventKind.ACTION else None
     if last is not None and last.action in _OVER:
-        requested = bool(ends) and ends[-1].cause in (Cause.CANCELLED, Cause.YIELDED)
-        failed = last.action == ActionKind.STOP and last.exit_code and not requested
+        stopped = stopped_by_supervisor(run.events)
+        failed = stopped is not None and stopped.state is RunState.FAILED
         if not failed or run.now - last.time > _FAILED_SECONDS:
             return []
         message = f"it has stopped and is not done: {last.reason}"

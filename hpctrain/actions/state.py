@@ -89,7 +89,7 @@ def judge(
     failed = last is not None and last.event is EventKind.SUBMIT_FAILED
     if not answered and (being_submitted(events) or (failed and not _has_no_job(events))):
         return Judged(RunState.UNKNOWN, _why_unknown(events, elsewhere))
-    stopped = _stopped_by_supervisor(events)
+    stopped = stopped_by_supervisor(events)
     if stopped is not None:
         return stopped
     if cancel_confirmed(events):
@@ -174,7 +174,7 @@ def _in_queue(events: Sequence[Event], job: JobRecord) -> Judged:
     return Judged(RunState.PENDING, reason)
 
 
-def _stopped_by_supervisor(events: Sequence[Event]) -> Judged | None:
+def stopped_by_supervisor(events: Sequence[Event]) -> Judged | None:
     """Judge a run whose supervisor has stopped it for good; None if it has not."""
     recent = _since_submission(events)
     stops = [e for e in recent if e.event is EventKind.ACTION and e.action == ActionKind.STOP]

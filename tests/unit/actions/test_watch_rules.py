@@ -15,11 +15,13 @@ from hpctrain.actions.run_problems import (
     WatchRemedy,
     is_reported,
 )
+from hpctrain.actions.state import RunState, judge
 from hpctrain.actions.watch_rules import find_problems
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
+from hpctrain.supervise.judge.causes import Cause
 
 RUN = "gpt-tiny-7f3a"
 BEGUN = (*SUBMITTED, STARTED, LAUNCHED)
@@ -287,7 +289,6 @@ def test_what_is_seen(seen: WatchedRun, symptom: Symptom, remedy: WatchRemedy, w
     assert words in found.message
 
 
-STOPPED = (*BEGUN, *ended("crash", "boom", "stop"))
 HELD = (*BEGUN, *ended("yielded", "asked", "hold"))
 LEFT_ALONE: list[tuple[str, WatchedRun]] = [
     ("never submitted", look(SUBMITTED[:2])),
@@ -295,7 +296,6 @@ LEFT_ALONE: list[tuple[str, WatchedRun]] = [
     ("it runs", look(BEGUN, RUNNING, signs_time=NOW - 5)),
     ("it has just begun and said nothing yet", look(SUBMITTED, replace(RUNNING, start_time=NOW))),
     ("it runs as long without a word as it may", look(BEGUN, RUNNING, signs_time=NOW - 1919)),
-    ("its supervisor stopped it", look(STOPPED, job(JobState.FAILED))),
     ("its user stopped it", look((*BEGUN, *ASKED), job(JobState.COMPLETED))),
     (
         "cancelled, which its supervisor has said",
@@ -522,3 +522,18 @@ def test_what_was_only_told_is_done_once_it_may_be() -> None:
     calm = look(entries, job(JobState.COMPLETED, end_time=NOW - 3600), **settings)
     found = only(calm)
     assert found.remedy is WatchRemedy.RESUBMIT and not is_reported(calm, found)
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+@pytest.mark.parametrize("launch_cause", [None, *Cause])
+def test_a_stopped_run_is_reported_as_failed_if_its_status_is(
+    launch_cause: Cause | None, exit_code: int
+) -> None:
+    launch_end = () if launch_cause is None else ended(launch_cause, "boom", "stop")[:1]
+    last_job = job(JobState.FAILED)
+    for cause in (None, *Cause):
+        stop = said(EventKind.ACTION, action="stop", cause=cause, exit_code=exit_code)
+        seen = look((*BEGUN, *launch_end, stop), last_job)
+        state = judge(seen.events, done=False, queued=last_job, answered=True).state
+        reported = [problem.symptom for problem in find_problems(seen)]
+        assert reported == [Symptom.FAILED] * (state is RunState.FAILED), (cause, state)
