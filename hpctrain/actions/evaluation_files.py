@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hpctrain.actions.profiles import load_named_profile
 from hpctrain.errors import InvalidInputError
 from hpctrain.render.evaluation_script import evaluation_problems, evaluation_script
-from hpctrain.render.job_environment import evaluation_variables
+from hpctrain.render.job_environment import submit_variables
 from hpctrain.render.script import build_script
 from hpctrain.spec.loader import partition_profile
 from hpctrain.spec.profile import ClusterProfile
@@ -64,6 +64,6 @@ def evaluation_files(prepared: Prepared, layout: RunLayout) -> list[tuple[Path, 
     settings = EvaluationSettings(
         jobs=tuple(jobs),
         last_step=spec.train_steps,
-        submit_variables=evaluation_variables(training),
+        submit_variables=submit_variables(training),
     )
     return [*files, (layout.evaluation_config, settings.model_dump_json(indent=1) + "\n")]

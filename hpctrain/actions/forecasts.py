@@ -119,7 +119,6 @@ def policy_settings(spec: SuperviseSpec, continuation: str) -> SuperviseConfig:
             verify="auto",
             budgets={str(cause): count for cause, count in spec.budgets.items()},
             storm_failures=spec.storm_failures,
-            storm_window_seconds=float(spec.storm_window),
             exclude_nodes=spec.exclude_nodes,
         )
     )

@@ -7,7 +7,7 @@ which events are told, sending one message (`hpctrain.notify`), when passes are 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -110,7 +110,7 @@ def send_notices(runs: Sequence[RunFiles], grace_seconds: float = 0.0) -> tuple[
 
 def _address(channel: ChannelSettings) -> tuple[str | None, ...]:
     """Where a channel leads, without reading its secret."""
-    return (channel.kind, channel.url_file, channel.url_env, channel.sendmail)
+    return (channel.kind, channel.url_file, channel.sendmail)
 
 
 def disk_space(run: RunLayout, config: SuperviseConfig) -> DiskSpace | None:
@@ -237,9 +237,7 @@ def _told(settings: NotifySettings | None) -> NotifySettings:
     return settings
 
 
-def channel_problems(
-    settings: NotifySettings, environment: Mapping[str, str]
-) -> Iterator[tuple[int, str, HpctrainError]]:
+def channel_problems(settings: NotifySettings) -> Iterator[tuple[int, str, HpctrainError]]:
     """Find what would keep each channel from sending here: its number, the field, the error."""
     for number, channel in enumerate(settings.channels):
         if channel.kind == "mail":
@@ -247,9 +245,8 @@ def channel_problems(
                 hint = "name the program of this site: `sendmail: PATH`"
                 yield number, "sendmail", HpctrainError(missing, hint)
             continue
-        for field, read in (("url", url_of), ("token", token_of)):
+        for field, read in (("url_file", url_of), ("token_file", token_of)):
             try:
-                read(channel, environment)
+                read(channel)
             except SecretError as error:
-                source = "file" if getattr(channel, f"{field}_file") else "env"
-                yield number, f"{field}_{source}", error
+                yield number, field, error

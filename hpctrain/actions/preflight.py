@@ -302,7 +302,7 @@ def _channels(spec: Loaded[RunSpec], profile: Loaded[ClusterProfile]) -> Iterato
     loaded = spec if own is not None and "channels" in own.model_fields_set else profile
     sending = [number for number, one in enumerate(notify.channels) if one.kind != "slurm"]
     problems = []
-    for number, field, error in channel_problems(settings, os.environ):
+    for number, field, error in channel_problems(settings):
         path = f"notify.channels[{sending[number]}].{field}"
         problems.append(loaded.problem(path, f"`{path}`: {error}", error.hint))
     names = ", ".join(channel.name for channel in settings.channels)

@@ -36,17 +36,13 @@ def site_warnings(
     the profile refuses instead.
     """
     staging = staging_warnings(job, source, inputs)
-    short = short_grace(job)
-    if short is not None and job.profile.limits.short_grace == "refuse":
-        hint = "save faster, take smaller steps, or another partition (`limits.short_grace`)"
-        raise LimitError([Refusal(short, "resources.partition")], hint=hint)
     spec, software = job.spec, job.profile.software
     copied = software.scratch if spec.data.stage else None
     read = [*inputs, *filter(None, (spec.data.cache, spec.model.pretrained, copied))]
     container = run_container(spec.container, software.container)
     return (
         *staging,
-        *filter(None, (short,)),
+        *filter(None, (short_grace(job),)),
         *unmounted_warnings(container, read, run_directory),
         *registry_warnings(container, job.plan.nodes.nodes),
     )

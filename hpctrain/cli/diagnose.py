@@ -21,7 +21,7 @@ def diagnose(run: str, no_prices: bool, runs: Path | None, as_json: bool) -> Non
     buckets, memory, saves, starts.
 
     Reads the run directory only: times of all ranks, metrics, saves, plan, and traces
-    where the spec asked for some, as with  --set profile.start=50 --set profile.count=2
+    where the spec asked for some, as with  --set 'profile.steps=[50, 51]'
 
     \b
     Examples:

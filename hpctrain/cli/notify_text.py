@@ -41,7 +41,7 @@ def settings_lines(settings: NotifySettings) -> list[str]:
     """List channels and times; a secret is shown by its source only."""
     lines = []
     for channel in settings.channels:
-        source = channel.url_file or (f"${channel.url_env}" if channel.url_env else None)
+        source = channel.url_file
         where = f"address in {source}" if source else f"to {', '.join(channel.to)}"
         lines.append(f"{channel.name:<10}{where}")
     lines.append(f"{'events':<10}{', '.join(settings.on)}")

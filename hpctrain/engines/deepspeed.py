@@ -37,8 +37,6 @@ class DeepSpeedConfig(ModuleConfig):
     gather_bucket_elements: int
     # precision of gradient sums over ranks; None: that of the computation
     communication_dtype: Literal["fp32", "bf16"] | None = None
-    # steps whose FLOPs are counted, module by module
-    flops_steps: tuple[int, ...] = ()
     # transformer layers of each stage of a pipeline, the first stage first; empty: no pipeline
     pipeline_stages: tuple[int, ...] = ()
     # ranks that split each weight, next to each other
@@ -100,7 +98,6 @@ def deepspeed_config(job: TrainingJob) -> DeepSpeedConfig:
         reduce_bucket_elements=max(1, min(int(own.reduce_bucket) // element_bytes, plan.learned)),
         gather_bucket_elements=max(1, int(own.gather_bucket) // element_bytes),
         communication_dtype=None if own.reduce_precision == "auto" else own.reduce_precision,
-        flops_steps=spec.profile.chosen if spec.profile and spec.profile.flops else (),
         pipeline_stages=stages if plan.layout.pp > 1 else (),
         tensor_parallel=plan.layout.tp,
         parallel_order=plan.layout.order,

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from hpctrain.engines.training import TrainConfig
 from hpctrain.spec.engines.registry import EngineName, abilities_of, resolve
+from hpctrain.spec.former_fields import forget_former_fields
 
 if TYPE_CHECKING:
     from hpctrain.plan.job import TrainingJob
@@ -33,7 +34,8 @@ def parse_train_config(text: str | bytes) -> TrainConfig:
     named = fields.get("engine", _FIRST_ENGINE) if isinstance(fields, dict) else _FIRST_ENGINE
     name = TypeAdapter(EngineName).validate_python(named)
     document = cast(type[TrainConfig], resolve(abilities_of(name).document))
-    return document.model_validate_json(text)
+    forget_former_fields(fields, only_defaults=False)
+    return document.model_validate_json(json.dumps(fields) if fields else text)
 
 
 def train_config(job: TrainingJob) -> TrainConfig:

@@ -77,7 +77,7 @@ def send(channel: ChannelSettings, message: Message, environment: Mapping[str, s
             if channel.kind == "mail":
                 _mail(channel, message, environment, handover)
             else:
-                _post(channel, message, environment, handover)
+                _post(channel, message, handover)
         except (NotSentError, SecretError) as error:
             failed.append(error)
         except Exception as error:  # texts of libraries may contain the address
@@ -106,12 +106,7 @@ def _safe_words(error: Exception) -> str:
     return f"it could not be sent: {type(cause).__name__}"
 
 
-def _post(
-    channel: ChannelSettings,
-    message: Message,
-    environment: Mapping[str, str],
-    handover: _Handover,
-) -> None:
+def _post(channel: ChannelSettings, message: Message, handover: _Handover) -> None:
     import urllib.error
     import urllib.request
 
@@ -134,11 +129,9 @@ def _post(
         "Content-Length": str(len(data)),
         "User-Agent": f"hpctrain/{__version__}",
     }
-    if (token := token_of(channel, environment)) is not None:
+    if (token := token_of(channel)) is not None:
         headers["Authorization"] = f"Bearer {token}"
-    request = urllib.request.Request(
-        url_of(channel, environment), leaving(), headers, method="POST"
-    )
+    request = urllib.request.Request(url_of(channel), leaving(), headers, method="POST")
     # https: the default context checks certificate and name; proxies are those of the environment.
     # http is for this machine only (`url_of`): a proxy would get address and token in the clear.
     direct = [urllib.request.ProxyHandler({})] if request.type == "http" else []

@@ -68,7 +68,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Sender:
-    """Who makes passes: `name` for the record, the variables that may hold secrets.
+    """Who makes passes: `name` for the record, `environment` for programs that send.
 
     `grace_seconds`: events of a supervisor that are younger are left to it. `told`: the notices and
     channels that this process has told, for one that lives as long as its run. It tells that the

@@ -1,4 +1,4 @@
-"""Read addresses and tokens from the files or variables that a channel names.
+"""Read addresses and tokens from the files that a channel names.
 
 Belongs here: which files are private enough, and what an address may be. Does not belong here:
 which fields there are (`hpctrain.spec.notify`). No error contains what was read.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,9 +23,9 @@ class SecretError(HpctrainError):
     """A secret is missing, or too many people can read it."""
 
 
-def url_of(channel: ChannelSettings, environment: Mapping[str, str]) -> str:
+def url_of(channel: ChannelSettings) -> str:
     """Read the address of a webhook. Raises SecretError."""
-    text = _secret("url", channel.url_file, channel.url_env, environment)
+    text = _from_file(channel.url_file, "the address")
     try:
         parts = urlsplit(text)
         host, _ = parts.hostname, parts.port
@@ -34,24 +33,24 @@ def url_of(channel: ChannelSettings, environment: Mapping[str, str]) -> str:
         parts, host = urlsplit(""), None
     if parts.scheme not in ("https", "http") or not host or not _is_one_word(text):
         raise SecretError(
-            f"{_where(channel.url_file, channel.url_env)} has no address of a webhook",
+            f"{channel.url_file} has no address of a webhook",
             hint="it is one line that begins with https://",
         )
     if parts.scheme == "http" and host not in _THIS_MACHINE:
         raise SecretError(
-            f"the address in {_where(channel.url_file, channel.url_env)} begins with http://",
+            f"the address in {channel.url_file} begins with http://",
             hint="messages and address would cross the network in the clear: https:// is needed",
         )
     return text
 
 
-def token_of(channel: ChannelSettings, environment: Mapping[str, str]) -> str | None:
+def token_of(channel: ChannelSettings) -> str | None:
     """Read the token of a webhook; None for one without. Raises SecretError."""
-    if channel.token_file is None and channel.token_env is None:
+    if channel.token_file is None:
         return None
-    text = _secret("token", channel.token_file, channel.token_env, environment)
+    text = _from_file(channel.token_file, "the token")
     if not _is_one_word(text):
-        raise SecretError(f"{_where(channel.token_file, channel.token_env)} has no token in it")
+        raise SecretError(f"{channel.token_file} has no token in it")
     return text
 
 
@@ -59,25 +58,10 @@ def _is_one_word(text: str) -> bool:
     return all(" " < character < "\x7f" for character in text)
 
 
-def _where(file: str | None, name: str | None) -> str:
-    return file if file is not None else f"${name}"
-
-
-def _secret(field: str, file: str | None, name: str | None, environment: Mapping[str, str]) -> str:
-    what = "the address" if field == "url" else "the token"
-    if file is not None:
-        return _from_file(Path(file), what)
-    assert name is not None, "validated: a file or a variable"
-    text = environment.get(name, "").strip()
-    if not text:
-        raise SecretError(
-            f"${name}, which is to have {what}, is not set here",
-            hint=f"export it where you submit; a file needs no variable: `{field}_file: PATH`",
-        )
-    return text
-
-
-def _from_file(path: Path, what: str) -> str:
+def _from_file(file: str | None, what: str) -> str:
+    if file is None:
+        raise SecretError(f"the channel of an earlier version names no file that has {what}")
+    path = Path(file)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from hpctrain.errors import Refusal
 from hpctrain.plan.job import Job, TrainingJob
-from hpctrain.render.job_environment import notify_names
 from hpctrain.render.quoting import sh
 from hpctrain.render.resource_options import exclusive_option, gpu_request, memory_options
 from hpctrain.render.script import Script, directive_lines
@@ -32,7 +31,6 @@ class EvaluationCommand:
 
     name: str
     python: str
-    secrets: tuple[str, ...]
     srun: tuple[str, ...]
     words: tuple[str, ...]
 
@@ -72,8 +70,7 @@ def evaluation_script(
     python = script.supervisor[0]
     cpus = wanted.cpus or max(1, wanted.gpus * training.cpus_per_gpu)
     srun = ("srun", "--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus}", "--export=ALL")
-    secrets, words = notify_names(training), tuple(map(placed_word, wanted.command))
-    command = EvaluationCommand(wanted.name, python, secrets, srun, words)
+    command = EvaluationCommand(wanted.name, python, srun, tuple(map(placed_word, wanted.command)))
     own = replace(
         script,
         title=f"evaluation {wanted.name} of {script.title}",

@@ -49,30 +49,12 @@ def submit_variables(job: Job) -> tuple[str, ...] | None:
     """List the variables that sbatch inherits, and so the job does; None: all of them."""
     if job.profile.slurm.export == "all":
         return None
-    names = (*INHERITED, *inherited_names(job), *notify_names(job))
-    return tuple(dict.fromkeys(names))
-
-
-def evaluation_variables(job: Job) -> tuple[str, ...] | None:
-    """List the variables that evaluation jobs inherit; None: all of them.
-
-    They have no supervisor that takes out the secrets of `notify`, and tell nobody.
-    """
-    names, secrets = submit_variables(job), notify_names(job)
-    return None if names is None else tuple(name for name in names if name not in secrets)
+    return tuple(dict.fromkeys((*INHERITED, *inherited_names(job))))
 
 
 def inherited_names(job: Job) -> tuple[str, ...]:
     """List the variables that site and spec name to be passed on, each once."""
     return tuple(dict.fromkeys((*job.profile.slurm.inherit, *job.spec.environment.inherit)))
-
-
-def notify_names(job: Job) -> tuple[str, ...]:
-    """List the variables with secrets of `notify`, which the supervisor takes out of its own.
-
-    They are none of the run: no rank and no container gets them.
-    """
-    return () if job.notify is None else job.notify.secret_names
 
 
 def inheritance_note(job: Job) -> str:
@@ -87,21 +69,13 @@ def inheritance_note(job: Job) -> str:
 
 def inheritance_problems(job: Job) -> list[str]:
     """List names that the spec wants the job to inherit, and that it cannot inherit here."""
-    problems, profile = [], job.profile
-    names, secrets = inherited_names(job), notify_names(job)
-    if profile.slurm.export == "none" and names:
-        problems.append(
-            f"environment.inherit: jobs inherit nothing at {profile.name} (slurm.export none), so "
-            f"{', '.join(names)} would be missing: read it from a file in the job"
-        )
-    if secrets and (profile.slurm.export == "none" or profile.continuation == "chain"):
-        chain = "each job of a chain is submitted by the one before, which keeps no secret"
-        nothing = f"jobs inherit nothing at {profile.name} (slurm.export none)"
-        problems.append(
-            f"notify: {', '.join(secrets)} would be missing in a job, because "
-            f"{nothing if profile.slurm.export == 'none' else chain}: use `url_file`, `token_file`"
-        )
-    return problems
+    names, profile = inherited_names(job), job.profile
+    if profile.slurm.export != "none" or not names:
+        return []
+    return [
+        f"environment.inherit: jobs inherit nothing at {profile.name} (slurm.export none), so "
+        f"{', '.join(names)} would be missing: read it from a file in the job"
+    ]
 
 
 def script_variables(job: Job, gpu_variables: tuple[GpuVariable, ...] = ()) -> tuple[Variable, ...]:

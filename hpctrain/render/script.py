@@ -31,7 +31,6 @@ from hpctrain.render.job_environment import (
     inheritance_note,
     inheritance_problems,
     inherited_names,
-    notify_names,
     script_variables,
 )
 from hpctrain.render.quoting import directive_value
@@ -174,7 +173,7 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
     python = profile.software.python or facts.python
     if python.startswith("-"):
         raise InvalidInputError([Problem(f"software.python: `{python}` reads as an option")])
-    check_variables((*spec.environment.variables, *inherited_names(job), *notify_names(job)))
+    check_variables((*spec.environment.variables, *inherited_names(job)))
     check_variables((variable.name for variable in profile.environment), site=True)
     contradictions = [
         *continuation_problems(profile, job.partition),

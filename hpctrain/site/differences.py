@@ -242,10 +242,7 @@ def _partition_hardware(
             "refused" if asked else "slower",
             "jobs ask for a type that is not there" if asked else "plans are for another GPU",
         )  # fmt: skip
-    islands = {island.gpu for island in real.network.islands} - {None}
-    alike = [one for one in groups if islands & {kind for kind, _ in one.gpus}]
-    chosen = list(dict.fromkeys([*(typed or [groups[0]]), *alike]))
-    yield from _node_sizes(real, chosen, places, source)
+    yield from _node_sizes(real, typed or [groups[0]], places, source)
 
 
 _PARTS = ("nodes", "gpu")

@@ -77,11 +77,10 @@ class SlurmClient:
         extra_args: Sequence[str] = (),
         *,
         variables: Collection[str] | None = None,
-        without: Collection[str] = (),
     ) -> SubmittedJob:
-        """Submit a script with arguments of its own, and `without` some variables; see `submit`."""
+        """Submit a script with arguments of its own; see `submit`."""
         argv = ["sbatch", "--parsable", *extra_args, os.path.abspath(script), *arguments]
-        environment = with_only(self._environment, variables, without)
+        environment = with_only(self._environment, variables)
         answer = accepted(argv, self._call(argv, environment, ""))
         return parsed("sbatch", lambda: parse.submitted(answer.stdout, answer.stderr))
 

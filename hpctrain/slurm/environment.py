@@ -27,12 +27,8 @@ def without_options(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def with_only(
-    environment: Mapping[str, str], names: Collection[str] | None, without: Collection[str] = ()
-) -> dict[str, str]:
+def with_only(environment: Mapping[str, str], names: Collection[str] | None) -> dict[str, str]:
     """Return the environment of an sbatch whose job inherits only `names`; None: everything.
-
-    The job inherits none of `without` in any case.
 
     sbatch(1), --export: without that option the job gets the environment of sbatch as it is. With
     a list of names Slurm runs a login shell of the user on the node besides (`--get-user-env`),
@@ -40,7 +36,7 @@ def with_only(
     """
     plain = without_options(environment)
     kept = set(plain) if names is None else _KEPT.union(names)
-    return {name: value for name, value in plain.items() if name in kept.difference(without)}
+    return {name: value for name, value in plain.items() if name in kept}
 
 
 def for_queries(environment: Mapping[str, str]) -> dict[str, str]:

@@ -87,7 +87,6 @@ class FakeSlurm:
         extra_args: Sequence[str] = (),
         *,
         variables: Collection[str] | None = None,
-        without: Collection[str] = (),
     ) -> SubmittedJob:
         job = FakeSlurm.submit(self, script, extra_args, variables=variables)
         self.arguments[job.job_id] = tuple(arguments)

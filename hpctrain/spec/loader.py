@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hpctrain import clock
 from hpctrain.errors import InvalidInputError, Problem, RefusedPlanError
-from hpctrain.spec.former_fields import rename_former_fields
+from hpctrain.spec.former_fields import forget_former_fields, rename_former_fields
 from hpctrain.spec.inheritance import PARTITION_SECTIONS, complete_partitions, merge
 from hpctrain.spec.overrides import OPTION, apply_overrides
 from hpctrain.spec.positions import Parsed, dotted, parse_yaml
@@ -473,6 +473,7 @@ def _validated(model: type[DocumentT], parsed: Parsed, file: str) -> Loaded[Docu
     from pydantic import ValidationError
 
     problems = parsed.problems
+    forget_former_fields(parsed.data, only_defaults=True)
     try:
         # strict JSON: pydantic then turns neither "8" nor true into a number, but still accepts a
         # list for a tuple and an integer for a float

@@ -40,7 +40,6 @@ NEED_A_PERSON: tuple[NoticeName, ...] = (
     *("stalled", "waiting", "disk_low"),
 )
 ChannelKind = Literal["slack", "webhook", "mail", "slurm"]
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # An address or the name of an account. Nothing that sendmail or Slurm could read as an option.
 _ADDRESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._%+-]*(@[A-Za-z0-9][A-Za-z0-9.-]*)?")
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
@@ -48,8 +47,8 @@ _RATE = re.compile(r"([1-9]\d{0,3})/(min|h|d)")
 _RATE_SECONDS = {"min": 60.0, "h": 3600.0, "d": 86400.0}
 # The fields of a channel that only some kinds have.
 _FIELDS: dict[str, frozenset[str]] = {
-    "slack": frozenset({"url_file", "url_env"}),
-    "webhook": frozenset({"url_file", "url_env", "token_file", "token_env"}),
+    "slack": frozenset({"url_file"}),
+    "webhook": frozenset({"url_file", "token_file"}),
     "mail": frozenset({"to", "sendmail"}),
     "slurm": frozenset({"to"}),
 }
@@ -61,12 +60,6 @@ def _no_secret_as_a_path(text: str) -> str:
     return text
 
 
-def _no_secret_as_a_name(text: str) -> str:
-    if not _VARIABLE.fullmatch(text):
-        raise ValueError("expected the name of a variable that has the secret, not the secret")
-    return text
-
-
 def _address(text: str) -> str:
     if not _ADDRESS.fullmatch(text):
         raise ValueError(f"expected an address such as `ada@example.org`, got `{text}`")
@@ -74,12 +67,11 @@ def _address(text: str) -> str:
 
 
 SecretFile = Annotated[str, AfterValidator(_no_secret_as_a_path)]
-SecretName = Annotated[str, AfterValidator(_no_secret_as_a_name)]
 Address = Annotated[str, AfterValidator(_address)]
 
 
 class ChannelSpec(Document):
-    """One way to tell people. Secrets by file or variable only."""
+    """One way to tell people. Secrets by file only."""
 
     kind: ChannelKind = Field(
         description="slack: an incoming webhook; webhook: a JSON document by POST; mail: sendmail; "
@@ -90,16 +82,8 @@ class ChannelSpec(Document):
         description="slack, webhook: file with the address and nothing else, which only you may "
         "read, such as `~/.config/hpctrain/slack`",
     )
-    url_env: SecretName | None = Field(
-        None,
-        description="Instead of `url_file`: variable with the address, which the job inherits from "
-        "where you submit. A file is safer, and `hpctrain watch` in cron can read it",
-    )
     token_file: SecretFile | None = Field(
         None, description="webhook: file with a token, sent as `Authorization: Bearer`"
-    )
-    token_env: SecretName | None = Field(
-        None, description="Instead of `token_file`: variable with the token"
     )
     to: tuple[Address, ...] = Field(
         (),
@@ -116,20 +100,13 @@ class ChannelSpec(Document):
         foreign = sorted(self.model_fields_set - _FIELDS[self.kind] - {"kind"})
         if foreign:
             raise ValueError(f"a channel of kind {self.kind} has no `{foreign[0]}`")
-        if "url_file" in _FIELDS[self.kind] and bool(self.url_file) == bool(self.url_env):
-            raise ValueError("give exactly one of `url_file` and `url_env`")
-        if self.token_file and self.token_env:
-            raise ValueError("give one of `token_file` and `token_env`")
+        if "url_file" in _FIELDS[self.kind] and self.url_file is None:
+            raise ValueError(f"a channel of kind {self.kind} needs `url_file`")
         if self.kind == "mail" and not self.to:
             raise ValueError("mail needs addresses: `to: [ada@example.org]`")
         if self.kind == "slurm" and len(self.to) > 1:
             raise ValueError("Slurm takes one address: give one, or a channel of kind mail")
         return self
-
-    @property
-    def secret_names(self) -> tuple[str, ...]:
-        """The variables that hold its secrets."""
-        return tuple(name for name in (self.url_env, self.token_env) if name is not None)
 
 
 class NotifySpec(Document):
@@ -210,11 +187,6 @@ class NotifySpec(Document):
         found = _RATE.fullmatch(self.at_most)
         assert found is not None, "validated"
         return int(found[1]), _RATE_SECONDS[found[2]]
-
-    @property
-    def secret_names(self) -> tuple[str, ...]:
-        """The variables that hold secrets of its channels."""
-        return tuple(name for channel in self.channels for name in channel.secret_names)
 
 
 def joined_notify(own: NotifySpec | None, site: NotifySpec | None) -> NotifySpec | None:

@@ -72,7 +72,6 @@ class BudgetSpec(Document):
 class OptimizerSpec(Document):
     """AdamW, as Megatron's OptimizerConfig takes it."""
 
-    name: Literal["adamw"] = Field("adamw", description="The only one so far")
     lr: float = Field(gt=0, description="Peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")

@@ -126,11 +126,6 @@ class TrafficSpec(Document):
         description="CSV with the columns arrival_seconds, prompt_tokens, output_tokens: their "
         "order and lengths instead of a distribution; scaled to `rate`",
     )
-    burstiness: float = Field(
-        1.0,
-        gt=0,
-        description="Squared coefficient of variation of the times between requests; 1: Poisson",
-    )
     shared_prefix_tokens: int = Field(
         0, ge=0, description="Tokens at the start of prompts that all requests share"
     )

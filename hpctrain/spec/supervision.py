@@ -59,9 +59,6 @@ class RollbackSpec(Document):
         gt=1,
         description="A loss so many median absolute deviations above the median is an anomaly",
     )
-    other_nodes: bool = Field(
-        True, description="Repeat once on other nodes first: a broken GPU computes NaN, too"
-    )
 
 
 class SpeedCheckSpec(Document):
@@ -91,9 +88,10 @@ class SuperviseSpec(Document):
     budgets: dict[BudgetName, Annotated[int, Field(ge=0)]] = Field(
         {}, description="Retries without a new checkpoint, for single causes, such as `hang: 5`"
     )
-    storm_failures: int = Field(5, ge=2, description="So many failures within `storm_window` ...")
-    storm_window: Duration = Field(
-        Duration(1800), gt=0, description="... are a storm: wait longer between launches"
+    storm_failures: int = Field(
+        5,
+        ge=2,
+        description="So many failures within half an hour are a storm, with longer pauses",
     )
     stall: Duration = Field(
         Duration(600), gt=0, description="A step that takes longer than this counts as a hang"

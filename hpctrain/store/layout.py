@@ -29,7 +29,6 @@ replica.json                           settings of a replica of a service, inste
 router.json                            settings of a service's router, instead of train.json
 drain.json                             how the newest launch of a replica has left
 metrics-endpoint.json                  where the running job serves metrics, if it does
-flops-0000012.txt                      FLOPs of a step as DeepSpeed's profiler counts them
 traces/e000001-rank-000003-steps-10-12.json.gz  what happened in steps of a rank (`profile:`)
 tracking.json tracking/                what goes to TensorBoard and W&B, and their files
 evaluation.json evaluation-NAME.sbatch the evaluation jobs of the spec, and the script of each
@@ -249,9 +248,6 @@ class RunLayout:
     def ds_configs(self) -> list[Path]:
         """DeepSpeed's configurations for all sizes of the run that there are."""
         return [self.ds_config, *sorted(self.directory.glob("ds_config-n*.json"))]
-
-    def flops(self, step: int) -> Path:
-        return self.directory / f"flops-{step:07d}.txt"
 
     @property
     def traces(self) -> Path:

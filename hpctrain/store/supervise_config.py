@@ -7,20 +7,29 @@ Belongs here: the document and its reader. Does not belong here: what the settin
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hpctrain.errors import InvalidInputError, Problem, StorageError
 from hpctrain.formats import refuse_newer
 
 DEFAULT_POLL_SECONDS = 10.0
+# Fields of earlier versions, by which nobody acts any more.
+_FORMER = frozenset({"url_env", "token_env", "other_nodes"})
 
 
 class _Settings(BaseModel):
     """Unlike in records, an unknown field is an error: nobody would act on it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, defer_build=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_fields(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if name not in _FORMER}
 
 
 class LaunchShape(_Settings):
@@ -37,7 +46,6 @@ class RollbackSettings(_Settings):
     act: bool = False
     checkpoints: int = 1
     skip_steps: int = 1
-    other_nodes: bool = True
 
 
 class GroupSettings(_Settings):
@@ -70,9 +78,7 @@ class ChannelSettings(_Settings):
     name: str
     kind: Literal["slack", "webhook", "mail"]
     url_file: str | None = None
-    url_env: str | None = None
     token_file: str | None = None
-    token_env: str | None = None
     to: tuple[str, ...] = ()
     sendmail: str = "/usr/sbin/sendmail"
 
@@ -92,12 +98,6 @@ class NotifySettings(_Settings):
     most_messages: int = 6
     window_seconds: float = 3600.0
     queue_limit_seconds: float | None = None
-
-    @property
-    def secret_names(self) -> tuple[str, ...]:
-        """The variables that hold secrets of the channels."""
-        names = (name for one in self.channels for name in (one.url_env, one.token_env))
-        return tuple(name for name in names if name is not None)
 
 
 class MetricsSettings(_Settings):

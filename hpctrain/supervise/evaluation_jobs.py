@@ -39,7 +39,6 @@ from hpctrain.store.evaluations import (
 )
 from hpctrain.store.jobs import sbatch_options
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise.context import log_message
 from hpctrain.supervise.timeouts import run_with_timeout
 
@@ -155,14 +154,12 @@ class EvaluationPass:
             f"--output={log.removesuffix('JOB.out')}%j.out",
         ]
         arguments = (str(one.step), str(one.epoch), str(attempt))
-        notify = read_supervise_config(self.run.supervise_config).notify
         try:
             job_id = self.slurm.submit_with(
                 self.run.evaluation_script(job.name),
                 arguments,
                 options,
                 variables=settings.submit_variables,
-                without=notify.secret_names if notify is not None else (),
             ).job_id
         except SlurmRefusedError as error:
             self._refused.add(job.name)

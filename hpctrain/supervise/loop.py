@@ -8,7 +8,6 @@ an action (`judge.policy`), carrying it out (`act.execute`).
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -57,7 +56,7 @@ from hpctrain.supervise.judge.launch_nodes import Allocation, Placement, place
 from hpctrain.supervise.judge.lost_attempts import why_ended
 from hpctrain.supervise.judge.node_order import NodePlacement, details, summary
 from hpctrain.supervise.judge.policy import decide
-from hpctrain.supervise.notice_sender import NoticeSender, without_secrets
+from hpctrain.supervise.notice_sender import NoticeSender
 from hpctrain.supervise.restarted_job import stop_of_restarted_job
 from hpctrain.supervise.run_jobs import identity_of
 from hpctrain.supervise.side_processes import SideProcesses
@@ -88,10 +87,6 @@ class Supervisor:
     ) -> None:
         run_layout = RunLayout(directory.resolve())
         config = read_supervise_config(run_layout.supervise_config)
-        secrets = config.notify.secret_names if config.notify is not None else ()
-        with_secrets, environment = dict(environment), without_secrets(environment, secrets)
-        for name in secrets:
-            os.environ.pop(name, None)  # every process that is started below inherits this
         self.context = AttemptContext(
             run_layout=run_layout,
             config=config,
@@ -100,7 +95,7 @@ class Supervisor:
             slurm=slurm or SlurmClient(timeout_seconds=_SLURM_TIMEOUT_SECONDS, shielded=True),
             signals=Signals(),
         )
-        self.notices = NoticeSender(self.context, with_secrets)
+        self.notices = NoticeSender(self.context, environment)
         self.launcher = TrainerLauncher(self.context, argv, environment, prober)
         self.prober = prober
         self.guard = Guard(self.context)

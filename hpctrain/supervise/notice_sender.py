@@ -24,15 +24,10 @@ CLOSE_SECONDS = 15.0
 _HURRIED_SECONDS = 2.0
 
 
-def without_secrets(environment: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    """Return the environment of what the supervisor starts: no process of the run has a secret."""
-    return {name: value for name, value in environment.items() if name not in names}
-
-
 class NoticeSender:
     """Sends the notices of one attempt; does nothing where the run tells nobody.
 
-    `environment` is that of the job, with the variables that hold secrets.
+    `environment` is that of the job.
     """
 
     def __init__(self, context: AttemptContext, environment: Mapping[str, str]) -> None:

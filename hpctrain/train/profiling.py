@@ -2,8 +2,8 @@
 
 All ranks know the profiled steps: they exclude them from timing statistics, and wait together while
 traces are written. Belongs here: when a profiler runs, and where its trace is written. Does not
-belong here: DeepSpeed's FLOP counter (in its engine), starting a rank under Nsight Systems
-(`launchers.nsight`), reading traces (`hpctrain.diagnose`).
+belong here: starting a rank under Nsight Systems (`launchers.nsight`), reading traces
+(`hpctrain.diagnose`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpctrain.durable import make_private_directory
-from hpctrain.spec.profiling import ProfileSpec
 from hpctrain.train.device import on_cpu
 from hpctrain.train.job import Job
 from hpctrain.train.report import Reporter
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import StepClock
 
+_MOST_TRACE_BYTES = 512 << 20  # a larger file is more than any viewer opens
 _BUSY_HINT = "is another profiler at work on this GPU?"
 
 
@@ -49,20 +49,12 @@ class Tool(Protocol):
 class TorchTrace:
     """torch.profiler: a Chrome trace for each range of steps."""
 
-    def __init__(self, settings: ProfileSpec) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._profiler: Any = None
 
     def prepare(self) -> None:
-        settings = self._settings
         kinds = [ProfilerActivity.CPU] if on_cpu() else [*_BOTH]
-        self._profiler = profile(
-            activities=kinds,
-            record_shapes=settings.shapes,
-            profile_memory=settings.allocations,
-            with_stack=settings.stacks,
-            acc_events=True,
-        )
+        self._profiler = profile(activities=kinds, acc_events=True)
         self._profiler.prepare_trace()
 
     def start(self) -> None:
@@ -84,10 +76,10 @@ class TorchTrace:
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
-        size, largest = unfinished.stat().st_size, int(self._settings.largest)
-        if size > largest:
+        size = unfinished.stat().st_size
+        if size > _MOST_TRACE_BYTES:
             unfinished.unlink()
-            return f"trace of {size} bytes not kept: profile.largest is {largest}"
+            return f"trace of {size} bytes not kept: {_MOST_TRACE_BYTES} are the most"
         unfinished.replace(path)
         return f"trace {path.name} of {size} bytes"
 
@@ -119,13 +111,6 @@ class NsightRange:
 
     def discard(self) -> None:
         torch.cuda.profiler.stop()
-
-
-def tool_of(settings: ProfileSpec) -> Tool | None:
-    """Return the profiler of the settings; None where only FLOPs are counted."""
-    if settings.tool == "none":
-        return None
-    return NsightRange() if settings.tool == "nsys" else TorchTrace(settings)
 
 
 @dataclass
@@ -205,10 +190,12 @@ class StepProfiler:
 def step_profiler(job: Job, clock: StepClock, reporter: Reporter, control: Control) -> StepProfiler:
     """Build the profiler of this rank by the run's `profile`; without one it does nothing."""
     settings, launch = job.config.profile, job.launch
-    chosen = settings is not None and launch.rank in settings.ranks
+    tool: Tool | None = None
+    if settings is not None and launch.rank in settings.ranks:
+        tool = NsightRange() if settings.tool == "nsys" else TorchTrace()
     return StepProfiler(
         windows=() if settings is None else settings.windows,
-        tool=tool_of(settings) if settings is not None and chosen else None,
+        tool=tool,
         path_of=lambda first, last: job.run.trace(launch.epoch, launch.rank, first, last),
         clock=clock,
         reporter=reporter,

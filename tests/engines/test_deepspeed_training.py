@@ -110,7 +110,7 @@ def test_stages_of_llama(precision: str, trial: Callable[..., Trial]) -> None:
 
 SPLIT: dict[str, tuple[dict[str, Any], float]] = {
     "stage 2, recomputed": (
-        dict(zero_stage=2, activation_checkpointing=True, flops_steps=(3,)),
+        dict(zero_stage=2, activation_checkpointing=True),
         ROUNDING,
     ),
     "pipeline": (dict(pipeline_stages=(1, 1)), ROUNDING),
@@ -215,15 +215,11 @@ def test_bf16_stays_near_fp32(trial: Callable[..., Trial], gpt: Trial) -> None:
 
 
 @pytest.mark.variant("test_losses_are_those_of_one_process")
-def test_evaluation_and_counted_flops_change_nothing(
-    trial: Callable[..., Trial], gpt: Trial
-) -> None:
-    spread = trial(ZERO, zero_stage=3, eval_interval_steps=2, flops_steps=(3,))
+def test_evaluation_changes_nothing(trial: Callable[..., Trial], gpt: Trial) -> None:
+    spread = trial(ZERO, zero_stage=3, eval_interval_steps=2)
     assert spread.train() == [0, 0]
     assert largest_difference(spread, gpt, 1)[0] <= ROUNDING
     assert [row.step for row in spread.rows if row.eval_loss is not None] == [2, 4, 6]
-    counted = spread.run.flops(3).read_text()
-    assert "GPT2LMHeadModel" in counted and not spread.run.flops(2).exists()
 
 
 @pytest.mark.variant("test_losses_are_those_of_one_process")

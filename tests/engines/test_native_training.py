@@ -94,7 +94,7 @@ def test_fewer_bytes_between_nodes(hook: str, trial: Callable[..., Trial]) -> No
         data_parallel_size=4,
         node_size=2,
         micro_batch_size=1,
-        ddp=dict(hook=hook, powersgd_rank=2),
+        ddp=dict(hook=hook),
     )
     assert spread.train() == [0] * 4
     loss, _ = largest_difference(spread, alone(PLAIN), 1)

@@ -34,7 +34,7 @@ precision: fp32
 engine: {name: ddp}
 resources: {gpus: 2}
 """
-TRACED = ["profile.start=3", "profile.count=2", "profile.ranks=[0, 1]", "profile.shapes=true"]
+TRACED = ["profile.steps=[3, 4]", "profile.ranks=[0, 1]"]
 
 
 @pytest.fixture

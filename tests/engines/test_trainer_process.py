@@ -211,7 +211,7 @@ def test_a_rank_below_nsight_stops_when_slurm_says_so(
     trial: Callable[..., Trial], tmp_path: Path
 ) -> None:
     """Its task is signalled, before nsys is there, and hands that on once the rank listens."""
-    window = dict(tool="nsys", start=4, count=2, ranks=(0,))
+    window = dict(tool="nsys", steps=(4, 5), ranks=(0,))
     # more steps than it makes until a task that is paused hands the signal on
     made = trial(MODULE_GPT, profile=window, train_steps=40_000, lr_decay_steps=40_000)
     profiler = tmp_path / "bin" / "nsys"

@@ -20,7 +20,7 @@ from hpctrain.store.run_records import RankTimes, read_record
 from hpctrain.train.launchers.nsight import nsight_command
 from hpctrain.train.launchers.nsight_task import UNDER_NSIGHT
 
-TWO_STEPS = dict(steps=(3, 4, 6), ranks=(1,), shapes=True)
+TWO_STEPS = dict(steps=(3, 4, 6), ranks=(1,))
 
 
 def _names(path: Path) -> set[str]:
@@ -56,12 +56,15 @@ def test_chosen_steps_are_traced_and_nothing_changes(
     assert read_record(traced.run.rank_times, RankTimes) is None, "no usual step was left"
 
 
-def test_a_trace_that_is_too_large_is_not_kept(trial: Callable[..., Trial]) -> None:
-    small = trial(MODULE_GPT, train_steps=3, profile=dict(steps=(2,), largest="100B"))
+def test_a_trace_that_is_too_large_is_not_kept(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpctrain.train.profiling._MOST_TRACE_BYTES", 100)
+    small = trial(MODULE_GPT, train_steps=3, profile=dict(steps=(2,)))
     assert small.train() == [0]
     assert list(small.run.traces.iterdir()) == []
     said = "".join(path.read_text() for path in small.run.logs.rglob("*.log"))
-    assert "bytes not kept: profile.largest is 100" in said
+    assert "bytes not kept: 100 are the most" in said
 
 
 @pytest.mark.variant("test_a_trace_that_is_too_large_is_not_kept")
@@ -76,7 +79,7 @@ def test_what_fails_ends_the_profile_and_not_the_run(trial: Callable[..., Trial]
 
 # -- Nsight Systems, of which there is none here: the command, and that it is what is started ----
 
-NSIGHT = dict(tool="nsys", start=2, count=2, ranks=(1,))
+NSIGHT = dict(tool="nsys", steps=(2, 3), ranks=(1,))
 PROGRAM = """#!/bin/sh
 printf '%s\\n' "$@" > "$NSIGHT_ARGUMENTS"
 while [ "$1" != -m ]; do last=$1; shift; done

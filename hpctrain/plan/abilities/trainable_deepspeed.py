@@ -82,5 +82,3 @@ def untrainable_in_a_pipeline(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "optimizer.offload", message
     if spec.optimizer.zero == 0 or not spec.optimizer.distributed:
         yield "optimizer.zero", f"{trains} at ZeRO stage 1"
-    if spec.profile is not None and spec.profile.flops:
-        yield "profile.flops", "FLOPs of a pipeline's stages are not counted"

@@ -47,6 +47,7 @@ from hpctrain.plan.model.parameters import BERT_SEGMENTS
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.engines.abilities import MEGATRON_CORE, TRANSFORMERS, GradientAddition
+from hpctrain.spec.engines.ddp import POWERSGD_RANK
 from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
 from hpctrain.spec.run import ModelSpec, RunSpec
 
@@ -188,7 +189,7 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
     hook = spec.engine.ddp.hook if spec.engine.abilities.gradient_hook else "none"
     sent_share = 1.0 if hook == "none" else 0.5
     if hook == "powersgd":
-        sent_share = min(1.0, 2 * spec.engine.ddp.powersgd_rank / spec.model.hidden)
+        sent_share = min(1.0, 2 * POWERSGD_RANK / spec.model.hidden)
     return Mesh(
         **{name: getattr(columns, name).astype(float) for name in _IN_COLUMNS},
         offload=columns.offload.astype(float) * (2 if spec.optimizer.offload == "nvme" else 1),

@@ -70,9 +70,7 @@ def eligible_islands(nodes: int, profile: ClusterProfile) -> tuple[int, ...]:
     Empty without islands, or when the cluster is too small.
     """
     islands = profile.network.islands
-    alike = [i for i, island in enumerate(islands) if island.gpu in (None, profile.gpu.type)]
-    enough = sum(islands[i].nodes for i in alike) >= nodes
-    pool = sorted(alike if enough else range(len(islands)), key=lambda i: -islands[i].nodes)
+    pool = sorted(range(len(islands)), key=lambda i: -islands[i].nodes)
     alone = tuple(i for i in pool if islands[i].nodes >= nodes)
     if alone:
         return alone
@@ -88,26 +86,14 @@ def used_islands(request: NodeRequest, profile: ClusterProfile) -> tuple[IslandP
     return tuple(island for island, nodes in pairs if nodes)
 
 
-def gpu_types(request: NodeRequest, profile: ClusterProfile) -> tuple[str, ...]:
-    """List the types of GPU of the run, the profile's own first."""
-    own = profile.gpu.type
-    kinds = {island.gpu or own for island in used_islands(request, profile)} or {own}
-    return tuple(sorted(kinds, key=lambda kind: (kind != own, kind)))
-
-
 def island_warnings(request: NodeRequest, profile: ClusterProfile) -> tuple[str, ...]:
-    """Warn where Slurm may ignore islands, and where islands have different GPUs."""
-    lines, kinds = [], gpu_types(request, profile)
+    """Warn where Slurm may ignore islands."""
     islands = profile.network.islands
-    if islands and request.nodes < profile.nodes.count and islands[0].feature is None:
-        lines.append(
-            "network.islands have no `feature`: Slurm may take nodes of other islands than planned."
-        )
-    if len(kinds) > 1:
-        lines.append(
-            f"The run has islands with {' and '.join(kinds)}: every step waits for the slowest."
-        )
-    return tuple(lines)
+    if not islands or request.nodes >= profile.nodes.count or islands[0].feature is not None:
+        return ()
+    return (
+        "network.islands have no `feature`: Slurm may take nodes of other islands than planned.",
+    )
 
 
 def slow_links(request: NodeRequest, profile: ClusterProfile) -> tuple[Island, ...]:

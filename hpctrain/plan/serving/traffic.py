@@ -87,7 +87,6 @@ class Traffic:
             prompt=None if spec.prompt_tokens is None else Lengths.of(spec.prompt_tokens),
             output=None if spec.output_tokens is None else Lengths.of(spec.output_tokens),
             trace=trace,
-            burstiness=spec.burstiness,
             shared_prefix_tokens=spec.shared_prefix_tokens,
         )
 

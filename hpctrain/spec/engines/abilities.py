@@ -210,7 +210,6 @@ class EngineAbilities:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     # -- profiling -------------------------------------------------------------------------------
-    counts_flops: bool = False
     # chosen steps -> the arguments that make its own program trace them; None: hpctrain traces
     own_profiler: Callable[[tuple[int, ...]], str] | None = None
 

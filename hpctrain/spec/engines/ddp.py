@@ -1,23 +1,21 @@
-"""DistributedDataParallel's section of the spec, its contradictions, and its abilities.
+"""DistributedDataParallel's section of the spec, and its abilities.
 
-Belongs here: the fields of `engine.ddp`, their contradictions, its abilities. Does not belong here:
+Belongs here: the fields of `engine.ddp`, its abilities. Does not belong here:
 its document (see `hpctrain.engines.native`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import WORDS_OF_EVERY_ENGINE, EngineAbilities, Word
 from hpctrain.units import ByteSize
 
-if TYPE_CHECKING:
-    from hpctrain.spec.engine import EngineSpec
+# Rank of PowerSGD's approximation: that of PyTorch's own example of the hook.
+POWERSGD_RANK = 4
 
 
 class DdpSpec(Document):
@@ -31,16 +29,7 @@ class DdpSpec(Document):
         description="Fewer bytes over a slow link: sums in half precision, of low rank (PowerSGD), "
         "or in full within nodes and in bf16 between them (hierarchical)",
     )
-    powersgd_rank: int = Field(4, ge=1, description="Rank of PowerSGD's approximation")
     sync_batchnorm: bool = Field(True, description="Batch statistics over all GPUs (ResNet)")
-
-
-def wrong_settings(engine: EngineSpec) -> Iterator[Contradiction]:
-    """Find a rank of PowerSGD that no hook reads."""
-    if engine.ddp.powersgd_rank != DdpSpec().powersgd_rank and engine.ddp.hook != "powersgd":
-        message = "this is for PowerSGD, which is not the hook"
-        path = ("engine", "ddp", "powersgd_rank")
-        yield Contradiction(path, message, "remove it, or set `engine.ddp.hook: powersgd`")
 
 
 ABILITIES = EngineAbilities(
@@ -54,7 +43,6 @@ ABILITIES = EngineAbilities(
     rules="hpctrain.plan.abilities.trainable_modules",
     export="hpctrain.convert.run_checkpoint:export_distributed",
     settings={"ddp": "{}"},
-    wrong_settings=wrong_settings,
     reads_packed=True,
     calibration="fsdp",
     autocast=True,

@@ -133,7 +133,6 @@ ABILITIES = EngineAbilities(
     chooses_overlap=True,
     main_copy_of_trained_only=True,
     resumes_other_stage=False,
-    counts_flops=True,
     words=(
         *(zero_word(stage) for stage in range(4)),
         OFFLOAD_WORD,

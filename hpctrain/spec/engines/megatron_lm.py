@@ -65,7 +65,7 @@ _BY_FIELD: dict[str, str] = {
     "batch.micro": "micro-batch-size",
     "budget": "train-iters train-samples",
     "precision": "bf16 fp16",
-    "optimizer.name": "optimizer",
+    "optimizer": "optimizer",
     "optimizer.lr": "lr",
     "optimizer.min_lr": "min-lr",
     "optimizer.beta1": "adam-beta1",

@@ -143,8 +143,8 @@ class ClusterProfile(Document):
     @field_validator("slurm")
     @classmethod
     def _islands_can_be_asked_for(cls, slurm: SlurmProfile, info: ValidationInfo) -> SlurmProfile:
-        network, gpu = info.data.get("network"), info.data.get("gpu")
-        if network is None or gpu is None:
+        network = info.data.get("network")
+        if network is None:
             return slurm
         # sbatch(1), --constraint: one set of brackets for each job, and islands need it
         features = any(island.feature for island in network.islands)
@@ -152,12 +152,6 @@ class ClusterProfile(Document):
             raise ValueError(
                 f"constraint `{slurm.constraint}` cannot be joined with the features of "
                 "network.islands: use names joined by `&` only"
-            )
-        others = {island.gpu for island in network.islands} - {None, gpu.type}
-        if others and slurm.asks_for_a_type:
-            raise ValueError(
-                f"gpu_request {slurm.gpu_request} asks for {gpu.type} only, but network.islands "
-                f"has {', '.join(sorted(others))}: use `{slurm.gpu_request.removesuffix('-typed')}`"
             )
         return slurm
 

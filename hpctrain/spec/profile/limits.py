@@ -5,8 +5,6 @@ Belongs here: rules and rates of a site. Does not belong here: facts about machi
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from hpctrain.spec.document import Document
@@ -53,11 +51,6 @@ class LimitsProfile(Document):
     )
     max_rpc_per_hour: int | None = Field(
         None, ge=1, description="Most RPCs of one run to slurmctld in any hour"
-    )
-    short_grace: Literal["warn", "refuse"] = Field(
-        "warn",
-        description="What is done with a run whose step and save do not fit into the grace of its "
-        "partition, so that a preemption costs the work since the last checkpoint",
     )
 
 

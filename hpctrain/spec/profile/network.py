@@ -76,7 +76,6 @@ class IslandProfile(Document):
     nodes: int = Field(ge=1, description="Nodes of this island, in the order of their names")
     uplink: Bandwidth = Field(gt=0, description="Of the whole island to the others, per direction")
     feature: Name | None = Field(None, description="Slurm feature of its nodes, for `--constraint`")
-    gpu: str | None = Field(None, description="GPU type if it differs from `gpu.type`")
 
 
 class NetworkProfile(Document):

@@ -59,8 +59,8 @@ def _once_more(verdict: Verdict, situation: Situation, config: SuperviseConfig) 
         reason = f"{reason}, with a spare node"
         return Action(ActionKind.RELAUNCH, reason, exclude=tuple(verdict.nodes))
     others = config.cluster_nodes - situation.allocated_nodes
-    wanted = config.rollback.other_nodes and config.continuation == "requeue"
-    if not wanted or others < situation.needed_nodes or not verdict.nodes:
+    can_change = config.continuation == "requeue" and others >= situation.needed_nodes
+    if not can_change or not verdict.nodes:
         return Action(ActionKind.RELAUNCH, f"{reason}, on the same nodes")
     if config.exclude_nodes == "act":
         return Action(ActionKind.REQUEUE, f"{reason}, on other nodes", exclude=tuple(verdict.nodes))

@@ -270,38 +270,6 @@ def test_slurms_own_mail_is_a_line_of_the_script(spec: Path) -> None:
     assert "#SBATCH --mail-type=BEGIN,FAIL\n#SBATCH --mail-user=ada@example.org\n" in done.stdout
 
 
-def test_a_secret_of_the_environment_is_inherited_by_name(
-    hook: Webhook, spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HOOK_URL", hook.url)
-    fake = FakeSlurm()
-    monkeypatch.setattr("hpctrain.slurm.client.SlurmClient", lambda *words, **named: fake)
-    spec.write_text(SPEC + "notify: {channels: [{kind: slack, url_env: HOOK_URL}]}\n")
-    done = hpctrain("submit", "-p", "sandbox", spec.name, "-y")
-    assert done.exit_code == 0, done.transcript()
-    assert SECRET not in done.transcript()
-    assert "HOOK_URL" in (fake.inherited[1] or ())
-    (run,) = (tmp_path / "runs").iterdir()
-    files = [path for path in run.rglob("*") if path.is_file()]
-    assert len(files) > 5 and not [p for p in files if SECRET.encode() in p.read_bytes()]
-    script = (run / "job.sbatch").read_text()
-    assert "export HOOK_URL" not in script and "container-env" not in script
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [("continuation: chain\n", "each job of a chain"), ("slurm: {export: none}\n", "inherit")],
-)
-def test_where_a_job_cannot_inherit_a_secret_a_file_is_wanted(
-    spec: Path, more: str, words: str, tmp_path: Path
-) -> None:
-    profile = tmp_path / "site.yaml"
-    profile.write_text(f"extends: sandbox\nname: site\n{more}")
-    spec.write_text(SPEC + "notify: {channels: [{kind: slack, url_env: HOOK_URL}]}\n")
-    done = hpctrain("submit", "-p", str(profile), spec.name, "--dry-run")
-    assert done.exit_code == 3 and words in done.stderr and "url_file" in done.stderr
-
-
 # -- checks and commands -----------------------------------------------------------------------
 
 
@@ -348,7 +316,6 @@ def test_a_secret_in_a_spec_is_refused_and_not_repeated(spec: Path) -> None:
     for channel in (
         f"{{kind: slack, url: https://hooks.slack.com{PATH}}}",
         f"{{kind: slack, url_file: 'https://hooks.slack.com{PATH}'}}",
-        f"{{kind: slack, url_env: 'https://hooks.slack.com{PATH}'}}",
         f"{{kind: webhook, url_file: x, token: {SECRET}}}",
     ):
         spec.write_text(SPEC + f"notify: {{channels: [{channel}]}}\n")

@@ -21,7 +21,6 @@ from hpctrain.actions.submit import check, submit
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import (
     InvalidInputError,
-    LimitError,
     RunFailedError,
     SlurmRefusedError,
     SlurmUnreachableError,
@@ -201,7 +200,7 @@ def test_overrides_reach_every_document(tmp_path: Path) -> None:
     assert json.loads(changed.plan.model_dump_json())["batch"]["train_steps"] == 7
 
 
-def test_a_grace_that_is_too_short_warns_or_refuses_as_the_site_has_it(tmp_path: Path) -> None:
+def test_a_grace_that_is_too_short_is_warned_of(tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
     text = (ROOT / "cluster_profiles/a100x1.yaml").read_text()
     assert "grace: 30s" in text
@@ -209,10 +208,7 @@ def test_a_grace_that_is_too_short_warns_or_refuses_as_the_site_has_it(tmp_path:
     site.write_text(text)
     warnings = prepare(TINY, str(site), runs=tmp_path).plan.warnings
     assert "no grace" in "".join(warnings)
-    site.write_text(f"{text}\nlimits: {{short_grace: refuse}}\n")
-    with pytest.raises(LimitError, match="a preemption costs the work since") as caught:
-        prepare(TINY, str(site), runs=tmp_path)
-    assert caught.value.exit_code == 4 and "limits.short_grace" in str(caught.value.hint)
+    assert "a preemption costs the work since" in "".join(warnings)
 
 
 def test_an_sbatch_without_an_answer_may_have_been_accepted(

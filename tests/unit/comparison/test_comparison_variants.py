@@ -102,10 +102,10 @@ def test_settings_that_one_engine_reads_are_no_hindrance_for_another() -> None:
     other = loaded(GPT1300M, *spec, *engine_overrides("deepspeed:zero2", "deepspeed"))
     assert other.engine.deepspeed.nvme_path is None and other.optimizer.offload == "none"
     assert other.engine.deepspeed.gather_bucket == 2**20, "what is no sharding stays"
-    slow = ["engine.name=ddp", "engine.ddp.hook=powersgd", "engine.ddp.powersgd_rank=8"]
+    slow = ["engine.name=ddp", "engine.ddp.hook=powersgd", "engine.ddp.bucket=8MiB"]
     assert loaded(GPT1300M, *slow, *engine_overrides("fsdp", "ddp")).engine.ddp.hook == "none"
     kept = loaded(GPT1300M, *slow, *engine_overrides("ddp+recompute", "ddp"))
-    assert kept.engine.ddp.powersgd_rank == 8 and kept.recompute == "full"
+    assert kept.engine.ddp.bucket == 8 * 2**20 and kept.recompute == "full"
     local = ["engine.implementation=local", "optimizer.overlap_grad_reduce=false"]
     freed = loaded(GPT175B, *local, *engine_overrides("fsdp", "megatron"))
     assert freed.engine.implementation == "auto" and freed.optimizer.overlap_grad_reduce

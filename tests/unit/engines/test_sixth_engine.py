@@ -104,7 +104,7 @@ def test_it_is_planned_and_rendered(spec: Path, tmp_path: Path) -> None:
         ("optimizer.zero=1", "engine toy has no ZeRO stage 1"),
         ("optimizer.offload=cpu", "hpctrain does not train toy with the optimizer's state on cpu"),
         ("engine.ddp.bucket=1MiB", "these are settings of DDP, and toy would not read them"),
-        ("profile={steps: [2], flops: true}", "expected one value"),
+        ("profile={steps: [2], ranks: [0]}", "expected one value"),
         ("data.format=images", "reads tokens"),
     ],
 )

@@ -91,7 +91,7 @@ def test_every_path_of_the_layout_has_a_place() -> None:
     run = RunLayout(Path("/runs/one"))
     names = [name for name, value in vars(RunLayout).items() if isinstance(value, property)]
     paths = [value for name in names if isinstance(value := getattr(run, name), Path)]
-    paths += [run.rank_log(7, 0, 1, 3), run.trace(1, 0, 2, 3), run.flops(4), run.stack_dump(1, 2)]
+    paths += [run.rank_log(7, 0, 1, 3), run.trace(1, 0, 2, 3), run.stack_dump(1, 2)]
     paths += [run.train_config_for(3), run.ds_config_for(3), run.exit_records(1, 0)]
     paths += [run.left_startup(1), run.host_file(7, 0, 1), run.log_archive(9)]
     assert len(paths) > 25

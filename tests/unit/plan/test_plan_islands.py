@@ -11,8 +11,6 @@ from hpctrain.plan.mesh.islands import (
     Crossing,
     Island,
     crossing,
-    eligible_islands,
-    gpu_types,
     groups_at_border,
     groups_inside,
     island_warnings,
@@ -75,25 +73,6 @@ def test_nodes_of_each_island(
 def test_no_islands_and_too_few_nodes() -> None:
     assert placed_on(4, cluster()) == ()
     assert placed_on(9, archipelago(4, 4)) == ()
-
-
-def test_islands_with_other_gpus_come_last() -> None:
-    mixed = with_islands(
-        [
-            {"nodes": 8, "uplink": UPLINK, "gpu": "v100"},
-            {"nodes": 4, "uplink": UPLINK},
-            {"nodes": 4, "uplink": UPLINK, "gpu": "a100"},
-        ]
-    )
-    assert placed_on(4, mixed) == (0, 4, 0)
-    assert placed_on(8, mixed) == (0, 4, 4)
-    assert eligible_islands(4, mixed) == (1, 2)
-    request = on_islands(NodeRequest(nodes=12, gpus_per_node=8), mixed)
-    assert request.island_nodes == (8, 4, 0)
-    assert gpu_types(request, mixed) == ("a100", "v100")
-    assert "a100 and v100" in island_warnings(request, mixed)[-1]
-    alike = on_islands(NodeRequest(nodes=8, gpus_per_node=8), mixed)
-    assert gpu_types(alike, mixed) == ("a100",)
 
 
 def test_a_warning_where_slurm_cannot_be_told() -> None:

@@ -83,23 +83,6 @@ def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_secrets_of_notify_are_none_of_the_command(tmp_path: Path) -> None:
-    spec = tmp_path / "tiny.yaml"
-    notify = "notify: {channels: [{kind: webhook, url_env: HOOK_URL, token_env: HOOK_TOKEN}]}"
-    spec.write_text(
-        f"{SPEC}\ndata: {{made_up: true}}\n{notify}\nenvironment: {{inherit: [HOOK_URL, OURS]}}\n"
-        f"evaluation: {{jobs: {json.dumps([JOB])}}}\n"
-    )
-    made = prepare(spec, "sandbox", (), runs=tmp_path / "runs")
-    files = dict(evaluation_files(made, RunLayout(tmp_path)))
-    settings = json.loads(files[tmp_path / "evaluation.json"])
-    assert settings["submit_variables"] == ["HOME", "LANG", "PATH", "USER", "OURS"]
-    text = files[tmp_path / "evaluation-score.sbatch"]
-    lines = text.splitlines()
-    assert lines.index("unset HOOK_URL HOOK_TOKEN") < lines.index("mkdir -p evaluations")
-    assert "unset" not in script(prepared(tmp_path))
-
-
 def test_partition_account_and_qos(tmp_path: Path) -> None:
     own = script(prepared(tmp_path, "resources.account=ours", "resources.qos=long"))
     assert {"--account=ours", "--qos=long", "--partition=train"} <= directives(own)

@@ -105,16 +105,6 @@ def test_a_single_island_is_none(tmp_path: Path) -> None:
         load_profile(file)
 
 
-def test_typed_gpus_and_islands_with_other_ones(tmp_path: Path) -> None:
-    other = TEXT.replace("feature: west", "feature: west\n      gpu: v100")
-    file = tmp_path / "site.yaml"
-    file.write_text(other)
-    assert load_profile(file).document.network.islands[1].gpu == "v100"
-    file.write_text(other.replace("gpu_request: gres\n", "gpu_request: gres-typed\n"))
-    with pytest.raises(InvalidInputError, match=r"asks for a100 only, but .* has v100: use `gres`"):
-        load_profile(file)
-
-
 def test_names_joined_by_and_are_taken(tmp_path: Path) -> None:
     file = changed(tmp_path, "gpu_request: gres\n", "gpu_request: gres\n  constraint: ib&a100\n")
     assert load_profile(file).document.slurm.constraint == "ib&a100"

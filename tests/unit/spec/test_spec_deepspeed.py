@@ -47,9 +47,6 @@ WRONG = [
     ("zero: 3", "engine: {name: fsdp, ddp: {hook: bf16}}\n",
      "8:27: `engine.ddp`: these are settings of DDP, and fsdp would not read them"
      " | remove them, or set `engine.name: ddp`"),
-    ("zero: 0", "engine: {name: ddp, ddp: {hook: bf16, powersgd_rank: 2}}\n",
-     "8:54: `engine.ddp.powersgd_rank`: this is for PowerSGD, which is not the hook"
-     " | remove it, or set `engine.ddp.hook: powersgd`"),
     ("zero: 1", "engine: {name: deepspeed, deepspeed: {pin_memory: true}}\n",
      "8:39: `engine.deepspeed.pin_memory`: unknown key | known here: adam, "
      "gather_bucket, nvme_path, offload_parameters, reduce_bucket, reduce_precision"),

@@ -15,21 +15,14 @@ from hpctrain.actions.runs import RunFiles
 from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.slurm.process import Command, CommandResult
 from hpctrain.slurm.records import TestOnlyAnswer
 from hpctrain.slurm.states import JobState
 from hpctrain.store.evaluations import (
     EvaluationJob,
     EvaluationSettings,
     read_evaluations_of,
-    read_settings,
 )
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.supervise_config import (
-    ChannelSettings,
-    NotifySettings,
-    read_supervise_config,
-)
 from hpctrain.supervise.evaluation_jobs import EvaluationPass, EvaluationThread
 from hpctrain.supervise.evaluation_result import record
 
@@ -179,32 +172,6 @@ def test_nothing_reaches_the_training(run: RunLayout, monkeypatch: pytest.Monkey
     thread._pass()
     thread._pass()
     assert len(said) == 2 and "unexpected ZeroDivisionError" in said[1]
-
-
-@pytest.mark.parametrize("variables", [None, ("PATH", "HOOK_URL", "HOOK_TOKEN")])
-def test_secrets_of_notify_never_reach_sbatch(
-    run: RunLayout, variables: tuple[str, ...] | None
-) -> None:
-    """Where a job inherits everything, and with the settings of a run of an older hpctrain."""
-    settings = read_settings(run)
-    assert settings is not None
-    settings = settings.model_copy(update={"submit_variables": variables})
-    run.evaluation_config.write_text(settings.model_dump_json())
-    names = {"url_env": "HOOK_URL", "token_env": "HOOK_TOKEN"}
-    channel = ChannelSettings.model_validate({"name": "hook", "kind": "webhook", **names})
-    notify = NotifySettings(channels=(channel,), on=())
-    config = read_supervise_config(run.supervise_config).model_copy(update={"notify": notify})
-    run.supervise_config.write_text(config.model_dump_json())
-    seen: list[Command] = []
-
-    def answer(command: Command) -> CommandResult:
-        seen.append(command)
-        return CommandResult(0, f"{len(seen)}\n", "")
-
-    environment = {"PATH": "/bin", "HOOK_URL": "https://secret", "HOOK_TOKEN": "secret"}
-    passed(run, SlurmClient(environment, run=answer))
-    assert [command.argv[0] for command in seen] == ["sbatch", "sbatch"]
-    assert {tuple(command.environment) for command in seen} == {("PATH",)}
 
 
 def test_a_run_without_evaluation_jobs_has_no_thread(tmp_path: Path) -> None:

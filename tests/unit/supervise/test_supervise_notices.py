@@ -75,18 +75,6 @@ def test_what_a_run_tells_is_chosen(stage: Stage, hook: Webhook, tmp_path: Path)
     assert told.count("r1 is DONE (") == 1
 
 
-def test_a_secret_in_a_variable_reaches_no_process_of_the_run(
-    stage: Stage, hook: Webhook, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOOK_URL", hook.url)
-    stage.environment["HOOK_URL"] = hook.url
-    tell(stage, url_env="HOOK_URL")
-    assert stage.play("done") == 0
-    assert len(hook.received) == 1
-    assert (stage.layout.directory / "environment-1.json").exists(), "that of the ranks"
-    assert nowhere(stage) == [] and "HOOK_URL" not in os.environ
-
-
 def test_a_webhook_that_hangs_delays_no_requeue(
     stage: Stage, hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ from hpctrain.train.data import open_data, sample_order, timed
 from hpctrain.train.engine import Parts
 from hpctrain.train.engines.deepspeed import library
 from hpctrain.train.engines.deepspeed.engine import ZeroEngine
-from hpctrain.train.engines.deepspeed.flops import FlopsCounter
 from hpctrain.train.engines.deepspeed.mesh import DeepSpeedMesh, open_mesh
 from hpctrain.train.engines.deepspeed.module import placed_module, staged_module
 from hpctrain.train.engines.deepspeed.operators import build_operators
@@ -55,14 +54,12 @@ def build(job: Job, mesh: DeepSpeedMesh, control: Control) -> Parts:
         # with LoRA a checkpoint holds trainable weights only: the others are loaded or drawn again
         initialize = job.resume_directory is None or config.lora is not None
         module = placed_module(config, mesh, initialize=initialize)
-        flops_path = job.run.flops if mesh.rank == 0 else None
         engine = ZeroEngine(
             config=config,
             mesh=mesh,
             inner=_initialize(config, module, mpu=groups if mesh.tensors is not None else None),
             data=timed(open_data(config, mesh.share, job.data_cache, job.copies), clock),
             loss=loss_of(config, token_losses_of(mesh.tensors, config.vocab_size)),
-            flops=FlopsCounter(module, config.flops_steps, flops_path),
             clock=clock,
         )
     return Parts(engine, DeepSpeedSnapshot(engine, sample_order(config, engine.data), control))

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from hpctrain.train.engine import Evaluation, Update, evaluated
 from hpctrain.train.engines.deepspeed.engine_base import DeepSpeedEngineBase
-from hpctrain.train.engines.deepspeed.flops import FlopsCounter
 from hpctrain.train.engines.deepspeed.optimizer import (
     divide_gradients,
     norm_after_step,
@@ -36,7 +35,6 @@ class ZeroEngine(DeepSpeedEngineBase):
     """Implements `hpctrain.train.engine.Engine`; `inner` is a DeepSpeedEngine."""
 
     loss: Loss
-    flops: FlopsCounter
 
     def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
         """Run forward, backward and optimizer.
@@ -50,7 +48,7 @@ class ZeroEngine(DeepSpeedEngineBase):
         scale, last = self.mesh.replicas / nominal, self.config.microbatches - 1
         losses = LossTotals(self.config.microbatches, self.mesh.device, self.mesh.data)
         for number, batch in enumerate(self.data.training.microbatches(first_sample)):
-            with self.clock.computing(), self.flops.counting(self.finished_steps + 1, number):
+            with self.clock.computing():
                 loss_sum, count = self.loss(self.inner, self._in_precision(batch))
             losses.add(loss_sum, count)
             with self.clock.timing("backward"):

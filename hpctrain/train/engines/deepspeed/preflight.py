@@ -58,8 +58,8 @@ def _layout_problems(config: DeepSpeedConfig) -> Iterator[Problem]:
         yield Problem(f"stages of {stages} layers are not the model's {model.layers}")
     fits = config.zero_stage == 1 and model.family in ("gpt", "llama")
     plain = config.task == "language_modeling" and config.data_format == "tokens"
-    if not fits or not plain or config.lora is not None or config.flops_steps:
-        what = "whole GPTs and Llamas from tokens, at ZeRO stage 1, without counting FLOPs"
+    if not fits or not plain or config.lora is not None:
+        what = "whole GPTs and Llamas from tokens, at ZeRO stage 1"
         yield Problem(f"DeepSpeed's pipeline trains {what}")
 
 

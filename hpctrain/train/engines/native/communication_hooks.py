@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from hpctrain.engines.native import NativeConfig
+from hpctrain.spec.engines.ddp import POWERSGD_RANK
 from hpctrain.train.device import on_cpu
 
 # Low-rank sums begin when the gradients have settled (powerSGD_hook.py recommends a warm-up).
@@ -47,9 +48,7 @@ def register_hook(config: NativeConfig, wrapped: Any) -> None:
     elif name == "fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            None, config.ddp.powersgd_rank, start_powerSGD_iter=_EXACT_STEPS
-        )
+        state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=_EXACT_STEPS)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif name == "hierarchical":
         # DDP checks annotations, which must be types, not strings, or missing
