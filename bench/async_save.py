@@ -27,8 +27,8 @@ from typing import Any
 from bench import prefork
 from bench.overhead.jobs import MEGATRON as CONFIG
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import SaveRecord, read_saves
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import SaveRecord, read_saves
 from hpctrain.train import startup
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import read_launch

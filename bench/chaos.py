@@ -31,8 +31,8 @@ from storm_witness import Witness  # isort: skip
 from strikes import BY_NAME, CANCELS  # isort: skip
 from targets import Field, Target  # isort: skip
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
+from hpctrain.records.find import RunFiles
+from hpctrain.runs.state import RunState
 from hpctrain.sandbox.shape import SandboxShape, default_shape
 
 STRIKES_PER_RUN = 17

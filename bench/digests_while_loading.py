@@ -25,9 +25,9 @@ from pathlib import Path
 
 from bench import prefork
 from bench.async_save import LIMIT_SECONDS, RANKS, settings
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import checkpoint_name, read_manifest, what_is_wrong
 from hpctrain.train import startup
 from hpctrain.train.job import Job
 from hpctrain.train.loop import Loop

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 
-from hpctrain import reserved_ports
+from hpctrain.base import reserved_ports
 
 # A reservation lasts until so many later ones were made.
 _RESERVED: deque[socket.socket] = deque(maxlen=64)

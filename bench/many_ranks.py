@@ -30,11 +30,11 @@ from bench.supervisor_cost import counting_commands
 
 from stand_in_runs import PROFILE, shape_of, start_stand_in, wrong_losses  # isort: skip
 
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.requests import make_request
+from hpctrain.records.run_records import StepMetrics, read_metrics
 from hpctrain.sandbox.faults import crash_node, has_rebooted, restart_node, resume_node
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.requests import make_request
-from hpctrain.store.run_records import StepMetrics, read_metrics
 
 _ROOT = Path(__file__).resolve().parents[1]
 _GOLDEN = _ROOT / "tests" / "golden" / "scripts" / f"{PROFILE}--gpt175b.sbatch"
@@ -421,7 +421,7 @@ new step. `CPU s`: of the supervisor itself. `lost`: steps that were trained twi
   where UnkillableStepTimeout is not more than that (its default is 60 s) Slurm drains its node
   ("Kill task failed"); here it is 180 s.
 - **A stopped rank**: SIGSTOP. No silence below 90 s is taken for a hang, however short the steps
-  (`supervise/judge/silence_limits.py`), so most of the time to the verdict is that limit.
+  (`judge/silence_limits.py`), so most of the time to the verdict is that limit.
 - **A killed rank**: SIGKILL; each of the others sees a lost connection and leaves a record of its
   own, as ranks with gloo do.
 """

@@ -22,10 +22,10 @@ import time
 from collections.abc import Callable
 
 from bench.rehearsals import MADE_UP, Rehearsal, Stage, own_stage
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import read_metrics
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import read_metrics
 
 # Far more steps than the benchmark trains.
 STEPS = 100_000

@@ -26,7 +26,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from bench.rehearsals import MADE_UP, Stage, TerminalScreen, own_stage
-from hpctrain.actions.state import RunState
+from hpctrain.runs.state import RunState
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "images"

@@ -30,18 +30,18 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.plan.serving.batching import BatchLimits
-from hpctrain.plan.serving.iteration_table import IterationTable
-from hpctrain.plan.serving.routing import SimulatedService, Window, simulate_arrivals
-from hpctrain.plan.serving.step_time import IterationLoad
-from hpctrain.plan.serving.traffic import Floats, Lengths, Requests, Traffic, draw_requests
-from hpctrain.serving.load.iteration_fit import IterationFit, TimedIteration, fit_iterations
-from hpctrain.serving.load.measurement import Measurement, RequestRecord
-from hpctrain.serving.load.order_statistics import sample_quantile
-from hpctrain.serving.load.prompts import PromptStyle
-from hpctrain.serving.load.sending import LoadPlan, LoadTarget, send_requests
-from hpctrain.serving.load.summary import summarize
-from hpctrain.serving.tiny_llama import TinyShape
+from hpctrain.serve.load.iteration_fit import IterationFit, TimedIteration, fit_iterations
+from hpctrain.serve.load.measurement import Measurement, RequestRecord
+from hpctrain.serve.load.order_statistics import sample_quantile
+from hpctrain.serve.load.prompts import PromptStyle
+from hpctrain.serve.load.sending import LoadPlan, LoadTarget, send_requests
+from hpctrain.serve.load.summary import summarize
+from hpctrain.serve.plan.batching import BatchLimits
+from hpctrain.serve.plan.iteration_table import IterationTable
+from hpctrain.serve.plan.routing import SimulatedService, Window, simulate_arrivals
+from hpctrain.serve.plan.step_time import IterationLoad
+from hpctrain.serve.plan.traffic import Floats, Lengths, Requests, Traffic, draw_requests
+from hpctrain.serve.tiny_llama import TinyShape
 from tests.serving_environment import RunningEngine, running_engine, serving_python, tiny_start
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 8

@@ -1,6 +1,6 @@
 """Predicted latencies of published inference rows, all at once.
 
-Belongs here: stacking rows into the cases of `hpctrain.plan.serving`, and which closed form prices
+Belongs here: stacking rows into the cases of `hpctrain.serve.plan`, and which closed form prices
 which kind of load. Does not belong here: rows (`serving_rows`), errors (`serving_accuracy`).
 """
 
@@ -22,10 +22,10 @@ from bench.serving_rows import (
     serving_case,
 )
 from hpctrain.plan.cost.case import Floats, stack
-from hpctrain.plan.serving.kv_cache import fits, largest_batch
-from hpctrain.plan.serving.served_model import stack_served
-from hpctrain.plan.serving.serving_machine import ReplicaCase, ServingMachine, serving_machine
-from hpctrain.plan.serving.steady_state import (
+from hpctrain.serve.plan.kv_cache import fits, largest_batch
+from hpctrain.serve.plan.served_model import stack_served
+from hpctrain.serve.plan.serving_machine import ReplicaCase, ServingMachine, serving_machine
+from hpctrain.serve.plan.steady_state import (
     ClosedLoad,
     Latencies,
     OpenLoad,

@@ -2,7 +2,7 @@
 
 Belongs here: reading the CSV file (columns as in the README of the data), and the documented rules
 for what a source leaves blank. Does not belong here: shapes of models (`public_models.yaml`),
-formulas (`hpctrain.plan.serving`), errors (`serving_accuracy`).
+formulas (`hpctrain.serve.plan`), errors (`serving_accuracy`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench.published_models import UnknownModel, model_of
 from bench.serving_protocols import AS_DEFAULT, INFERENCE_X, BenchmarkRun, Protocol, inference_x
 from bench.serving_recipes import PoolRecipe, Recipe, recipes_of
 from hpctrain.plan.cost.case import Shape
-from hpctrain.plan.serving.served_model import (
+from hpctrain.serve.plan.served_model import (
     PartFormats,
     ReplicaLayout,
     ServedModel,

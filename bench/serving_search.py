@@ -18,12 +18,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from hpctrain.actions.profiles import load_named_profile
-from hpctrain.actions.serve_plan import PlannedService, plan_service, read_model, service_request
-from hpctrain.plan.serving.routing import SimulatedService, simulate_open
-from hpctrain.plan.serving.search import bound, simulated
-from hpctrain.plan.serving.traffic import draw_requests
+from hpctrain.serve.make_plan import PlannedService, plan_service, read_model, service_request
+from hpctrain.serve.plan.routing import SimulatedService, simulate_open
+from hpctrain.serve.plan.search import bound, simulated
+from hpctrain.serve.plan.traffic import draw_requests
 from hpctrain.spec.loader import load_service_spec
+from hpctrain.spec.profiles import load_named_profile
 
 CLUSTERS = ("h100x16", "a100x64", "gb200nvl72")
 SPEC = """\

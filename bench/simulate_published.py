@@ -13,9 +13,9 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.simulate.monte_carlo import simulate
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.store.supervise_config import SuperviseConfig
 
 DAY, HOUR = 86400.0, 3600.0
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench.pairs import ratio
 from bench.rehearsals import MADE_UP, Rehearsal, Stage, own_stage
-from hpctrain.store.run_records import read_metrics
+from hpctrain.records.run_records import read_metrics
 
 LIMIT_BYTES = 60e6
 LIMIT_RATIO = 1.01

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
-    from hpctrain.actions.compare import compare, open_comparison, scale
-    from hpctrain.actions.handle import Run, make_plan, open_run
-    from hpctrain.actions.handle import submit_run as submit
-    from hpctrain.actions.state import RunState
-    from hpctrain.actions.sweep import Sweep, open_sweep, sweep
+    from hpctrain.handle import Run, make_plan, open_run
+    from hpctrain.handle import submit_run as submit
+    from hpctrain.runs.state import RunState
+    from hpctrain.trials.compare import compare, open_comparison, scale
+    from hpctrain.trials.sweep import Sweep, open_sweep, sweep
 
 __all__ = [
     "Run",
@@ -36,17 +36,17 @@ __all__ = [
 ]
 
 _PLACES = {
-    "Run": ("hpctrain.actions.handle", "Run"),
-    "RunState": ("hpctrain.actions.state", "RunState"),
-    "compare": ("hpctrain.actions.compare", "compare"),
-    "scale": ("hpctrain.actions.compare", "scale"),
-    "open_comparison": ("hpctrain.actions.compare", "open_comparison"),
-    "open_run": ("hpctrain.actions.handle", "open_run"),
-    "make_plan": ("hpctrain.actions.handle", "make_plan"),
-    "submit": ("hpctrain.actions.handle", "submit_run"),
-    "Sweep": ("hpctrain.actions.sweep", "Sweep"),
-    "sweep": ("hpctrain.actions.sweep", "sweep"),
-    "open_sweep": ("hpctrain.actions.sweep", "open_sweep"),
+    "Run": ("hpctrain.handle", "Run"),
+    "RunState": ("hpctrain.runs.state", "RunState"),
+    "compare": ("hpctrain.trials.compare", "compare"),
+    "scale": ("hpctrain.trials.compare", "scale"),
+    "open_comparison": ("hpctrain.trials.compare", "open_comparison"),
+    "open_run": ("hpctrain.handle", "open_run"),
+    "make_plan": ("hpctrain.handle", "make_plan"),
+    "submit": ("hpctrain.handle", "submit_run"),
+    "Sweep": ("hpctrain.trials.sweep", "Sweep"),
+    "sweep": ("hpctrain.trials.sweep", "sweep"),
+    "open_sweep": ("hpctrain.trials.sweep", "open_sweep"),
 }
 
 

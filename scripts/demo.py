@@ -17,21 +17,21 @@ import sys
 import time
 from pathlib import Path
 
-from hpctrain.actions.bitwise import BitwiseComparison, compare_runs
-from hpctrain.actions.data import DatasetRequest, prepare_dataset
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.runs import RunFiles, find_run
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import RunStatus, statuses
-from hpctrain.actions.submit import submit
-from hpctrain.cli.output import table
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.base.errors import HpctrainError, UsageError
+from hpctrain.job.datasets import DatasetRequest, prepare_dataset
+from hpctrain.job.prepare import prepare
+from hpctrain.job.submit import submit
+from hpctrain.page.output import table
+from hpctrain.records.find import RunFiles, find_run
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.bitwise import BitwiseComparison, compare_runs
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import RunStatus, statuses
 from hpctrain.sandbox.debian_slurm import fetch_slurm
 from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.store.ledger import EventKind
 
 SPEC = Path("examples/gpt-tiny.yaml")
 PROFILE = "sandbox"

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.cli.output import table
-from hpctrain.errors import HpctrainError
+from hpctrain.base.errors import HpctrainError
+from hpctrain.page.output import table
 from hpctrain.sandbox.debian_slurm import SUITES, fetch_slurm
 from hpctrain.sandbox.programs import call
 

@@ -115,7 +115,7 @@ def virtual_clock() -> Iterator[VirtualClock]:
     """Time that passes only in pauses, and at once (tests/virtual_clock.py)."""
     from virtual_clock import VirtualClock
 
-    from hpctrain import clock
+    from hpctrain.base import clock
 
     with clock.replaced(by := VirtualClock()):
         yield by
@@ -126,7 +126,7 @@ def shifted_clock() -> Iterator[ShiftedClock]:
     """Real time, which a test sets ahead."""
     from virtual_clock import ShiftedClock
 
-    from hpctrain import clock
+    from hpctrain.base import clock
 
     with clock.replaced(by := ShiftedClock()):
         yield by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.checkpoints.manifest import MANIFEST_NAME, digest_file, read_manifest
+from hpctrain.records.manifest import MANIFEST_NAME, digest_file, read_manifest
 
 
 def flip_a_byte(path: Path, place: int | None = None) -> None:

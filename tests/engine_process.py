@@ -38,7 +38,7 @@ def stand_in(
     """Start a stand-in with these settings; gives the process and its URL, once it answers."""
     path, port = directory / "stand-in.json", free_port()
     path.write_text(json.dumps(settings))
-    argv = [sys.executable, "-m", "hpctrain.serving.stand_in", str(directory)]
+    argv = [sys.executable, "-m", "hpctrain.serve.stand_in", str(directory)]
     argv += ["--served-model-name", SERVED_NAME, "--port", str(port), *words]
     process = subprocess.Popen(
         argv,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 
-from hpctrain.actions.state import RunState
 from hpctrain.observe.families import BY_NAME, PHASES, STEP_PARTS
+from hpctrain.runs.state import RunState
 from hpctrain.telemetry.time_categories import Category
 
 SCRAPE_SECONDS = 60

@@ -11,24 +11,24 @@ from pathlib import Path
 
 from step_rows import trained_step
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.checkpoints.manifest import (
+from hpctrain.base.durable import append_line, replace_text
+from hpctrain.records.find import RunFiles
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.manifest import (
     MANIFEST_NAME,
     Manifest,
     checkpoint_name,
     digest_file,
 )
-from hpctrain.durable import append_line, replace_text
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import (
+from hpctrain.records.run_records import (
     DoneMarker,
     Progress,
     StepMetrics,
     append_metrics,
     write_record,
 )
-from hpctrain.store.supervise_config import SuperviseConfig
+from hpctrain.records.supervise_config import SuperviseConfig
 
 NOW = 1_800_000_000.0
 TARGET_STEP = 60

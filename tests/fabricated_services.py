@@ -10,21 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from hpctrain.actions.serve_settings import service_settings
-from hpctrain.actions.service_files import ServiceFiles
-from hpctrain.durable import append_line, replace_text
-from hpctrain.plan.serving.documents import Promise, ReplicaPlan, ServicePlan
-from hpctrain.plan.serving.traffic import Traffic as PlannedTraffic
-from hpctrain.serving.load.measurement import ClientUse, FailureKind, RequestRecord
-from hpctrain.serving.load.sending import LoadPlan, LoadResult, LoadTarget
-from hpctrain.serving.load.service_test import compare
-from hpctrain.serving.load.summary import summarize
-from hpctrain.spec.loader import load_profile, load_service_spec
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import write_record
-from hpctrain.store.service_layout import ReplicaName, ServiceLayout
-from hpctrain.store.service_ledger import ServiceEvent, ServiceEventKind
-from hpctrain.store.service_records import (
+from hpctrain.base.durable import append_line, replace_text
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_records import write_record
+from hpctrain.records.service_layout import ReplicaName, ServiceLayout
+from hpctrain.records.service_ledger import ServiceEvent, ServiceEventKind
+from hpctrain.records.service_records import (
     Address,
     DrainRecord,
     Endpoint,
@@ -33,6 +24,15 @@ from hpctrain.store.service_records import (
     ServiceState,
     Traffic,
 )
+from hpctrain.serve.load.measurement import ClientUse, FailureKind, RequestRecord
+from hpctrain.serve.load.sending import LoadPlan, LoadResult, LoadTarget
+from hpctrain.serve.load.service_test import compare
+from hpctrain.serve.load.summary import summarize
+from hpctrain.serve.plan.documents import Promise, ReplicaPlan, ServicePlan
+from hpctrain.serve.plan.traffic import Traffic as PlannedTraffic
+from hpctrain.serve.service_files import ServiceFiles
+from hpctrain.serve.settings import service_settings
+from hpctrain.spec.loader import load_profile, load_service_spec
 
 NOW = 1_800_000_000.0
 PROFILE = Path(__file__).resolve().parents[1] / "cluster_profiles" / "a100x1.yaml"

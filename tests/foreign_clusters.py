@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from hpctrain.errors import SlurmUnreachableError
-from hpctrain.nodes.survey import FORMAT
+from hpctrain.base.errors import SlurmUnreachableError
+from hpctrain.site.survey import FORMAT
 from hpctrain.slurm.process import Command, CommandResult
 
 CONFIG = """\

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import click
 
-from hpctrain import clock
+from hpctrain.base import clock
+from hpctrain.base.errors import HpctrainError
 from hpctrain.cli.main import cli
-from hpctrain.errors import HpctrainError
 from tests.command_line import hpctrain
 from tests.fabricated_services import NOW, fabricate_service
 from tests.judged_runs import submitted

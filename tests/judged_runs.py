@@ -8,11 +8,11 @@ from typing import Any
 
 from step_rows import trained_step
 
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.run_directory import write_run_directory
-from hpctrain.actions.runs import RunFiles
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import (
+from hpctrain.job.prepare import prepare
+from hpctrain.job.run_directory import write_run_directory
+from hpctrain.records.find import RunFiles
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import (
     RankTimes,
     SaveRecord,
     StepMetrics,

@@ -35,7 +35,7 @@ from _pytest.assertion.rewrite import (
 )
 from parts import PARTS, ROOT
 
-from hpctrain.durable import replace_bytes
+from hpctrain.base.durable import replace_bytes
 
 SLOWEST = 12  # tests named at the end of each lane
 WORDS_OF_FAILURE = 6  # lines of each failed test at the end of a run

@@ -11,8 +11,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.find import RunFiles
+from hpctrain.records.layout import RunLayout
 
 ARCHIVES = Path(__file__).resolve().parent / "unit" / "store" / "old_runs"
 # Preempted at step 88, requeued, stopped by a person at step 214 of 400.

@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 
-import hpctrain.actions.plan
+import hpctrain.job.plan
 import hpctrain.plan.planner
 from hpctrain.plan.planner import Decision, decide
 from hpctrain.plan.request import PlanRequest
@@ -28,5 +28,5 @@ def _decide_once(request: PlanRequest) -> Decision:
 
 @pytest.fixture(autouse=True)
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hpctrain.plan.planner, hpctrain.actions.plan):
+    for module in (hpctrain.plan.planner, hpctrain.job.plan):
         monkeypatch.setattr(module, "decide", _decide_once)

@@ -16,15 +16,15 @@ from typing import Any
 from engine_process import SERVED_NAME
 from waiting import PATIENCE_SECONDS, wait_until
 
-from hpctrain.serving.engines.contract import EngineStart
-from hpctrain.serving.replica.config import ReplicaConfig
-from hpctrain.serving.stand_in.interpreter import write_engine_interpreter
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.exit_records import read_exit_records
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import ExitRecord, Progress, read_record, write_record
-from hpctrain.store.service_layout import ReplicaName, ServiceLayout
-from hpctrain.store.service_records import DrainRecord, Endpoint, Rotation
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.exit_records import read_exit_records
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import ExitRecord, Progress, read_record, write_record
+from hpctrain.records.service_layout import ReplicaName, ServiceLayout
+from hpctrain.records.service_records import DrainRecord, Endpoint, Rotation
+from hpctrain.serve.engines.contract import EngineStart
+from hpctrain.serve.replica.config import ReplicaConfig
+from hpctrain.serve.stand_in.interpreter import write_engine_interpreter
 
 NAME = ReplicaName(1, 1)
 
@@ -154,7 +154,7 @@ def task_of(
     log = run.logs / ("task.log" if rank == 0 else f"task-{rank}.log")
     with log.open("w") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "hpctrain.serving.replica", str(run.replica_config)],
+            [sys.executable, "-m", "hpctrain.serve.replica", str(run.replica_config)],
             env=environment,
             stdout=stream,
             stderr=subprocess.STDOUT,

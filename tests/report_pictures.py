@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hpctrain.actions.report import collect_reports
+from hpctrain.report.collect import collect_reports
 from hpctrain.report.page import write_page
 from tests.chromium import Chromium
 from tests.reported_runs import LARGE, reported

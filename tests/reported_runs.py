@@ -11,14 +11,13 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpctrain.actions.run_documents import known_plan
-from hpctrain.actions.runs import RunFiles
-from hpctrain.durable import append_line
+from hpctrain.base.durable import append_line
 from hpctrain.plan.documents import Plan
-from hpctrain.store.communication import AxisMessages, CommunicationRecord, LinkBytes
-from hpctrain.store.exit_records import write_exit_record
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import (
+from hpctrain.records.communication import AxisMessages, CommunicationRecord, LinkBytes
+from hpctrain.records.exit_records import write_exit_record
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_records import (
     DoneMarker,
     ExitRecord,
     Progress,
@@ -28,7 +27,8 @@ from hpctrain.store.run_records import (
     append_save,
     write_record,
 )
-from hpctrain.store.software_lock import SoftwareLock, write_lock
+from hpctrain.records.software_lock import SoftwareLock, write_lock
+from hpctrain.runs.run_documents import known_plan
 from tests.fabricated_runs import published
 from tests.judged_runs import submitted
 

@@ -87,7 +87,7 @@ def engines(
             port = free_port()
             words = ["--model", str(place), "--served-model-name", SERVED_NAME]
             words += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "64"]
-            command = [sys.executable, "-m", "hpctrain.serving.stand_in", *words]
+            command = [sys.executable, "-m", "hpctrain.serve.stand_in", *words]
             with (place / f"engine-{port}.log").open("wb") as log:
                 process = subprocess.Popen(
                     command, env=environment, stdout=log, stderr=subprocess.STDOUT

@@ -14,11 +14,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from hpctrain.actions.service_files import ServiceFiles
-from hpctrain.actions.service_report import ServiceReport, collect_service_report
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
+from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.report.service_page import write_service_page
-from hpctrain.store.service_layout import ServiceLayout
+from hpctrain.report.service_report import ServiceReport, collect_service_report
+from hpctrain.serve.service_files import ServiceFiles
 from tests.chromium import Chromium
 from tests.fabricated_services import NOW, fabricate_service, fabricate_test
 

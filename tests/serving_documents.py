@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.actions.replica_prototype import replica_documents, write_prototype
-from hpctrain.actions.service_job import ServiceInputs
-from hpctrain.plan.serving.documents import ReplicaPlan, ServicePlan
+from hpctrain.records.service_layout import ServiceLayout
+from hpctrain.serve.plan.documents import ReplicaPlan, ServicePlan
+from hpctrain.serve.replica_prototype import replica_documents, write_prototype
+from hpctrain.serve.service_job import ServiceInputs
 from hpctrain.spec.loader import load_profile, load_service_spec, partition_profile
-from hpctrain.store.service_layout import ServiceLayout
 
 SERVED_NAME = "tiny"
 

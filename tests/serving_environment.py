@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from bench.free_ports import free_port
-from hpctrain.serving.engines.contract import CpuEngine, EngineCommand, EngineStart, ServingEngine
-from hpctrain.serving.engines.registry import SERVING_ENGINES, command_of
-from hpctrain.serving.tiny_llama import TinyShape, write_tiny_llama
+from hpctrain.serve.engines.contract import CpuEngine, EngineCommand, EngineStart, ServingEngine
+from hpctrain.serve.engines.registry import SERVING_ENGINES, command_of
+from hpctrain.serve.tiny_llama import TinyShape, write_tiny_llama
 from hpctrain.spec.service import ServingEngineName
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpctrain.store.run_records import StepMetrics
+from hpctrain.records.run_records import StepMetrics
 
 
 def trained_step(step: int, loss: float | None = 1.0, **changes: Any) -> StepMetrics:

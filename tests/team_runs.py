@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.actions.run_documents import known_plan
-from hpctrain.actions.runs import RunFiles
-from hpctrain.durable import append_line
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import SaveRecord, StepMetrics, append_save
+from hpctrain.base.durable import append_line
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_records import SaveRecord, StepMetrics, append_save
+from hpctrain.runs.run_documents import known_plan
 from tests.judged_runs import submitted
 
 # Thursday, 26 November 2026, 08:00 UTC; the week before it is 2026-W47.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from hpctrain.store.datasets import bin_path, idx_path
+from hpctrain.records.datasets import bin_path, idx_path
 
 _UINT16 = 8
 _TOKEN_BYTES = {4: 4, _UINT16: 2}

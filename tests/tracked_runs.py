@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import (
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import (
     EvaluationMetrics,
     SaveRecord,
     StepMetrics,
     append_metrics,
     append_save,
 )
-from hpctrain.store.tracking import TrackingConfig, WandbSettings
+from hpctrain.records.tracking import TrackingConfig, WandbSettings
 
 BEGAN = 1_750_000_000.0
 WANDB = WandbSettings(run_id="gpt-tiny-7f3a-0123abcd", project="tests", name="gpt-tiny-7f3a")

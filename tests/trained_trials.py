@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from step_rows import trained_step
 
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import DoneMarker, append_metrics, write_record
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import DoneMarker, append_metrics, write_record
 
 SPEC = """
 name: tiny

@@ -5,11 +5,11 @@ The contract in words is docs/trainer-contract.md.
 
 from __future__ import annotations
 
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.exit_records import read_exit_records
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import (
+from hpctrain.records.exit_records import read_exit_records
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import checkpoint_name, read_manifest, what_is_wrong
+from hpctrain.records.run_records import (
     DoneMarker,
     ExitRecord,
     Progress,

@@ -1,4 +1,4 @@
-"""Clocks that tests put in the place of the process's own (`hpctrain.clock`).
+"""Clocks that tests put in the place of the process's own (`hpctrain.base.clock`).
 
 Where the other side is a real process or thread, virtual time runs through a time limit before that
 side can do anything: play it on the same clock (`VirtualClock.at`), or keep real time and wait for
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpctrain.clock import Clock
+from hpctrain.base.clock import Clock
 
 _MOST_PAUSES = 100_000
 

@@ -12,9 +12,9 @@ from datetime import UTC
 from pathlib import Path
 from unittest.mock import patch
 
-from hpctrain.actions.report_windows import last_days
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.team_report import team_report
+from hpctrain.records.find import RunFiles
+from hpctrain.report.report_windows import last_days
+from hpctrain.report.team_report import team_report
 from hpctrain.report.week_page import write_week_page
 from tests.chromium import Chromium
 from tests.team_runs import NOW, team

@@ -11,8 +11,8 @@ import time
 from datetime import UTC
 from pathlib import Path
 
-from hpctrain.actions.report_windows import last_days
-from hpctrain.actions.team_report import team_report
+from hpctrain.report.report_windows import last_days
+from hpctrain.report.team_report import team_report
 from tests.team_runs import NOW
 
 

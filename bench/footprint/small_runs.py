@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.footprint.system_calls import Call, calls_below, strace_command
-from hpctrain.actions.footprint import load_footprint_table
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.resume_shares import SHARES_NAME
+from hpctrain.job.footprint import load_footprint_table
 from hpctrain.plan.footprint.table import OPERATIONS, Event, FileRow, Operation, RunSize
+from hpctrain.records.manifest import checkpoint_name, read_manifest
 
 _ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(_ROOT / "tests" / "engines"))

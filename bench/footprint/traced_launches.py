@@ -28,9 +28,9 @@ LIMIT_SECONDS = 300.0
 def main(arguments: list[str]) -> int:
     """Run the launches that the file lists, one after the other, and print their exit codes."""
     from bench import prefork
-    from hpctrain.checkpoints.manifest import read_manifest
     from hpctrain.checkpoints.resume_shares import write_shares
-    from hpctrain.store.layout import RunLayout
+    from hpctrain.records.layout import RunLayout
+    from hpctrain.records.manifest import read_manifest
     from hpctrain.train.job import read_config
     from hpctrain.train.startup import room_of
 

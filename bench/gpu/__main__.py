@@ -20,8 +20,8 @@ from pathlib import Path
 from bench.gpu import driver, environment
 from bench.gpu.report import add_rung, read_report, write_report
 from bench.gpu.rung import Found, NotRunError, Rung, Site, outcome_of
-from hpctrain.errors import HpctrainError, InvalidInputError
-from hpctrain.store.gpu_report import RungCheck, RungResult
+from hpctrain.base.errors import HpctrainError, InvalidInputError
+from hpctrain.records.gpu_report import RungCheck, RungResult
 
 OK, FAILED, USAGE, NOT_RUN = 0, 1, 2, 3
 _MARKS = {"passed": "ok", "failed": "FAILED", "not_run": "not run"}

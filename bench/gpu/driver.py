@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from bench.gpu.facts import MachineFacts
 from bench.gpu.rung import Found, Site, failed, not_run, passed, run_program
-from hpctrain.store.gpu_report import RungCheck
-from hpctrain.store.software import SoftwareFacts
+from hpctrain.records.gpu_report import RungCheck
+from hpctrain.records.software import SoftwareFacts
 
 FACTS_SECONDS = 300.0  # importing TransformerEngine from a shared file system takes long
 _LOGIN_NODE = (

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from bench.gpu.driver import read_facts
 from bench.gpu.facts import MachineFacts
 from bench.gpu.rung import Found, Site, failed, not_run, passed
-from hpctrain.store.gpu_report import RungCheck
-from hpctrain.store.software import SoftwareFacts
+from hpctrain.records.gpu_report import RungCheck
+from hpctrain.records.software import SoftwareFacts
 
 CONTAINER = (
     "NVIDIA's PyTorch container has it (nvcr.io/nvidia/pytorch); in it: "
@@ -42,7 +42,7 @@ def _promised(site: Site) -> bool:
     """Tell whether the profile promises TransformerEngine, which plans then count on."""
     if site.profile is None:
         return True
-    from hpctrain.actions.profiles import load_named_profile
+    from hpctrain.spec.profiles import load_named_profile
 
     profile = load_named_profile(site.profile).document
     return profile.software.transformer_engine
@@ -55,7 +55,7 @@ def planned_cost(profile: str) -> str | None:
     """
     from bench.one_gpu.__main__ import HERE
     from bench.one_gpu.jobs import CASES
-    from hpctrain.actions.plan import load, plan_option
+    from hpctrain.job.plan import load, plan_option
 
     case = next(case for case in CASES if case.name == "gpt-1.3b megatron")
     seconds = []

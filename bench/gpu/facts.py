@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.store.software import SoftwareFacts
+from hpctrain.records.software import SoftwareFacts
 
 LIBRARIES = ("transformers", "deepspeed")
 

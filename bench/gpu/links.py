@@ -22,7 +22,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.store.speed_checks import AxisName, AxisSpeed, SpeedCheck
+from hpctrain.records.speed_checks import AxisName, AxisSpeed, SpeedCheck
 from hpctrain.train.placement import place_rank
 from hpctrain.train.rank_environment import Launch, read_launch
 

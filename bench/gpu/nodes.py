@@ -17,23 +17,23 @@ from bench.gpu.links import LinkReport
 from bench.gpu.one_node import link_checks
 from bench.gpu.planned_spec import planned_spec
 from bench.gpu.rung import ROOT, Found, NotRunError, Site, failed, not_run, passed
-from hpctrain.actions.handle import Run, open_run, submit_run
-from hpctrain.actions.kept_code import keep_code
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.profiles import load_named_profile
-from hpctrain.comparison.measure import TrialStep, counted_steps, spread_of, warm_up_steps
-from hpctrain.comparison.trial_spec import sizes
-from hpctrain.errors import RunFailedError
+from hpctrain.base.errors import RunFailedError
+from hpctrain.handle import Run, open_run, submit_run
+from hpctrain.job.kept_code import keep_code
+from hpctrain.job.prepare import prepare
+from hpctrain.records.gpu_report import RungCheck, StepTime
+from hpctrain.records.jobs import sbatch_options
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import read_metrics, read_saves
+from hpctrain.records.software import read_software
+from hpctrain.records.speed_checks import read_speed_checks
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_run_spec
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.store.gpu_report import RungCheck, StepTime
-from hpctrain.store.jobs import sbatch_options
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import read_metrics, read_saves
-from hpctrain.store.software import read_software
-from hpctrain.store.speed_checks import read_speed_checks
+from hpctrain.spec.profiles import load_named_profile
+from hpctrain.trials.measure import TrialStep, counted_steps, spread_of, warm_up_steps
+from hpctrain.trials.trial_spec import sizes
 
 STEPS, SAVE_STEPS = 50, 20
 _POLL_SECONDS = 5.0

@@ -14,8 +14,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from bench.gpu.rung import Found, Site, failed, not_run, passed, run_program
-from hpctrain.store.gpu_report import KernelRates, RungCheck, StepTime
-from hpctrain.store.speed_checks import SpeedCheck
+from hpctrain.records.gpu_report import KernelRates, RungCheck, StepTime
+from hpctrain.records.speed_checks import SpeedCheck
 
 RATES_SECONDS, TESTS_SECONDS, OVERHEAD_SECONDS, JOBS_SECONDS = 300.0, 7200.0, 1800.0, 3600.0
 _MOST_WORKERS = 8

@@ -27,7 +27,7 @@ from bench.gpu.trials import (
     make_run,
     start_processes,
 )
-from hpctrain.store.gpu_report import RungCheck
+from hpctrain.records.gpu_report import RungCheck
 
 # fp32 in another order of sums; AdamW carries the differences on for eight steps.
 BOUND = 2e-4

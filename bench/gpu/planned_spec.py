@@ -1,7 +1,7 @@
 """Write a planned spec down so that it is planned the same again: layout and batch made explicit.
 
 Belongs here: that document. Does not belong here: planning, or reading the document (see
-`hpctrain.actions.calibrate`).
+`hpctrain.site.calibrate`).
 """
 
 from __future__ import annotations

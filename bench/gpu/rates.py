@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-from hpctrain.store.gpu_report import KernelRates
-from hpctrain.store.speed_checks import SpeedCheck
+from hpctrain.records.gpu_report import KernelRates
+from hpctrain.records.speed_checks import SpeedCheck
 
 Precision = Literal["bf16", "fp32"]
 WARM_UP_SECONDS, REPETITIONS = 2.0, 30

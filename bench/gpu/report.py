@@ -1,7 +1,7 @@
 """Keep the report of the rungs: read it, add a rung, hide names of machines and people.
 
 Belongs here: which names are hidden and how. Does not belong here: the format (see
-`hpctrain.store.gpu_report`), the checks.
+`hpctrain.records.gpu_report`), the checks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bench.gpu.rung import Found, Site
-from hpctrain.store.gpu_report import GpuReport, RungResult, write_gpu_report
+from hpctrain.records.gpu_report import GpuReport, RungResult, write_gpu_report
 from hpctrain.version import __version__
 
 KIND = "hpctrain-gpu-report"

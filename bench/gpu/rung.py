@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.store.gpu_report import CheckOutcome, KernelRates, RungCheck, StepTime
-from hpctrain.store.software import SoftwareFacts
-from hpctrain.store.speed_checks import SpeedCheck
+from hpctrain.records.gpu_report import CheckOutcome, KernelRates, RungCheck, StepTime
+from hpctrain.records.software import SoftwareFacts
+from hpctrain.records.speed_checks import SpeedCheck
 
 ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 1500  # characters of a program's output in a failed check

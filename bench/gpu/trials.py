@@ -22,11 +22,11 @@ from typing import Any, Protocol
 from bench import prefork
 from bench.free_ports import free_port
 from bench.gpu.rung import ROOT, Site
-from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.training import TrainConfig
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import read_metrics
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import checkpoint_name
+from hpctrain.records.run_records import read_metrics
 
 STEPS = 8
 LIMIT_SECONDS = 600.0

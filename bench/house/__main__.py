@@ -38,8 +38,8 @@ def main(arguments: list[str]) -> None:
         directory = installed(peer)
         if directory is not None:
             print(f"  {peer}: {counts.one_use_share(read_package(directory))}")
-    modules = loaded_modules("hpctrain.actions.submit", "hpctrain.supervise", checkout)
-    print(f"modules of supervise that `import hpctrain.actions.submit` loads: {len(modules)}")
+    modules = loaded_modules("hpctrain.job.submit", "hpctrain.supervise", checkout)
+    print(f"modules of supervise that `import hpctrain.job.submit` loads: {len(modules)}")
     ours, peer_seconds = dry_run_cost(checkout)
     print(
         f"CPU of a dry run of examples/gpt175b.yaml: {ours:.2f} s, "

@@ -1,6 +1,6 @@
 """Count the functions that receive the run spec between the submit command and the script.
 
-A walk over the syntax trees, without types: it starts at all functions of `cli/submit.py` and
+A walk over the syntax trees, without types: it starts at all functions of `job/command.py` and
 follows every mention of a function or class of the package (calls, callbacks, tables of
 functions), by imports, by `self`, and by the annotations of parameters. Whoever is reached and has
 a parameter annotated `RunSpec`, alone or in a union, receives the spec. A class with a field
@@ -50,7 +50,7 @@ class _Index:
     scopes: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
-def walk_of_spec(sources: Sequence[Source], start: str = "cli.submit") -> SpecWalk:
+def walk_of_spec(sources: Sequence[Source], start: str = "job.command") -> SpecWalk:
     """Follow the spec from the functions of the module `start`, named without the package."""
     index = _index(sources)
     carriers = _carriers(index)

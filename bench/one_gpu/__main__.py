@@ -27,16 +27,16 @@ from pathlib import Path
 from bench.free_ports import free_port
 from bench.gpu.planned_spec import planned_spec
 from bench.one_gpu.jobs import CASES, Case
-from hpctrain.actions.plan import load, plan_option
-from hpctrain.actions.profiles import load_named_profile
+from hpctrain.base.errors import DoesNotFitError, HpctrainError
 from hpctrain.engines.documents import train_config
-from hpctrain.errors import DoesNotFitError, HpctrainError
+from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.documents import Plan
+from hpctrain.records.gpu_report import StepTime
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import RankTimes, read_metrics, read_record
 from hpctrain.spec.catalogue import MEMORY_TOLERANCE
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.store.gpu_report import StepTime
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import RankTimes, read_metrics, read_record
+from hpctrain.spec.profiles import load_named_profile
 
 HERE = Path(__file__).parent
 STEPS, WARM_UP = 12, 4

@@ -23,7 +23,7 @@ from bench.overhead.jobs import JOBS, MEGATRON_LM, on_one_gpu
 from bench.overhead.ranks import SECONDS_FILE, measure
 from bench.overhead.turns import BARE, OURS, Found, read_found
 from bench.pairs import Ratio, ratio
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 
 LIMIT_SECONDS = 600.0
 

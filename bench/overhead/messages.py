@@ -25,7 +25,7 @@ from bench.overhead.ranks import SECONDS_FILE, Keeper, meet
 from bench.overhead.turns import BARE, OURS, Turns, read_found, write_found
 from bench.pairs import ratio
 from hpctrain.engines.training import MESSAGES_INTERVAL_STEPS
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import quiet_defaults, read_launch
 from hpctrain.train.stop import StopSignals

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.overhead.jobs import JOBS
 from bench.overhead.turns import BARE, OURS, Turns, write_found
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import quiet_defaults, read_launch
 from hpctrain.train.stop import StopSignals

@@ -43,8 +43,8 @@ from bench.serving_night.cluster import (
 from bench.serving_night.events import EVENTS, parsed
 from bench.serving_night.load import NightLoad, RotationWatch
 from bench.serving_night.picture import draw
-from hpctrain.store.run_records import read_record
-from hpctrain.store.service_records import Endpoint
+from hpctrain.records.run_records import read_record
+from hpctrain.records.service_records import Endpoint
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PAGE = _ROOT / "docs" / "serving-night.md"

@@ -22,15 +22,15 @@ from bench.rehearsals import (
     service_plan,
     vllm_router,
 )
-from hpctrain.actions.serve_down import stop_service
-from hpctrain.actions.serve_up import service_weights, start_service
-from hpctrain.actions.service_job import ServiceInputs
+from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, default_shape
-from hpctrain.serving.stand_in.interpreter import write_engine_interpreter
-from hpctrain.serving.tiny_llama import write_tiny_llama
+from hpctrain.serve.down import stop_service
+from hpctrain.serve.service_job import ServiceInputs
+from hpctrain.serve.stand_in.interpreter import write_engine_interpreter
+from hpctrain.serve.tiny_llama import write_tiny_llama
+from hpctrain.serve.up import service_weights, start_service
 from hpctrain.spec.loader import load_profile, load_service_spec, partition_profile
-from hpctrain.store.service_layout import ServiceLayout
 
 REPLICAS = 3
 # Three replicas, one more during a restart, one node that is lost and one that is taken away.

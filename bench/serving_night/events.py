@@ -16,19 +16,19 @@ from urllib.parse import urlsplit
 
 from bench.rehearsals import ServiceRehearsal
 from bench.serving_night.account import Event, Moment
-from hpctrain.actions.serve_restart import request_restart
-from hpctrain.actions.serve_scale import request_scale
-from hpctrain.actions.serve_status import ReplicaStatus
+from hpctrain.records.run_records import read_record
+from hpctrain.records.service_layout import ReplicaName
+from hpctrain.records.service_records import DrainRecord, Endpoint
+from hpctrain.records.supervise_config import known_supervise_config
+from hpctrain.runs.service_status import ReplicaStatus
 from hpctrain.sandbox.faults import crash_node, job_processes
 from hpctrain.sandbox.job_processes import JobProcess
-from hpctrain.serving.engines.registry import SERVING_ENGINES
-from hpctrain.serving.replica.answers import EngineAnswers
-from hpctrain.store.run_records import read_record
-from hpctrain.store.service_layout import ReplicaName
-from hpctrain.store.service_records import DrainRecord, Endpoint
-from hpctrain.store.supervise_config import known_supervise_config
+from hpctrain.serve.engines.registry import SERVING_ENGINES
+from hpctrain.serve.replica.answers import EngineAnswers
+from hpctrain.serve.restart import request_restart
+from hpctrain.serve.scale import request_scale
 
-_ENGINES = ("vllm", "hpctrain.serving.stand_in")
+_ENGINES = ("vllm", "hpctrain.serve.stand_in")
 _URGENT_SECONDS = 5
 _BUSY_SECONDS = 60.0
 _PATIENCE_SECONDS = 1800.0
@@ -234,7 +234,7 @@ def engine_processes(night: ServiceRehearsal, hit: ReplicaStatus) -> list[JobPro
         one
         for one in job_processes(night.sandbox, str(hit.job_id))
         if any(word in " ".join(one.command_line).lower() for word in _ENGINES)
-        and "hpctrain.serving.replica" not in one.command_line
+        and "hpctrain.serve.replica" not in one.command_line
     ]
     assert found, f"no engine in job {hit.job_id}"
     return found

@@ -1,7 +1,7 @@
 """Clients of the night: an open loop that goes on until it is stopped, and what the router asks.
 
 Belongs here: threads that send and watch. Does not belong here: sending itself
-(`hpctrain.serving.load`), what is done to the service (`events`).
+(`hpctrain.serve.load`), what is done to the service (`events`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Self
 
 from bench.serving_night.account import Asked, NightRequest
-from hpctrain.plan.serving.traffic import Lengths, Traffic, draw_requests
-from hpctrain.serving.load.measurement import RequestRecord
-from hpctrain.serving.load.prompts import PromptStyle
-from hpctrain.serving.load.sending import LoadResult, LoadTarget, send_requests
-from hpctrain.store.run_records import read_record
-from hpctrain.store.service_layout import ServiceLayout
-from hpctrain.store.service_records import Rotation
+from hpctrain.records.run_records import read_record
+from hpctrain.records.service_layout import ServiceLayout
+from hpctrain.records.service_records import Rotation
+from hpctrain.serve.load.measurement import RequestRecord
+from hpctrain.serve.load.prompts import PromptStyle
+from hpctrain.serve.load.sending import LoadResult, LoadTarget, send_requests
+from hpctrain.serve.plan.traffic import Lengths, Traffic, draw_requests
 
 _NAME = "night"
 # vLLM's line of --enable-log-requests, and the stand-in's: `cmpl-`, the client's id, the prompt.

@@ -11,7 +11,7 @@ from bench.calibrate_serving import FEWEST_ROWS, LEFT_OUT, unseen_errors
 from bench.serving_accuracy import default_table, document
 from bench.serving_predictions import Prediction, kind_of, predictions, read_cases
 from bench.serving_rows import NotPriced, ServingCase, serving_case, serving_row
-from hpctrain.plan.serving.served_model import EIGHT_BLOCKS, EXPANDED, FOUR, weight_bytes
+from hpctrain.serve.plan.served_model import EIGHT_BLOCKS, EXPANDED, FOUR, weight_bytes
 from hpctrain.spec.loader import load_catalogue
 
 INFERENCE_X = "ai-dynamo/aiconfigurator silicon_sample.csv id=x_tp{tp}_ep{ep}_1 | 2026-04-06.csv"

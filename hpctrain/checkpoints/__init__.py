@@ -1,0 +1,1 @@
+"""Checkpoints: publishing under a fence, finding, verifying and keeping them."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from hpctrain.checkpoints.manifest import FileDigest, Manifest
+from hpctrain.records.manifest import FileDigest, Manifest
 
 # A rank keeps the files it wrote up to so many times an even share; a file cannot be divided.
 _MOST_SHARES = 1.25

@@ -15,13 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from hpctrain.checkpoints.manifest import (
-    Manifest,
-    checkpoint_name,
-    list_problem,
-    read_manifest,
-    what_is_wrong,
-)
+from hpctrain.base.errors import CheckpointError
+from hpctrain.base.formats import USE_NEWER, NewerFormatError
 from hpctrain.checkpoints.publish import (
     QUARANTINE_NAME,
     TRACKER_NAME,
@@ -29,8 +24,13 @@ from hpctrain.checkpoints.publish import (
     published_steps,
     quarantine,
 )
-from hpctrain.errors import CheckpointError
-from hpctrain.formats import USE_NEWER, NewerFormatError
+from hpctrain.records.manifest import (
+    Manifest,
+    checkpoint_name,
+    list_problem,
+    read_manifest,
+    what_is_wrong,
+)
 
 VerifyLevel = Literal["auto", "size", "sha256"]
 # Read before the launch in about a second, which spares the launch if a byte has changed. Above

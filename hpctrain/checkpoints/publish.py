@@ -15,7 +15,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoints.manifest import (
+from hpctrain.base.durable import fsync_directory, fsync_file, replace_text
+from hpctrain.base.errors import CheckpointError, StorageError
+from hpctrain.records.manifest import (
     MANIFEST_NAME,
     Manifest,
     checkpoint_name,
@@ -25,8 +27,6 @@ from hpctrain.checkpoints.manifest import (
     unpublished_epoch,
     what_is_wrong,
 )
-from hpctrain.durable import fsync_directory, fsync_file, replace_text
-from hpctrain.errors import CheckpointError, StorageError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 QUARANTINE_NAME = "quarantine"

@@ -17,9 +17,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from hpctrain.base.durable import replace_text
 from hpctrain.checkpoints.digest_shares import deal
-from hpctrain.checkpoints.manifest import MANIFEST_NAME, FileDigest, Manifest
-from hpctrain.durable import replace_text
+from hpctrain.records.manifest import MANIFEST_NAME, FileDigest, Manifest
 
 SHARES_NAME = "resume-shares.jsonl"
 # The head has no list: names, a layout, numbers. A longer one is not written.

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.base.errors import InvalidInputError, Problem
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.checkpoints.discover import Checkpoint, VerifyLevel, inspect, reads_content
-from hpctrain.checkpoints.manifest import (
+from hpctrain.checkpoints.publish import published_steps
+from hpctrain.records.manifest import (
     FileDigest,
     checkpoint_name,
     file_problem,
     read_manifest,
     what_is_wrong,
 )
-from hpctrain.checkpoints.publish import published_steps
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import traceback
 
 import click
 
-from hpctrain.cli.output import coloured, terminal_width
-from hpctrain.errors import HpctrainError, InvalidInputError
+from hpctrain.base.errors import HpctrainError, InvalidInputError
+from hpctrain.page.output import coloured, terminal_width
 from hpctrain.page.text import paragraph
 
 _INTERRUPTED, _BUG, _USAGE, _ENVIRONMENT = 130, 1, 2, 7

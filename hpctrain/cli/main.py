@@ -18,64 +18,76 @@ from hpctrain.version import __version__
 # heading -> command -> (module, one line for `hpctrain --help`), in the order of a run's life
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Before a run": {
-        "init": ("init", "Write a run spec to start from: a published model, config.json"),
-        "validate": ("inspect", "Check specs and profiles; with -p, all that could end a run"),
-        "plan": ("plan", "Choose a layout; predict memory, time and cost, without Slurm"),
-        "footprint": ("footprint", "Count files, metadata operations and RPCs before submitting"),
-        "compare": ("compare", "Run variants of a spec for a few steps each, and recommend one"),
-        "scale": ("compare", "Run a spec on several numbers of GPUs: speed-up, shares of time"),
-        "simulate": ("simulate", "Play a run with failures: choose interval, spares, budgets"),
+        "init": ("site.init", "Write a run spec to start from: a published model, config.json"),
+        "validate": ("job.inspect", "Check specs and profiles; with -p, all that could end a run"),
+        "plan": ("job.plan", "Choose a layout; predict memory, time and cost, without Slurm"),
+        "footprint": (
+            "job.footprint",
+            "Count files, metadata operations and RPCs before submitting",
+        ),
+        "compare": (
+            "trials.compare",
+            "Run variants of a spec for a few steps each, and recommend one",
+        ),
+        "scale": (
+            "trials.compare",
+            "Run a spec on several numbers of GPUs: speed-up, shares of time",
+        ),
+        "simulate": ("job.simulate", "Play a run with failures: choose interval, spares, budgets"),
     },
     "Run": {
-        "submit": ("submit", "Plan, render and submit a run"),
-        "sweep": ("sweep", "Submit a run for each point of a grid; compare their results"),
+        "submit": ("job", "Plan, render and submit a run"),
+        "sweep": ("trials", "Submit a run for each point of a grid; compare their results"),
         "status": ("runs", "Show what runs are doing; with a name, a page about it"),
-        "top": ("top", "Show runs live on a terminal; keys explain, save and stop"),
+        "top": ("observe.top", "Show runs live on a terminal; keys explain, save and stop"),
         "logs": ("runs", "Show or follow the logs of a run, or only its errors"),
-        "watch": ("watch", "Look after all runs once, from cron: revive lost ones"),
-        "exporter": ("exporter", "Export metrics of runs for Prometheus"),
-        "notify": ("notify", "Show whom a run tells about which events; send a test"),
+        "watch": ("runs.watch", "Look after all runs once, from cron: revive lost ones"),
+        "exporter": ("observe.exporter", "Export metrics of runs for Prometheus"),
+        "notify": ("runs.notify", "Show whom a run tells about which events; send a test"),
     },
     "Serve": {
         "serve": ("serve", "Plan, start, watch, change and measure a service of a model"),
     },
     "Steer": {
-        "save": ("control", "Make a run save a checkpoint and continue"),
-        "stop": ("control", "Make a run save, release its nodes and stop"),
-        "hold": ("control", "Make a run save, release its nodes and wait in the queue"),
-        "resume": ("control", "Continue a held, stopped, failed or cancelled run"),
-        "upgrade": ("upgrade", "Move a run to the hpctrain that is installed"),
+        "save": ("runs.control", "Make a run save a checkpoint and continue"),
+        "stop": ("runs.control", "Make a run save, release its nodes and stop"),
+        "hold": ("runs.control", "Make a run save, release its nodes and wait in the queue"),
+        "resume": ("runs.control", "Continue a held, stopped, failed or cancelled run"),
+        "upgrade": ("runs.upgrade", "Move a run to the hpctrain that is installed"),
         "cancel": ("runs", "Cancel a run for good"),
     },
     "Understand": {
-        "why": ("why", "Explain the state of a run, and what happens next"),
+        "why": ("runs.why", "Explain the state of a run, and what happens next"),
         "describe": ("runs", "Show the history of a run: attempts, causes, actions"),
-        "goodput": ("goodput", "Show where the time of a run went, and what causes have cost"),
+        "goodput": ("runs.goodput", "Show where the time of a run went, and what causes have cost"),
         "diagnose": ("diagnose", "Explain why a run is as fast as it is, and what to change"),
-        "checkpoints": ("checkpoints", "List checkpoints, verify them, assess the interval"),
+        "checkpoints": ("runs.checkpoints", "List checkpoints, verify them, assess the interval"),
         "report": ("report", "Write one HTML page about a run, or several side by side"),
         "export": ("export", "Write a run's metrics for other programs, or a spec for Kubernetes"),
-        "nodes": ("nodes", "Show evidence against nodes, and hints for administrators"),
+        "nodes": ("runs.nodes", "Show evidence against nodes, and hints for administrators"),
     },
     "Tidy up": {
-        "clean": ("files", "Remove what runs do not need: remains of saves, logs, stacks"),
-        "archive": ("files", "Pack a run into one tar file, with or without its checkpoints"),
-        "rm": ("files", "Remove a run for good"),
+        "clean": ("runs.files", "Remove what runs do not need: remains of saves, logs, stacks"),
+        "archive": ("runs.files", "Pack a run into one tar file, with or without its checkpoints"),
+        "rm": ("runs.files", "Remove a run for good"),
     },
     "Site": {
-        "profiles": ("inspect", "List cluster profiles, or show one"),
+        "profiles": ("job.inspect", "List cluster profiles, or show one"),
         "profile": ("site", "Make a profile by asking the cluster, or compare one with it"),
         "doctor": ("site", "Say what will work at this site, and what will not"),
-        "calibrate": ("calibrate", "Turn measurements of a cluster into constants of the planner"),
-        "monitoring": ("monitoring", "Write alert rules, Grafana dashboards and examples"),
+        "calibrate": (
+            "site.calibrate",
+            "Turn measurements of a cluster into constants of the planner",
+        ),
+        "monitoring": ("observe.monitoring", "Write alert rules, Grafana dashboards and examples"),
         "sandbox": ("sandbox", "A real multi-node Slurm in a directory"),
     },
     "Make": {
-        "examples": ("reference", "List run specs to start from, or print one"),
-        "explain": ("reference", "Explain a field of specs and profiles"),
+        "examples": ("job.reference", "List run specs to start from, or print one"),
+        "explain": ("job.reference", "Explain a field of specs and profiles"),
         "data": ("data", "Prepare datasets from text, conversations and images"),
         "convert": ("convert", "Convert weights: Hugging Face, megatron-core, checkpoints"),
-        "schema": ("inspect", "Print the JSON Schema of specs or profiles, for editors"),
+        "schema": ("job.inspect", "Print the JSON Schema of specs or profiles, for editors"),
     },
 }
 # Former names, which scripts may have.
@@ -100,7 +112,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"hpctrain.cli.{COMMANDS[cmd_name][0]}")
+        where = COMMANDS[cmd_name][0]
+        module = importlib.import_module(f"hpctrain.{where}{'_' if '.' in where else '.'}command")
         command = getattr(module, cmd_name)
         assert isinstance(command, click.Command)
         return command

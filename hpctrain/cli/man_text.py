@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import click
 
 from hpctrain.cli.main import EXIT_CODES, GROUPS, cli
-from hpctrain.cli.reference_text import default_text
+from hpctrain.job.reference_text import default_text
 from hpctrain.spec.reference import Field, fields_of
 from hpctrain.spec.schema import Kind
 

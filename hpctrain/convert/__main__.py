@@ -4,7 +4,7 @@
 - starting weights for megatron-core become a Hugging Face directory;
 - a checkpoint of a run becomes a Hugging Face directory (with LoRA merged).
 
-Prints one JSON document of `hpctrain.store.conversions`. Belongs here: the choice, and writing
+Prints one JSON document of `hpctrain.records.conversions`. Belongs here: the choice, and writing
 TARGET atomically. Does not belong here: the formats.
 """
 
@@ -19,12 +19,12 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
-from hpctrain.checkpoints.manifest import checkpoint_name
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.checkpoints.staged import open_staged
-from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.conversions import ConversionFailure, ConversionReport
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.conversions import ConversionFailure, ConversionReport
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import checkpoint_name
 
 
 def convert(source: Path, target: Path) -> ConversionReport:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import Staged, weight_files
-from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.train.engines.models.transformers_library import hide_optional_packages
 
 # Files that accompany weights in any format.

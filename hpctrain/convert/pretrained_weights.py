@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import Staged
 from hpctrain.convert import megatron_checkpoint
 from hpctrain.convert.hugging_face_directory import (
@@ -23,9 +24,8 @@ from hpctrain.convert.hugging_face_directory import (
 from hpctrain.convert.weight_rules import rules_of
 from hpctrain.engines.conversion import shape_described, unconvertible
 from hpctrain.engines.hugging_face import MODEL_TYPES
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.records.conversions import ConversionReport, Form
 from hpctrain.spec.model import ModelSpec
-from hpctrain.store.conversions import ConversionReport, Form
 from hpctrain.train.engines.models.build import empty_model
 
 

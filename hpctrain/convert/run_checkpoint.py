@@ -14,18 +14,18 @@ from typing import Any, cast
 import torch
 import torch.distributed.checkpoint as dcp
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.discover import inspect
-from hpctrain.checkpoints.manifest import step_of
 from hpctrain.checkpoints.staged import CONFIG_NAME
 from hpctrain.convert.hugging_face_directory import copy_companions, write_model
 from hpctrain.engines.conversion import unexportable
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.records.conversions import ConversionReport
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import step_of
 from hpctrain.spec.engines.registry import abilities_of, resolve
-from hpctrain.store.conversions import ConversionReport
-from hpctrain.store.layout import RunLayout
 from hpctrain.train.job import read_config
 
 

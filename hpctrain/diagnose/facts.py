@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from hpctrain.plan.documents import Layout, Plan
+from hpctrain.records.run_records import RankTimes
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.store.run_records import RankTimes
 from hpctrain.telemetry.traces import TraceSummary
 
 

@@ -1,7 +1,7 @@
 """Judge memory: the fullest GPU's distance to its limit, and changes that save or use memory.
 
 Belongs here: that question, and the changes worth predicting. Does not belong here: predictions
-(the planner's, see `hpctrain.actions.diagnose`).
+(the planner's, see `hpctrain.diagnose.of_run`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from hpctrain.diagnose.facts import DiagnosisInput, Planned
 from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
 from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
+from hpctrain.records.run_records import RankTimes
 from hpctrain.spec.engines.registry import abilities_of
-from hpctrain.store.run_records import RankTimes
 
 _NEAR, _ROOMY = 0.92, 0.6
 _FRAGMENTED = 0.15

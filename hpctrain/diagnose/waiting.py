@@ -10,7 +10,7 @@ from statistics import median, median_low
 
 from hpctrain.diagnose.facts import DiagnosisInput, Planned, stage_of
 from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
-from hpctrain.store.run_records import RankTimes
+from hpctrain.records.run_records import RankTimes
 
 # Below these shares of a step no change is worth it.
 _DATA_SHARE = 0.05

@@ -1,0 +1,1 @@
+"""From a plan to the document that configures one engine. Pure."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# Fields of `hpctrain.store.software.SoftwareFacts` with a library.
+# Fields of `hpctrain.records.software.SoftwareFacts` with a library.
 LibraryName = Literal["transformer_engine", "apex_wgrad", "deep_ep", "hybrid_ep"]
 
 

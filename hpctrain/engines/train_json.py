@@ -10,10 +10,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.base.formats import refuse_newer
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.formats import refuse_newer
 
 
 def train_config_of(path: Path, text: bytes) -> TrainConfig:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from hpctrain.base.units import Duration
 from hpctrain.engines.needed_software import SoftwareNeed
 from hpctrain.engines.speed_check import SpeedCheckConfig
 from hpctrain.spec.document import Document
 from hpctrain.spec.profiling import ProfileSpec
 from hpctrain.spec.supervision import SoftwareMode
-from hpctrain.units import Duration
 
 if TYPE_CHECKING:
     from hpctrain.plan.job import TrainingJob

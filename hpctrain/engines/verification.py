@@ -3,7 +3,7 @@
 `BuiltModel` is printed by the process `hpctrain.train.engines.megatron.verify`; `Verification`
 compares it with the plan. Belongs here: these documents and their comparison. Does not belong here:
 building (see `hpctrain.train.engines.megatron.verify`), starting the process (see
-`hpctrain.actions.verify`).
+`hpctrain.job.verify`).
 """
 
 from __future__ import annotations

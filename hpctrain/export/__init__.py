@@ -1,1 +1,1 @@
-"""Turns a plan into files for clusters without Slurm: Kubernetes and bare hosts. One way, pure."""
+"""Runs for other programs, and plans for clusters without Slurm. One way."""

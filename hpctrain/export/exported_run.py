@@ -1,7 +1,7 @@
 """Collects what every file about a run says, from the plan that `submit` would use. Pure.
 
 Belongs here: facts that hold for pods and hosts alike. Does not belong here: what only one of them
-needs (see `pod_settings`, `host_files`), reading specs (`hpctrain.actions.export_spec`).
+needs (see `pod_settings`, `host_files`), reading specs (`hpctrain.export.of_spec`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.export.lost_settings import Destination, LostSetting, lost_settings
 from hpctrain.export.portable_variables import portable_variables
+from hpctrain.job.render.job_environment import Variable, inherited_names
 from hpctrain.plan.job import TrainingJob
-from hpctrain.render.job_environment import Variable, inherited_names
 
 if TYPE_CHECKING:
     from hpctrain.spec.catalogue import GpuVariable

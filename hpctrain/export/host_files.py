@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
+from hpctrain.base.printable_text import printable_line
 from hpctrain.export.exported_run import ExportedFile, ExportedRun
 from hpctrain.export.file_head import file_head
 from hpctrain.export.lost_settings import LostSetting
-from hpctrain.printable_text import printable_line
-from hpctrain.render.quoting import sh, sh_expanded
+from hpctrain.job.render.quoting import sh, sh_expanded
 
 HOSTFILE, NODE_SCRIPT, COMMANDS = "hostfile", "run-node.sh", "commands.txt"
 _PORT = 29500

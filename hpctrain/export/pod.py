@@ -9,18 +9,18 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
-from hpctrain.errors import LimitError
+from hpctrain.base.errors import LimitError
+from hpctrain.base.units import short_bytes
 from hpctrain.export.exported_run import ExportedRun
 from hpctrain.export.lost_settings import LostSetting
 from hpctrain.export.pod_settings import RUNS_PATH, PodSettings
 from hpctrain.spec.job_text import literal_text
-from hpctrain.units import short_bytes
 from hpctrain.version import __version__
 
 # The name of container and Job that Kubeflow's trainer looks for (pkg/constants, Node).
 NODE = "node"
 SETTINGS_PATH = "/etc/hpctrain"
-CONFIG_ERROR_CODE = 78  # hpctrain.store.run_records.TrainerExit: another start would end so, too
+CONFIG_ERROR_CODE = 78  # hpctrain.records.run_records.TrainerExit: another start would end so, too
 # etcd holds it (kubernetes.io, ConfigMaps: the data cannot exceed 1 MiB); names need some bytes.
 _MOST_SETTINGS_BYTES = 2**20 - 2**12
 _RESTARTS_ALIKE = "PodFailurePolicy"  # batch/v1: the reason of a Job that its policy has failed

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from hpctrain.errors import InvalidInputError, Problem, UsageError
-from hpctrain.render.containers import has_amd_gpus
+from hpctrain.base.errors import InvalidInputError, Problem, UsageError
+from hpctrain.job.render.containers import has_amd_gpus
 from hpctrain.spec.job_text import literal_text
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.container import ContainerProfile

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.export.lost_settings import Destination, LostSetting
+from hpctrain.job.render.job_environment import Variable, script_variables
+from hpctrain.job.render.software import cache_directories, per_rank_variables
 from hpctrain.plan.job import TrainingJob
-from hpctrain.render.job_environment import Variable, script_variables
-from hpctrain.render.software import cache_directories, per_rank_variables
 from hpctrain.spec.job_text import expanded_names, literal_text
 from hpctrain.spec.profile import INTERFACE_VARIABLES
 

@@ -16,10 +16,10 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 
-from hpctrain.errors import HpctrainError
+from hpctrain.base.errors import HpctrainError
 from hpctrain.notify.message_text import Message, for_slack
 from hpctrain.notify.secret_values import SecretError, token_of, url_of
-from hpctrain.store.supervise_config import ChannelSettings
+from hpctrain.records.supervise_config import ChannelSettings, NotifySettings
 from hpctrain.version import __version__
 
 # Of a whole try. A server that sends a byte now and then would keep urllib for ever.
@@ -187,3 +187,18 @@ def missing_sendmail(channel: ChannelSettings) -> str | None:
     if os.access(channel.sendmail, os.X_OK):
         return None
     return f"{channel.sendmail} is not on this machine, or you may not run it"
+
+
+def channel_problems(settings: NotifySettings) -> Iterator[tuple[int, str, HpctrainError]]:
+    """Find what would keep each channel from sending here: its number, the field, the error."""
+    for number, channel in enumerate(settings.channels):
+        if channel.kind == "mail":
+            if (missing := missing_sendmail(channel)) is not None:
+                hint = "name the program of this site: `sendmail: PATH`"
+                yield number, "sendmail", HpctrainError(missing, hint)
+            continue
+        for field, read in (("url_file", url_of), ("token_file", token_of)):
+            try:
+                read(channel)
+            except SecretError as error:
+                yield number, field, error

@@ -1,9 +1,9 @@
 """Make one pass over a run: send what is to be told and has not been told yet, and record it.
 
 The supervisor makes a pass after each event, and `hpctrain watch --act` over all runs. Both may do
-so at the same time, on different hosts: `hpctrain.store.notices` gives each notice to one of them.
-Belongs here: the order of choosing, claiming, sending and recording. Does not belong here: when a
-pass is made, any thread.
+so at the same time, on different hosts: `hpctrain.records.notices` gives each notice to one of
+them. Belongs here: the order of choosing, claiming, sending and recording. Does not belong here:
+when a pass is made, any thread.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.errors import HpctrainError
+from hpctrain.base.errors import HpctrainError
 from hpctrain.notify.channels import OutcomeUnknownError, send
 from hpctrain.notify.message_text import Message, compose
 from hpctrain.notify.notices import Notice, NoticeKind, RunFacts, notices_of
 from hpctrain.notify.send_times import select
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import Event
-from hpctrain.store.notices import (
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import Event
+from hpctrain.records.notices import (
     EXPIRES_SECONDS,
     LOST_SECONDS,
     Outbox,
@@ -32,8 +32,8 @@ from hpctrain.store.notices import (
     pause_seconds,
     read_outbox,
 )
-from hpctrain.store.requests import user_name
-from hpctrain.store.supervise_config import ChannelSettings, NotifySettings, SuperviseConfig
+from hpctrain.records.requests import user_name
+from hpctrain.records.supervise_config import ChannelSettings, NotifySettings, SuperviseConfig
 
 Send = Callable[[ChannelSettings, Message, Mapping[str, str]], None]
 # Somebody else has just begun to send: look again what its record says.

@@ -17,8 +17,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.base.printable_text import printable_line
 from hpctrain.notify.notices import Notice, NoticeKind, RunFacts
-from hpctrain.printable_text import printable_line
 
 # The documentation of Slack's webhooks allows 40,000 characters and cuts at 4,000 on the screen.
 _LONGEST_TEXT = 3500

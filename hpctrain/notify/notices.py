@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import ActionKind
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.documents import ActionKind
+from hpctrain.records.ledger import Event, EventKind
 
 _ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
 # Of something that can stop anew.
@@ -45,7 +45,7 @@ class NoticeKind(StrEnum):
 
 # Told whatever the rate is: without them nobody would know that nothing happens any more.
 FINAL_KINDS = frozenset({NoticeKind.DONE, NoticeKind.FAILED, NoticeKind.HELD})
-# What `hpctrain watch` reports (`actions.run_problems.Symptom`) and does nothing about; None: the
+# What `hpctrain watch` reports (`runs.run_problems.Symptom`) and does nothing about; None: the
 # supervisor or a person has told it already. A run that it submits again is requeued.
 WATCHED: dict[str, NoticeKind | None] = {
     "orphaned": NoticeKind.FAILED,

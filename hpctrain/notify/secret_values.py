@@ -12,8 +12,8 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hpctrain.errors import HpctrainError
-from hpctrain.store.supervise_config import ChannelSettings
+from hpctrain.base.errors import HpctrainError
+from hpctrain.records.supervise_config import ChannelSettings
 
 _LONGEST_BYTES = 8192
 _THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})

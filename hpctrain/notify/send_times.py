@@ -1,7 +1,7 @@
 """Choose which notices of a channel are sent now, and when to look again. Pure.
 
 Belongs here: quiet hours with time zones, and the rate of messages. Does not belong here: which
-tries there were (`hpctrain.store.notices`), sending (`delivery`).
+tries there were (`hpctrain.records.notices`), sending (`delivery`).
 
 What is held back stays unsent, and whoever looks next sends all of it in one message. So nothing
 has to be kept for it, and the job may end meanwhile.
@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from hpctrain.notify.notices import FINAL_KINDS, Notice
-from hpctrain.store.supervise_config import NotifySettings
+from hpctrain.records.supervise_config import NotifySettings
 
 _DAY = timedelta(days=1)
 

@@ -1,1 +1,1 @@
-"""Runs as metrics: what is exposed, in which text, and what Prometheus and Grafana make of it."""
+"""Runs as metrics: families, exporter, dashboards, alert rules; and `top`."""

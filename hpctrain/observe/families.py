@@ -258,7 +258,7 @@ RUN_FAMILIES: tuple[Family, ...] = (
 
 # Values of the label `latency`: what is promised, and the wait in the engine's queue.
 LATENCIES = ("ttft", "tpot", "e2e", "queue")
-# Values of the label `phase` (hpctrain.store.service_records.ReplicaState).
+# Values of the label `phase` (hpctrain.records.service_records.ReplicaState).
 PHASES = ("queued", "loading", "ready", "draining", "ended", "failed")
 # Values of the label `result` of drains, and of the label `reason` of the router's failures.
 DRAIN_RESULTS = ("finished", "broken_off")

@@ -3,8 +3,8 @@
 People edit dashboards in Grafana and export them into `dashboards/`; no code writes them. What only
 Grafana's own drawing needs is not read: places, legends, stacks of lines.
 Belongs here: the records of a dashboard, and their one reader. Does not belong here: finding the
-files and asking Prometheus (`hpctrain.actions.dashboards`), drawing
-(`hpctrain.report.dashboard_page`).
+files and asking Prometheus (`hpctrain.observe.dashboards`), drawing
+(`hpctrain.observe.dashboard_page`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What Prometheus answered to the queries of a dashboard, and what stands in a query. Pure.
 
 Belongs here: answers beside their panels, values of variables in queries. Does not belong here:
-asking (`hpctrain.actions.dashboards`), drawing (`hpctrain.report.dashboard_page`).
+asking (`hpctrain.observe.dashboards`), drawing (`hpctrain.observe.dashboard_page`).
 """
 
 from __future__ import annotations

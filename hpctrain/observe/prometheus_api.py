@@ -1,7 +1,7 @@
 """Ask a Prometheus server: values of labels, values of now, values over a time.
 
 Belongs here: its HTTP API (prometheus.io, HTTP API) as records. Does not belong here: which
-questions are asked (`dashboards/`, `hpctrain.actions.dashboards`).
+questions are asked (`dashboards/`, `hpctrain.observe.dashboards`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import urllib.request
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.observe.panel_data import Series
 
 _TIMEOUT_SECONDS = 30.0

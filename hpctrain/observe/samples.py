@@ -1,16 +1,16 @@
 """Values of metric families, checked against the table of families. Pure.
 
 Belongs here: a sample, and the samples of one run or service. Does not belong here: where values
-come from (`hpctrain.actions.run_metrics`, `service_metrics`), text (`exposition`).
+come from (`hpctrain.observe.run_metrics`, `service_metrics`), text (`exposition`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hpctrain.observe.families import BY_NAME, Family
+from hpctrain.telemetry.scraped_text import Histogram
 
 
 class Sample(NamedTuple):
@@ -28,32 +28,6 @@ class Sample(NamedTuple):
     def name(self) -> str:
         """Its name in a query."""
         return f"{self.family.name}_{self.part}" if self.part else self.family.sample_name
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Counts of values up to each bound, the last of which is infinite, and the values' sum."""
-
-    buckets: tuple[tuple[float, float], ...]
-    sum: float
-
-    @property
-    def count(self) -> float:
-        return self.buckets[-1][1]
-
-    def above(self, limit: float) -> float:
-        """Count the values above a limit; inside a bucket they count as evenly distributed.
-
-        It never falls from one reading to the next, because no bucket's own count does. Prometheus
-        interpolates quantiles alike (docs/querying/functions.md, histogram_quantile).
-        """
-        lower, below = 0.0, 0.0
-        for bound, up_to in self.buckets:
-            if limit < bound:
-                share = 0.0 if bound == float("inf") else (limit - lower) / (bound - lower)
-                return self.count - below - share * (up_to - below)
-            lower, below = bound, up_to
-        return 0.0
 
 
 class _Samples:

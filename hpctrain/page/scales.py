@@ -12,7 +12,7 @@ from typing import Literal
 
 Format = Callable[[float], str]
 Quantity = Literal["number", "bytes", "seconds"]
-# The units that numbers are written in, as in `hpctrain.units`; time from two of a unit on.
+# The units that numbers are written in, as in `hpctrain.base.units`; time from two of a unit on.
 _UNITS: dict[Quantity, tuple[float, ...]] = {
     "number": (1.0,),
     "bytes": (1.0, 2.0**10, 2.0**20, 2.0**30, 2.0**40),

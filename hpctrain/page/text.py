@@ -1,7 +1,7 @@
 """Lines of text: paragraphs behind labels, columns like squeue's that can be grepped. Pure.
 
 Belongs here: wrapping and aligning. Does not belong here: printing, terminals and their colours
-(`hpctrain.cli.output`).
+(`hpctrain.page.output`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from hpctrain.printable_text import printable_line
+from hpctrain.base.printable_text import printable_line
 
 LINE_WIDTH = 80
 _GAP = "  "

@@ -1,6 +1,6 @@
 """Numbers, times and names as the page writes them. Pure.
 
-Belongs here: formats. Does not belong here: units of files and specs (`hpctrain.units`).
+Belongs here: formats. Does not belong here: units of files and specs (`hpctrain.base.units`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from markupsafe import Markup
 
-from hpctrain.units import short_bytes, short_duration
+from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.version import __version__
 
 UNKNOWN = "\N{EN DASH}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from hpctrain.base.units import short_bytes
 from hpctrain.plan.cost.from_spec import uses_flash_attention
 from hpctrain.plan.cost.plan_memory import TIGHT_SHARE, candidate_peak
 from hpctrain.plan.divisors import divisors
@@ -30,7 +31,6 @@ from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.fitting import comfortable
 from hpctrain.plan.search.rivals import Rivals
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.units import short_bytes
 
 _BEST: dict[Goal, str] = {
     "time": "The best by predicted time",

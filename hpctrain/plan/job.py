@@ -2,7 +2,7 @@
 
 A run's spec and plan contain all of it; a part of a service is described by `ServicePart`.
 Belongs here: the record that rendering and the engines' documents take, quantities that need
-several of its documents. Does not belong here: options of Slurm's commands (`hpctrain.render`),
+several of its documents. Does not belong here: options of Slurm's commands (`hpctrain.job.render`),
 planning, which has no plan yet (`request`).
 """
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
-from hpctrain.errors import LimitError, Refusal
+from hpctrain.base.errors import LimitError, Refusal
+from hpctrain.base.units import Duration
 from hpctrain.plan.documents import NodeRequest, Plan
 from hpctrain.spec.notify import NotifySpec, joined_notify
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.partition import PartitionProfile
 from hpctrain.spec.run import ContainerSpec, EnvironmentSpec, ResourcesSpec, RunSpec
 from hpctrain.spec.supervision import SuperviseSpec
-from hpctrain.units import Duration
 
 # srun: a task for each GPU. torchrun: a task for each node, which starts one process for each GPU.
 # node: a task for each node, whose program knows by itself what to start.

@@ -10,13 +10,13 @@ from difflib import get_close_matches
 
 from pydantic import BaseModel
 
-from hpctrain.errors import Refusal
+from hpctrain.base.errors import Refusal
+from hpctrain.base.units import Duration, short_bytes
 from hpctrain.plan.divisors import multiples_around, or_list
 from hpctrain.plan.documents import NodeRequest
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ResourcesSpec, RunSpec
-from hpctrain.units import Duration, short_bytes
 
 
 def node_request(gpus: int, per_node: int) -> NodeRequest:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from hpctrain.base.units import short_bytes
 from hpctrain.plan.abilities.low_precision import recipe_of
 from hpctrain.plan.cost.case import Case
 from hpctrain.plan.cost.from_spec import case_of
@@ -18,7 +19,6 @@ from hpctrain.plan.documents import Prediction
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import columns_of
 from hpctrain.plan.request import PlanRequest
-from hpctrain.units import short_bytes
 
 
 def option_reasons(

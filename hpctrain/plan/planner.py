@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError, Refusal
+from hpctrain.base.errors import DoesNotFitError, HpctrainError, LimitError, Refusal
 from hpctrain.plan.abilities.low_precision import low_precision_problems
 from hpctrain.plan.abilities.sharding import sharding_problems
 from hpctrain.plan.abilities.trainable import untrainable

@@ -1,1 +1,1 @@
-"""One HTML page about runs: charts and text from a collected document. Pure."""
+"""Pages about runs, services and teams: what they contain, and their HTML."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hpctrain.actions.describe import LaunchStory
-from hpctrain.actions.report import RunReport
+from hpctrain.judge.causes import FAILURE_CAUSES
 from hpctrain.page.charts import Axis, Level, Line, Rule, line_chart
 from hpctrain.page.elements import Card, Section
 from hpctrain.page.scales import percent
 from hpctrain.page.words import counted, duration, words_of
+from hpctrain.report.collect import RunReport
 from hpctrain.report.missing import missing
 from hpctrain.report.rank_sections import rank_cards
-from hpctrain.supervise.judge.causes import FAILURE_CAUSES
+from hpctrain.runs.describe import LaunchStory
 
 
 def launches_of(report: RunReport) -> Iterator[tuple[int, LaunchStory, LaunchStory | None]]:

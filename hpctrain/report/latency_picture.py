@@ -2,7 +2,7 @@
 
 One chart of a load test, and below it the lives of the replicas on the same axis of time. Belongs
 here: that picture, and the Gantt chart of replicas. Does not belong here: windows of requests
-(`hpctrain.actions.latency_windows`), other sections of the page (`service_page`).
+(`hpctrain.serve.latency_windows`), other sections of the page (`service_page`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from hpctrain.actions.latency_windows import LatencyOverTime
-from hpctrain.actions.replica_lives import LifePhase, ReplicaLife
-from hpctrain.actions.service_report import MarkKind, ServiceMark, TestedLatency
 from hpctrain.page.charts import Axis, Entry, Level, Line, Part, Row, Rule, line_chart, timeline
 from hpctrain.page.scales import clock
 from hpctrain.page.words import duration
+from hpctrain.report.service_report import MarkKind, ServiceMark, TestedLatency
+from hpctrain.serve.latency_windows import LatencyOverTime
+from hpctrain.serve.replica_lives import LifePhase, ReplicaLife
 
 LATENCY_WORDS = {
     "ttft": "time to the first token",

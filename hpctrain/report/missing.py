@@ -5,9 +5,9 @@ Belongs here: that sentence. Does not belong here: what a card shows otherwise.
 
 from __future__ import annotations
 
-from hpctrain.actions.report import RunReport
 from hpctrain.page.charts import nothing
 from hpctrain.page.elements import Card
+from hpctrain.report.collect import RunReport
 
 
 def missing(title: str, report: RunReport, part: str, otherwise: str, wide: bool = False) -> Card:

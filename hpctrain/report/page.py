@@ -1,16 +1,16 @@
 """The page about one run or several. Pure.
 
 Belongs here: which parts it has, its footer. Does not belong here: sections (`run_sections`,
-`side_by_side`), collecting (`hpctrain.actions.report`).
+`side_by_side`), collecting (`hpctrain.report.collect`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.actions.report import RunReport
 from hpctrain.page.elements import Chapter, Page, Section
 from hpctrain.page.words import made_line
+from hpctrain.report.collect import RunReport
 from hpctrain.report.run_sections import head_of, sections_of
 from hpctrain.report.side_by_side import head_of_several, run_anchor, sections_of_several
 

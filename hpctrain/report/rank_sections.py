@@ -6,8 +6,6 @@ Belongs here: figures by rank, node, stage and axis. Does not belong here: curve
 
 from __future__ import annotations
 
-from hpctrain.actions.report import RunReport
-from hpctrain.actions.report_measures import NodeTimes, RankWindow
 from hpctrain.page.charts import (
     Axis,
     Bar,
@@ -20,6 +18,8 @@ from hpctrain.page.charts import (
 )
 from hpctrain.page.elements import Card, Section, Table
 from hpctrain.page.words import count, counted, duration, number, size, words_of
+from hpctrain.report.collect import RunReport
+from hpctrain.report.measures import NodeTimes, RankWindow
 from hpctrain.report.missing import missing
 
 _PART_COLOURS = {"passes": "c3", "data": "c4", "optimizer": "c7", "rest": "pale"}

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
-from hpctrain.actions.report import RunReport
 from hpctrain.page.elements import (
     Card,
     Section,
@@ -22,6 +21,7 @@ from hpctrain.page.elements import (
     styled,
 )
 from hpctrain.page.words import count, counted, duration, moment, size, words_of
+from hpctrain.report.collect import RunReport
 from hpctrain.report.curve_sections import launches_of
 from hpctrain.report.missing import missing
 

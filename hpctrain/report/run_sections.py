@@ -1,7 +1,7 @@
 """The sections of the page about one run, and its head. Pure.
 
 Belongs here: which sections there are, the figures that are seen first. Does not belong here:
-collecting them (`hpctrain.actions.report`), drawing (`charts`), several runs beside each other
+collecting them (`hpctrain.report.collect`), drawing (`charts`), several runs beside each other
 (`side_by_side`).
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from hpctrain.actions.report import RunReport
 from hpctrain.diagnose.findings import TopicFinding
 from hpctrain.page.elements import (
     Card,
@@ -36,6 +35,7 @@ from hpctrain.page.words import (
     size,
 )
 from hpctrain.plan.documents import Plan
+from hpctrain.report.collect import RunReport
 from hpctrain.report.curve_sections import learning, speed
 from hpctrain.report.missing import missing
 from hpctrain.report.rank_sections import memory, messages

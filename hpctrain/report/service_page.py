@@ -1,7 +1,7 @@
 """The page about one service. Pure.
 
 Belongs here: promise beside measurement, replicas, money, what happened, the plan. Does not belong
-here: collecting them (`hpctrain.actions.service_report`), the picture of latencies
+here: collecting them (`hpctrain.report.service_report`), the picture of latencies
 (`latency_picture`).
 """
 
@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 from markupsafe import Markup
 
-from hpctrain.actions.replica_lives import ReplicaLife
-from hpctrain.actions.service_report import ServiceReport, TestedLatency
 from hpctrain.page.charts import Entry, nothing, stacked_bar
 from hpctrain.page.elements import (
     Card,
@@ -40,7 +38,6 @@ from hpctrain.page.words import (
     size,
     words_of,
 )
-from hpctrain.plan.serving.documents import Promise
 from hpctrain.report.latency_picture import (
     LATENCY_WORDS,
     PHASES,
@@ -48,8 +45,11 @@ from hpctrain.report.latency_picture import (
     picture_of_test,
     replica_chart,
 )
-from hpctrain.serving.load.measurement import MeasuredQuantile
-from hpctrain.serving.load.service_test import ObjectiveResult
+from hpctrain.report.service_report import ServiceReport, TestedLatency
+from hpctrain.serve.load.measurement import MeasuredQuantile
+from hpctrain.serve.load.service_test import ObjectiveResult
+from hpctrain.serve.plan.documents import Promise
+from hpctrain.serve.replica_lives import ReplicaLife
 
 _MOST_ROWS = 200
 _VERDICTS = {"met": "better", "not met": "worse", "cannot tell": "same"}

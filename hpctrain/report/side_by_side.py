@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
-from hpctrain.actions.report import RunReport
 from hpctrain.page.charts import Axis, Bar, Entry, Line, bar_chart, line_chart
 from hpctrain.page.charts import stacked_bar as stacked
 from hpctrain.page.elements import Card, Fact, Head, Section, Table, key
 from hpctrain.page.scales import compact_number
 from hpctrain.page.words import UNKNOWN, count, counted, duration, hours, number, ratio, size
 from hpctrain.plan.documents import Plan
+from hpctrain.report.collect import RunReport
 from hpctrain.report.time_sections import CATEGORIES
 from hpctrain.telemetry.thinning import Point
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.actions.report import RunReport
-from hpctrain.actions.report_measures import Span
 from hpctrain.page.charts import Axis, Entry, Part, Row, Step, nothing, timeline, waterfall
 from hpctrain.page.elements import Card, Section, Table, key
 from hpctrain.page.words import UNKNOWN, count, counted, duration, hours, moment, ratio, words_of
+from hpctrain.report.collect import RunReport
 from hpctrain.report.curve_sections import launches_of, lost_steps
+from hpctrain.report.measures import Span
 from hpctrain.report.missing import missing
 from hpctrain.telemetry.goodput import LossByCause
 

@@ -11,8 +11,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import TypeVar
 
-from hpctrain.actions.team_report import GroupSpending, PeriodSpending, RunSpending, TeamReport
-from hpctrain.actions.team_tally import CauseSpending, Cost, Spending
+from hpctrain.base.units import TokenCount, short_hours
 from hpctrain.page.charts import Axis, Bar, Entry, Stack, bar_chart, stacked_rows
 from hpctrain.page.elements import (
     Card,
@@ -24,8 +23,9 @@ from hpctrain.page.elements import (
     Tile,
 )
 from hpctrain.page.words import UNKNOWN, count, counted, duration, ratio, words_of
+from hpctrain.report.team_report import GroupSpending, PeriodSpending, RunSpending, TeamReport
+from hpctrain.report.team_tally import CauseSpending, Cost, Spending
 from hpctrain.report.time_sections import CATEGORIES
-from hpctrain.units import TokenCount, short_hours
 from hpctrain.version import __version__
 
 Record = TypeVar("Record")

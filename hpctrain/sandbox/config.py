@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
 from hpctrain.sandbox.paths import SandboxPaths
 from hpctrain.sandbox.ports import Ports
 from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, bracket

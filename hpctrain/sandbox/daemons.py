@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from hpctrain import clock
-from hpctrain.errors import SlurmError
+from hpctrain.base import clock
+from hpctrain.base.errors import SlurmError
 from hpctrain.sandbox.accounting import database_argv
 from hpctrain.sandbox.monitoring import (
     MONITORS,

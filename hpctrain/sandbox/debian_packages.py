@@ -11,7 +11,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from hpctrain.errors import SlurmError, SlurmUnreachableError
+from hpctrain.base.errors import SlurmError, SlurmUnreachableError
 
 # sysexits.h, EX_UNAVAILABLE: the mirror cannot be reached.
 _OFFLINE_EXIT_CODE = 69

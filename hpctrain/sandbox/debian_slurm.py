@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpctrain.errors import SlurmError, UsageError
+from hpctrain.base.errors import SlurmError, UsageError
 from hpctrain.sandbox.debian_packages import cache_directory, unpack
 from hpctrain.sandbox.programs import find_programs
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import signal
 
-from hpctrain import clock
-from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
+from hpctrain.base import clock
+from hpctrain.base.errors import SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.sandbox.daemons import slurmd_name, step_daemons
 from hpctrain.sandbox.job_processes import JobProcess, find_job_processes, processes_of_nodes
 from hpctrain.sandbox.processes import ProcessId, await_condition, kill, send

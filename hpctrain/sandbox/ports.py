@@ -7,7 +7,7 @@ import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from hpctrain.errors import SlurmError
+from hpctrain.base.errors import SlurmError
 
 # Below the ephemeral ports of Linux (ip_local_port_range starts at 32768), so that no outgoing
 # connection takes a port between the check and the start of the daemon. Below the ports of

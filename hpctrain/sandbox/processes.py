@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain import clock
+from hpctrain.base import clock
 
 _PROC = Path("/proc")
 _POLL_SECONDS = 0.05

@@ -12,7 +12,7 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
+from hpctrain.base.errors import SlurmError, SlurmUnreachableError, UsageError
 
 INSTALL_HINT = "sudo apt-get install slurmctld slurmd slurm-client munge"
 _NAMES = ("slurmctld", "slurmd", "scontrol", "sinfo", "squeue", "scancel", "munged", "munge")

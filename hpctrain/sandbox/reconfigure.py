@@ -6,7 +6,7 @@ whole file (see `config`), which the next start rewrites.
 
 from __future__ import annotations
 
-from hpctrain.errors import SlurmUnreachableError
+from hpctrain.base.errors import SlurmUnreachableError
 from hpctrain.sandbox.processes import (
     Process,
     all_processes,

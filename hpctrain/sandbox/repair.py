@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from hpctrain.errors import SlurmError, SlurmUnreachableError
+from hpctrain.base.errors import SlurmError, SlurmUnreachableError
 from hpctrain.sandbox.daemons import slurmd_name
 from hpctrain.sandbox.faults import (
     mend_prolog,

@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from hpctrain.durable import replace_text
-from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
+from hpctrain.base.durable import replace_text
+from hpctrain.base.errors import SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.observe.alert_rules import RULES, with_delays
 from hpctrain.sandbox.accounting import create_database, register, slurmdbd_conf
 from hpctrain.sandbox.config import Site, config_files

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
 
 # With more slurmds on one machine, replies exceed Slurm's timeouts.
 MAX_NODES = 1024

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from hpctrain.durable import replace_text
-from hpctrain.errors import UsageError
+from hpctrain.base.durable import replace_text
+from hpctrain.base.errors import UsageError
 from hpctrain.sandbox.monitoring import Monitoring
 from hpctrain.sandbox.paths import SandboxPaths, state_file
 from hpctrain.sandbox.ports import Ports

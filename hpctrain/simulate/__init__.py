@@ -3,5 +3,5 @@
 Belongs here: the inputs (`scenario`), one run (`simulated_run`), many of them (`monte_carlo`), the
 comparison of intervals and spares (`interval_choice`). Random numbers come from a seed only;
 everything else is pure. Does not belong here: the decisions
-(`hpctrain.supervise.judge.policy`), closed forms (`hpctrain.plan.forecast`), text.
+(`hpctrain.judge.policy`), closed forms (`hpctrain.plan.forecast`), text.
 """

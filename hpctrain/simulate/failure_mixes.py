@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hpctrain.supervise.judge.causes import Cause
+from hpctrain.judge.causes import Cause
 
 # stop: a process dies, and srun reports it at once. stall: detected by the stall limit only.
 Symptom = Literal["stop", "stall"]

@@ -1,6 +1,6 @@
 """Maintain the policy's `History` of a simulated run, launch by launch.
 
-The counts equal those of `hpctrain.supervise.judge.launch_history.history`, which computes them
+The counts equal those of `hpctrain.judge.launch_history.history`, which computes them
 from a list of events; a test compares the two. Does not belong here: deciding.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
-from hpctrain.supervise.judge.documents import History
+from hpctrain.judge.causes import FAILURE_CAUSES, Cause
+from hpctrain.judge.documents import History
 
 
 class HistoryCounter:

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from hpctrain.judge.causes import Cause
 from hpctrain.simulate.scenario import Scenario
 from hpctrain.simulate.simulated_run import Decisions, RunOutcome, SimulatedRun
 from hpctrain.spec.document import Document
-from hpctrain.supervise.judge.causes import Cause
 from hpctrain.telemetry.time_categories import Category
 
 Name = TypeVar("Name", Category, Cause)

@@ -1,7 +1,7 @@
 """The inputs of a simulation: a run, its cluster, failure rates and costs. Frozen documents.
 
 Belongs here: fields, units, and quantities derived from them. Does not belong here: the source of
-the numbers (`hpctrain.actions.simulate`), random numbers.
+the numbers (`hpctrain.job.simulation`), random numbers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.simulate.failure_mixes import MIXES, FailureMix
 from hpctrain.spec.document import Document
-from hpctrain.store.supervise_config import SuperviseConfig
 
 MixName = Literal["llama3", "byterobust", "nodes", "crashes"]
 

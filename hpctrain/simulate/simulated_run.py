@@ -13,13 +13,13 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.documents import Action, ActionKind, History, Situation, Verdict
+from hpctrain.judge.policy import decide
 from hpctrain.simulate.failure_mixes import FailureKind
 from hpctrain.simulate.history_counter import HistoryCounter
 from hpctrain.simulate.scenario import Scenario
 from hpctrain.simulate.training_stretch import Cycle, Stretch
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Action, ActionKind, History, Situation, Verdict
-from hpctrain.supervise.judge.policy import decide
 from hpctrain.telemetry.time_categories import Category
 
 # A run that takes this many times its work is taken as endless.
@@ -74,7 +74,7 @@ class Decisions:
         self._known: dict[tuple[Cause, bool, bool, bool, bool, int, History], Action] = {}
 
     def about(self, end: _LaunchEnd, excludes: bool, healthy: int, history: History) -> Action:
-        """Return what `supervise.judge.policy.decide` says."""
+        """Return what `judge.policy.decide` says."""
         key = (end.cause, end.requeued, end.bad, end.keeps_nodes, excludes, healthy, history)
         action = self._known.get(key)
         if action is None:

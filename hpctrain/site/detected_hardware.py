@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from hpctrain.base.units import ByteSize
 from hpctrain.site.facts import SiteFacts
 from hpctrain.site.hardware import NODES_SHOWN, KnownGpu, NodeGroup
 from hpctrain.site.profile_text import Stated, Tree, guess
-from hpctrain.units import ByteSize
 
 
 def emulated_gpus(facts: SiteFacts, group: NodeGroup) -> Stated | None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from hpctrain.nodes.survey_texts import Interface, NodeSurvey, RdmaPort
+from hpctrain.base.units import Bandwidth
 from hpctrain.site.facts import SiteFacts
 from hpctrain.site.hardware import NODES_SHOWN, KnownGpu, NodeGroup
 from hpctrain.site.profile_text import Stated, Tree, guess
-from hpctrain.units import Bandwidth
+from hpctrain.site.survey_texts import Interface, NodeSurvey, RdmaPort
 
 _EMULATED_NVLINK, _EMULATED_NETWORK = "10GB/s", "10Gb/s"
 _TOPOLOGY_SHOWN = "scontrol show topology"

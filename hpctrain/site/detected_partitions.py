@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hpctrain.base.units import Duration
 from hpctrain.site.detected_hardware import gpu_section, nodes_section
 from hpctrain.site.detected_network import network, nvlink
 from hpctrain.site.facts import LoginFacts, SiteFacts
@@ -17,7 +18,6 @@ from hpctrain.site.preemption import preemption_of
 from hpctrain.site.profile_text import Stated, Tree, guess
 from hpctrain.slurm.cluster_records import Accounting, PartitionFacts
 from hpctrain.spec.catalogue import GpuCatalogue
-from hpctrain.units import Duration
 
 CONFIG_SHOWN = "scontrol show config"
 PARTITION_SHOWN = "scontrol show partition"

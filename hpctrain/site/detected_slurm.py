@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.nodes.survey_texts import NodeSurvey
 from hpctrain.site.facts import SiteFacts
 from hpctrain.site.hardware import NodeGroup, groups_of
 from hpctrain.site.profile_text import Stated, Tree, guess
+from hpctrain.site.survey_texts import NodeSurvey
 from hpctrain.slurm.cluster_records import PartitionFacts
 from hpctrain.slurm.settings import seconds_of
 

@@ -12,16 +12,16 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.nodes.survey_texts import mount_of
+from hpctrain.base.units import ByteSize, Duration
 from hpctrain.site.detected_partitions import CONFIG_SHOWN, PARTITION_SHOWN, refusal
 from hpctrain.site.facts import SiteFacts
 from hpctrain.site.hardware import NODES_SHOWN, NodeGroup, groups_of
 from hpctrain.site.preemption import Preemption, preemption_of
+from hpctrain.site.survey_texts import mount_of
 from hpctrain.slurm.cluster_records import PartitionFacts
 from hpctrain.slurm.settings import seconds_of, words_of
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.partition import PartitionProfile
-from hpctrain.units import ByteSize, Duration
 
 Severity = Literal["refused", "loses work", "slower", "harmless"]
 _TOPOLOGY_SHOWN = "scontrol show topology"

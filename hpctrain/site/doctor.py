@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.site.detected_partitions import PARTITION_SHOWN, refusal
 from hpctrain.site.facts import LoginFacts
 from hpctrain.site.preemption import preemption_of
@@ -24,7 +25,6 @@ from hpctrain.slurm.settings import (
     words_of,
 )
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.units import short_bytes, short_duration
 
 State = Literal["works", "limited", "fails", "unknown"]
 # The supervisor keeps half of KillWait, 8 s at most, for its verdict and the requeue

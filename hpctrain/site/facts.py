@@ -8,22 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpctrain.nodes.survey_texts import Mount, NodeSurvey, RdmaPort
+from hpctrain.base.disk_usage import Directory
+from hpctrain.site.survey_texts import Mount, NodeSurvey, RdmaPort
 from hpctrain.slurm.cluster_records import ClusterFacts
-
-
-@dataclass(frozen=True)
-class Directory:
-    """A directory of the login node; bytes and inodes that are left to this user, None: unknown.
-
-    `inodes` is 0 on file systems that do not count them (statvfs(3), f_files).
-    """
-
-    path: str
-    exists: bool = True
-    free_bytes: int | None = None
-    free_inodes: int | None = None
-    inodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -34,7 +21,7 @@ class LoginFacts:
     user: str
     python: tuple[int, ...]
     groups: tuple[str, ...] = ()
-    runs: Directory = Directory("")
+    runs: Directory = field(default_factory=lambda: Directory(""))
     mounts: tuple[Mount, ...] = ()
     ports: tuple[RdmaPort, ...] = ()
     default_interface: str | None = None

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hpctrain.nodes.survey_texts import GpuSurvey, NodeSurvey
+from hpctrain.base.units import ByteSize
+from hpctrain.site.survey_texts import GpuSurvey, NodeSurvey
 from hpctrain.slurm.cluster_records import NodeFacts
 from hpctrain.spec.catalogue import Gpu, GpuCatalogue, match_gpu
-from hpctrain.units import ByteSize
 
 NODES_SHOWN = "scontrol show node"
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.printable_text import printable_line
+from hpctrain.base.printable_text import printable_line
 
 _WIDTH = 100
 # Text that needs no quotes: words, quantities with a unit, and times as `1-00:00:00`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hpctrain.errors import (
+from hpctrain.base.errors import (
     AccessDeniedError,
     SlurmError,
     SlurmRefusedError,

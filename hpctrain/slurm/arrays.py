@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import HpctrainError, SlurmRefusedError, SlurmUnreachableError
+from hpctrain.base.errors import HpctrainError, SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm.environment import with_only
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
+from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import parse
 from hpctrain.slurm.answers import accepted, parsed
 from hpctrain.slurm.environment import for_queries, with_only

@@ -14,8 +14,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from hpctrain import clock
-from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
+from hpctrain.base import clock
+from hpctrain.base.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import cluster_parse, parse
 from hpctrain.slurm.answers import accepted, parsed
 from hpctrain.slurm.capabilities import capabilities

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
+from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm.answers import refusal
 from hpctrain.slurm.parse import node_state
 from hpctrain.slurm.records import (

@@ -3,7 +3,7 @@
 slurmstepd prints the reason of a kill to the stderr of the step and of the batch script
 (src/slurmd/slurmstepd/req.c, _handle_terminate and _handle_notify_job); srun prints how its tasks
 ended (src/srun/libsrun/launch.c). Belongs here: from such a line to a typed value. Does not belong
-here: what follows for a launch (`supervise.judge`).
+here: what follows for a launch (`judge`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from hpctrain.errors import SlurmUnreachableError
+from hpctrain.base.errors import SlurmUnreachableError
 
 # At the end of a job Slurm sends TERM to every process of the batch step, our commands included.
 _SHIELDED_FROM = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -2,7 +2,7 @@
 
 One table per question, shared by every reader of a job: the supervisor inside it, the attempt after
 it and the commands of users. Belongs here: all spellings of squeue, scontrol and sacct. Does not
-belong here: what follows for a run (`supervise.judge.job_end`), texts for people.
+belong here: what follows for a run (`judge.job_end`), texts for people.
 
 Sources: squeue(1), JOB REASON CODES; src/common/slurm_protocol_defs.c, job_state_reason_string; for
 reasons that are sentences src/slurmctld/job_mgr.c and src/slurmctld/node_scheduler.c, `state_desc`.

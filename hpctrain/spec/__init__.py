@@ -1,0 +1,1 @@
+"""What users write: the documents, their one reader, and what is said about each field."""

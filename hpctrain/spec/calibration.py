@@ -2,7 +2,7 @@
 
 Belongs here: the documents behind `catalogue/calibration.yaml` and behind a site's own file. Does
 not belong here: reading the files (see `spec.loader`), fitting the figures
-(`bench/calibrate_planner.py`), measuring a site (`hpctrain.actions.calibrate`), the formulas that
+(`bench/calibrate_planner.py`), measuring a site (`hpctrain.site.calibrate`), the formulas that
 use them (`hpctrain.plan.cost`).
 """
 
@@ -13,9 +13,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from hpctrain.base.units import Bandwidth
 from hpctrain.spec.document import Document
 from hpctrain.spec.uncertainty import SiteLearning
-from hpctrain.units import Bandwidth
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]

@@ -1,7 +1,7 @@
 """The evaluation section of a run spec: loss on held-out data, and jobs for each kept checkpoint.
 
 Belongs here: the fields of `evaluation`, and what a command may contain. Does not belong here: the
-script of such a job (`hpctrain.render.evaluation_script`), submitting it.
+script of such a job (`hpctrain.job.render.evaluation_script`), submitting it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from hpctrain.base.units import ByteSize, Duration
 from hpctrain.spec.document import Document
-from hpctrain.units import ByteSize, Duration
 
 PLACEHOLDERS = ("checkpoint", "step", "run", "output")
 _BRACES = re.compile(r"\{([A-Za-z_]+)\}")

@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpctrain.errors import Problem
+from hpctrain.base.errors import Problem
+from hpctrain.base.units import Duration
 from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.fields import (
     annotation_at,
@@ -27,7 +28,6 @@ from hpctrain.spec.fields import (
 from hpctrain.spec.other_names import key_of_spec, known_elsewhere, known_secret
 from hpctrain.spec.positions import Parsed, Path, dotted, shown_value
 from hpctrain.spec.syntax import SourcePlace
-from hpctrain.units import Duration
 
 _BOOLEAN_WORDS = {"on": "true", "yes": "true", "y": "true", "off": "false", "no": "false",
                   "n": "false"}  # fmt: skip

@@ -1,7 +1,8 @@
 """Text with values that exist in the job only: `$SCRATCH/cache/${SLURM_JOB_ID}`.
 
 Belongs here: which texts are allowed, and their parts. Does not belong here: quoting for bash
-(`hpctrain.render.quoting`). Nothing else is ever evaluated: no command, no arithmetic, no pattern.
+(`hpctrain.job.render.quoting`). Nothing else is ever evaluated: no command, no arithmetic, no
+pattern.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from hpctrain import clock
-from hpctrain.errors import InvalidInputError, Problem, RefusedPlanError
+from hpctrain.base import clock
+from hpctrain.base.errors import InvalidInputError, Problem, RefusedPlanError
 from hpctrain.spec.former_fields import forget_former_fields, rename_former_fields
 from hpctrain.spec.inheritance import PARTITION_SECTIONS, complete_partitions, merge
 from hpctrain.spec.overrides import OPTION, apply_overrides

@@ -14,8 +14,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from hpctrain.base.units import Duration
 from hpctrain.spec.document import Document
-from hpctrain.units import Duration
 
 # Kinds of `hpctrain.notify.notices.NoticeKind`, each with a sentence in docs/notifications.md.
 NoticeName = Literal[

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from hpctrain.errors import Problem
+from hpctrain.base.errors import Problem
 from hpctrain.spec.scalars import AmbiguousScalarError, Scalar, plain_scalar, shorten
 from hpctrain.spec.syntax import (
     MAX_DEPTH,

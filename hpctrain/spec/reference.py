@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
 from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.engines.registry import ENGINES
 from hpctrain.spec.schema import TITLES, Kind, schema_document

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from hpctrain.base.units import ByteSize, Duration, TokenCount
 from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.data import BatchSpec as BatchSpec
 from hpctrain.spec.data import DataSource as DataSource
@@ -37,7 +38,6 @@ from hpctrain.spec.tracking import TrackingSpec as TrackingSpec
 from hpctrain.spec.tracking import WandbSpec as WandbSpec
 from hpctrain.spec.tuning import LoraSpec as LoraSpec
 from hpctrain.spec.tuning import Task as Task
-from hpctrain.units import ByteSize, Duration, TokenCount
 
 # Far above any machine, and low enough that the divisors of every number in reach are soon tried.
 MOST_GPUS = 10_000_000

@@ -1,8 +1,8 @@
 """The spec of a service: one frozen document per YAML file of `kind: service`.
 
 Belongs here: fields, their limits, and checks that need only the document itself. Does not belong
-here: how many replicas of which shape keep the objectives (see `hpctrain.plan.serving`), the words
-that start an engine (see `hpctrain.serving.engines`), facts about a cluster (see `profile`).
+here: how many replicas of which shape keep the objectives (see `hpctrain.serve.plan`), the words
+that start an engine (see `hpctrain.serve.engines`), facts about a cluster (see `profile`).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from hpctrain.base.units import ByteSize, Duration, Latency
 from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.document import Document
 from hpctrain.spec.job_text import JobText
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.notify import NotifySpec
 from hpctrain.spec.run import MOST_GPUS, EnvironmentSpec, Name, ResourcesSpec
-from hpctrain.units import ByteSize, Duration, Latency
 
-# As registered in `hpctrain.serving.engines.registry`; a test compares the two.
+# As registered in `hpctrain.serve.engines.registry`; a test compares the two.
 ServingEngineName = Literal["vllm", "sglang", "tensorrt-llm", "transformers"]
 WeightPrecision = Literal["bf16", "fp16", "fp32", "fp8", "fp4", "int8", "int4"]
 KvPrecision = Literal["bf16", "fp16", "fp32", "fp8"]

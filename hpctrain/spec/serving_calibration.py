@@ -2,7 +2,7 @@
 
 Belongs here: the document behind `catalogue/serving.yaml`. Does not belong here: reading the file
 (see `spec.loader`), fitting the figures (`bench/calibrate_serving.py`), the formulas that use them
-(`hpctrain.plan.serving`), training's constants (`spec.calibration`).
+(`hpctrain.serve.plan`), training's constants (`spec.calibration`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks the options of sbatch and srun that a site adds, against what Slurm has and hpctrain sets.
 
 Belongs here: the names of options by version of Slurm, and those that no profile may set, each
-with the field to use instead. Does not belong here: quoting and order (`hpctrain.render`).
+with the field to use instead. Does not belong here: quoting and order (`hpctrain.job.render`).
 
 Sources: `sbatch --help` and `srun --help` of 22.05.8, 24.11.5 and 26.05.5; sbatch(1), srun(1).
 """

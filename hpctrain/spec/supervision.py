@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from hpctrain.base.units import Duration
 from hpctrain.spec.document import Document
-from hpctrain.units import Duration
 
-# Causes of `hpctrain.supervise.judge.causes` with a budget of their own.
+# Causes of `hpctrain.judge.causes` with a budget of their own.
 BudgetName = Literal[
     "node_failure",
     "load_failed",

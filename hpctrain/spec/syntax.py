@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.errors import Problem
+from hpctrain.base.errors import Problem
 from hpctrain.spec.scalars import shorten
 
 MAX_DEPTH = 24

@@ -1,7 +1,7 @@
 """The tracking section of a run spec: TensorBoard, and Weights & Biases.
 
 Belongs here: the fields of `tracking`, and the refusal of secrets. Does not belong here: what is
-written (`hpctrain.tracking`), the settings of a run (`hpctrain.actions.tracking_settings`).
+written (`hpctrain.tracking`), the settings of a run (`hpctrain.job.tracking_settings`).
 """
 
 from __future__ import annotations

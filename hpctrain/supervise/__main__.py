@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from hpctrain.errors import HpctrainError, RunFailedError, UsageError
+from hpctrain.base.errors import HpctrainError, RunFailedError, UsageError
 
 
 def parse(arguments: list[str]) -> tuple[Path, list[str]]:
@@ -26,9 +26,9 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, early)
     try:
         run_directory, argv = parse(sys.argv[1:])
+        from hpctrain.records.kept_code import unread_archive
+        from hpctrain.records.layout import RunLayout
         from hpctrain.slurm.client import SlurmClient
-        from hpctrain.store.kept_code import unread_archive
-        from hpctrain.store.layout import RunLayout
         from hpctrain.supervise.loop import Supervisor
         from hpctrain.supervise.settings import end_without_settings, wait_for_settings
 

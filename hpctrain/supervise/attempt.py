@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.errors import UsageError
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import ActionKind
+from hpctrain.base.errors import UsageError
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.documents import ActionKind
+from hpctrain.records.ledger import Event, EventKind
 
 # slurm.h: INFINITE and NO_VAL are 0xffffffff and 0xfffffffe.
 _NO_TIME = 0xFFFFFFFE

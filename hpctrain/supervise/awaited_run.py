@@ -3,17 +3,17 @@
 Slurm starts its job when the job of the other has ended well (`afterok`). A job ends well, too,
 when a person has stopped its run, or when it leaves the run to a newer launch. Only the marker of
 the other run tells whether that is done. Belongs here: what to do instead of the first launch. Does
-not belong here: the dependency, and renewing it (`hpctrain.actions.job_submission`).
+not belong here: the dependency, and renewing it (`hpctrain.job.job_submission`).
 """
 
 from __future__ import annotations
 
-from hpctrain.store.jobs import awaited_run
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
+from hpctrain.judge.documents import Action, ActionKind
+from hpctrain.judge.policy import STOPPED_EXIT_CODE
+from hpctrain.records.jobs import awaited_run
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
 from hpctrain.supervise.context import AttemptContext, log_message
-from hpctrain.supervise.judge.documents import Action, ActionKind
-from hpctrain.supervise.judge.policy import STOPPED_EXIT_CODE
 
 
 def wait_for_unfinished_run(context: AttemptContext) -> Action | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from hpctrain.judge.launch_history import mean_time_to_failure
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import BufferedLedger, EventKind
+from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import BufferedLedger, EventKind
-from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.attempt import JobAttempt
 from hpctrain.supervise.job_log import write_log
-from hpctrain.supervise.judge.launch_history import mean_time_to_failure
 from hpctrain.supervise.srun_process import Signals
 
 

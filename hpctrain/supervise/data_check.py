@@ -1,13 +1,15 @@
 """Refuse a launch on data that differ from those that the run has trained on.
 
 Losses after a silent change look plausible and mean nothing. Belongs here: judging a comparison.
-Does not belong here: comparing (`hpctrain.store.data_identity`).
+Does not belong here: comparing (`hpctrain.records.data_identity`).
 """
 
 from __future__ import annotations
 
-from hpctrain.errors import HpctrainError
-from hpctrain.store.data_identity import (
+from hpctrain.base.errors import HpctrainError
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.documents import Verdict
+from hpctrain.records.data_identity import (
     InterruptedReadingError,
     compare,
     read_identity,
@@ -15,11 +17,9 @@ from hpctrain.store.data_identity import (
     with_touched,
     write_identity,
 )
-from hpctrain.store.known_steps import known_steps
-from hpctrain.store.ledger import EventKind
+from hpctrain.records.known_steps import known_steps
+from hpctrain.records.ledger import EventKind
 from hpctrain.supervise.context import AttemptContext, log_message
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Verdict
 
 _MOST_NAMED, _MOST_EVIDENCE = 3, 6
 

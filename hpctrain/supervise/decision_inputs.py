@@ -1,7 +1,7 @@
 """Collect the inputs of the restart policy: nodes, blame, checkpoints.
 
 Belongs here: reading the node ledger and the run directory, and recording blame. Does not belong
-here: deciding (`judge.policy`), weighing evidence against nodes (`hpctrain.nodes`).
+here: deciding (`judge.policy`), weighing evidence against nodes (`hpctrain.judge.blame`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain import clock
+from hpctrain.base import clock
+from hpctrain.base.errors import SlurmError, StorageError
 from hpctrain.checkpoints.discover import good_steps
-from hpctrain.errors import SlurmError, StorageError
-from hpctrain.nodes.blame import (
+from hpctrain.judge.blame import (
     EvidenceSource,
     blame,
     blame_problem,
@@ -23,17 +23,17 @@ from hpctrain.nodes.blame import (
     slow_nodes,
     unfit_nodes,
 )
-from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
-from hpctrain.store.jobs import generation, started_ids, successor_ids
-from hpctrain.store.ledger import Event
+from hpctrain.judge.causes import FAILURE_CAUSES, Cause
+from hpctrain.judge.documents import Situation, Suspicion, Verdict
+from hpctrain.judge.launch_nodes import Allocation, full_nodes, least_nodes
+from hpctrain.judge.probe_results import ProbeResult
+from hpctrain.judge.slow_nodes import certain_nodes
+from hpctrain.records.jobs import generation, started_ids, successor_ids
+from hpctrain.records.ledger import Event
+from hpctrain.records.node_record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
 from hpctrain.supervise.act.rollback import read_skip_list
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.gather import keeps_nodes
-from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
-from hpctrain.supervise.judge.documents import Situation, Suspicion, Verdict
-from hpctrain.supervise.judge.launch_nodes import Allocation, full_nodes, least_nodes
-from hpctrain.supervise.judge.probe_results import ProbeResult
-from hpctrain.supervise.judge.slow_nodes import certain_nodes
 
 if TYPE_CHECKING:
     from hpctrain.supervise.srun_launch import Ended

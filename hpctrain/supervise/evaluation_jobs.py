@@ -7,7 +7,7 @@ that ended without a word is recorded as lost. Nothing here may harm the trainin
 thread, and every error is logged and left to the next pass.
 
 Belongs here: one pass, the supervisor's thread. Does not belong here: the records
-(`hpctrain.store.evaluations`), the script (`hpctrain.render.evaluation_script`).
+(`hpctrain.records.evaluations`), the script (`hpctrain.job.render.evaluation_script`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpctrain import clock
+from hpctrain.base import clock
+from hpctrain.base.errors import AccessDeniedError, HpctrainError, SlurmError, SlurmRefusedError
 from hpctrain.checkpoints.discover import saving_epochs
-from hpctrain.errors import AccessDeniedError, HpctrainError, SlurmError, SlurmRefusedError
-from hpctrain.slurm.client import SlurmClient
-from hpctrain.slurm.records import JobRecord
-from hpctrain.store.evaluations import (
+from hpctrain.records.evaluations import (
     Evaluation,
     EvaluationEvent,
     EvaluationJob,
@@ -37,8 +35,10 @@ from hpctrain.store.evaluations import (
     submission_lock,
     waiting_evaluations,
 )
-from hpctrain.store.jobs import sbatch_options
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.jobs import sbatch_options
+from hpctrain.records.layout import RunLayout
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.records import JobRecord
 from hpctrain.supervise.context import log_message
 from hpctrain.supervise.timeouts import run_with_timeout
 

@@ -14,14 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain import clock
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
-from hpctrain.store.evaluations import (
+from hpctrain.base import clock
+from hpctrain.records.evaluations import (
     EvaluationEvent,
     append_event,
     parse_metrics,
 )
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import checkpoint_name, read_manifest
 
 FAILED_EXIT_CODE = 1
 

@@ -2,19 +2,19 @@
 
 It may if no record shows that there ever was a checkpoint, or if a person has accepted the loss.
 Belongs here: that decision. Does not belong here: reading them
-(`hpctrain.store.known_steps`), looking for checkpoints (`hpctrain.checkpoints.discover`).
+(`hpctrain.records.known_steps`), looking for checkpoints (`hpctrain.checkpoints.discover`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpctrain.base.errors import CheckpointError
 from hpctrain.checkpoints.discover import HOW_TO_START_OVER, Decisions
-from hpctrain.errors import CheckpointError
-from hpctrain.store.known_steps import accepted_fresh_start, fresh_start_pending, known_steps
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import Event
-from hpctrain.supervise.judge.launch_history import pending_rejections, pending_rollback
+from hpctrain.judge.launch_history import pending_rejections, pending_rollback
+from hpctrain.records.known_steps import accepted_fresh_start, fresh_start_pending, known_steps
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import Event
 
 
 def decisions_of(events: Sequence[Event]) -> Decisions:

@@ -1,7 +1,7 @@
 """Identify the container image of a launch, which its ranks cannot see from inside.
 
 Belongs here: that. Does not belong here: comparing it with that of the run
-(`hpctrain.store.software_lock`).
+(`hpctrain.records.software_lock`).
 """
 
 from __future__ import annotations

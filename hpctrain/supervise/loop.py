@@ -14,16 +14,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain import clock
-from hpctrain.durable import FULL_ERRNOS
-from hpctrain.errors import SlurmError
+from hpctrain.base import clock
+from hpctrain.base.durable import FULL_ERRNOS
+from hpctrain.base.errors import SlurmError
+from hpctrain.judge.causes import FINAL_CAUSES, Cause
+from hpctrain.judge.classify import classify
+from hpctrain.judge.documents import (
+    Action,
+    ActionKind,
+    History,
+    Situation,
+    Verdict,
+)
+from hpctrain.judge.launch_history import history
+from hpctrain.judge.launch_nodes import Allocation, Placement, place
+from hpctrain.judge.lost_attempts import why_ended
+from hpctrain.judge.node_order import NodePlacement, details, summary
+from hpctrain.judge.policy import decide
+from hpctrain.records.epochs import is_superseded
+from hpctrain.records.jobs import generation
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import BufferedLedger, Event, EventKind
+from hpctrain.records.requests import Request, read_request
+from hpctrain.records.run_jobs import identity_of
+from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.store.epochs import is_superseded
-from hpctrain.store.jobs import generation
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import BufferedLedger, Event, EventKind
-from hpctrain.store.requests import Request, read_request
-from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise.act.execute import act
 from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, must_leave
 from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
@@ -42,23 +57,8 @@ from hpctrain.supervise.evidence.gather import between_launches
 from hpctrain.supervise.evidence.job_facts import still_ours
 from hpctrain.supervise.evidence.leaves import leaves_of
 from hpctrain.supervise.evidence.lost_nodes import gone_nodes
-from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
-from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import (
-    Action,
-    ActionKind,
-    History,
-    Situation,
-    Verdict,
-)
-from hpctrain.supervise.judge.launch_history import history
-from hpctrain.supervise.judge.launch_nodes import Allocation, Placement, place
-from hpctrain.supervise.judge.lost_attempts import why_ended
-from hpctrain.supervise.judge.node_order import NodePlacement, details, summary
-from hpctrain.supervise.judge.policy import decide
 from hpctrain.supervise.notice_sender import NoticeSender
 from hpctrain.supervise.restarted_job import stop_of_restarted_job
-from hpctrain.supervise.run_jobs import identity_of
 from hpctrain.supervise.side_processes import SideProcesses
 from hpctrain.supervise.srun_launch import Ended, TrainerLauncher
 from hpctrain.supervise.srun_process import Signals

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from hpctrain.errors import SlurmError
+from hpctrain.base.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
 
 

@@ -12,9 +12,9 @@ import contextlib
 import threading
 from collections.abc import Mapping
 
-from hpctrain import clock
+from hpctrain.base import clock
 from hpctrain.notify.delivery import Sender, deliver, sender_name
-from hpctrain.store.ledger import Event, Ledger
+from hpctrain.records.ledger import Event, Ledger
 from hpctrain.supervise.context import AttemptContext, log_message
 
 # For how long an ending job waits for its last message: longer than one channel takes. The nodes

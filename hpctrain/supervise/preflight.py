@@ -24,7 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain import clock
+from hpctrain.base import clock
+from hpctrain.judge.preflight_format import INPUTS, MARK, RUN_DIRECTORY, SHUTDOWN
 from hpctrain.supervise.evidence.node_checks import (
     NodeReport,
     check_directory,
@@ -35,7 +36,6 @@ from hpctrain.supervise.evidence.node_checks import (
     check_shared_memory,
     check_shutdown,
 )
-from hpctrain.supervise.judge.preflight_format import INPUTS, MARK, RUN_DIRECTORY, SHUTDOWN
 
 CHECK_SECONDS = 4.0
 # srun passes on what a task writes in pieces of 1 KiB (src/common/io_hdr.h, SLURM_IO_MAX_MSG_LEN);

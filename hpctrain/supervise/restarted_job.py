@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from hpctrain.errors import SlurmError
-from hpctrain.store.jobs import generation
-from hpctrain.store.ledger import Event, EventKind
+from hpctrain.base.errors import SlurmError
+from hpctrain.judge.documents import Action, ActionKind
+from hpctrain.judge.policy import STOPPED_EXIT_CODE
+from hpctrain.records.jobs import generation
+from hpctrain.records.ledger import Event, EventKind
 from hpctrain.supervise.context import AttemptContext, log_message
-from hpctrain.supervise.judge.documents import Action, ActionKind
-from hpctrain.supervise.judge.policy import STOPPED_EXIT_CODE
 
 # Slurm requeues a job when its last process is gone, and notes that time as its submission: epilog
 # and messages take seconds, clocks of nodes and controller may differ (munge allows 300 s).

@@ -1,6 +1,6 @@
 """Wait for the file of the supervisor's settings, or end the job without it.
 
-Does not belong here: the document and its reader (`hpctrain.store.supervise_config`).
+Does not belong here: the document and its reader (`hpctrain.records.supervise_config`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import signal
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from hpctrain.errors import SlurmError, StorageError
+from hpctrain.base.errors import SlurmError, StorageError
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.policy import RETRIES, STOPPED_EXIT_CODE
+from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise.attempt import attempt_from
 from hpctrain.supervise.context import log_message
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.policy import RETRIES, STOPPED_EXIT_CODE
 
 # As often and as long as the policy tries again after a fault of storage.
 _TRIES = RETRIES[Cause.STORAGE] + 1

@@ -3,7 +3,7 @@
 They can harm nothing: each is a process of its own, with the least priority, that the kernel kills
 first; it writes files that training does not. If one fails, the log and the ledger have one line
 about it, and the attempt goes on. Belongs here: starting and ending them. Does not belong here:
-what they write (`hpctrain.tracking`, `hpctrain.actions.attempt_exporter`).
+what they write (`hpctrain.tracking`, `hpctrain.observe.attempt_exporter`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.tracking import tracking_commands
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.tracking import tracking_commands
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.timeouts import run_with_timeout
 
@@ -64,7 +64,7 @@ def metrics_program(context: AttemptContext) -> SideProgram | None:
         return None
     return SideProgram(
         name="metrics",
-        module="hpctrain.actions.attempt_exporter",
+        module="hpctrain.observe.attempt_exporter",
         options=(),
         log=context.run_layout.metrics_log,
         failed=EventKind.METRICS_FAILED,

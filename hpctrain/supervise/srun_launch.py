@@ -10,16 +10,24 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain import clock
+from hpctrain.base import clock
+from hpctrain.base.errors import CheckpointError
 from hpctrain.checkpoints.discover import Checkpoint, good_steps, select_for_resume
 from hpctrain.checkpoints.publish import fence_off
 from hpctrain.checkpoints.resume_shares import write_shares
-from hpctrain.errors import CheckpointError
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.requests import clear_stale_requests
-from hpctrain.store.run_records import Progress, read_record
-from hpctrain.store.speed_checks import SpeedCheck
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.classify import classify
+from hpctrain.judge.documents import LaunchEvidence, Verdict
+from hpctrain.judge.launch_history import pinned_steps
+from hpctrain.judge.launch_nodes import Placement, host_file_lines, place_command
+from hpctrain.judge.probe_results import KernelLine, ProbeResult
+from hpctrain.judge.slow_nodes import replaceable_nodes
+from hpctrain.judge.stragglers import SlowRank
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.requests import clear_stale_requests
+from hpctrain.records.run_records import Progress, read_record
+from hpctrain.records.speed_checks import SpeedCheck
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.data_check import data_problem
 from hpctrain.supervise.evidence.failed_launch import (
@@ -33,14 +41,6 @@ from hpctrain.supervise.evidence.gather import gather
 from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
 from hpctrain.supervise.fresh_start import decisions_of, why_fresh_start
 from hpctrain.supervise.image_identity import image_identity
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import LaunchEvidence, Verdict
-from hpctrain.supervise.judge.launch_history import pinned_steps
-from hpctrain.supervise.judge.launch_nodes import Placement, host_file_lines, place_command
-from hpctrain.supervise.judge.probe_results import KernelLine, ProbeResult
-from hpctrain.supervise.judge.slow_nodes import replaceable_nodes
-from hpctrain.supervise.judge.stragglers import SlowRank
 from hpctrain.supervise.master_address import master_address
 from hpctrain.supervise.srun_process import SrunProcess, reserve_port
 from hpctrain.supervise.time_limit import JobTimeLimit

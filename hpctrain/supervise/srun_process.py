@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import FrameType
 
-from hpctrain import clock, reserved_ports
+from hpctrain.base import clock, reserved_ports
+from hpctrain.records.run_records import TrainerExit
 from hpctrain.slurm.messages import (
     StepNotice,
     TaskFailure,
@@ -23,7 +24,6 @@ from hpctrain.slurm.messages import (
     read_task_failure,
     waits_for_step,
 )
-from hpctrain.store.run_records import TrainerExit
 from hpctrain.supervise.job_log import write_log
 
 _PORT_STEP = 7  # between the launches of an attempt: a few ports may be passed over

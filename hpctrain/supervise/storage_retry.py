@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from hpctrain import clock
-from hpctrain.durable import FULL_ERRNOS
+from hpctrain.base import clock
+from hpctrain.base.durable import FULL_ERRNOS
 from hpctrain.supervise.context import AttemptContext
 
 # Longer than a remount or a failover usually takes.

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain import clock
+from hpctrain.base import clock
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.act.requeue import requeue
 from hpctrain.supervise.context import AttemptContext, log_message

@@ -11,15 +11,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpctrain import clock
-from hpctrain.errors import SlurmError
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import read_saves
+from hpctrain.base import clock
+from hpctrain.base.errors import SlurmError
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.documents import Verdict
+from hpctrain.judge.stop_lead import StopLead, stop_lead
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import read_saves
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.evidence.run_dir_snapshot import past_step_seconds
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Verdict
-from hpctrain.supervise.judge.stop_lead import StopLead, stop_lead
 from hpctrain.supervise.timeouts import run_with_timeout
 
 # A warning this late will not come: slurmctld checks every 30 s, and is early rather than late

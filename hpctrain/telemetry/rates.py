@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.store.run_records import StepMetrics
+from hpctrain.records.run_records import StepMetrics
 
 
 @dataclass(frozen=True)

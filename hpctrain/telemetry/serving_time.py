@@ -2,7 +2,7 @@
 
 The account of a run knows steps; a replica has none, so that all of its launches would be starts.
 Belongs here: that one change of a timeline. Does not belong here: when a replica did so
-(`hpctrain.actions.replica_lives`), the timeline itself (`timeline`).
+(`hpctrain.serve.replica_lives`), the timeline itself (`timeline`).
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hpctrain.store.run_records import SaveRecord, StepMetrics
-from hpctrain.store.step_times import StepTime
+from hpctrain.records.run_records import SaveRecord, StepMetrics
+from hpctrain.records.step_times import StepTime
 from hpctrain.telemetry.clock_repair import moment, non_decreasing_times, ticks
 from hpctrain.telemetry.launch_segments import LaunchSteps, Piece, StepTicks, cut_launch
 from hpctrain.telemetry.time_categories import Category, Segment

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.store.step_times import StepTime
+from hpctrain.records.step_times import StepTime
 from hpctrain.telemetry.clock_repair import moment, non_decreasing_times, seconds
 from hpctrain.telemetry.time_categories import Category
 from hpctrain.telemetry.timeline import (

@@ -4,5 +4,5 @@ The supervisor starts it in the job (`--follow`), and `hpctrain export` on a log
 `metrics.jsonl` and never touches what trains. Belongs here: one continuous curve from rows with
 rewinds (`continuous`, pure), how far it is written, and the sinks. tensorboard and wandb are
 imported in `event_files` and `wandb_run` only. Does not belong here: starting the program
-(`hpctrain.supervise`, `hpctrain.actions.export`), settings (`hpctrain.store.tracking`).
+(`hpctrain.supervise`, `hpctrain.export.metrics`), settings (`hpctrain.records.tracking`).
 """

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.beside_training import give_way, stdin_closed_within
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.tracking import TrackingConfig, tracking_config
+from hpctrain.base.beside_training import give_way, stdin_closed_within
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.tracking import TrackingConfig, tracking_config
 from hpctrain.tracking.follower import Follower, writers
 
 

@@ -17,11 +17,11 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from hpctrain.durable import make_private_directory, shared_mode
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.metrics_reader import rows_from
-from hpctrain.store.run_records import read_record, write_record
-from hpctrain.store.tracking import TensorboardPosition, position_file
+from hpctrain.base.durable import make_private_directory, shared_mode
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.metrics_reader import rows_from
+from hpctrain.records.run_records import read_record, write_record
+from hpctrain.records.tracking import TensorboardPosition, position_file
 from hpctrain.tracking.continuous import Continuation, continuation
 from hpctrain.tracking.scalars import evaluation_scalars, scalars
 from hpctrain.tracking.writer_lock import WriterLock

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from hpctrain import clock
-from hpctrain.errors import HpctrainError
-from hpctrain.store.jobs import cancel_requested
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.tracking import TrackingConfig, tensorboard_directory
+from hpctrain.base import clock
+from hpctrain.base.errors import HpctrainError
+from hpctrain.records.jobs import cancel_requested
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.tracking import TrackingConfig, tensorboard_directory
 from hpctrain.tracking.writer_lock import TrackingInUseError
 
 # So often metrics are read; plan/footprint/footprint.yaml counts by it.

@@ -6,7 +6,7 @@ which rows are written (`continuous`).
 
 from __future__ import annotations
 
-from hpctrain.store.run_records import EvaluationMetrics, StepMetrics
+from hpctrain.records.run_records import EvaluationMetrics, StepMetrics
 
 _EVALUATION = {"eval/loss": "eval_loss", "eval/accuracy": "eval_accuracy"}
 

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.durable import make_private_directory, shared_mode
-from hpctrain.errors import StorageError
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.metrics_reader import rows_from
-from hpctrain.store.run_records import StepMetrics, read_record, read_saves, write_record
-from hpctrain.store.tracking import (
+from hpctrain.base.durable import make_private_directory, shared_mode
+from hpctrain.base.errors import StorageError
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.metrics_reader import rows_from
+from hpctrain.records.run_records import StepMetrics, read_record, read_saves, write_record
+from hpctrain.records.tracking import (
     TrackingConfig,
     WandbPosition,
     WandbSettings,

@@ -12,8 +12,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from hpctrain.durable import shared_mode
-from hpctrain.errors import UsageError
+from hpctrain.base.durable import shared_mode
+from hpctrain.base.errors import UsageError
 
 _HELD = (errno.EACCES, errno.EAGAIN)
 

@@ -2,7 +2,7 @@
 
 Every rank that reads data calls this. Copies are compared with the digests that `submit` has
 recorded. Belongs here: which files, and where. Does not belong here: copying (`node_copies`), which
-runs may (`hpctrain.actions.site_warnings`), reading (`datasets`).
+runs may (`hpctrain.job.site_warnings`), reading (`datasets`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.data_identity import read_identity
-from hpctrain.store.datasets import bin_path, idx_path, npz_path, sidecar_path
+from hpctrain.records.data_identity import read_identity
+from hpctrain.records.datasets import bin_path, idx_path, npz_path, sidecar_path
 from hpctrain.train.job import Job
 from hpctrain.train.node_copies import CopyWords, SourceFile, copied_once, only_process
 

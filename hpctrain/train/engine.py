@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpctrain.store.speed_checks import AxisName
+from hpctrain.records.speed_checks import AxisName
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.saving.host_buffers import HostBuffers

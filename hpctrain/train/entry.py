@@ -1,6 +1,6 @@
 """Run one rank from checks to exit code, and write the record of how it ended.
 
-Exit codes are `hpctrain.store.run_records.TrainerExit`. Belongs here: classifying the end of a
+Exit codes are `hpctrain.records.run_records.TrainerExit`. Belongs here: classifying the end of a
 rank, and its records. Does not belong here: training.
 """
 
@@ -14,24 +14,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar, cast
 
-from hpctrain.checkpoints.manifest import (
+from hpctrain.base.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
+from hpctrain.checkpoints.publish import StaleEpochError
+from hpctrain.engines.training import TrainConfig
+from hpctrain.records.exit_records import (
+    has_left_startup,
+    mark_left_startup,
+    write_exit_record,
+)
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import (
     checkpoint_name,
     read_manifest,
     step_of,
     what_is_wrong,
 )
-from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
-from hpctrain.spec.engines.registry import abilities_of, resolve
-from hpctrain.store.exit_records import (
-    has_left_startup,
-    mark_left_startup,
-    write_exit_record,
-)
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.requests import is_requested
-from hpctrain.store.run_records import (
+from hpctrain.records.requests import is_requested
+from hpctrain.records.run_records import (
     DoneMarker,
     ExitRecord,
     Outcome,
@@ -40,6 +39,7 @@ from hpctrain.store.run_records import (
     read_record,
     write_record,
 )
+from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.train.faults import (
     BadCheckpointError,
     RefusedElsewhereError,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from hpctrain.engines.training import TrainConfig
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import lineage, tail_metrics
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import lineage, tail_metrics
 
 _FIRST_TAIL_ROWS = 256
 

@@ -11,9 +11,9 @@ import pickle
 import re
 from pathlib import Path
 
+from hpctrain.base.durable import FULL_ERRNOS
+from hpctrain.base.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.durable import FULL_ERRNOS
-from hpctrain.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.train.free_space import NoSpaceError, exhausted
 from hpctrain.train.storage import chain
 
@@ -65,7 +65,7 @@ class DivergedError(HpctrainError):
 
 
 def cause_of(error: BaseException) -> str | None:
-    """Return the value of a `hpctrain.supervise.judge.causes.Cause`; None if the error is unclear.
+    """Return the value of a `hpctrain.judge.causes.Cause`; None if the error is unclear.
 
     Examines the chain of exceptions, the outermost first.
     """

@@ -11,9 +11,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
+from hpctrain.base.errors import CheckpointError
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.errors import CheckpointError
+from hpctrain.records.manifest import checkpoint_name, read_manifest
 
 # Checkpoints of a run differ by little; the margin is for metadata and other users of the disk.
 _MARGIN = 1.2

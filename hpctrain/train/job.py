@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.stop import StopSignals
 

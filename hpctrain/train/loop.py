@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpctrain.store.requests import SaveRequest, is_requested
+from hpctrain.records.requests import SaveRequest, is_requested
 from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.device import peak_memory_bytes, wait_for_device
 from hpctrain.train.engine import Engine, Evaluation, Position

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.store.communication import CommunicationRecord
+from hpctrain.records.communication import CommunicationRecord
 from hpctrain.train.engine import AxisGroup
 from hpctrain.train.message_axes import (
     ROW_SIZE,
@@ -32,7 +32,7 @@ from hpctrain.train.message_recording import Recording
 from hpctrain.train.step_agreement import Control
 
 # Functions of this file in which a rank waits for others, as the supervisor recognises them in
-# stacks (`hpctrain.supervise.judge.odd_stacks`; its unit test compares the two).
+# stacks (`hpctrain.judge.odd_stacks`; its unit test compares the two).
 WAITS_FOR_RANKS = ("_receive",)
 _WARM_UP_STEPS = 2
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import lineage, tail_metrics
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import lineage, tail_metrics
 
 WINDOW_STEPS = 64
 LEAST_STEPS = 16

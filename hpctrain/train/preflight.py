@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import cast
 
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, step_of
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.records.epochs import current_epoch
+from hpctrain.records.manifest import checkpoint_name, read_manifest, step_of
 from hpctrain.spec.engines.registry import abilities_of, resolve
-from hpctrain.store.epochs import current_epoch
 from hpctrain.train.datasets.data_checks import data_problems
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
 from hpctrain.train.job import Job

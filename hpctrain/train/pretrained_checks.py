@@ -1,19 +1,19 @@
 """Check the pretrained weights of a run before torch is imported.
 
 Belongs here: whether the directory exists on this node and matches the configured model. Does not
-belong here: the same at submission (see `hpctrain.actions.input_checks`), loading.
+belong here: the same at submission (see `hpctrain.job.input_checks`), loading.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import Staged, open_staged, require_kind
 from hpctrain.engines.described import disagreements
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.engines.registry import abilities_of
 
 

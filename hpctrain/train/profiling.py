@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hpctrain.durable import make_private_directory
+from hpctrain.base.durable import make_private_directory
 from hpctrain.train.device import on_cpu
 from hpctrain.train.job import Job
 from hpctrain.train.report import Reporter

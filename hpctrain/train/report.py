@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoints.manifest import step_of
-from hpctrain.durable import FULL_ERRNOS, LineBuffer
+from hpctrain.base.durable import FULL_ERRNOS, LineBuffer
 from hpctrain.engines.training import TrainConfig
-from hpctrain.store.communication import CommunicationRecord
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import (
+from hpctrain.records.communication import CommunicationRecord
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import step_of
+from hpctrain.records.run_records import (
     EvaluationMetrics,
     Phase,
     Progress,

@@ -3,7 +3,7 @@
 A part is compared with its peers of the same launch, because a data sheet is no measurement; the
 plan's assumption only shows that all of them are slow. Belongs here: suspicion after the first
 round, naming after the second. Does not belong here: measuring (`speed_measurements`), what follows
-for a node (`hpctrain.supervise.judge.slow_nodes`).
+for a node (`hpctrain.judge.slow_nodes`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 
-from hpctrain.store.speed_checks import AxisName, AxisSpeed, PartName, SlowPart, SpeedCheck
+from hpctrain.records.speed_checks import AxisName, AxisSpeed, PartName, SlowPart, SpeedCheck
 
 # Memory that others hold: more than the spread of contexts and libraries between equal GPUs.
 _HELD_SHARE, _HELD_BYTES = 0.05, 2**30

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hpctrain.store.kept_code import own_code
-from hpctrain.store.software import Library, SoftwareFacts
+from hpctrain.records.kept_code import own_code
+from hpctrain.records.software import Library, SoftwareFacts
 from hpctrain.version import __version__
 
 # Kernels that TransformerEngine chooses from, by the module that each needs; cuDNN's are part of

@@ -3,7 +3,7 @@
 The ranks exchange what they have found over the launch's key-value store, before any process group
 exists: one rank without a GPU would open groups of gloo while the others open groups of NCCL, and
 all of them would wait. Rank 0 judges. Belongs here: the exchange, and what makes facts unusable.
-Does not belong here: finding them (see `software`), the file (see `hpctrain.store.software`).
+Does not belong here: finding them (see `software`), the file (see `hpctrain.records.software`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pydantic import BaseModel, ConfigDict
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.needed_software import LibraryName, SoftwareNeed
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.records.kept_code import is_current
+from hpctrain.records.software import Library, SoftwareFacts, SoftwareRecord, write_software
+from hpctrain.records.software_lock import changes, read_lock, write_lock
 from hpctrain.spec.engines.registry import abilities_of, resolve
-from hpctrain.store.kept_code import is_current
-from hpctrain.store.software import Library, SoftwareFacts, SoftwareRecord, write_software
-from hpctrain.store.software_lock import changes, read_lock, write_lock
 from hpctrain.train import software
 from hpctrain.train.device import gpu_ids, gpu_index
 from hpctrain.train.faults import RefusedElsewhereError

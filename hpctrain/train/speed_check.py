@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hpctrain.engines.speed_check import SpeedCheckConfig
-from hpctrain.store.speed_checks import AxisSpeed, SlowPart, SpeedCheck, write_speed_check
+from hpctrain.records.speed_checks import AxisSpeed, SlowPart, SpeedCheck, write_speed_check
 from hpctrain.train.device import gpu_ids, gpu_index, on_cpu
 from hpctrain.train.engine import AxisGroup, Mesh
 from hpctrain.train.faults import SlowNodesError

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from hpctrain.durable import shared_mode
-from hpctrain.store.layout import RunLayout
+from hpctrain.base.durable import shared_mode
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.rank_environment import Launch
 
 # Entries of the ring buffer per rank: the default of newer torch (FlightRecorder.hpp); older ones

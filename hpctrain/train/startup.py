@@ -15,11 +15,11 @@ from typing import Protocol, cast
 
 import torch
 
-from hpctrain.checkpoints.manifest import step_of
 from hpctrain.engines.training import TrainConfig
+from hpctrain.records.manifest import step_of
+from hpctrain.records.requests import SaveRequest
+from hpctrain.records.run_records import SaveRecord, read_saves
 from hpctrain.spec.engines.registry import abilities_of, resolve
-from hpctrain.store.requests import SaveRequest
-from hpctrain.store.run_records import SaveRecord, read_saves
 from hpctrain.train.collective_timeout import limit_collectives
 from hpctrain.train.data_copies import staged_copies
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 # A rank waits for others in every function of this file, as the supervisor recognises it in stacks
-# (`hpctrain.supervise.judge.odd_stacks`; its unit test compares the two).
+# (`hpctrain.judge.odd_stacks`; its unit test compares the two).
 WAITS_FOR_RANKS = None
 _Value = TypeVar("_Value")
 

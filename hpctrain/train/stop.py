@@ -1,6 +1,6 @@
 """Record signals that request a stop until the next step boundary.
 
-Does not belong here: the file `control/stop` (`hpctrain.store.requests`), agreement of ranks (see
+Does not belong here: the file `control/stop` (`hpctrain.records.requests`), agreement of ranks (see
 `step_agreement`), the reaction (see `loop`). Imports nothing heavy, because it must take effect
 before torch is imported.
 """

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from hpctrain.base.durable import is_storage_fault
+from hpctrain.base.errors import StorageError
 from hpctrain.checkpoints.publish import Fence, StaleEpochError
-from hpctrain.durable import is_storage_fault
-from hpctrain.errors import StorageError
-from hpctrain.store.epochs import current_epoch
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.epochs import current_epoch
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.rank_environment import Launch
 
 # How long a rank waits for its run directory before it fails and the supervisor decides: longer

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
-from hpctrain.store.run_records import RankTimes
+from hpctrain.records.run_records import RankTimes
 from hpctrain.train.device import on_cpu, peak_memory_bytes, reserved_memory_bytes
 from hpctrain.train.step_agreement import Control
 
@@ -29,7 +29,7 @@ _TIMES = (*PARTS, "step")
 _COLUMNS = (*_TIMES, "peak_memory", "reserved_memory")
 _MEGATRON_PASSES = ("forward-compute", "backward-compute")
 # Functions of this file in which a rank waits for others, as the supervisor recognises them in
-# stacks (`hpctrain.supervise.judge.odd_stacks`; its unit test compares the two).
+# stacks (`hpctrain.judge.odd_stacks`; its unit test compares the two).
 WAITS_FOR_RANKS = ("_receive",)
 _UNMARKED = contextlib.nullcontext()
 Item = TypeVar("Item")

@@ -23,8 +23,8 @@ from hpctrain.train.launchers.signal_forwarding import SignalForwarder
 
 def main(arguments: list[str], forwarder: SignalForwarder) -> int:
     """Run the ranks of this node to their end. Returns their common exit code."""
-    from hpctrain.errors import CheckpointError, InvalidInputError
-    from hpctrain.store.run_records import TrainerExit
+    from hpctrain.base.errors import CheckpointError, InvalidInputError
+    from hpctrain.records.run_records import TrainerExit
     from hpctrain.train.launchers.unsupervised_environment import read_unsupervised_environment
 
     try:

@@ -13,7 +13,7 @@ from trial_runs import LIMIT_SECONDS, Trial
 
 from bench.free_ports import free_port
 from hpctrain.engines.documents import parse_train_config
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 
 
 def train(directory: str, resume: int | None = None) -> list[Any]:

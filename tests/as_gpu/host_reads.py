@@ -23,7 +23,7 @@ from fake_worlds import fake_groups, group_of_one
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.engines.documents import parse_train_config
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.startup import room_of

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.engines.documents import parse_train_config
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 
 
 def recipe_of(directory: str) -> list[Any]:

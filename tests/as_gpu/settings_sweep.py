@@ -26,7 +26,7 @@ from trial_runs import GPT, LLAMA
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.training import TrainConfig
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 
 EXPERTS: dict[str, Any] = dict(
     num_moe_experts=4,
@@ -226,7 +226,7 @@ def build(config: MegatronConfig) -> str:
     """Build what a rank trains with; returns "built", or the words of hpctrain's refusal."""
     from fake_worlds import coordinate
 
-    from hpctrain.errors import InvalidInputError
+    from hpctrain.base.errors import InvalidInputError
     from hpctrain.train import software
     from hpctrain.train.engines.megatron.model import build_model
     from hpctrain.train.engines.megatron.optimizer import build_optimizer

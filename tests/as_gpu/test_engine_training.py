@@ -19,7 +19,7 @@ from trial_runs import GPT, LLAMA, Trial, largest_difference, make_trial
 from variants import varied
 
 from hpctrain.convert import __main__ as conversion
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.records.run_records import TrainerExit
 
 # Largest differences of losses of about 5 in fp32 after six steps: other orders of addition.
 # Measured 2e-6 with the layouts below.

@@ -16,9 +16,9 @@ from trial_runs import GPT, Trial, make_trial, once
 from bench import prefork
 from bench.free_ports import free_port
 from hpctrain.checkpoints.discover import checkpoints
-from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import checkpoint_name
+from hpctrain.records.run_records import TrainerExit
 from hpctrain.train.job import read_config
 from hpctrain.train.stop import StopSignals
 

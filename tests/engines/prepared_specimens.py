@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.prepare import __main__
+from hpctrain.data.making import __main__
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

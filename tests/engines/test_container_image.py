@@ -35,7 +35,7 @@ def start(directory: Path) -> subprocess.Popen[str]:
         "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
         "CALLS": str(directory / "calls"),
     }
-    program = "hpctrain.prepare.container_image"
+    program = "hpctrain.data.making.container_image"
     words = [sys.executable, "-m", program, ADDRESS, str(directory / "cache" / "pt.sqsh")]
     return subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
 

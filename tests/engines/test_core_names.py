@@ -14,9 +14,9 @@ import pytest
 from torch.distributed import PrefixStore
 from trial_runs import LIMIT_SECONDS, Trial
 
-from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.store.run_records import TrainerExit
-from hpctrain.store.software import read_software
+from hpctrain.records.manifest import checkpoint_name
+from hpctrain.records.run_records import TrainerExit
+from hpctrain.records.software import read_software
 from hpctrain.train import software, software_agreement
 from hpctrain.train.engines.megatron.core_versions import check, supported
 from hpctrain.train.engines.megatron.core_versions.names import names_of_all_versions

@@ -21,9 +21,9 @@ from trial_runs import DP2, LIMIT_SECONDS, TP2_PP2, Trial
 from variants import varied
 
 from bench import prefork
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.convert import megatron_checkpoint
-from hpctrain.store.software import read_software
+from hpctrain.records.manifest import checkpoint_name, read_manifest
+from hpctrain.records.software import read_software
 from hpctrain.train import software
 from hpctrain.train.engines.megatron.model import build_chunks, transformer_settings
 

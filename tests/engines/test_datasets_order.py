@@ -21,7 +21,7 @@ from dataset_specimens import (
     write_texts,
 )
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.train.data import sample_order
 from hpctrain.train.datasets.sample_order import SampleOrder, split_rows
 

@@ -29,7 +29,7 @@ from dataset_specimens import (
 from PIL import Image
 from torch.utils.data._utils import signal_handling
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.train.datasets.image_transforms import ImageTransform
 from hpctrain.train.datasets.npz_arrays import open_archive
 from hpctrain.train.datasets.row_samples import RowSamples

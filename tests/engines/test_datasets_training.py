@@ -22,7 +22,7 @@ from dataset_specimens import (
 from trial_runs import Trial, largest_difference
 from variants import varied
 
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.records.run_records import TrainerExit
 from hpctrain.train.engine import Evaluation, evaluated
 from hpctrain.train.engines.models.tasks import loss_of
 

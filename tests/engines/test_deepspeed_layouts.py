@@ -10,7 +10,7 @@ import pytest
 from deepspeed_trials import PLAIN, PLAIN_LLAMA, ROUNDING, ZERO, ZERO_TP2_PP2, words_of
 from trial_runs import Trial, largest_difference, trained
 
-from hpctrain.checkpoints.manifest import checkpoint_name
+from hpctrain.records.manifest import checkpoint_name
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs the deepspeed extra", allow_module_level=True)

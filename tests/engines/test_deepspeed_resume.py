@@ -31,19 +31,19 @@ from trial_runs import (
 )
 from variants import varied
 
-from hpctrain.checkpoints.manifest import (
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.checkpoints.publish import TRACKER_NAME
+from hpctrain.engines.deepspeed import DeepSpeedConfig
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import (
     checkpoint_name,
     file_problem,
     read_manifest,
     read_rank_digests,
     what_is_wrong,
 )
-from hpctrain.checkpoints.publish import TRACKER_NAME
-from hpctrain.engines.deepspeed import DeepSpeedConfig
-from hpctrain.engines.documents import parse_train_config
-from hpctrain.errors import InvalidInputError
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.records.run_records import TrainerExit
 from hpctrain.train.engines.deepspeed.universal_checkpoint import refuse_unreadable_layout
 
 if importlib.util.find_spec("deepspeed") is None:

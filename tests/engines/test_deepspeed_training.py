@@ -15,11 +15,11 @@ from deepspeed_trials import PLAIN, PLAIN_LLAMA, ROUNDING, ZERO, ZERO_TP2_PP2, w
 from trial_runs import Trial, largest_difference, trained
 from variants import varied
 
-from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.plan.mesh.layout import layout_of
 from hpctrain.plan.mesh.stages import build_stages
+from hpctrain.records.manifest import checkpoint_name
 from hpctrain.spec.run import ParallelSpec
 from hpctrain.train.engines.models.build import build_module
 

@@ -12,9 +12,9 @@ import torch
 from trial_runs import LIMIT_SECONDS
 
 from bench import prefork
-from hpctrain.actions.prepare import prepare
-from hpctrain.prepare import __main__
-from hpctrain.store.layout import RunLayout
+from hpctrain.data.making import __main__
+from hpctrain.job.prepare import prepare
+from hpctrain.records.layout import RunLayout
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Two partial sums in place of one, in fp32; relative to the largest number of a tensor.

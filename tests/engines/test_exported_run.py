@@ -19,12 +19,12 @@ import yaml
 from trial_runs import LIMIT_SECONDS, Trial, make_trial
 
 from bench.free_ports import free_port
-from hpctrain.actions.export_spec import PodOptions, export_hosts, export_pods, write_files
-from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.store.epochs import current_epoch
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import TrainerExit, read_metrics
+from hpctrain.export.of_spec import PodOptions, export_hosts, export_pods, write_files
+from hpctrain.job.prepare import Prepared, prepare
+from hpctrain.records.epochs import current_epoch
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import checkpoint_name
+from hpctrain.records.run_records import TrainerExit, read_metrics
 
 pytestmark = pytest.mark.nightly("each launch is four processes that import torch")
 

@@ -19,7 +19,7 @@ from bench.gpu import one_gpu, one_node, serving_kernels
 from bench.gpu.one_node import LAYOUTS, Layout
 from bench.gpu.rung import Found, NotRunError, Site, run_program
 from bench.gpu.trials import LLAMA, TrialRun
-from hpctrain.store.gpu_report import RungCheck
+from hpctrain.records.gpu_report import RungCheck
 
 pytestmark = pytest.mark.nightly(
     "the code of the rungs of `make gpu`, which nobody runs without a GPU"

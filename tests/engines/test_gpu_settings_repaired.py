@@ -17,8 +17,8 @@ from deepspeed_trials import ZERO
 from trial_runs import GPT, LLAMA
 
 from hpctrain.engines.documents import parse_train_config
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.software import Library
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.software import Library
 from hpctrain.train import entry, software
 from hpctrain.train.engines.megatron.model import _fusion_settings
 from hpctrain.train.job import Job

@@ -15,8 +15,8 @@ from test_models_build import CPU, SHAPES, config_of, equal
 from torch import nn
 from variants import varied
 
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.engines.documents import parse_train_config
-from hpctrain.errors import InvalidInputError
 from hpctrain.train.engines.models.allocation import allocate, slice_offsets
 from hpctrain.train.engines.models.build import build_module, build_on_meta
 from hpctrain.train.engines.models.initialisers import initial_weight, recording

@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from variants import varied
 
-from hpctrain.actions.plan import load, plan_option
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
+from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.documents import Plan
 from hpctrain.train.engines.megatron.kept_activations import LiveStorages
 from hpctrain.train.engines.models.build import build_module

@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from trial_runs import GPT, LLAMA
 
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.store.software import Library
+from hpctrain.records.software import Library
 from hpctrain.train import software
 from hpctrain.train.engines.megatron import (
     cuda_graphs,

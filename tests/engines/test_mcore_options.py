@@ -16,7 +16,7 @@ from newest_core import NEWEST
 from trial_runs import DP2, GPT, LLAMA, MOE, Trial, largest_difference, trained
 from variants import varied
 
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.records.run_records import TrainerExit
 from hpctrain.train import software
 
 TOLERANCE = 1e-5

@@ -15,8 +15,8 @@ from trial_runs import LIMIT_SECONDS
 from bench import prefork
 from hpctrain.checkpoints.discover import select_for_resume
 from hpctrain.checkpoints.publish import TRACKER_NAME, fence_off, published_steps
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.run_records import (
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.run_records import (
     DoneMarker,
     Progress,
     TrainerExit,

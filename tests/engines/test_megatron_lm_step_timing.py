@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import RankTimes, read_record
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import RankTimes, read_record
 from hpctrain.train.engines.megatron_lm.import_hooks import patch_on_import
 from hpctrain.train.engines.megatron_lm.step_timing import measure_steps
 

@@ -25,12 +25,12 @@ from megatron_lm_trials import (
 )
 from trial_runs import LIMIT_SECONDS, once
 
-from hpctrain.actions.diagnose import diagnose
-from hpctrain.actions.runs import RunFiles
-from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import DoneMarker, RankTimes, TrainerExit, read_record, read_saves
+from hpctrain.diagnose.of_run import diagnose
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.find import RunFiles
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import checkpoint_name
+from hpctrain.records.run_records import DoneMarker, RankTimes, TrainerExit, read_record, read_saves
 from hpctrain.train.job import read_config
 
 pytestmark = pytest.mark.skipif(not PACKAGE.is_dir(), reason="`make install` unpacks it")

@@ -14,9 +14,9 @@ from torch.nn import functional
 from trial_runs import MODULE_GPT
 from variants import varied
 
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.convert.hugging_face_directory import write_model
 from hpctrain.engines.documents import parse_train_config
-from hpctrain.errors import InvalidInputError
 from hpctrain.plan.abilities.representable_hugging_face import LINEAR_LAYERS
 from hpctrain.plan.mesh.layout import layout_of
 from hpctrain.plan.mesh.stages import build_stages

@@ -16,11 +16,11 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs the megatron extra")
 
-from hpctrain.actions.data import describe_dataset, prepare_dataset
-from hpctrain.errors import InvalidInputError
-from hpctrain.prepare import __main__, stages
-from hpctrain.prepare.publication import staging_directory
-from hpctrain.store.datasets import DatasetReport, DatasetRequest
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.data.making import __main__, stages
+from hpctrain.data.making.publication import staging_directory
+from hpctrain.job.datasets import describe_dataset, prepare_dataset
+from hpctrain.records.datasets import DatasetReport, DatasetRequest
 from hpctrain.train.engines.megatron.core_versions.supported import current
 
 VOCAB_SIZE = 300
@@ -361,7 +361,7 @@ def test_a_second_writer_is_refused(
 
 
 def test_errors_of_the_user_are_one_message_and_no_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "hpctrain.prepare"]
+    command = [sys.executable, "-P", "-m", "hpctrain.data.making"]
     missing = str(tmp_path / "missing")
     for argv, code, message in (
         ([missing, "--output", "x"], 3, f"error: {missing}: no such file or directory"),
@@ -376,7 +376,7 @@ def test_errors_of_the_user_are_one_message_and_no_traceback(tmp_path: Path) -> 
 
 
 def test_builtin_is_source_of_the_standard_library_without_tests() -> None:
-    from hpctrain.prepare.corpus import find_stdlib, read_corpus
+    from hpctrain.data.making.corpus import find_stdlib, read_corpus
 
     candidates = find_stdlib()
     corpus = read_corpus(candidates, 1_000_000, 10**6)

@@ -21,8 +21,8 @@ from prepared_specimens import (
     wrong,
 )
 
-from hpctrain.prepare import __main__, shard_making
-from hpctrain.prepare.dataset_plan import read_plan
+from hpctrain.data.making import __main__, shard_making
+from hpctrain.data.making.dataset_plan import read_plan
 
 SMALL = ("--shard-bytes", 700)
 

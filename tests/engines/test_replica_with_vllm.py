@@ -19,9 +19,9 @@ import replica_process
 from engine_process import SERVED_NAME, request
 from replica_process import NAME, Task, config_of, make_service, task_of
 
-from hpctrain.serving.engines.contract import CpuEngine
-from hpctrain.serving.tiny_llama import write_tiny_llama
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.records.run_records import TrainerExit
+from hpctrain.serve.engines.contract import CpuEngine
+from hpctrain.serve.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.nightly("a real vLLM, in an environment of its own")
 

@@ -10,10 +10,10 @@ import pytest
 from trial_runs import MODULE_GPT, Trial, make_trial, once
 from variants import varied
 
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.run_records import TrainerExit
-from hpctrain.store.software import of_newest_launch, read_software
-from hpctrain.store.software_lock import SoftwareLock, read_lock, write_lock
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.run_records import TrainerExit
+from hpctrain.records.software import of_newest_launch, read_software
+from hpctrain.records.software_lock import SoftwareLock, read_lock, write_lock
 
 SHORT = dict(data_parallel_size=2, save_interval_steps=3, train_steps=6)
 PARTS = {"hpctrain", "Python", "torch"}

@@ -19,9 +19,9 @@ from deepspeed_trials import ZERO, words_of
 from trial_runs import GPT, MODULE_GPT, Trial, config_of, make_trial, once, trained
 from variants import varied
 
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import checkpoint_name, read_manifest
 from hpctrain.train.saving import spawned_writer, writer
 from hpctrain.train.saving.host_buffers import BufferReader, HostBuffers
 

@@ -11,8 +11,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from trial_runs import Trial, largest_difference
 
-from hpctrain.store.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.records.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
+from hpctrain.records.run_records import TrainerExit
 
 VOCAB = 250
 Blend = tuple[tuple[float, str], ...]

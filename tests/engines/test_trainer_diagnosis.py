@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from trial_runs import Trial, keep_quietest_window
 
-from hpctrain.actions.diagnose import diagnose
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.run_directory import write_run_directory
-from hpctrain.actions.runs import RunFiles
 from hpctrain.diagnose.findings import TopicFinding
+from hpctrain.diagnose.of_run import diagnose
+from hpctrain.job.prepare import prepare
+from hpctrain.job.run_directory import write_run_directory
+from hpctrain.records.find import RunFiles
 from hpctrain.train.datasets.token_samples import TokenSamples
 
 # Large against what everything else takes here, so that a busy machine does not decide.

@@ -18,8 +18,8 @@ from trial_runs import DDP2, FSDP2, GPT, Trial, trained
 from variants import varied
 
 from hpctrain.checkpoints.discover import inspect
-from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.records.manifest import checkpoint_name
+from hpctrain.records.run_records import TrainerExit
 from hpctrain.train.saving import digest_check
 
 CRASHED = TrainerExit.CRASH

@@ -14,10 +14,10 @@ from trainer_contract import assert_done, assert_yielded
 from trial_runs import LIMIT_SECONDS, Trial, held_at, trained
 from variants import varied
 
-from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.epochs import claim_epoch, current_epoch
-from hpctrain.store.run_records import Progress, TrainerExit, read_record
+from hpctrain.records.epochs import claim_epoch, current_epoch
+from hpctrain.records.manifest import checkpoint_name
+from hpctrain.records.run_records import Progress, TrainerExit, read_record
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.report import Reporter

@@ -12,7 +12,7 @@ import torch
 from trial_runs import Trial
 
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.run_records import ExitRecord, TrainerExit
+from hpctrain.records.run_records import ExitRecord, TrainerExit
 from hpctrain.train.engines.megatron import forward
 from hpctrain.train.engines.megatron.engine import MegatronEngine
 from hpctrain.train.loop import Loop

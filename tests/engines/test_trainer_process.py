@@ -16,7 +16,7 @@ from trial_runs import LIMIT_SECONDS, MODULE_GPT, Trial
 
 from bench import prefork
 from bench.free_ports import free_port
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.records.run_records import TrainerExit
 
 # Sends itself a signal at the moment when torch begins to be imported.
 _SIGNAL_WHILE_IMPORTING = """

@@ -16,7 +16,7 @@ from deepspeed_trials import ZERO
 from trial_runs import DDP2, FSDP2, GPT, MODULE_GPT, Trial, trained
 from variants import varied
 
-from hpctrain.store.run_records import RankTimes, read_record
+from hpctrain.records.run_records import RankTimes, read_record
 from hpctrain.train.launchers.nsight import nsight_command
 from hpctrain.train.launchers.nsight_task import UNDER_NSIGHT
 

@@ -24,8 +24,8 @@ from variants import varied
 
 from bench import prefork
 from hpctrain.checkpoints.discover import inspect
-from hpctrain.checkpoints.manifest import checkpoint_name, digest_file, read_manifest
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.records.manifest import checkpoint_name, digest_file, read_manifest
+from hpctrain.records.run_records import TrainerExit
 
 VARIANT = pytest.mark.variant  # of its own test: the others always run
 

@@ -12,7 +12,7 @@ from trial_runs import Trial
 
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.records.run_records import TrainerExit
 from hpctrain.train import free_space
 from hpctrain.train.free_space import Need, check_room
 from hpctrain.train.saving import saver, write_job

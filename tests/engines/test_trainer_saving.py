@@ -13,10 +13,10 @@ import pytest
 from trial_runs import LIMIT_SECONDS, PP2, Trial, held_at
 
 from bench import prefork
-from hpctrain.checkpoints.manifest import checkpoint_name, partial_name, read_manifest
 from hpctrain.checkpoints.publish import Retention, published_steps
 from hpctrain.plan.forecast.intervals import daly_seconds
-from hpctrain.store.run_records import SaveRecord, read_saves
+from hpctrain.records.manifest import checkpoint_name, partial_name, read_manifest
+from hpctrain.records.run_records import SaveRecord, read_saves
 from hpctrain.train.saving import publisher, save_interval, write_job
 from hpctrain.train.saving.save_interval import SaveInterval
 

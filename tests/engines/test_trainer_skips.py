@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from trial_runs import Trial, retire_in_turn, trained
 
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.run_records import SkipList, SkippedData, TrainerExit, write_record
+from hpctrain.records.manifest import checkpoint_name, read_manifest
+from hpctrain.records.run_records import SkipList, SkippedData, TrainerExit, write_record
 from hpctrain.train.datasets.token_samples import TokenSamples
 
 DP2 = dict(data_parallel_size=2)

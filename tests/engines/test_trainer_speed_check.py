@@ -13,7 +13,7 @@ from deepspeed_trials import PLAIN_LLAMA, ZERO
 from late_products import late_products
 from trial_runs import EVALUATING, GPT, MODULE_GPT, TP2_PP2, Trial, trained
 
-from hpctrain.store.speed_checks import SpeedCheck, read_speed_checks
+from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
 from hpctrain.train import speed_check, speed_measurements
 
 SLOW_RANK = 2

@@ -15,8 +15,8 @@ import pytest
 from trial_runs import LIMIT_SECONDS, Trial, held_at, trained
 
 from bench import prefork
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.run_records import TrainerExit
 from hpctrain.train import stacks
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.saving import write_job

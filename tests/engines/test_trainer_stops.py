@@ -27,8 +27,8 @@ from variants import varied
 
 from bench import prefork
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.run_records import TrainerExit, append_metrics, read_metrics, read_saves
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.run_records import TrainerExit, append_metrics, read_metrics, read_saves
 from hpctrain.train import evaluation, startup_stop
 from hpctrain.train.evaluation import EvaluationBatches, evaluation_is_missing
 

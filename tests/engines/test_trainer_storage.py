@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from trial_runs import LIMIT_SECONDS, Trial, held_at, trained
 
 from hpctrain.checkpoints.discover import checkpoints
-from hpctrain.store.run_records import TrainerExit, read_saves
+from hpctrain.records.run_records import TrainerExit, read_saves
 from hpctrain.train import storage
 from hpctrain.train.saving import publisher, write_job
 

@@ -12,7 +12,7 @@ import pytest
 from deepspeed_trials import ZERO
 from trial_runs import EVALUATING, GPT, MODULE_GPT, PP2, Trial, keep_quietest_window, trained
 
-from hpctrain.store.run_records import RankTimes, read_record
+from hpctrain.records.run_records import RankTimes, read_record
 from hpctrain.train.datasets.token_samples import TokenSamples
 from hpctrain.train.engines.megatron import forward
 from hpctrain.train.step_agreement import Control

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from bench import prefork
-from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.training import TrainConfig
-from hpctrain.store.exit_records import read_exit_records
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import ExitRecord, StepMetrics, read_metrics
+from hpctrain.records.exit_records import read_exit_records
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import checkpoint_name
+from hpctrain.records.run_records import ExitRecord, StepMetrics, read_metrics
 
 LIMIT_SECONDS = 300.0
 # Longer than any pause of a busy machine, and over before LIMIT_SECONDS.

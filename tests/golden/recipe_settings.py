@@ -21,16 +21,16 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from ruamel.yaml import YAML
 
-from hpctrain.actions.prepare import load_inputs, load_knowledge
+from hpctrain.base.units import ByteSize
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.job.prepare import load_inputs, load_knowledge
 from hpctrain.plan.abilities.trainable import untrainable_fields
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import load_catalogue
 from hpctrain.train.engines.megatron import model, optimizer
 from hpctrain.train.engines.megatron.option_problems import option_problems
-from hpctrain.units import ByteSize
 
 HERE = Path(__file__).resolve().parent / "recipes"
 ROOT = HERE.parents[2]

@@ -19,14 +19,14 @@ import pytest
 from command_line import on_terminal
 from golden_files import Golden
 
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.profiles import load_named_profile
-from hpctrain.actions.serve_plan import plan_service
-from hpctrain.actions.serve_up import service_scripts
-from hpctrain.actions.service_job import ServiceInputs
-from hpctrain.actions.validate import kind_of_file
 from hpctrain.cli.main import cli
+from hpctrain.job.prepare import prepare
+from hpctrain.job.validate import kind_of_file
+from hpctrain.serve.make_plan import plan_service
+from hpctrain.serve.service_job import ServiceInputs
+from hpctrain.serve.up import service_scripts
 from hpctrain.spec.loader import load_service_spec
+from hpctrain.spec.profiles import load_named_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "/opt/hpctrain/bin/python3"

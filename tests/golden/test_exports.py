@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from golden_files import Golden
 
-from hpctrain.actions.export_spec import Export, PodOptions, export_hosts, export_pods
-from hpctrain.actions.prepare import prepare
+from hpctrain.export.of_spec import Export, PodOptions, export_hosts, export_pods
+from hpctrain.job.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "/opt/hpctrain/bin/python3"

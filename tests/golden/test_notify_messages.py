@@ -9,7 +9,7 @@ from golden_files import Golden
 
 from hpctrain.notify.message_text import compose, write_test_message
 from hpctrain.notify.notices import RunFacts, notices_of
-from hpctrain.store.ledger import Event, EventKind
+from hpctrain.records.ledger import Event, EventKind
 
 FACTS = RunFacts("gpt175b-7f3a", "/scratch/ada/runs", "ada", "a100x64", 50_000)
 OOM = "rank 3 on n12: torch.OutOfMemoryError: tried to allocate 2.0 GiB"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.footprint import PACKAGED_FOOTPRINT
+from hpctrain.job.footprint import PACKAGED_FOOTPRINT
+from hpctrain.judge.catalogue import PACKAGED
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.loader import (
     PACKAGED_CALIBRATION,
@@ -18,7 +19,6 @@ from hpctrain.spec.loader import (
     packaged_json,
 )
 from hpctrain.spec.presets import CATALOGUE as PACKAGED_PRESETS
-from hpctrain.supervise.catalogue import PACKAGED
 
 DOCUMENTS = (
     PACKAGED_CALIBRATION,

@@ -26,7 +26,7 @@ import recipe_settings  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
-from hpctrain.store.software import Library  # noqa: E402
+from hpctrain.records.software import Library  # noqa: E402
 from hpctrain.train import software  # noqa: E402
 from hpctrain.train.engines.megatron import model, option_settings  # noqa: E402
 

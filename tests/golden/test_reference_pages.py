@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from reviewed_files import compare
 
-from hpctrain.cli.reference_text import reference_page
+from hpctrain.job.reference_text import reference_page
 from hpctrain.observe.families import FAMILIES
 from hpctrain.spec.schema import TITLES, Kind
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from golden_files import Golden
 
-from hpctrain.actions.prepare import prepare
-from hpctrain.errors import DoesNotFitError, LimitError
+from hpctrain.base.errors import DoesNotFitError, LimitError
+from hpctrain.job.prepare import prepare
 from hpctrain.spec.loader import profile_names
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,12 +25,12 @@ from judged_runs import GIB, has_saved, has_trained, has_window, submitted
 from virtual_clock import VirtualClock
 
 import hpctrain as package
-from hpctrain.actions.runs import find_run
-from hpctrain.site.facts import Directory
+from hpctrain.base.disk_usage import Directory
+from hpctrain.records.find import find_run
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.requests import user_name
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.requests import user_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,7 +61,7 @@ def without_place(outcome: Outcome, here: Path) -> str:
 )
 def test_plan(golden: Golden, profile: str, example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     left = Directory("/runs", True, free_bytes=100 << 40, free_inodes=10**9, inodes=10**9)
-    monkeypatch.setattr("hpctrain.actions.preflight.directory_facts", lambda path: left)
+    monkeypatch.setattr("hpctrain.job.preflight.directory_facts", lambda path: left)
     outcome = hpctrain("plan", "--profile", profile, f"examples/{example}.yaml")
     golden(f"transcripts/plan-{example}.txt", outcome.transcript())
 
@@ -179,7 +179,7 @@ def test_a_bug_is_told_without_traceback(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("hpctrain.actions.runs.all_runs", broken)
+    monkeypatch.setattr("hpctrain.records.find.all_runs", broken)
     golden("transcripts/bug.txt", hpctrain("status").transcript())
 
 
@@ -287,7 +287,7 @@ def test_getting_rid_of_files(
 ) -> None:
     """Clean, archive and rm: of a run that is over, and of one that trains."""
     # The ledger, whose size is told, has the name: so long that no digit of a time changes a size.
-    monkeypatch.setattr("hpctrain.actions.clean.user_name", lambda: "a" * 53)
+    monkeypatch.setattr("hpctrain.runs.clean.user_name", lambda: "a" * 53)
     fabricate_all(here / "runs", slurm)
     over, live = (find_run(here / "runs", name).layout for name in ("done", "running"))
     for layout in (over, live):

@@ -14,8 +14,8 @@ from typing import Any
 from trial_runs import GPT, MODULE_GPT, Trial, make_trial
 
 from bench.free_ports import free_port
-from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.store.run_records import RankTimes, read_record
+from hpctrain.records.manifest import checkpoint_name
+from hpctrain.records.run_records import RankTimes, read_record
 
 LIMIT_SECONDS = 240.0
 STEPS, SAVED = 8, 4

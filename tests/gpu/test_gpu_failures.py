@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from gpu_runs import ENGINES, LIMIT_SECONDS, gpu_trial
 
-from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.store.run_records import TrainerExit
-from hpctrain.supervise.catalogue import load_signatures
+from hpctrain.judge.catalogue import load_signatures
+from hpctrain.judge.causes import Cause
+from hpctrain.records.manifest import checkpoint_name
+from hpctrain.records.run_records import TrainerExit
 from hpctrain.supervise.evidence.log_scan import Scanner
-from hpctrain.supervise.judge.causes import Cause
 
 ASSERTION = """
 import torch

@@ -21,8 +21,8 @@ from gpu_runs import (
     needs_installed,
 )
 
-from hpctrain.checkpoints.manifest import read_manifest
-from hpctrain.store.speed_checks import read_speed_checks
+from hpctrain.records.manifest import read_manifest
+from hpctrain.records.speed_checks import read_speed_checks
 
 # fp32 on two kinds of hardware: sums in another order, which AdamW carries on for eight steps.
 BOUND = 2e-4

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from serving_environment import RunningEngine, running_engine, serving_python, tiny_start
 
-from hpctrain.plan.serving.traffic import Lengths, Traffic, draw_requests
-from hpctrain.serving.load.prompts import Interface, PromptStyle
-from hpctrain.serving.load.sending import LoadResult, LoadTarget, send_requests
+from hpctrain.serve.load.prompts import Interface, PromptStyle
+from hpctrain.serve.load.sending import LoadResult, LoadTarget, send_requests
+from hpctrain.serve.plan.traffic import Lengths, Traffic, draw_requests
 
 pytest.importorskip("aiohttp", reason="NOT TRIED with real engines: load tests need aiohttp")
 

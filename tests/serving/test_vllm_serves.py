@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from serving_environment import RunningEngine, running_engine, serving_python, tiny_start
 
-from hpctrain.plan.serving.traffic import Lengths, Traffic, draw_requests
-from hpctrain.serving.engines.contract import EngineStart, LoraAdapter, NodeOfReplica, TlsFiles
-from hpctrain.serving.engines.registry import command_of
-from hpctrain.serving.load.measurement import RequestRecord
-from hpctrain.serving.load.order_statistics import SampleQuantile, sample_quantile
-from hpctrain.serving.load.prompts import PromptStyle
-from hpctrain.serving.load.sending import LoadResult, LoadTarget, send_requests
+from hpctrain.serve.engines.contract import EngineStart, LoraAdapter, NodeOfReplica, TlsFiles
+from hpctrain.serve.engines.registry import command_of
+from hpctrain.serve.load.measurement import RequestRecord
+from hpctrain.serve.load.order_statistics import SampleQuantile, sample_quantile
+from hpctrain.serve.load.prompts import PromptStyle
+from hpctrain.serve.load.sending import LoadResult, LoadTarget, send_requests
+from hpctrain.serve.plan.traffic import Lengths, Traffic, draw_requests
 
 pytest.importorskip("aiohttp", reason="NOT TRIED with real engines: load tests need aiohttp")
 KEY = "a-key-of-this-test"

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from command_line import hpctrain
 
-from hpctrain.actions.validate import validate_file
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.job.validate import validate_file
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
 

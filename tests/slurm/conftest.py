@@ -26,12 +26,12 @@ from rehearsal import (
 )
 from variants import varied
 
-from hpctrain.actions.runs import RunFiles, find_run
-from hpctrain.actions.state import RunState
+from hpctrain.records.find import RunFiles, find_run
+from hpctrain.records.run_records import read_metrics
+from hpctrain.runs.state import RunState
 from hpctrain.sandbox.debian_slurm import fetch_slurm
 from hpctrain.sandbox.faults import kill_controller, restart_controller
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.store.run_records import read_metrics
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import SlurmUnreachableError
+from hpctrain.base.errors import SlurmUnreachableError
 from hpctrain.sandbox.debian_slurm import fetch_slurm
 
 CACHE = Path(__file__).resolve().parents[2] / ".slurm"

@@ -22,15 +22,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.actions.bitwise import BitwiseComparison, compare_runs
-from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.actions.runs import RunFiles, find_run
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import RunStatus, statuses
-from hpctrain.actions.submit import submit
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
+from hpctrain.base.errors import SlurmError, SlurmUnreachableError
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.errors import SlurmError, SlurmUnreachableError
+from hpctrain.job.prepare import Prepared, prepare
+from hpctrain.job.submit import submit
+from hpctrain.records.find import RunFiles, find_run
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.manifest import checkpoint_name, read_manifest
+from hpctrain.records.run_records import StepMetrics, read_metrics
+from hpctrain.runs.bitwise import BitwiseComparison, compare_runs
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import RunStatus, statuses
 from hpctrain.sandbox.faults import job_processes
 from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.repair import repair
@@ -38,8 +40,6 @@ from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, default_shape
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import StepMetrics, read_metrics
 
 STEPS = 60
 SAVE_EVERY_STEPS = 10

@@ -21,15 +21,15 @@ from typing import Any
 from rehearsal import Rehearsal, patient_client, profile_text
 from serving_documents import SERVED_NAME, service_plan, service_spec_text, write_service
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.serve_replicas import start_replica
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_records import read_record, write_record
+from hpctrain.records.service_layout import ReplicaName, ServiceLayout
+from hpctrain.records.service_records import DrainRecord, Endpoint, Rotation
 from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.serving.stand_in.interpreter import write_engine_interpreter
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import read_record, write_record
-from hpctrain.store.service_layout import ReplicaName, ServiceLayout
-from hpctrain.store.service_records import DrainRecord, Endpoint, Rotation
+from hpctrain.serve.replicas import start_replica
+from hpctrain.serve.stand_in.interpreter import write_engine_interpreter
 
 NAME = ReplicaName(1, 1)
 
@@ -151,7 +151,7 @@ def answer_code(url: str, body: dict[str, Any]) -> int:
 
 def engine_of(replica: ReplicaRehearsal) -> list[JobProcess]:
     """The processes of the engine in the replica's job."""
-    found = [one for one in replica.processes() if "hpctrain.serving.stand_in" in one.command_line]
+    found = [one for one in replica.processes() if "hpctrain.serve.stand_in" in one.command_line]
     assert found, replica.logs()
     return found
 

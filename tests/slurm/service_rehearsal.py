@@ -22,19 +22,19 @@ from rehearsal import PATIENCE_SECONDS, patient_client, profile_text
 from router_programs import Reply, ask
 from serving_documents import SERVED_NAME, service_plan, service_spec_text, write_service
 
-from hpctrain.actions.serve_router import start_router, write_router
-from hpctrain.actions.serve_status import ServiceStatus, service_status
-from hpctrain.actions.service_job import ServiceInputs
+from hpctrain.records.run_records import read_record
+from hpctrain.records.service_layout import ServiceLayout
+from hpctrain.records.service_ledger import ServiceEvent, ServiceEventKind, ServiceLedger
+from hpctrain.records.service_records import Address
+from hpctrain.runs.service_status import ServiceStatus, service_status
 from hpctrain.sandbox.faults import job_processes
 from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.serving.stand_in.interpreter import write_engine_interpreter
+from hpctrain.serve.service_job import ServiceInputs
+from hpctrain.serve.stand_in.interpreter import write_engine_interpreter
+from hpctrain.serve.start_router import start_router, write_router
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_profile, load_service_spec, partition_profile
-from hpctrain.store.run_records import read_record
-from hpctrain.store.service_layout import ServiceLayout
-from hpctrain.store.service_ledger import ServiceEvent, ServiceEventKind, ServiceLedger
-from hpctrain.store.service_records import Address
 
 
 @dataclass
@@ -88,7 +88,7 @@ class ServiceRehearsal:
     def kill_router(self) -> None:
         """Kill the task of the router's job; what it has started ends with it."""
         for process in self.router_processes():
-            if tuple(process.command_line[1:3]) == ("-m", "hpctrain.serving.router"):
+            if tuple(process.command_line[1:3]) == ("-m", "hpctrain.serve.router"):
                 os.kill(process.pid, signal.SIGKILL)
                 return
         raise AssertionError(f"no router to kill\n{self.story()}")

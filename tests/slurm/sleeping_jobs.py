@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from rehearsal import PATIENCE_SECONDS
 
-from hpctrain.errors import SlurmUnreachableError
+from hpctrain.base.errors import SlurmUnreachableError
 from hpctrain.slurm import JobRecord, SlurmClient
 
 SLEEP = "#!/bin/sh\nexec sleep 3600\n"

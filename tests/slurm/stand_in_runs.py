@@ -16,19 +16,18 @@ from unittest.mock import patch
 from rehearsal import Rehearsal, patient_client
 from token_files import write_tokens
 
-from hpctrain.actions import preflight
-from hpctrain.actions.disk_usage import directory_facts
-from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.actions.runs import find_run
-from hpctrain.actions.submit import submit
+from hpctrain.base.disk_usage import Directory, directory_facts
 from hpctrain.engines.train_json import train_config_of
+from hpctrain.job import preflight
+from hpctrain.job.prepare import Prepared, prepare
+from hpctrain.job.submit import submit
+from hpctrain.records.find import find_run
+from hpctrain.records.run_records import StepMetrics, read_metrics
 from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import SandboxShape
 from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
-from hpctrain.site.facts import Directory
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.store.run_records import StepMetrics, read_metrics
 from hpctrain.train.stand_in.rank import advance, initial_state, loss_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

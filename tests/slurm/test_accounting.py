@@ -10,7 +10,7 @@ import pytest
 from rehearsal import PATIENCE_SECONDS, own_sandbox, patient_client
 from sleeping_jobs import QUIET, SLEEP, eventually, job_of, running
 
-from hpctrain.errors import SlurmRefusedError
+from hpctrain.base.errors import SlurmRefusedError
 from hpctrain.sandbox.accounting import ACCOUNT
 from hpctrain.sandbox.processes import is_alive
 from hpctrain.sandbox.reconfigure import set_option

@@ -12,12 +12,12 @@ from rehearsal import PlannedFault, Rehearsal, Stage
 from slurm_settings import grace
 from variants import varied
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
+from hpctrain.records.find import RunFiles
+from hpctrain.records.kept_code import is_current
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.software import read_software
+from hpctrain.runs.state import RunState
 from hpctrain.sandbox.processes import read_environment
-from hpctrain.store.kept_code import is_current
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.software import read_software
 from hpctrain.version import __version__
 
 pytestmark = pytest.mark.nightly("a real Apptainer, which is fetched")

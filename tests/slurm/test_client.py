@@ -10,7 +10,7 @@ from rehearsal import patient_client, wait_till_remembered
 from sleeping_jobs import QUIET, SLEEP, eventually, job_of, running
 from slurm_settings import grace, nothing_starts
 
-from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
+from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.sandbox.faults import crash_node, kill_controller, restart_controller, restart_node
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm import JobState, RequeueResult, SlurmClient

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from rehearsal import Stage
 
-from hpctrain.actions.compare import (
+from hpctrain.records.comparisons import ComparisonLayout
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.trials.compare import (
     engines_request,
     open_comparison,
     sizes_request,
 )
-from hpctrain.actions.comparison_plot import draw
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.trial_plans import Subject, TrialRequest, subject_of
-from hpctrain.actions.trials import TrialRunner, start
-from hpctrain.comparison.documents import Comparison, TrialResult
-from hpctrain.store.comparisons import ComparisonLayout
-from hpctrain.store.ledger import EventKind
+from hpctrain.trials.comparison_plot import draw
+from hpctrain.trials.documents import Comparison, TrialResult
+from hpctrain.trials.run_trials import TrialRunner, start
+from hpctrain.trials.trial_plans import Subject, TrialRequest, subject_of
 
 pytestmark = pytest.mark.nightly("trains with three real engines, each in a job of its own")
 
@@ -93,7 +93,7 @@ def test_engines_are_compared_and_failures_are_rows(
 
 
 def submissions(layout: ComparisonLayout, trial: TrialResult) -> int:
-    from hpctrain.store.layout import RunLayout
+    from hpctrain.records.layout import RunLayout
 
     ledger = RunFiles(RunLayout(layout.runs / str(trial.record.run_id))).ledger
     return sum(event.event is EventKind.SUBMITTED for event in ledger.events())

@@ -9,15 +9,15 @@ from rehearsal import MADE_UP, PlannedFault, Rehearsal, Stage, held
 from slurm_settings import grace
 from variants import varied
 
-from hpctrain.actions.cancel import cancel
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import RunStatus
+from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import started_ids, submitted_ids
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.cancel import cancel
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import RunStatus
 from hpctrain.sandbox.daemons import step_daemons
 from hpctrain.sandbox.processes import send
 from hpctrain.slurm.records import JobRecord
-from hpctrain.store.jobs import started_ids, submitted_ids
-from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.stand_in
 

@@ -14,7 +14,7 @@ from command_line import hpctrain
 from fetched_prometheus import fetched_prometheus
 from rehearsal import PATIENCE_SECONDS, PlannedFault, Rehearsal, Stage
 
-from hpctrain.actions.dashboards import collect_dashboards, packaged_dashboards
+from hpctrain.observe.dashboards import collect_dashboards, packaged_dashboards
 from hpctrain.observe.prometheus_api import PrometheusServer
 from hpctrain.sandbox.monitoring import Monitoring
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rehearsal import Stage
 
-from hpctrain.actions.data import prepare_dataset
-from hpctrain.store.datasets import DatasetRequest
+from hpctrain.job.datasets import prepare_dataset
+from hpctrain.records.datasets import DatasetRequest
 
 pytestmark = pytest.mark.nightly("a dozen processes that tokenize")
 

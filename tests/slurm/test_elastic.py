@@ -7,10 +7,10 @@ import math
 import pytest
 from rehearsal import STEPS, Stage, held
 
-from hpctrain.actions.state import RunState
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import lineage, read_metrics
+from hpctrain.runs.state import RunState
 from hpctrain.sandbox import faults
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import lineage, read_metrics
 
 
 @pytest.mark.stand_in

@@ -11,9 +11,9 @@ from slurm_settings import grace
 from variants import varied
 
 from bench import prefork
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import read_metrics
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import read_metrics
 from hpctrain.train.job import read_config
 
 STEPS = 20  # some after the preemption, and a save before and after it

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from rehearsal import PATIENCE_SECONDS, SPEC, Rehearsal, Stage, profile_text
 
-from hpctrain.actions.evaluations import evaluation_rows, submit_evaluations
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.runs import find_run
-from hpctrain.actions.state import RunState
-from hpctrain.actions.submit import submit
 from hpctrain.checkpoints.publish import published_steps
+from hpctrain.job.prepare import prepare
+from hpctrain.job.submit import submit
+from hpctrain.records.evaluations import read_evaluations_of
+from hpctrain.records.find import find_run
+from hpctrain.runs.evaluations import evaluation_rows, submit_evaluations
+from hpctrain.runs.state import RunState
 from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
-from hpctrain.store.evaluations import read_evaluations_of
 from hpctrain.supervise.evaluation_jobs import EvaluationPass
 
 # Counts its calls for each step, waits for a word, looks at the checkpoint, and fails on request.

@@ -19,15 +19,15 @@ from rehearsal import HELD_RANKS, Rehearsal, Stage
 from slurm_settings import grace
 
 from bench import prefork
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.runs import find_run
-from hpctrain.actions.state import RunState
-from hpctrain.checkpoints.manifest import Manifest, checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
+from hpctrain.job.prepare import prepare
 from hpctrain.plan.documents import Plan
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import RankTimes, StepMetrics, lineage, read_metrics, read_record
+from hpctrain.records.find import find_run
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.manifest import Manifest, checkpoint_name, read_manifest
+from hpctrain.records.run_records import RankTimes, StepMetrics, lineage, read_metrics, read_record
+from hpctrain.runs.state import RunState
 
 pytestmark = pytest.mark.nightly("the tiny twins of the examples, all of which train")
 

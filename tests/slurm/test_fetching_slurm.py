@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from newer_slurm import CACHE, NEWER, fetched
 
-from hpctrain.errors import SlurmUnreachableError
+from hpctrain.base.errors import SlurmUnreachableError
 from hpctrain.sandbox.debian_packages import is_complete
 from hpctrain.sandbox.debian_slurm import fetch_slurm
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from rehearsal import PlannedFault, Stage
 
-from hpctrain.actions.archive import archive
-from hpctrain.actions.clean import clean, plan_cleaning
-from hpctrain.actions.logs import rank_logs
-from hpctrain.actions.remove import remove
-from hpctrain.actions.runs import find_run
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import statuses
-from hpctrain.errors import UsageError
-from hpctrain.store.exit_records import read_exit_records
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import read_metrics
+from hpctrain.base.errors import UsageError
+from hpctrain.records.exit_records import read_exit_records
+from hpctrain.records.find import find_run
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import read_metrics
+from hpctrain.runs.archive import archive
+from hpctrain.runs.clean import clean, plan_cleaning
+from hpctrain.runs.logs import rank_logs
+from hpctrain.runs.remove import remove
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import statuses
 
 # Nobody but the log of the rank says why it ended, and Slurm cuts the line after 1024 bytes.
 WORDS = "x" * 1000 + " RuntimeError: DataLoader worker (pid 11011) is killed by signal: Bus error."

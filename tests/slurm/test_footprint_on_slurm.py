@@ -16,10 +16,10 @@ from rehearsal import PATIENCE_SECONDS, PlannedFault, Rehearsal, Stage
 
 from bench.footprint.small_runs import TABLE, settled
 from bench.footprint.system_calls import calls_below, programs, strace_command
-from hpctrain.actions.footprint import size_of
-from hpctrain.actions.prepare import prepare
+from hpctrain.job.footprint import size_of
+from hpctrain.job.prepare import prepare
 from hpctrain.plan.footprint.table import OPERATIONS, Event, FileRow, RunSize
-from hpctrain.store.ledger import EventKind
+from hpctrain.records.ledger import EventKind
 
 pytestmark = pytest.mark.nightly("counts every call of a whole run by strace")
 
@@ -121,7 +121,7 @@ def test_operations_of_the_supervisor_are_below_the_prediction(traced: Traced) -
         return traced.seconds if row.per == "second" else traced.events.get(row.per, 0)
 
     # what is old enough to be packed: nothing after two launches
-    packing = "hpctrain.store.old_launches:"
+    packing = "hpctrain.records.old_launches:"
     rows = [
         row
         for row in TABLE.file_rows

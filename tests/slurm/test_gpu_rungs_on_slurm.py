@@ -14,8 +14,8 @@ from bench.gpu import nodes
 from bench.gpu.__main__ import OK, climb
 from bench.gpu.__main__ import rungs as all_rungs
 from bench.gpu.rung import Found, Site
+from hpctrain.records.gpu_report import GpuReport
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.store.gpu_report import GpuReport
 
 pytestmark = pytest.mark.nightly("rungs of make gpu on an emulated GPU")
 
@@ -105,8 +105,8 @@ def test_a_real_run_is_compared_with_its_plan(
     assert step.stall_seconds is not None and step.restart_seconds is not None
     assert 0 < step.restart_seconds < 600
     assert found.software and found.software[0].cuda_build is None
-    from hpctrain.actions.calibrate import _planned_seconds
-    from hpctrain.actions.prepare import load_knowledge
+    from hpctrain.job.prepare import load_knowledge
+    from hpctrain.site.calibrate import _planned_seconds
 
     loaded = load_profile(own)
     again, problem = _planned_seconds(step, loaded, load_knowledge(loaded))

@@ -9,7 +9,7 @@ import pytest
 from another_user import AnotherUser
 from rehearsal import Stage
 
-from hpctrain.actions.state import RunState
+from hpctrain.runs.state import RunState
 
 pytestmark = pytest.mark.stand_in
 

@@ -6,7 +6,7 @@ import pytest
 from rehearsal import patient_client
 from test_client import QUIET, SLEEP, eventually, job_of, running
 
-from hpctrain.errors import SlurmRefusedError
+from hpctrain.base.errors import SlurmRefusedError
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm import JobState, RequeueResult, SlurmClient
 

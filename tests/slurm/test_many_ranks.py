@@ -10,9 +10,9 @@ from rehearsal import KILL_WAIT_SECONDS, own_sandbox
 from stand_in_runs import shape_of, start_stand_in, wrong_losses
 from trainer_contract import assert_done
 
-from hpctrain.actions.state import RunState
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.state import RunState
 from hpctrain.sandbox.faults import crash_node, has_rebooted, restart_node, resume_node
-from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.nightly("64 ranks on 8 nodes")
 

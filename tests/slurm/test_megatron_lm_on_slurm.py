@@ -14,9 +14,9 @@ from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage
 from slurm_settings import grace
 
 from bench.free_ports import free_port
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import lineage, read_metrics
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import lineage, read_metrics
 
 PACKAGE = Path(sys.prefix, "megatron-lm")
 PROGRAM = Path(__file__).resolve().parents[1] / "engines" / "pretrain_package.py"

@@ -11,10 +11,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rehearsal import Rehearsal, Stage, held, waits_for
 
-from hpctrain.actions.exporter import Exporter, ExporterSlurm
-from hpctrain.actions.runs import RunFiles
+from hpctrain.observe.exporter import Exporter, ExporterSlurm
 from hpctrain.observe.exposition import exposed
-from hpctrain.store.ledger import EventKind
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
 
 pytestmark = pytest.mark.stand_in
 

@@ -11,10 +11,10 @@ from rehearsal import PlannedFault, Rehearsal, Stage
 from virtual_clock import ShiftedClock
 from webhook_server import PATH, Webhook, sendmail_stand_in, webhook
 
-from hpctrain.actions.state import RunState
-from hpctrain.actions.watch import watch
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.notices import read_outbox
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.notices import read_outbox
+from hpctrain.runs.state import RunState
+from hpctrain.runs.watch import watch
 
 pytestmark = pytest.mark.stand_in
 

@@ -8,12 +8,12 @@ import pytest
 from old_runs import NOVEMBER_2026, STOPPED_STEP, TARGET_STEP, unpack
 from rehearsal import Rehearsal, patient_client
 
-from hpctrain.actions.control import resume
-from hpctrain.actions.state import RunState
 from hpctrain.checkpoints.publish import published_steps
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import lineage, read_metrics
+from hpctrain.runs.control import resume
+from hpctrain.runs.state import RunState
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import lineage, read_metrics
 
 
 @pytest.mark.nightly("a real checkpoint of a former release is trained on")

@@ -9,11 +9,11 @@ import subprocess
 import pytest
 from rehearsal import Rehearsal, Stage
 
-from hpctrain.actions.control import resume
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import statuses
-from hpctrain.actions.submit import prepare_only
-from hpctrain.store.jobs import sbatch_options
+from hpctrain.job.submit import prepare_only
+from hpctrain.records.jobs import sbatch_options
+from hpctrain.runs.control import resume
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import statuses
 
 pytestmark = pytest.mark.stand_in
 

@@ -11,11 +11,11 @@ import pytest
 from rehearsal import PATIENCE_SECONDS, answer, patient_client, wait_till_remembered
 from slurm_settings import lost_nodes_unnoticed
 
+from hpctrain.judge.probe_results import ProbeResult
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.evidence.probe import STEP_NAME, PreflightOptions, probe_nodes
-from hpctrain.supervise.judge.probe_results import ProbeResult
 
 NODES = ("n0", "n1", "n2", "n3")
 SCRIPT = "#!/bin/sh\n#SBATCH -N4 --no-kill --exclusive -t 60 -o /dev/null\nexec sleep 3600\n"

@@ -29,14 +29,14 @@ from rehearsal import (
 )
 from webhook_server import Webhook, webhook
 
-from hpctrain.actions.state import RunState
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.state import RunState
 from hpctrain.sandbox.faults import kill_controller, restart_controller
 from hpctrain.sandbox.monitoring import MONITORS, Monitoring, alerts_page, job_endpoints
 from hpctrain.sandbox.processes import find_process, kill
 from hpctrain.sandbox.repair import revive
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import default_shape
-from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.nightly("a real Prometheus and Alertmanager, which are fetched")
 

@@ -17,16 +17,16 @@ import pytest
 from rehearsal import answer, own_sandbox, patient_client
 from variants import varied
 
-from hpctrain.actions.kept_code import keep_code
-from hpctrain.actions.prepare import Prepared, prepare
+from hpctrain.job.kept_code import keep_code
+from hpctrain.job.prepare import Prepared, prepare
 from hpctrain.plan.documents import AxisPlacement
+from hpctrain.records.layout import RunLayout
 from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import SandboxShape, SwitchShape, default_shape
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.store.layout import RunLayout
 
 HALLS = load_profile(find_profile("islands10b")).document
 LIMIT_SECONDS = 600

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rehearsal import Stage
 
-from hpctrain.errors import SlurmRefusedError
+from hpctrain.base.errors import SlurmRefusedError
 
 SCRIPT = "#!/bin/sh\n"
 

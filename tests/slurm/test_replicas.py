@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from replica_rehearsal import NAME, Clients, ReplicaRehearsal, engine_of, replica_on
 
-from hpctrain.actions.serve_replicas import drain_replica, start_replica
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.documents import ActionKind
+from hpctrain.records.ledger import EventKind
 from hpctrain.sandbox.faults import crash_node, restart_node
 from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.serve.replicas import drain_replica, start_replica
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import EventKind
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import ActionKind
 
 
 def busy(replica: ReplicaRehearsal, clients: Clients, answers: int = 5) -> None:

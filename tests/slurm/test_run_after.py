@@ -7,13 +7,13 @@ import re
 import pytest
 from rehearsal import PlannedFault, Rehearsal, Stage, held, waits_for
 
-from hpctrain.actions.control import resume, stop
-from hpctrain.actions.job_submission import resubmit
-from hpctrain.actions.runs import find_run
-from hpctrain.actions.state import RunState
-from hpctrain.actions.submit import submit
-from hpctrain.errors import InvalidInputError, UsageError
-from hpctrain.store.ledger import EventKind
+from hpctrain.base.errors import InvalidInputError, UsageError
+from hpctrain.job.job_submission import resubmit
+from hpctrain.job.submit import submit
+from hpctrain.records.find import find_run
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.control import resume, stop
+from hpctrain.runs.state import RunState
 
 pytestmark = pytest.mark.stand_in
 

@@ -19,7 +19,7 @@ from newer_slurm import NEWER, fetched
 from rehearsal import PATIENCE_SECONDS, create_sandbox, wait_till_remembered
 from variants import varied
 
-from hpctrain.errors import SlurmError, UsageError
+from hpctrain.base.errors import SlurmError, UsageError
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.job_processes import processes_of_nodes
 from hpctrain.sandbox.processes import (

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rehearsal import SPEC, own_sandbox, patient_client, profile_text
 
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.submit import check
-from hpctrain.errors import SlurmRefusedError
+from hpctrain.base.errors import SlurmRefusedError
+from hpctrain.job.prepare import prepare
+from hpctrain.job.submit import check
 from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.spec.loader import find_profile, load_profile

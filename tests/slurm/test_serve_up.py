@@ -16,15 +16,15 @@ from service_rehearsal import ServiceRehearsal
 from serving_documents import service_plan, service_spec_text
 from staged_weights import write_safetensors
 
-from hpctrain.actions.serve_down import stop_service
-from hpctrain.actions.serve_up import service_weights, start_service
-from hpctrain.actions.service_job import ServiceInputs
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.serving.stand_in.interpreter import write_engine_interpreter
+from hpctrain.serve.down import stop_service
+from hpctrain.serve.service_job import ServiceInputs
+from hpctrain.serve.stand_in.interpreter import write_engine_interpreter
+from hpctrain.serve.up import service_weights, start_service
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_profile, load_service_spec, partition_profile
-from hpctrain.store.service_layout import ServiceLayout
 
 
 def inputs_in(place: Path, sandbox: Sandbox, **spec: str) -> ServiceInputs:

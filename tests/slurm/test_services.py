@@ -14,12 +14,12 @@ from router_programs import haproxy, vllm_router
 from service_rehearsal import service_on
 from variants import varied
 
-from hpctrain.actions.router_on_login_node import start_router_here
-from hpctrain.actions.serve_restart import request_restart
-from hpctrain.actions.serve_scale import request_scale
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
+from hpctrain.records.service_ledger import ServiceEventKind
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.store.service_ledger import ServiceEventKind
+from hpctrain.serve.restart import request_restart
+from hpctrain.serve.router_on_login_node import start_router_here
+from hpctrain.serve.scale import request_scale
 
 
 def router_text(name: str, *others: str) -> str:

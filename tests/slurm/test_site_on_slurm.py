@@ -14,17 +14,17 @@ import pytest
 from command_line import hpctrain
 from rehearsal import SPEC, STAND_IN_STEP_SECONDS, Stage, patient_client
 
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.runs import find_run
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import statuses
-from hpctrain.actions.submit import submit
+from hpctrain.job.prepare import prepare
+from hpctrain.job.submit import submit
+from hpctrain.records.find import find_run
+from hpctrain.records.run_records import read_metrics
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import statuses
 from hpctrain.sandbox.processes import await_condition
 from hpctrain.sandbox.reconfigure import set_option
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.spec.loader import load_profile
-from hpctrain.store.run_records import read_metrics
 
 PATIENCE_SECONDS = 300.0
 PROFILE = "detected.yaml"

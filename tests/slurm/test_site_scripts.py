@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rehearsal import own_sandbox, patient_client
 
-from hpctrain.errors import SlurmRefusedError
+from hpctrain.base.errors import SlurmRefusedError
 from hpctrain.sandbox.reconfigure import set_option
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, SwitchShape

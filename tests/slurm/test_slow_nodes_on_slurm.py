@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from rehearsal import PlannedFault, Rehearsal, Stage
 
-from hpctrain.actions.describe import describe
-from hpctrain.actions.diagnose import diagnose
-from hpctrain.actions.runs import RunFiles
-from hpctrain.cli.diagnose_text import diagnosis_lines
-from hpctrain.cli.story_text import story_lines
-from hpctrain.nodes.record import EvidenceKind, NodeLedger
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.speed_checks import SpeedCheck, read_speed_checks
+from hpctrain.diagnose.diagnose_text import diagnosis_lines
+from hpctrain.diagnose.of_run import diagnose
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.node_record import EvidenceKind, NodeLedger
+from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
+from hpctrain.runs.describe import describe
+from hpctrain.runs.story_text import story_lines
 
 pytestmark = pytest.mark.nightly("all ranks measure themselves with torch, several launches")
 

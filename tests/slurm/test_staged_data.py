@@ -12,8 +12,8 @@ import pytest
 from rehearsal import Stage, held
 from token_files import write_tokens
 
-from hpctrain.store.datasets import bin_path, idx_path
-from hpctrain.store.ledger import EventKind
+from hpctrain.records.datasets import bin_path, idx_path
+from hpctrain.records.ledger import EventKind
 
 
 @pytest.mark.variant("test_ranks_that_die_are_named_and_relaunched_in_place")

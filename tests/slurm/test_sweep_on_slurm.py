@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from rehearsal import PATIENCE_SECONDS, SPEC, Rehearsal, Stage, profile_text
 
-from hpctrain.actions.runs import find_run
-from hpctrain.actions.state import RunState
-from hpctrain.actions.sweep import submit_sweep
-from hpctrain.actions.sweep_plans import SweepRequest, plan_sweep
-from hpctrain.actions.sweep_table import SweepTable, sweep_table
-from hpctrain.errors import RefusedPlanError
+from hpctrain.base.errors import RefusedPlanError
+from hpctrain.records.find import find_run
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.state import RunState
 from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import SubmittedJob
-from hpctrain.store.ledger import EventKind
+from hpctrain.trials.sweep import submit_sweep
+from hpctrain.trials.sweep_plans import SweepRequest, plan_sweep
+from hpctrain.trials.sweep_table import SweepTable, sweep_table
 
 GRID = ("batch.global=8,7", "environment.variables.TRIAL=good,late,bad,last")
 SHORT = ("budget.steps=12", "checkpoint.every_steps=4", "supervise.budgets.crash=0")

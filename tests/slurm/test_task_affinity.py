@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 from rehearsal import own_sandbox
 
-from hpctrain.actions.kept_code import keep_code
-from hpctrain.actions.prepare import prepare
+from hpctrain.job.kept_code import keep_code
+from hpctrain.job.prepare import prepare
+from hpctrain.records.layout import RunLayout
 from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.store.layout import RunLayout
 
 PROFILE = "islands10b"
 SITE = load_profile(find_profile(PROFILE)).document

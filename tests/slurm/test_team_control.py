@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from rehearsal import MADE_UP, PATIENCE_SECONDS, Rehearsal, Stage
 
-from hpctrain.actions import control
-from hpctrain.actions.describe import describe
-from hpctrain.actions.state import RunState
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.ledger import EventKind
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs import control
+from hpctrain.runs.describe import describe
+from hpctrain.runs.state import RunState
 
 pytestmark = pytest.mark.stand_in
 

@@ -13,17 +13,17 @@ import pytest
 from another_user import AnotherUser, Bystander
 from rehearsal import MADE_UP, PATIENCE_SECONDS, Rehearsal, Stage
 
-from hpctrain.actions.cancel import cancel
-from hpctrain.actions.control import resume
-from hpctrain.actions.describe import describe
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.runs import all_runs
-from hpctrain.actions.state import RunState
-from hpctrain.actions.submit import submit
 from hpctrain.checkpoints.publish import published_steps
+from hpctrain.job.prepare import prepare
+from hpctrain.job.submit import submit
+from hpctrain.records.find import all_runs
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.requests import read_request
+from hpctrain.runs.cancel import cancel
+from hpctrain.runs.control import resume
+from hpctrain.runs.describe import describe
+from hpctrain.runs.state import RunState
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.requests import read_request
 
 pytestmark = pytest.mark.stand_in
 

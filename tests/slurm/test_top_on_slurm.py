@@ -18,8 +18,8 @@ import pytest
 from rehearsal import MADE_UP, PATIENCE_SECONDS, Rehearsal, Stage
 from terminal_screen import TerminalScreen
 
-from hpctrain.actions.state import RunState
 from hpctrain.checkpoints.publish import published_steps
+from hpctrain.runs.state import RunState
 
 pytestmark = pytest.mark.stand_in
 

@@ -18,19 +18,19 @@ from newer_slurm import NEWER, fetched
 from rehearsal import PATIENCE_SECONDS, own_sandbox, patient_client, profile_text
 from test_rank_order import wait_till_free
 
-from hpctrain.actions.describe import describe
-from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.actions.runs import RunFiles, find_run
-from hpctrain.actions.status import statuses
-from hpctrain.actions.submit import submit
-from hpctrain.actions.why import why
-from hpctrain.errors import SlurmRefusedError
+from hpctrain.base.errors import SlurmRefusedError
+from hpctrain.job.prepare import Prepared, prepare
+from hpctrain.job.submit import submit
+from hpctrain.records.find import RunFiles, find_run
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.requests import user_name
+from hpctrain.runs.describe import describe
+from hpctrain.runs.status import statuses
+from hpctrain.runs.why import why
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import SandboxShape, SwitchShape, default_shape
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.cluster_queries import ClusterQueries
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.requests import user_name
 
 # An interpreter whose trainer ends at once, after it has said where it is.
 INTERPRETER = """\

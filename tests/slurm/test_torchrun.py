@@ -11,15 +11,15 @@ import pytest
 from rehearsal import PATIENCE_SECONDS, STEPS, Rehearsal, Stage, four_nodes, own_sandbox
 
 from bench import prefork
-from hpctrain.actions.logs import rank_logs
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
+from hpctrain.records.exit_records import read_agent_records
+from hpctrain.records.find import RunFiles
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import TrainerExit, lineage, read_metrics
+from hpctrain.runs.logs import rank_logs
+from hpctrain.runs.state import RunState
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.job_processes import JobProcess
-from hpctrain.store.exit_records import read_agent_records
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import TrainerExit, lineage, read_metrics
 
 # fp32, and sums over one or two halves of a batch in another order, over 60 steps of Adam.
 BOUND = 5e-6

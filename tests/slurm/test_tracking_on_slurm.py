@@ -10,10 +10,10 @@ from slurm_settings import grace
 from tracked_runs import shown
 from wandb_files import history, run_records
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import lineage, read_metrics
-from hpctrain.store.tracking import finished_segments
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import lineage, read_metrics
+from hpctrain.records.tracking import finished_segments
 
 LATE = "not ready"
 BOTH = ("tracking.tensorboard=true", "tracking.wandb.project=rehearsals")

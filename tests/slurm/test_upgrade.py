@@ -13,9 +13,9 @@ import pytest
 from rehearsal import Rehearsal, Stage, waits_for
 
 import hpctrain
-from hpctrain.actions.describe import describe
-from hpctrain.actions.runs import RunFiles
-from hpctrain.store.software import read_software
+from hpctrain.records.find import RunFiles
+from hpctrain.records.software import read_software
+from hpctrain.runs.describe import describe
 from hpctrain.version import __version__
 
 pytestmark = pytest.mark.stand_in
@@ -30,7 +30,7 @@ def install(site: Path, version: str, *, works: bool) -> None:
     shutil.copytree(package, site / "hpctrain", ignore=shutil.ignore_patterns("__pycache__"))
     (site / "hpctrain/version.py").write_text(f'__version__ = "{version}"\n')
     if not works:
-        (site / "hpctrain/errors.py").unlink()
+        (site / "hpctrain/base/errors.py").unlink()
 
 
 def installed_in(site: Path, rehearsal_python: Path) -> None:

@@ -11,13 +11,13 @@ import pytest
 from rehearsal import MADE_UP, Rehearsal, Stage, answer, held
 from variants import varied
 
-from hpctrain.actions.run_problems import Symptom
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
-from hpctrain.actions.watch import WatchPass, watch
+from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import submitted_ids
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.run_problems import Symptom
+from hpctrain.runs.state import RunState
+from hpctrain.runs.watch import WatchPass, watch
 from hpctrain.sandbox import faults
-from hpctrain.store.jobs import submitted_ids
-from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.stand_in
 

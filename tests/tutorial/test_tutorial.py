@@ -28,7 +28,7 @@ from installed_wheel import ROOT, install_wheel, put_stand_in
 from tutorial_page import Block, Command, blocks_of, differs, rewritten, shown
 from typed_shell import COLUMNS, TypedShell, typed_shell
 
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
 from hpctrain.sandbox.sandbox import Sandbox
 
 PAGE = ROOT / "docs" / "tutorial.md"

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-import hpctrain.actions.forecasts
+import hpctrain.simulate.forecasts
 
 # Enough for every sentence that a forecast gives rise to.
 _PLAYED_RUNS = 12
@@ -26,4 +26,4 @@ def _few_runs_are_played(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     What the goldens and the examples' pages print is played in full.
     """
     if request.node.get_closest_marker("all_runs_played") is None:
-        monkeypatch.setattr(hpctrain.actions.forecasts, "MOST_TRIALS", _PLAYED_RUNS)
+        monkeypatch.setattr(hpctrain.simulate.forecasts, "MOST_TRIALS", _PLAYED_RUNS)

@@ -8,7 +8,7 @@ import time
 import pytest
 from virtual_clock import ShiftedClock, VirtualClock
 
-from hpctrain import clock
+from hpctrain.base import clock
 
 
 def patient(seconds: float, *, checks: bool = True) -> None:

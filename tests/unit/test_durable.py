@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.durable import append_line, create_exclusive, replace_text
+from hpctrain.base.durable import append_line, create_exclusive, replace_text
 
 # A barrier that one process never reaches breaks after its time-out, so no test can hang.
 FORK = multiprocessing.get_context("fork")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain import reserved_ports
+from hpctrain.base import reserved_ports
 
 
 def test_a_reserved_port_is_left_to_its_program() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpctrain.units import (
+from hpctrain.base.units import (
     Bandwidth,
     ByteSize,
     Duration,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.errors import Refusal
+from hpctrain.base.errors import Refusal
 from hpctrain.spec.run import ModelSpec, RunSpec
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """List the data formats that a model can be trained on.
 
 Belongs here: one message for each impossible combination. Does not belong here: whether
-the files are there (see `hpctrain.actions.input_checks`).
+the files are there (see `hpctrain.job.input_checks`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ trains (`trainable`).
 
 from __future__ import annotations
 
-from hpctrain.errors import Refusal
+from hpctrain.base.errors import Refusal
 from hpctrain.plan.divisors import or_list
 from hpctrain.spec.engines.registry import ENGINES
 from hpctrain.spec.run import RunSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.plan.cost.case import Machine, Software
 from hpctrain.spec.calibration import (
     FORWARD_RATIO,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.footprint.documents import (
     Bytes,
@@ -34,7 +35,6 @@ from hpctrain.plan.footprint.table import (
 from hpctrain.plan.forecast.documents import Forecast
 from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.units import short_bytes, short_duration
 
 MONTH_SECONDS = 30 * 86400.0
 # Ranks come from srun together; how far apart is the site's network, so it is assumed.

@@ -1,7 +1,7 @@
 """Define the table of a footprint (`footprint.yaml`): rows, and formulas of the size of a run.
 
 Belongs here: what is counted, and how a count depends on the size. Does not belong here: the counts
-themselves (the YAML), reading it (`hpctrain.actions.footprint`), sums over rows (`predict`).
+themselves (the YAML), reading it (`hpctrain.job.footprint`), sums over rows (`predict`).
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
+from hpctrain.base.units import Duration, Money
 from hpctrain.plan.forecast.documents import Budget, BudgetDecision, Forecast
 from hpctrain.plan.forecast.sentences import days, describe
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.units import Duration, Money
 
 Value = TypeVar("Value")
 

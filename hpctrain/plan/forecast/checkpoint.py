@@ -5,7 +5,7 @@ Belongs here: sizes and rates of a save. Does not belong here: how often to save
 
 from __future__ import annotations
 
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.plan.forecast.documents import CheckpointCost, RunFacts
 from hpctrain.plan.forecast.published import (
     FP32_CHECKPOINT_BYTES,

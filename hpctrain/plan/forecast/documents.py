@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field, model_serializer
 
+from hpctrain.base.units import Duration
 from hpctrain.spec.document import Document
-from hpctrain.units import Duration
 
 Tariff = Literal["on demand", "spot"]
 AssumptionKind = Literal[

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpctrain.base.units import short_duration
 from hpctrain.plan.forecast.checkpoint import load_seconds
 from hpctrain.plan.forecast.documents import Assumption, CheckpointCost, Interruptions, RunFacts
 from hpctrain.plan.forecast.published import (
@@ -23,7 +24,6 @@ from hpctrain.plan.forecast.published import (
 )
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.units import short_duration
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from hpctrain.units import Duration
+from hpctrain.base.units import Duration
 
 if TYPE_CHECKING:
     from hpctrain.spec.run import CheckpointSpec

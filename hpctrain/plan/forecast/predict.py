@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hpctrain.errors import DoesNotFitError
+from hpctrain.base.errors import DoesNotFitError
+from hpctrain.base.units import short_duration
 from hpctrain.plan.forecast.attempts import Attempt, expected
 from hpctrain.plan.forecast.checkpoint import checkpoint_cost
 from hpctrain.plan.forecast.documents import (
@@ -37,7 +38,6 @@ from hpctrain.plan.forecast.intervals import (
 from hpctrain.plan.forecast.published import FORWARD_SHARE, STAGING_SOURCE
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.units import short_duration
 
 # Below this share of productive time a forecast is a refusal: the run would take a hundred times
 # as long as its training.

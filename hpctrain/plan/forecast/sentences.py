@@ -1,15 +1,15 @@
 """Words for the figures of a forecast: means with the range of the played runs.
 
 Belongs here: text that the forecast's own sentences and the command line share. Does not belong
-here: paragraphs and columns (`hpctrain.cli.forecast_text`).
+here: paragraphs and columns (`hpctrain.job.forecast_text`).
 """
 
 from __future__ import annotations
 
 import math
 
+from hpctrain.base.units import short_duration
 from hpctrain.plan.forecast.documents import Forecast
-from hpctrain.units import short_duration
 
 _DAY_SECONDS = 86400
 

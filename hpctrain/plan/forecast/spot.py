@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from hpctrain.errors import DoesNotFitError
+from hpctrain.base.errors import DoesNotFitError
+from hpctrain.base.units import Duration
 from hpctrain.plan.forecast.documents import (
     Budget,
     Forecast,
@@ -22,7 +23,6 @@ from hpctrain.plan.forecast.predict import forecast
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.limits import ReliabilityProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.units import Duration
 
 # Shortest interval of the search for the break-even preemption interval, and its bisections.
 _SHORTEST_SECONDS, _BISECTIONS = 60.0, 40

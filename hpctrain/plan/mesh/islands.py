@@ -4,7 +4,7 @@ Slurm numbers the ranks of `--distribution=block` along the nodes in the order o
 (srun(1); tests/slurm/test_rank_order.py checks a real one), and an island of the profile is a run
 of names. So the ranks of one island are consecutive, and everything here is counting intervals.
 Belongs here: nodes of each island, crossing groups, their share of an uplink. Does not belong
-here: which axis ought to cross (`rank_order`), or the options of Slurm (`hpctrain.render`).
+here: which axis ought to cross (`rank_order`), or the options of Slurm (`hpctrain.job.render`).
 
 A group is `size` ranks, `stride` apart; groups tile blocks of stride x size consecutive ranks.
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpctrain.base.units import short_bytes
 from hpctrain.plan.documents import Layout, NodeRequest
 from hpctrain.plan.layout_words import ORDERS, Order
 from hpctrain.plan.mesh.candidate import Candidate
@@ -31,7 +32,6 @@ from hpctrain.plan.model.number_formats import (
 )
 from hpctrain.plan.model.parameters import expert_tp
 from hpctrain.plan.request import PlanRequest
-from hpctrain.units import short_bytes
 
 
 @dataclass(frozen=True)

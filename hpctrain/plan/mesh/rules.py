@@ -15,7 +15,7 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.errors import Refusal
+from hpctrain.base.errors import Refusal
 from hpctrain.plan.abilities.low_precision import (
     linear_widths,
     low_alignment,

@@ -3,5 +3,5 @@
 Belongs here: the Gaussian model of the logarithm of measured over predicted, its update, intervals
 and the probability of fitting, with NumPy alone. Does not belong here: the cost model
 (`hpctrain.plan.cost`), the prior's figures (`catalogue/uncertainty.yaml`), reading runs
-(`hpctrain.actions.own_runs`).
+(`hpctrain.site.own_runs`).
 """

@@ -1,7 +1,7 @@
 """Learn from the runs of one engine on one cluster: the update, and what it changes for each run.
 
 Belongs here: from measured seconds and bytes to beliefs. Does not belong here: reading runs
-(`hpctrain.actions.own_runs`), the update's arithmetic (`belief`), files.
+(`hpctrain.site.own_runs`), the update's arithmetic (`belief`), files.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.base.units import Bandwidth, ByteSize, FlopRate, short_bytes
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import EngineName
 from hpctrain.spec.fields import nearest
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import VariableName
-from hpctrain.units import Bandwidth, ByteSize, FlopRate, short_bytes
 
 Generation = Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "other"]
 

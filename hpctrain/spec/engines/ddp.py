@@ -10,9 +10,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from hpctrain.base.units import ByteSize
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import WORDS_OF_EVERY_ENGINE, EngineAbilities, Word
-from hpctrain.units import ByteSize
 
 # Rank of PowerSGD's approximation: that of PyTorch's own example of the hook.
 POWERSGD_RANK = 4

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from hpctrain.base.units import ByteSize
 from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import (
@@ -25,7 +26,6 @@ from hpctrain.spec.engines.abilities import (
     Word,
     zero_word,
 )
-from hpctrain.units import ByteSize
 
 if TYPE_CHECKING:
     from hpctrain.spec.engine import EngineSpec

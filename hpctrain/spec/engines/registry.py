@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import HpctrainError
+from hpctrain.base.errors import HpctrainError
 from hpctrain.spec.engines import ddp, deepspeed, fsdp, megatron, megatron_lm
 from hpctrain.spec.engines.abilities import EngineAbilities
 

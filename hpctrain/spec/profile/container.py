@@ -1,7 +1,7 @@
 """Containers of a cluster profile: launcher, image, mounts and options.
 
 Belongs here: fields, and which options a launcher takes or hpctrain sets itself. Does not belong
-here: the words on the command line (`hpctrain.render.containers`).
+here: the words on the command line (`hpctrain.job.render.containers`).
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from hpctrain.base.units import Bandwidth, ByteSize, FlopRate
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import Precision
-from hpctrain.units import Bandwidth, ByteSize, FlopRate
 
 _STRIPE_UNIT_BYTES = 64 << 10
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from hpctrain.base.units import ByteSize, Duration
 from hpctrain.spec.document import Document
-from hpctrain.units import ByteSize, Duration
 
 
 class LimitsProfile(Document):

@@ -11,9 +11,9 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from hpctrain.base.units import Bandwidth, Duration
 from hpctrain.spec.document import Document
 from hpctrain.spec.run import Name
-from hpctrain.units import Bandwidth, Duration
 
 
 class SwitchProfile(Document):

@@ -10,12 +10,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from hpctrain.base.units import Duration
 from hpctrain.spec.document import Document
 from hpctrain.spec.profile.hardware import GpuProfile, NodeProfile, NvlinkProfile
 from hpctrain.spec.profile.limits import PriceProfile, ReliabilityProfile
 from hpctrain.spec.profile.network import NetworkProfile
 from hpctrain.spec.profile.software import FabricVariable
-from hpctrain.units import Duration
 
 
 class PreemptionProfile(Document):

@@ -10,11 +10,11 @@ from typing import Literal, Self
 
 from pydantic import AwareDatetime, Field, model_validator
 
+from hpctrain.base.units import ByteSize, Duration
 from hpctrain.spec.document import Document
 from hpctrain.spec.profile.partition import PartitionProfile
 from hpctrain.spec.run import VariableName
 from hpctrain.spec.slurm_options import SiteOptions, too_new_options
-from hpctrain.units import ByteSize, Duration
 
 GpuRequest = Literal[
     "gres", "gres-typed", "gpus-per-node", "gpus-per-node-typed", "gpus-per-task", "none"

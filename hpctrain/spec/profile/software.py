@@ -10,13 +10,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from hpctrain.base.units import ByteSize
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import EngineName
 from hpctrain.spec.job_text import JobText
 from hpctrain.spec.profile.container import ContainerProfile
 from hpctrain.spec.run import VariableName
 from hpctrain.spec.secrets import secret_reason
-from hpctrain.units import ByteSize
 
 LimitValue = Annotated[int, Field(ge=0)] | Literal["unlimited"]
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 
-from hpctrain.errors import SlurmError, SlurmRefusedError
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.requests import clear_followed_requests
+from hpctrain.base.errors import SlurmError, SlurmRefusedError
+from hpctrain.judge.documents import Action, ActionKind, Verdict
+from hpctrain.judge.policy import STOPPED_EXIT_CODE
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.requests import clear_followed_requests
 from hpctrain.supervise.act.requeue import exclude, hold, requeue
 from hpctrain.supervise.act.rollback import skip_batches
 from hpctrain.supervise.act.successor import end_succession, exclude_from_successors
 from hpctrain.supervise.context import AttemptContext, log_message
-from hpctrain.supervise.judge.documents import Action, ActionKind, Verdict
-from hpctrain.supervise.judge.policy import STOPPED_EXIT_CODE
 
 _ENDS_THE_RUN = (ActionKind.FINISH, ActionKind.STOP, ActionKind.HOLD)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from hpctrain import clock
-from hpctrain.errors import SlurmError
+from hpctrain.base import clock
+from hpctrain.base.errors import SlurmError
 from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.reasons import JobEnd

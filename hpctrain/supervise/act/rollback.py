@@ -7,12 +7,12 @@ trainer).
 
 from __future__ import annotations
 
-from hpctrain import clock
+from hpctrain.base import clock
+from hpctrain.base.errors import InvalidInputError, StorageError
+from hpctrain.base.formats import NewerFormatError
 from hpctrain.engines.train_json import train_config_of
-from hpctrain.errors import InvalidInputError, StorageError
-from hpctrain.formats import NewerFormatError
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import (
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import (
     SkipList,
     SkippedData,
     parse_record,

@@ -3,7 +3,7 @@
 A chain grows while it runs: each job submits the next one. Singletons and the elements of an array
 are all submitted at once, and here only cancelled. Belongs here: submitting, telling apart and
 cancelling the jobs of one run from inside one of them. Does not belong here: deciding to continue
-(`policy`), the first submission (`hpctrain.actions.job_submission`).
+(`policy`), the first submission (`hpctrain.job.job_submission`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import math
 import os
 from collections.abc import Sequence
 
-from hpctrain import clock
-from hpctrain.errors import SlurmError
-from hpctrain.slurm.backoff import Backoff
-from hpctrain.slurm.records import JobRecord
-from hpctrain.slurm.states import JobState
-from hpctrain.store.jobs import (
+from hpctrain.base import clock
+from hpctrain.base.errors import SlurmError
+from hpctrain.judge.documents import ActionKind
+from hpctrain.records.jobs import (
     being_submitted,
     cancel_requested,
     cluster_of,
@@ -28,14 +26,16 @@ from hpctrain.store.jobs import (
     submitted_ids,
     successor_ids,
 )
-from hpctrain.store.kept_scripts import keep_script
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import Progress, read_record
+from hpctrain.records.kept_scripts import keep_script
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_jobs import RunJobs, identity_of, select_jobs
+from hpctrain.records.run_records import Progress, read_record
+from hpctrain.slurm.backoff import Backoff
+from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
 from hpctrain.supervise.act.requeue import exclude
 from hpctrain.supervise.context import AttemptContext, log_message
-from hpctrain.supervise.judge.documents import ActionKind
-from hpctrain.supervise.run_jobs import RunJobs, identity_of, select_jobs
 
 _ENDS = (ActionKind.STOP, ActionKind.FINISH)
 # Beyond KillWait: epilog, and the message that the job is over.

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain import clock
-from hpctrain.store.ledger import EventKind
+from hpctrain.base import clock
+from hpctrain.judge.documents import LaunchEvidence, LogFinding
+from hpctrain.judge.probe_results import KernelLine, ProbeResult
+from hpctrain.judge.signatures import Signatures
+from hpctrain.records.ledger import EventKind
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.gather import has_failed, keeps_nodes
 from hpctrain.supervise.evidence.log_scan import LaunchRanks, Scanner, newest_step, read_signatures
 from hpctrain.supervise.evidence.probe import PreflightOptions, probe_nodes
-from hpctrain.supervise.judge.documents import LaunchEvidence, LogFinding
-from hpctrain.supervise.judge.probe_results import KernelLine, ProbeResult
-from hpctrain.supervise.judge.signatures import Signatures
 from hpctrain.supervise.timeouts import run_with_timeout
 
 _LISTING_SECONDS = 5.0

@@ -9,20 +9,20 @@ import os
 from dataclasses import replace
 
 from hpctrain.checkpoints.discover import good_steps, newest_listed
+from hpctrain.judge.agent_failures import failures_below_agents
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.documents import JobFacts, LaunchEvidence, LogFinding
+from hpctrain.judge.external_verdict import left_unexplained
+from hpctrain.judge.slow_nodes import slow_nodes_of
+from hpctrain.records.exit_records import read_agent_records, read_exit_records
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.requests import Request, read_request
+from hpctrain.records.run_records import Progress, read_record
 from hpctrain.slurm.messages import StepNotice, read_end_of_job
 from hpctrain.slurm.states import JobState
-from hpctrain.store.exit_records import read_agent_records, read_exit_records
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.requests import Request, read_request
-from hpctrain.store.run_records import Progress, read_record
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.evidence.job_facts import job_facts
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
-from hpctrain.supervise.judge.agent_failures import failures_below_agents
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import JobFacts, LaunchEvidence, LogFinding
-from hpctrain.supervise.judge.external_verdict import left_unexplained
-from hpctrain.supervise.judge.slow_nodes import slow_nodes_of
 from hpctrain.supervise.srun_process import SrunProcess
 from hpctrain.supervise.storage_retry import retry_while_storage_fails
 

@@ -5,12 +5,12 @@ Belongs here: the query and its retries. Does not belong here: judging (`externa
 
 from __future__ import annotations
 
-from hpctrain import clock
-from hpctrain.errors import SlurmError
+from hpctrain.base import clock
+from hpctrain.base.errors import SlurmError
+from hpctrain.judge.documents import JobFacts
 from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.judge.documents import JobFacts
 
 # A controller that restarts is away for seconds to minutes; the job loses nothing by waiting,
 # because without an answer it could not requeue either.

@@ -15,15 +15,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain import clock
+from hpctrain.base import clock
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.engines.train_json import train_config_of
-from hpctrain.errors import InvalidInputError
+from hpctrain.judge import slow_nodes
+from hpctrain.judge.documents import JobFacts, Stall
+from hpctrain.judge.silence_limits import SilenceMonitor, StallLimits
+from hpctrain.judge.stragglers import (
+    SlowRank,
+    StageOf,
+    Stragglers,
+    one_stage,
+)
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.old_launches import start_packing
+from hpctrain.records.requests import Request, ask_trainer_to_leave
+from hpctrain.records.run_records import Progress, RankTimes
+from hpctrain.records.speed_checks import SpeedCheck
 from hpctrain.slurm.backoff import Backoff
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.old_launches import start_packing
-from hpctrain.store.requests import Request, ask_trainer_to_leave
-from hpctrain.store.run_records import Progress, RankTimes
-from hpctrain.store.speed_checks import SpeedCheck
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence import stack_files
 from hpctrain.supervise.evidence.job_facts import job_facts, still_ours
@@ -35,15 +44,6 @@ from hpctrain.supervise.evidence.run_dir_snapshot import (
 )
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
 from hpctrain.supervise.evidence.stack_inquiry import StackInquiry
-from hpctrain.supervise.judge import slow_nodes
-from hpctrain.supervise.judge.documents import JobFacts, Stall
-from hpctrain.supervise.judge.silence_limits import SilenceMonitor, StallLimits
-from hpctrain.supervise.judge.stragglers import (
-    SlowRank,
-    StageOf,
-    Stragglers,
-    one_stage,
-)
 from hpctrain.supervise.srun_process import SrunProcess
 from hpctrain.supervise.time_limit import JobTimeLimit, StopTime
 from hpctrain.supervise.timeouts import run_with_timeout

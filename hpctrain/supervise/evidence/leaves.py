@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hpctrain.errors import SlurmError
+from hpctrain.base.errors import SlurmError
 from hpctrain.slurm.parse import has_leaves
 from hpctrain.supervise.context import AttemptContext, log_message
 

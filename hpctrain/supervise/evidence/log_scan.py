@@ -20,13 +20,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from hpctrain import clock
-from hpctrain.store.launch_logs import LOG_NAME, LabelledLines
+from hpctrain.base import clock
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.documents import LogFinding
+from hpctrain.judge.signatures import Matcher, Signatures, Where
+from hpctrain.records.launch_logs import LOG_NAME, LabelledLines
 from hpctrain.supervise.evidence.line_times import line_time
 from hpctrain.supervise.evidence.tracebacks import final_exception
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import LogFinding
-from hpctrain.supervise.judge.signatures import Matcher, Signatures, Where
 
 UNREAD, TRACEBACK = "logs_unread", "traceback"
 # CSI and OSC sequences (ECMA-48): colours, and titles of terminals.

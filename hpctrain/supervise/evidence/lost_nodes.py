@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain import clock
-from hpctrain.errors import SlurmError
-from hpctrain.store.ledger import Event
-from hpctrain.store.run_records import Progress, read_record
+from hpctrain.base import clock
+from hpctrain.base.errors import SlurmError
+from hpctrain.records.ledger import Event
+from hpctrain.records.run_records import Progress, read_record
 from hpctrain.supervise.attempt import is_of_attempt
 from hpctrain.supervise.context import AttemptContext
 

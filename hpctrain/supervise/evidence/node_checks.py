@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from hpctrain import clock
-from hpctrain.store.supervise_inputs import read_inputs
+from hpctrain.base import clock
+from hpctrain.records.supervise_inputs import read_inputs
 
 KERNEL_LOG_VARIABLE = "HPCTRAIN_KERNEL_LOG"
 _TRIAL_BYTES = 4096

@@ -23,12 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain import clock
-from hpctrain.errors import SlurmError
+from hpctrain.base import clock
+from hpctrain.base.errors import SlurmError
+from hpctrain.judge.preflight_format import SHUTDOWN
+from hpctrain.judge.probe_results import NodeResults, ProbeResult
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.environment import for_queries
-from hpctrain.supervise.judge.preflight_format import SHUTDOWN
-from hpctrain.supervise.judge.probe_results import NodeResults, ProbeResult
 
 STEP_NAME = "hpctrain-probe"
 _POLL_SECONDS = 0.05

@@ -16,14 +16,14 @@ from itertools import pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from hpctrain.checkpoints.manifest import partial_epoch, saving_name, step_of
-from hpctrain.errors import StorageError
-from hpctrain.formats import NewerFormatError
-from hpctrain.store.epochs import current_epoch
-from hpctrain.store.exit_records import read_records
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.requests import Request, read_request
-from hpctrain.store.run_records import (
+from hpctrain.base.errors import StorageError
+from hpctrain.base.formats import NewerFormatError
+from hpctrain.records.epochs import current_epoch
+from hpctrain.records.exit_records import read_records
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import partial_epoch, saving_name, step_of
+from hpctrain.records.requests import Request, read_request
+from hpctrain.records.run_records import (
     ExitRecord,
     Progress,
     RankTimes,
@@ -31,7 +31,7 @@ from hpctrain.store.run_records import (
     read_record,
     tail_metrics,
 )
-from hpctrain.store.speed_checks import SpeedCheck, read_speed_checks
+from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
 
 _PAST_STEPS = 200
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
-from hpctrain.errors import SlurmError
+from hpctrain.base.errors import SlurmError
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.evidence.probe import STEP_NAME
 

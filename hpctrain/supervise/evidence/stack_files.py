@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain import clock
-from hpctrain.store.layout import RunLayout
+from hpctrain.base import clock
+from hpctrain.records.layout import RunLayout
 
 _NAME = re.compile(r"rank-(\d+)\.txt")
 # Trainers before `package=` was recorded end the line behind the epoch.

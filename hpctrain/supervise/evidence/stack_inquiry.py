@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.errors import SlurmError
+from hpctrain.base.errors import SlurmError
+from hpctrain.judge.documents import OddRank
+from hpctrain.judge.odd_stacks import odd_ranks, places
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.evidence import stack_files
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
-from hpctrain.supervise.judge.documents import OddRank
-from hpctrain.supervise.judge.odd_stacks import odd_ranks, places
 from hpctrain.supervise.timeouts import run_with_timeout
 
 # Time limits for listing the files of all ranks, ...

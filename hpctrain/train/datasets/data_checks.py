@@ -1,7 +1,7 @@
 """Check the data files of a run before torch is imported.
 
 Belongs here: which files a configuration names. Does not belong here: the checks of each (see
-`hpctrain.store.dataset_checks`), the same at submission (`hpctrain.actions.input_checks`).
+`hpctrain.records.dataset_checks`), the same at submission (`hpctrain.job.input_checks`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from hpctrain.base.errors import Problem
 from hpctrain.engines.hugging_face import classes_of
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import Problem
-from hpctrain.store.dataset_checks import Expected, problems_of
-from hpctrain.store.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
+from hpctrain.records.dataset_checks import Expected, problems_of
+from hpctrain.records.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
 
 
 def data_problems(config: TrainConfig) -> Iterator[Problem]:

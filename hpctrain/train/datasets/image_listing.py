@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.dataset_checks import IMAGE_SUFFIXES, class_directories, is_image
+from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.records.dataset_checks import IMAGE_SUFFIXES, class_directories, is_image
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Read arrays of .npz files by memory mapping, and write them piece by piece.
 
-Belongs here: array data. Does not belong here: headers (see `hpctrain.store.archives`), the meaning
-of the arrays.
+Belongs here: array data. Does not belong here: headers (see `hpctrain.records.archives`), the
+meaning of the arrays.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.store.archives import read_heads
+from hpctrain.records.archives import read_heads
 
 
 def open_archive(path: Path, columns: Iterable[str]) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.base.errors import InvalidInputError, Problem
 
 # Independent streams of random numbers.
 _SPLIT, _EPOCH, _SAMPLE = 1, 2, 3

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.train.datasets.batches import Batch, ImageBatch, LabelledTexts, Microbatch
 from hpctrain.train.datasets.image_transforms import ImageTransform
 from hpctrain.train.datasets.npz_arrays import ArchiveTable

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.formats import refuse_newer
-from hpctrain.store.run_records import SkipList, SkippedData
+from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.base.formats import refuse_newer
+from hpctrain.records.run_records import SkipList, SkippedData
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ megatron_on_cpu.import_core()
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402
 
+from hpctrain.base.errors import InvalidInputError, Problem  # noqa: E402
 from hpctrain.engines.training import TrainConfig  # noqa: E402
-from hpctrain.errors import InvalidInputError, Problem  # noqa: E402
-from hpctrain.store.datasets import idx_path  # noqa: E402
-from hpctrain.store.shares import EVALUATE_NOTHING, parts_without_documents  # noqa: E402
+from hpctrain.records.datasets import idx_path  # noqa: E402
+from hpctrain.records.shares import EVALUATE_NOTHING, parts_without_documents  # noqa: E402
 from hpctrain.train.datasets.batches import Microbatch  # noqa: E402
 from hpctrain.train.datasets.index_cache import complete_files  # noqa: E402
 from hpctrain.train.datasets.sample_rows import check_vocabulary  # noqa: E402

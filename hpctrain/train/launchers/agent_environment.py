@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.layout import RunLayout
+from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.records.layout import RunLayout
 
 
 @dataclass(frozen=True)

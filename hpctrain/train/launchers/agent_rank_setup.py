@@ -1,7 +1,7 @@
 """Set up a rank that an agent has started, so that it behaves like one started by srun.
 
 The rank writes to its own log and does not outlive the agent. Does not belong here: the name of the
-log (see `store.layout`), the agent (see `agent`). Imports nothing heavy, because it must take
+log (see `records.layout`), the agent (see `agent`). Imports nothing heavy, because it must take
 effect before torch is imported.
 """
 

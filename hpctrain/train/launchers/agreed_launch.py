@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hpctrain.base.durable import make_private_directory, replace_bytes
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.discover import select_for_resume
 from hpctrain.checkpoints.publish import fence_off
-from hpctrain.durable import make_private_directory, replace_bytes
-from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import Record
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import Record
 from hpctrain.version import __version__
 
 

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.durable import make_private_directory
+from hpctrain.base.durable import make_private_directory
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.launchers.nsight_task import record, report_pid_to_task
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.stop import StopSignals

@@ -19,8 +19,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from hpctrain.store.exit_records import write_agent_record
-from hpctrain.store.run_records import AgentRecord, RankEnd, TrainerExit
+from hpctrain.records.exit_records import write_agent_record
+from hpctrain.records.run_records import AgentRecord, RankEnd, TrainerExit
 from hpctrain.train.launchers.agent_environment import AgentEnvironment
 from hpctrain.train.launchers.agent_rank_setup import LOG_VARIABLE
 from hpctrain.train.launchers.labelled_output import LabelledOutput

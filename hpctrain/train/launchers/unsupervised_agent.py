@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from hpctrain.errors import CheckpointError, InvalidInputError, Problem, StorageError
+from hpctrain.base.errors import CheckpointError, InvalidInputError, Problem, StorageError
 from hpctrain.train.launchers import torchelastic_agent
 from hpctrain.train.launchers.agreed_launch import AgreedLaunch, choose_launch, open_run_directory
 from hpctrain.train.launchers.labelled_output import LabelledOutput

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.layout import RunLayout
+from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.launchers.agent_environment import AgentEnvironment
 
 # torch/distributed/argparse_util.py: torchrun's options have defaults in variables PET_OPTION.

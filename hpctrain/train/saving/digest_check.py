@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Protocol
 
 from hpctrain.checkpoints.digest_shares import files_of_rank
-from hpctrain.checkpoints.manifest import (
+from hpctrain.checkpoints.resume_shares import read_share
+from hpctrain.records.manifest import (
     FileDigest,
     digest_file,
     file_problem,
     list_problem,
     read_manifest,
 )
-from hpctrain.checkpoints.resume_shares import read_share
 from hpctrain.train.faults import BadCheckpointError, UnreadableCheckpointError
 from hpctrain.train.storage import chain
 

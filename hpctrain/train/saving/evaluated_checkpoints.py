@@ -6,11 +6,11 @@ Belongs here: the question, for every trainer. Does not belong here: deleting ch
 
 from __future__ import annotations
 
+from hpctrain.base.formats import NewerFormatError
 from hpctrain.checkpoints.discover import saving_epochs
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.formats import NewerFormatError
-from hpctrain.store.evaluations import needed_steps
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.evaluations import needed_steps
+from hpctrain.records.layout import RunLayout
 
 
 def steps_to_evaluate(run: RunLayout) -> set[int]:

@@ -13,7 +13,13 @@ import threading
 import time
 from pathlib import Path
 
-from hpctrain.checkpoints.manifest import (
+from hpctrain.base.errors import CheckpointError
+from hpctrain.checkpoints.publish import (
+    Retention,
+    publish,
+    published_steps,
+)
+from hpctrain.records.manifest import (
     Manifest,
     checkpoint_name,
     digest_file,
@@ -22,12 +28,6 @@ from hpctrain.checkpoints.manifest import (
     read_writers,
     remove_rank_digests,
 )
-from hpctrain.checkpoints.publish import (
-    Retention,
-    publish,
-    published_steps,
-)
-from hpctrain.errors import CheckpointError
 from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.engine import Form, Position
 from hpctrain.train.job import Job

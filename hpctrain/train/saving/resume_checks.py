@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.train.faults import LoadFailedError, is_damage
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from hpctrain.engines.training import TrainConfig
 from hpctrain.plan.forecast.intervals import daly_seconds
-from hpctrain.store.run_records import SaveRecord
+from hpctrain.records.run_records import SaveRecord
 
 # The first save of a launch is slower, and a busy file system slows single saves.
 _MEASURED_SAVES = 5

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hpctrain.base.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.train.faults import is_full
 from hpctrain.train.free_space import NoSpaceError
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoints.manifest import checkpoint_name, partial_name
-from hpctrain.errors import CheckpointError, StorageError
-from hpctrain.store.run_records import SaveRecord
+from hpctrain.base.errors import CheckpointError, StorageError
+from hpctrain.records.manifest import checkpoint_name, partial_name
+from hpctrain.records.run_records import SaveRecord
 from hpctrain.train import storage
 from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.engine import Position, Snapshot, Writing
@@ -36,7 +36,7 @@ _RETRY_SECONDS = 1.0
 # With more saves in a row that have lost their files, the run fails.
 _MOST_POSTPONED = 5
 # Functions of this file in which a rank waits for others, as the supervisor recognises them in
-# stacks (`hpctrain.supervise.judge.odd_stacks`; its unit test compares the two).
+# stacks (`hpctrain.judge.odd_stacks`; its unit test compares the two).
 WAITS_FOR_RANKS = ("_agree_or_rest",)
 WAITS_FOR_OWN_WRITER = "_wait_for_own_writer"
 WAITS_FOR_OTHER_WRITERS = "_wait_for_other_writers"
@@ -164,7 +164,7 @@ class Saver:
         """Wait until no save is pending; returns the seconds, added to the stall of `charged`.
 
         The supervisor reads stacks to find whose writer does not end, and recognizes the functions
-        called here by name (`hpctrain.supervise.judge.odd_stacks`).
+        called here by name (`hpctrain.judge.odd_stacks`).
         """
         waited_seconds = 0.0
         while self._pending is not None:

@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.engine import Writing
 from hpctrain.train.saving.host_buffers import HostBuffers
 from hpctrain.train.saving.write_job import WriteJob, WriteResult, run_job

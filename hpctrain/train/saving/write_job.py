@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoints.manifest import write_rank_digests
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import write_rank_digests
 from hpctrain.train.faults import is_full
 from hpctrain.train.free_space import exhausted
 from hpctrain.train.step_agreement import WriterState

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engine import Writing
 from hpctrain.train.saving.host_buffers import HostBuffers

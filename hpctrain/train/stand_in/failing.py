@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.entry import Ending
 from hpctrain.train.rank_environment import read_launch
 from hpctrain.train.stop import StopSignals

@@ -15,7 +15,10 @@ import socket
 import time
 from pathlib import Path
 
-from hpctrain.checkpoints.manifest import (
+from hpctrain.base.errors import CheckpointError
+from hpctrain.checkpoints.publish import Retention, publish
+from hpctrain.records.kept_code import own_code
+from hpctrain.records.manifest import (
     Manifest,
     checkpoint_name,
     digest_file,
@@ -27,11 +30,8 @@ from hpctrain.checkpoints.manifest import (
     step_of,
     what_is_wrong,
 )
-from hpctrain.checkpoints.publish import Retention, publish
-from hpctrain.errors import CheckpointError
-from hpctrain.store.kept_code import own_code
-from hpctrain.store.requests import SaveRequest, is_requested
-from hpctrain.store.run_records import (
+from hpctrain.records.requests import SaveRequest, is_requested
+from hpctrain.records.run_records import (
     DoneMarker,
     Outcome,
     RankTimes,
@@ -40,7 +40,7 @@ from hpctrain.store.run_records import (
     read_record,
     read_saves,
 )
-from hpctrain.store.software import SoftwareFacts, SoftwareRecord, write_software
+from hpctrain.records.software import SoftwareFacts, SoftwareRecord, write_software
 from hpctrain.train.entry import Ending, mark_done
 from hpctrain.train.faults import BadCheckpointError
 from hpctrain.train.job import Job, read_config

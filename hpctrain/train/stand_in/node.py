@@ -14,11 +14,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpctrain.base.errors import CheckpointError
 from hpctrain.checkpoints.digest_shares import files_of_rank
-from hpctrain.checkpoints.manifest import read_manifest, step_of, write_rank_digests
-from hpctrain.errors import CheckpointError
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import DoneMarker, TrainerExit, read_record
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import read_manifest, step_of, write_rank_digests
+from hpctrain.records.run_records import DoneMarker, TrainerExit, read_record
 from hpctrain.train.rank_environment import Launch, read_launch
 from hpctrain.train.saving.digest_check import DigestCheck
 from hpctrain.train.stacks import dump_header, open_stack_dump

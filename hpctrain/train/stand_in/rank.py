@@ -17,7 +17,7 @@ import sys
 import time
 
 # Functions of this file in which a rank waits for others, as the supervisor recognises them in
-# stacks (`hpctrain.supervise.judge.odd_stacks`; its unit test compares the two).
+# stacks (`hpctrain.judge.odd_stacks`; its unit test compares the two).
 WAITS_FOR_RANKS = ("_receive_exactly",)
 # What gloo says, too: the supervisor blames the rank that has gone, not those that say so.
 PEER_GONE = "Connection closed by peer"

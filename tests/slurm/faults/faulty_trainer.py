@@ -58,7 +58,7 @@ def hear_nothing(fault: Fault) -> None:
 def miss_a_file(fault: Fault) -> None:
     """What the check at the start says where the data are not to be seen, as on a node on which
     their file system is not mounted."""
-    from hpctrain.errors import InvalidInputError, Problem
+    from hpctrain.base.errors import InvalidInputError, Problem
     from hpctrain.train import entry
 
     def check(job: Any) -> None:

@@ -24,11 +24,11 @@ from strikes import BY_NAME, CANCELS, STRIKES, After, Strike
 from survival import newest_verified
 from targets import DeedKind, Field, Row, Target
 
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_records import read_metrics
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.processes import await_condition
 from hpctrain.spec.supervision import BudgetName
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import read_metrics
 
 MEAN_GAP_STEPS = 25
 _HEAD_STEPS = SAVE_EVERY_STEPS + 2

@@ -16,14 +16,14 @@ from storm_witness import Witness
 from strikes import STRIKES
 from targets import Field
 
-from hpctrain.actions.bitwise import compare_runs
-from hpctrain.actions.goodput import goodput
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import read_metrics
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import read_metrics
+from hpctrain.runs.bitwise import compare_runs
+from hpctrain.runs.goodput import goodput
+from hpctrain.runs.state import RunState
 
 # Between the supervisor's last word and the clock of the account.
 _CLOCK_SECONDS = 2.0

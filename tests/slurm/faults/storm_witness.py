@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from oracle import Falsehood, Statement, Truth, falsehoods, look
 from targets import Field, Target, command
 
-from hpctrain.actions.status import statuses
+from hpctrain.runs.status import statuses
 from hpctrain.slurm.client import SlurmClient
 
 _PAUSE_SECONDS = 0.7

@@ -13,8 +13,8 @@ from pathlib import Path
 from rehearsal import Rehearsal
 
 from hpctrain.checkpoints.discover import checkpoints
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import read_metrics
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_records import read_metrics
 
 Entry = dict[str, object]
 

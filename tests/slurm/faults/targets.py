@@ -29,7 +29,7 @@ from command_line import Outcome
 from other_cluster import OtherCluster
 from rehearsal import PlannedFault, Rehearsal, Stage
 
-from hpctrain.errors import SlurmError
+from hpctrain.base.errors import SlurmError
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.sandbox import Sandbox
 

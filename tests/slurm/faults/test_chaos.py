@@ -15,8 +15,8 @@ from strikes import BY_NAME, CANCELS, STRIKES
 from survival import Fault, Survival
 from targets import Field, Target
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
+from hpctrain.records.find import RunFiles
+from hpctrain.runs.state import RunState
 
 QUICK = tuple(strike.name for strike in STRIKES if strike.quick)
 _COUNT, _RUNS, _GAP_STEPS = 10, 2, 9

@@ -9,10 +9,10 @@ import pytest
 from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage, held
 from survival import Fault, Survival
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.watch import WatchPass, watch
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.watch import WatchPass, watch
 from hpctrain.sandbox import faults
-from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.stand_in
 

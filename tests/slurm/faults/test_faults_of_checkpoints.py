@@ -13,11 +13,11 @@ from rehearsal import PlannedFault, Stage, held, waits_for
 from slurm_settings import long_kill_wait
 from survival import Fault, Survival, flip_a_byte
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
-from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.checkpoints.publish import TRACKER_NAME, published_steps
-from hpctrain.store.ledger import EventKind
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.manifest import checkpoint_name
+from hpctrain.runs.state import RunState
 
 
 @pytest.mark.stand_in

@@ -26,19 +26,19 @@ from rehearsal import (
 from slurm_settings import long_kill_wait
 from survival import Fault, Survival
 
-from hpctrain.actions.cancel import cancel
-from hpctrain.actions.control import resume, stop
-from hpctrain.actions.job_submission import resubmit
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.runs import RunFiles, all_runs
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import statuses
-from hpctrain.actions.submit import submit
-from hpctrain.actions.watch import watch
-from hpctrain.errors import SlurmUnreachableError, UsageError
+from hpctrain.base.errors import SlurmUnreachableError, UsageError
+from hpctrain.job.job_submission import resubmit
+from hpctrain.job.prepare import prepare
+from hpctrain.job.submit import submit
+from hpctrain.records.find import RunFiles, all_runs
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.cancel import cancel
+from hpctrain.runs.control import resume, stop
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import statuses
+from hpctrain.runs.watch import watch
 from hpctrain.sandbox import faults
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.stand_in
 

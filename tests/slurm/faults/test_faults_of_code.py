@@ -8,8 +8,8 @@ import pytest
 from rehearsal import PlannedFault, Stage
 from survival import Fault, Survival
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.store.ledger import EventKind
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
 
 pytestmark = pytest.mark.stand_in
 

@@ -11,15 +11,15 @@ from rehearsal import PlannedFault, Rehearsal, Stage, held
 from survival import Fault, Survival
 from token_files import write_tokens
 
-from hpctrain.actions.nodes import node_rows
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.supervisor_settings import NODE_LEDGER_NAME
-from hpctrain.errors import SlurmError
-from hpctrain.nodes.record import EvidenceKind, NodeLedger
+from hpctrain.base.errors import SlurmError
+from hpctrain.job.supervisor_settings import NODE_LEDGER_NAME
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.node_record import EvidenceKind, NodeLedger
+from hpctrain.runs.node_evidence import node_rows
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.processes import is_alive
-from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.stand_in
 

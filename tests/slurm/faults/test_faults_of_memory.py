@@ -12,15 +12,15 @@ from slurm_settings import long_kill_wait
 from survival import Fault, Survival, flip_a_byte
 from token_files import write_tokens
 
-from hpctrain.actions import control
-from hpctrain.actions.acceptances import Acceptance
-from hpctrain.actions.checkpoints import report_checkpoints
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
-from hpctrain.checkpoints.manifest import MANIFEST_NAME, checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import QUARANTINE_NAME, TRACKER_NAME, published_steps
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import read_metrics
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.manifest import MANIFEST_NAME, checkpoint_name, read_manifest
+from hpctrain.records.run_records import read_metrics
+from hpctrain.runs import control
+from hpctrain.runs.acceptances import Acceptance
+from hpctrain.runs.checkpoint_list import report_checkpoints
+from hpctrain.runs.state import RunState
 
 
 def held_at_the_end() -> tuple[PlannedFault, ...]:

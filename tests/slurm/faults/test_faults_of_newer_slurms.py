@@ -9,8 +9,8 @@ from rehearsal import STEPS, PlannedFault, Rehearsal, Stage
 from slurm_settings import grace
 from survival import Fault, Survival
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.store.ledger import EventKind
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
 
 pytestmark = pytest.mark.nightly("newer releases of Slurm, which are fetched")
 

@@ -9,11 +9,11 @@ from rehearsal import Rehearsal, Stage, held
 from slurm_settings import long_kill_wait
 from survival import BY_SLURM, Fault, Survival
 
-from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.stand_in
 

@@ -11,12 +11,12 @@ from rehearsal import PlannedFault, Rehearsal, Stage, held
 from slurm_settings import long_kill_wait, nothing_starts
 from survival import Fault, Survival
 
-from hpctrain.actions.cancel import cancel
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
-from hpctrain.actions.watch import watch
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.cancel import cancel
+from hpctrain.runs.state import RunState
+from hpctrain.runs.watch import watch
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.stand_in
 

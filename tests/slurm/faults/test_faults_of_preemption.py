@@ -10,13 +10,13 @@ from rehearsal import STEPS, PlannedFault, Rehearsal, Stage, held, own_sandbox
 from slurm_settings import LONG_GRACE_SECONDS, grace, long_kill_wait
 from survival import BY_SLURM, Fault, Survival
 
-from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import sbatch_options
+from hpctrain.records.ledger import EventKind
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import default_shape
 from hpctrain.slurm.records import RequeueResult
-from hpctrain.store.jobs import sbatch_options
-from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.stand_in
 

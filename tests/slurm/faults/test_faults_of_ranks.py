@@ -6,9 +6,9 @@ import pytest
 from rehearsal import PlannedFault, Rehearsal, Stage, held
 from survival import Fault, Survival
 
-from hpctrain.actions.runs import RunFiles
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
 from hpctrain.sandbox import faults
-from hpctrain.store.ledger import EventKind
 
 
 @pytest.mark.stand_in

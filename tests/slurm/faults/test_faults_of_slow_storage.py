@@ -13,10 +13,10 @@ from rehearsal import Rehearsal, Stage, held
 from slurm_settings import long_kill_wait, preempted_by_cancel
 
 from hpctrain.checkpoints.discover import good_steps
-from hpctrain.checkpoints.manifest import MANIFEST_NAME, FileDigest, Manifest, checkpoint_name
 from hpctrain.checkpoints.resume_shares import read_head
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.manifest import MANIFEST_NAME, FileDigest, Manifest, checkpoint_name
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.stand_in
 

@@ -10,9 +10,9 @@ import pytest
 from rehearsal import Rehearsal, Stage, held, wait_till_remembered
 from survival import Fault, Survival
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import statuses
+from hpctrain.records.find import RunFiles
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import statuses
 from hpctrain.sandbox import faults
 from hpctrain.slurm.client import SlurmClient
 

@@ -9,12 +9,12 @@ from rehearsal import STEPS, PlannedFault, Rehearsal, Stage
 from slurm_settings import grace, nothing_starts
 from survival import BY_SLURM, Fault, Survival
 
-from hpctrain.actions import control
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import Progress, lineage, read_metrics, read_record
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_records import Progress, lineage, read_metrics, read_record
+from hpctrain.runs import control
+from hpctrain.runs.state import RunState
 
 pytestmark = pytest.mark.stand_in
 

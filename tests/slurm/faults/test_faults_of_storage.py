@@ -12,9 +12,9 @@ import pytest
 from rehearsal import STEPS, Rehearsal, Stage, held, waits_for
 from survival import Fault, Survival
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import read_metrics
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import read_metrics
 
 pytestmark = pytest.mark.stand_in
 

@@ -8,10 +8,10 @@ import pytest
 from rehearsal import Rehearsal, Stage, waits_for
 from survival import Fault, Survival
 
-from hpctrain.actions.cancel import cancel
-from hpctrain.actions.control import stop
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
+from hpctrain.records.find import RunFiles
+from hpctrain.runs.cancel import cancel
+from hpctrain.runs.control import stop
+from hpctrain.runs.state import RunState
 from hpctrain.sandbox.processes import find_process
 
 pytestmark = pytest.mark.stand_in

@@ -13,15 +13,15 @@ from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage, held, wait_till_rememb
 from slurm_settings import frozen_controller, grace, lost_nodes_unnoticed
 from survival import BY_SLURM, Fault, Survival
 
-from hpctrain.actions.run_problems import WatchRemedy
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.watch import watch
-from hpctrain.errors import SlurmError
+from hpctrain.base.errors import SlurmError
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.run_problems import WatchRemedy
+from hpctrain.runs.watch import watch
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.faults import resume_node
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import EventKind
 
 pytestmark = pytest.mark.stand_in
 

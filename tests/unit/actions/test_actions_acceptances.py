@@ -11,22 +11,22 @@ import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, published, said
 from token_files import write_tokens
 
-from hpctrain.actions import control
-from hpctrain.actions.acceptances import Acceptance, accept
-from hpctrain.actions.data_records import identity_of, record_data
-from hpctrain.actions.describe import request_history
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.run_directory import write_run_directory
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.submit import submit
+from hpctrain.base.errors import InvalidInputError, UsageError
 from hpctrain.engines.documents import parse_train_config
-from hpctrain.errors import InvalidInputError, UsageError
+from hpctrain.job.data_records import identity_of, record_data
+from hpctrain.job.prepare import prepare
+from hpctrain.job.run_directory import write_run_directory
+from hpctrain.job.submit import submit
+from hpctrain.records.data_identity import compare, read_identity
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.find import RunFiles
+from hpctrain.records.known_steps import fresh_start_pending
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs import control
+from hpctrain.runs.acceptances import Acceptance, accept
+from hpctrain.runs.describe import request_history
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.store.data_identity import compare, read_identity
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.known_steps import fresh_start_pending
-from hpctrain.store.ledger import EventKind
 
 ROOT = Path(__file__).resolve().parents[3]
 ME = pwd.getpwuid(os.getuid()).pw_name

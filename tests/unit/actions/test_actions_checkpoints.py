@@ -9,17 +9,23 @@ from pathlib import Path
 import pytest
 from fabricated_runs import NOW, STARTED, SUBMITTED, fabricate, published, said
 
-from hpctrain.actions.checkpoints import CheckpointReport, SaveInterval, report_checkpoints
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.runs import RunFiles
+from hpctrain.base.errors import CheckpointError
 from hpctrain.checkpoints.publish import Retention, quarantine
 from hpctrain.checkpoints.verify import Verified
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.errors import CheckpointError
+from hpctrain.job.prepare import prepare
 from hpctrain.plan.forecast.intervals import daly_seconds
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import SaveRecord, SkipList, SkippedData, append_save, write_record
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import (
+    SaveRecord,
+    SkipList,
+    SkippedData,
+    append_save,
+    write_record,
+)
+from hpctrain.runs.checkpoint_list import CheckpointReport, SaveInterval, report_checkpoints
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt-tiny.yaml"
 # 1000 s of training with one failure: that is the time between failures.
@@ -153,7 +159,7 @@ def test_how_many_more_fit(run: RunFiles, monkeypatch: pytest.MonkeyPatch) -> No
     class Disk:
         f_bavail, f_frsize = 10, 1000
 
-    monkeypatch.setattr("hpctrain.actions.checkpoints.os.statvfs", lambda _: Disk)
+    monkeypatch.setattr("hpctrain.runs.checkpoint_list.os.statvfs", lambda _: Disk)
     room = report_checkpoints(run).room
     assert (room.free_bytes, room.fits) == (10_000, 9)
 

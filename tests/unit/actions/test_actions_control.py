@@ -12,20 +12,25 @@ import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, published
 from virtual_clock import VirtualClock
 
-from hpctrain.actions import control
-from hpctrain.actions.control import ControlResult
-from hpctrain.actions.describe import request_history
-from hpctrain.actions.job_submission import resubmit
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import statuses
-from hpctrain.errors import RunFailedError, SlurmRefusedError, SlurmUnreachableError, UsageError
+from hpctrain.base.errors import (
+    RunFailedError,
+    SlurmRefusedError,
+    SlurmUnreachableError,
+    UsageError,
+)
+from hpctrain.job.job_submission import resubmit
 from hpctrain.plan.planner import make_plan
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.requests import KINDS, read_request, request_path, take_back
+from hpctrain.runs import control
+from hpctrain.runs.control import ControlResult
+from hpctrain.runs.describe import request_history
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import statuses
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.requests import KINDS, read_request, request_path, take_back
 
 ME = pwd.getpwuid(os.getuid()).pw_name
 Verb = Callable[..., ControlResult]
@@ -463,7 +468,7 @@ def test_a_member_who_does_not_own_the_ledger_can_still_ask(
     def deny(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("hpctrain.store.ledger.append_line", deny)
+    monkeypatch.setattr("hpctrain.records.ledger.append_line", deny)
     control.stop(running, slurm, reason="on call")
     assert running.layout.stop_request.read_text() == f"{ME} (on call)\n"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from stand_ins import python_program
 
-from hpctrain.actions.convert import convert_weights
-from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
-from hpctrain.store.conversions import ConversionFailure, ConversionReport
+from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem, UsageError
+from hpctrain.convert.of_spec import convert_weights
+from hpctrain.records.conversions import ConversionFailure, ConversionReport
 
 REPORT = ConversionReport(
     source="a", target="b", form="megatron-core", model_type="gpt2", parameters=7, dtype="float32"

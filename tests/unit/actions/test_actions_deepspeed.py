@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.elastic_sizes import smaller_sizes
-from hpctrain.actions.prepare import Prepared, load_knowledge, prepare
-from hpctrain.actions.run_directory import write_run_directory
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
-from hpctrain.errors import InvalidInputError
+from hpctrain.job.elastic_sizes import smaller_sizes
+from hpctrain.job.prepare import Prepared, load_knowledge, prepare
+from hpctrain.job.run_directory import write_run_directory
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "examples" / "gpt-tiny.yaml"

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from judged_runs import GIB, has_saved, has_trained, has_window, submitted
 
-from hpctrain.actions.diagnose import diagnose, gather, is_worth_it
-from hpctrain.actions.handle import open_run
-from hpctrain.actions.runs import RunFiles
+from hpctrain.base.errors import UsageError
 from hpctrain.diagnose.findings import Price, TopicFinding
-from hpctrain.errors import UsageError
+from hpctrain.diagnose.of_run import diagnose, gather, is_worth_it
+from hpctrain.handle import open_run
+from hpctrain.records.find import RunFiles
+from hpctrain.records.run_records import read_metrics
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.store.run_records import read_metrics
 
 
 @pytest.fixture

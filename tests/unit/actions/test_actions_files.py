@@ -15,20 +15,20 @@ from pathlib import Path
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, published
 
-from hpctrain.actions import archive as archives
-from hpctrain.actions.archive import ArchiveListing, archive
-from hpctrain.actions.clean import clean, plan_cleaning
-from hpctrain.actions.describe import describe
-from hpctrain.actions.disk_usage import DiskUsage, usage_of
-from hpctrain.actions.remove import refuse_to_remove, remove
-from hpctrain.actions.runs import RunFiles, all_runs, find_run
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import statuses
-from hpctrain.errors import SlurmUnreachableError, UsageError
+from hpctrain.base.disk_usage import DiskUsage, usage_of
+from hpctrain.base.errors import SlurmUnreachableError, UsageError
+from hpctrain.records.find import RunFiles, all_runs, find_run
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.requests import user_name
+from hpctrain.runs import archive as archives
+from hpctrain.runs.archive import ArchiveListing, archive
+from hpctrain.runs.clean import clean, plan_cleaning
+from hpctrain.runs.describe import describe
+from hpctrain.runs.remove import refuse_to_remove, remove
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import statuses
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.requests import user_name
 
 HISTORY = [*SUBMITTED, STARTED, LAUNCHED, *ended("crash", "boom", "stop")]
 
@@ -358,7 +358,7 @@ def test_half_of_a_removed_run_is_no_run(
         raise OSError(5, "Input/output error", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr("hpctrain.actions.remove.remove_tree", fail)
+        patched.setattr("hpctrain.runs.remove.remove_tree", fail)
         with pytest.raises(UsageError, match="cannot be removed completely"):
             remove(run, slurm)  # type: ignore[arg-type]
     assert all_runs(tmp_path / "runs") == []

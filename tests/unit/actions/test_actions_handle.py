@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import hpctrain
-from hpctrain.errors import NoSuchRunError, RunFailedError, UsageError
+from hpctrain.base.errors import NoSuchRunError, RunFailedError, UsageError
+from hpctrain.records.run_records import DoneMarker, write_record
+from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.store.run_records import DoneMarker, write_record
-from hpctrain.store.supervise_config import read_supervise_config
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt-tiny.yaml"
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from token_files import write_pair
 
-from hpctrain.actions.input_checks import check_samples
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.job.input_checks import check_samples
+from hpctrain.records.shares import parts_without_documents, parts_without_rows, split_hint
 from hpctrain.spec.loader import load_run_spec
-from hpctrain.store.shares import parts_without_documents, parts_without_rows, split_hint
 
 WORDS = """\
 name: read
@@ -164,5 +164,5 @@ def test_how_ends_are_rounded(
 
 
 def test_no_torch_is_needed() -> None:
-    program = "import hpctrain.actions.input_checks, sys; sys.exit('torch' in sys.modules)"
+    program = "import hpctrain.job.input_checks, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.nodes import forgive, node_rows
-from hpctrain.errors import InvalidInputError, UsageError
-from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
+from hpctrain.base.errors import InvalidInputError, UsageError
+from hpctrain.records.node_record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
+from hpctrain.runs.node_evidence import forgive, node_rows
 
 NOW = 1_795_219_200.0  # 2026-11-21 00:00 UTC
 K = EvidenceKind

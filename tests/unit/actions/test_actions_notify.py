@@ -16,18 +16,18 @@ from command_line import hpctrain
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, published, said
 from webhook_server import PATH, Webhook, sendmail_stand_in, webhook
 
-from hpctrain.actions.notify import send_notices
-from hpctrain.actions.run_problems import DiskSpace, Symptom
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.supervisor_settings import notify_settings
-from hpctrain.actions.watch import watch
+from hpctrain.job.supervisor_settings import notify_settings
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.supervise_config import SuperviseConfig
+from hpctrain.runs.notify import send_notices
+from hpctrain.runs.run_problems import DiskSpace, Symptom
+from hpctrain.runs.watch import watch
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.notify import NotifySpec, joined_notify
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.supervise_config import SuperviseConfig
 
 SECRET = PATH.rpartition("/")[2]
 BEGUN = (*SUBMITTED, STARTED, LAUNCHED)
@@ -139,7 +139,7 @@ def test_a_disk_that_fills_up_is_told(
     running = JobRecord(1, state=JobState.RUNNING, start_time=time.time())
     assert watch(runs, client(running), act=True).seen == (), "there is room"
     low = DiskSpace(free_bytes=3 << 40, checkpoint_bytes=2 << 40)
-    monkeypatch.setattr("hpctrain.actions.watch.disk_space", lambda *words: low)
+    monkeypatch.setattr("hpctrain.runs.watch.disk_space", lambda *words: low)
     (seen,) = watch(runs, client(running), act=True).seen
     assert seen.symptom is Symptom.DISK_LOW
     assert "3.0 TiB are left" in hook.texts[0] and "hpctrain clean" in hook.texts[0]
@@ -154,7 +154,7 @@ def test_a_disk_that_stays_full_is_told_once_whatever_happens(
     published(run, 30)
     telling(run, channels=slack(hook, tmp_path))
     low = DiskSpace(free_bytes=3 << 40, checkpoint_bytes=2 << 40)
-    monkeypatch.setattr("hpctrain.actions.watch.disk_space", lambda *words: low)
+    monkeypatch.setattr("hpctrain.runs.watch.disk_space", lambda *words: low)
     running = JobRecord(1, state=JobState.RUNNING, start_time=time.time())
     for number in range(5):
         watch(runs, client(running), act=True)
@@ -180,9 +180,9 @@ def test_a_pass_says_what_it_cannot_write(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        for name in ("store.notices.create_exclusive", "actions.watch.replace_text"):
+        for name in ("records.notices.create_exclusive", "runs.watch.replace_text"):
             patch.setattr(f"hpctrain.{name}", full)
-        patch.setattr("hpctrain.store.ledger.append_line", full)
+        patch.setattr("hpctrain.records.ledger.append_line", full)
         dead = JobRecord(1, state=JobState.NODE_FAIL, restart_count=0, end_time=1.0)
         patch.setattr("hpctrain.slurm.client.SlurmClient", lambda *words: client(dead))
         done = hpctrain("watch", "--act", "--grace", "0s", "--runs", str(runs))

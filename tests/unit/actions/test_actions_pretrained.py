@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from staged_weights import write_safetensors
 
-from hpctrain.actions.input_checks import check_inputs
-from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.job.input_checks import check_inputs
+from hpctrain.job.prepare import Prepared, prepare
 
 SPEC = """\
 name: tuned

@@ -13,24 +13,24 @@ from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, publ
 from judged_runs import submitted
 from virtual_clock import VirtualClock
 
-from hpctrain.actions.bitwise import compare_runs
-from hpctrain.actions.cancel import cancel
-from hpctrain.actions.control import hold, resume, stop
-from hpctrain.actions.describe import describe
-from hpctrain.actions.job_submission import resubmit
-from hpctrain.actions.logs import LogPart, attempt_directories, follow, job_logs, rank_logs
-from hpctrain.actions.run_documents import known_plan
-from hpctrain.actions.runs import all_runs, find_run, new_run_id, runs_directory
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import statuses
-from hpctrain.errors import NoSuchRunError, SlurmUnreachableError, UsageError
+from hpctrain.base.errors import NoSuchRunError, SlurmUnreachableError, UsageError
+from hpctrain.job.job_submission import resubmit
+from hpctrain.records.find import all_runs, find_run, new_run_id, runs_directory
+from hpctrain.records.jobs import cancel_requested, run_comment
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_jobs import identity_of, select_jobs
+from hpctrain.records.run_records import append_metrics, read_metrics
+from hpctrain.runs.bitwise import compare_runs
+from hpctrain.runs.cancel import cancel
+from hpctrain.runs.control import hold, resume, stop
+from hpctrain.runs.describe import describe
+from hpctrain.runs.logs import LogPart, attempt_directories, follow, job_logs, rank_logs
+from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import statuses
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
-from hpctrain.store.jobs import cancel_requested, run_comment
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import append_metrics, read_metrics
-from hpctrain.supervise.run_jobs import identity_of, select_jobs
 
 # -- names -----------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.errors import LimitError
+from hpctrain.base.errors import LimitError
+from hpctrain.job.prepare import Prepared, prepare
 
 SPEC = Path(__file__).parents[3] / "examples" / "gpt-tiny.yaml"
 

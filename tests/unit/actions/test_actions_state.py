@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, Said, ended, said
 
-from hpctrain.actions.state import RunState, judge, last_job_id
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.runs.state import RunState, judge, last_job_id
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import Event, EventKind
 
 BEGUN = (*SUBMITTED, STARTED, LAUNCHED)
 CANCEL = said(EventKind.CANCEL_REQUESTED, job_id=1, user="somebody")

@@ -12,27 +12,27 @@ import pytest
 from fabricated_runs import SUBMITTED, fabricate
 from token_files import write_tokens
 
-from hpctrain.actions.job_submission import resubmit
-from hpctrain.actions.prepare import Prepared, load_inputs, prepare
-from hpctrain.actions.profiles import profile_search_path
-from hpctrain.actions.run_directory import write_run_directory
-from hpctrain.actions.runs import RunFiles, all_runs
-from hpctrain.actions.submit import check, submit
-from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.errors import (
+from hpctrain.base.errors import (
     InvalidInputError,
     RunFailedError,
     SlurmRefusedError,
     SlurmUnreachableError,
     UsageError,
 )
+from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.job.job_submission import resubmit
+from hpctrain.job.prepare import Prepared, load_inputs, prepare
+from hpctrain.job.run_directory import write_run_directory
+from hpctrain.job.submit import check, submit
 from hpctrain.plan.documents import Plan
+from hpctrain.records.find import RunFiles, all_runs
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import SubmittedJob
 from hpctrain.spec.loader import load_profile, load_run_spec
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.supervise_config import SuperviseConfig
+from hpctrain.spec.profiles import profile_search_path
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "examples/gpt-tiny.yaml"

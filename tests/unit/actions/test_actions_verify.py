@@ -9,11 +9,11 @@ import pytest
 from planned_job import planned_job
 from stand_ins import python_program
 
-from hpctrain.actions.verify import verify_plan
+from hpctrain.base.errors import HpctrainError, InvalidInputError, UsageError
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.verification import BuiltModel, BuiltStage
-from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
+from hpctrain.job.verify import verify_plan
 from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 

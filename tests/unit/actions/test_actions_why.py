@@ -17,20 +17,20 @@ from fabricated_runs import (
     said,
 )
 
-from hpctrain.actions.describe import describe
-from hpctrain.actions.policy_preview import PolicyPreview, budgets, preview_policy
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.status import statuses
-from hpctrain.actions.why import Why, waiting_words, why
-from hpctrain.cli.story_text import story_lines
-from hpctrain.cli.why_text import why_lines
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.documents import ActionKind, History
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.supervise_config import LaunchShape, RollbackSettings, SuperviseConfig
+from hpctrain.runs.describe import describe
+from hpctrain.runs.policy_preview import PolicyPreview, budgets, preview_policy
+from hpctrain.runs.status import statuses
+from hpctrain.runs.story_text import story_lines
+from hpctrain.runs.why import Why, waiting_words, why
+from hpctrain.runs.why_text import why_lines
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.supervise_config import LaunchShape, RollbackSettings, SuperviseConfig
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import ActionKind, History
 
 CONFIG = SuperviseConfig(
     run_id="gpt-tiny-7f3a",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.advice import Advice, advise
-from hpctrain.actions.plan import Inputs, freed, load, plan_option, with_gpus
+from hpctrain.job.advice import Advice, advise
+from hpctrain.job.plan import Inputs, freed, load, plan_option, with_gpus
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -20,10 +20,10 @@ from gpu_report_specimens import (
 )
 from ruamel.yaml import YAML
 
-from hpctrain.actions.calibrate import calibrate
-from hpctrain.actions.prepare import load_knowledge
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.job.prepare import load_knowledge
 from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
+from hpctrain.site.calibrate import calibrate
 from hpctrain.spec.loader import (
     PACKAGED_PROFILES,
     find_profile,

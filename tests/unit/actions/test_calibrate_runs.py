@@ -15,17 +15,28 @@ from command_line import hpctrain as typed
 from gpu_report_specimens import axis, write_report
 from gpu_report_specimens import speed_check as checked
 
-from hpctrain.actions.calibrate import calibrate
-from hpctrain.actions.calibrate_runs import calibrate_runs
-from hpctrain.actions.engine_learning import planned_again
-from hpctrain.actions.own_runs import read_measured_run
-from hpctrain.actions.prepare import load_knowledge
-from hpctrain.actions.run_documents import known_plan
-from hpctrain.cli.plan_text import plan_lines
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.job.plan_text import plan_lines
+from hpctrain.job.prepare import load_knowledge
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.planner import make_plan
 from hpctrain.plan.uncertainty.intervals import TIME_NAMES
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.run_records import (
+    RankTimes,
+    SaveRecord,
+    append_save,
+    read_record,
+    write_record,
+)
+from hpctrain.records.software import SoftwareFacts, SoftwareRecord, write_software
+from hpctrain.records.speed_checks import SlowPart, SpeedCheck, write_speed_check
+from hpctrain.runs.run_documents import known_plan
+from hpctrain.site.calibrate import calibrate
+from hpctrain.site.calibrate_runs import calibrate_runs
+from hpctrain.site.engine_learning import planned_again
+from hpctrain.site.own_runs import read_measured_run
 from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.loader import (
     find_profile,
@@ -36,17 +47,6 @@ from hpctrain.spec.loader import (
     load_uncertainty,
     partition_profile,
 )
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.run_records import (
-    RankTimes,
-    SaveRecord,
-    append_save,
-    read_record,
-    write_record,
-)
-from hpctrain.store.software import SoftwareFacts, SoftwareRecord, write_software
-from hpctrain.store.speed_checks import SlowPart, SpeedCheck, write_speed_check
 from tests.judged_runs import NOW, has_trained, submitted
 
 SLOWER = 1.12
@@ -219,7 +219,7 @@ def test_a_layout_that_was_measured_is_planned_as_measured(
     own = {"multipliers": shared, "rest": 0.1, "reach": 0.5, "noise": 0.01}
     time = found.time.model_copy(update=own)
     prior = found.model_copy(update={"time": time})
-    monkeypatch.setattr("hpctrain.actions.prepare.load_uncertainty", lambda: prior)
+    monkeypatch.setattr("hpctrain.job.prepare.load_uncertainty", lambda: prior)
     odd = trained(here, "odd", "parallel.tp=8", "parallel.pp=1", slower=SLOWER * 1.15)
     runs = [*(copied[name].directory for name in RUNS), odd.directory]
     before = planned_seconds(site, odd.spec), planned_seconds(site, copied["other"].spec)
@@ -321,7 +321,7 @@ def test_more_runs_than_ten_are_refused(
     here: Path, copied: dict[str, RunLayout], site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [copied[name].directory for name in RUNS]
-    monkeypatch.setattr("hpctrain.actions.calibrate_runs.MOST_RUNS", 2)
+    monkeypatch.setattr("hpctrain.site.calibrate_runs.MOST_RUNS", 2)
     with pytest.raises(InvalidInputError, match="3 runs of megatron are more than 2"):
         calibrate_runs(runs, str(site))
     assert not site.with_name("ours.calibration.yaml").exists()
@@ -585,7 +585,7 @@ def test_the_command_shows_before_and_after_in_80_columns(
 def test_a_comparison_teaches_by_its_trials(
     here: Path, copied: dict[str, RunLayout], site: Path
 ) -> None:
-    from hpctrain.comparison.documents import ComparisonRecord, TrialRecord
+    from hpctrain.trials.documents import ComparisonRecord, TrialRecord
 
     names = [copied[name].directory.name for name in ("one", "two")]
     trials = tuple(

@@ -11,18 +11,18 @@ import pytest
 from command_line import hpctrain
 from service_specimens import LLAMA_8B, SMALL, service_spec, weights
 
-from hpctrain.actions.calibrate_service import calibrate_service, is_service_directory
-from hpctrain.actions.profiles import load_named_profile
-from hpctrain.actions.serve_plan import plan_service, read_model, service_request
-from hpctrain.errors import InvalidInputError
-from hpctrain.plan.serving.measured_speed import MeasuredSpeed
-from hpctrain.plan.serving.routing import Window
-from hpctrain.plan.serving.search import bound, simulated
-from hpctrain.plan.serving.traffic import draw_requests
-from hpctrain.serving.load.measurement import RequestRecord
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.records.service_layout import ServiceLayout
+from hpctrain.serve.load.measurement import RequestRecord
+from hpctrain.serve.make_plan import plan_service, read_model, service_request
+from hpctrain.serve.plan.measured_speed import MeasuredSpeed
+from hpctrain.serve.plan.routing import Window
+from hpctrain.serve.plan.search import bound, simulated
+from hpctrain.serve.plan.traffic import draw_requests
+from hpctrain.site.calibrate_service import calibrate_service, is_service_directory
 from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.loader import load_document
-from hpctrain.store.service_layout import ServiceLayout
+from hpctrain.spec.profiles import load_named_profile
 
 REAL = MeasuredSpeed(decode_factor=1.5, prompt_factor=2.0, request_seconds=0.05)
 

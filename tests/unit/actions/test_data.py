@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from token_files import write_pair
 
-from hpctrain.actions import data
-from hpctrain.actions.data import (
+from hpctrain.base.errors import HpctrainError, InvalidInputError, UsageError
+from hpctrain.job import datasets as data
+from hpctrain.job.datasets import (
     DatasetDescription,
     SamplesDescription,
     dataset_command,
@@ -20,8 +21,7 @@ from hpctrain.actions.data import (
     run_program,
     verify_dataset,
 )
-from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
-from hpctrain.store.datasets import DatasetRequest, SamplesSidecar, bin_path
+from hpctrain.records.datasets import DatasetRequest, SamplesSidecar, bin_path
 
 
 @pytest.mark.parametrize(("dtype", "name", "token_bytes"), [(8, "uint16", 2), (4, "int32", 4)])
@@ -113,7 +113,7 @@ def test_names_that_look_like_options_stay_names(tmp_path: Path) -> None:
     )
     command = dataset_command(request)
     assert command[:5] == [
-        sys.executable, "-P", "-m", "hpctrain.prepare", "--json"
+        sys.executable, "-P", "-m", "hpctrain.data.making", "--json"
     ]  # fmt: skip
     assert command[5:] == [
         "--output=-o $(id)", "--suffix=.c", "--vocab-size=300", "--", "--force", "a b\n"
@@ -158,7 +158,7 @@ def test_a_failure_without_output_is_reported() -> None:
 
 def test_this_room_is_light() -> None:
     code = (
-        "import sys, hpctrain.actions.data; "
+        "import sys, hpctrain.job.datasets; "
         "print(sorted({'torch', 'megatron', 'numpy', 'tokenizers'} & set(sys.modules)))"
     )
     command = [sys.executable, "-P", "-c", code]

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from virtual_clock import VirtualClock
 
-from hpctrain.actions import data_on_slurm
-from hpctrain.actions.data_on_slurm import ArrayRequest, prepare_on_slurm, wait_for
-from hpctrain.errors import HpctrainError, SlurmUnreachableError, UsageError
-from hpctrain.render.software import MUST
+from hpctrain.base.errors import HpctrainError, SlurmUnreachableError, UsageError
+from hpctrain.base.units import Duration
+from hpctrain.data import on_slurm as data_on_slurm
+from hpctrain.data.on_slurm import ArrayRequest, prepare_on_slurm, wait_for
+from hpctrain.job.render.software import MUST
+from hpctrain.records.datasets import DatasetReport, DatasetRequest, SamplesSidecar, ShardsReport
 from hpctrain.slurm.arrays import ArrayOptions
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
@@ -20,8 +22,6 @@ from hpctrain.slurm.states import JobState
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.software import ContainerProfile, ModulesProfile, SoftwareProfile
-from hpctrain.store.datasets import DatasetReport, DatasetRequest, SamplesSidecar, ShardsReport
-from hpctrain.units import Duration
 
 PROFILE = load_profile(find_profile("sandbox", [])).document
 REPORT = DatasetReport(
@@ -80,7 +80,7 @@ def test_plan_array_merge(place: Place) -> None:
     assert place.steps == ["plan", "submit", "merge"]
     assert place.said == ["job array 70: shards 5, elements 2"]
     for number, command in enumerate(place.commands):
-        assert command[1:5] == ["-P", "-m", "hpctrain.prepare", "--json"]
+        assert command[1:5] == ["-P", "-m", "hpctrain.data.making", "--json"]
         assert command[5:] == [f"--shards={place.directory}", f"--share={number}/2", "--workers=3"]
     (options,) = place.options
     assert (options.partition, options.cpus, options.name) == ("train", 3, "data-x")

@@ -12,18 +12,18 @@ import pytest
 from command_line import hpctrain
 from fabricated_runs import SUBMITTED, fabricate, published
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.slurm.states import JobState
-from hpctrain.store.evaluations import (
+from hpctrain.records.evaluations import (
     EvaluationEvent,
     EvaluationJob,
     EvaluationSettings,
     append_event,
 )
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import Progress, write_record
+from hpctrain.records.find import RunFiles
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import Progress, write_record
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.states import JobState
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from command_line import hpctrain
 
-from hpctrain.actions import plan as planning
-from hpctrain.actions.forecasts import forecast_run, scenario_of, trials_of
-from hpctrain.actions.plan import Inputs
+from hpctrain.base.units import Duration
+from hpctrain.job import plan as planning
+from hpctrain.job.plan import Inputs
 from hpctrain.plan.forecast.documents import Forecast, RunFacts
 from hpctrain.plan.forecast.facts import run_facts
 from hpctrain.plan.forecast.predict import forecast
 from hpctrain.plan.job import TrainingJob
+from hpctrain.simulate.forecasts import forecast_run, scenario_of, trials_of
 from hpctrain.spec.profile.limits import ReliabilityProfile
-from hpctrain.units import Duration
 
 GPT175B = "examples/gpt175b.yaml"
 ROOT = Path(__file__).resolve().parents[3]

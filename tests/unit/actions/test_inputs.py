@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.prepare import input_paths, prepare
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
+from hpctrain.job.prepare import input_paths, prepare
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "examples/gpt-tiny.yaml"

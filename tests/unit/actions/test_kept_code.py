@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions import kept_code
-from hpctrain.actions.kept_code import keep_checkout_changes, keep_code
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.upgrade import upgrade
-from hpctrain.errors import UsageError
-from hpctrain.store.kept_code import archive_name, current_archive, parse_archive_name
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
+from hpctrain.base.errors import UsageError
+from hpctrain.job import kept_code
+from hpctrain.job.kept_code import keep_checkout_changes, keep_code
+from hpctrain.records.find import RunFiles
+from hpctrain.records.kept_code import archive_name, current_archive, parse_archive_name
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.upgrade import upgrade
 from hpctrain.version import __version__
 
 # What a job runs, by the words of its script and of its processes; none of them needs an engine.
@@ -29,7 +29,7 @@ _ENTRIES = (
     "hpctrain.supervise.preflight",
     "hpctrain.supervise.evaluation_result",
     "hpctrain.tracking.__main__",
-    "hpctrain.prepare.container_image",
+    "hpctrain.data.making.container_image",
     "hpctrain.train.entry",
     "hpctrain.train.startup",
     "hpctrain.train.agent",
@@ -92,7 +92,7 @@ def test_a_traceback_shows_the_lines_of_the_archive(run: RunLayout) -> None:
     archive = run.current_code.resolve()
     program = (
         "import traceback\n"
-        "from hpctrain.durable import append_line\n"
+        "from hpctrain.base.durable import append_line\n"
         "try: append_line(1, 2)\n"
         "except TypeError: traceback.print_exc()"  # as the trainer and the supervisor write it
     )

@@ -12,24 +12,24 @@ from typing import cast
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, said
 
-from hpctrain.actions.growing_curve import GrowingCurve
-from hpctrain.actions.live_view import ChosenRun, LiveRuns, LiveView, shown_rows
-from hpctrain.actions.log_tail import LogTail
-from hpctrain.actions.run_page import loss_curve
-from hpctrain.actions.state import RunState
-from hpctrain.slurm.client import SlurmClient
-from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.slurm.records import JobRecord
-from hpctrain.slurm.states import JobState
-from hpctrain.store.jobs import run_comment
-from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.run_records import (
+from hpctrain.observe.growing_curve import GrowingCurve
+from hpctrain.observe.live_view import ChosenRun, LiveRuns, LiveView, shown_rows
+from hpctrain.records.jobs import run_comment
+from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.run_records import (
     EvaluationMetrics,
     Progress,
     StepMetrics,
     append_metrics,
     write_record,
 )
+from hpctrain.runs.log_tail import LogTail
+from hpctrain.runs.run_page import loss_curve
+from hpctrain.runs.state import RunState
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
 
 BEGUN = (*SUBMITTED, STARTED, LAUNCHED)
 

@@ -8,11 +8,11 @@ import pytest
 from command_line import hpctrain
 from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, fabricate
 
-from hpctrain.actions.log_errors import launch_errors
-from hpctrain.actions.logs import LogPart, follow, texts
-from hpctrain.actions.runs import RunFiles
-from hpctrain.store.exit_records import write_exit_record
-from hpctrain.store.run_records import ExitRecord
+from hpctrain.records.exit_records import write_exit_record
+from hpctrain.records.find import RunFiles
+from hpctrain.records.run_records import ExitRecord
+from hpctrain.runs.log_errors import launch_errors
+from hpctrain.runs.logs import LogPart, follow, texts
 
 OUT_OF_MEMORY = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {size} MiB. GPU 3 has a total "

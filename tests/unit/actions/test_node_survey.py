@@ -11,9 +11,9 @@ import pytest
 from foreign_clusters import DGX_SURVEY
 from virtual_clock import VirtualClock
 
-from hpctrain.actions import node_survey
-from hpctrain.errors import HpctrainError, SlurmRefusedError
-from hpctrain.nodes.survey import MARK
+from hpctrain.base.errors import HpctrainError, SlurmRefusedError
+from hpctrain.site import node_survey
+from hpctrain.site.survey import MARK
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord

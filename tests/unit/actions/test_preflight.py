@@ -178,7 +178,7 @@ def test_a_read_that_fails_midway_leaves_the_other_checks(
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error", "data/text.bin")
 
-    monkeypatch.setattr("hpctrain.actions.preflight.check_samples", fail)
+    monkeypatch.setattr("hpctrain.job.preflight.check_samples", fail)
     done = hpctrain("validate", "-p", "sandbox", "small.yaml")
     assert done.exit_code == 3 and "software: " in done.stdout
     assert "small.yaml:5:5: `data.sources`: data/text.bin cannot be read: Input" in done.stderr

@@ -7,8 +7,8 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from hpctrain.actions.report_windows import between_dates, iso_week, last_days
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
+from hpctrain.report.report_windows import between_dates, iso_week, last_days
 
 BERLIN = ZoneInfo("Europe/Berlin")
 NOW = datetime(2026, 11, 26, 8, 30, tzinfo=UTC).timestamp()

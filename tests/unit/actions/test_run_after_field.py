@@ -10,13 +10,13 @@ from command_line import hpctrain as command
 from trained_trials import SPEC
 from virtual_clock import VirtualClock
 
-from hpctrain.actions.job_submission import resubmit
-from hpctrain.actions.runs import RunFiles, find_run
-from hpctrain.errors import SlurmRefusedError
+from hpctrain.base.errors import SlurmRefusedError
+from hpctrain.job.job_submission import resubmit
+from hpctrain.records.find import RunFiles, find_run
+from hpctrain.records.jobs import awaited_run
+from hpctrain.records.ledger import EventKind
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.store.jobs import awaited_run
-from hpctrain.store.ledger import EventKind
 
 RUNS = Path("runs")
 SUBMIT = ("submit", "tiny.yaml", "-p", "sandbox", "-y", "--set")

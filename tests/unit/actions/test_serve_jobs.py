@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.serve_jobs import _view
-from hpctrain.serving.router.replica_jobs import JobView
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.requests import make_request
+from hpctrain.records.run_jobs import RunJobs
+from hpctrain.records.service_layout import ReplicaName, ServiceLayout
+from hpctrain.serve.jobs import _view
+from hpctrain.serve.router.replica_jobs import JobView
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.requests import make_request
-from hpctrain.store.service_layout import ReplicaName, ServiceLayout
-from hpctrain.supervise.run_jobs import RunJobs
 
 NAME = ReplicaName(1, 1)
 RUNNING = JobRecord(7, state=JobState.RUNNING, start_time=1000.0, time_limit_seconds=3600.0)

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from service_specimens import CHAT_70B, LLAMA_8B, SMALL, service_spec, weights
 
-from hpctrain.actions.profiles import load_named_profile
-from hpctrain.actions.serve_plan import (
+from hpctrain.base.errors import DoesNotFitError, InvalidInputError, LimitError
+from hpctrain.serve.make_plan import (
     PlannedService,
     plan_service,
     read_model,
     service_request,
 )
-from hpctrain.cli.serve_plan_text import planned_lines
-from hpctrain.errors import DoesNotFitError, InvalidInputError, LimitError
-from hpctrain.plan.serving.candidates import replica_shapes
-from hpctrain.plan.serving.documents import ServicePlan
-from hpctrain.plan.serving.service_plan import plan_on_cluster
+from hpctrain.serve.plan.candidates import replica_shapes
+from hpctrain.serve.plan.documents import ServicePlan
+from hpctrain.serve.plan.service_plan import plan_on_cluster
+from hpctrain.serve.plan_text import planned_lines
 from hpctrain.spec.loader import load_serving_calibration
+from hpctrain.spec.profiles import load_named_profile
 
 # One shape, for tests that are not about choosing it.
 NARROW = ("engine.tp=4", "engine.batch_tokens=2048", "engine.precision=bf16")

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from serving_documents import service_plan, service_spec_text, write_service
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.serve_replicas import drain_replica, start_replica
-from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError, UsageError
-from hpctrain.serving.replica.config import read_replica_config
+from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError, UsageError
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.requests import read_request
+from hpctrain.records.service_layout import ReplicaName, ServiceLayout
+from hpctrain.records.supervise_config import read_supervise_config
+from hpctrain.serve.replica.config import read_replica_config
+from hpctrain.serve.replicas import drain_replica, start_replica
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.requests import read_request
-from hpctrain.store.service_layout import ReplicaName, ServiceLayout
-from hpctrain.store.supervise_config import read_supervise_config
 
 NAME = ReplicaName(3, 2)
 PROFILE = """
@@ -130,7 +130,7 @@ def test_its_script_reads_well_to_a_shell(service: ServiceLayout) -> None:
     found = subprocess.run([program, script], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stdout
     text = script.read_text()
-    assert "-m hpctrain.serving.replica replica.json" in text
+    assert "-m hpctrain.serve.replica replica.json" in text
     assert "#SBATCH --signal=B:USR1@100" in text  # 60 for Slurm, 3 + 20 to drain, 15 for its end
     assert "trainer" not in text and "checkpoint" not in text, text
     assert max(map(len, text.splitlines())) < 160

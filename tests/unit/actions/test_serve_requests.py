@@ -9,29 +9,10 @@ from pathlib import Path
 import pytest
 from serving_documents import service_plan, service_spec_text
 
-from hpctrain.actions.router_on_login_node import kills_user_processes
-from hpctrain.actions.serve_jobs import SlurmReplicaJobs
-from hpctrain.actions.serve_restart import request_restart
-from hpctrain.actions.serve_scale import request_scale
-from hpctrain.actions.serve_settings import (
-    require_router_files,
-    router_settings,
-    service_settings,
-)
-from hpctrain.actions.serve_status import service_status
-from hpctrain.actions.serve_up import prepare_service
-from hpctrain.actions.services import find_service
-from hpctrain.errors import InvalidInputError, NoSuchRunError, UsageError
-from hpctrain.serving.router import programs
-from hpctrain.serving.router.haproxy import find_haproxy_before_router
-from hpctrain.serving.router.job import RouterJob, place_of
-from hpctrain.slurm.client import SlurmClient
-from hpctrain.spec.loader import load_service_spec
-from hpctrain.spec.profile import ClusterProfile, MetricsProfile
-from hpctrain.spec.service import ServiceSpec
-from hpctrain.store.run_records import read_record, write_record
-from hpctrain.store.service_layout import ReplicaName, ServiceLayout
-from hpctrain.store.service_records import (
+from hpctrain.base.errors import InvalidInputError, NoSuchRunError, UsageError
+from hpctrain.records.run_records import read_record, write_record
+from hpctrain.records.service_layout import ReplicaName, ServiceLayout
+from hpctrain.records.service_records import (
     Endpoint,
     ReplicaState,
     RestartRequest,
@@ -39,7 +20,26 @@ from hpctrain.store.service_records import (
     ScaleRequest,
     ServiceState,
 )
-from hpctrain.store.service_settings import read_service_settings
+from hpctrain.records.service_settings import read_service_settings
+from hpctrain.runs.service_status import service_status
+from hpctrain.runs.services import find_service
+from hpctrain.serve.jobs import SlurmReplicaJobs
+from hpctrain.serve.restart import request_restart
+from hpctrain.serve.router import programs
+from hpctrain.serve.router.haproxy import find_haproxy_before_router
+from hpctrain.serve.router.job import RouterJob, place_of
+from hpctrain.serve.router_on_login_node import kills_user_processes
+from hpctrain.serve.scale import request_scale
+from hpctrain.serve.settings import (
+    require_router_files,
+    router_settings,
+    service_settings,
+)
+from hpctrain.serve.up import prepare_service
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.spec.loader import load_service_spec
+from hpctrain.spec.profile import ClusterProfile, MetricsProfile
+from hpctrain.spec.service import ServiceSpec
 
 SITE = Path(__file__).resolve().parents[3] / "cluster_profiles" / "a100x64.yaml"
 

@@ -15,16 +15,16 @@ from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate
 from fabricated_services import GPUS_PER_REPLICA, LIVES, NOW, fabricate_service
 from virtual_clock import VirtualClock
 
-from hpctrain.actions.live_view import LiveRuns
-from hpctrain.actions.report_windows import ReportWindow
-from hpctrain.actions.runs import all_runs
-from hpctrain.actions.services import all_services
-from hpctrain.actions.team_report import team_report
-from hpctrain.actions.watch import watch
-from hpctrain.durable import replace_text
+from hpctrain.base.durable import replace_text
+from hpctrain.observe.live_view import LiveRuns
+from hpctrain.records.find import all_runs
+from hpctrain.records.ledger import Ledger
+from hpctrain.records.service_layout import ReplicaName
+from hpctrain.report.report_windows import ReportWindow
+from hpctrain.report.team_report import team_report
+from hpctrain.runs.services import all_services
+from hpctrain.runs.watch import watch
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.store.ledger import Ledger
-from hpctrain.store.service_layout import ReplicaName
 
 PRICE = 0.80  # the spot price of a100x1, whose partition preempts
 

@@ -9,23 +9,23 @@ from typing import cast
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, Said, ended, fabricate, said
 
-from hpctrain.actions.cancel import cancel
-from hpctrain.actions.describe import describe
-from hpctrain.actions.job_submission import resubmit
-from hpctrain.actions.logs import attempt_directories, job_logs
-from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState, counted
-from hpctrain.actions.status import RunStatus, statuses
-from hpctrain.actions.submit import check, submit
-from hpctrain.errors import SlurmRefusedError, UsageError
+from hpctrain.base.errors import SlurmRefusedError, UsageError
+from hpctrain.job.job_submission import resubmit
+from hpctrain.job.prepare import Prepared, prepare
+from hpctrain.job.submit import check, submit
+from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import generation, started_ids, submitted_ids, successor_ids
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.runs.cancel import cancel
+from hpctrain.runs.describe import describe
+from hpctrain.runs.logs import attempt_directories, job_logs
+from hpctrain.runs.state import RunState, counted
+from hpctrain.runs.status import RunStatus, statuses
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord, SubmittedJob
 from hpctrain.slurm.states import JobState
-from hpctrain.store.jobs import generation, started_ids, submitted_ids, successor_ids
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -16,13 +16,13 @@ from another_user import AnotherUser, public_directory
 from command_line import hpctrain
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate, published
 
-from hpctrain.actions import control
-from hpctrain.actions.runs import RunFiles
+from hpctrain.records.find import RunFiles
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.requests import make_request, read_request
+from hpctrain.runs import control
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.requests import make_request, read_request
 
 # What only reads, and what would change a run.
 READING = ("status", "describe", "why", "goodput", "logs", "checkpoints")

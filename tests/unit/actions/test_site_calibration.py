@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from command_line import hpctrain
 
-from hpctrain.actions.prepare import load_knowledge
-from hpctrain.actions.site_calibration import (
+from hpctrain.base.errors import InvalidInputError, StorageError
+from hpctrain.job.plan_text import plan_lines
+from hpctrain.job.prepare import load_knowledge
+from hpctrain.plan.cost.multipliers import MEMORY
+from hpctrain.plan.planner import make_plan
+from hpctrain.plan.uncertainty.intervals import TIME_NAMES
+from hpctrain.site.site_calibration import (
     calibration_target,
     how_plans_use,
     write_site_calibration,
 )
-from hpctrain.cli.plan_text import plan_lines
-from hpctrain.errors import InvalidInputError, StorageError
-from hpctrain.plan.cost.multipliers import MEMORY
-from hpctrain.plan.planner import make_plan
-from hpctrain.plan.uncertainty.intervals import TIME_NAMES
 from hpctrain.spec.calibration import SiteCalibration, constants_digest
 from hpctrain.spec.loader import load_calibration, load_profile, load_run_spec
 from hpctrain.spec.run import RunSpec

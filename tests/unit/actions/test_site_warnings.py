@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpctrain.actions.site_warnings import registry_warnings, staging_warnings, unmounted_warnings
-from hpctrain.errors import InvalidInputError, LimitError
+from hpctrain.base.errors import InvalidInputError, LimitError
+from hpctrain.job.site_warnings import registry_warnings, staging_warnings, unmounted_warnings
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hpctrain.actions.striping import stripe
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
+from hpctrain.job.striping import stripe
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.hardware import FilesystemProfile

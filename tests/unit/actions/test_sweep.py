@@ -19,12 +19,7 @@ from trained_trials import SPEC
 from virtual_clock import VirtualClock
 
 import hpctrain
-from hpctrain.actions import sweep_plans
-from hpctrain.actions.runs import all_runs
-from hpctrain.actions.sweep import Sweep, cancel_sweep, submit_sweep
-from hpctrain.actions.sweep_plans import SweepPlan, SweepRequest, plan_sweep
-from hpctrain.actions.sweep_table import held_seconds, sweep_table
-from hpctrain.errors import (
+from hpctrain.base.errors import (
     InvalidInputError,
     NoSuchRunError,
     RefusedPlanError,
@@ -32,19 +27,24 @@ from hpctrain.errors import (
     SlurmUnreachableError,
     UsageError,
 )
-from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.slurm.records import SubmittedJob
-from hpctrain.slurm.states import JobState
-from hpctrain.store.evaluations import (
+from hpctrain.records.evaluations import (
     EvaluationEvent,
     EvaluationJob,
     EvaluationSettings,
     append_event,
 )
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import Event, EventKind, Ledger
-from hpctrain.store.run_records import append_metrics
-from hpctrain.store.sweeps import SweepLayout, all_sweeps, find_sweep
+from hpctrain.records.find import all_runs
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import Event, EventKind, Ledger
+from hpctrain.records.run_records import append_metrics
+from hpctrain.records.sweeps import SweepLayout, all_sweeps, find_sweep
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.records import SubmittedJob
+from hpctrain.slurm.states import JobState
+from hpctrain.trials import sweep_plans
+from hpctrain.trials.sweep import Sweep, cancel_sweep, submit_sweep
+from hpctrain.trials.sweep_plans import SweepPlan, SweepRequest, plan_sweep
+from hpctrain.trials.sweep_table import held_seconds, sweep_table
 
 GRID = ("optimizer.lr=1e-4,3e-4", "seed=1,2")
 RUNS = Path("runs")
@@ -194,7 +194,7 @@ def test_a_crash_between_two_submissions_submits_no_point_twice(accepted: bool) 
 def test_a_crash_within_a_run_directory_is_healed(
     slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hpctrain.actions import sweep as module
+    from hpctrain.trials import sweep as module
 
     made: list[str] = []
     real = module.write_run_directory
@@ -219,7 +219,7 @@ def test_a_crash_within_a_run_directory_is_healed(
 def test_what_an_interrupted_submission_has_written_is_written_anew(
     slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hpctrain.actions import run_directory as module
+    from hpctrain.job import run_directory as module
 
     def dies(layout: RunLayout) -> str:
         real(layout)

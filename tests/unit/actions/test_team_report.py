@@ -13,15 +13,15 @@ import pandas  # type: ignore[import-untyped]
 import pytest
 from old_runs import NOVEMBER_2026, unpack
 
-from hpctrain.actions import team_report as module
-from hpctrain.actions.goodput import goodput
-from hpctrain.actions.report_windows import ReportWindow, between_dates, last_days
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.team_csv import COLUMNS, csv_text
-from hpctrain.actions.team_report import NO_PROJECT, TeamReport, team_report
-from hpctrain.actions.team_tally import Spending
-from hpctrain.errors import NoSuchRunError, UsageError
-from hpctrain.store.ledger import EventKind
+from hpctrain.base.errors import NoSuchRunError, UsageError
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.report import team_report as module
+from hpctrain.report.report_windows import ReportWindow, between_dates, last_days
+from hpctrain.report.team_csv import COLUMNS, csv_text
+from hpctrain.report.team_report import NO_PROJECT, TeamReport, team_report
+from hpctrain.report.team_tally import Spending
+from hpctrain.runs.goodput import goodput
 from hpctrain.telemetry.goodput import OCCUPYING
 from tests.team_runs import A100, DAY, H100, NOW, TeamRun, make, team
 

@@ -10,24 +10,24 @@ import pytest
 from trained_trials import SPEC, train
 from virtual_clock import VirtualClock
 
-from hpctrain.actions import trials
-from hpctrain.actions.compare import (
+from hpctrain.base.errors import InvalidInputError, NoSuchRunError, SlurmUnreachableError
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.records.comparisons import ComparisonLayout
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.run_records import RankTimes, write_record
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.states import JobState
+from hpctrain.spec.loader import load_run_spec
+from hpctrain.trials import run_trials as trials
+from hpctrain.trials.compare import (
     compare,
     engines_request,
     open_comparison,
 )
-from hpctrain.actions.trial_plans import Subject, TrialRequest, subject_of
-from hpctrain.actions.trials import TrialRunner, start
-from hpctrain.comparison.documents import Comparison
-from hpctrain.engines.documents import parse_train_config
-from hpctrain.errors import InvalidInputError, NoSuchRunError, SlurmUnreachableError
-from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.slurm.states import JobState
-from hpctrain.spec.loader import load_run_spec
-from hpctrain.store.comparisons import ComparisonLayout
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.run_records import RankTimes, write_record
+from hpctrain.trials.documents import Comparison
+from hpctrain.trials.run_trials import TrialRunner, start
+from hpctrain.trials.trial_plans import Subject, TrialRequest, subject_of
 
 ENGINES = "ddp,fsdp"
 

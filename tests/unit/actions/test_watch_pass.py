@@ -14,18 +14,19 @@ from typing import cast
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, Said, ended, fabricate, said
 
-from hpctrain.actions.run_problems import Symptom, WatchRemedy
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.watch import heartbeat_age_seconds, heartbeat_path, watch
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
+from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import run_comment
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import Progress, write_record
+from hpctrain.records.supervise_config import LaunchShape, SuperviseConfig
+from hpctrain.records.watch_heartbeat import heartbeat_age_seconds, heartbeat_path
+from hpctrain.runs.run_problems import Symptom, WatchRemedy
+from hpctrain.runs.watch import watch
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
-from hpctrain.store.jobs import run_comment
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import Progress, write_record
-from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
 
 BEGUN = (*SUBMITTED, STARTED, LAUNCHED)
 

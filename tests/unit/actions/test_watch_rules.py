@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, Said, ended, said
 
-from hpctrain.actions.run_problems import (
+from hpctrain.judge.causes import Cause
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.supervise_config import LaunchShape, SuperviseConfig
+from hpctrain.runs.run_problems import (
     DiskSpace,
     RunProblem,
     Symptom,
@@ -15,13 +18,10 @@ from hpctrain.actions.run_problems import (
     WatchRemedy,
     is_reported,
 )
-from hpctrain.actions.state import RunState, judge
-from hpctrain.actions.watch_rules import find_problems
+from hpctrain.runs.state import RunState, judge
+from hpctrain.runs.watch_rules import find_problems
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
-from hpctrain.supervise.judge.causes import Cause
 
 RUN = "gpt-tiny-7f3a"
 BEGUN = (*SUBMITTED, STARTED, LAUNCHED)

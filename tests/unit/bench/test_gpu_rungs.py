@@ -27,11 +27,11 @@ from bench.gpu.rung import Ended, Found, NotRunError, Rung, Site, failed, not_ru
 from bench.one_gpu import __main__ as one_gpu_jobs
 from bench.one_gpu.__main__ import other_gpu
 from bench.one_gpu.jobs import Case
+from hpctrain.records.gpu_report import GpuReport, RungCheck, StepTime
+from hpctrain.records.software import Library, SoftwareFacts
+from hpctrain.records.speed_checks import AxisSpeed, SpeedCheck
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.store.gpu_report import GpuReport, RungCheck, StepTime
-from hpctrain.store.software import Library, SoftwareFacts
-from hpctrain.store.speed_checks import AxisSpeed, SpeedCheck
 
 ROOT = Path(__file__).resolve().parents[3]
 SOFTWARE = SoftwareFacts(
@@ -565,7 +565,7 @@ def test_the_run_of_eight_nodes_is_the_user_s_with_fifty_steps() -> None:
 
 def test_measurements_of_the_rungs_are_a_calibration(tmp_path: Path) -> None:
     """The report as the rungs write it, with plausible rates in the place of a GPU's."""
-    from hpctrain.actions.calibrate import calibrate
+    from hpctrain.site.calibrate import calibrate
 
     name = "NVIDIA H100 80GB HBM3"
     measured = speed(("gpu1",), gpu=name, total_memory_bytes=(85_520_809_984,)).model_copy(

@@ -103,12 +103,12 @@ def test_the_walk_of_the_spec(package: Package) -> None:
     sources = package(
         {
             "spec/run": "class RunSpec: pass\n",
-            "cli/submit": (
+            "job/command": (
                 "def submit(path):\n"
                 "    from p.actions import prepare as action\n"
                 "    action.prepare(path)\n"
             ),
-            "actions/prepare": (
+            "job/prepare": (
                 "from p.spec.run import RunSpec\n"
                 "from p.plan.make import Inputs, make, RULES\n"
                 "def prepare(path):\n"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoints.manifest import (
+from hpctrain.checkpoints.publish import Fence, publish
+from hpctrain.records.manifest import (
     Manifest,
     partial_name,
     read_rank_digests,
     write_rank_digests,
 )
-from hpctrain.checkpoints.publish import Fence, publish
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from staged_weights import write_safetensors
 
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.checkpoints.staged import open_staged, require_kind
-from hpctrain.errors import InvalidInputError
 
 
 def complete(directory: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.checkpoints.digest_shares import deal, files_of_rank
-from hpctrain.checkpoints.manifest import FileDigest, Manifest
+from hpctrain.records.manifest import FileDigest, Manifest
 
 
 def manifest(*sizes: int, writers: tuple[int, ...] | None = None, world_size: int = 4) -> Manifest:

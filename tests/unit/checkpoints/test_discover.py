@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from hpctrain.base.errors import CheckpointError
 from hpctrain.checkpoints import discover
 from hpctrain.checkpoints.discover import Decisions, checkpoints, select_for_resume
-from hpctrain.checkpoints.manifest import MANIFEST_NAME, Manifest
 from hpctrain.checkpoints.publish import TRACKER_NAME, published_steps
-from hpctrain.errors import CheckpointError
+from hpctrain.records.manifest import MANIFEST_NAME, Manifest
 
 
 def test_nothing_saved_is_a_fresh_start(shelf: Any) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.checkpoints.manifest import partial_name, saving_name, unpublished_epoch
 from hpctrain.checkpoints.publish import fence_off, published_steps
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import partial_name, saving_name, unpublished_epoch
 from hpctrain.supervise.evidence.run_dir_snapshot import save_in_flight
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoints.manifest import (
+from hpctrain.records.manifest import (
     MANIFEST_NAME,
     read_manifest,
     read_rank_digests,

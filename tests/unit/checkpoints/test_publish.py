@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from file_system_calls import FileSystemCalls
 
-from hpctrain.checkpoints.manifest import MANIFEST_NAME, partial_name, read_manifest
+from hpctrain.base.errors import CheckpointError, StorageError
 from hpctrain.checkpoints.publish import (
     TRACKER_NAME,
     Fence,
@@ -20,7 +20,7 @@ from hpctrain.checkpoints.publish import (
     published_steps,
     quarantine,
 )
-from hpctrain.errors import CheckpointError, StorageError
+from hpctrain.records.manifest import MANIFEST_NAME, partial_name, read_manifest
 
 
 def names(root: Path) -> list[str]:

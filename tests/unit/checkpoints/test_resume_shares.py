@@ -10,7 +10,8 @@ from file_system_calls import FileSystemCalls
 
 from hpctrain.checkpoints import resume_shares
 from hpctrain.checkpoints.digest_shares import deal
-from hpctrain.checkpoints.manifest import (
+from hpctrain.checkpoints.resume_shares import SHARES_NAME, read_head, read_share, write_shares
+from hpctrain.records.manifest import (
     MANIFEST_NAME,
     Manifest,
     checkpoint_name,
@@ -18,7 +19,6 @@ from hpctrain.checkpoints.manifest import (
     list_problem,
     read_manifest,
 )
-from hpctrain.checkpoints.resume_shares import SHARES_NAME, read_head, read_share, write_shares
 from hpctrain.train.faults import BadCheckpointError, UnreadableCheckpointError
 from hpctrain.train.saving.digest_check import lost_file, start_digest_check
 

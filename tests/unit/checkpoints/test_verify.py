@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoints import discover
-from hpctrain.checkpoints.manifest import MANIFEST_NAME
 from hpctrain.checkpoints.verify import Verified, verify_all
+from hpctrain.records.manifest import MANIFEST_NAME
 
 
 @pytest.mark.parametrize("workers", [1, 4])

@@ -23,10 +23,7 @@ from token_files import write_tokens
 from virtual_clock import VirtualClock
 from waiting import wait_until
 
-from hpctrain.cli.failures import EXTRAS
-from hpctrain.cli.main import EXIT_CODES, cli
-from hpctrain.cli.output import json_out
-from hpctrain.errors import (
+from hpctrain.base.errors import (
     DoesNotFitError,
     HpctrainError,
     InvalidInputError,
@@ -39,10 +36,13 @@ from hpctrain.errors import (
     SlurmUnreachableError,
     UsageError,
 )
+from hpctrain.cli.failures import EXTRAS
+from hpctrain.cli.main import EXIT_CODES, cli
+from hpctrain.page.output import json_out
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import StepMetrics
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import StepMetrics
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = [sys.executable, "-c", "from hpctrain.cli.main import main; main()"]
@@ -157,7 +157,7 @@ def test_exit_codes(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("hpctrain.actions.runs.all_runs", fail)
+    monkeypatch.setattr("hpctrain.records.find.all_runs", fail)
     outcome = hpctrain("status", debug=debug)
     assert outcome.exit_code == code
     assert outcome.stdout == "" and outcome.stderr
@@ -181,7 +181,7 @@ def test_what_the_machine_lacks_is_no_bug(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("hpctrain.actions.runs.all_runs", fail)
+    monkeypatch.setattr("hpctrain.records.find.all_runs", fail)
     outcome = hpctrain("status")
     assert outcome.exit_code == code and words in outcome.stderr, outcome.stderr
     assert ("a bug" in outcome.stderr) == (code == 1)
@@ -275,7 +275,7 @@ def test_what_takes_long_says_so_on_a_terminal_only(
 
     fabricate(here / "runs", "done-0001", SUBMITTED, done=True)
     assert said not in hpctrain(*arguments).stderr
-    monkeypatch.setattr("hpctrain.cli.output.threading.Timer", Soon)
+    monkeypatch.setattr("hpctrain.page.output.threading.Timer", Soon)
     assert said in on_terminal(120, *arguments)
 
 

@@ -10,9 +10,9 @@ from command_line import Outcome, hpctrain
 from trained_trials import SPEC, train
 from virtual_clock import VirtualClock
 
-from hpctrain.actions import comparison_plot
+from hpctrain.records.layout import RunLayout
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.store.layout import RunLayout
+from hpctrain.trials import comparison_plot
 
 GPT = str(Path(__file__).resolve().parents[3] / "examples/gpt1300m.yaml")
 NEW = ("compare", "tiny.yaml", "-p", "sandbox", "--steps", "6", "--engines", "ddp,fsdp")

@@ -14,14 +14,14 @@ import pytest
 from command_line import hpctrain
 from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, ended, fabricate, published, said
 
-from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.publish import quarantine
 from hpctrain.checkpoints.verify import Verified
-from hpctrain.cli.checkpoints import progress_line
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import SaveRecord, append_save
+from hpctrain.runs.checkpoints_command import progress_line
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import SaveRecord, append_save
 
 RUN = "gpt-tiny-7f3a"
 
@@ -269,9 +269,10 @@ def test_the_progress_line_ends_clean(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_these_commands_import_nothing_heavy() -> None:
     code = (
-        "import sys; import hpctrain.cli.control, hpctrain.cli.why_text, hpctrain.cli.why;"
-        "import hpctrain.cli.checkpoints, hpctrain.actions.control, hpctrain.actions.why;"
-        "import hpctrain.actions.checkpoints;"
+        "import sys; import hpctrain.runs.control_command, hpctrain.runs.why_text;"
+        "import hpctrain.runs.why_command;"
+        "import hpctrain.runs.checkpoints_command, hpctrain.runs.control, hpctrain.runs.why;"
+        "import hpctrain.runs.checkpoint_list;"
         "print([m for m in ('torch', 'numpy', 'pandas', 'ruamel', 'jinja2') if m in sys.modules])"
     )
     done = subprocess.run(

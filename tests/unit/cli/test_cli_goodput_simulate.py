@@ -11,11 +11,11 @@ from command_line import hpctrain
 from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, ended, fabricate, said
 from trainer_documents import plan_json
 
-from hpctrain.actions.goodput import goodput
-from hpctrain.durable import append_line
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import SaveRecord, append_save
+from hpctrain.base.durable import append_line
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import SaveRecord, append_save
+from hpctrain.runs.goodput import goodput
 
 ROOT = Path(__file__).resolve().parents[3]
 SIMULATE = ["simulate", "--gpus", "1024", "--days", "5", "--trials", "10"]
@@ -77,7 +77,7 @@ def test_spare_nodes_count_as_gpus_that_are_held(tmp_path: Path) -> None:
     layout = crashed(tmp_path)
     config = json.loads(layout.supervise_config.read_text())
     layout.supervise_config.write_text(json.dumps({**config, "spare_nodes": 2}))
-    from hpctrain.actions.runs import RunFiles
+    from hpctrain.records.find import RunFiles
 
     assert goodput(RunFiles(layout), NOW).gpus == 48
 

@@ -10,9 +10,9 @@ import pytest
 from command_line import hpctrain, on_terminal
 from variants import varied
 
-from hpctrain.actions.init import Wishes, fitting_gpus, named_model, spec_text
-from hpctrain.actions.plan import load, plan_option
+from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.model.parameters import total_parameters
+from hpctrain.site.init import Wishes, fitting_gpus, named_model, spec_text
 from hpctrain.spec.loader import load_presets, load_run_spec
 
 PRESETS = [one.name for one in load_presets().presets]

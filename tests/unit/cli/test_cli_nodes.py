@@ -8,7 +8,7 @@ from pathlib import Path
 
 from command_line import hpctrain
 
-from hpctrain.nodes.record import EvidenceKind, NodeEvidence, NodeLedger
+from hpctrain.records.node_record import EvidenceKind, NodeEvidence, NodeLedger
 
 XID = "XID 79 GPU fell off the bus"
 

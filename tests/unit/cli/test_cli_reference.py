@@ -8,9 +8,9 @@ import pytest
 from click.shell_completion import ShellComplete
 from command_line import hpctrain
 
-from hpctrain.actions.examples import examples
-from hpctrain.actions.validate import load_spec
 from hpctrain.cli.main import cli
+from hpctrain.job.validate import load_spec
+from hpctrain.spec.examples import examples
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from hpctrain.base.errors import NoSuchRunError
 from hpctrain.cli.main import cli
-from hpctrain.errors import NoSuchRunError
 from tests.fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.run_page import Planned, RunPage, run_page
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import RunStatus
-from hpctrain.cli.page_text import page_lines
+from hpctrain.runs.page_text import page_lines
+from hpctrain.runs.run_page import Planned, RunPage, run_page
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import RunStatus
 from tests.judged_runs import submitted
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hpctrain.actions.serve_status import ReplicaStatus, ServiceStatus
-from hpctrain.cli.serve_text import measured_lines, status_lines
-from hpctrain.serving.load.measurement import Failures, MeasuredQuantile, Measurement
-from hpctrain.serving.load.service_test import ObjectiveResult, ServiceTest
-from hpctrain.store.service_records import Address, Traffic
+from hpctrain.records.service_records import Address, Traffic
+from hpctrain.runs.service_status import ReplicaStatus, ServiceStatus
+from hpctrain.serve.load.measurement import Failures, MeasuredQuantile, Measurement
+from hpctrain.serve.load.service_test import ObjectiveResult, ServiceTest
+from hpctrain.serve.serve_text import measured_lines, status_lines
 
 REPLICAS = (
     ReplicaStatus(

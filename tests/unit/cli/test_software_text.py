@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.cli.software_text import software_lines
-from hpctrain.store.software import Library, SoftwareFacts, SoftwareRecord
+from hpctrain.records.software import Library, SoftwareFacts, SoftwareRecord
+from hpctrain.runs.software_text import software_lines
 
 FACTS = SoftwareFacts(
     python="3.12.3",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.cli.speed_text import speed_lines
-from hpctrain.store.speed_checks import AxisSpeed, SlowPart, SpeedCheck
+from hpctrain.records.speed_checks import AxisSpeed, SlowPart, SpeedCheck
+from hpctrain.runs.speed_text import speed_lines
 
 CHECK = SpeedCheck(
     epoch=3,

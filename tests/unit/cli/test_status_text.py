@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hpctrain.actions.state import RunState
-from hpctrain.actions.status import RunStatus
-from hpctrain.cli.status_text import people_lines
-from hpctrain.store.requests import user_name
+from hpctrain.records.requests import user_name
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import RunStatus
+from hpctrain.runs.status_text import people_lines
 
 LONG = "a-name-that-somebody-took-great-pains-to-make-complete-1a2b"
 

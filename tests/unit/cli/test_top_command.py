@@ -43,7 +43,7 @@ def test_a_run_that_is_not_there() -> None:
 def test_without_textual_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [one for one in sys.modules if one.partition(".")[0] == "textual"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "hpctrain.cli.top_screen", raising=False)
+    monkeypatch.delitem(sys.modules, "hpctrain.observe.top_screen", raising=False)
     monkeypatch.setitem(sys.modules, "textual", None)
     shown = on_terminal(200, "top")
     assert "pip install 'hpctrain[top]'" in shown and shown.endswith("exit code 2\n")

@@ -17,17 +17,17 @@ from rich.cells import cell_len
 from textual import events
 from textual.pilot import Pilot
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.cli.top_screen import Lines, TopApp, TopOptions
+from hpctrain.observe.top_screen import Lines, TopApp, TopOptions
+from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import run_comment
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import Progress, write_record
+from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
-from hpctrain.store.jobs import run_comment
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import Progress, write_record
-from hpctrain.store.supervise_config import SuperviseConfig
 
 EVIL = "evil-[red]x[@click=app.quit]"
 PATIENCE_SECONDS = 60.0
@@ -285,7 +285,7 @@ def test_a_shows_only_ones_own(runs: Path, slurm: Slurm, monkeypatch: pytest.Mon
         return "somebody" if self.run_id.startswith("beta") else "me"
 
     monkeypatch.setattr(RunFiles, "owner_name", property(owner))
-    monkeypatch.setattr("hpctrain.cli.top_screen.user_name", lambda: "me")
+    monkeypatch.setattr("hpctrain.observe.top_screen.user_name", lambda: "me")
 
     async def told(seat: Seat) -> None:
         await seat.sees("beta-2222", "somebody", "USER")
@@ -445,7 +445,7 @@ def test_an_error_of_a_look_is_one_line_and_the_rows_stay(
         def broken(*_: object, **__: object) -> None:
             raise OSError(116, "Stale file handle", str(runs))
 
-        monkeypatch.setattr("hpctrain.actions.live_view.all_runs", broken)
+        monkeypatch.setattr("hpctrain.observe.live_view.all_runs", broken)
         await seat.sees("Stale file handle", "> alpha-1111")
         monkeypatch.undo()
         await seat.sees("> alpha-1111", without="Stale")

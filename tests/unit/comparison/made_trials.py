@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.comparison.documents import (
+from hpctrain.trials.documents import (
     LossAgreement,
     Measured,
     Predicted,

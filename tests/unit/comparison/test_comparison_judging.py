@@ -6,17 +6,17 @@ import pytest
 from made_trials import MEMORY_BYTES, predicted, trial
 from step_rows import trained_step
 
-from hpctrain.comparison.agreement import agreement, bound_of
-from hpctrain.comparison.documents import StepShares, TrialResult
-from hpctrain.comparison.measure import (
+from hpctrain.records.run_records import RankTimes, StepMetrics
+from hpctrain.trials.agreement import agreement, bound_of
+from hpctrain.trials.documents import StepShares, TrialResult
+from hpctrain.trials.measure import (
     counted_steps,
     measure,
     spread_of,
     warm_up_steps,
 )
-from hpctrain.comparison.recommend import is_tie, recommend
-from hpctrain.comparison.scaling import lost_time, recommend_size, scale_points
-from hpctrain.store.run_records import RankTimes, StepMetrics
+from hpctrain.trials.recommend import is_tie, recommend
+from hpctrain.trials.scaling import lost_time, recommend_size, scale_points
 
 # -- agreement -------------------------------------------------------------------------------
 

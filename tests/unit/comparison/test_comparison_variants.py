@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.prepare import load_inputs
-from hpctrain.comparison.trial_spec import sizes, training_digest, trial_name, trial_overrides
-from hpctrain.comparison.variants import (
+from hpctrain.base.errors import UsageError
+from hpctrain.base.units import Duration
+from hpctrain.job.prepare import load_inputs
+from hpctrain.spec.engines.registry import ENGINES
+from hpctrain.spec.loader import load_run_spec
+from hpctrain.spec.run import RunSpec
+from hpctrain.trials.trial_spec import sizes, training_digest, trial_name, trial_overrides
+from hpctrain.trials.variants import (
     Variant,
     engine_overrides,
     parse_variant,
     parse_variants,
 )
-from hpctrain.errors import UsageError
-from hpctrain.spec.engines.registry import ENGINES
-from hpctrain.spec.loader import load_run_spec
-from hpctrain.spec.run import RunSpec
-from hpctrain.units import Duration
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 GPT1300M = EXAMPLES / "gpt1300m.yaml"  # engine fsdp

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.comparison.sweep_grid import (
+from hpctrain.base.errors import UsageError
+from hpctrain.trials.sweep_grid import (
     GridAxis,
     grid_points,
     nearest_smaller,
     parse_grid,
     short_fields,
 )
-from hpctrain.errors import UsageError
 
 
 def test_the_product_in_the_order_of_the_options() -> None:

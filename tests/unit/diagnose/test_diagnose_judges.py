@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.plan import load
 from hpctrain.diagnose.buckets import buckets
 from hpctrain.diagnose.course import saves, unsteady, warm_up
 from hpctrain.diagnose.facts import (
@@ -27,8 +26,9 @@ from hpctrain.diagnose.memory import memory
 from hpctrain.diagnose.messages import communication
 from hpctrain.diagnose.pipeline import pipeline
 from hpctrain.diagnose.waiting import data_loading, imbalance
+from hpctrain.job.plan import load
 from hpctrain.plan.planner import make_plan
-from hpctrain.store.run_records import RankTimes
+from hpctrain.records.run_records import RankTimes
 from hpctrain.telemetry.traces import Message, TraceSummary
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

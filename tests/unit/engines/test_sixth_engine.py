@@ -14,12 +14,13 @@ from pydantic import ValidationError
 from toy_engine import ABILITIES as TOY
 from toy_engine_document import ToyConfig
 
-from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.actions.run_directory import write_run_directory
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
-from hpctrain.comparison.variants import engine_overrides
+from hpctrain.base.errors import HpctrainError, InvalidInputError
 from hpctrain.engines.documents import parse_train_config
-from hpctrain.errors import HpctrainError, InvalidInputError
+from hpctrain.job.prepare import Prepared, prepare
+from hpctrain.job.run_directory import write_run_directory
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import checkpoint_name, read_manifest, what_is_wrong
+from hpctrain.records.run_records import DoneMarker, TrainerExit, read_metrics, read_record
 from hpctrain.spec.engines.registry import (
     ENGINES,
     ENTRY_POINTS,
@@ -28,8 +29,7 @@ from hpctrain.spec.engines.registry import (
     engine_names,
     registered,
 )
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import DoneMarker, TrainerExit, read_metrics, read_record
+from hpctrain.trials.variants import engine_overrides
 
 HERE = Path(__file__).parent
 SPEC = """\

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from toy_engine_document import ToyConfig
 
-from hpctrain.durable import replace_text
+from hpctrain.base.durable import replace_text
 from hpctrain.train.engine import Evaluation, Form, Parts, Position, Update, Writing
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from hpctrain.actions.export_spec import PodOptions, export_pods
-from hpctrain.actions.prepare import Prepared, prepare
+from hpctrain.export.of_spec import PodOptions, export_pods
+from hpctrain.job.prepare import Prepared, prepare
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = "/opt/hpctrain/bin/python3"

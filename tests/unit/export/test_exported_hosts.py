@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from exported_specs import planned
 
-from hpctrain.actions.export_spec import export_hosts, write_files
-from hpctrain.actions.prepare import Prepared
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
+from hpctrain.export.of_spec import export_hosts, write_files
+from hpctrain.job.prepare import Prepared
 
 SAYS_ITS_WORDS = (
     "import json, os, sys\n"

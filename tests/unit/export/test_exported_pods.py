@@ -11,13 +11,13 @@ import pytest
 import yaml
 from exported_specs import IMAGE, OPTIONS, documents, job_of, planned
 
-from hpctrain.actions.export_spec import PodOptions, export_pods
-from hpctrain.actions.prepare import Prepared
-from hpctrain.errors import InvalidInputError, LimitError, UsageError
+from hpctrain.base.errors import InvalidInputError, LimitError, UsageError
 from hpctrain.export import pod
+from hpctrain.export.of_spec import PodOptions, export_pods
 from hpctrain.export.pod_settings import run_label
 from hpctrain.export.yaml_text import yaml_documents
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.job.prepare import Prepared
+from hpctrain.records.run_records import TrainerExit
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpctrain.nodes.blame import (
+from hpctrain.judge.blame import (
     EvidenceSource,
     blame,
     blame_problem,
@@ -19,13 +19,13 @@ from hpctrain.nodes.blame import (
     unfit_nodes,
     weight_now,
 )
-from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, forgiveness
-from hpctrain.supervise.judge.causes import (
+from hpctrain.judge.causes import (
     FINAL_CAUSES,
     MACHINE_CAUSES,
     SCHEDULER_CAUSES,
     Cause,
 )
+from hpctrain.records.node_record import KINDS, EvidenceKind, NodeEvidence, forgiveness
 
 DAY = 86400.0
 NOW = 1_800_000_000.0

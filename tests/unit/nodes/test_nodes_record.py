@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from hpctrain.nodes.record import (
+from hpctrain.records.node_record import (
     KINDS,
     EvidenceKind,
     NodeEvidence,
@@ -82,7 +82,7 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
 def test_a_very_long_ledger_is_read_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.nodes.record._MOST_BYTES", 1000)
+    monkeypatch.setattr("hpctrain.records.node_record._MOST_BYTES", 1000)
     ledger = NodeLedger(tmp_path / "nodes.jsonl")
     ledger.append([evidence(f"n{number}") for number in range(100)])
     nodes = [one.node for one in ledger.read()]

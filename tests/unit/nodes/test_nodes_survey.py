@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from foreign_clusters import DGX_SURVEY, PAIRS, ROCM, joined_matrix, survey
 
-from hpctrain.nodes import survey as program
-from hpctrain.nodes.survey_texts import (
+from hpctrain.site import survey as program
+from hpctrain.site.survey_texts import (
     amd_gpus,
     mount_of,
     mounts,

@@ -13,13 +13,13 @@ from zoneinfo import ZoneInfo
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, Said, ended, fabricate, said
 
-from hpctrain.actions.runs import RunFiles
 from hpctrain.notify.channels import NotSentError, OutcomeUnknownError
 from hpctrain.notify.delivery import Delivery, Sender, deliver
 from hpctrain.notify.message_text import Message
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.notices import read_outbox
-from hpctrain.store.supervise_config import (
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.notices import read_outbox
+from hpctrain.records.supervise_config import (
     ChannelSettings,
     NotifySettings,
     SuperviseConfig,
@@ -171,7 +171,7 @@ def test_a_sender_that_cannot_record_its_success_is_followed_once(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpctrain.store.notices.replace_text", full)
+        patch.setattr("hpctrain.records.notices.replace_text", full)
         told.look(clock(12) + 1)
         assert told.look(clock(12) + 200).results == (), "it may still be sending"
         told.look(clock(12) + 400)
@@ -237,7 +237,7 @@ def refuse(patch: pytest.MonkeyPatch, number: int) -> None:
     def away(*words: object, **named: object) -> bool:
         raise OSError(number, os.strerror(number))
 
-    patch.setattr("hpctrain.store.notices.create_exclusive", away)
+    patch.setattr("hpctrain.records.notices.create_exclusive", away)
 
 
 def test_nothing_is_sent_where_nothing_can_be_recorded(

@@ -8,14 +8,14 @@ from typing import get_args
 import pytest
 from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, Said, ended, fabricate, said
 
-from hpctrain.actions.run_problems import Symptom, WatchRemedy
-from hpctrain.actions.why import why
-from hpctrain.cli.why_text import why_lines
 from hpctrain.notify.message_text import compose, for_slack
 from hpctrain.notify.notices import WATCHED, NoticeKind, RunFacts, notices_of
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.runs.run_problems import Symptom, WatchRemedy
+from hpctrain.runs.why import why
+from hpctrain.runs.why_text import why_lines
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.spec.notify import NEED_A_PERSON, NoticeName
-from hpctrain.store.ledger import Event, EventKind
 
 FACTS = RunFacts("gpt-7f3a", "/scratch/ada/runs", "ada", "a100x64", 1000)
 BEGUN = (*SUBMITTED, STARTED, LAUNCHED)

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.notify.notices import Notice, NoticeKind
 from hpctrain.notify.send_times import quiet_until, select
-from hpctrain.store.supervise_config import NotifySettings
+from hpctrain.records.supervise_config import NotifySettings
 
 BERLIN = ZoneInfo("Europe/Berlin")
 NIGHT = NotifySettings(

@@ -14,12 +14,12 @@ import pytest
 from fetched_prometheus import fetched_prometheus
 from ruamel.yaml import YAML
 
-from hpctrain.actions.replica_lives import ASKED_FOR
-from hpctrain.actions.state import RunState
 from hpctrain.cli.main import cli
+from hpctrain.judge.causes import FAILURE_CAUSES
 from hpctrain.observe.alert_rules import RULES, with_delays
 from hpctrain.observe.families import FAMILIES
-from hpctrain.supervise.judge.causes import FAILURE_CAUSES
+from hpctrain.runs.state import RunState
+from hpctrain.serve.replica_lives import ASKED_FOR
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAYED = tuple(

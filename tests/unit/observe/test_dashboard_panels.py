@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 import pytest
 
-from hpctrain.actions.dashboards import ALIVE, DASHBOARD_NAMES, packaged_dashboards
-from hpctrain.actions.state import RunState
+from hpctrain.observe.dashboard_page import shown
+from hpctrain.observe.dashboards import ALIVE, DASHBOARD_NAMES, packaged_dashboards
 from hpctrain.observe.families import FAMILIES
 from hpctrain.observe.grafana_dashboard import (
     DIRECTORY,
@@ -22,7 +22,7 @@ from hpctrain.observe.grafana_dashboard import (
 )
 from hpctrain.observe.panel_data import filled_in, legend_of
 from hpctrain.observe.panel_needs import PANEL_NEEDS, description_end, panel_needs
-from hpctrain.report.dashboard_page import shown
+from hpctrain.runs.state import RunState
 
 # Metrics that panels read and hpctrain does not export, by who does, with the labels that are used.
 FOREIGN_METRICS = {

@@ -18,11 +18,11 @@ from fetched_prometheus import fetched_prometheus
 from waiting import wait_until
 
 from bench.free_ports import free_port
-from hpctrain.actions.dashboards import collect_dashboards, packaged_dashboards
-from hpctrain.actions.state import RunState
-from hpctrain.errors import NoSuchRunError, UsageError
+from hpctrain.base.errors import NoSuchRunError, UsageError
+from hpctrain.observe.dashboards import collect_dashboards, packaged_dashboards
 from hpctrain.observe.grafana_dashboard import Dashboard, Panel, PanelRow, Query
 from hpctrain.observe.prometheus_api import PrometheusServer, QueryRefusedError
+from hpctrain.runs.state import RunState
 
 pytestmark = pytest.mark.nightly("a real Prometheus, which is fetched")
 

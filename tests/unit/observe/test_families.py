@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families as older_fam
 
 from hpctrain.observe.exposition import exposed
 from hpctrain.observe.families import BY_NAME, FAMILIES, RUN_FAMILIES, SERVICE_FAMILIES
-from hpctrain.observe.samples import Histogram, RunSamples, ServiceSamples, own_sample
+from hpctrain.observe.samples import RunSamples, ServiceSamples, own_sample
+from hpctrain.telemetry.scraped_text import Histogram
 
 # Base units of OpenMetrics that we use; a rate of tokens has none.
 UNITS = {"seconds", "bytes", "ratio", ""}

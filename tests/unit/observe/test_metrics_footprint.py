@@ -10,20 +10,20 @@ from pathlib import Path
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, fabricate
 
 from bench.footprint.system_calls import calls_below, strace_command
-from hpctrain.actions.attempt_exporter import PASS_SECONDS
-from hpctrain.actions.footprint import load_footprint_table
+from hpctrain.job.footprint import load_footprint_table
+from hpctrain.observe.attempt_exporter import PASS_SECONDS
 from hpctrain.plan.footprint.table import OPERATIONS, Operation, RunSize
-from hpctrain.store.communication import AxisMessages, CommunicationRecord
-from hpctrain.store.run_records import RankTimes, SaveRecord, append_save, write_record
+from hpctrain.records.communication import AxisMessages, CommunicationRecord
+from hpctrain.records.run_records import RankTimes, SaveRecord, append_save, write_record
 
 ROOT = Path(__file__).resolve().parents[3]
 # Reads the directory as often as it is told to; the account of all steps only once.
 PROGRAM = """
 import sys
 from pathlib import Path
-from hpctrain.actions.exporter import AttemptExporter
-from hpctrain.actions.runs import RunFiles
-from hpctrain.store.layout import RunLayout
+from hpctrain.observe.exporter import AttemptExporter
+from hpctrain.records.find import RunFiles
+from hpctrain.records.layout import RunLayout
 
 AttemptExporter.account_share = 1e-9
 source = AttemptExporter(RunFiles(RunLayout(Path(sys.argv[1]))), {"SLURM_JOB_ID": "1"})

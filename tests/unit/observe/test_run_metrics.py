@@ -15,28 +15,23 @@ import pytest
 from command_line import hpctrain
 from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, ended, fabricate
 
-from hpctrain.actions import exporter as module
-from hpctrain.actions.exporter import AttemptExporter, Exporter, ExporterSlurm
-from hpctrain.actions.goodput import goodput
-from hpctrain.actions.metrics_outlets import (
+from hpctrain.base.durable import replace_text
+from hpctrain.base.errors import UsageError
+from hpctrain.job.prepare import prepare
+from hpctrain.job.run_directory import write_run_directory
+from hpctrain.observe import exporter as module
+from hpctrain.observe.exporter import AttemptExporter, Exporter, ExporterSlurm
+from hpctrain.observe.metrics_outlets import (
     MetricsServer,
     Textfile,
     parse_address,
     published_endpoint,
 )
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.run_directory import write_run_directory
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.watch import WatchHeartbeat, heartbeat_path
-from hpctrain.durable import replace_text
-from hpctrain.errors import UsageError
 from hpctrain.observe.samples import Sample, own_sample
-from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.slurm.records import JobRecord
-from hpctrain.slurm.states import JobState
-from hpctrain.store.communication import AxisMessages, CommunicationRecord
-from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.run_records import (
+from hpctrain.records.communication import AxisMessages, CommunicationRecord
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.run_records import (
     Progress,
     RankTimes,
     SaveRecord,
@@ -45,6 +40,11 @@ from hpctrain.store.run_records import (
     read_metrics,
     write_record,
 )
+from hpctrain.records.watch_heartbeat import WatchHeartbeat, heartbeat_path
+from hpctrain.runs.goodput import goodput
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 Values = dict[tuple[str, ...], float]

@@ -23,24 +23,24 @@ from fabricated_services import (
 )
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from hpctrain.actions import metrics_scraper
-from hpctrain.actions.exporter import Exporter, ExporterSlurm
-from hpctrain.actions.metrics_scraper import MetricsScraper, MetricsTarget, fetch_metrics
-from hpctrain.actions.replica_lives import replica_lives
-from hpctrain.actions.service_files import ServiceFiles
-from hpctrain.actions.service_metrics import ServiceMetrics, slow_share
-from hpctrain.durable import append_line, replace_text
+from hpctrain.base.durable import append_line, replace_text
+from hpctrain.observe import metrics_scraper
+from hpctrain.observe.exporter import Exporter, ExporterSlurm
 from hpctrain.observe.exposition import exposed
 from hpctrain.observe.families import PHASES, SERVICE_FAMILIES
-from hpctrain.observe.samples import Histogram, Sample
-from hpctrain.observe.scraped_text import ScrapedText
-from hpctrain.plan.serving.documents import ServicePlan
-from hpctrain.serving.engines.registry import SERVING_ENGINES
+from hpctrain.observe.metrics_scraper import MetricsScraper, MetricsTarget, fetch_metrics
+from hpctrain.observe.samples import Sample
+from hpctrain.observe.service_metrics import ServiceMetrics, slow_share
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_records import read_record, write_record
+from hpctrain.records.service_layout import ReplicaName
+from hpctrain.records.service_records import DrainRecord, ReplicaState
+from hpctrain.serve.engines.registry import SERVING_ENGINES
+from hpctrain.serve.plan.documents import ServicePlan
+from hpctrain.serve.replica_lives import replica_lives
+from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import read_record, write_record
-from hpctrain.store.service_layout import ReplicaName
-from hpctrain.store.service_records import DrainRecord, ReplicaState
+from hpctrain.telemetry.scraped_text import Histogram, ScrapedText
 
 # What vLLM 0.32.0 answered after twenty requests of 8 to 65 tokens to a tiny Llama on two cores.
 CAPTURED = Path(__file__).resolve().parents[2] / "captured" / "vllm-0.32.0-metrics.txt"

@@ -12,15 +12,15 @@ import pytest
 from file_system_calls import FileSystemCalls
 from pydantic import ValidationError
 
-from hpctrain.actions.footprint import (
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.job.footprint import (
     PACKAGED_FOOTPRINT,
     footprint_of,
     footprint_warnings,
     load_footprint_table,
     size_of,
 )
-from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.errors import InvalidInputError
+from hpctrain.job.prepare import Prepared, prepare
 from hpctrain.plan.footprint.predict import KEPT_STACKS, KILL_SECONDS_BEYOND_KILL_WAIT
 from hpctrain.plan.footprint.table import (
     CONSTANTS,
@@ -30,12 +30,12 @@ from hpctrain.plan.footprint.table import (
     Formula,
     RunSize,
 )
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.old_launches import pack_old_launches
+from hpctrain.records.supervise_config import TopologySettings
 from hpctrain.slurm import backoff
 from hpctrain.spec.loader import load_document
 from hpctrain.spec.profile.limits import LimitsProfile
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.old_launches import pack_old_launches
-from hpctrain.store.supervise_config import TopologySettings
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = load_footprint_table()
@@ -156,7 +156,7 @@ SOURCES = {
     "startup poll seconds": ["train.startup_stop:_POLL_SECONDS"],
     "follow seconds": ["tracking.follower:FOLLOW_SECONDS"],
     "segment seconds": ["tracking.follower:SEGMENT_SECONDS"],
-    "pass seconds": ["actions.attempt_exporter:PASS_SECONDS"],
+    "pass seconds": ["observe.attempt_exporter:PASS_SECONDS"],
     "patience seconds": [
         "supervise.act.requeue:_PATIENCE_SECONDS",
         "supervise.evidence.job_facts:_PATIENCE_SECONDS",
@@ -361,7 +361,7 @@ def test_a_limit_is_compared_with_the_most_there_can_be(prepared: Prepared, name
 def test_without_limits_submit_predicts_nothing(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.actions.footprint.footprint_of", lambda _: 1 / 0)
+    monkeypatch.setattr("hpctrain.job.footprint.footprint_of", lambda _: 1 / 0)
     assert footprint_warnings(prepared) == ()
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import forecast_specimens as specimen
 import pytest
 
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
+from hpctrain.base.units import Duration
 from hpctrain.plan.forecast.budget import cheapest_plan, check_currency, parse_budget
 from hpctrain.plan.forecast.documents import Budget, Forecast, Spread
 from hpctrain.plan.forecast.predict import forecast
-from hpctrain.units import Duration
 
 PRICES = {"currency": "USD", "on_demand": 2.0, "spot": 1.0}
 

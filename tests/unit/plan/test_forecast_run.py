@@ -8,12 +8,12 @@ from typing import Any
 import forecast_specimens as specimen
 import pytest
 
-from hpctrain.errors import DoesNotFitError, InvalidInputError
+from hpctrain.base.errors import DoesNotFitError, InvalidInputError
+from hpctrain.base.units import Duration
 from hpctrain.plan.forecast.documents import Budget, Forecast
 from hpctrain.plan.forecast.predict import forecast
 from hpctrain.plan.forecast.published import SPOT_PREEMPTION_SECONDS, SPOT_WAIT_SECONDS
 from hpctrain.plan.forecast.spot import compare_spot
-from hpctrain.units import Duration
 
 PRICES = {"currency": "EUR", "on_demand": 2.5, "spot": 1.0}
 

@@ -8,9 +8,9 @@ import pytest
 from planned_job import planned_job
 from specimens import cluster, run_spec
 
-from hpctrain.errors import LimitError
+from hpctrain.base.errors import LimitError
+from hpctrain.base.units import Duration
 from hpctrain.plan.job import Job
-from hpctrain.units import Duration
 
 JOB = planned_job(run_spec(gpus=8, batch=32), cluster())
 

@@ -9,7 +9,7 @@ import pytest
 from planner_knowledge import knowledge_of
 from specimens import GPT175B, GPT_TINY, LLAMA7B, cluster, run_spec
 
-from hpctrain.errors import DoesNotFitError, HpctrainError
+from hpctrain.base.errors import DoesNotFitError, HpctrainError
 from hpctrain.plan.abilities.trainable import untrainable
 from hpctrain.plan.alternatives import explain
 from hpctrain.plan.cost.case import RECOMPUTE_FULL, RECOMPUTE_NONE, RECOMPUTE_SELECTIVE

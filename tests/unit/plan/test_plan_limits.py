@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from specimens import cluster, run_spec
 
-from hpctrain.errors import LimitError
+from hpctrain.base.errors import LimitError
 from hpctrain.plan.limits import (
     gpu_hour_problems,
     node_request,

@@ -10,7 +10,7 @@ import pytest
 from planner_knowledge import knowledge_of
 from specimens import run_spec
 
-from hpctrain.errors import LimitError
+from hpctrain.base.errors import LimitError
 from hpctrain.plan.cost.prediction import predict
 from hpctrain.plan.documents import Plan, Span
 from hpctrain.plan.layout_words import ORDERS

@@ -11,7 +11,7 @@ from planner_knowledge import knowledge_of
 from specimens import LLAMA7B, cluster, run_spec
 from variants import varied
 
-from hpctrain.errors import DoesNotFitError
+from hpctrain.base.errors import DoesNotFitError
 from hpctrain.plan.cost.from_spec import case_of, machine_for
 from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.plan_memory import candidate_peak

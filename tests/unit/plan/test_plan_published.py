@@ -15,7 +15,7 @@ import pytest
 from planner_knowledge import knowledge_of
 from specimens import GPT_TINY, LLAMA405B, run_spec
 
-from hpctrain.errors import DoesNotFitError
+from hpctrain.base.errors import DoesNotFitError
 from hpctrain.plan.cost.case import Mesh
 from hpctrain.plan.cost.from_spec import case_of, software_for
 from hpctrain.plan.documents import Plan

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from specimens import GPT175B, GPT_TINY, LLAMA7B, LLAMA405B, cluster, run_spec
 
-from hpctrain.errors import DoesNotFitError, HpctrainError
+from hpctrain.base.errors import DoesNotFitError, HpctrainError
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.planner import make_plan

@@ -20,7 +20,7 @@ from hpctrain.plan.planner import _assemble
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import Found, search
 from hpctrain.plan.search.space import freedom_of
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.engines.megatron.preflight import engine_problems
 
 H100 = dict(type="h100", per_node=8, reserved="100MiB", model="H100-80GB SXM", memory="80GiB")

@@ -9,9 +9,10 @@ from planner_knowledge import knowledge_of
 from pydantic import ValidationError
 from specimens import GPT_TINY, LLAMA7B, cluster, run_spec
 
-from hpctrain.cli.plan_text import plan_lines
+from hpctrain.base.errors import DoesNotFitError
+from hpctrain.base.units import ByteSize
 from hpctrain.engines.megatron import megatron_config
-from hpctrain.errors import DoesNotFitError
+from hpctrain.job.plan_text import plan_lines
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.mesh.recomputation import (
@@ -26,7 +27,6 @@ from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import search
 from hpctrain.plan.search.space import freedom_of
 from hpctrain.spec.run import RunSpec
-from hpctrain.units import ByteSize
 
 GPU = {"type": "a100", "per_node": 8, "model": "A100-80GB SXM", "reserved": "1GiB"}
 MODES = ("none", "selective", "full")

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from trained_trials import SPEC
 
-from hpctrain.actions.evaluation_files import evaluation_files
-from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.errors import InvalidInputError
-from hpctrain.render.evaluation_script import placed_word
-from hpctrain.store.layout import RunLayout
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.job.evaluation_files import evaluation_files
+from hpctrain.job.prepare import Prepared, prepare
+from hpctrain.job.render.evaluation_script import placed_word
+from hpctrain.records.layout import RunLayout
 
 ROOT = Path(__file__).resolve().parents[3]
 ODD = "a'b $HOME `x` {step}!"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from specimen_scripts import PROFILE, SPEC, make_run_directory, profile_with, render, spec_with
 from stand_ins import python_program
 
-from hpctrain.render.containers import container_problems, run_container
+from hpctrain.job.render.containers import container_problems, run_container
 from hpctrain.spec.profile.container import ContainerProfile
 
 # README of NVIDIA/pyxis 0.20 (usage), CSCS documentation of the Container Engine and of uenv.
@@ -102,7 +102,7 @@ def test_singularity_and_apptainer(
     values = PROFILE.model_dump(mode="json", by_alias=True)
     values["gpu"] |= {"type": gpu_type, "emulated": False, "peak": {}}
     values["software"] = {"container": container}
-    from hpctrain.render.containers import container_words
+    from hpctrain.job.render.containers import container_words
 
     site = type(PROFILE).model_validate(values)
     words = container_words(site.software.container, site, ()).command
@@ -199,7 +199,7 @@ def test_an_image_of_a_registry_is_imported_once_into_the_cache(tmp_path: Path) 
     }
     script = render(profile=profile_with(software={"container": container}))
     (image,) = re.findall(r'--container-image=([^"]*sqsh)"', script)
-    line = script[script.index("hpctrain.prepare.container_image") :].split("exec ")[0]
+    line = script[script.index("hpctrain.data.making.container_image") :].split("exec ")[0]
     assert "'docker://nvcr.io#nvidia/pytorch:25.04-py3'" in line
     assert f'"{image}"' in line
     other = {**container, "image": "nvcr.io#nvidia/pytorch+25.04-py3"}

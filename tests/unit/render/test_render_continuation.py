@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from specimen_scripts import PROFILE, profile_with, render, spec_with
 
-from hpctrain.errors import InvalidInputError
-from hpctrain.render.continuation import continuation_line, continuation_problems
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.job.render.continuation import continuation_line, continuation_problems
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.partition import PartitionProfile, PreemptionProfile

@@ -16,8 +16,8 @@ import pytest
 from specimen_scripts import PROFILE, SPEC, make_run_directory, profile_with, render, spec_with
 from stand_ins import python_program
 
-from hpctrain.errors import InvalidInputError
-from hpctrain.render.quoting import directive_value, sh
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.job.render.quoting import directive_value, sh
 from hpctrain.spec.profile import ClusterProfile
 
 ONE_LINE = (

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from specimen_scripts import profile_with, render, spec_with
 from test_render_quoting import run_script, stub
 
-from hpctrain.actions.prepare import prepare
-from hpctrain.errors import InvalidInputError, LimitError
+from hpctrain.base.errors import InvalidInputError, LimitError
+from hpctrain.job.prepare import prepare
 from hpctrain.slurm.records import JobIdentity, JobRecord
 from hpctrain.spec.loader import load_profile
 from hpctrain.spec.slurm_options import SiteOptions, available_options, owned_options

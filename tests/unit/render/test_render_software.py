@@ -13,17 +13,17 @@ from pydantic import ValidationError
 from specimen_scripts import PROFILE, SPEC, profile_with, render, spec_with
 from test_render_quoting import run_script, stub
 
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.run_directory import write_run_directory
-from hpctrain.errors import InvalidInputError
-from hpctrain.render.script import ScriptFacts, build_script
-from hpctrain.render.software import SetupFile, prologue_text
-from hpctrain.render.template import render_script
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.job.prepare import prepare
+from hpctrain.job.render.script import ScriptFacts, build_script
+from hpctrain.job.render.software import SetupFile, prologue_text
+from hpctrain.job.render.template import render_script
+from hpctrain.job.run_directory import write_run_directory
+from hpctrain.judge.lost_attempts import why_ended
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.software import FabricVariable
-from hpctrain.supervise.judge.lost_attempts import why_ended
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -12,11 +12,11 @@ from jinja2 import meta, nodes
 from planned_job import planned_job
 from specimen_scripts import PROFILE, ROOT, SPEC
 
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.site_files import templates_digest
-from hpctrain.errors import InvalidInputError
-from hpctrain.render.script import Script, ScriptFacts, Variable, build_script
-from hpctrain.render.template import TEMPLATE, render_script, template_environment
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.job.prepare import prepare
+from hpctrain.job.render.script import Script, ScriptFacts, Variable, build_script
+from hpctrain.job.render.template import TEMPLATE, render_script, template_environment
+from hpctrain.job.site_files import templates_digest
 
 FACTS = ScriptFacts("r-0000", "hpctrain:r-0000", "a" * 64, "b" * 64, "/a b/python")
 SCRIPT = build_script(planned_job(SPEC, PROFILE), FACTS)

@@ -8,16 +8,16 @@ import pytest
 from planned_job import planned_job
 from specimen_scripts import PROFILE, ROOT, SPEC, render, spec_with
 
-from hpctrain.actions.prepare import load_knowledge
+from hpctrain.base.units import Bandwidth, Duration
+from hpctrain.job.prepare import load_knowledge
+from hpctrain.job.render.warning_lead import WarningLead, short_grace, warning_lead
 from hpctrain.plan.forecast.checkpoint import checkpoint_cost
 from hpctrain.plan.forecast.documents import RunFacts
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import make_plan
-from hpctrain.render.warning_lead import WarningLead, short_grace, warning_lead
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.profile.partition import PreemptionProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.units import Bandwidth, Duration
 
 PLAN = make_plan(SPEC, PROFILE)
 DAY = Duration(86400)

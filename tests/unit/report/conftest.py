@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.report import RunReport, collect_reports
-from hpctrain.actions.runs import RunFiles
-from hpctrain.store.run_records import Progress, read_record
+from hpctrain.records.find import RunFiles
+from hpctrain.records.run_records import Progress, read_record
+from hpctrain.report.collect import RunReport, collect_reports
 from tests.reported_runs import reported
 
 

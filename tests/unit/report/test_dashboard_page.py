@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from hpctrain.actions.dashboards import collect_dashboards, packaged_dashboards
+from hpctrain.observe.dashboard_page import shown, write_dashboards
+from hpctrain.observe.dashboards import collect_dashboards, packaged_dashboards
 from hpctrain.observe.families import FAMILIES
 from hpctrain.observe.grafana_dashboard import (
     Annotation,
@@ -21,7 +22,6 @@ from hpctrain.observe.grafana_dashboard import (
 )
 from hpctrain.observe.panel_data import AnnotationData, Answer, DashboardData, PanelData, Series
 from hpctrain.observe.prometheus_api import PrometheusServer
-from hpctrain.report.dashboard_page import shown, write_dashboards
 
 END = 1_800_000_000.0
 STEP_SECONDS = 60.0

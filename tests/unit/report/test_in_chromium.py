@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.report import RunReport
-from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.service_report import collect_service_report
+from hpctrain.records.find import RunFiles
+from hpctrain.report.collect import RunReport
 from hpctrain.report.page import write_page
 from hpctrain.report.service_page import write_service_page
+from hpctrain.report.service_report import collect_service_report
 from tests.chromium import PROGRAM, Chromium
 from tests.fabricated_services import NOW, fabricate_service, fabricate_test
 from tests.unit.report.conftest import collected

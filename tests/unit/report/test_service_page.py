@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 from command_line import hpctrain
 
-from hpctrain.actions.latency_windows import failed_requests, latencies_over_time
-from hpctrain.actions.service_files import ServiceFiles
-from hpctrain.actions.service_report import (
+from hpctrain.base.durable import replace_text
+from hpctrain.records.service_layout import ReplicaName
+from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
+from hpctrain.report.service_page import write_service_page
+from hpctrain.report.service_report import (
     ServiceReport,
     collect_service_report,
     coverage,
     marks_of_service,
 )
-from hpctrain.durable import replace_text
-from hpctrain.report.service_page import write_service_page
-from hpctrain.serving.load.measurement import FailureKind, RequestRecord
-from hpctrain.store.service_layout import ReplicaName
-from hpctrain.store.service_ledger import ServiceEventKind, ServiceLedger
+from hpctrain.serve.latency_windows import failed_requests, latencies_over_time
+from hpctrain.serve.load.measurement import FailureKind, RequestRecord
+from hpctrain.serve.service_files import ServiceFiles
 from tests.fabricated_runs import fabricate
 from tests.fabricated_services import (
     LIVES,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
+from hpctrain.base.errors import SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.sandbox import debian_slurm
 from hpctrain.sandbox.debian_slurm import default_cache, fetch_slurm, slurm_directory
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from fetched_prometheus import fetched_prometheus
 
+from hpctrain.base.errors import SlurmUnreachableError, UsageError
 from hpctrain.cli.main import cli
-from hpctrain.errors import SlurmUnreachableError, UsageError
 from hpctrain.observe.alert_rules import RULES
 from hpctrain.sandbox import debian_prometheus
 from hpctrain.sandbox.debian_packages import is_complete

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
+from hpctrain.base.errors import SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.sandbox import ports as ports_module
 from hpctrain.sandbox.paths import sockets_fit
 from hpctrain.sandbox.ports import Ports, are_free, find_ports

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
 from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SwitchShape, default_shape
 
 TRAIN = PartitionShape("train", default=True)

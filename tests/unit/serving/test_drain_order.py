@@ -7,10 +7,10 @@ from typing import Any
 
 from virtual_clock import VirtualClock
 
-from hpctrain import clock
-from hpctrain.serving.replica.answers import EngineLoad
-from hpctrain.serving.replica.drain import Drain, DrainTimes
-from hpctrain.store.service_records import DrainRecord
+from hpctrain.base import clock
+from hpctrain.records.service_records import DrainRecord
+from hpctrain.serve.replica.answers import EngineLoad
+from hpctrain.serve.replica.drain import Drain, DrainTimes
 
 
 class Played:

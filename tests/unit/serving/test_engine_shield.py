@@ -22,7 +22,7 @@ print(*(name for name in ("SIGTERM", "SIGUSR2", "SIGINT") if getattr(signal, nam
 
 def shielded(directory: Path, code: str, **variables: str) -> str:
     """What a Python prints that is started behind the shield."""
-    shield = (sys.executable, "-m", "hpctrain.serving.replica.shield", str(os.getpid()))
+    shield = (sys.executable, "-m", "hpctrain.serve.replica.shield", str(os.getpid()))
     directory.mkdir(exist_ok=True)
     found = subprocess.run(
         [*shield, sys.executable, "-c", code],

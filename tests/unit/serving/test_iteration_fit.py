@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain.errors import HpctrainError
-from hpctrain.plan.serving.iteration_table import IterationTable
-from hpctrain.plan.serving.step_time import IterationLoad
-from hpctrain.serving.load.iteration_fit import IterationFit, TimedIteration, fit_iterations
+from hpctrain.base.errors import HpctrainError
+from hpctrain.serve.load.iteration_fit import IterationFit, TimedIteration, fit_iterations
+from hpctrain.serve.plan.iteration_table import IterationTable
+from hpctrain.serve.plan.step_time import IterationLoad
 
 MADE = IterationFit(0.005, 0.002, 1e-5, 3e-4, 1e-7, 0.0)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
-from hpctrain.serving.load.answers import AnswerError, StreamedAnswer
-from hpctrain.serving.load.prompts import PromptStyle, request_body
-from hpctrain.serving.load.trace_file import read_trace
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.serve.load.answers import AnswerError, StreamedAnswer
+from hpctrain.serve.load.prompts import PromptStyle, request_body
+from hpctrain.serve.load.trace_file import read_trace
 
 
 def completion(text: str, reason: str | None = None) -> bytes:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from streaming_server import Behaviour, StreamingServer, streaming_server
 
-from hpctrain.plan.serving.traffic import Lengths, Requests, Traffic, draw_requests
-from hpctrain.serving.load.__main__ import main
-from hpctrain.serving.load.measurement import FailureKind, RequestRecord
-from hpctrain.serving.load.prompts import PromptStyle
-from hpctrain.serving.load.sending import LoadTarget, send_requests
+from hpctrain.serve.load.__main__ import main
+from hpctrain.serve.load.measurement import FailureKind, RequestRecord
+from hpctrain.serve.load.prompts import PromptStyle
+from hpctrain.serve.load.sending import LoadTarget, send_requests
+from hpctrain.serve.plan.traffic import Lengths, Requests, Traffic, draw_requests
 
 pytest.importorskip("aiohttp", reason="NOT TRIED: load tests need aiohttp")
 STYLE = PromptStyle(lowest_id=3, highest_id=99)
@@ -173,10 +173,10 @@ def test_a_missing_token_is_an_error_with_its_file(
 
 
 def test_the_program_imports_no_torch() -> None:
-    code = "import hpctrain.serving.load.__main__, sys; print(*sys.modules)"
+    code = "import hpctrain.serve.load.__main__, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     loaded = set(done.stdout.split())
-    assert "hpctrain.serving.load.sending" in loaded
+    assert "hpctrain.serve.load.sending" in loaded
     assert not loaded & {"torch", "pandas", "transformers", "scipy", "aiohttp"}
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpctrain.plan.serving.documents import Promise
-from hpctrain.plan.serving.traffic import Traffic
-from hpctrain.serving.load.measurement import ClientUse, Measurement, RequestRecord
-from hpctrain.serving.load.order_statistics import RankInterval, rank_interval, sample_quantile
-from hpctrain.serving.load.sending import LoadPlan, LoadResult, LoadTarget
-from hpctrain.serving.load.service_test import compare
-from hpctrain.serving.load.summary import summarize
+from hpctrain.serve.load.measurement import ClientUse, Measurement, RequestRecord
+from hpctrain.serve.load.order_statistics import RankInterval, rank_interval, sample_quantile
+from hpctrain.serve.load.sending import LoadPlan, LoadResult, LoadTarget
+from hpctrain.serve.load.service_test import compare
+from hpctrain.serve.load.summary import summarize
+from hpctrain.serve.plan.documents import Promise
+from hpctrain.serve.plan.traffic import Traffic
 
 TARGET = LoadTarget("http://127.0.0.1:1", "tiny")
 IDLE = ClientUse(cpu_share=0.1, lag_seconds=(0.001,), most_outstanding=3)

@@ -18,9 +18,9 @@ from variants import varied
 from waiting import wait_until
 
 from bench.free_ports import free_port
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.run_records import TrainerExit, write_record
-from hpctrain.store.service_records import Endpoint
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.run_records import TrainerExit, write_record
+from hpctrain.records.service_records import Endpoint
 
 LONG = {"model": SERVED_NAME, "prompt": "a b", "max_tokens": 150}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.serving.replica.answers import EngineAnswers, EngineLoad
-from hpctrain.serving.replica.health import STUCK_SECONDS, HealthWatch
+from hpctrain.serve.replica.answers import EngineAnswers, EngineLoad
+from hpctrain.serve.replica.health import STUCK_SECONDS, HealthWatch
 
 IDLE = EngineLoad(0, 10.0)
 

@@ -8,15 +8,15 @@ from typing import get_args
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
-from hpctrain.serving.engines.contract import (
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.serve.engines.contract import (
     CpuEngine,
     EngineStart,
     LoraAdapter,
     NodeOfReplica,
     TlsFiles,
 )
-from hpctrain.serving.engines.registry import SERVING_ENGINES, command_of, refusals_of
+from hpctrain.serve.engines.registry import SERVING_ENGINES, command_of, refusals_of
 from hpctrain.spec.service import ServingEngineName
 
 START = EngineStart(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.serving.tiny_llama import TinyShape, main, write_tiny_llama
+from hpctrain.serve.tiny_llama import TinyShape, main, write_tiny_llama
 
 
 def digests(directory: Path) -> dict[str, str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.store.supervise_config import SuperviseConfig
 
 
 def settings(**changes: Any) -> SuperviseConfig:

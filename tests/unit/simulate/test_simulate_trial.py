@@ -10,8 +10,11 @@ import pytest
 from published_failures import first_order_ettr
 from simulated_scenarios import scenario, settings
 
+from hpctrain.judge import launch_history
+from hpctrain.judge.causes import Cause
 from hpctrain.plan.forecast.attempts import Attempt, expected
 from hpctrain.plan.forecast.intervals import daly_seconds
+from hpctrain.records.ledger import Event, EventKind
 from hpctrain.simulate.failure_mixes import LLAMA3, MIXES
 from hpctrain.simulate.history_counter import HistoryCounter
 from hpctrain.simulate.interval_choice import auto_interval_seconds, choose, poisson_spares
@@ -19,9 +22,6 @@ from hpctrain.simulate.monte_carlo import Outcome, simulate
 from hpctrain.simulate.scenario import Scenario
 from hpctrain.simulate.simulated_run import NO_END, RunOutcome, SimulatedRun
 from hpctrain.simulate.training_stretch import Cycle, Stretch
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.judge import launch_history
-from hpctrain.supervise.judge.causes import Cause
 from hpctrain.telemetry.time_categories import Category
 
 DAY = 86400

@@ -23,13 +23,14 @@ from foreign_clusters import (
 )
 from virtual_clock import VirtualClock
 
-from hpctrain import clock
-from hpctrain.errors import InvalidInputError
-from hpctrain.nodes.survey_texts import mounts, node_survey
+from hpctrain.base import clock
+from hpctrain.base.disk_usage import Directory
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.site.detected import DetectedProfile, detected_profile
 from hpctrain.site.differences import differences
-from hpctrain.site.facts import Directory, LoginFacts, SiteFacts
+from hpctrain.site.facts import LoginFacts, SiteFacts
 from hpctrain.site.hardware import groups_of, known_gpu
+from hpctrain.site.survey_texts import mounts, node_survey
 from hpctrain.slurm.cluster_parse import nodes
 from hpctrain.slurm.cluster_queries import ClusterQueries
 from hpctrain.spec.loader import load_catalogue, load_profile

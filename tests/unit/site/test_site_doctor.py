@@ -9,9 +9,9 @@ import pytest
 from foreign_clusters import DGX_H100, GB200, MI250X, UNIVERSITY, config, partition
 from test_site_detected import CATALOGUE, LOGIN, site
 
+from hpctrain.base.disk_usage import Directory
 from hpctrain.site.detected import detected_profile
 from hpctrain.site.doctor import SiteFinding, judge_site
-from hpctrain.site.facts import Directory
 from hpctrain.spec.loader import load_profile
 from hpctrain.spec.profile import ClusterProfile
 

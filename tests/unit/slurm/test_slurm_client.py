@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
+from hpctrain.base.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import JobState, RequeueResult, SlurmClient, parse
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.process import Command, CommandResult

@@ -15,8 +15,8 @@ from foreign_clusters import (
 )
 from virtual_clock import VirtualClock
 
-from hpctrain import clock
-from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
+from hpctrain.base import clock
+from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import cluster_parse, settings
 from hpctrain.slurm.cluster_queries import ATTEMPTS, ClusterQueries
 from hpctrain.slurm.cluster_records import ClusterFacts, Leaf

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.errors import SlurmUnreachableError
+from hpctrain.base.errors import SlurmUnreachableError
 from hpctrain.slurm import RequeueResult, SlurmClient
 from hpctrain.slurm.process import Command, run_command
 
@@ -100,5 +100,10 @@ def test_the_room_is_light() -> None:
     loaded = set(done.stdout.split())
     assert not loaded & {"pydantic", "click", "jinja2", "rich", "torch", "json", "asyncio"}
     ours = {name for name in loaded if name.startswith("hpctrain.")}
-    allowed = {"hpctrain.errors", "hpctrain.units", "hpctrain.durable", "hpctrain.version"}
+    allowed = {
+        "hpctrain.base.errors",
+        "hpctrain.base.units",
+        "hpctrain.base.durable",
+        "hpctrain.version",
+    }
     assert {name for name in ours if not name.startswith("hpctrain.slurm")} <= allowed

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.job_end import CAUSES_OF_ENDS, text_of
 from hpctrain.slurm import JobEnd, JobHold, JobRecord, JobState, WaitReason
 from hpctrain.slurm.reasons import END_OF_STATE, job_end, job_hold, wait_reason
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.job_end import CAUSES_OF_ENDS, text_of
 
 
 @pytest.mark.parametrize(

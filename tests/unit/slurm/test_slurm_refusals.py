@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
+from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm.answers import accepted
 from hpctrain.slurm.process import CommandResult
 from hpctrain.slurm.refusals import hint_about

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.spec.catalogue import (
     MEMORY_TOLERANCE,
     Gpu,

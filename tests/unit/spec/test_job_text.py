@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from hpctrain.render.quoting import sh_expanded
+from hpctrain.job.render.quoting import sh_expanded
 from hpctrain.spec.job_text import expanded_names, job_text_parts, literal_text
 
 HOSTILE = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.loader import load_presets, load_run_spec
 from hpctrain.spec.presets import ModelPreset

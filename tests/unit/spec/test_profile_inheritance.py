@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.spec.loader import find_profile, load_profile, partition_profile
 from hpctrain.spec.resolved import write_resolved
 

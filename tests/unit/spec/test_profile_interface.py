@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.spec.loader import find_profile, load_profile
 
 TEXT = Path(find_profile("a100x64")).read_text()

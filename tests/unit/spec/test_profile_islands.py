@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.base.units import Duration
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.units import Duration
 
 TEXT = Path(find_profile("islands10b")).read_text()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
 from hpctrain.spec.loader import load_profile, load_run_spec, load_service_spec
 from hpctrain.spec.positions import parse_yaml
 from hpctrain.spec.profile import ClusterProfile

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.base.units import Latency
 from hpctrain.spec.loader import load_run_spec, load_service_spec
-from hpctrain.units import Latency
 
 VALID = """\
 kind: service

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
+from hpctrain.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.spec.run import BudgetName
-from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 
 
 def test_every_cause_with_a_budget_has_a_name_in_the_spec() -> None:

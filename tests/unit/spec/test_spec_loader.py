@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from wrong_specs import VALID, problems_of, shown
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.spec.loader import (
     PACKAGED_PROFILES,
     find_profile,

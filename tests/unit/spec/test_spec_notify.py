@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.spec.loader import load_run_spec
 
 SPEC = """\

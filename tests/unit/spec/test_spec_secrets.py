@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from wrong_specs import VALID, problems_of, shown
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.spec.loader import load_profile, load_run_spec
 
 VALUE = "0123abcd" * 4

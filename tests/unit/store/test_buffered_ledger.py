@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import BufferedLedger, EventKind, Ledger
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import BufferedLedger, EventKind, Ledger
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_line_is_there_once_whether_or_not_the_failed_try_has_written_it(
         def fail(*_: object) -> int:
             raise OSError(5, "Input/output error")
 
-        broken.setattr(f"hpctrain.durable.os.{name}", fail)
+        broken.setattr(f"hpctrain.base.durable.os.{name}", fail)
         ledger.append(EventKind.OBSERVED, reason="second")
         assert len(ledger.waiting) == 1
         assert reasons(ledger) == ["first", "second"]

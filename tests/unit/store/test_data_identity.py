@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import HpctrainError
-from hpctrain.store import data_identity
-from hpctrain.store.data_identity import (
+from hpctrain.base.errors import HpctrainError
+from hpctrain.records import data_identity
+from hpctrain.records.data_identity import (
     DataIdentity,
     InterruptedReadingError,
     compare,

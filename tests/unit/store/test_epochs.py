@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.store.epochs import claim_epoch, current_epoch
+from hpctrain.records.epochs import claim_epoch, current_epoch
 
 FORK = multiprocessing.get_context("fork")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
-from hpctrain.store.evaluations import (
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.records.evaluations import (
     Evaluation,
     EvaluationEvent,
     EvaluationJob,
@@ -19,7 +19,7 @@ from hpctrain.store.evaluations import (
     read_evaluations_of,
     submission_lock,
 )
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 
 KEY = ("score", 8, 1)
 JOBS = (("score", 4), ("other", 20))

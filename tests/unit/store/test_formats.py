@@ -12,18 +12,16 @@ from command_line import hpctrain
 from old_runs import NOVEMBER_2026, unpack
 from trainer_documents import train_json
 
-from hpctrain.actions.run_documents import known_plan, known_train_config
-from hpctrain.actions.runs import RunFiles
-from hpctrain.checkpoints.manifest import MANIFEST_NAME, read_manifest
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.base.formats import NewerFormatError
 from hpctrain.engines.train_json import train_config_of
-from hpctrain.errors import InvalidInputError
-from hpctrain.formats import NewerFormatError
-from hpctrain.nodes.record import NodeLedger
-from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.store.data_identity import read_identity
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import BufferedLedger, EventKind
-from hpctrain.store.run_records import (
+from hpctrain.records.data_identity import read_identity
+from hpctrain.records.find import RunFiles
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import BufferedLedger, EventKind
+from hpctrain.records.manifest import MANIFEST_NAME, read_manifest
+from hpctrain.records.node_record import NodeLedger
+from hpctrain.records.run_records import (
     DoneMarker,
     ExitRecord,
     Progress,
@@ -34,12 +32,14 @@ from hpctrain.store.run_records import (
     read_saves,
     tail_metrics,
 )
-from hpctrain.store.supervise_config import (
+from hpctrain.records.supervise_config import (
     SuperviseConfig,
     known_supervise_config,
     read_supervise_config,
 )
-from hpctrain.store.supervise_inputs import read_inputs
+from hpctrain.records.supervise_inputs import read_inputs
+from hpctrain.runs.run_documents import known_plan, known_train_config
+from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.version import __version__
 
 # Every reader of a document that carries a version, and the file that it reads.

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from step_rows import trained_step
 
-from hpctrain.store.known_steps import fresh_start_pending, known_steps
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.run_records import (
+from hpctrain.records.known_steps import fresh_start_pending, known_steps
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.run_records import (
     Progress,
     SaveRecord,
     append_metrics,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 
 
 def test_a_new_run_directory_is_private(tmp_path: Path) -> None:

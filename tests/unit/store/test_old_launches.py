@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from fabricated_runs import STARTED, SUBMITTED, fabricate, said
 
-from hpctrain.store import old_launches
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.old_launches import (
+from hpctrain.records import old_launches
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.old_launches import (
     exits_by_launch,
     log_archives,
     logs_by_launch,

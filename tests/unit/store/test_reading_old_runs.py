@@ -14,9 +14,9 @@ import pytest
 from command_line import hpctrain
 from old_runs import ARCHIVES, NOVEMBER_2026, unpack
 
-from hpctrain.actions.runs import RunFiles
+from hpctrain.records.find import RunFiles
+from hpctrain.records.requests import user_name
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.store.requests import user_name
 
 COMMANDS = {
     "status": ("status", "{run}", "--json"),

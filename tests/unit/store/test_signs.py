@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from step_rows import trained_step
 
-from hpctrain.errors import StorageError
-from hpctrain.store.exit_records import (
+from hpctrain.base.errors import StorageError
+from hpctrain.records.exit_records import (
     rank_0_has_exited,
     read_agent_records,
     read_exit_records,
     write_agent_record,
     write_exit_record,
 )
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import (
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import (
     AgentRecord,
     DoneMarker,
     ExitRecord,
@@ -169,9 +169,9 @@ def test_ranks_of_one_node_append_at_the_same_time(run: RunLayout) -> None:
     run.train_config.touch()
     program = (
         "import sys; from pathlib import Path\n"
-        "from hpctrain.store.exit_records import write_exit_record\n"
-        "from hpctrain.store.layout import RunLayout\n"
-        "from hpctrain.store.run_records import ExitRecord\n"
+        "from hpctrain.records.exit_records import write_exit_record\n"
+        "from hpctrain.records.layout import RunLayout\n"
+        "from hpctrain.records.run_records import ExitRecord\n"
         "rank = int(sys.argv[2])\n"
         "sys.stdin.readline()\n"
         "for step in range(20):\n"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from old_runs import NOVEMBER_2026, unpack
 
-from hpctrain.formats import NewerFormatError
-from hpctrain.store import step_times
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import StepMetrics, append_metrics, read_metrics
-from hpctrain.store.step_times import StepTime, read_step_times
+from hpctrain.base.formats import NewerFormatError
+from hpctrain.records import step_times
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import StepMetrics, append_metrics, read_metrics
+from hpctrain.records.step_times import StepTime, read_step_times
 
 ROW = StepMetrics(
     step=3, epoch=2, time=1.5e9, loss=2.0, loss_hex="0x1p+1", grad_norm=None, learning_rate=1e-9,

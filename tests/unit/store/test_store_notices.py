@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.store import notices
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.notices import Outbox, SendRecord, SendState, read_outbox
+from hpctrain.records import notices
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.notices import Outbox, SendRecord, SendState, read_outbox
 
 NOW = 1_000_000.0
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.requests import (
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.requests import (
     ask_trainer_to_leave,
     clear_followed_requests,
     clear_stale_requests,

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.stacks import StackDump, dump_header
 
 RUN, EPOCH, RANK, NODE, PLACE = sys.argv[1:6]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
+from hpctrain.judge.documents import JobFacts, LaunchEvidence
+from hpctrain.records.run_records import ExitRecord
+from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.slurm.states import JobState
-from hpctrain.store.run_records import ExitRecord
-from hpctrain.store.supervise_config import SuperviseConfig
-from hpctrain.supervise.judge.documents import JobFacts, LaunchEvidence
 
 NOTHING = LaunchEvidence(
     srun_exit_code=1,

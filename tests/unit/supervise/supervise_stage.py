@@ -15,15 +15,15 @@ from typing import cast
 
 from supervise_facts import config
 
+from hpctrain.judge.probe_results import ProbeResult
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import Event, EventKind, Ledger
+from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord, RequeueAnswer, StepRecord
 from hpctrain.slurm.states import JobState
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import Event, EventKind, Ledger
-from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.judge.probe_results import ProbeResult
 from hpctrain.supervise.loop import Supervisor
 
 JOB_ID = 5

@@ -11,18 +11,18 @@ import pytest
 from fabricated_runs import SUBMITTED, fabricate, published
 from virtual_clock import VirtualClock
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
-from hpctrain.slurm.client import SlurmClient
-from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.slurm.records import TestOnlyAnswer
-from hpctrain.slurm.states import JobState
-from hpctrain.store.evaluations import (
+from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
+from hpctrain.records.evaluations import (
     EvaluationJob,
     EvaluationSettings,
     read_evaluations_of,
 )
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.find import RunFiles
+from hpctrain.records.layout import RunLayout
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.records import TestOnlyAnswer
+from hpctrain.slurm.states import JobState
 from hpctrain.supervise.evaluation_jobs import EvaluationPass, EvaluationThread
 from hpctrain.supervise.evaluation_result import record
 

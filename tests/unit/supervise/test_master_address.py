@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.spec.loader import load_profile
 from hpctrain.supervise.master_address import master_address

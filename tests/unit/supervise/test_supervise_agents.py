@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from supervise_facts import NOTHING, exit_record
 
+from hpctrain.judge.agent_failures import failures_below_agents
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.classify import classify
+from hpctrain.judge.documents import LogFinding
+from hpctrain.records.run_records import AgentRecord, ExitRecord, RankEnd
 from hpctrain.slurm.messages import TaskFailure, read_task_failure
-from hpctrain.store.run_records import AgentRecord, ExitRecord, RankEnd
-from hpctrain.supervise.judge.agent_failures import failures_below_agents
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import LogFinding
 
 T = 1_000_000.0
 

@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 from supervise_facts import NOTHING, config, exit_record, exits
 
-from hpctrain.slurm.messages import read_task_failure
-from hpctrain.store.run_records import ExitRecord
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import (
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.classify import classify
+from hpctrain.judge.documents import (
     ActionKind,
     History,
     LaunchEvidence,
@@ -20,8 +18,10 @@ from hpctrain.supervise.judge.documents import (
     Suspicion,
     UnfitNode,
 )
-from hpctrain.supervise.judge.policy import decide
-from hpctrain.supervise.judge.shared_failures import Extent, extent
+from hpctrain.judge.policy import decide
+from hpctrain.judge.shared_failures import Extent, extent
+from hpctrain.records.run_records import ExitRecord
+from hpctrain.slurm.messages import read_task_failure
 
 PAIR, FOUR = ("n0", "n1"), ("n0", "n1", "n2", "n3")
 MISSING = "/data/text.bin: data file not found"

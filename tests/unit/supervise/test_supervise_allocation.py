@@ -7,8 +7,7 @@ import itertools
 import pytest
 from supervise_facts import config
 
-from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
-from hpctrain.supervise.judge.launch_nodes import (
+from hpctrain.judge.launch_nodes import (
     Allocation,
     Placement,
     full_nodes,
@@ -16,6 +15,7 @@ from hpctrain.supervise.judge.launch_nodes import (
     place,
     place_command,
 )
+from hpctrain.records.supervise_config import LaunchShape, SuperviseConfig
 
 FIVE = Allocation(("n0", "n1", "n2", "n3", "n4"))
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from hpctrain.supervise.judge.preflight_format import MARK
-from hpctrain.supervise.judge.probe_results import NodeProblem, NodeResult, NodeResults, ProbeResult
+from hpctrain.judge.preflight_format import MARK
+from hpctrain.judge.probe_results import NodeProblem, NodeResult, NodeResults, ProbeResult
 
 T = 1_800_000_000.0
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.errors import UsageError
-from hpctrain.store.ledger import Event
+from hpctrain.base.errors import UsageError
+from hpctrain.judge.causes import Cause
+from hpctrain.records.ledger import Event
 from hpctrain.supervise.attempt import (
     JobAttempt,
     attempt_from,
     unfinished_attempt,
     why_lost,
 )
-from hpctrain.supervise.judge.causes import Cause
 
 VARIABLES = {
     "SLURM_JOB_ID": "5",

@@ -8,9 +8,9 @@ import pytest
 from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 
-from hpctrain.store.jobs import awaited_run
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.records.jobs import awaited_run
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind, Ledger
 
 
 @pytest.fixture

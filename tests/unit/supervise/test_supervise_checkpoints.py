@@ -14,13 +14,10 @@ from supervise_facts import NOTHING, config, exit_record
 from supervise_stage import Stage
 
 from hpctrain.checkpoints.publish import Retention, published_steps
-from hpctrain.slurm.messages import TaskFailure
-from hpctrain.store.ledger import Event, EventKind, Ledger
-from hpctrain.store.run_records import ExitRecord, SaveRecord, append_save
-from hpctrain.supervise.judge import policy
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import (
+from hpctrain.judge import policy
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.classify import classify
+from hpctrain.judge.documents import (
     Action,
     ActionKind,
     LaunchEvidence,
@@ -28,13 +25,16 @@ from hpctrain.supervise.judge.documents import (
     Situation,
     Verdict,
 )
-from hpctrain.supervise.judge.launch_history import (
+from hpctrain.judge.launch_history import (
     history,
     loaded_instead,
     pending_rejections,
     pinned_steps,
 )
-from hpctrain.supervise.judge.policy import decide
+from hpctrain.judge.policy import decide
+from hpctrain.records.ledger import Event, EventKind, Ledger
+from hpctrain.records.run_records import ExitRecord, SaveRecord, append_save
+from hpctrain.slurm.messages import TaskFailure
 from hpctrain.supervise.srun_launch import Ended, TrainerLauncher
 
 # -- gone --------------------------------------------------------------------------------------

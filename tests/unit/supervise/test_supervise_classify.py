@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 from supervise_facts import NOTHING, SILENT, exits, job
 
-from hpctrain.slurm.messages import read_notice, read_task_failure
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import (
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.classify import classify
+from hpctrain.judge.documents import (
     LaunchEvidence,
     Stall,
 )
+from hpctrain.slurm.messages import read_notice, read_task_failure
 
 PREEMPTION = (
     "slurmstepd: error: *** STEP 5.0 ON n0 CANCELLED AT 2026-03-01T10:00:00 DUE TO PREEMPTION ***"

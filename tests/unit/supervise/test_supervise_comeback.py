@@ -8,8 +8,8 @@ import pytest
 from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 
+from hpctrain.records.ledger import Event, EventKind, Ledger
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import Event, EventKind, Ledger
 from hpctrain.supervise.restarted_job import standing_stop
 
 

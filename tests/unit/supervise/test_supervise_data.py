@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from supervise_stage import Stage
 
-from hpctrain.store.data_identity import (
+from hpctrain.records.data_identity import (
     DataIdentity,
     compare,
     identify_file,
     read_identity,
     write_identity,
 )
-from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.records.ledger import EventKind, Ledger
 
 
 @pytest.fixture

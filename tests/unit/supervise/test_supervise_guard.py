@@ -14,7 +14,7 @@ from supervise_stage import JOB_ID, PATIENCE_SECONDS, Stage
 from virtual_clock import ShiftedClock, VirtualClock
 from waiting import wait_until
 
-from hpctrain import clock
+from hpctrain.base import clock
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise import termination_guard as guard_module
 from hpctrain.supervise.termination_guard import FileSystemCheck, Guard

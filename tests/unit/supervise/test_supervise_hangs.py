@@ -17,11 +17,14 @@ from supervise_stage import JOB_ID, PATIENCE_SECONDS, Stage
 from virtual_clock import ShiftedClock
 from waiting import wait_until
 
+from hpctrain.judge import silence_limits
+from hpctrain.judge.odd_stacks import NO_STACK
+from hpctrain.judge.silence_limits import StallLimits
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import Progress, write_record
 from hpctrain.slurm.messages import waits_for_step
 from hpctrain.slurm.states import JobState
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import Progress, write_record
 from hpctrain.supervise.evidence import (
     launch_watch,
     run_dir_snapshot,
@@ -34,9 +37,6 @@ from hpctrain.supervise.evidence.run_dir_snapshot import (
     RunDirReader,
     RunDirSnapshot,
 )
-from hpctrain.supervise.judge import silence_limits
-from hpctrain.supervise.judge.odd_stacks import NO_STACK
-from hpctrain.supervise.judge.silence_limits import StallLimits
 from hpctrain.supervise.srun_process import SrunProcess
 from hpctrain.supervise.timeouts import run_with_timeout
 

@@ -6,9 +6,9 @@ import pytest
 from supervise_facts import config
 from supervise_stage import Stage, StageSlurm
 
-from hpctrain.errors import SlurmUnreachableError
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.supervise_config import GroupSettings, TopologySettings
+from hpctrain.base.errors import SlurmUnreachableError
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.supervise_config import GroupSettings, TopologySettings
 
 TOPOLOGY = TopologySettings(
     plugin="tree",

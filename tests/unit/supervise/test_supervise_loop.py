@@ -15,18 +15,18 @@ from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 from virtual_clock import VirtualClock
 
-from hpctrain.durable import replace_text
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.durable import replace_text
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.judge.probe_results import NodeResult, ProbeResult
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.requests import ask_trainer_to_leave
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import RequeueAnswer, StepRecord
 from hpctrain.slurm.states import JobState
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.requests import ask_trainer_to_leave
 from hpctrain.supervise import srun_launch
 from hpctrain.supervise.act import requeue as requeue_module
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
-from hpctrain.supervise.judge.probe_results import NodeResult, ProbeResult
 
 
 def test_a_run_that_is_done(stage: Stage) -> None:
@@ -268,7 +268,7 @@ def test_a_cancel_of_before_this_attempt_is_over(stage: Stage, job_id: int) -> N
 def test_cancelled_while_it_waits_for_a_relaunch(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 600.0)
+    monkeypatch.setattr("hpctrain.judge.policy._FIRST_DELAY_SECONDS", 600.0)
 
     def cancelled() -> None:
         stage.slurm.change(state=JobState.COMPLETING)
@@ -286,7 +286,7 @@ def test_the_time_limit_comes_while_it_waits_for_a_relaunch(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has asked for an end: Slurm takes the requeue of a job that it is ending."""
-    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 600.0)
+    monkeypatch.setattr("hpctrain.judge.policy._FIRST_DELAY_SECONDS", 600.0)
 
     def over() -> None:
         stage.slurm.change(state=JobState.COMPLETING, reason="TimeLimit")
@@ -323,7 +323,7 @@ def test_a_signal_that_was_set_aside_shortens_no_later_pause(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What others have to repair is not tried at once, whatever came before."""
-    monkeypatch.setattr("hpctrain.supervise.judge.policy._SLOW_FIRST_DELAY_SECONDS", 0.6)
+    monkeypatch.setattr("hpctrain.judge.policy._SLOW_FIRST_DELAY_SECONDS", 0.6)
     fault = [OSError(116, "Stale file handle")]
     real = srun_launch.fence_off
 
@@ -366,11 +366,11 @@ def test_a_signal_of_a_node_that_goes_down(stage: Stage, answer: ProbeResult) ->
 
 
 def test_a_signal_between_two_launches(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 600.0)
+    monkeypatch.setattr("hpctrain.judge.policy._FIRST_DELAY_SECONDS", 600.0)
     stage.probe = WELL
 
     def sent() -> None:
-        monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 0.01)
+        monkeypatch.setattr("hpctrain.judge.policy._FIRST_DELAY_SECONDS", 0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
     stage.once(lambda: stage.actions, sent)

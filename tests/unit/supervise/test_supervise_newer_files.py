@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from supervise_stage import Stage
 
-from hpctrain.checkpoints.manifest import MANIFEST_NAME, checkpoint_name
+from hpctrain.base.errors import StorageError
+from hpctrain.base.formats import NewerFormatError
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.errors import StorageError
-from hpctrain.formats import NewerFormatError
-from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.manifest import MANIFEST_NAME, checkpoint_name
 from hpctrain.supervise.evidence.run_dir_snapshot import BackgroundReader, RunDirSnapshot
 
 

@@ -7,20 +7,20 @@ import random
 import pytest
 from supervise_facts import config
 
-from hpctrain.store.supervise_config import LaunchShape, TopologySettings
-from hpctrain.supervise.judge.launch_nodes import (
+from hpctrain.judge.launch_nodes import (
     Allocation,
     host_file_lines,
     place,
     place_command,
 )
-from hpctrain.supervise.judge.node_order import (
+from hpctrain.judge.node_order import (
     NodePlacement,
     details,
     judge_placement,
     order_by_leaf,
     summary,
 )
+from hpctrain.records.supervise_config import LaunchShape, TopologySettings
 
 
 def topology(*groups: tuple[str, int, int], **others: object) -> TopologySettings:

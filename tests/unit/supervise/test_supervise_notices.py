@@ -14,13 +14,13 @@ from supervise_stage import Stage
 from virtual_clock import ShiftedClock
 from webhook_server import Webhook, webhook
 
-from hpctrain.actions.notify import send_notices
-from hpctrain.actions.runs import RunFiles
 from hpctrain.notify import channels
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.notices import read_outbox
+from hpctrain.records.supervise_config import ChannelSettings, NotifySettings
+from hpctrain.runs.notify import send_notices
 from hpctrain.slurm.records import RequeueAnswer
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.notices import read_outbox
-from hpctrain.store.supervise_config import ChannelSettings, NotifySettings
 from hpctrain.supervise import notice_sender
 
 SECRET = "verysecretpath"
@@ -144,8 +144,8 @@ def test_a_run_that_fails_with_its_disk_is_told(
     supervisor = stage.supervisor("await:full config")
 
     def fill() -> None:
-        monkeypatch.setattr("hpctrain.durable.append_line", full)
-        monkeypatch.setattr("hpctrain.store.notices.create_exclusive", full)
+        monkeypatch.setattr("hpctrain.base.durable.append_line", full)
+        monkeypatch.setattr("hpctrain.records.notices.create_exclusive", full)
         (stage.layout.directory / "full").touch()
 
     monkeypatch.setattr("hpctrain.supervise.storage_retry._PATIENCE_SECONDS", 1.0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.store.ledger import Event
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.launch_history import (
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.launch_history import (
     history,
     mean_time_to_failure,
     pending_rollback,
     pinned_steps,
 )
+from hpctrain.records.ledger import Event
 
 
 def event(kind: str, time: float = 0.0, **fields: object) -> Event:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from supervise_facts import config
 
-from hpctrain.store.supervise_config import SuperviseConfig
-from hpctrain.supervise.judge.silence_limits import SilenceMonitor, StallLimits
+from hpctrain.judge.silence_limits import SilenceMonitor, StallLimits
+from hpctrain.records.supervise_config import SuperviseConfig
 
 CAP, SETUP_CAP = 600.0, 1800.0
 ALL_PHASES = ("starting", "loading", "training", "saving", "evaluating", "profiling", "leaving")

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from supervise_facts import config
 
-from hpctrain.store.supervise_config import SuperviseConfig
-from hpctrain.supervise.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES, Cause
-from hpctrain.supervise.judge.documents import ActionKind, History, Situation, Verdict
-from hpctrain.supervise.judge.policy import RETRIES, budget_of, decide
+from hpctrain.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES, Cause
+from hpctrain.judge.documents import ActionKind, History, Situation, Verdict
+from hpctrain.judge.policy import RETRIES, budget_of, decide
+from hpctrain.records.supervise_config import SuperviseConfig
 
 HERE = Situation()
 GONE = Situation(keeps_nodes=False)

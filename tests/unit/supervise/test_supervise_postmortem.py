@@ -10,13 +10,13 @@ import pytest
 from supervise_facts import NOTHING
 from told_stories import BEGIN, End, Story
 
-from hpctrain.store.layout import RunLayout
-from hpctrain.supervise.catalogue import load_signatures
+from hpctrain.judge.catalogue import load_signatures
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.classify import classify
+from hpctrain.judge.probe_results import KernelLine, NodeResult, ProbeResult
+from hpctrain.records.layout import RunLayout
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.evidence.failed_launch import Traces, find_lines, newest_logged_step
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.probe_results import KernelLine, NodeResult, ProbeResult
 
 RESET = "DistNetworkError: Connection reset by peer"
 OFF_BUS = "NVRM: Xid (PCI:0000:cb:00): 79, pid=1, name=python3, GPU has fallen off the bus."

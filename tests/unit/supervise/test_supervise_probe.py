@@ -13,7 +13,8 @@ import pytest
 from virtual_clock import VirtualClock
 from waiting import wait_until
 
-from hpctrain.errors import SlurmUnreachableError
+from hpctrain.base.errors import SlurmUnreachableError
+from hpctrain.judge.probe_results import NodeResult, NodeResults, ProbeResult
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord, NodeState
@@ -25,7 +26,6 @@ from hpctrain.supervise.evidence.probe import (
     _Stragglers,
     probe_nodes,
 )
-from hpctrain.supervise.judge.probe_results import NodeResult, NodeResults, ProbeResult
 
 NODES = ("n0", "n1", "n2", "n3")
 JOB = JobRecord(5, state=JobState.RUNNING, node_list="n[0-3]", restart_count=0)

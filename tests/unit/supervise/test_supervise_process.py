@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
-from hpctrain import reserved_ports
+from hpctrain.base import reserved_ports
 from hpctrain.sandbox.ports import HIGHEST
 from hpctrain.supervise.srun_process import Signals, SrunProcess, reserve_port
 

@@ -8,15 +8,15 @@ from typing import get_args
 import pytest
 from supervise_facts import NOTHING, config, exits
 
-from hpctrain.actions.policy_preview import budgets, preview_policy
-from hpctrain.store.ledger import Event
-from hpctrain.store.run_records import Phase
-from hpctrain.supervise.judge.causes import Cause, can_happen
-from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import ActionKind, History, Situation, Verdict
-from hpctrain.supervise.judge.launch_history import history
-from hpctrain.supervise.judge.policy import decide
-from hpctrain.supervise.judge.silence_limits import StallLimits
+from hpctrain.judge.causes import Cause, can_happen
+from hpctrain.judge.classify import classify
+from hpctrain.judge.documents import ActionKind, History, Situation, Verdict
+from hpctrain.judge.launch_history import history
+from hpctrain.judge.policy import decide
+from hpctrain.judge.silence_limits import StallLimits
+from hpctrain.records.ledger import Event
+from hpctrain.records.run_records import Phase
+from hpctrain.runs.policy_preview import budgets, preview_policy
 
 SERVES = config().model_copy(update={"serves": True})
 HERE = Situation()

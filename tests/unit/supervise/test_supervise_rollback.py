@@ -8,9 +8,9 @@ import pytest
 from step_rows import trained_step
 from trainer_documents import train_json
 
-from hpctrain.errors import StorageError
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import SkipList, append_metrics, read_record
+from hpctrain.base.errors import StorageError
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import SkipList, append_metrics, read_record
 from hpctrain.supervise.act.rollback import skip_batches
 
 BATCH = 8

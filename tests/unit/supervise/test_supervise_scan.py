@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from told_stories import SCANNER
 
-from hpctrain.supervise.catalogue import load_signatures
+from hpctrain.judge.catalogue import load_signatures
+from hpctrain.judge.causes import Cause
 from hpctrain.supervise.evidence.line_times import line_time
 from hpctrain.supervise.evidence.log_scan import (
     UNREAD,
@@ -18,7 +19,6 @@ from hpctrain.supervise.evidence.log_scan import (
     newest_step,
     read_signatures,
 )
-from hpctrain.supervise.judge.causes import Cause
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB."
 STALE = "OSError: [Errno 116] Stale file handle"

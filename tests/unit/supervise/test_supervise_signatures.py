@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.judge.catalogue import load_signatures
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.signatures import LONGEST_LINE, Signature, Signatures, Where, unsafe
 from hpctrain.spec.loader import profile_names
-from hpctrain.supervise.catalogue import load_signatures
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.signatures import LONGEST_LINE, Signature, Signatures, Where, unsafe
 
 KNOWN = load_signatures()
 PLAIN = [one for one in KNOWN.signatures if one.role != "advice"]

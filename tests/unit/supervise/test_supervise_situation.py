@@ -9,20 +9,20 @@ from typing import cast
 import pytest
 from supervise_facts import NOTHING, config
 
-from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.documents import Situation, Suspicion, Verdict
+from hpctrain.judge.launch_nodes import Allocation
+from hpctrain.judge.probe_results import NodeProblem, NodeResult, ProbeResult
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import BufferedLedger, Event, EventKind
+from hpctrain.records.node_record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
+from hpctrain.records.run_records import Progress
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import BufferedLedger, Event, EventKind
-from hpctrain.store.run_records import Progress
 from hpctrain.supervise.attempt import JobAttempt
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.decision_inputs import assess, blame_lost_attempt
 from hpctrain.supervise.evidence.lost_nodes import REBOOT_SECONDS, gone_nodes
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Situation, Suspicion, Verdict
-from hpctrain.supervise.judge.launch_nodes import Allocation
-from hpctrain.supervise.judge.probe_results import NodeProblem, NodeResult, ProbeResult
 from hpctrain.supervise.srun_launch import Ended
 from hpctrain.supervise.srun_process import Signals
 

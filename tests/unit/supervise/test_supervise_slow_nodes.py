@@ -7,27 +7,27 @@ from dataclasses import replace
 import pytest
 from supervise_facts import NOTHING, config, exit_record
 
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.speed_checks import SlowPart, SpeedCheck
-from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import (
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.classify import classify
+from hpctrain.judge.documents import (
     ActionKind,
     History,
     Situation,
     Suspicion,
     UnfitNode,
 )
-from hpctrain.supervise.judge.launch_nodes import Allocation, Placement, place
-from hpctrain.supervise.judge.policy import budget_of, decide
-from hpctrain.supervise.judge.slow_nodes import (
+from hpctrain.judge.launch_nodes import Allocation, Placement, place
+from hpctrain.judge.policy import budget_of, decide
+from hpctrain.judge.slow_nodes import (
     certain_nodes,
     launches_ended,
     replaceable_nodes,
     slow_nodes_of,
     summary,
 )
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.speed_checks import SlowPart, SpeedCheck
+from hpctrain.records.supervise_config import LaunchShape, SuperviseConfig
 
 NODES = ("n0", "n1")
 SIZES = tuple(LaunchShape(nodes=n, tasks=n, train_config=f"train-{n}.json") for n in (2, 1))

@@ -16,9 +16,7 @@ import pytest
 from virtual_clock import VirtualClock
 
 import hpctrain
-from hpctrain.store.layout import RunLayout
-from hpctrain.supervise.evidence import stack_files
-from hpctrain.supervise.judge.odd_stacks import (
+from hpctrain.judge.odd_stacks import (
     NO_STACK,
     OTHER_WRITERS,
     OWN_WRITER,
@@ -28,6 +26,8 @@ from hpctrain.supervise.judge.odd_stacks import (
     places,
     ranges,
 )
+from hpctrain.records.layout import RunLayout
+from hpctrain.supervise.evidence import stack_files
 
 PACKAGE = Path(hpctrain.__file__).parents[1]
 SITE = "/env/lib/python3.11/site-packages"

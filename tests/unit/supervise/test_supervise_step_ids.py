@@ -9,10 +9,10 @@ from typing import cast
 import pytest
 from supervise_facts import config
 
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind, Ledger
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.supervise import step_ids
 from hpctrain.supervise.attempt import JobAttempt
 from hpctrain.supervise.context import AttemptContext

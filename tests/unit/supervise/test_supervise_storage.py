@@ -14,14 +14,14 @@ from supervise_stage import JOB_ID, Stage
 from virtual_clock import ShiftedClock
 from waiting import wait_until
 
-from hpctrain.errors import StorageError
+from hpctrain.base.errors import StorageError
+from hpctrain.records.epochs import current_epoch
+from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.requests import read_request
+from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.store.epochs import current_epoch
-from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.requests import read_request
-from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise import settings, srun_launch
 from hpctrain.supervise.loop import Supervisor
 from hpctrain.supervise.settings import end_without_settings, wait_for_settings

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from trainer_documents import train_json
 
-from hpctrain.store.run_records import RankTimes
+from hpctrain.judge.stragglers import Stragglers, one_stage, slowness
+from hpctrain.records.run_records import RankTimes
 from hpctrain.supervise.evidence.launch_watch import read_pipeline_stages
-from hpctrain.supervise.judge.stragglers import Stragglers, one_stage, slowness
 
 NODES = ("n0", "n0", "n1", "n1")
 

@@ -12,15 +12,18 @@ import pytest
 from supervise_facts import config
 from virtual_clock import VirtualClock
 
-from hpctrain.errors import SlurmRefusedError
+from hpctrain.base.errors import SlurmRefusedError
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.documents import Verdict
+from hpctrain.judge.lost_attempts import why_ended
+from hpctrain.records.jobs import cancel_requested, generation, job_ids
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import BufferedLedger, EventKind
+from hpctrain.records.run_records import Progress, write_record
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord, SubmittedJob
 from hpctrain.slurm.states import JobState
-from hpctrain.store.jobs import cancel_requested, generation, job_ids
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import BufferedLedger, EventKind
-from hpctrain.store.run_records import Progress, write_record
 from hpctrain.supervise.act.successor import (
     adopt_own_job,
     end_succession,
@@ -31,9 +34,6 @@ from hpctrain.supervise.act.successor import (
 from hpctrain.supervise.attempt import JobAttempt
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.decision_inputs import allocation_of, assess
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Verdict
-from hpctrain.supervise.judge.lost_attempts import why_ended
 from hpctrain.supervise.srun_process import Signals
 
 Mode = Literal["requeue", "chain", "singleton", "array", "none"]

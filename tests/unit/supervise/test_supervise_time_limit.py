@@ -15,15 +15,15 @@ from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 from virtual_clock import ShiftedClock, VirtualClock
 
-from hpctrain.actions.describe import describe
-from hpctrain.actions.runs import RunFiles
+from hpctrain.judge.stop_lead import stop_lead
+from hpctrain.records.find import RunFiles
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import SaveRecord, StepMetrics, append_metrics, append_save
+from hpctrain.runs.describe import describe
 from hpctrain.slurm.states import JobState
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import SaveRecord, StepMetrics, append_metrics, append_save
 from hpctrain.supervise import loop, time_limit
 from hpctrain.supervise.attempt import attempt_from
 from hpctrain.supervise.evidence import launch_watch
-from hpctrain.supervise.judge.stop_lead import stop_lead
 from hpctrain.supervise.time_limit import (
     JobTimeLimit,
     StopTime,
@@ -325,7 +325,7 @@ def test_a_pause_leads_to_no_launch_that_cannot_finish(
     warned: Stage, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     delay = 600.0 if how == "USR1" else 0.1
-    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", delay)
+    monkeypatch.setattr("hpctrain.judge.policy._FIRST_DELAY_SECONDS", delay)
 
     def happens() -> None:
         if how == "USR1":
@@ -354,7 +354,7 @@ def test_a_pause_leads_to_no_launch_that_cannot_finish(
 
 @pytest.mark.parametrize("kind", ["stop", "hold"])
 def test_a_request_ends_a_pause(warned: Stage, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 600.0)
+    monkeypatch.setattr("hpctrain.judge.policy._FIRST_DELAY_SECONDS", 600.0)
     warned.once(lambda: warned.actions, lambda: (warned.layout.control / kind).touch())
     began = time.monotonic()
     warned.play("crash", "done")
@@ -415,8 +415,8 @@ def test_a_failure_in_a_start_that_is_asked_to_stop_costs_no_budget(warned: Stag
     warned.once((warned.layout.directory / "srun.pid").exists, lambda: asked(warned, "USR1"))
 
     def yielded() -> None:
-        from hpctrain.store.exit_records import write_exit_record
-        from hpctrain.store.run_records import ExitRecord
+        from hpctrain.records.exit_records import write_exit_record
+        from hpctrain.records.run_records import ExitRecord
 
         values: dict[str, Any] = dict(epoch=1, rank=1, node="n0", outcome="yielded", step=0)
         record = ExitRecord(**values, exit_code=75, time=1.0)

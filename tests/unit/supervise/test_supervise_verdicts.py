@@ -9,10 +9,10 @@ import pytest
 from supervise_facts import NOTHING, SILENT, job
 from told_stories import End, Story
 
+from hpctrain.judge.causes import FINAL_CAUSES, Cause
+from hpctrain.judge.classify import classify
+from hpctrain.judge.documents import LaunchEvidence, LogFinding, OddRank, Stall
 from hpctrain.slurm.messages import read_notice, read_task_failure
-from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
-from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import LaunchEvidence, LogFinding, OddRank, Stall
 
 NCCL_TIMEOUT = (
     "[rank{rank}]:[E1121 05:33:37.123456789 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog "

@@ -18,13 +18,9 @@ from supervise_stage import Stage
 from trainer_documents import train_json
 from virtual_clock import VirtualClock
 
-from hpctrain.slurm.backoff import Backoff
-from hpctrain.slurm.messages import TaskFailure
-from hpctrain.slurm.records import JobRecord, StepRecord
-from hpctrain.slurm.states import JobState
-from hpctrain.store.exit_records import write_exit_record
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.run_records import (
+from hpctrain.records.exit_records import write_exit_record
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.run_records import (
     ExitRecord,
     Phase,
     Progress,
@@ -33,8 +29,12 @@ from hpctrain.store.run_records import (
     append_metrics,
     write_record,
 )
-from hpctrain.store.speed_checks import SlowPart, SpeedCheck, write_speed_check
-from hpctrain.store.supervise_config import LaunchShape
+from hpctrain.records.speed_checks import SlowPart, SpeedCheck, write_speed_check
+from hpctrain.records.supervise_config import LaunchShape
+from hpctrain.slurm.backoff import Backoff
+from hpctrain.slurm.messages import TaskFailure
+from hpctrain.slurm.records import JobRecord, StepRecord
+from hpctrain.slurm.states import JobState
 from hpctrain.supervise.evidence import gather, job_facts, launch_watch
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 from hpctrain.supervise.evidence.run_dir_snapshot import (

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from supervise_facts import NOTHING, exit_record
 
+from hpctrain.judge.catalogue import load_signatures
+from hpctrain.judge.documents import LaunchEvidence, LogFinding
 from hpctrain.slurm.messages import read_notice, read_task_failure
-from hpctrain.supervise.catalogue import load_signatures
 from hpctrain.supervise.evidence.log_scan import Scanner
-from hpctrain.supervise.judge.documents import LaunchEvidence, LogFinding
 
 SCANNER = Scanner(load_signatures())
 BEGIN = 1_790_000_000.0

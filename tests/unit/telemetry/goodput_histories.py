@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from hpctrain.store.run_records import SaveRecord
-from hpctrain.store.step_times import StepTime
+from hpctrain.records.run_records import SaveRecord
+from hpctrain.records.step_times import StepTime
 from hpctrain.telemetry.timeline import Mark, MarkKind
 
 BEGIN = 1_800_000_000.0

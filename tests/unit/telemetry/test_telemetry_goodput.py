@@ -8,7 +8,7 @@ import math
 import pytest
 from goodput_histories import BEGIN, History, made_up, submitted
 
-from hpctrain.store.run_records import StepMetrics, lineage
+from hpctrain.records.run_records import StepMetrics, lineage
 from hpctrain.telemetry.clock_repair import non_decreasing_times, ticks
 from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING, Goodput, account
 from hpctrain.telemetry.rolling_goodput import rolling_goodput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from step_rows import trained_step
 
-from hpctrain.store.run_records import StepMetrics
+from hpctrain.records.run_records import StepMetrics
 from hpctrain.telemetry.rates import Rates, recent_rates
 
 

@@ -13,9 +13,9 @@ from fabricated_runs import fabricate
 from tracked_runs import evaluation, follow, loss_of, row, shown, tracked, train
 from waiting import wait_until
 
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import append_metrics
-from hpctrain.store.tracking import position_file
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import append_metrics
+from hpctrain.records.tracking import position_file
 from hpctrain.tracking.event_files import EventFiles
 from hpctrain.tracking.writer_lock import TrackingInUseError
 

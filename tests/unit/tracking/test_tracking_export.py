@@ -13,16 +13,16 @@ from command_line import hpctrain
 from fabricated_runs import fabricate, said
 from tracked_runs import loss_of, shown, tracked, train
 
-from hpctrain.actions.preflight import input_checks
-from hpctrain.actions.prepare import load_inputs, prepare
-from hpctrain.actions.run_directory import write_run_directory
-from hpctrain.actions.tracking_settings import wandb_id
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.job.preflight import input_checks
+from hpctrain.job.prepare import load_inputs, prepare
+from hpctrain.job.run_directory import write_run_directory
+from hpctrain.job.tracking_settings import wandb_id
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind
+from hpctrain.records.supervise_config import read_supervise_config
+from hpctrain.records.tracking import tensorboard_directory, tracking_config
 from hpctrain.spec.loader import load_run_spec
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind
-from hpctrain.store.supervise_config import read_supervise_config
-from hpctrain.store.tracking import tensorboard_directory, tracking_config
 
 ROOT = Path(__file__).resolve().parents[3]
 SPEC = ROOT / "examples" / "gpt175b.yaml"

@@ -12,7 +12,7 @@ from fabricated_runs import fabricate
 from tracked_runs import tracked
 
 from bench.footprint.system_calls import calls_below, strace_command
-from hpctrain.actions.footprint import load_footprint_table
+from hpctrain.job.footprint import load_footprint_table
 from hpctrain.plan.footprint.table import CONSTANTS, OPERATIONS, Operation, RunSize
 from hpctrain.tracking import follower
 
@@ -22,8 +22,8 @@ PLACES = ("tracking", "metrics", "saves")
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.tracking import tracking_config
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.tracking import tracking_config
 from hpctrain.tracking import follower
 from tracked_runs import train
 

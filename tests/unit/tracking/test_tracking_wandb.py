@@ -13,9 +13,9 @@ from fabricated_runs import SUBMITTED, fabricate, said
 from tracked_runs import WANDB, follow, loss_of, tracked, train
 from wandb_files import history, run_records
 
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.tracking import finished_segments, tracking_commands, unsynced_segments
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.tracking import finished_segments, tracking_commands, unsynced_segments
 from hpctrain.tracking.follower import run_is_over
 from hpctrain.tracking.wandb_log import is_complete
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.records.run_records import TrainerExit
 from hpctrain.train.launchers.agent_environment import read_agent_environment
 
 WORDS = ["--nnodes=2", "--nproc-per-node=8", "train-n000002.json"]

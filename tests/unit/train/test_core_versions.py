@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs the megatron extra")
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.train import software
 from hpctrain.train.engines.megatron.core_versions import check, resume, supported
 

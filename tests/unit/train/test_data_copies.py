@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from test_train_preflight import job
 
-from hpctrain.errors import InvalidInputError
-from hpctrain.store.data_identity import DataIdentity, identify_file, write_identity
-from hpctrain.store.datasets import bin_path, idx_path, sidecar_path
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.records.data_identity import DataIdentity, identify_file, write_identity
+from hpctrain.records.datasets import bin_path, idx_path, sidecar_path
 from hpctrain.train import node_copies
 from hpctrain.train.data_copies import staged_copies
 from hpctrain.train.job import Job

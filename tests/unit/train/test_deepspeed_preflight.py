@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.engines.deepspeed import preflight
 
 GOOD: dict[str, Any] = dict(

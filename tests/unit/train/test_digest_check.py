@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoints.manifest import FileDigest, digest_file
+from hpctrain.records.manifest import FileDigest, digest_file
 from hpctrain.train.faults import BadCheckpointError, UnreadableCheckpointError
 from hpctrain.train.saving import digest_check
 from hpctrain.train.saving.digest_check import DigestCheck, start_digest_check

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from file_system_calls import FileSystemCalls
 
-from hpctrain.store.exit_records import read_exit_records, write_exit_record
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import ExitRecord, Outcome, TrainerExit
+from hpctrain.records.exit_records import read_exit_records, write_exit_record
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import ExitRecord, Outcome, TrainerExit
 from hpctrain.train.entry import Ending
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.stop import StopSignals

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from fabricated_runs import SUBMITTED, fabricate, published
 
-from hpctrain.store.evaluations import EvaluationJob, EvaluationSettings, read_settings
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.evaluations import EvaluationJob, EvaluationSettings, read_settings
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.saving.evaluated_checkpoints import steps_to_evaluate
 
 

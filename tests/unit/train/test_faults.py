@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.base.errors import CheckpointError
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.errors import CheckpointError
-from hpctrain.supervise.judge.causes import Cause
+from hpctrain.judge.causes import Cause
 from hpctrain.train import faults
 from hpctrain.train.faults import (
     BadCheckpointError,

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.megatron_lm import MegatronLmConfig
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train import software_agreement
 from hpctrain.train.engines.megatron_lm import program
 from hpctrain.train.job import Job

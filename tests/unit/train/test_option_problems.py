@@ -9,7 +9,7 @@ import pytest
 from test_train_preflight import GOOD
 
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.engines.megatron.option_problems import option_problems
 from hpctrain.train.engines.megatron.preflight import engine_problems
 

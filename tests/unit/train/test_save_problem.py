@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
+from hpctrain.base.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.train.free_space import NoSpaceError
 from hpctrain.train.saving.save_problem import SaveProblem, SaveProblemKind
 

@@ -8,7 +8,7 @@ import pytest
 from test_option_problems import FLEX, FP8, MOE, PARTS, SP, config
 from test_software_agreement import GOOD, ranks
 
-from hpctrain.store.software import Library, SoftwareFacts
+from hpctrain.records.software import Library, SoftwareFacts
 from hpctrain.train.software_agreement import judge, needs_of
 
 FACTS = GOOD.model_copy(update=dict(capabilities=("9.0", "9.0"), apex_wgrad=Library(version="1")))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
-from hpctrain.store.run_records import SkipList, SkippedData
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.records.run_records import SkipList, SkippedData
 from hpctrain.train.datasets.skipped_samples import Skips, parse_skips, read_skips
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.store.speed_checks import AxisSpeed, SlowPart, SpeedCheck
+from hpctrain.records.speed_checks import AxisSpeed, SlowPart, SpeedCheck
 from hpctrain.train.slow_parts import (
     Suspects,
     Thresholds,

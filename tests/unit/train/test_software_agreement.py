@@ -8,17 +8,17 @@ from typing import cast
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
-from hpctrain.store.kept_code import archive_name, use_archive
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.software import (
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.records.kept_code import archive_name, use_archive
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.software import (
     Library,
     SoftwareFacts,
     of_newest_launch,
     read_software,
     write_software,
 )
-from hpctrain.store.software_lock import read_lock
+from hpctrain.records.software_lock import read_lock
 from hpctrain.train import software_agreement
 from hpctrain.train.faults import RefusedElsewhereError
 from hpctrain.train.job import Job

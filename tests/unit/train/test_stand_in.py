@@ -16,18 +16,18 @@ from variants import varied
 from waiting import wait_until
 
 from bench.free_ports import free_port
-from hpctrain.actions.prepare import prepare
-from hpctrain.actions.run_directory import write_run_directory
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.train_json import train_config_of
+from hpctrain.job.prepare import prepare
+from hpctrain.job.run_directory import write_run_directory
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.exit_records import read_exit_records
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import checkpoint_name, read_manifest
+from hpctrain.records.requests import is_requested, make_request
+from hpctrain.records.run_records import RankTimes, read_metrics, read_record
+from hpctrain.records.software import read_software
 from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.exit_records import read_exit_records
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.requests import is_requested, make_request
-from hpctrain.store.run_records import RankTimes, read_metrics, read_record
-from hpctrain.store.software import read_software
 from hpctrain.train.stand_in import rank as light
 from hpctrain.train.stand_in.node import tasks_of_node
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.base.errors import CheckpointError, StorageError
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.errors import CheckpointError, StorageError
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.layout import RunLayout
 from hpctrain.train import storage
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.storage import (

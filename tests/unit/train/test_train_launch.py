@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import InvalidInputError
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.requests import is_requested
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.requests import is_requested
 from hpctrain.train.rank_environment import Launch, host_threads, quiet_defaults, read_launch
 
 SLURM = {

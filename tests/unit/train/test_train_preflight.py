@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoints.manifest import Manifest, checkpoint_name
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.errors import InvalidInputError
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import Manifest, checkpoint_name
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.preflight import check
 from hpctrain.train.rank_environment import Launch

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import CheckpointError, InvalidInputError
-from hpctrain.store.epochs import current_epoch
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import TrainerExit
+from hpctrain.base.errors import CheckpointError, InvalidInputError
+from hpctrain.records.epochs import current_epoch
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import TrainerExit
 from hpctrain.train.launchers.agreed_launch import (
     AgreedLaunch,
     choose_launch,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
-from hpctrain.store.speed_checks import AxisName
+from hpctrain.records.speed_checks import AxisName
 from hpctrain.train.data import Share
 from hpctrain.train.device import backend, choose_device
 from hpctrain.train.engine import AxisGroup

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.deepspeed import DeepSpeedConfig
-from hpctrain.errors import InvalidInputError, Problem
 
 _DIRECTORY_VARIABLE = "TORCH_EXTENSIONS_DIR"
 

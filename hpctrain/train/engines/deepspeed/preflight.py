@@ -14,9 +14,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpctrain.base.errors import Problem
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
-from hpctrain.errors import Problem
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 
 _TOOLS_HINT = "load a compiler's module, or build DeepSpeed's operators into the environment"
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from hpctrain.durable import replace_text
+from hpctrain.base.durable import replace_text
 from hpctrain.train.engine import Form, Position, Writing
 from hpctrain.train.engines.deepspeed.engine import ZeroEngine
 from hpctrain.train.engines.deepspeed.library import silence

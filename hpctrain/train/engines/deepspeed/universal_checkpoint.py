@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from hpctrain.base.errors import CheckpointError, InvalidInputError, Problem
 from hpctrain.checkpoints.digest_shares import even_share
-from hpctrain.checkpoints.manifest import file_problem, read_rank_digests, write_rank_digests
 from hpctrain.engines.deepspeed import DeepSpeedConfig
-from hpctrain.errors import CheckpointError, InvalidInputError, Problem
+from hpctrain.records.manifest import file_problem, read_rank_digests, write_rank_digests
 from hpctrain.train.engines.deepspeed.pipeline_stages import names_in_stages
 from hpctrain.train.engines.models.build import build_module
 from hpctrain.train.faults import BadCheckpointError, LoadFailedError, is_full

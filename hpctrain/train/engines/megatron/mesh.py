@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.store.speed_checks import AxisName
+from hpctrain.records.speed_checks import AxisName
 from hpctrain.train.data import Share
 from hpctrain.train.device import backend, choose_device
 from hpctrain.train.engine import AxisGroup

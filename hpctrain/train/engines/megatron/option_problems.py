@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpctrain.base.errors import Problem
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.errors import Problem
 
 # What TransformerEngine wants to be divisible: (features of a matrix, tokens of a rank).
 # FP8: pytorch/utils.py, assert_dim_for_fp8_exec; MXFP8 and NVFP4: blocks of 32 and of 16 that are

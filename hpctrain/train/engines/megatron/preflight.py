@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpctrain.base.errors import Problem
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.errors import Problem
-from hpctrain.store.layout import RunLayout
+from hpctrain.records.layout import RunLayout
 from hpctrain.train.engines.megatron.option_problems import option_problems
 
 # multi_latent_attention.py gives core attention two head sizes, which dot_product_attention.py

@@ -13,8 +13,8 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.train.engines.megatron.core_versions.supported import current
 from hpctrain.train.engines.megatron.model import ModelChunks
 

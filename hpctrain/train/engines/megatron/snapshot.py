@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.train import software
 from hpctrain.train.data import sample_order
 from hpctrain.train.engine import Form, Position, Writing

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.train import software
 from hpctrain.train.engines.megatron.option_settings import message_settings
 

@@ -27,9 +27,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer import multi_latent_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.verification import BuiltModel, BuiltStage
-from hpctrain.errors import InvalidInputError
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.train import software
 from hpctrain.train.engines.megatron import fixes

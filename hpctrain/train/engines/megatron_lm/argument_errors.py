@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.base.errors import InvalidInputError, Problem
 
 # Where Megatron-LM parses and checks, and turns arguments into configurations.
 _CHECKS = ("megatron/training/arguments.py", "megatron/training/argument_utils.py")

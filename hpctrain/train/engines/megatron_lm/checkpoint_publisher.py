@@ -17,7 +17,15 @@ import threading
 import time
 from pathlib import Path
 
-from hpctrain.checkpoints.manifest import (
+from hpctrain.base.errors import CheckpointError
+from hpctrain.checkpoints.publish import (
+    TRACKER_NAME,
+    Retention,
+    publish,
+    published_steps,
+)
+from hpctrain.records.exit_records import rank_0_has_exited
+from hpctrain.records.manifest import (
     DIGESTS_DIRECTORY,
     MANIFEST_NAME,
     FileDigest,
@@ -30,15 +38,7 @@ from hpctrain.checkpoints.manifest import (
     saving_name,
     write_rank_digests,
 )
-from hpctrain.checkpoints.publish import (
-    TRACKER_NAME,
-    Retention,
-    publish,
-    published_steps,
-)
-from hpctrain.errors import CheckpointError
-from hpctrain.store.exit_records import rank_0_has_exited
-from hpctrain.store.run_records import SaveRecord
+from hpctrain.records.run_records import SaveRecord
 from hpctrain.train.engines.megatron_lm.log_lines import read_save_begun, read_save_done
 from hpctrain.train.job import Job
 from hpctrain.train.report import RecordFile

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.megatron_lm import MegatronLmConfig
-from hpctrain.store.run_records import Phase, write_record
+from hpctrain.records.run_records import Phase, write_record
 from hpctrain.train.device import peak_memory_bytes
 from hpctrain.train.engine import Evaluation
 from hpctrain.train.engines.megatron_lm.log_lines import (

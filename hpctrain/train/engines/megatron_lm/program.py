@@ -18,11 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from hpctrain.checkpoints.manifest import step_of
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import TRACKER_NAME, point_tracker_to, published_steps
 from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments
-from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.run_records import Outcome
+from hpctrain.records.manifest import step_of
+from hpctrain.records.run_records import Outcome
 from hpctrain.train.engines.megatron_lm.argument_errors import convert_argument_errors
 from hpctrain.train.engines.megatron_lm.checkpoint_publisher import CheckpointPublisher
 from hpctrain.train.engines.megatron_lm.import_hooks import patch_on_import

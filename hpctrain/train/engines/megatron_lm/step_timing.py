@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.store.run_records import RankTimes, write_record
+from hpctrain.records.run_records import RankTimes, write_record
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engines.megatron_lm.import_hooks import patch_on_import
 from hpctrain.train.job import Job

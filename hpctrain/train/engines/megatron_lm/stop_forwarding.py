@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from hpctrain.store.requests import is_requested, remove_request
+from hpctrain.records.requests import is_requested, remove_request
 from hpctrain.train.job import Job
 
 _POLL_SECONDS = 0.5

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, Problem
 
 # Devlin et al. 2018 (arXiv 1810.04805), section 3.1: 15% of all tokens are predicted; of these 80%
 # are masked, 10% become another token, and 10% stay.

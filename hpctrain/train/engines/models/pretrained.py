@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import Staged
-from hpctrain.errors import InvalidInputError, Problem
 
 # Behind the body: made for a task, and so new for another one.
 _POOLER = ".pooler."

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from hpctrain.durable import replace_text
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.base.durable import replace_text
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.train.engine import Form, Position, Writing
 from hpctrain.train.engines.models.random_state import random_state, set_random_state
 from hpctrain.train.engines.native.checkpoint_storage import CheckpointStorage

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cost_specimens import case, only_products
 
-from hpctrain.errors import InvalidInputError
+from hpctrain.base.errors import InvalidInputError
 from hpctrain.plan.cost.case import Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import (
     calibration_of,

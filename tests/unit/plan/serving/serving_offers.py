@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpctrain.plan.cost.from_spec import shape_of
-from hpctrain.plan.serving.candidates import EngineFacts, ModelFacts
-from hpctrain.plan.serving.offers import Offer
-from hpctrain.plan.serving.promises import ModelError, Objective
-from hpctrain.plan.serving.search import Demand
-from hpctrain.plan.serving.serving_machine import serving_machine
-from hpctrain.plan.serving.traffic import Lengths, Traffic
+from hpctrain.serve.plan.candidates import EngineFacts, ModelFacts
+from hpctrain.serve.plan.offers import Offer
+from hpctrain.serve.plan.promises import ModelError, Objective
+from hpctrain.serve.plan.search import Demand
+from hpctrain.serve.plan.serving_machine import serving_machine
+from hpctrain.serve.plan.traffic import Lengths, Traffic
 from hpctrain.spec.catalogue import match_gpu
 from hpctrain.spec.loader import (
     load_calibration,

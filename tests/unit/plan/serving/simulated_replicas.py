@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hpctrain.plan.serving.batching import BatchLimits
-from hpctrain.plan.serving.iteration_table import IterationTable
-from hpctrain.plan.serving.routing import Policy, SimulatedService, Window
-from hpctrain.plan.serving.step_time import IterationLoad
-from hpctrain.plan.serving.traffic import Requests
+from hpctrain.serve.plan.batching import BatchLimits
+from hpctrain.serve.plan.iteration_table import IterationTable
+from hpctrain.serve.plan.routing import Policy, SimulatedService, Window
+from hpctrain.serve.plan.step_time import IterationLoad
+from hpctrain.serve.plan.traffic import Requests
 
 PLENTY = 1e12
 

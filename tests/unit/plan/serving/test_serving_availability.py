@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from hpctrain.plan.serving.availability import (
+from hpctrain.base.units import Duration
+from hpctrain.serve.plan.availability import (
     ENGINE_START_SECONDS,
     Outages,
     availability,
@@ -21,7 +22,6 @@ from hpctrain.plan.serving.availability import (
 from hpctrain.spec.loader import PACKAGED_PROFILES, load_profile
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.service import DrainSpec
-from hpctrain.units import Duration
 
 PREEMPTIBLE = "preemptible"
 

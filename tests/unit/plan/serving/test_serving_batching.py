@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from simulated_replicas import PLENTY, all_of, requests_of, service, table, typical
 
-from hpctrain.plan.serving.batching import BLOCK_TOKENS, BatchLimits, Journal, Replica
-from hpctrain.plan.serving.routing import Window, simulate_arrivals, simulate_closed, simulate_open
-from hpctrain.plan.serving.step_time import IterationLoad
-from hpctrain.plan.serving.traffic import Lengths, Requests, Traffic, draw_requests
+from hpctrain.serve.plan.batching import BLOCK_TOKENS, BatchLimits, Journal, Replica
+from hpctrain.serve.plan.routing import Window, simulate_arrivals, simulate_closed, simulate_open
+from hpctrain.serve.plan.step_time import IterationLoad
+from hpctrain.serve.plan.traffic import Lengths, Requests, Traffic, draw_requests
 
 
 def poisson(count: int, prompt: int, output: int, seed: int = 1) -> Requests:

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from hpctrain.plan.serving.leaving import LeaveTimes, broken_off, short_grace, term_seconds
+from hpctrain.base.units import Duration
+from hpctrain.serve.plan.leaving import LeaveTimes, broken_off, short_grace, term_seconds
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile.partition import PartitionProfile, PreemptionProfile
-from hpctrain.units import Duration
 
 TIMES = LeaveTimes(notice_seconds=5.0, drain_seconds=40.0)
 

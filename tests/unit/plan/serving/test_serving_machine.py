@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from hpctrain.plan.serving.serving_machine import serving_machine
+from hpctrain.serve.plan.serving_machine import serving_machine
 from hpctrain.spec.catalogue import Gpu
 from hpctrain.spec.loader import load_calibration, load_catalogue, load_serving_calibration
 from hpctrain.spec.service import ServingEngineName

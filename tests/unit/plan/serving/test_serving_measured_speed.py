@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from simulated_replicas import all_of, requests_of, service, typical
 
-from hpctrain.plan.serving.measured_speed import (
+from hpctrain.serve.plan.measured_speed import (
     EngineCounters,
     MeasuredIteration,
     MeasuredSpeed,
@@ -18,9 +18,9 @@ from hpctrain.plan.serving.measured_speed import (
     iterations_of,
     request_seconds,
 )
-from hpctrain.plan.serving.routing import Outcome, simulate_open
-from hpctrain.plan.serving.step_time import IterationLoad
-from hpctrain.plan.serving.traffic import Lengths, Requests, Traffic, draw_requests
+from hpctrain.serve.plan.routing import Outcome, simulate_open
+from hpctrain.serve.plan.step_time import IterationLoad
+from hpctrain.serve.plan.traffic import Lengths, Requests, Traffic, draw_requests
 
 CHAT = Traffic(Lengths(300, 1500), Lengths(100, 400))
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from serving_offers import CHAT, TPOT, TTFT, demand, engine, model, offer
 
-from hpctrain.plan.serving.disaggregation import (
+from hpctrain.serve.plan.disaggregation import (
     Pools,
     disaggregated,
     pools_sentence,
     transfer_seconds,
 )
-from hpctrain.plan.serving.search import Demand, Verdict, search
+from hpctrain.serve.plan.search import Demand, Verdict, search
 
 
 def together(asked: Demand, **changes: object) -> Verdict:
@@ -72,10 +72,10 @@ def test_pools_that_take_as_many_gpus_do_not_pay(monkeypatch: pytest.MonkeyPatch
     found = together(asked)
     here = found.count * 4
     same = Pools(1, found.count - 1, 0.001, here)
-    monkeypatch.setattr("hpctrain.plan.serving.disaggregation.disaggregated", lambda *_: same)
+    monkeypatch.setattr("hpctrain.serve.plan.disaggregation.disaggregated", lambda *_: same)
     assert "do not pay" in pools_sentence(found, asked)
     fewer = replace(same, gpus=here - 4)
-    monkeypatch.setattr("hpctrain.plan.serving.disaggregation.disaggregated", lambda *_: fewer)
+    monkeypatch.setattr("hpctrain.serve.plan.disaggregation.disaggregated", lambda *_: fewer)
     assert f"would save {4 / here:.0%}" in pools_sentence(found, asked)
-    monkeypatch.setattr("hpctrain.plan.serving.disaggregation.disaggregated", lambda *_: None)
+    monkeypatch.setattr("hpctrain.serve.plan.disaggregation.disaggregated", lambda *_: None)
     assert "with no number of GPUs" in pools_sentence(found, asked)

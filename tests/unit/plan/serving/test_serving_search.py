@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from serving_offers import TPOT, demand, engine, model, offer
 
-from hpctrain.plan.serving.candidates import replica_shapes
-from hpctrain.plan.serving.promises import ModelError, Objective, promises, tightness
-from hpctrain.plan.serving.routing import SimulatedService, Window, simulate_open
-from hpctrain.plan.serving.search import (
+from hpctrain.serve.plan.candidates import replica_shapes
+from hpctrain.serve.plan.promises import ModelError, Objective, promises, tightness
+from hpctrain.serve.plan.routing import SimulatedService, Window, simulate_open
+from hpctrain.serve.plan.search import (
     FIRST_LOOK,
     LAST_LOOK,
     SECOND_LOOK,
@@ -22,7 +22,7 @@ from hpctrain.plan.serving.search import (
     simulated,
     with_errors,
 )
-from hpctrain.plan.serving.traffic import draw_requests
+from hpctrain.serve.plan.traffic import draw_requests
 
 
 def test_no_shape_and_number_is_cheaper_than_the_one_found() -> None:
@@ -227,7 +227,7 @@ def test_bounds_are_not_above_what_holds(rate: float) -> None:
 def test_tables_are_the_cost_function() -> None:
     shape = next(one for one in replica_shapes(offer(), model(), engine()) if one.tp == 4)
     table = shape.table(700.0)
-    from hpctrain.plan.serving.step_time import IterationLoad
+    from hpctrain.serve.plan.step_time import IterationLoad
 
     generator = np.random.default_rng(1)
     worst = 0.0

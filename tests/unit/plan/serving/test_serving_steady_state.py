@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from serving_specimens import ENGINE, GPU, replica
 
-from hpctrain.plan.serving.kv_cache import largest_batch
-from hpctrain.plan.serving.served_model import ReplicaLayout
-from hpctrain.plan.serving.steady_state import (
+from hpctrain.serve.plan.kv_cache import largest_batch
+from hpctrain.serve.plan.served_model import ReplicaLayout
+from hpctrain.serve.plan.steady_state import (
     ClosedLoad,
     OpenLoad,
     closed_loop,
@@ -20,7 +20,7 @@ from hpctrain.plan.serving.steady_state import (
     open_loop,
     prompt_seconds,
 )
-from hpctrain.plan.serving.step_time import IterationLoad, iteration_seconds
+from hpctrain.serve.plan.step_time import IterationLoad, iteration_seconds
 
 BIG = replica(gpu=replace(GPU, memory=288e9))
 

@@ -15,7 +15,7 @@ from serving_specimens import (
     served,
 )
 
-from hpctrain.plan.serving.served_model import (
+from hpctrain.serve.plan.served_model import (
     EIGHT,
     EIGHT_BLOCKS,
     EXPANDED,
@@ -28,7 +28,7 @@ from hpctrain.plan.serving.served_model import (
     stack_served,
     weight_bytes,
 )
-from hpctrain.plan.serving.step_time import (
+from hpctrain.serve.plan.step_time import (
     IterationLoad,
     cached_seconds,
     exchange_seconds,

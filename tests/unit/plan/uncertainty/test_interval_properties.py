@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hpctrain.base.units import ByteSize
 from hpctrain.plan.cost.classes import CLASSES, classes_of
 from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.learned import corrected
@@ -32,7 +33,6 @@ from hpctrain.plan.uncertainty.site import as_learned
 from hpctrain.spec.loader import load_run_spec, load_uncertainty
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.uncertainty import OwnRun, SiteLearning
-from hpctrain.units import ByteSize
 from tests.unit.plan.uncertainty.uncertain_cases import EXAMPLES, sure_knowledge, the_case
 
 DEVIATIONS = np.array([0.0, 0.01, 0.1, 0.5, 2.0])

@@ -123,7 +123,7 @@ def test_a_measured_rate_settles_its_multiplier() -> None:
 
 
 def test_fits_is_a_probability_that_a_spec_can_set() -> None:
-    from hpctrain.errors import DoesNotFitError
+    from hpctrain.base.errors import DoesNotFitError
 
     spec = load_run_spec(EXAMPLES / "gpt175b.yaml").document
     profile, knowledge = sure_knowledge("a100x64")

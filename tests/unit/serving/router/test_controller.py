@@ -11,25 +11,25 @@ import pytest
 from virtual_clock import ShiftedClock
 from waiting import wait_until
 
-from hpctrain.errors import SlurmRefusedError
-from hpctrain.serving.router import controller as module
-from hpctrain.serving.router.controller import Controller
-from hpctrain.serving.router.engine_figures import Engines
-from hpctrain.serving.router.programs import Counts
-from hpctrain.serving.router.replica_jobs import JobView
-from hpctrain.serving.router.traffic import TrafficWatch
-from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.run_records import read_record, write_record
-from hpctrain.store.service_layout import ReplicaName, ServiceLayout
-from hpctrain.store.service_ledger import ServiceEventKind, ServiceLedger
-from hpctrain.store.service_records import (
+from hpctrain.base.errors import SlurmRefusedError
+from hpctrain.records.epochs import claim_epoch
+from hpctrain.records.run_records import read_record, write_record
+from hpctrain.records.service_layout import ReplicaName, ServiceLayout
+from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
+from hpctrain.records.service_records import (
     Endpoint,
     RestartRequest,
     ScaleRequest,
     ServiceState,
     Traffic,
 )
-from hpctrain.store.service_settings import RouterSettings, ScalingSettings, ServiceSettings
+from hpctrain.records.service_settings import RouterSettings, ScalingSettings, ServiceSettings
+from hpctrain.serve.router import controller as module
+from hpctrain.serve.router.controller import Controller
+from hpctrain.serve.router.engine_figures import Engines
+from hpctrain.serve.router.programs import Counts
+from hpctrain.serve.router.replica_jobs import JobView
+from hpctrain.serve.router.traffic import TrafficWatch
 
 SETTINGS = ServiceSettings(
     service_id="s",

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.serving.router.decide import (
+from hpctrain.records.service_layout import ReplicaName
+from hpctrain.serve.router.decide import (
     FIRST_DELAY_SECONDS,
     MOST_FAILURES,
     Action,
@@ -22,7 +23,6 @@ from hpctrain.serving.router.decide import (
     Timing,
     decide,
 )
-from hpctrain.store.service_layout import ReplicaName
 
 NOW = 1_000_000.0
 TIMING = Timing(load_seconds=100.0, queue_seconds=50.0, drain_seconds=20.0)

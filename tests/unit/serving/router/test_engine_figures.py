@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from hpctrain.serving.engines.registry import SERVING_ENGINES
-from hpctrain.serving.router.engine_figures import (
+from hpctrain.serve.engines.registry import SERVING_ENGINES
+from hpctrain.serve.router.engine_figures import (
     WINDOW_SECONDS,
     ArrivalRate,
     Engines,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.serving.router import decide, haproxy_config, rotation, scaling
+from hpctrain.serve.router import decide, haproxy_config, rotation, scaling
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "serving-router.md"
 

@@ -22,18 +22,18 @@ from router_programs import SERVED_NAME, Engine, ask, complete, engines, haproxy
 from variants import varied
 from waiting import wait_until
 
-from hpctrain import reserved_ports
-from hpctrain.errors import InvalidInputError
-from hpctrain.serving.router.haproxy import Haproxy
-from hpctrain.serving.router.haproxy_config import MOST_BODY_BYTES, HaproxyFiles, configuration
-from hpctrain.serving.router.programs import (
+from hpctrain.base import reserved_ports
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.records.service_settings import RouterSettings, ScalingSettings, ServiceSettings
+from hpctrain.serve.router.haproxy import Haproxy
+from hpctrain.serve.router.haproxy_config import MOST_BODY_BYTES, HaproxyFiles, configuration
+from hpctrain.serve.router.programs import (
     RETRY_AFTER_SECONDS,
     Place,
     PortTakenError,
     RouterProgram,
 )
-from hpctrain.serving.router.vllm_router import VllmRouter
-from hpctrain.store.service_settings import RouterSettings, ScalingSettings, ServiceSettings
+from hpctrain.serve.router.vllm_router import VllmRouter
 
 Start = Callable[..., RouterProgram]
 SETTINGS = ServiceSettings(

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import SlurmRefusedError
-from hpctrain.serving.router import successor as module
-from hpctrain.serving.router.successor import Successor
+from hpctrain.base.errors import SlurmRefusedError
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.service_layout import ServiceLayout
+from hpctrain.records.supervise_config import SuperviseConfig
+from hpctrain.serve.router import successor as module
+from hpctrain.serve.router.successor import Successor
 from hpctrain.slurm.records import JobRecord
-from hpctrain.store.layout import RunLayout
-from hpctrain.store.service_layout import ServiceLayout
-from hpctrain.store.supervise_config import SuperviseConfig
 
 WARNING_SECONDS = 100.0
 

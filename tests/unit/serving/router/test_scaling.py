@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.serving.router.scaling import (
+from hpctrain.records.service_records import ScalingMemory
+from hpctrain.records.service_settings import ScalingSettings
+from hpctrain.serve.router.scaling import (
     LEAST_CALM_SECONDS,
     Load,
     Replicas,
@@ -14,8 +16,6 @@ from hpctrain.serving.router.scaling import (
     scheduled,
     wanted_now,
 )
-from hpctrain.store.service_records import ScalingMemory
-from hpctrain.store.service_settings import ScalingSettings
 
 NOW = 1_000_000.0
 POLICY = ScalingSettings(count=5, spare=1, least=1, most=8, capacity_rate=10.0)

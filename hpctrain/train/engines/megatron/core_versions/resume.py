@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.checkpoints.manifest import read_manifest
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.resume_shares import read_head
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.records.manifest import read_manifest
 from hpctrain.train import software
 from hpctrain.train.engines.megatron.core_versions.supported import (
     UNNAMED_VERSION,

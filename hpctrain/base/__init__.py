@@ -1,0 +1,1 @@
+"""What every room may use: errors, quantities, the clock, files that survive a crash."""

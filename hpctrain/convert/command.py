@@ -1,0 +1,43 @@
+"""Command `convert`: weights from one form into another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpctrain.page.options import json_option
+from hpctrain.page.output import json_out, say
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("source", type=PATH)
+@click.argument("target", type=PATH)
+@json_option
+def convert(source: Path, target: Path, as_json: bool) -> None:
+    """Write the model of SOURCE to the new directory TARGET, in another form.
+
+    \b
+    SOURCE                                     TARGET
+    Hugging Face directory (GPT-2, Llama)      megatron-core: `model.pretrained`
+    what `convert` has made for megatron-core  Hugging Face directory
+    RUN/checkpoints/iter_N of a run            Hugging Face directory, LoRA merged
+
+    Weights keep their type (bf16 or fp32). Needs memory for the whole model, but no GPU.
+
+    \b
+    Examples:
+      hpctrain convert models/llama-7b models/llama-7b-megatron
+      hpctrain convert runs/llama7b-7f3a/checkpoints/iter_0002000 models/tuned
+    """
+    from hpctrain.convert.of_spec import convert_weights
+
+    report = convert_weights(source, target)
+    if as_json:
+        json_out("conversion", report)
+        return
+    merged = ", thin matrices merged" if report.merged_lora else ""
+    say(f"{report.form:13} {target}")
+    say(f"{report.model_type:13} {report.parameters:,} parameters in {report.dtype}{merged}")

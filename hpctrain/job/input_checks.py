@@ -1,0 +1,117 @@
+"""Checks before submission that weights and data of a spec exist and fit its model.
+
+Belongs here: which files a spec names, and reporting problems at their place in the spec. Does not
+belong here: which properties of data are checked (`hpctrain.records.dataset_checks`), loading
+weights (`hpctrain.train.engines.models`), which imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.checkpoints.staged import open_staged, require_kind
+from hpctrain.engines.described import disagreements
+from hpctrain.engines.hugging_face import classes_of
+from hpctrain.job.token_checks import token_problems
+from hpctrain.job.tokenizer_checks import tokenizer_problems
+from hpctrain.records.archives import read_heads
+from hpctrain.records.dataset_checks import Expected, problems_of
+from hpctrain.records.datasets import (
+    COLUMNS,
+    DatasetSidecar,
+    SamplesSidecar,
+    npz_path,
+    sidecar_path,
+)
+from hpctrain.records.shares import parts_without_rows, split_hint
+from hpctrain.spec.loader import Loaded
+from hpctrain.spec.run import RunSpec
+
+
+def check_inputs(spec: Loaded[RunSpec]) -> None:
+    """Raise InvalidInputError for everything that would end the job as soon as it starts."""
+    check_pretrained(spec)
+    check_samples(spec)
+
+
+def check_pretrained(spec: Loaded[RunSpec]) -> None:
+    """Raise InvalidInputError if `model.pretrained` does not hold the model of the spec."""
+    model, field = spec.document.model, "model.pretrained"
+    if model.pretrained is None:
+        return
+    try:
+        staged = open_staged(Path(os.path.abspath(model.pretrained)))
+        require_kind(staged, spec.document.engine.abilities.weights)
+        problems = [Problem(message) for message in disagreements(model, staged.config)]
+    except InvalidInputError as error:
+        problems = list(error.problems)
+    if problems:
+        raise InvalidInputError(
+            [spec.problem(field, f"`{field}`: {one.message}", one.hint) for one in problems]
+        ) from None
+
+
+def check_samples(spec: Loaded[RunSpec]) -> None:
+    """Raise InvalidInputError if data files are missing or do not fit the model."""
+    data, model = spec.document.data, spec.document.model
+    if data.format == "tokens":
+        problems = list(token_problems(spec))
+    else:
+        expected = Expected(
+            format=data.format,
+            seq_length=model.seq,
+            vocab_size=model.vocab,
+            classes=classes_of(model),
+            side=model.image,
+        )
+        named = [(f"data.sources[{n}].path", one.path) for n, one in enumerate(data.sources)]
+        named += [("data.validation", data.validation)] if data.validation is not None else []
+        problems = [
+            spec.problem(field, f"`{field}`: {problem}", problem.hint)
+            for field, path in named
+            for problem in problems_of(Path(os.path.abspath(path)), expected)
+        ] or list(_empty_rows(spec))
+    problems += tokenizer_problems(spec)
+    if problems:
+        raise InvalidInputError(problems)
+
+
+def sidecar_notes(spec: Loaded[RunSpec]) -> Iterator[str]:
+    """Yield what lies where `data prepare` writes a sidecar, and is none.
+
+    It is no problem: files of text are often named so, and data of others have no sidecar.
+    """
+    tokens = spec.document.data.format == "tokens"
+    for source in spec.document.data.sources:
+        file = sidecar_path(Path(os.path.abspath(source.path)))
+        try:
+            content = file.read_bytes()
+            (DatasetSidecar if tokens else SamplesSidecar).model_validate_json(content)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            yield f"{file} cannot be read: {error.strerror}"
+        except ValidationError:
+            yield f"{file} is not as `data prepare` writes it, and was not compared with the data"
+
+
+def _empty_rows(spec: Loaded[RunSpec]) -> Iterator[Problem]:
+    """Report parts that are read but get no sample; image folders are not counted here."""
+    data = spec.document.data
+    files = [npz_path(Path(os.path.abspath(source.path))) for source in data.sources]
+    if data.validation is not None or not files or not all(file.is_file() for file in files):
+        return
+    column = next(iter(COLUMNS[data.format]))
+    count = sum(read_heads(file)[column].rows for file in files)
+    read = ("training", "validation") if spec.document.evaluation.every_steps else ("training",)
+    for part in parts_without_rows(data.split, count):
+        if part in read:
+            message = f"leaves none of {count} samples for {part}"
+            yield spec.problem(
+                "data.split", f"`data.split` {data.split} {message}", split_hint(count)
+            )

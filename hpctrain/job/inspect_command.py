@@ -1,0 +1,194 @@
+"""Commands `validate`, `profiles` and `schema`: check and show documents, without Slurm."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.page.options import ProfileName, json_option, runs_option, set_option
+from hpctrain.page.output import busy, json_out, say, table
+from hpctrain.page.text import marked, or_dash
+
+if TYPE_CHECKING:
+    from hpctrain.base.errors import Problem
+    from hpctrain.spec.profile import ClusterProfile
+    from hpctrain.spec.schema import Kind
+
+SPEC_ARGUMENT = click.Path(path_type=Path, allow_dash=True)
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=SPEC_ARGUMENT)
+@click.option(
+    "--as",
+    "kind",
+    type=click.Choice(["spec", "profile", "service"]),
+    help="What the files are.",
+)
+@click.option(
+    "--profile",
+    "-p",
+    type=ProfileName(),
+    help="Check all that `submit` checks: plan, data, software, space.",
+)
+@set_option
+@runs_option
+@json_option
+def validate(
+    files: tuple[Path, ...],
+    kind: Kind | None,
+    profile: str | None,
+    overrides: tuple[str, ...],
+    runs: Path | None,
+    as_json: bool,
+) -> None:
+    """Check run specs and cluster profiles; every problem is shown with its place.
+
+    With a profile everything is checked that `submit` checks, and nothing is submitted.
+
+    \b
+    Examples:
+      hpctrain validate gpt175b.yaml
+      hpctrain validate gpt175b.yaml -p a100x64
+      hpctrain validate --as profile my_cluster.yaml
+    """
+    if profile is not None:
+        if kind == "profile":
+            raise click.UsageError("`--profile` is for run specs, not for `--as profile`")
+        _examine(files, profile, overrides, runs, as_json=as_json)
+        return
+    if overrides or runs or as_json:
+        raise click.UsageError("`--set`, `--runs` and `--json` need `--profile`")
+    from hpctrain.base.errors import InvalidInputError
+    from hpctrain.job.validate import validate_file
+
+    good: list[str] = []
+    problems: list[Problem] = []
+    for file in files:
+        try:
+            with busy(f"reading {file} ..."):
+                good.append(f"{file}: ok ({validate_file(file, kind)})")
+        except InvalidInputError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise InvalidInputError(problems)
+    click.echo("\n".join(good))
+
+
+def _examine(
+    files: tuple[Path, ...],
+    profile: str,
+    overrides: tuple[str, ...],
+    runs: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the checks of each spec, then raise what `submit` would refuse it for."""
+    from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
+    from hpctrain.job.preflight import examine
+    from hpctrain.records.find import runs_directory
+
+    errors: list[HpctrainError] = []
+    in_one_place = sys.stdout.isatty() and sys.stderr.isatty()
+    for file in files:
+        with busy(f"planning {file}, and checking all that could end the run ..."):
+            found = examine(file, profile, overrides, runs=runs_directory(runs))
+        if as_json:
+            json_out("checks", found.checks)
+        else:
+            click.echo(f"{file} on {profile}")
+            for check in found.checks:
+                # The error below has the same sentence, with its place in the file and a hint.
+                twice = in_one_place and check.problems
+                sentence = "see below" if twice else check.sentence
+                click.echo("\n".join(marked(check.state, f"{check.subject}: {sentence}")))
+        try:
+            found.refuse()
+        except HpctrainError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    problems: list[Problem] = []
+    for one in errors:
+        problems += one.problems if isinstance(one, InvalidInputError) else [Problem(str(one))]
+    if problems:
+        raise InvalidInputError(problems)
+
+
+@click.command()
+@click.argument("name", required=False, type=ProfileName())
+@json_option
+def profiles(name: str | None, as_json: bool) -> None:
+    """List the cluster profiles, or show one with all its values.
+
+    `hpctrain profile detect` makes one, `hpctrain profile check` compares one.
+
+    \b
+    Examples:
+      hpctrain profiles
+      hpctrain profiles a100x64
+    """
+    from hpctrain.spec.loader import profile_names
+    from hpctrain.spec.profiles import load_named_profile, profile_search_path
+    from hpctrain.spec.resolved import write_resolved
+
+    if name is not None:
+        loaded = load_named_profile(name)
+        if as_json:
+            json_out("profile", loaded.document)
+        else:
+            click.echo(write_resolved(loaded), nl=False)
+        return
+    documents, broken = _readable_profiles(profile_names(profile_search_path()))
+    for directory in profile_search_path():
+        if not directory.is_dir():
+            say(f"warning: {directory} in $HPCTRAIN_PROFILE_PATH is no directory")
+    for problem in broken:
+        say(f"warning: {problem}")
+    if as_json:
+        json_out("profiles", documents)
+        return
+    rows = [
+        [
+            d.name,
+            str(d.nodes.count),
+            f"{d.gpu.per_node} x {d.gpu.type}",
+            str(d.gpu.memory),
+            d.network.fabric,
+            or_dash(d.description),
+        ]
+        for d in documents
+    ]
+    table(["NAME", "NODES", "GPUS", "MEMORY", "FABRIC", "DESCRIPTION"], rows)
+
+
+def _readable_profiles(names: list[str]) -> tuple[list[ClusterProfile], list[Problem]]:
+    """Read every profile; one that is wrong hides no other."""
+    from hpctrain.base.errors import InvalidInputError
+    from hpctrain.spec.profiles import load_named_profile
+
+    documents: list[ClusterProfile] = []
+    problems: list[Problem] = []
+    for name in names:
+        try:
+            documents.append(load_named_profile(name).document)
+        except InvalidInputError as error:
+            problems += error.problems
+    return documents, problems
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(["spec", "profile", "service"]))
+def schema(kind: Kind) -> None:
+    """Print the JSON Schema of run specs, cluster profiles or services.
+
+    \b
+    Examples:
+      hpctrain schema spec > schemas/spec.json
+    """
+    from hpctrain.spec.schema import json_schema
+
+    click.echo(json_schema(kind), nl=False)

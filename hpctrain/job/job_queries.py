@@ -1,0 +1,113 @@
+"""Queries Slurm for the jobs of runs: one query for all, whatever their number.
+
+Belongs here: the query, refusing jobs of another cluster by name, recording jobs that are missing
+in a ledger. Does not belong here: assigning jobs to runs (`hpctrain.records.run_jobs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from hpctrain.base.errors import SlurmError, SlurmUnreachableError, UsageError
+from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import cluster_of, generation, job_ids
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_jobs import RunJobs, identity_of, select_jobs
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.records import JobRecord
+
+
+def find_jobs(
+    runs: Sequence[RunFiles],
+    slurm: SlurmClient,
+    events: Mapping[str, Sequence[Event]] | None = None,
+    *,
+    silent: bool = True,
+) -> dict[str, RunJobs]:
+    """Find the jobs of each run, by run id.
+
+    `events` are the ledgers by run id; without them they are read. When Slurm does not answer, all
+    are unanswered, or SlurmError is raised if not `silent`.
+    """
+    if not runs:
+        return {}
+    known = events or {run.run_id: run.ledger.events() for run in runs}
+    try:
+        records = slurm.jobs_of_users({run.owner_id for run in runs})
+        # The cluster that answered, from its jobs or else its configuration.
+        here = next((record.cluster for record in records.values() if record.cluster), None)
+        if here is None and any(cluster_of(one) for one in known.values()):
+            here = slurm.cluster_name()
+    except SlurmError:
+        if not silent:
+            raise
+        return {run.run_id: RunJobs(answered=False) for run in runs}
+    return {
+        run.run_id: select_jobs(
+            identity_of(run.layout.directory), known[run.run_id], records.values(), here
+        )
+        for run in runs
+    }
+
+
+def with_past(
+    found: RunJobs, run_id: str, events: Sequence[Event], past: Mapping[int, JobRecord]
+) -> RunJobs:
+    """Add the jobs of accounting (`SlurmClient.past_jobs`) for a run without jobs in squeue."""
+    if found.jobs or not found.answered:
+        return found
+    ids, home = job_ids(generation(events)), cluster_of(events)
+    mine = (
+        record
+        for record in past.values()
+        if record.belongs_to(ids)
+        and record.name in (None, run_id)
+        and (home is None or record.cluster in (None, home))
+    )
+    return replace(found, jobs=tuple(mine))
+
+
+def jobs_of(run: RunFiles, slurm: SlurmClient) -> RunJobs:
+    """Find the jobs of one run. Raises UsageError if they are on another cluster."""
+    found = find_jobs([run], slurm)[run.run_id]
+    if found.elsewhere is not None:
+        raise UsageError(
+            f"the jobs of run `{run.run_id}` are on cluster `{found.elsewhere}`, and this is "
+            f"cluster `{found.here}`: nothing was done",
+            hint=f"use a login node of `{found.elsewhere}`",
+        )
+    return found
+
+
+def why_in_use(run: RunFiles, slurm: SlurmClient) -> str | None:
+    """Describe the job that may change the run's files; None if there is none.
+
+    Raises SlurmUnreachableError when nobody can tell, UsageError if its jobs are on another
+    cluster.
+    """
+    found = jobs_of(run, slurm)
+    if not found.answered:
+        raise SlurmUnreachableError(
+            f"Slurm does not answer, so nobody knows whether run `{run.run_id}` has a job: nothing "
+            "was done",
+            hint="try again where squeue answers",
+        )
+    job = found.active or next(iter(found.live), None)
+    if job is None:
+        return None
+    return f"job {job.job_id} is {job.state.value.lower()}"
+
+
+def record_found(run: RunFiles, found: RunJobs) -> None:
+    """Record jobs of the run that the ledger does not contain.
+
+    The client that submitted them died, or a person called sbatch.
+    """
+    for job in found.unrecorded:
+        run.ledger.append(
+            EventKind.ADOPTED,
+            job_id=job.submitted_id,
+            cluster=job.cluster or found.here,
+            reason="found in the queue by its comment or directory",
+        )

@@ -1,0 +1,378 @@
+"""Look at everything that would end a run in the queue or at its start: one list of checks.
+
+`validate SPEC -p PROFILE` and `plan` show the list, `submit` refuses what fails, all at once.
+Belongs here: which checks there are, and in which order. Does not belong here: how data is checked
+(`token_checks`, `hpctrain.records.dataset_checks`), planning, what nodes find when a launch begins
+(`hpctrain.supervise.evidence.node_checks`, `hpctrain.train.preflight`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from hpctrain.base.disk_usage import directory_facts
+from hpctrain.base.errors import (
+    DoesNotFitError,
+    HpctrainError,
+    InvalidInputError,
+    LimitError,
+    Problem,
+    RefusedPlanError,
+)
+from hpctrain.base.units import short_bytes
+from hpctrain.job.footprint import footprint_of
+from hpctrain.job.input_checks import check_pretrained, check_samples, sidecar_notes
+from hpctrain.job.prepare import Prepared, load_inputs, prepare
+from hpctrain.job.render.containers import run_container
+from hpctrain.job.supervisor_settings import notify_settings
+from hpctrain.notify.channels import channel_problems
+from hpctrain.spec.engines.abilities import EngineAbilities
+from hpctrain.spec.loader import Loaded
+from hpctrain.spec.notify import joined_notify
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.container import ContainerProfile
+from hpctrain.spec.run import RunSpec
+
+State = Literal["works", "limited", "fails", "unknown"]
+# Longer runs need data of their own, or the word that they do not.
+MADE_UP_STEPS = 100
+_PYTHON_SECONDS = 20.0
+_WATCH_SECONDS = 3600.0
+_PLAN = "plan"
+# Prints which of its arguments cannot be found; importing torch would take seconds.
+_FIND = """
+import importlib.util, json, sys
+def found(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+print(json.dumps([name for name in sys.argv[1:] if not found(name)]))
+"""
+
+
+class Check(BaseModel):
+    """What was looked at, what was found, and the problems if a run would fail."""
+
+    model_config = ConfigDict(frozen=True)
+
+    subject: str
+    state: State
+    sentence: str
+    problems: tuple[Problem, ...] = ()
+
+
+def _check(subject: str, state: State, sentence: str, *problems: Problem) -> Check:
+    return Check(subject=subject, state=state, sentence=sentence, problems=problems)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """All checks of one run; `prepared` is None if it cannot be planned, and `error` says why."""
+
+    checks: tuple[Check, ...]
+    prepared: Prepared | None = None
+    error: HpctrainError | None = None
+
+    def refuse(self) -> Prepared:
+        """Return the run. Raises what planning raised if that is all, else all problems at once."""
+        problems = [problem for check in self.checks for problem in check.problems]
+        own = sum(len(check.problems) for check in self.checks if check.subject == _PLAN)
+        if self.error is not None and len(problems) == own:
+            raise self.error
+        if problems:
+            raise InvalidInputError(problems)
+        assert self.prepared is not None
+        return self.prepared
+
+
+def examine(
+    spec: Path,
+    profile: str,
+    overrides: Sequence[str] = (),
+    *,
+    runs: Path,
+    template_directory: Path | None = None,
+) -> Examined:
+    """Read, plan, render and check. Raises InvalidInputError for documents that cannot be read."""
+    loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
+    try:
+        prepared = prepare(
+            spec, profile, overrides, runs=runs, template_directory=template_directory
+        )
+    except (InvalidInputError, DoesNotFitError, LimitError) as error:
+        checks = (_refused(error, loaded_spec), *input_checks(loaded_spec, loaded_profile))
+        return Examined(checks, error=error)
+    return Examined(checks_of(prepared, runs), prepared)
+
+
+def examined(
+    spec: Path,
+    profile: str,
+    overrides: Sequence[str] = (),
+    *,
+    runs: Path,
+    template_directory: Path | None = None,
+) -> Prepared:
+    """Return the run that `examine` finds nothing wrong with. Raises as `Examined.refuse`."""
+    found = examine(spec, profile, overrides, runs=runs, template_directory=template_directory)
+    return found.refuse()
+
+
+def checks_of(
+    prepared: Prepared, runs: Path, inputs: tuple[Check, ...] | None = None
+) -> tuple[Check, ...]:
+    """Check a run that is planned and rendered. Reads files; asks Slurm nothing.
+
+    `inputs` are the `input_checks` of another run with the same data, model and engine.
+    """
+    if inputs is None:
+        inputs = input_checks(prepared.spec, prepared.profile, prepared.facts.python)
+    plan = prepared.plan
+    peak = plan.memory[plan.peak_stage].total_bytes
+    words = (
+        f"{plan.layout} on {plan.nodes}: {short_bytes(peak)} of "
+        f"{short_bytes(plan.gpu_memory_bytes)} a GPU"
+    )
+    return (
+        _check(_PLAN, "works", words),
+        *(_check(_PLAN, "limited", warning) for warning in plan.warnings),
+        *inputs,
+        _space(prepared, runs),
+        *_watch(prepared, runs),
+    )
+
+
+def input_checks(
+    spec: Loaded[RunSpec], profile: Loaded[ClusterProfile], python: str = sys.executable
+) -> tuple[Check, ...]:
+    """Check what needs no plan: data, weights, the software that trains, its image."""
+    document, software = spec.document, profile.document.software
+    container = run_container(document.container, software.container)
+    python = software.python or python
+    return (
+        _data(spec),
+        *_weights(spec),
+        _software(document.engine.abilities, container, python, profile.file),
+        *_tracking(spec, python),
+        *_image(container),
+        *_channels(spec, profile),
+    )
+
+
+def _tried(
+    spec: Loaded[RunSpec], field: str, words: str, check: Callable[[Loaded[RunSpec]], None]
+) -> Check:
+    """Run one check of what `field` names; a file that cannot be read is a problem of the field."""
+    subject = "weights" if field == "model.pretrained" else "data"
+    try:
+        check(spec)
+    except InvalidInputError as error:
+        return _failed(subject, *error.problems)
+    except OSError as error:
+        where = f"{error.filename} " if error.filename else ""
+        message = f"`{field}`: {where}cannot be read: {error.strerror or error}"
+        return _failed(subject, spec.problem(field, message))
+    return _check(subject, "works", words)
+
+
+def _failed(subject: str, *problems: Problem) -> Check:
+    """Make a check of problems: one in its own words, more of them by their number."""
+    count = len(problems)
+    return _check(
+        subject, "fails", str(problems[0]) if count == 1 else f"{count} problems", *problems
+    )
+
+
+def _data(spec: Loaded[RunSpec]) -> Check:
+    data, steps = spec.document.data, spec.document.train_steps
+    if data.sources:
+        count = len(data.sources)
+        words = f"{count} {'source' if count == 1 else 'sources'} of {data.format}"
+        found = _tried(spec, "data.sources", words, check_samples)
+        notes = list(sidecar_notes(spec)) if found.state == "works" else []
+        return _check("data", "limited", "; ".join([words, *notes])) if notes else found
+    if data.made_up or steps <= MADE_UP_STEPS:
+        return _check("data", "limited", "made up: the spec has no `data.sources`")
+    message = f"`data` has no sources, so {steps:,} steps would train on made-up samples"
+    hint = "name `data.sources`; a trial of the cluster says `data: {made_up: true}`"
+    problem = spec.problem("data", message, hint)
+    return _check("data", "fails", message, problem)
+
+
+def _weights(spec: Loaded[RunSpec]) -> Iterator[Check]:
+    weights = spec.document.model.pretrained
+    if weights is not None:
+        words = f"{weights} has the model of the spec"
+        yield _tried(spec, "model.pretrained", words, check_pretrained)
+
+
+def _software(
+    abilities: EngineAbilities, container: ContainerProfile | None, python: str, file: str | None
+) -> Check:
+    """Look for the engine's packages in the Python that will train; `file`: the profile's."""
+    packages = ("hpctrain", *abilities.packages)
+    names = ", ".join(packages)
+    if container is not None:
+        sentence = f"the image is to have {names}: looked for at the start of a job"
+        return _check("software", "unknown", sentence)
+    found = _packages("software", python, packages, names)
+    if isinstance(found, Check):
+        return found
+    message = f"{python}, which is to train, has no {' and no '.join(found)}"
+    name = f"hpctrain[{abilities.extra}]" if abilities.extra else "hpctrain"
+    hint = f"install it there (`pip install '{name}'`), or name another: `software.python`"
+    return _check("software", "fails", message, Problem(message, file, hint=hint))
+
+
+def _tracking(spec: Loaded[RunSpec], python: str) -> Iterator[Check]:
+    """Look for TensorBoard and W&B in the Python of the supervisor, which writes for them.
+
+    It runs on the first node of a job, beside any container.
+    """
+    packages = spec.document.tracking.packages
+    if not packages:
+        return
+    found = _packages("tracking", python, packages, " and ".join(packages))
+    if isinstance(found, Check):
+        yield found
+        return
+    message = f"{python}, which runs the supervisor, has no {' and no '.join(found)}"
+    field, extras = f"tracking.{found[0]}", ",".join(found)
+    hint = f"install it there (`pip install 'hpctrain[{extras}]'`), or remove `{field}`"
+    yield _check("tracking", "fails", message, spec.problem(field, message, hint))
+
+
+def _packages(subject: str, python: str, packages: Sequence[str], names: str) -> Check | list[str]:
+    """Look for packages in a Python, if it is on this machine; return those that are missing."""
+    if "$" in python or not os.access(python, os.X_OK):
+        return _check(subject, "unknown", f"{python} is not on this machine")
+    try:
+        missing = _missing_packages(python, packages)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return _check(subject, "unknown", f"{python} does not answer: {error}")
+    return missing or _check(subject, "works", f"{python} has {names}")
+
+
+def _missing_packages(python: str, packages: Sequence[str]) -> list[str]:
+    answer = subprocess.run(
+        [python, "-P", "-c", _FIND, *packages],
+        capture_output=True,
+        text=True,
+        timeout=_PYTHON_SECONDS,
+        check=True,
+    )
+    return [str(name) for name in json.loads(answer.stdout)]
+
+
+def _image(container: ContainerProfile | None) -> Iterator[Check]:
+    """Look for an image that is a file; one of a registry is fetched in the job."""
+    if container is None:
+        return
+    image = container.image
+    if "$" in image or not image.startswith("/"):
+        yield _check(
+            "image",
+            "unknown",
+            f"{image} is looked for at the start of a job",
+        )
+    elif os.path.exists(image):
+        yield _check("image", "works", f"{image} is there")
+    else:
+        problem = Problem(f"container image {image} does not exist on this machine")
+        yield _check("image", "fails", problem.message, problem)
+
+
+def _channels(spec: Loaded[RunSpec], profile: Loaded[ClusterProfile]) -> Iterator[Check]:
+    """Look for the secrets and programs with which the run tells people, and for `watch`."""
+    own = spec.document.notify
+    notify = joined_notify(own, profile.document.notify)
+    settings = notify_settings(notify)
+    if notify is None or settings is None:
+        return
+    loaded = spec if own is not None and "channels" in own.model_fields_set else profile
+    sending = [number for number, one in enumerate(notify.channels) if one.kind != "slurm"]
+    problems = []
+    for number, field, error in channel_problems(settings):
+        path = f"notify.channels[{sending[number]}].{field}"
+        problems.append(loaded.problem(path, f"`{path}`: {error}", error.hint))
+    names = ", ".join(channel.name for channel in settings.channels)
+    if problems:
+        count = len(problems)
+        sentence = problems[0].message if count == 1 else f"{count} problems"
+        yield _check("notify", "fails", sentence, *problems)
+    else:
+        yield _check(
+            "notify", "works", f"{names}: `hpctrain notify SPEC -p PROFILE --test` sends a message"
+        )
+
+
+def _watch(prepared: Prepared, runs: Path) -> Iterator[Check]:
+    """Say when nobody sends what a job cannot send: where its node dies or has no network."""
+    if prepared.supervise.notify is None:
+        return
+    from hpctrain.records.watch_heartbeat import heartbeat_age_seconds, heartbeat_path
+
+    age_seconds = heartbeat_age_seconds(heartbeat_path(runs))
+    if age_seconds is None or age_seconds > _WATCH_SECONDS:
+        words = (
+            "no pass of `hpctrain watch --act` in the last hour: what a job cannot send, and what "
+            "quiet hours hold back after its end, is not sent; `hpctrain watch --install-hint`"
+        )
+        yield _check("notify", "limited", words)
+
+
+def _space(prepared: Prepared, runs: Path) -> Check:
+    """Compare what the run keeps with what its file system has left."""
+    left = directory_facts(runs)
+    if left.free_bytes is None or left.free_inodes is None:
+        return _check(
+            "space",
+            "unknown",
+            f"{runs} cannot be asked for what it has left",
+        )
+    nearest = next((one for one in runs.absolute().parents if one.is_dir()), Path("/"))
+    keeps_files = left.free_bytes or left.free_inodes or left.inodes  # /proc does not
+    if not left.exists and not (keeps_files and os.access(nearest, os.W_OK)):
+        message = f"{runs} does not exist, and no directory can be made in {nearest}"
+        hint = "another directory: `--runs`, $HPCTRAIN_RUNS"
+        return _check("space", "fails", message, Problem(message, hint=hint))
+    try:
+        needed = footprint_of(prepared)
+    except DoesNotFitError as error:
+        return _check("space", "unknown", str(error))
+    size_bytes, files = needed.bytes.peak_checkpoints, needed.inodes.at_end
+    words = (
+        f"{short_bytes(left.free_bytes)} and {left.free_inodes:,} files are left for {runs}; the "
+        f"run takes {short_bytes(size_bytes)} for checkpoints and {files:,} files"
+    )
+    counted = left.inodes != 0
+    if size_bytes <= left.free_bytes and (files <= left.free_inodes or not counted):
+        return _check("space", "works", words)
+    hint = "fewer checkpoints (`checkpoint.keep`), or another directory: `--runs`, $HPCTRAIN_RUNS"
+    return _check("space", "fails", words, Problem(words, hint=hint))
+
+
+def _refused(error: HpctrainError, spec: Loaded[RunSpec]) -> Check:
+    """Make a check of what planning refuses; each reason at its field."""
+    if isinstance(error, RefusedPlanError) and error.refusals:
+        hints = [error.hint, *[None] * (len(error.refusals) - 1)]
+        return _failed(
+            _PLAN,
+            *(
+                spec.problem(one.field, one, hint)
+                for one, hint in zip(error.refusals, hints, strict=True)
+            ),
+        )
+    if isinstance(error, InvalidInputError):
+        return _failed(_PLAN, *error.problems)
+    return _failed(_PLAN, Problem(str(error), hint=error.hint))

@@ -1,0 +1,133 @@
+"""Chooses the environment of a job: what it inherits, and the variables that its script sets. Pure.
+
+Belongs here: names, values, and the reason of each. Does not belong here: quoting (`quoting`),
+commands that are run before the trainer (`software`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.base.printable_text import printable_line
+from hpctrain.job.render.software import cache_directories, per_rank_variables
+from hpctrain.plan.job import Job
+from hpctrain.spec.profile import INTERFACE_VARIABLES
+
+if TYPE_CHECKING:
+    from hpctrain.spec.catalogue import GpuVariable
+
+# What a clean job inherits besides the names of `environment.inherit`.
+INHERITED = ("HOME", "LANG", "PATH", "USER")
+# bash(1), Shell Variables; `export UID=0` would end the job after its time in the queue.
+_READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
+# Settings of a site for the supervisor (see `hpctrain.supervise.preflight`).
+_SITE_HOOKS = frozenset({"HPCTRAIN_KERNEL_LOG"})
+# srun(1), INPUT ENVIRONMENT VARIABLES: what a site may choose for all of its jobs.
+_SRUN_SETTINGS = frozenset(
+    {"SLURM_ACCEL_BIND", "SLURM_CPU_BIND", "SLURM_CPU_FREQ_REQ", "SLURM_GPU_BIND"}
+    | {"SLURM_HINT", "SLURM_MEM_BIND", "SLURM_NETWORK", "SLURM_THREADS_PER_CORE"}
+)
+# srun(1), --export: [ALL,]<variables>, NIL or NONE. A variable of that name would be read as one of
+# these words.
+_EXPORT_WORDS = frozenset({"ALL", "NIL", "NONE"})
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One exported variable and the reason that is written above it."""
+
+    name: str
+    value: str
+    reason: str
+    prepend: bool = False
+
+
+def submit_variables(job: Job) -> tuple[str, ...] | None:
+    """List the variables that sbatch inherits, and so the job does; None: all of them."""
+    if job.profile.slurm.export == "all":
+        return None
+    return tuple(dict.fromkeys((*INHERITED, *inherited_names(job))))
+
+
+def inherited_names(job: Job) -> tuple[str, ...]:
+    """List the variables that site and spec name to be passed on, each once."""
+    return tuple(dict.fromkeys((*job.profile.slurm.inherit, *job.spec.environment.inherit)))
+
+
+def inheritance_note(job: Job) -> str:
+    """Describe what the job inherits, for a person who calls sbatch by hand."""
+    if job.profile.slurm.export == "none":
+        return "It inherits no variable of that shell, but those of a login"
+    if job.profile.slurm.export == "all":
+        return "It then inherits all variables of that shell, as it does from hpctrain"
+    names = ", ".join(submit_variables(job) or ())
+    return f"It then inherits all variables of that shell; from hpctrain only {names}"
+
+
+def inheritance_problems(job: Job) -> list[str]:
+    """List names that the spec wants the job to inherit, and that it cannot inherit here."""
+    names, profile = inherited_names(job), job.profile
+    if profile.slurm.export != "none" or not names:
+        return []
+    return [
+        f"environment.inherit: jobs inherit nothing at {profile.name} (slurm.export none), so "
+        f"{', '.join(names)} would be missing: read it from a file in the job"
+    ]
+
+
+def script_variables(job: Job, gpu_variables: tuple[GpuVariable, ...] = ()) -> tuple[Variable, ...]:
+    """List the exported variables, the site's first.
+
+    A variable of the spec replaces the site's, and one that the site lists replaces the GPU
+    catalogue's and what follows from `network.interface`. Nodes have to reach each other only if
+    there are several.
+    """
+    spec, profile = job.spec, job.profile
+    interface = profile.network.interface if job.plan.nodes.nodes > 1 else None
+    site = {
+        fabric.name: Variable(
+            fabric.name, fabric.value, printable_line(fabric.reason), fabric.prepend
+        )
+        for fabric in profile.environment
+        if fabric.value is not None and fabric.concerns(spec.engine.name)
+    }
+    if interface is not None:
+        reason = "network.interface of the profile: all nodes reach each other over it"
+        for name in INTERFACE_VARIABLES:
+            site.setdefault(name, Variable(name, interface, reason))
+    for wanted in gpu_variables:
+        reason = printable_line(wanted.reason)
+        site.setdefault(wanted.name, Variable(wanted.name, wanted.value, reason))
+    per_rank = {fabric.name for fabric in per_rank_variables(job)}
+    for name, directory in cache_directories(profile):
+        reason = "software.scratch of the profile: caches on each node, not on a shared disk"
+        site.setdefault(name, Variable(name, directory, reason))
+    site = {name: variable for name, variable in site.items() if name not in per_rank}
+    own = spec.environment.variables
+    return (
+        *(variable for name, variable in site.items() if name not in own),
+        *(Variable(name, value, "from the run spec") for name, value in sorted(own.items())),
+        Variable("PYTHONUNBUFFERED", "1", "log lines appear when they are written"),
+    )
+
+
+def check_variables(names: Iterable[str], *, site: bool = False) -> None:
+    """Raise InvalidInputError for names that bash or Slurm would not take as a variable."""
+    problems = []
+    for name in names:
+        if name in _READ_ONLY:
+            reason = "it is read-only in bash"
+        elif name.upper() in _EXPORT_WORDS:
+            reason = "sbatch and srun read it as a word of `--export`"
+        elif site and name in _SRUN_SETTINGS:
+            continue
+        elif name.startswith(("SLURM_", "HPCTRAIN_")) and name not in _SITE_HOOKS:
+            reason = "Slurm and hpctrain set these themselves"
+        else:
+            continue
+        problems.append(Problem(f"environment: `{name}` cannot be set in a job script: {reason}"))
+    if problems:
+        raise InvalidInputError(problems)

@@ -1,0 +1,124 @@
+"""Submits a prepared run, or checks it with Slurm.
+
+The run directory is complete before sbatch is called, and the ledger records it. The run id is in
+the job's comment. By it every command finds a job whose client died before it could record the job
+(`job_queries`); the job's own supervisor records it when it starts. Singletons are submitted all at
+once; the first job of a chain submits the others itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from hpctrain.base.errors import (
+    SlurmRefusedError,
+    UsageError,
+)
+from hpctrain.job.data_records import record_data
+from hpctrain.job.job_submission import (
+    JobsBefore,
+    Submitted,
+    after_of_spec,
+    job_to_wait_for,
+    submit_jobs,
+)
+from hpctrain.job.preflight import Examined, checks_of
+from hpctrain.job.prepare import Prepared, with_free_run_id
+from hpctrain.job.run_directory import RunExistsError, write_run_directory
+from hpctrain.records.find import RunFiles
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.records import TestOnlyAnswer
+
+_FIRST_WITH_SEGMENTS = (24, 5)  # of Slurm
+
+
+def submit(
+    prepared: Prepared, runs: Path, slurm: SlurmClient, after: RunFiles | None = None
+) -> Submitted:
+    """Write the run directory and hand the script to Slurm, which starts it `after` another run.
+
+    Without `after` the field of that name in the spec counts.
+
+    Raises InvalidInputError when data files are missing, UsageError for a directory in which Slurm
+    cannot write logs or a Slurm without segments. Raises SlurmRefusedError when Slurm does not take
+    the job, and then there is no run; SlurmUnreachableError when it has not answered, and then the
+    directory stays, because the job may exist.
+    """
+    Examined(checks_of(prepared, runs), prepared).refuse()  # now, not after hours in the queue
+    refuse_unsubmittable(prepared, slurm)
+    waits: tuple[JobsBefore, ...]
+    if after is not None:
+        before = job_to_wait_for(after, slurm)
+        waits = () if before is None else (before,)
+    else:
+        waits = after_of_spec(prepared.spec, runs, slurm)
+    run = _written(prepared, runs)
+    try:
+        job_id = submit_jobs(run, slurm, *waits)
+    except SlurmRefusedError:
+        shutil.rmtree(run.layout.directory)
+        raise
+    return Submitted(run.run_id, job_id, run.layout.directory)
+
+
+def prepare_only(prepared: Prepared, runs: Path) -> RunFiles:
+    """Write the run directory for somebody who will look at it, and start it by hand.
+
+    Raises what `submit` raises before it asks Slurm.
+    """
+    Examined(checks_of(prepared, runs), prepared).refuse()
+    return _written(prepared, runs)
+
+
+def _written(prepared: Prepared, runs: Path) -> RunFiles:
+    while True:
+        try:
+            run = RunFiles(write_run_directory(prepared, runs))
+            break
+        except RunExistsError:  # another submission has just taken the run id
+            prepared = with_free_run_id(prepared, runs)
+    record_data(run.layout)
+    return run
+
+
+def check(prepared: Prepared, slurm: SlurmClient) -> TestOnlyAnswer:
+    """Validate the script with Slurm (`sbatch --test-only`); nothing is submitted."""
+    refuse_unsubmittable(prepared, slurm)
+    return slurm.test_only(prepared.script)
+
+
+def refuse_unsubmittable(prepared: Prepared, slurm: SlurmClient) -> None:
+    """Raise UsageError for a script that this Slurm would not run as it is meant."""
+    _refuse_shared_name(prepared, slurm)
+    _refuse_segment(prepared, slurm)
+
+
+def _refuse_shared_name(prepared: Prepared, slurm: SlurmClient) -> None:
+    """Singletons wait for every job of the same name and user, whatever run it is of.
+
+    Raises UsageError when there is one: a run of the same id in another directory of runs.
+    """
+    if prepared.supervise.continuation != "singleton":
+        return
+    others = slurm.live_jobs_named(prepared.run_id)
+    if others:
+        raise UsageError(
+            f"job {others[0]} of another directory of runs is named `{prepared.run_id}`, too, and "
+            "continuation singleton would wait for it",
+            hint="give the run another `name`",
+        )
+
+
+def _refuse_segment(prepared: Prepared, slurm: SlurmClient) -> None:
+    """Raise UsageError where the script requests a segment and this Slurm has no such option."""
+    segment = prepared.plan.nodes.segment
+    if segment is None:
+        return
+    settings = slurm.config()
+    if settings.version and settings.version < _FIRST_WITH_SEGMENTS:
+        raise UsageError(
+            f"the script has `--segment={segment}`, which Slurm has since 24.05; this is "
+            f"{settings.get('SLURM_VERSION')}",
+            hint="`network.switches.segment: forbid` in the profile, and no `resources.segment`",
+        )

@@ -1,0 +1,188 @@
+"""Collect the supervisor's settings (`supervise.json`) of a job.
+
+Belongs here: which field becomes which setting, and what follows from several of them. Does not
+belong here: the document (`hpctrain.records.supervise_config`), the trainer's settings
+(`hpctrain.engines.documents`), writing files (`hpctrain.job.run_directory`).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hpctrain.engines.speed_check import speed_check_mode
+from hpctrain.job.render.containers import container_words, run_container
+from hpctrain.job.render.job_environment import submit_variables
+from hpctrain.job.render.warning_lead import warning_lead
+from hpctrain.plan.job import Job, TrainingJob
+from hpctrain.records.supervise_config import (
+    ChannelSettings,
+    GroupSettings,
+    LaunchShape,
+    MetricsSettings,
+    NotifySettings,
+    RollbackSettings,
+    SuperviseConfig,
+    TopologySettings,
+)
+from hpctrain.spec.notify import NotifySpec
+from hpctrain.spec.profile.network import port_range
+
+NODE_LEDGER_NAME = "nodes.jsonl"
+
+
+def supervise_config(
+    job: Job, run_id: str, runs: Path, shapes: tuple[LaunchShape, ...], **own: Any
+) -> SuperviseConfig:
+    """Collect the settings of a supervisor; `own` are the fields of one kind of job."""
+    supervise, profile, rollback = job.spec.supervise, job.profile, job.spec.supervise.rollback
+    return SuperviseConfig(
+        run_id=run_id,
+        continuation=profile.continuation,
+        continuation_jobs=profile.continuation_jobs,
+        failures_without_progress=supervise.failures_without_progress,
+        stall_seconds=float(supervise.stall),
+        setup_stall_seconds=float(supervise.setup_stall),
+        kill_wait_seconds=float(profile.slurm.kill_wait),
+        poll_seconds=float(profile.limits.poll),
+        cluster=profile.name,
+        budgets={str(cause): count for cause, count in supervise.budgets.items()},
+        storm_failures=supervise.storm_failures,
+        learn_stalls=supervise.learn_stalls,
+        slow_rank=supervise.slow_rank,
+        exclude_nodes=supervise.exclude_nodes,
+        rollback=RollbackSettings(
+            act=rollback.mode == "act",
+            checkpoints=rollback.checkpoints,
+            skip_steps=rollback.skip_steps,
+        ),
+        shapes=shapes,
+        spare_nodes=job.spec.resources.spare_nodes,
+        cluster_nodes=profile.nodes.count,
+        node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
+        submit_variables=submit_variables(job),
+        master_address=profile.network.master_address,
+        master_ports=port_range(profile.network.ports) if profile.network.ports else None,
+        notify=notify_settings(job.notify),
+        **own,
+    )
+
+
+def training_supervision(
+    job: TrainingJob,
+    run_id: str,
+    runs: Path,
+    shapes: tuple[LaunchShape, ...],
+    inputs: tuple[str, ...],
+) -> SuperviseConfig:
+    """Collect the settings of the supervisor of a run. `inputs`: what all nodes must read."""
+    return supervise_config(
+        job,
+        run_id,
+        runs,
+        shapes,
+        target_step=job.plan.batch.train_steps,
+        launcher=job.spec.launcher,
+        warning_seconds=float(warning_lead(job).seconds),
+        verify=job.spec.checkpoint.verify,
+        speed_check=speed_check_mode(job),
+        mttf_seconds=mttf_seconds(job),
+        inputs=inputs,
+        keep_launches=job.spec.logging.keep_launches,
+        topology=topology_settings(job),
+        image=_image_file(job),
+        tracking=job.spec.tracking.wanted,
+        metrics=metrics_settings(job),
+    )
+
+
+def mttf_seconds(job: Job) -> float:
+    """Return the mean time to failure of all nodes of a job together, as the site expects it."""
+    from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
+
+    return node_mtbf_seconds(job.profile) / job.plan.nodes.nodes
+
+
+def metrics_settings(job: TrainingJob) -> MetricsSettings | None:
+    """Collect where the job exports metrics; None where it does not."""
+    site, wanted = job.profile.metrics, job.spec.metrics
+    textfile = site.textfile if wanted.textfile else None
+    if textfile is None and not wanted.endpoint:
+        return None
+    return MetricsSettings(
+        textfile=textfile,
+        endpoint=wanted.endpoint,
+        ports=port_range(site.ports) if site.ports else None,
+        address=site.address,
+    )
+
+
+def notify_settings(notify: NotifySpec | None) -> NotifySettings | None:
+    """Collect what the supervisor and `hpctrain watch` send; None where they send nothing.
+
+    Files are named by absolute paths. Mail of Slurm is an option of sbatch and no channel here.
+    """
+    if notify is None:
+        return None
+    channels: list[ChannelSettings] = []
+    for one in notify.channels:
+        if one.kind == "slurm":
+            continue
+        number = 1 + sum(channel.kind == one.kind for channel in channels)
+        given = one.model_dump() | {"name": one.kind if number == 1 else f"{one.kind}-{number}"}
+        for name in ("url_file", "token_file"):
+            if given[name] is not None:
+                given[name] = os.path.abspath(os.path.expanduser(given[name]))
+        channels.append(ChannelSettings.model_validate(given))
+    if not channels:
+        return None
+    most_messages, window_seconds = notify.rate
+    limit = notify.queue_limit
+    return NotifySettings(
+        channels=tuple(channels),
+        on=notify.on,
+        quiet_minutes=notify.quiet_minutes,
+        time_zone=notify.time_zone or "UTC",
+        even_at_night=notify.even_at_night,
+        most_messages=most_messages,
+        window_seconds=window_seconds,
+        queue_limit_seconds=None if limit is None else float(limit),
+    )
+
+
+def _image_file(job: TrainingJob) -> str | None:
+    """Name the image that the ranks start from: the imported file, where there is one."""
+    container = run_container(job.spec.container, job.profile.software.container)
+    if container is None:
+        return None
+    words = container_words(container, job.profile, ())
+    return container.image if words.image_import is None else words.image_import[-1]
+
+
+def topology_settings(job: TrainingJob) -> TopologySettings | None:
+    """Collect what the supervisor compares with the nodes of its job; None where Slurm cannot say.
+
+    In blocks the axes that the plan has inside an NVLink domain; under leaf switches those whose
+    groups fit below one.
+    """
+    switches, plan, nodes = job.profile.network.switches, job.plan, job.plan.nodes
+    if switches.plugin == "none" or switches.usable_nodes is None or nodes.nodes == 1:
+        return None
+    per_node = nodes.gpus_per_node
+    largest = switches.usable_nodes * per_node
+    groups = []
+    for one in plan.placements:
+        block = one.stride * one.size
+        inside = one.span == "inside an NVLink domain"
+        fits = inside if switches.plugin == "block" else block <= largest
+        if one.size > 1 and block > per_node and fits:
+            groups.append(GroupSettings(axis=one.axis, stride=one.stride, ranks=one.size))
+    return TopologySettings(
+        plugin=switches.plugin,
+        gpus_per_node=per_node,
+        groups=tuple(groups),
+        thin_uplinks=switches.oversubscription > 1,
+        step_seconds=plan.step_seconds,
+        scattered_step_seconds=plan.scattered_step_seconds,
+    )

@@ -1,0 +1,104 @@
+"""`python -m hpctrain.observe.attempt_exporter --run-directory DIRECTORY`: metrics from in a job.
+
+It runs beside training until its stdin is closed, which also happens when whoever started it is
+killed, and asks Slurm nothing. Where metrics go is in `supervise.json`: a file for the
+node_exporter of this node, an endpoint, or both. What it cannot do is one line on stderr. Belongs
+here: the process. Does not belong here: metrics (`hpctrain.observe.exporter`), outlets
+(`hpctrain.observe.metrics_outlets`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.base.beside_training import give_way, stdin_closed_within
+from hpctrain.base.errors import HpctrainError
+from hpctrain.observe.exporter import AttemptExporter
+from hpctrain.observe.metrics_outlets import (
+    MetricsServer,
+    Textfile,
+    host_name,
+    published_endpoint,
+)
+from hpctrain.records.find import RunFiles
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.supervise_config import MetricsSettings, read_supervise_config
+
+# So often the run directory is read; plan/footprint/footprint.yaml counts by it.
+PASS_SECONDS = 15.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Export until stdin is closed; the exit code is 1 if nothing could be exported."""
+    run = RunLayout(Path(argv[argv.index("--run-directory") + 1]).absolute())
+    try:
+        settings = read_supervise_config(run.supervise_config).metrics
+        if settings is None:
+            return 0
+        give_way()
+        _export(run, settings)
+    except ImportError as error:
+        print(f"the Python package {error.name or error} is not installed", file=sys.stderr)
+        return 1
+    except (HpctrainError, OSError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+    return 0
+
+
+def _export(run: RunLayout, settings: MetricsSettings) -> None:
+    """Hand out the samples of each pass, and take them back at the end.
+
+    Raises OSError where the text file could not be written at last; it may be away for a while.
+    """
+    source = AttemptExporter(RunFiles(run), os.environ)
+    problem: OSError | None = None
+    with contextlib.ExitStack() as outlets:
+        file = None
+        if settings.textfile is not None:
+            file = Textfile(Path(settings.textfile), run.run_id)
+            outlets.callback(file.remove)
+            file.remove_abandoned()
+        server = _opened(run, settings, outlets)
+        over = False
+        while not over:
+            samples = source.samples()
+            if server is not None:
+                server.replace(samples)
+            if file is not None:
+                problem = None
+                try:
+                    file.replace(samples)
+                except OSError as error:
+                    problem = error
+            over = stdin_closed_within(PASS_SECONDS)
+    if problem is not None:
+        raise problem
+
+
+def _opened(
+    run: RunLayout, settings: MetricsSettings, outlets: contextlib.ExitStack
+) -> MetricsServer | None:
+    """Open the endpoint, if the run has one, on the first free port of its range."""
+    if not settings.endpoint:
+        return None
+    first, last = settings.ports or (0, 0)
+    for port in range(first, last + 1):
+        with contextlib.suppress(HpctrainError):
+            server = MetricsServer(settings.address or "", port)
+            break
+    else:
+        where = f"{settings.address or '*'}:{first}"
+        raise HpctrainError(f"no port from {where} to {last} is free for the endpoint of metrics")
+    outlets.callback(server.close)
+    host = settings.address or host_name(os.environ)
+    outlets.enter_context(published_endpoint(run, f"{host}:{server.port}"))
+    return server
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

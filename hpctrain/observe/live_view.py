@@ -1,0 +1,294 @@
+"""Collects what `hpctrain top` shows: all runs with one squeue, and more about the chosen one.
+
+A look reads little: runs that are over are not read again until their ledger changes, and the
+metrics of the chosen run are read on from where the last look has ended. Where Slurm does not
+answer, its last answer stays valid and its age is known. Belongs here: looks that follow each
+other, and what deserves attention. Does not belong here: the state of a run (`status`), rules about
+problems (`watch_rules`), text and keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from hpctrain.base import clock
+from hpctrain.base.formats import NewerFormatError
+from hpctrain.base.units import short_duration
+from hpctrain.observe.growing_curve import GrowingCurve
+from hpctrain.records.find import RunFiles, all_runs
+from hpctrain.records.jobs import generation
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import MANIFEST_NAME, checkpoint_name
+from hpctrain.records.run_jobs import RunJobs
+from hpctrain.runs.notify import NoticeState, notice_states
+from hpctrain.runs.poll_interval import poll_interval
+from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.run_page import CurvePoint
+from hpctrain.runs.run_problems import Symptom, WatchRemedy
+from hpctrain.runs.state import RunState, judge
+from hpctrain.runs.status import ObservedRun, RunStatus, observe, status_row
+from hpctrain.runs.watch import snapshot
+from hpctrain.runs.watch_rules import find_problems
+from hpctrain.slurm.client import SlurmClient
+
+# The alert rules for Prometheus call the same a run behind its plan.
+_BEHIND_PLAN = 1.15
+# More points than any terminal has columns of dots.
+_CURVE_POINTS = 400
+# What moves stands above what has ended.
+_SAID_BY_STATE = (Symptom.FAILED, Symptom.CANCELLED)
+_ORDER = (RunState.RUNNING, RunState.PENDING, RunState.UNKNOWN)
+
+
+class RunAlert(BaseModel):
+    """One thing about a run that deserves attention; `remedy`: what `watch --act` does about it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    message: str
+    remedy: str = ""
+
+
+class LiveRow(BaseModel):
+    """One run: its status, what its plan promised, the age of its newest checkpoint, alerts."""
+
+    model_config = ConfigDict(frozen=True)
+
+    status: RunStatus
+    planned_step_seconds: float | None = None
+    saved_seconds_ago: float | None = None
+    alerts: tuple[RunAlert, ...] = ()
+
+
+class LiveView(BaseModel):
+    """All runs at `look_time`; `slurm_time`: when Slurm last answered, None if it never has.
+
+    Times in seconds since the epoch. `slurm_silent`: it was asked and did not answer since.
+    `poll_seconds`: how often the site of these runs allows to ask it.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    rows: tuple[LiveRow, ...]
+    look_time: float
+    poll_seconds: float
+    slurm_time: float | None = None
+    slurm_silent: bool = False
+    cluster: str | None = None
+
+
+class RunDetails(BaseModel):
+    """What is read of the chosen run only: its loss, and what people were not told about it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    curve: tuple[CurvePoint, ...] = ()
+    untold: tuple[NoticeState, ...] = ()
+
+
+class LiveRuns:
+    """Looks at the runs below one directory, again and again."""
+
+    def __init__(self, runs: Path, slurm: SlurmClient, names: Collection[str] = ()) -> None:
+        """Look at the runs with these names, or at all of them."""
+        self._runs, self._slurm, self._names = runs, slurm, frozenset(names)
+        self._jobs: dict[str, RunJobs] = {}
+        self._alerts: dict[str, tuple[RunAlert, ...]] = {}
+        self._over: dict[str, tuple[tuple[int, ...], LiveRow]] = {}
+        self._plans: dict[str, tuple[tuple[int, ...], float | None]] = {}
+        self._slurm_time: float | None = None
+        self._silent = False
+
+    def look(self, *, ask_slurm: bool = True) -> LiveView:
+        """Look at all runs: at most one squeue and one sacct, none unless `ask_slurm`.
+
+        Raises UsageError when the directory of runs cannot be read.
+        """
+        runs = [one for one in all_runs(self._runs) if not self._names or one.run_id in self._names]
+        versions = {run.run_id: _version(run.layout.ledger) for run in runs}
+        changed = [run for run in runs if not self._is_known(run, versions[run.run_id])]
+        observed = observe(changed, self._slurm if ask_slurm else None)
+        answered = all(one.jobs is None or one.jobs.answered for one in observed)
+        if ask_slurm:
+            self._silent = not answered
+            if answered:
+                self._slurm_time = clock.now()
+        rows: dict[str, LiveRow] = {}
+        for one in observed:
+            if one.jobs is not None and one.jobs.answered:
+                self._jobs[one.run.run_id] = one.jobs
+                self._alerts[one.run.run_id] = _problems(one)
+        for one in observed:
+            row = self._row(self._as_last_known(one))
+            rows[one.run.run_id] = row
+            # Unless only Slurm says so: then `watch` may find it orphaned, and submit it again. Or
+            # only the ledger: its job has not ended yet, and the row still says RUNNING.
+            judged = judge(one.events, done=one.jobs is None, queued=None, answered=False)
+            if one.row.readable and judged.state.over and row.status.state.over:
+                self._over[one.run.run_id] = (versions[one.run.run_id], row)
+        newest_first = [rows.get(run.run_id) or self._over[run.run_id][1] for run in reversed(runs)]
+        return LiveView(
+            rows=tuple(sorted(newest_first, key=_place)),
+            poll_seconds=poll_interval(changed),
+            look_time=clock.now(),
+            slurm_time=self._slurm_time,
+            slurm_silent=self._silent,
+            cluster=next((one.here for one in self._jobs.values() if one.here), None),
+        )
+
+    def _is_known(self, run: RunFiles, version: tuple[int, ...]) -> bool:
+        """Whether the run was over, and nothing was written into its ledger since."""
+        known = self._over.get(run.run_id)
+        return known is not None and known[0] == version
+
+    def _as_last_known(self, one: ObservedRun) -> ObservedRun:
+        """Judge a run by the last answer of Slurm where there is no new one."""
+        known = self._jobs.get(one.run.run_id)
+        if one.jobs is None or one.jobs.answered or known is None or not one.row.readable:
+            return one
+        with contextlib.suppress(NewerFormatError):
+            return replace(one, row=status_row(one.run, one.events, known), jobs=known)
+        return one
+
+    def _row(self, one: ObservedRun) -> LiveRow:
+        run, status = one.run, one.row
+        if not status.readable:
+            return LiveRow(status=status)
+        planned = self._planned_seconds(run)
+        alerts = self._alerts.get(run.run_id, ())
+        return LiveRow(
+            status=status,
+            planned_step_seconds=planned,
+            saved_seconds_ago=_checkpoint_age_seconds(run.layout, status.checkpoint_step),
+            alerts=(*alerts, *_slow_or_silent(status, planned, alerts)),
+        )
+
+    def _planned_seconds(self, run: RunFiles) -> float | None:
+        version = _version(run.layout.plan)
+        known = self._plans.get(run.run_id)
+        if known is None or known[0] != version:
+            plan = None
+            with contextlib.suppress(NewerFormatError):
+                plan = known_plan(run.layout)
+            known = (version, None if plan is None else plan.step_seconds)
+            self._plans[run.run_id] = known
+        return known[1]
+
+
+class ChosenRun:
+    """Reads the run that is chosen; the same one again only as far as it has grown."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._curve: tuple[str, GrowingCurve] | None = None
+
+    def read(self, run: RunFiles) -> RunDetails:
+        """Read loss and notices; what cannot be read is left out."""
+        details = RunDetails(run_id=run.run_id)
+        if run.unreadable:
+            return details
+        with self._lock:
+            if self._curve is None or self._curve[0] != run.run_id:
+                self._curve = (run.run_id, GrowingCurve(run.layout))
+            with contextlib.suppress(NewerFormatError, OSError):
+                curve = self._curve[1].read(_CURVE_POINTS)
+                details = details.model_copy(update={"curve": curve})
+            with contextlib.suppress(NewerFormatError, OSError):
+                untold = (one for one in notice_states(run) if one.problem and one.state != "sent")
+                details = details.model_copy(update={"untold": tuple(untold)})
+        return details
+
+
+def shown_rows(
+    rows: Iterable[LiveRow], *, over: bool, user: str | None, words: str
+) -> tuple[LiveRow, ...]:
+    """Select the rows to show: of `user` or of everybody, and those that contain all the words.
+
+    Of runs that are over only the newest is shown, unless `over` or words are given.
+    """
+    found: list[LiveRow] = []
+    ended = 0
+    for row in rows:
+        status = row.status
+        text = " ".join((status.run_id, status.state, status.owner or "", status.reason)).casefold()
+        if user is not None and status.owner not in (None, user):
+            continue
+        if not all(word in text for word in words.casefold().split()):
+            continue
+        if status.state.over and status.state is not RunState.PREPARED and not row.alerts:
+            ended += 1
+            if ended > 1 and not over and not words:
+                continue
+        found.append(row)
+    return tuple(found)
+
+
+def _place(row: LiveRow) -> tuple[int, str]:
+    """Sort by state, then by name, so that rows stay in their places; what is over stays as is."""
+    state = row.status.state
+    if not state.over:
+        return _ORDER.index(state), row.status.run_id
+    return (len(_ORDER), row.status.run_id) if row.alerts else (len(_ORDER) + 1, "")
+
+
+def _problems(one: ObservedRun) -> tuple[RunAlert, ...]:
+    """Find what `watch` would report about a run, also what it has reported already."""
+    if one.jobs is None or one.jobs.elsewhere or not generation(one.events):
+        return ()
+    try:
+        watched = snapshot(one.run, one.events, one.jobs)
+    except NewerFormatError:
+        return ()
+    return tuple(
+        RunAlert(
+            name=found.symptom,
+            message=found.message,
+            remedy="" if found.remedy is WatchRemedy.TELL else found.remedy,
+        )
+        for found in (find_problems(watched) if watched is not None else ())
+        if found.symptom not in _SAID_BY_STATE
+    )
+
+
+def _slow_or_silent(
+    status: RunStatus, planned_seconds: float | None, known: Collection[RunAlert]
+) -> Iterable[RunAlert]:
+    if status.stale and Symptom.STALLED not in {one.name for one in known}:
+        ago = short_duration(status.updated_seconds_ago or 0.0)
+        yield RunAlert(name="silent", message=f"no sign of life for {ago}")
+    if status.state is RunState.RUNNING and status.step_seconds and planned_seconds:
+        ratio = status.step_seconds / planned_seconds
+        if ratio >= _BEHIND_PLAN:
+            yield RunAlert(
+                name="behind plan",
+                message=f"steps take {ratio - 1:.0%} longer than planned; `hpctrain diagnose` "
+                "explains it",
+            )
+
+
+def _checkpoint_age_seconds(layout: RunLayout, step: int | None) -> float | None:
+    if step is None:
+        return None
+    manifest = layout.checkpoints / checkpoint_name(step) / MANIFEST_NAME
+    try:
+        return max(0.0, clock.now() - manifest.stat().st_mtime)
+    except OSError:
+        return None
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """What changes when a file changes; empty for one that is missing."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size

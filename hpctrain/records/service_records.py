@@ -1,0 +1,167 @@
+"""Records of a service: endpoints, rotation, address, requests of people, state of the controller.
+
+Belongs here: the formats and who writes them. Times are seconds since the epoch. Does not belong
+here: paths (`service_layout`), the settings (`service_settings`), what follows from a record.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpctrain.records.run_records import Record, RecordPart
+
+
+class Endpoint(Record):
+    """A replica that answers: written by its job after a health check and one canary completion.
+
+    It counts until `lease_until`, which its job moves on while the replica is healthy, and only if
+    no record of a higher `epoch` of the same replica generation is known. A replica that leaves
+    removes its file first, waits until the router no longer asks it, and only then ends its engine.
+    `weights_digest`: SHA-256 (hex) of the names and sizes of the weights' files.
+    """
+
+    replica: str
+    epoch: int
+    job_id: int
+    node: str
+    url: str
+    served_name: str
+    engine: str
+    weights_digest: str
+    ready_since: float
+    load_seconds: float
+    lease_until: float
+    walltime_ends: float | None = None
+
+
+class DrainRecord(Record):
+    """How a launch of a replica left; its job replaces it while it drains (`drain.json`).
+
+    `withdrawn_at`: when its endpoint was removed. `router_left_at`: when the router was seen not to
+    name it any more; None if it was not. `in_flight`: requests that were computed or waited when
+    they were last counted, None where the engine does not show them. `broken_off`: those that were
+    left when the engine was ended; without `ended_at` the job was killed before, and `in_flight`
+    were broken off.
+    """
+
+    epoch: int
+    reason: str
+    withdrawn_at: float
+    router_left_at: float | None = None
+    in_flight: int | None = None
+    broken_off: int | None = None
+    ended_at: float | None = None
+
+
+class Rotation(Record):
+    """Which replicas the router asks: written by the router's job after each change it has made.
+
+    `replicas` are names such as `r001-g002`. `time` is moved on by every pass over the endpoints,
+    so that an old one shows a router that is away.
+    """
+
+    epoch: int
+    time: float
+    replicas: tuple[str, ...] = ()
+
+
+class Address(Record):
+    """Where clients send requests. `url` is such as `http://n001:8080`; TLS makes it https."""
+
+    epoch: int
+    job_id: int | None
+    node: str
+    url: str
+    needs_token: bool
+    time: float
+
+
+class ScaleRequest(Record):
+    """How many replicas a person wants; `replicas` None gives the decision back to the spec."""
+
+    replicas: int | None
+    user: str
+    time: float
+
+
+class RestartRequest(Record):
+    """A rolling restart that a person wants: of all generations submitted before `time`.
+
+    `compare`: new replicas have to answer as the old ones do; not after the weights have changed.
+    """
+
+    user: str
+    time: float
+    reason: str = ""
+    compare: bool = True
+
+
+class ReplicaState(RecordPart):
+    """One job of one replica as the controller last saw it.
+
+    `since`: when it entered this phase. `reason`: why it waits, leaves or has failed.
+    """
+
+    name: str
+    phase: Literal["queued", "loading", "ready", "draining", "ended", "failed"]
+    job_id: int | None
+    node: str | None
+    since: float
+    reason: str = ""
+
+
+class ScalingMemory(RecordPart):
+    """What the controller remembers of its reaction to load, for the controller after it.
+
+    `target`: how many replicas the load has asked for, since `changed_at`; None: it never has.
+    `calm_since`: when fewer began to be enough; None: they are not.
+    """
+
+    target: int | None = None
+    changed_at: float | None = None
+    calm_since: float | None = None
+
+
+class Traffic(Record):
+    """What router and engines have counted, written by the router's job every few seconds.
+
+    `begun`: when the first router of the service began to count. Counts are since the start of
+    the router's process; `rate` is requests per second over the last
+    minute. `waiting`, `running` and `kv_share` are sums and the maximum over all engines that
+    answered; None if none did. `ttft_p99_seconds` and `e2e_p99_seconds` are of the last minutes,
+    from the engines' histograms, so no finer than their buckets. `refused`: while no replica was
+    ready; `limited`: beyond the rate of one client; `failed`: answered with 5xx.
+    """
+
+    time: float
+    begun: float
+    requests: int = 0
+    failed: int = 0
+    refused: int = 0
+    limited: int = 0
+    rate: float | None = None
+    last_request: float | None = None
+    running: float | None = None
+    waiting: float | None = None
+    kv_share: float | None = None
+    ttft_p99_seconds: float | None = None
+    e2e_p99_seconds: float | None = None
+
+
+class ServiceState(Record):
+    """What the controller wants and last saw; `reason` says why it wants so many replicas.
+
+    `waits`: what it does not do yet, and why. `restart`: how far a rolling restart is, or how it
+    ended. `load_seconds` and `queue_seconds` are what it expects of a new replica.
+    """
+
+    epoch: int
+    time: float
+    wanted: int
+    reason: str
+    replicas: tuple[ReplicaState, ...] = ()
+    restart: str | None = None
+    waits: tuple[str, ...] = ()
+    scaling: ScalingMemory = ScalingMemory()
+    load_seconds: float | None = None
+    queue_seconds: float | None = None

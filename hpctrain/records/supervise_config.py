@@ -1,0 +1,209 @@
+"""The settings of the supervisor (`supervise.json`), written once when a run is submitted.
+
+Belongs here: the document and its reader. Does not belong here: what the settings lead to (see
+`hpctrain.judge`), and waiting for the file (`hpctrain.supervise.settings`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hpctrain.base.errors import InvalidInputError, Problem, StorageError
+from hpctrain.base.formats import refuse_newer
+
+DEFAULT_POLL_SECONDS = 10.0
+# Fields of earlier versions, by which nobody acts any more.
+_FORMER = frozenset({"url_env", "token_env", "other_nodes"})
+
+
+class _Settings(BaseModel):
+    """Unlike in records, an unknown field is an error: nobody would act on it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, defer_build=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_fields(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if name not in _FORMER}
+
+
+class LaunchShape(_Settings):
+    """One size at which the run can be launched: the planned one, or a smaller one."""
+
+    nodes: int
+    tasks: int
+    train_config: str
+
+
+class RollbackSettings(_Settings):
+    """What is done about a loss that is not finite or jumps; see `spec.run.RollbackSpec`."""
+
+    act: bool = False
+    checkpoints: int = 1
+    skip_steps: int = 1
+
+
+class GroupSettings(_Settings):
+    """An axis whose groups ought to be under one leaf: so many `ranks`, `stride` apart."""
+
+    axis: str
+    stride: int
+    ranks: int
+
+
+class TopologySettings(_Settings):
+    """What the supervisor compares with the nodes of its job.
+
+    `groups`: axes of several nodes that the plan has under one leaf switch or in one block.
+    `thin_uplinks`: leaves have less bandwidth up than down, so rings ought to cross few borders.
+    Seconds of a step as planned, and with no two nodes together; None where time is not predicted.
+    """
+
+    plugin: Literal["tree", "block"]
+    gpus_per_node: int
+    groups: tuple[GroupSettings, ...] = ()
+    thin_uplinks: bool = False
+    step_seconds: float | None = None
+    scattered_step_seconds: float | None = None
+
+
+class ChannelSettings(_Settings):
+    """One way to tell people; the paths are absolute. `name` is unique among those of a run."""
+
+    name: str
+    kind: Literal["slack", "webhook", "mail"]
+    url_file: str | None = None
+    token_file: str | None = None
+    to: tuple[str, ...] = ()
+    sendmail: str = "/usr/sbin/sendmail"
+
+
+class NotifySettings(_Settings):
+    """Whom the run tells about which events; see `spec.notify.NotifySpec`.
+
+    `quiet_minutes` are begin and end of the quiet hours in minutes after midnight of `time_zone`.
+    At most `most_messages` are sent per channel within `window_seconds`.
+    """
+
+    channels: tuple[ChannelSettings, ...]
+    on: tuple[str, ...]
+    quiet_minutes: tuple[int, int] | None = None
+    time_zone: str = "UTC"
+    even_at_night: tuple[str, ...] = ()
+    most_messages: int = 6
+    window_seconds: float = 3600.0
+    queue_limit_seconds: float | None = None
+
+
+class MetricsSettings(_Settings):
+    """Where a job exports metrics: a directory of node_exporter, an endpoint, or both.
+
+    `ports`: the first and the last that the endpoint may take; None: any. `address`: what it
+    listens on; None: every address of its node.
+    """
+
+    textfile: str | None = None
+    endpoint: bool = False
+    ports: tuple[int, int] | None = None
+    address: str | None = None
+
+
+class SuperviseConfig(_Settings):
+    """Written once at submit time; durations in seconds.
+
+    `shapes` is ordered from the planned size to the smallest; empty means the size in the script
+    only. `budgets` holds only the numbers that the spec sets (see
+    `hpctrain.judge.policy.RETRIES` for the others). `mttf_seconds` is the expected time
+    between failures of the whole run, before it has had any. `inputs` are the files and directories
+    that every node must be able to read. `warning_seconds` is how long before the time limit Slurm
+    warns, which is what a stop may take; 0 if it is not known. No command that waits for the run
+    asks Slurm more often than every `poll_seconds`. Logs and exit records of the newest
+    `keep_launches` are not packed (0: of all launches). `topology`: None where Slurm knows
+    neither leaves nor blocks, or the job has one node. The jobs of
+    the run inherit `submit_variables` from where they are submitted; None: all. `master_address` is
+    the form of MASTER_ADDR (`ip`, or a name with `{node}`), `master_ports` the first and the last
+    MASTER_PORT. `image` is the image of the container in which the ranks run, as the script names
+    it. `notify`: None where the run tells nobody. `tracking`: a process beside the launches copies
+    metrics to TensorBoard or W&B; `metrics`: another one exports them from the job. `serves`: the
+    launches are those of a replica of a service: they have no checkpoints, and a launch is progress
+    once it has answered requests for `served_progress_seconds`.
+    """
+
+    schema_version: Literal[1] = 1
+    run_id: str
+    target_step: int
+    launcher: Literal["srun", "torchrun"] = "srun"
+    continuation: Literal["requeue", "chain", "singleton", "array", "none"]
+    continuation_jobs: int = 8
+    failures_without_progress: int
+    stall_seconds: float
+    setup_stall_seconds: float
+    kill_wait_seconds: float
+    warning_seconds: float = 0.0
+    verify: Literal["auto", "size", "sha256"]
+    cluster: str = ""
+    budgets: dict[str, int] = Field(default_factory=dict)
+    storm_failures: int = 5
+    storm_window_seconds: float = 1800.0
+    learn_stalls: bool = True
+    slow_rank: float = 1.2
+    speed_check: Literal["off", "report", "exclude"] = "off"
+    exclude_nodes: Literal["observe", "act"] = "observe"
+    rollback: RollbackSettings = RollbackSettings()
+    shapes: tuple[LaunchShape, ...] = ()
+    spare_nodes: int = 0
+    cluster_nodes: int = 0
+    node_ledger: str | None = None
+    mttf_seconds: float | None = None
+    inputs: tuple[str, ...] = ()
+    submit_variables: tuple[str, ...] | None = None
+    master_address: str | None = None
+    master_ports: tuple[int, int] | None = None
+    poll_seconds: float = DEFAULT_POLL_SECONDS
+    keep_launches: int = 0
+    topology: TopologySettings | None = None
+    image: str | None = None
+    notify: NotifySettings | None = None
+    tracking: bool = False
+    metrics: MetricsSettings | None = None
+    serves: bool = False
+    served_progress_seconds: float = 600.0
+
+
+def read_supervise_config(path: Path) -> SuperviseConfig:
+    """Read the settings of the supervisor.
+
+    Raises StorageError when the file cannot be read, NewerFormatError when a newer hpctrain has
+    written it, InvalidInputError when it is no such file.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return SuperviseConfig.model_validate_json(text)
+    except ValidationError as error:
+        refuse_newer(path, text, SuperviseConfig)
+        problem = Problem("cannot be read: not a supervise.json", str(path))
+        raise InvalidInputError([problem]) from error
+
+
+def known_supervise_config(path: Path) -> SuperviseConfig | None:
+    """The settings where they only add to an answer; None when they cannot be read.
+
+    Raises NewerFormatError when a newer hpctrain has written them.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return None
+    try:
+        return SuperviseConfig.model_validate_json(text)
+    except ValidationError:
+        refuse_newer(path, text, SuperviseConfig)
+        return None

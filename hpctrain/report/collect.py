@@ -1,0 +1,243 @@
+"""Collects what the page about a run shows, from its directory and one answer of Slurm.
+
+Belongs here: which facts the page has, each with the reason where it cannot be read. Does not
+belong here: finding them (`status`, `goodput`, `describe`, `diagnose`, `report_measures`), HTML
+(`hpctrain.report`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from hpctrain.base import clock
+from hpctrain.base.errors import HpctrainError, UsageError
+from hpctrain.diagnose.of_run import Diagnosis, diagnose
+from hpctrain.job.script_versions import ScriptVersion, script_versions
+from hpctrain.plan.documents import Plan
+from hpctrain.records.communication import read_communication
+from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import cluster_of
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_records import RankTimes, lineage, read_metrics, read_record
+from hpctrain.records.software_lock import SoftwareLock, read_lock
+from hpctrain.report.measures import (
+    Curves,
+    MeasuredMessages,
+    MeasuredSpeed,
+    RankWindow,
+    Span,
+    curves_of,
+    messages_of,
+    spans_of,
+    speed_of,
+    window_of,
+)
+from hpctrain.runs.checkpoint_list import CheckpointReport, report_checkpoints
+from hpctrain.runs.describe import RunStory, describe
+from hpctrain.runs.goodput import goodput, read_history
+from hpctrain.runs.log_errors import LaunchErrors, launch_errors
+from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import RunStatus, statuses
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.spec.loader import load_run_spec
+from hpctrain.telemetry.goodput import Goodput
+
+# Events of a ledger that say that something was not as it should be, and their words.
+_REMARKABLE = {
+    EventKind.WATCH: "watch",
+    EventKind.SLOW_RANK: "slow rank",
+    EventKind.CHECKPOINT_REJECTED: "checkpoint rejected",
+    EventKind.ROLLED_BACK: "rolled back",
+    EventKind.TRACKING_FAILED: "tracking failed",
+    EventKind.SUBMIT_FAILED: "submission failed",
+    EventKind.FRESH_START_ACCEPTED: "fresh start accepted",
+    EventKind.DATA_ACCEPTED: "changed data accepted",
+    EventKind.UPGRADED: "upgraded",
+}
+_PartT = TypeVar("_PartT")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Unread(_Frozen):
+    """A part of the page that cannot be shown, and why."""
+
+    part: str
+    reason: str
+
+
+class SpecValue(_Frozen):
+    """One value of the spec by its dotted name, as it stands in YAML."""
+
+    name: str
+    value: str
+
+
+class Happening(_Frozen):
+    """Something remarkable: when (seconds since the epoch), what, and its words."""
+
+    event_time: float
+    kind: str
+    words: str
+
+
+class RunReport(_Frozen):
+    """Everything that the page about one run shows; None and empty: not known.
+
+    `made_time`: when it was collected, in seconds since the epoch.
+    """
+
+    run_id: str
+    directory: str
+    made_time: float
+    status: RunStatus
+    cluster: str | None = None
+    account: str | None = None
+    partition: str | None = None
+    spec: tuple[SpecValue, ...] = ()
+    plan: Plan | None = None
+    story: RunStory | None = None
+    goodput: Goodput | None = None
+    spans: tuple[Span, ...] = ()
+    curves: Curves | None = None
+    speed: MeasuredSpeed | None = None
+    window: RankWindow | None = None
+    messages: MeasuredMessages | None = None
+    checkpoints: CheckpointReport | None = None
+    diagnosis: Diagnosis | None = None
+    errors: LaunchErrors | None = None
+    happenings: tuple[Happening, ...] = ()
+    scripts: tuple[ScriptVersion, ...] = ()
+    software: SoftwareLock | None = None
+    unread: tuple[Unread, ...] = ()
+
+    def why_not(self, part: str) -> str | None:
+        """Return why a part cannot be shown; None if it can, or if there is nothing to show."""
+        return next((one.reason for one in self.unread if one.part == part), None)
+
+
+def collect_reports(
+    runs: Sequence[RunFiles], slurm: SlurmClient | None, now: float | None = None
+) -> tuple[RunReport, ...]:
+    """Collect the pages of runs; Slurm is asked at most once for all, and not without `slurm`.
+
+    Raises UsageError for a run that cannot be read at all.
+    """
+    now = clock.now() if now is None else now
+    rows = statuses(runs, slurm)
+    for run in runs:
+        run.refuse_unreadable()
+    if slurm is None:
+        reason = "Slurm was not asked"
+        rows = [
+            row.model_copy(update={"reason": reason})
+            if row.state is RunState.UNKNOWN and row.readable
+            else row
+            for row in rows
+        ]
+    return tuple(_Collector(run, row, now).report() for run, row in zip(runs, rows, strict=True))
+
+
+class _Collector:
+    """Reads the parts of one run; a part that cannot be read takes no other one with it."""
+
+    def __init__(self, run: RunFiles, row: RunStatus, now: float) -> None:
+        self._run, self._row, self._now = run, row, now
+        self._unread: list[Unread] = []
+
+    def _part(self, name: str, read: Callable[[], _PartT]) -> _PartT | None:
+        """Read one part; records why it cannot be read."""
+        try:
+            return read()
+        except (HpctrainError, OSError, ValueError) as error:
+            reason = error.strerror if type(error) is OSError and error.strerror else str(error)
+            self._unread.append(Unread(part=name, reason=reason))
+            return None
+
+    def report(self) -> RunReport:
+        """Read everything."""
+        run, layout = self._run, self._run.layout
+        events = self._part("ledger", run.ledger.events) or []
+        plan = self._part("plan", lambda: known_plan(layout))
+        if plan is None and not any(one.part == "plan" for one in self._unread):
+            self._unread.append(Unread(part="plan", reason="plan.json cannot be read"))
+        spec = self._part("spec", lambda: load_run_spec(layout.spec).document)
+        update: dict[str, Any] = {}
+        rows = self._part("time", lambda: read_metrics(layout))
+        history = self._part("time", lambda: read_history(run, self._now, rows))
+        if rows is not None and history is not None:
+            counted = lineage(rows)
+            update["goodput"] = self._part("time", lambda: goodput(run, self._now, history))
+            update["spans"] = spans_of(history.timeline, events)
+            update["curves"] = curves_of(rows, counted)
+            update["speed"] = speed_of(counted, plan)
+            update["diagnosis"] = self._part("diagnosis", lambda: self._diagnosis(rows))
+        times = self._part("ranks", lambda: read_record(layout.rank_times, RankTimes))
+        measured = self._part("messages", lambda: read_communication(layout))
+        return RunReport(
+            run_id=run.run_id,
+            directory=str(layout.directory),
+            made_time=self._now,
+            status=self._row,
+            cluster=cluster_of(events),
+            account=spec.resources.account if spec else None,
+            partition=spec.resources.partition if spec else None,
+            spec=_values(spec.model_dump(mode="json", by_alias=True)) if spec else (),
+            plan=plan,
+            story=self._part("story", lambda: describe(run)),
+            window=window_of(times, plan) if times else None,
+            messages=messages_of(measured, plan) if measured else None,
+            checkpoints=self._part("checkpoints", lambda: report_checkpoints(run, now=self._now)),
+            errors=self._part("errors", self._errors),
+            happenings=_happenings(events),
+            scripts=self._part("script", lambda: script_versions(layout, events)) or (),
+            software=self._part("software", lambda: read_lock(layout)),
+            unread=tuple(self._unread),
+            **update,
+        )
+
+    def _diagnosis(self, rows: Sequence[Any]) -> Diagnosis | None:
+        """Judge the run; None before its first step."""
+        try:
+            return diagnose(self._run, price=False, rows=rows)
+        except UsageError:
+            return None
+
+    def _errors(self) -> LaunchErrors | None:
+        """Read the errors of the newest launch; None before the first."""
+        try:
+            return launch_errors(self._run)
+        except UsageError:
+            return None
+
+
+def _happenings(events: Sequence[Event]) -> tuple[Happening, ...]:
+    return tuple(
+        Happening(
+            event_time=event.time,
+            kind=_REMARKABLE[event.event],
+            words=": ".join(
+                word for word in (event.symptom, event.node, event.reason) if word is not None
+            ),
+        )
+        for event in events
+        if event.event in _REMARKABLE
+    )
+
+
+def _values(document: object, name: str = "") -> tuple[SpecValue, ...]:
+    """List all values of a document by their dotted names."""
+    if isinstance(document, dict) and document:
+        parts = (
+            _values(value, f"{name}.{key}" if name else str(key)) for key, value in document.items()
+        )
+        return tuple(one for part in parts for one in part)
+    if isinstance(document, list):
+        return (SpecValue(name=name, value=", ".join(map(str, document))),)
+    return (SpecValue(name=name, value="" if document is None else str(document)),)

@@ -1,0 +1,346 @@
+"""Summarizes what a run has measured for its page: curves, time, ranks, messages.
+
+Belongs here: from records to a bounded number of figures. Does not belong here: reading records
+(`report`), drawing (`hpctrain.report`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+
+from pydantic import BaseModel, ConfigDict
+
+from hpctrain.diagnose.facts import stage_of
+from hpctrain.plan.documents import Plan
+from hpctrain.records.communication import CommunicationRecord
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_records import RankTimes, StepMetrics
+from hpctrain.telemetry.clock_repair import seconds
+from hpctrain.telemetry.thinning import Point, averaged, coarse_segments, thinned
+from hpctrain.telemetry.time_categories import Category
+from hpctrain.telemetry.timeline import Timeline
+
+# Below so many rows a curve is drawn as it is; above, with the mean of its parts.
+_NOISY_ROWS = 1200
+# Rows and columns of the matrix of messages: more ranks are put together by node.
+_MOST_RANKS = 64
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class DroppedSteps(_Frozen):
+    """Losses of steps of a launch that a later one has trained again; `count` of them."""
+
+    epoch: int
+    count: int
+    loss: tuple[Point, ...]
+
+
+class Curves(_Frozen):
+    """Values over steps that count, thinned; `loss_mean` is empty for short runs."""
+
+    loss: tuple[Point, ...]
+    loss_mean: tuple[Point, ...]
+    evaluation_loss: tuple[Point, ...]
+    gradient_norm: tuple[Point, ...]
+    learning_rate: tuple[Point, ...]
+    step_seconds: tuple[Point, ...]
+    tokens_per_second: tuple[Point, ...]
+    mfu: tuple[Point, ...]
+    dropped: tuple[DroppedSteps, ...]
+
+
+class MeasuredSpeed(_Frozen):
+    """Medians over the steps that count, without first steps of launches and profiled ones."""
+
+    steps: int
+    step_seconds: float
+    tokens_per_second: float
+    tokens_per_second_per_gpu: float | None
+    mfu: float | None
+
+
+class Span(_Frozen):
+    """Time of one category in one attempt (from 1), in seconds since the first submission."""
+
+    attempt: int
+    start_seconds: float
+    end_seconds: float
+    category: str
+    cause: str | None
+
+
+class StageMemory(_Frozen):
+    """The fullest GPU of one pipeline stage: bytes predicted, allocated, taken from the GPU."""
+
+    stage: int
+    predicted_bytes: int | None
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+
+
+class NodeTimes(_Frozen):
+    """The mean of the ranks of a node, in seconds per step; `relative` to the middle node."""
+
+    node: str
+    ranks: int
+    own_seconds: float
+    data_seconds: float
+    relative: float
+
+
+class RankWindow(_Frozen):
+    """What ranks have measured in a window of steps.
+
+    `shares`: means over ranks of the parts of a step, in seconds. `nodes` in the order of ranks.
+    `own_seconds` of nodes is compute: time in which a rank does not wait for others, as far as its
+    engine can tell them apart.
+    """
+
+    epoch: int
+    first_step: int
+    last_step: int
+    shares: tuple[tuple[str, float], ...]
+    nodes: tuple[NodeTimes, ...]
+    stages: tuple[StageMemory, ...]
+
+
+class AxisTraffic(_Frozen):
+    """Messages along one axis in a step: means and maxima over the ranks that have sent any."""
+
+    axis: str
+    ranks_per_group: int
+    groups: int
+    calls: float
+    mean_bytes: float
+    mean_seconds: float
+    most_seconds: float
+    planned_seconds: float | None
+
+
+class MeasuredMessages(_Frozen):
+    """Messages of one step; `matrix[source][target]` in bytes, by the names of ranks or nodes."""
+
+    step: int
+    step_seconds: float
+    source: str
+    axes: tuple[AxisTraffic, ...]
+    unit: str
+    names: tuple[str, ...]
+    matrix: tuple[tuple[int, ...], ...]
+
+
+def curves_of(rows: Sequence[StepMetrics], counted: Sequence[StepMetrics]) -> Curves:
+    """Thin the curves of the steps that count (`counted`), and of those that do not.
+
+    Curves of speed leave out what `usual_rows` does.
+    """
+    usual = usual_rows(counted)
+
+    def curve(value: Callable[[StepMetrics], float | None]) -> tuple[Point, ...]:
+        return tuple(thinned([(float(row.step), value(row)) for row in counted]))
+
+    def mean(value: Callable[[StepMetrics], float | None]) -> tuple[Point, ...]:
+        points = [(float(row.step), value(row)) for row in usual]
+        return tuple(averaged(points, 400) if len(points) > _NOISY_ROWS else points)
+
+    losses = [(float(row.step), row.loss) for row in counted]
+    kept = {(row.epoch, row.step) for row in counted}
+    gone = [row for row in rows if (row.epoch, row.step) not in kept]
+    dropped = []
+    for epoch, group in itertools.groupby(gone, lambda row: row.epoch):
+        points = [(float(row.step), row.loss) for row in group]
+        dropped.append(DroppedSteps(epoch=epoch, count=len(points), loss=tuple(thinned(points))))
+    evaluated = [row for row in counted if row.eval_loss is not None]
+    return Curves(
+        loss=curve(lambda row: row.loss),
+        loss_mean=tuple(averaged(losses)) if len(losses) > _NOISY_ROWS else (),
+        evaluation_loss=tuple(thinned([(float(row.step), row.eval_loss) for row in evaluated])),
+        gradient_norm=curve(lambda row: row.grad_norm),
+        learning_rate=curve(lambda row: row.learning_rate),
+        step_seconds=tuple(thinned([(float(row.step), row.step_seconds) for row in usual])),
+        tokens_per_second=mean(lambda row: row.tokens_per_second),
+        mfu=mean(lambda row: row.mfu),
+        dropped=tuple(dropped),
+    )
+
+
+def usual_rows(counted: Sequence[StepMetrics]) -> list[StepMetrics]:
+    """Leave out profiled steps and the first of each launch, which connects and compiles."""
+    return [
+        row
+        for before, row in itertools.pairwise(counted)
+        if row.epoch == before.epoch and not row.profiled
+    ]
+
+
+def speed_of(counted: Sequence[StepMetrics], plan: Plan | None) -> MeasuredSpeed | None:
+    """Find the usual speed of a run; None before its second step."""
+    usual = usual_rows(counted)
+    if not usual:
+        return None
+    rate = median(row.tokens_per_second for row in usual)
+    known = [row.mfu for row in usual if row.mfu is not None]
+    return MeasuredSpeed(
+        steps=len(usual),
+        step_seconds=median(row.step_seconds for row in usual),
+        tokens_per_second=rate,
+        tokens_per_second_per_gpu=rate / plan.layout.world_size if plan else None,
+        mfu=median(known) if known else None,
+    )
+
+
+def spans_of(timeline: Timeline, events: Sequence[Event]) -> tuple[Span, ...]:
+    """Assign time to attempts: waiting in the queue belongs to the attempt that follows."""
+    segments = coarse_segments(timeline.segments)
+    if not segments:
+        return ()
+    starts = [
+        round((event.time - seconds(segments[0].start)) * 1e6)
+        for event in events
+        if event.event is EventKind.ATTEMPT_STARTED
+    ]
+    spans = []
+    for segment in segments:
+        begin = segment.start - segments[0].start
+        started = sum(start <= begin for start in starts)
+        if segment.category is Category.QUEUEING:
+            started += 1
+        spans.append(
+            Span(
+                attempt=max(1, started),
+                start_seconds=seconds(begin),
+                end_seconds=seconds(segment.end - segments[0].start),
+                category=str(segment.category),
+                cause=segment.cause,
+            )
+        )
+    return tuple(spans)
+
+
+def window_of(times: RankTimes, plan: Plan | None) -> RankWindow:
+    """Summarize the times and the memory of all ranks by node and by pipeline stage."""
+    parts = {
+        "passes": [sum(of_rank) for of_rank in _columns(times.compute_seconds,
+                                                        times.backward_seconds)],
+        "data": list(times.data_seconds),
+        "optimizer": list(times.optimizer_seconds),
+        "rest": list(times.rest_seconds),
+    }  # fmt: skip
+    of_node: dict[str, list[int]] = defaultdict(list)
+    for rank, node in enumerate(times.nodes):
+        of_node[node].append(rank)
+    own = {
+        node: fmean(times.compute_seconds[rank] for rank in ranks)
+        for node, ranks in of_node.items()
+        if max(ranks) < len(times.compute_seconds)
+    }
+    middle = median(own.values()) if own else 0.0
+    nodes = tuple(
+        NodeTimes(
+            node=node,
+            ranks=len(of_node[node]),
+            own_seconds=value,
+            data_seconds=fmean(times.data_seconds[rank] for rank in of_node[node])
+            if times.data_seconds
+            else 0.0,
+            relative=value / middle if middle else 1.0,
+        )
+        for node, value in own.items()
+    )
+    return RankWindow(
+        epoch=times.epoch,
+        first_step=times.first_step,
+        last_step=times.last_step,
+        shares=tuple((name, fmean(values)) for name, values in parts.items() if values),
+        nodes=nodes,
+        stages=_stages(times, plan),
+    )
+
+
+def _columns(first: Sequence[float], second: Sequence[float]) -> Sequence[tuple[float, ...]]:
+    """Pair two columns; a record of an older version has only the first."""
+    return list(zip(first, second, strict=True)) if second else [(value,) for value in first]
+
+
+def _stages(times: RankTimes, plan: Plan | None) -> tuple[StageMemory, ...]:
+    layout = plan.layout if plan else None
+    allocated: dict[int, int] = defaultdict(int)
+    reserved: dict[int, int] = defaultdict(int)
+    for columns, found in (
+        (times.peak_memory_bytes, allocated),
+        (times.reserved_memory_bytes, reserved),
+    ):
+        for rank, value in enumerate(columns):
+            stage = stage_of(layout, rank)
+            found[stage] = max(found[stage], value)
+    stages = range(len(plan.memory)) if plan else sorted(allocated)
+    return tuple(
+        StageMemory(
+            stage=stage,
+            predicted_bytes=plan.memory[stage].total_bytes if plan else None,
+            allocated_bytes=allocated.get(stage) or None,
+            reserved_bytes=reserved.get(stage) or None,
+        )
+        for stage in stages
+    )
+
+
+def messages_of(record: CommunicationRecord, plan: Plan | None) -> MeasuredMessages:
+    """Summarize the messages of one step by axis, and who has sent how much to whom."""
+    prediction = plan.prediction if plan else None
+    parts = prediction.parts.message_seconds if prediction else {}
+    planned = {str(axis): seconds for axis, seconds in parts.items()}
+    axes = []
+    for axis in record.axes:
+        taking_part = [rank for rank, group in enumerate(axis.groups) if group >= 0]
+        if not taking_part:
+            continue
+        axes.append(
+            AxisTraffic(
+                axis=axis.axis,
+                ranks_per_group=axis.ranks_per_group,
+                groups=len({axis.groups[rank] for rank in taking_part}),
+                calls=fmean(axis.calls[rank] for rank in taking_part),
+                mean_bytes=fmean(axis.bytes[rank] for rank in taking_part),
+                mean_seconds=fmean(axis.seconds[rank] for rank in taking_part),
+                most_seconds=max(axis.seconds[rank] for rank in taking_part),
+                planned_seconds=planned.get(axis.axis),
+            )
+        )
+    unit, names, place = _places(record.nodes)
+    matrix = [[0] * len(names) for _ in names]
+    for link in record.links:
+        if link.source in place and link.target in place:
+            matrix[place[link.source]][place[link.target]] += link.bytes
+    return MeasuredMessages(
+        step=record.step,
+        step_seconds=record.step_seconds,
+        source=record.source,
+        axes=tuple(axes),
+        unit=unit,
+        names=names,
+        matrix=tuple(map(tuple, matrix)),
+    )
+
+
+def _places(nodes: Sequence[str]) -> tuple[str, tuple[str, ...], dict[int, int]]:
+    """Choose rows of the matrix: ranks, or nodes, or groups of consecutive nodes; at most 64."""
+    if len(nodes) <= _MOST_RANKS:
+        return (
+            "rank",
+            tuple(map(str, range(len(nodes)))),
+            {rank: rank for rank in range(len(nodes))},
+        )
+    names = list(dict.fromkeys(nodes))
+    size = -(-len(names) // _MOST_RANKS)
+    groups = [names[start : start + size] for start in range(0, len(names), size)]
+    labels = tuple(one[0] if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in groups)
+    row = {name: number for number, group in enumerate(groups) for name in group}
+    unit = "node" if size == 1 else f"{size} nodes"
+    return unit, labels, {rank: row[node] for rank, node in enumerate(nodes)}

@@ -1,0 +1,187 @@
+"""Reports what a service is doing: address, replicas, rotation, load, what is wanted and why.
+
+Everything is read from the service directory, so it costs Slurm nothing and works where Slurm does
+not answer; ages show how old it is. Belongs here: the document. Does not belong here: printing it,
+finding a service (`services`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from hpctrain.base import clock
+from hpctrain.records.run_records import read_record
+from hpctrain.records.service_layout import ReplicaName, ServiceLayout
+from hpctrain.records.service_ledger import ServiceEvent, ServiceLedger
+from hpctrain.records.service_records import (
+    Address,
+    Endpoint,
+    ReplicaState,
+    Rotation,
+    ServiceState,
+    Traffic,
+)
+from hpctrain.records.service_settings import read_service_settings
+
+# A controller writes its state every few seconds, a router its rotation every two.
+_STALE_SECONDS = 30.0
+_LAST_EVENTS = 8
+_OVER = ("ended", "failed")
+
+
+class ReplicaStatus(BaseModel):
+    """One job of one replica; ages in seconds.
+
+    `lease_seconds`: how long its endpoint counts yet; None without one. `in_rotation`: the router
+    asks it. `walltime_seconds`: what is left of its time limit, where that is known.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    phase: Literal["queued", "loading", "ready", "draining", "ended", "failed"]
+    job_id: int | None
+    node: str | None
+    age_seconds: float
+    in_rotation: bool
+    lease_seconds: float | None = None
+    load_seconds: float | None = None
+    walltime_seconds: float | None = None
+    url: str | None = None
+    reason: str = ""
+
+
+class ServiceStatus(BaseModel):
+    """What a service is doing.
+
+    `state`: `serving` with at least one replica in rotation, `starting` before any, `idle` where
+    none is wanted, `stale` without a controller that lives, `ending` and `down`. `problems` are
+    sentences for people. `events`: the last lines of the ledger, oldest first.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    service_id: str
+    state: Literal["starting", "serving", "idle", "unready", "stale", "ending", "down"]
+    address: Address | None
+    wanted: int
+    reason: str
+    ready: int
+    replicas: tuple[ReplicaStatus, ...]
+    traffic: Traffic | None
+    restart: str | None
+    waits: tuple[str, ...]
+    problems: tuple[str, ...]
+    controller_age_seconds: float | None
+    rotation_age_seconds: float | None
+    load_seconds: float | None
+    queue_seconds: float | None
+    events: tuple[ServiceEvent, ...]
+
+
+def service_status(service: ServiceLayout, now: float | None = None) -> ServiceStatus:
+    """Report what a service is doing at `now` (default: the present).
+
+    Raises StorageError, InvalidInputError or OSError where it cannot be read.
+    """
+    now = clock.now() if now is None else now
+    read_service_settings(service.settings)
+    seen = read_record(service.state, ServiceState)
+    rotation = read_record(service.rotation, Rotation)
+    events = ServiceLedger(service.ledger).events()
+    asked = frozenset(rotation.replicas if rotation is not None else ())
+    state = seen or ServiceState(epoch=0, time=now, wanted=0, reason="the controller has not begun")
+    replicas = tuple(_replica(service, one, asked, now) for one in state.replicas)
+    controller_age = None if seen is None else _age(seen.time, now)
+    rotation_age = None if rotation is None else _age(rotation.time, now)
+    down = service.down_request.exists()
+    live = [one for one in replicas if one.phase not in _OVER]
+    problems = _problems(replicas, controller_age, rotation_age, down=down and not live)
+    return ServiceStatus(
+        service_id=service.service_id,
+        state=_state(replicas, state.wanted, controller_age, down=down),
+        address=read_record(service.address, Address),
+        wanted=state.wanted,
+        reason=state.reason,
+        ready=sum(one.in_rotation for one in replicas),
+        replicas=replicas,
+        traffic=read_record(service.traffic, Traffic),
+        restart=state.restart,
+        waits=state.waits,
+        problems=problems,
+        controller_age_seconds=controller_age,
+        rotation_age_seconds=rotation_age,
+        load_seconds=state.load_seconds,
+        queue_seconds=state.queue_seconds,
+        events=tuple(events[-_LAST_EVENTS:]),
+    )
+
+
+def _replica(
+    service: ServiceLayout, one: ReplicaState, asked: frozenset[str], now: float
+) -> ReplicaStatus:
+    name = ReplicaName.parse(one.name)
+    endpoint = None
+    if name is not None and one.phase not in _OVER:
+        endpoint = read_record(service.endpoint(name), Endpoint)
+    ends = endpoint.walltime_ends if endpoint is not None else None
+    return ReplicaStatus(
+        name=one.name,
+        phase=one.phase,
+        job_id=one.job_id,
+        node=one.node,
+        age_seconds=max(0.0, now - one.since),
+        in_rotation=one.name in asked and one.phase not in _OVER,
+        lease_seconds=endpoint.lease_until - now if endpoint is not None else None,
+        load_seconds=endpoint.load_seconds if endpoint is not None else None,
+        walltime_seconds=ends - now if ends is not None else None,
+        url=endpoint.url if endpoint is not None else None,
+        reason=one.reason,
+    )
+
+
+def _state(
+    replicas: tuple[ReplicaStatus, ...], wanted: int, controller_age: float | None, *, down: bool
+) -> Literal["starting", "serving", "idle", "unready", "stale", "ending", "down"]:
+    live = any(one.phase not in _OVER for one in replicas)
+    if down:
+        return "ending" if live else "down"
+    if controller_age is None:
+        return "starting"
+    if controller_age > _STALE_SECONDS:
+        return "stale"
+    if any(one.in_rotation for one in replicas):
+        return "serving"
+    if wanted == 0:
+        return "idle"
+    return "unready" if any(one.phase in _OVER for one in replicas) else "starting"
+
+
+def _problems(
+    replicas: tuple[ReplicaStatus, ...],
+    controller_age: float | None,
+    rotation_age: float | None,
+    *,
+    down: bool,
+) -> tuple[str, ...]:
+    if down:
+        return ()
+    found = []
+    if controller_age is not None and controller_age > _STALE_SECONDS:
+        found.append(f"no controller has been seen for {controller_age:.0f} s")
+    if rotation_age is not None and rotation_age > _STALE_SECONDS:
+        found.append(f"no router has been seen for {rotation_age:.0f} s")
+    for one in replicas:
+        if one.lease_seconds is not None and one.lease_seconds < 0:
+            found.append(f"{one.name} has not renewed its lease for {-one.lease_seconds:.0f} s")
+    failed = [one for one in replicas if one.phase == "failed"]
+    if failed:
+        last = min(failed, key=lambda one: one.age_seconds)
+        found.append(f"{last.name} has failed: {last.reason or 'its job is gone'}")
+    return tuple(found)
+
+
+def _age(then: float, now: float) -> float:
+    return max(0.0, now - then)

@@ -1,0 +1,197 @@
+"""Finds the status of runs: one Slurm query for all of them, then the run directories.
+
+Belongs here: querying, and combining the results. Does not belong here: tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from hpctrain.base import clock
+from hpctrain.base.errors import SlurmError
+from hpctrain.base.formats import NewerFormatError
+from hpctrain.checkpoints.publish import published_steps
+from hpctrain.job.job_queries import find_jobs, with_past
+from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import generation, job_ids
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_jobs import RunJobs
+from hpctrain.records.run_records import Progress, read_record, tail_metrics
+from hpctrain.records.supervise_config import known_supervise_config
+from hpctrain.runs.queue_ahead import queue_ahead_seconds
+from hpctrain.runs.state import RunState, counted, judge, last_job_id, scattered_groups
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.telemetry.rates import recent_rates
+
+# The steps of `recent_rates`, and the first step of a launch, which it leaves out.
+_RECENT_STEPS = 21
+
+
+class RunStatus(BaseModel):
+    """One row of `hpctrain status`; times in seconds, None when unknown.
+
+    `at_risk_seconds`: training since the newest checkpoint, which a failure now would lose.
+    `eta_seconds`: of the steps alone; `queue_ahead_seconds`: waits in the queue until the last of
+    them. `readable` is False for a run that this user may not read or whose ledger is damaged.
+    `owner` is the user whose jobs the run has.
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    run_id: str
+    state: RunState
+    reason: str
+    job_id: int | None = None
+    attempts: int = 0
+    step: int | None = None
+    target_step: int | None = None
+    loss: float | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    checkpoint_step: int | None = None
+    updated_seconds_ago: float | None = None
+    eta_seconds: float | None = None
+    queue_ahead_seconds: float | None = None
+    at_risk_seconds: float | None = None
+    stale: bool = False
+    readable: bool = True
+    owner: str | None = None
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    """One run at one moment: its row, its ledger, and its jobs as Slurm knows them.
+
+    `jobs` is None for a run that is done, because no query was made, and `events` is empty for one
+    that cannot be read.
+    """
+
+    run: RunFiles
+    row: RunStatus
+    events: Sequence[Event] = ()
+    jobs: RunJobs | None = None
+
+
+def statuses(runs: Sequence[RunFiles], slurm: SlurmClient | None) -> list[RunStatus]:
+    """Find the status of each run, in the given order; at most one squeue and one sacct.
+
+    Without `slurm` nothing is asked, and what only Slurm knows is unknown.
+
+    A run that cannot be read has a row with the reason.
+    """
+    return [observed.row for observed in observe(runs, slurm)]
+
+
+def observe(runs: Sequence[RunFiles], slurm: SlurmClient | None) -> list[ObservedRun]:
+    """Find the status of each run with what it was judged by; at most one squeue and one sacct.
+
+    Without `slurm` nothing is asked, and what only Slurm knows is unknown.
+    """
+    events: dict[str, list[Event]] = {}
+    unreadable = {run.run_id: run.unreadable for run in runs if run.unreadable}
+    for run in runs:
+        if run.run_id not in unreadable:
+            try:
+                events[run.run_id] = run.ledger.events()
+            except OSError as error:
+                unreadable[run.run_id] = f"cannot be read: {error.strerror}"
+            except NewerFormatError as error:
+                unreadable[run.run_id] = str(error)
+    open_runs = [run for run in runs if run.run_id in events and not run.layout.done.exists()]
+    jobs = {run.run_id: RunJobs(answered=False) for run in open_runs}
+    if slurm is not None:
+        jobs = find_jobs(open_runs, slurm, events)
+    gone = {
+        job_id
+        for run_id, found in jobs.items()
+        if found.answered and not found.jobs
+        for job_id in job_ids(generation(events[run_id]))
+    }
+    with contextlib.suppress(SlurmError):
+        past = slurm.past_jobs(gone) if slurm is not None else {}
+        jobs = {one: with_past(jobs[one], one, events[one], past) for one in jobs}
+    observed: list[ObservedRun] = []
+    for run in runs:
+        reason = unreadable.get(run.run_id)
+        if reason is None:
+            known, found = events[run.run_id], jobs.get(run.run_id)
+            try:
+                observed.append(ObservedRun(run, status_row(run, known, found), known, found))
+                continue
+            except NewerFormatError as error:
+                reason = str(error)
+        row = RunStatus(
+            run_id=run.run_id,
+            state=RunState.UNKNOWN,
+            reason=reason,
+            readable=False,
+            owner=run.owner_name,
+        )
+        observed.append(ObservedRun(run, row))
+    return observed
+
+
+def _with_placement(reason: str, events: Sequence[Event]) -> str:
+    """Add that ranks are further apart than planned, which `why` explains."""
+    if scattered_groups(events) is None:
+        return reason
+    return f"{reason}; spread too far, see why" if reason else "spread too far, see why"
+
+
+def status_row(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> RunStatus:
+    """Build the row of one run; `found` is None for a run that is done: no query was made."""
+    jobs = found or RunJobs()
+    queued = counted(jobs.jobs)
+    judged = judge(
+        events,
+        done=found is None,
+        queued=queued,
+        answered=jobs.answered,
+        elsewhere=jobs.elsewhere,
+    )
+    progress = read_record(run.layout.progress, Progress)
+    config = known_supervise_config(run.layout.supervise_config)
+    rates = recent_rates(tail_metrics(run.layout, _RECENT_STEPS))
+    age = None if progress is None else max(0.0, clock.now() - progress.time)
+    step = progress.step if progress else None
+    target = config.target_step if config else progress.target_step if progress else None
+    left = None if target is None or step is None else max(0, target - step)
+    running = judged.state is RunState.RUNNING
+    checkpoint_step = progress.checkpoint_step if progress else None
+    if checkpoint_step is not None:
+        # The supervisor may have moved it to quarantine since.
+        with contextlib.suppress(OSError):
+            steps = published_steps(run.layout.checkpoints)
+            checkpoint_step = max((n for n in steps if n <= checkpoint_step), default=None)
+    eta_seconds = left * rates.step_seconds if running and left and rates.step_seconds else None
+    ahead = at_risk = None
+    if eta_seconds is not None:
+        limit = queued.time_limit_seconds if queued else None
+        ahead = queue_ahead_seconds(events, eta_seconds, limit)
+    if running and step is not None and rates.step_seconds is not None:
+        at_risk = (step - (checkpoint_step or 0)) * rates.step_seconds
+    return RunStatus(
+        run_id=run.run_id,
+        state=judged.state,
+        reason=_with_placement(judged.reason, events) if running else judged.reason,
+        job_id=queued.job_id if queued else last_job_id(events),
+        attempts=sum(event.event is EventKind.ATTEMPT_STARTED for event in events),
+        step=step,
+        target_step=target,
+        loss=rates.loss,
+        step_seconds=rates.step_seconds,
+        tokens_per_second=rates.tokens_per_second,
+        mfu=rates.mfu,
+        checkpoint_step=checkpoint_step,
+        updated_seconds_ago=age,
+        eta_seconds=eta_seconds,
+        queue_ahead_seconds=ahead,
+        at_risk_seconds=at_risk,
+        stale=running and age is not None and config is not None and age > config.stall_seconds,
+        owner=run.owner_name,
+    )

@@ -1,0 +1,194 @@
+"""Finds the problems of a run that its supervisor cannot handle, and their remedies. Pure.
+
+A live supervisor handles its own run. What remains is a supervisor that was lost without a record,
+and a job that waits for something that will not happen by itself. A pass never touches what a user
+has cancelled, held or stopped, nor what an administrator holds. A job whose end is unknown may have
+been cancelled, so it is only reported. Budgets are the supervisor's, counted in the run's ledger.
+Belongs here: one rule per symptom of a job that runs or waits. Does not belong here: runs without
+a job (`orphaned_runs`), querying Slurm, reading files, acting (`watch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpctrain.base.units import short_bytes, short_duration
+from hpctrain.judge.causes import Cause
+from hpctrain.judge.documents import ActionKind, Verdict
+from hpctrain.records.jobs import cancel_requested, generation
+from hpctrain.records.ledger import Event, EventKind
+from hpctrain.runs.job_holds import BY_SLURM, hold_text
+from hpctrain.runs.orphaned_runs import problems_without_jobs
+from hpctrain.runs.run_problems import (
+    RunProblem,
+    Symptom,
+    WatchedRun,
+    WatchRemedy,
+    allowed_by_policy,
+    report_only,
+    storm_message,
+)
+from hpctrain.slurm.reasons import JobHold, WaitReason
+from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
+
+# slurmctld(8) sets the start of a requeued job to cred_expire + 1 s, 121 s by default; a person
+# has requested a longer wait (job_mgr.c, batch_requeue_fini).
+_LONGEST_REQUEUE_DELAY_SECONDS = 300.0
+_SHORTEST_DELAY_SECONDS = 10.0
+_TOO_FEW_SECONDS = 1800.0
+# A checkpoint is written beside the newest one, and others write there, too.
+_CHECKPOINTS_FREE = 2.0
+_NO_NODE = (
+    WaitReason.NODES_UNAVAILABLE,
+    WaitReason.BAD_CONSTRAINTS,
+    WaitReason.NODE_DOWN,
+    WaitReason.PARTITION_CONFIG,
+)
+_MISSING = (
+    WaitReason.RESOURCES,
+    WaitReason.PRIORITY,
+    WaitReason.NODES_UNAVAILABLE,
+    WaitReason.NODES_REQUIRED,
+    WaitReason.PARTITION_NODE_LIMIT,
+)
+
+
+def find_problems(run: WatchedRun) -> list[RunProblem]:
+    """Find what is wrong with the run; empty if nothing is, or if a person has caused it."""
+    if run.unrecorded:
+        job_id = run.unrecorded[0].job_id
+        message = f"job {job_id} is one of this run, and its ledger does not know the job"
+        return [RunProblem(run.run_id, Symptom.UNRECORDED, WatchRemedy.ADOPT, message, job_id)]
+    if not generation(run.events) or cancel_requested(run.events) or run.asked_by:
+        return []
+    if any(job.state is JobState.UNKNOWN for job in run.jobs):
+        return []
+    live = [job for job in run.jobs if not job.state.is_ended]
+    active = [job for job in live if job.state.is_active]
+    if active:
+        return _running_problems(run, active[0])
+    if live:
+        return [found for job in live for rule in _PENDING if (found := rule(run, job))][:1]
+    return problems_without_jobs(run)
+
+
+def _running_problems(run: WatchedRun, job: JobRecord) -> list[RunProblem]:
+    """Report a run whose supervisor is silent, or fails to stop a storm; nothing else is done.
+
+    Silence can mean that the nodes hang, or that this host does not see new files. In the second
+    case a remedy would kill all runs at once.
+    """
+    silent_seconds = run.now - max(run.signs_time or 0.0, job.start_time or run.now)
+    limit_seconds = max(run.config.stall_seconds, run.config.setup_stall_seconds)
+    if job.state.is_running and silent_seconds > limit_seconds + run.grace_seconds:
+        message = (
+            f"no sign of life of trainer and supervisor for {silent_seconds / 60:.0f} min: look at "
+            f"{job.node_list or 'its nodes'}; `scontrol requeue {job.job_id}` restarts it"
+        )
+        return [report_only(run, Symptom.STALLED, message, job.job_id)]
+    past = run.past
+    recent = run.now - run.last_failure_time < run.config.storm_window_seconds
+    if recent and past.recent_failures >= run.config.storm_failures:
+        return [report_only(run, Symptom.STORM, storm_message(run, past), job.job_id)]
+    disk = run.disk
+    if disk is not None and disk.free_bytes < _CHECKPOINTS_FREE * disk.checkpoint_bytes:
+        message = (
+            f"{short_bytes(disk.free_bytes)} are left where the run is, and its newest checkpoint "
+            f"takes {short_bytes(disk.checkpoint_bytes)}: a save may soon fail"
+        )
+        return [report_only(run, Symptom.DISK_LOW, message, job.job_id)]
+    return []
+
+
+# -- a job waits -------------------------------------------------------------------------------
+
+
+def _launch_held(run: WatchedRun, job: JobRecord) -> RunProblem | None:
+    """Release a job that Slurm holds because a prolog failed, or because it failed too often.
+
+    Slurm drains the node itself, so the job gets another one. A login environment that cannot be
+    read is the user's own, on every node: each release would drain one more.
+    """
+    if job.hold is None or job.hold not in BY_SLURM:
+        return None
+    text = hold_text(job.hold)
+    if job.hold is JobHold.USER_ENVIRONMENT:
+        message = f"{text.cause}; {text.cure}"
+        return report_only(run, Symptom.ENVIRONMENT_HELD, message, job.job_id)
+    cause, symptom = Cause.PROLOG_FAILURE, Symptom.LAUNCH_HELD
+    reason = "a prolog or the launch of the script failed, and Slurm holds the job"
+    if job.hold is JobHold.REQUEUE_LIMIT:
+        symptom = Symptom.LIMIT_HELD
+        reason = f"{text.cause}, and holds the job"
+    lost, verdict = run.attempt_lost(job, cause, reason), Verdict(cause, reason)
+    return allowed_by_policy(run, symptom, WatchRemedy.RELEASE, verdict, job.job_id, lost)
+
+
+def _delayed(run: WatchedRun, job: JobRecord) -> RunProblem | None:
+    """Start a requeued job that waits for old credentials to expire; its owner may do that."""
+    if job.wait is not WaitReason.BEGIN_TIME or not job.restart_count or job.start_time is None:
+        return None
+    wait_seconds = job.start_time - (job.submit_time or 0.0)
+    left_seconds = job.start_time - run.now
+    if wait_seconds > _LONGEST_REQUEUE_DELAY_SECONDS or left_seconds < _SHORTEST_DELAY_SECONDS:
+        return None
+    if run.past.recent_failures >= run.config.storm_failures:
+        return None  # in a storm the delay is useful
+    message = f"it would wait {left_seconds:.0f} s more after its requeue"
+    return RunProblem(run.run_id, Symptom.DELAYED, WatchRemedy.START_NOW, message, job.job_id)
+
+
+def _no_node_left(run: WatchedRun, job: JobRecord) -> RunProblem | None:
+    """Clear the excluded nodes of a job that cannot be scheduled without them."""
+    excluded = _excluded(run.events)
+    if job.wait not in _NO_NODE or not excluded:
+        return None
+    message = f"it cannot be scheduled ({job.reason}) while it avoids {', '.join(excluded)}"
+    remedy = WatchRemedy.CLEAR_EXCLUDED
+    return RunProblem(run.run_id, Symptom.EXCLUDED, remedy, message, job.job_id)
+
+
+def _excluded(events: Sequence[Event]) -> tuple[str, ...]:
+    """Return the nodes that the newest requeue has excluded, unless they were cleared since."""
+    for event in reversed(generation(events)):
+        if event.event is EventKind.WATCH and event.action == WatchRemedy.CLEAR_EXCLUDED:
+            return ()
+        if event.event is EventKind.ACTION and event.action == ActionKind.REQUEUE:
+            return event.excluded
+    return ()
+
+
+def _too_few_nodes(run: WatchedRun, job: JobRecord) -> RunProblem | None:
+    """Let a job that has waited long start on fewer nodes, if the spec has `min_nodes`."""
+    shapes = run.config.shapes
+    if len(shapes) < 2 or job.wait not in _MISSING:
+        return None
+    least, most = shapes[-1].nodes, shapes[0].nodes + run.config.spare_nodes
+    waited_seconds = run.now - (job.submit_time or run.now)
+    if job.node_count is None or job.node_count <= least or waited_seconds < _TOO_FEW_SECONDS:
+        return None
+    waited = f"it has waited {waited_seconds / 60:.0f} min for {job.node_count} nodes"
+    message, remedy = f"{waited} and may begin with {least}", WatchRemedy.TAKE_FEWER
+    return RunProblem(
+        run.run_id, Symptom.TOO_FEW_NODES, remedy, message, job.job_id, nodes=(least, most)
+    )
+
+
+def _waits_long(run: WatchedRun, job: JobRecord) -> RunProblem | None:
+    """Report a job that has waited longer than its user wants to wait without a word."""
+    notify = run.config.notify
+    limit_seconds = notify.queue_limit_seconds if notify is not None else None
+    waited_seconds = run.now - (job.submit_time or run.now)
+    if limit_seconds is None or waited_seconds < limit_seconds or job.hold is not None:
+        return None
+    reason = f" ({job.reason})" if job.reason else ""
+    message = (
+        f"it has waited {short_duration(waited_seconds)}, more than {short_duration(limit_seconds)}"
+        f"{reason}"
+    )
+    return report_only(run, Symptom.WAITS_LONG, message, job.job_id)
+
+
+# None of these applies to a job that its user or an administrator holds.
+_PENDING = (_launch_held, _no_node_left, _delayed, _too_few_nodes, _waits_long)

@@ -1,0 +1,1 @@
+"""A model behind one address: its plan, replicas, router, commands, load tests."""

@@ -1,0 +1,132 @@
+"""Objectives of a service, and what a simulation says about them.
+
+Belongs here: comparing latencies with limits, and the interval that the cost model's error makes.
+Does not belong here: simulating (`routing`), order statistics (`quantiles`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.serve.plan.documents import Promise
+from hpctrain.serve.plan.quantiles import Quantile, quantile
+from hpctrain.serve.plan.routing import Outcome
+from hpctrain.serve.plan.traffic import Floats
+from hpctrain.spec.service import LATENCY_NAMES, LatencyName, ObjectivesSpec
+
+# Of the standard normal distribution: bounds of 95 %, and what 9 of 10 do not exceed.
+_NORMAL_975, _NORMAL_90 = 1.959963984540054, 1.2815515655446004
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A limit in seconds for one percentile (`p99`) of one latency."""
+
+    latency: LatencyName
+    percentile: str
+    limit_seconds: float
+
+    @property
+    def share(self) -> float:
+        """0.99 for `p99`."""
+        return int(self.percentile.removeprefix("p")) / 100
+
+    def __str__(self) -> str:
+        return f"{self.percentile} of {self.latency}"
+
+
+@dataclass(frozen=True)
+class ModelError:
+    """How far iterations are from their predicted time: standard deviation of the logarithm.
+
+    A plan has to keep its promises with iterations that take `cautious` times as long, which 9 of
+    10 measured ones do not exceed; 95 % lie between `fast` and `slow`.
+    """
+
+    log_deviation: float
+
+    @property
+    def cautious(self) -> float:
+        return math.exp(_NORMAL_90 * self.log_deviation)
+
+    @property
+    def slow(self) -> float:
+        return math.exp(_NORMAL_975 * self.log_deviation)
+
+    @property
+    def fast(self) -> float:
+        return 1 / self.slow
+
+
+EXACT = ModelError(0.0)
+
+
+def objectives_of(spec: ObjectivesSpec) -> tuple[Objective, ...]:
+    """List the limits that are given with the name of a latency."""
+    return tuple(
+        Objective(name, percentile, limit)
+        for name in LATENCY_NAMES
+        if name in spec.named
+        for percentile, limit in spec.named[name].limits.items()
+    )
+
+
+def latencies(outcome: Outcome, name: LatencyName) -> Floats:
+    return {
+        "ttft": outcome.ttft_seconds,
+        "tpot": outcome.tpot_seconds,
+        "e2e": outcome.e2e_seconds,
+    }[name]
+
+
+def tightness(outcome: Outcome, objectives: Sequence[Objective]) -> tuple[float, Objective]:
+    """Return the objective that is nearest to its limit, or furthest above: seconds over limit."""
+    found = [
+        (_over(quantile(latencies(outcome, one.latency), one.share), one), index)
+        for index, one in enumerate(objectives)
+    ]
+    worst, index = max(found)
+    return worst, objectives[index]
+
+
+def _over(found: Quantile, objective: Objective) -> float:
+    """Divide by the limit; requests of one token have no time per further token."""
+    return 0.0 if math.isnan(found.value) else found.value / objective.limit_seconds
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The same requests with iterations as predicted, and slower or faster by the model's error."""
+
+    usual: Outcome
+    cautious: Outcome
+    slow: Outcome
+    fast: Outcome
+
+
+def promises(simulated: Simulated, objectives: Sequence[Objective]) -> tuple[Promise, ...]:
+    """Compare each objective with the simulation; both the usual and the cautious one hold it.
+
+    The chance of the simulation and the error of the cost model are independent: distances to the
+    bounds add up as squares.
+    """
+    return tuple(_promise(simulated, objective) for objective in objectives)
+
+
+def _promise(simulated: Simulated, objective: Objective) -> Promise:
+    def found(outcome: Outcome) -> Quantile:
+        return quantile(latencies(outcome, objective.latency), objective.share)
+
+    usual, cautious = found(simulated.usual), found(simulated.cautious)
+    fast, slow = found(simulated.fast).value, found(simulated.slow).value
+    return Promise(
+        latency=objective.latency,
+        percentile=objective.percentile,
+        limit_seconds=objective.limit_seconds,
+        predicted_seconds=usual.value,
+        low_seconds=usual.value - math.hypot(usual.value - usual.low, usual.value - fast),
+        high_seconds=usual.value + math.hypot(usual.high - usual.value, slow - usual.value),
+        holds=max(usual.value, cautious.value) <= objective.limit_seconds,
+    )

@@ -1,0 +1,126 @@
+"""Write the records of one task of a replica: signs of life, how it drained, how it ended.
+
+Belongs here: writing them, and outlasting a directory that is away. Does not belong here: the
+formats (`hpctrain.records`), what happens (`lifecycle`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from hpctrain.base import clock
+from hpctrain.records.exit_records import write_exit_record
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_records import (
+    ExitRecord,
+    Outcome,
+    Phase,
+    Progress,
+    TrainerExit,
+    write_record,
+)
+from hpctrain.records.service_records import DrainRecord
+from hpctrain.serve.replica.failures import ReplicaError
+from hpctrain.serve.replica.log import say
+from hpctrain.train.rank_environment import Launch
+from hpctrain.train.storage import outlast
+
+_PROGRESS_SECONDS = 1.0
+_EXIT_RECORD_SECONDS = 10.0
+_CODES: dict[Outcome, TrainerExit] = {
+    "yielded": TrainerExit.YIELDED,
+    "config_error": TrainerExit.CONFIG_ERROR,
+    "crash": TrainerExit.CRASH,
+}
+
+
+class Life:
+    """The records of this task; only rank 0 writes signs of life and the drain."""
+
+    def __init__(self, run: RunLayout, launch: Launch) -> None:
+        self.run, self.launch = run, launch
+        self._phase: Phase = "starting"
+        self._ready_since: float | None = None
+        self._written_at = 0.0
+
+    @property
+    def ready_since(self) -> float | None:
+        return self._ready_since
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase, and say so."""
+        if phase == "serving" and self._ready_since is None:
+            self._ready_since = clock.now()
+        self._phase, self._written_at = phase, 0.0
+        self.beat()
+
+    def beat(self) -> None:
+        """Replace the sign of life if it is older than a second."""
+        now = clock.monotonic()
+        if not self.launch.leads or now - self._written_at < _PROGRESS_SECONDS:
+            return
+        progress = Progress(
+            epoch=self.launch.epoch,
+            phase=self._phase,
+            step=int(self._ready_since is not None),
+            target_step=1,
+            time=clock.now(),
+            ready_since=self._ready_since,
+        )
+        with contextlib.suppress(OSError):
+            write_record(self.run.progress, progress, durable=False)
+            self._written_at = now
+
+    def drained(self, record: DrainRecord) -> None:
+        """Replace the record of the drain."""
+        with contextlib.suppress(OSError):
+            write_record(self.run.drain, record, durable=False)
+
+    def left(self, message: str, signal_name: str | None) -> int:
+        """Record that this task has left because it was asked to; returns its exit code."""
+        if self.launch.leads:
+            self._record("yielded", message, None, None, signal_name)
+        say(message)
+        return _CODES["yielded"]
+
+    def refused(self, message: str) -> int:
+        """Record settings that can never work; returns the exit code."""
+        self._record("config_error", message, None, None, None)
+        say(f"config_error: {message}")
+        return _CODES["config_error"]
+
+    def failed(self, error: ReplicaError, signal_name: str | None) -> int:
+        """Record a failure with its cause and the engine's last lines; returns the exit code."""
+        self._record("crash", str(error), error.tail or None, error.cause, signal_name)
+        say(f"crash: {error}")
+        return _CODES["crash"]
+
+    def _record(
+        self,
+        outcome: Outcome,
+        message: str,
+        tail: str | None,
+        cause: str | None,
+        signal_name: str | None,
+    ) -> None:
+        record = ExitRecord(
+            epoch=self.launch.epoch,
+            rank=self.launch.rank,
+            node=self.launch.node,
+            outcome=outcome,
+            step=int(self._ready_since is not None),
+            exit_code=_CODES[outcome],
+            time=clock.now(),
+            message=message,
+            traceback=tail,
+            cause=cause,
+            signal=signal_name,
+        )
+        try:
+            outlast(
+                self.run,
+                lambda: write_exit_record(self.run, self.launch.node_rank, record),
+                _EXIT_RECORD_SECONDS,
+            )
+        except OSError as error:
+            say(f"the exit record could not be written: {error}")

@@ -1,1 +1,0 @@
-"""Programs that serve: engines by one contract, replicas in their jobs, the router, load tests."""

@@ -1,0 +1,166 @@
+"""Command `calibrate`: what a cluster, its runs or a service measured corrects the planner."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.base.errors import UsageError
+from hpctrain.page.options import ProfileName, json_option
+from hpctrain.page.output import json_out, line_width, say
+from hpctrain.page.text import paragraph
+
+if TYPE_CHECKING:
+    from hpctrain.site.calibrate import CalibratedFigure, CalibratedStep
+    from hpctrain.site.calibrate_service import ServiceCalibrationResult
+
+_NAMES = {
+    "product_efficiency": "matrix products, of the 16-bit peak",
+    "flash_efficiency": "fused attention, of the 16-bit peak",
+    "memory_efficiency": "elementwise kernels, of the memory",
+    "nvlink_bandwidth": "NVLink, per GPU",
+    "network_bandwidth": "network, per GPU",
+}
+
+
+@click.command()
+@click.argument("results", type=click.Path(path_type=Path, exists=True), nargs=-1, required=True)
+@click.option(
+    "--profile",
+    "-p",
+    type=ProfileName(),
+    help="Profile of the cluster; default: the report's or the run's.",
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write.  [default: PROFILE.calibration.yaml]",
+)
+@json_option
+def calibrate(
+    results: tuple[Path, ...], profile: str | None, output: Path | None, as_json: bool
+) -> None:
+    """Let the planner learn from what this cluster has measured.
+
+    RESULTS are the directories of 1 to 10 own runs of an engine, or of a comparison: their step
+    times and memory correct the planner's constants, and narrow its intervals
+    (docs/certainty.md). Or one of: the report of `make gpu` (docs/gpu.md), the speed.jsonl of a
+    run, the directory of a service that `serve test` has measured. The file is written beside
+    the profile; deleting it undoes everything.
+
+    \b
+    Examples:
+      hpctrain calibrate runs/gpt175b-1a2b runs/llama70b-3c4d -p sites/ours.yaml
+      hpctrain calibrate runs/compare-llama7b-5e6f -p sites/ours.yaml
+      hpctrain calibrate gpu-report.json
+      hpctrain calibrate runs/chat70b-3c4d --profile sites/ours.yaml
+    """
+    from hpctrain.site.calibrate_runs import are_runs
+    from hpctrain.site.calibrate_service import is_service_directory
+
+    if are_runs(results):
+        _from_runs(results, profile, output, as_json=as_json)
+        return
+    if len(results) > 1:
+        others = ", ".join(f"`{one}`" for one in results if not are_runs([one]))
+        raise UsageError(
+            f"several results have to be runs that have trained, or comparisons: {others} "
+            f"{'is' if ',' not in others else 'are'} not",
+            "reports, speed.jsonl and services: one at a time",
+        )
+    if is_service_directory(results[0]):
+        _from_service(results[0], profile, output, as_json=as_json)
+    else:
+        _from_rates(results[0], profile, output, as_json=as_json)
+
+
+def _from_runs(
+    results: tuple[Path, ...], profile: str | None, output: Path | None, *, as_json: bool
+) -> None:
+    """Learn from runs, and show what changes for them."""
+    from hpctrain.site.calibrate_runs import calibrate_runs
+    from hpctrain.site.calibrate_text import learning_lines
+
+    learned = calibrate_runs(results, profile, output)
+    if as_json:
+        json_out("learning", learned)
+        return
+    click.echo("\n".join(learning_lines(learned, line_width(sys.stdout))))
+    say(f"Wrote {learned.path}: {learned.usage}")
+
+
+def _from_service(result: Path, profile: str | None, output: Path | None, *, as_json: bool) -> None:
+    """Fit the serving planner to a service's own measurements."""
+    from hpctrain.site.calibrate_service import calibrate_service
+
+    served = calibrate_service(result, profile, output)
+    if as_json:
+        json_out("service_calibration", served)
+        return
+    for line in _service_lines(served):
+        click.echo(line)
+    say(f"\nWrote {served.path}: {served.usage}")
+
+
+def _from_rates(result: Path, profile: str | None, output: Path | None, *, as_json: bool) -> None:
+    """Take rates that were measured one by one in place of the packaged ones."""
+    from hpctrain.site.calibrate import calibrate as action
+    from hpctrain.site.calibrate_text import accuracy_line
+
+    done = action(result, profile, output)
+    if as_json:
+        json_out("calibration", done)
+        return
+    click.echo(f"{'':37}{'packaged':>12}{'measured':>12}{'ratio':>7}  from")
+    for figure in done.figures:
+        click.echo(_figure_line(figure))
+    if done.steps:
+        click.echo(f"\n{'step time':37}{'packaged':>12}{'calibrated':>12}{'measured':>12}")
+    for step in done.steps:
+        click.echo(_step_line(step))
+    if done.site.learned:
+        click.echo()
+    for engine, learned in done.site.learned.items():
+        click.echo(accuracy_line(engine, learned))
+    for remark in done.remarks:
+        click.echo("\n" + "\n".join(paragraph(remark, "", hang=0)))
+    say(f"\nWrote {done.path}: {done.usage}")
+
+
+def _service_lines(found: ServiceCalibrationResult) -> list[str]:
+    """Tabulate the factors of an engine, and the error with and without them."""
+    measured = found.measured
+    rows = [
+        ("iterations without prompts", f"x {measured.decode_factor:.3f}"),
+        ("what prompts add to iterations", f"x {measured.prompt_factor:.3f}"),
+    ]
+    if measured.request_seconds is not None:
+        rows.append(("a request outside of iterations", f"{1e3 * measured.request_seconds:.1f} ms"))
+    before, left = f"{found.error_before:.1%}", f"{measured.error:.1%}"
+    rows.append(("typical error without the factors", before))
+    rows.append(("error that plans keep room for", left))
+    heading = f"{found.engine} on {found.gpu}: {found.answers:,} answers"
+    return [heading, *(f"{name:37}{value:>12}" for name, value in rows)]
+
+
+def _figure_line(figure: CalibratedFigure) -> str:
+    is_rate = figure.name.endswith("_bandwidth")
+    values = [
+        f"{value / 1e9:.1f} GB/s" if is_rate else f"{value:.3f}"
+        for value in (figure.packaged, figure.measured)
+    ]
+    ratio = figure.measured / figure.packaged
+    count = figure.source.removeprefix("median of ")
+    return f"{_NAMES[figure.name]:37}{values[0]:>12}{values[1]:>12}{ratio:7.2f}  {count}"
+
+
+def _step_line(step: CalibratedStep) -> str:
+    name = f"{step.name} ({step.gpus} GPU{'s' if step.gpus > 1 else ''})"[:36]
+    if step.packaged_seconds is None or step.calibrated_seconds is None:
+        return f"{name:37}cannot be planned: {step.problem}"[:80]
+    times = (step.packaged_seconds, step.calibrated_seconds, step.measured_seconds)
+    return f"{name:37}" + "".join(f"{f'{seconds:.3f} s':>12}" for seconds in times)

@@ -1,0 +1,174 @@
+"""`profile detect`, `profile check` and `doctor`: what a site is, and what will work there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.page.options import ProfileName, json_option, runs_option
+from hpctrain.page.output import json_out, say
+from hpctrain.page.text import marked, paragraph
+
+if TYPE_CHECKING:
+    from hpctrain.site.doctor import SiteFinding
+
+
+@click.group()
+def profile() -> None:
+    """Make a profile of a cluster by asking it, or compare a profile with it.
+
+    `hpctrain profiles` lists the profiles that there are.
+
+    \b
+    Examples:
+      hpctrain profile detect -o sites/ours.yaml
+      hpctrain profile check ours
+    """
+
+
+@profile.command()
+@click.option("--partition", help="Describe the nodes of this partition.  [default: most GPUs]")
+@click.option("--gpu", "model", help="The GPU, as in the catalogue, where Slurm does not say it.")
+@click.option("--in-job", is_flag=True, help="Let one short job look at a node: GPUs, network.")
+@click.option("--account", help="Account that pays for that job.")
+@click.option(
+    "--wait",
+    "patience_seconds",
+    type=click.FloatRange(1),
+    default=600.0,
+    show_default=True,
+    help="Seconds until that job must have ended; then it is cancelled.",
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write.  [default: stdout]",
+)
+@runs_option
+def detect(
+    partition: str | None,
+    model: str | None,
+    in_job: bool,
+    account: str | None,
+    patience_seconds: float,
+    output: Path | None,
+    runs: Path | None,
+) -> None:
+    """Ask the Slurm of this machine what it is, and write a profile.
+
+    Every value has a comment: where it was read, or what it is guessed from. Takes eight
+    queries at most. With --in-job a job on one node reads what only nodes know; inside
+    an allocation a job step does.
+
+    \b
+    Examples:
+      hpctrain profile detect
+      hpctrain profile detect --partition h100 --in-job --account me -o h100.yaml
+    """
+    from hpctrain.records.find import runs_directory
+    from hpctrain.site.read_site import detect as action
+
+    found = action(
+        runs_directory(runs),
+        partition=partition,
+        model=model,
+        in_job=in_job,
+        account=account,
+        patience_seconds=patience_seconds,
+        output=output,
+        say=say,
+    )
+    if output is None:
+        click.echo(found.profile.text, nl=False)
+    for remark in found.profile.remarks:
+        say("\n".join(paragraph(remark, "- ", hang=2)))
+    say(f"{found.queries} queries; {len(found.profile.guessed)} values are guesses: check them")
+    for path in found.profile.guessed:
+        say(f"  {path}")
+    if output is not None:
+        say(f"Wrote {output}")
+
+
+@profile.command(short_help="Compare a profile with the cluster: each difference.")
+@click.argument("name", type=ProfileName())
+@runs_option
+@json_option
+def check(name: str, runs: Path | None, as_json: bool) -> None:
+    """Compare a profile with the cluster: each difference, and what it leads to.
+
+    Exit code 0: nothing that matters; 3: the profile is wrong; 5: no answer from Slurm.
+
+    \b
+    Examples:
+      hpctrain profile check ours
+      hpctrain profile check sites/ours.yaml --json
+    """
+    from hpctrain.base.errors import InvalidInputError, Problem
+    from hpctrain.records.find import runs_directory
+    from hpctrain.site.read_site import check as action
+
+    done = action(name, runs_directory(runs))
+    if as_json:
+        json_out("differences", done.differences)
+    for one in () if as_json else done.differences:
+        place = done.profile.problem(one.field, "").line
+        where = f"{done.profile.file}:{place}: " if place else ""
+        click.echo("\n".join(paragraph(f"{where}{one.sentence}", f"{one.severity}: ", hang=2)))
+    matters = [one for one in done.differences if one.matters]
+    if not done.differences:
+        say(f"{done.profile.file} is what the cluster is, as far as Slurm can say")
+    say(f"{done.queries} queries")
+    if matters:
+        message = f"{len(matters)} of {len(done.differences)} differences matter"
+        hint = "correct the profile, or detect it anew: hpctrain profile detect"
+        raise InvalidInputError([Problem(message, file=done.profile.file, hint=hint)])
+
+
+@click.command()
+@click.option("--profile", "-p", "name", type=ProfileName(), help="Judge with this profile.")
+@runs_option
+@json_option
+def doctor(name: str | None, runs: Path | None, as_json: bool) -> None:
+    """Say in sentences what will work here: requeue, signals, grace, who pays, limits.
+
+    Asks Slurm in one pass and submits nothing. Ends with what will not work.
+
+    \b
+    Examples:
+      hpctrain doctor
+      hpctrain doctor --profile ours --json
+    """
+    from hpctrain.records.find import runs_directory
+    from hpctrain.site.read_site import examine
+
+    done = examine(runs_directory(runs), name)
+    if as_json:
+        json_out("findings", done.findings)
+    else:
+        for line in _lines(done.findings, complete=done.unreachable is None):
+            click.echo(line)
+    say(f"{done.queries} queries")
+    if done.unreachable is not None:
+        raise done.unreachable
+
+
+def _lines(findings: tuple[SiteFinding, ...], *, complete: bool) -> list[str]:
+    lines = []
+    for one in findings:
+        lines += marked(one.state, one.sentence)
+    for state, head in (
+        ("limited", "What works with limits:"),
+        ("unknown", "What could not be found out:"),
+        ("fails", "What will not work:"),
+    ):
+        chosen = [one for one in findings if one.state == state]
+        if chosen:
+            lines += ["", head]
+        for one in chosen:
+            lines += paragraph(f"{one.sentence} [{one.source}]", "- ", hang=2)
+    if complete and not any(one.state == "fails" for one in findings):
+        lines += ["", "What will not work: nothing was found."]
+    return lines

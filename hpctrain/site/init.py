@@ -1,0 +1,303 @@
+"""Writes a commented run spec to start from: a published model or a `config.json`, data, GPUs.
+
+Belongs here: which fields a first spec has, and their values. Does not belong here: asking
+(`hpctrain.site.init_command`), published shapes (`hpctrain.spec.presets`), planning
+(`hpctrain.job.plan`, which is asked how many GPUs suffice).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hpctrain.base.errors import InvalidInputError, Problem, UsageError
+from hpctrain.base.units import short_bytes
+from hpctrain.engines.described import described, family_described
+from hpctrain.job.plan import load, plan_option
+from hpctrain.plan.limits import usable_gpus
+from hpctrain.plan.model.parameters import total_parameters
+from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES
+from hpctrain.spec.fields import did_you_mean
+from hpctrain.spec.loader import load_presets
+from hpctrain.spec.model import ModelSpec
+
+# Hoffmann et al. 2022 (arXiv 2203.15556), table 3: about 20 tokens for each parameter.
+TOKENS_PER_PARAMETER = 20
+# Brown et al. 2020 (arXiv 2005.14165), table 2.1: up to so many parameters, tokens of a batch and
+# learning rate.
+_GPT3 = (
+    (0.2e9, 0.5e6, 6e-4),
+    (0.5e9, 0.5e6, 3e-4),
+    (1.0e9, 0.5e6, 2.5e-4),
+    (2.0e9, 1e6, 2e-4),
+    (4.0e9, 1e6, 1.6e-4),
+    (9.0e9, 2e6, 1.2e-4),
+    (60e9, 2e6, 1e-4),
+    (math.inf, 3.2e6, 0.6e-4),
+)
+_FINE_TUNING_TOKENS = 1e9
+_FINE_TUNING_RATE = 2e-5  # Touvron et al. 2023 (arXiv 2307.09288), section 3.1
+# A short budget takes smaller batches than these, for the sake of so many steps.
+_LEAST_STEPS = 500
+_IMAGE_STEPS, _IMAGE_BATCH, _IMAGE_RATE = 10_000, 1024, 1e-3
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a first spec says of its model. `text`: the YAML of `model`."""
+
+    name: str
+    text: str
+    about: str
+    shape: ModelSpec
+    pretrained: bool = False
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What somebody wants. `tokens` None: by the number of parameters; `data` None: made up."""
+
+    model: Model
+    gpus: int
+    data: str | None = None
+    tokenizer: str | None = None
+    tokens: float | None = None
+    engine: str | None = None
+    name: str | None = None
+
+
+def named_model(name: str) -> Model:
+    """Return a published model, or the one that a directory of Hugging Face describes.
+
+    Raises UsageError for an unknown name, InvalidInputError for a directory without a config.json
+    that hpctrain understands.
+    """
+    path = Path(name)
+    if path.name == "config.json" or path.is_dir():
+        return _described_model(path if path.name == "config.json" else path / "config.json")
+    found = load_presets().named(name)
+    if found is None:
+        names = [one.name for one in load_presets().presets]
+        hint = did_you_mean(name, names) or f"there are {', '.join(names)}"
+        message = f"`{name}` is neither a published model nor a directory with a config.json"
+        raise UsageError(message, hint=hint)
+    shape = ModelSpec.model_validate(found.shape)
+    return Model(found.name, found.name, f"{found.source}: {_summary(shape)}", shape)
+
+
+def _described_model(path: Path) -> Model:
+    try:
+        config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problem = Problem(f"cannot be read: {error}", str(path))
+        raise InvalidInputError([problem]) from None
+    if not isinstance(config, dict) or family_described(config) is None:
+        kind = config.get("model_type") if isinstance(config, dict) else None
+        message = f"hpctrain does not train models of type {kind}"
+        raise InvalidInputError([Problem(message, str(path))])
+    fields = {name: value for name, value in described(config).items() if value is not None}
+    with_weights = any(path.parent.glob("*.safetensors"))
+    if with_weights:
+        fields = {"pretrained": str(path.parent), **fields}
+    shape = ModelSpec.model_validate(fields)
+    lines = [f"{name}: {_scalar(value)}" for name, value in fields.items()]
+    text = "\n" + "\n".join(f"  {line}" for line in lines)
+    name = "".join(
+        char for char in path.absolute().parent.name.lower() if char.isalnum() or char in "-."
+    )
+    return Model(name or "model", text, f"{path}: {_summary(shape)}", shape, with_weights)
+
+
+def spec_text(wishes: Wishes) -> str:
+    """Write the spec, with a comment on everything that somebody may want to change."""
+    model, shape = wishes.model, wishes.model.shape
+    lines = [
+        *textwrap.wrap(f"{model.about}.", 78, initial_indent="# ", subsequent_indent="# "),
+        "# What a field means: `hpctrain explain FIELD`. Written by `hpctrain init`.",
+        f"name: {wishes.name or model.name}",
+        "",
+        f"model:{model.text}" if model.text.startswith("\n") else f"model: {model.text}",
+        "",
+        *_data(wishes),
+        "",
+        *(_images(wishes) if shape.reads_images else _language(wishes)),
+        "",
+        "precision: bf16",
+        "",
+        "parallel: auto            # `hpctrain plan --apply` writes the layout here",
+        "recompute: auto",
+        "",
+        "checkpoint:",
+        "  every: 30min            # or `every_steps`; `hpctrain plan` says what is best",
+        "  keep: 3",
+        "",
+        *(_evaluation(wishes)),
+        *(_engine(wishes)),
+        "resources:",
+        f"  gpus: {wishes.gpus}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def fitting_gpus(wishes: Wishes, profile: str) -> int:
+    """Double the GPUs of `wishes` until their spec plans; unchanged where no number helps."""
+    with TemporaryDirectory() as directory:
+        file, gpus = Path(directory, "spec.yaml"), wishes.gpus
+        while True:
+            file.write_text(spec_text(replace(wishes, gpus=gpus)), encoding="utf-8")
+            inputs = load(file, profile)
+            # of runs that last longer than nothing, no forecast is made
+            if plan_option(inputs, "time", before_seconds=0).plan is not None:
+                return gpus
+            gpus *= 2
+            if gpus > usable_gpus(inputs.spec, inputs.profile):
+                return wishes.gpus
+
+
+def _data(wishes: Wishes) -> Iterator[str]:
+    shape = wishes.model.shape
+    yield "data:"
+    if wishes.data is None:
+        yield "  made_up: true           # a trial of cluster and layout; then name `sources`"
+        return
+    if shape.reads_images:
+        yield "  format: images"
+        yield "  sources:                # a directory with one directory for each class"
+    else:
+        yield "  sources:                # prefixes of .bin and .idx: `hpctrain data prepare`"
+    yield f"    - path: {_scalar(wishes.data)}"
+    if wishes.tokenizer is not None:
+        yield f"  tokenizer: {_scalar(wishes.tokenizer)}"
+
+
+def _training(wishes: Wishes) -> tuple[float, int, int, float]:
+    """Choose tokens of the run, sequences of a batch, steps, and the learning rate."""
+    shape = wishes.model.shape
+    parameters = total_parameters(shape)
+    _, batch_tokens, rate = next(row for row in _GPT3 if parameters <= row[0])
+    tokens: float = TOKENS_PER_PARAMETER * parameters
+    if wishes.model.pretrained:
+        batch_tokens, rate = min(batch_tokens, 0.5e6), _FINE_TUNING_RATE
+        tokens = _FINE_TUNING_TOKENS
+    tokens = wishes.tokens or tokens
+    sequences = _power_of_two(min(batch_tokens, tokens / _LEAST_STEPS) / shape.seq, wishes.gpus)
+    return tokens, sequences, math.ceil(tokens / (sequences * shape.seq)), rate
+
+
+def _language(wishes: Wishes) -> Iterator[str]:
+    shape, fine_tuning = wishes.model.shape, wishes.model.pretrained
+    tokens, sequences, steps, rate = _training(wishes)
+    yield "batch:"
+    yield f"  global: {sequences:<15} # sequences in a step, {sequences * shape.seq:,} tokens"
+    yield "  micro: auto"
+    yield ""
+    yield "budget:"
+    why = "20 for each parameter (arXiv 2203.15556)"
+    if wishes.tokens is not None:
+        why = "as asked for"
+    elif fine_tuning:
+        why = "your choice: epochs times tokens of the data"
+    yield f"  tokens: {_tokens(tokens):<15} # {why}; {steps:,} step{'' if steps == 1 else 's'}"
+    yield ""
+    yield "optimizer:"
+    source = "of GPT-3 at this size (arXiv 2005.14165, table 2.1)"
+    if fine_tuning:
+        source = "for weights that are trained already"
+    yield f"  lr: {rate:<19g} # {source}"
+    yield f"  min_lr: {rate / 10:<15g} # a tenth of it at the end"
+    yield "  beta2: 0.95"
+    yield "  weight_decay: 0.1"
+    yield "  clip_grad: 1.0"
+    yield ""
+    yield "schedule:"
+    yield "  style: cosine"
+    yield f"  warmup_steps: {min(2000, steps // 100)}"
+
+
+def _images(wishes: Wishes) -> Iterator[str]:
+    batch = _power_of_two(_IMAGE_BATCH, wishes.gpus)
+    yield "batch:"
+    yield f"  global: {batch:<15} # images in a step"
+    yield "  micro: auto"
+    yield ""
+    yield "budget:"
+    yield f"  steps: {_IMAGE_STEPS}"
+    yield ""
+    yield "optimizer:"
+    yield f"  lr: {_IMAGE_RATE}"
+    yield "  weight_decay: 0.05"
+    yield ""
+    yield "schedule:"
+    yield "  style: cosine"
+    yield f"  warmup_steps: {_IMAGE_STEPS // 20}"
+
+
+def _evaluation(wishes: Wishes) -> Iterator[str]:
+    if wishes.data is not None:
+        steps = _IMAGE_STEPS if wishes.model.shape.reads_images else _training(wishes)[2]
+        yield "evaluation:"
+        yield f"  every_steps: {max(1, min(1000, steps // 10))}"
+        yield ""
+
+
+def _engine(wishes: Wishes) -> Iterator[str]:
+    """Name an engine where the default one does not train the model."""
+    engine = wishes.engine or _default_engine(wishes.model)
+    if engine is not None:
+        yield "engine:"
+        yield f"  name: {engine}"
+        yield ""
+
+
+def _default_engine(model: Model) -> str | None:
+    """Choose an engine that shards, for weights of Hugging Face, else the plainest one."""
+    able = [one for one in ENGINES.values() if model.shape.family in one.families]
+    if model.pretrained:
+        able = [one for one in able if one.weights == "hugging_face" and one.shards]
+    elif any(one.name == DEFAULT_ENGINE for one in able):
+        return None
+    return min(able, key=lambda one: (one.shards and not model.pretrained, len(one.axes))).name
+
+
+def _power_of_two(wanted: float, gpus: int) -> int:
+    """Return the power of two nearest to `wanted`, at least one for each GPU, as a multiple."""
+    count = 1 << max(0, round(math.log2(max(1.0, wanted))))
+    odd = gpus // (gpus & -gpus)  # a number of GPUs such as 24 divides no power of two
+    return max(count, gpus & -gpus) * odd if odd > 1 else max(count, gpus)
+
+
+def _tokens(count: float) -> str:
+    for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.4g}{suffix}"
+    return str(int(count))
+
+
+def _summary(shape: ModelSpec) -> str:
+    parameters = total_parameters(shape)
+    large = parameters >= 1e9
+    count = f"{parameters / (1e9 if large else 1e6):.3g} {'billion' if large else 'million'}"
+    return f"{count} parameters, {short_bytes(2 * parameters)} of weights in bf16"
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.1e}" if abs(value) < 1e-3 else repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False) if not _is_plain(value) else value
+    return json.dumps(value)
+
+
+def _is_plain(text: str) -> bool:
+    return (
+        bool(text) and all(char.isalnum() or char in "/._-" for char in text) and text[0].isalpha()
+    )

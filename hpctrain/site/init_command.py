@@ -1,0 +1,161 @@
+"""Command `init`: a commented run spec from flags and questions."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.page.options import ProfileName
+from hpctrain.page.output import busy, line_width, say, table
+
+if TYPE_CHECKING:
+    from hpctrain.site.init import Wishes
+
+
+@click.command()
+@click.argument("file", required=False, type=click.Path(path_type=Path, allow_dash=True))
+@click.option("--model", "-m", metavar="NAME|DIR", help="A published model, or a config.json.")
+@click.option("--data", metavar="PREFIX", help="Tokens: prefix of .bin and .idx.  [default: none]")
+@click.option("--tokenizer", metavar="FILE", help="The tokenizer that the data was made with.")
+@click.option("--tokens", metavar="COUNT", help="How long: 100B.  [default: 20 a parameter]")
+@click.option(
+    "--gpus", type=click.IntRange(1), help="[default: one node; more if the model needs it]"
+)
+@click.option("--engine", metavar="NAME", help="[default: by the model]")
+@click.option("--name", help="Name of the runs.  [default: that of the model]")
+@click.option("--profile", "-p", type=ProfileName(), help="Plan the spec at once on this cluster.")
+@click.option("--list", "listed", is_flag=True, help="List the published models.")
+def init(
+    file: Path | None,
+    model: str | None,
+    data: str | None,
+    tokenizer: str | None,
+    tokens: str | None,
+    gpus: int | None,
+    engine: str | None,
+    name: str | None,
+    profile: str | None,
+    listed: bool,
+) -> None:
+    """Write a run spec to start from, with comments; what is not given is asked on a terminal.
+
+    \b
+    Examples:
+      hpctrain init --list
+      hpctrain init --model llama-3-8b --gpus 64 -p a100x64
+      hpctrain init my.yaml --model models/llama-2-7b --data data/text --tokens 6B
+    """
+    from hpctrain.site.init import Wishes, named_model, spec_text
+
+    if listed:
+        _list_models()
+        return
+    asking = sys.stdin.isatty() and sys.stderr.isatty()
+    if model is None:
+        if not asking:
+            raise click.UsageError("give a --model (`hpctrain init --list`), or use a terminal")
+        model = click.prompt("Model (a name of `hpctrain init --list`, or a directory)", err=True)
+    chosen = named_model(model)
+    if data is None and asking:
+        answer = click.prompt(
+            "Data (prefix of .bin and .idx; empty: made-up data, for a trial)",
+            default="",
+            show_default=False,
+            err=True,
+        )
+        data = answer or None
+    wishes = Wishes(
+        chosen, gpus or _node_gpus(profile), data, tokenizer, _tokens(tokens), engine, name
+    )
+    if gpus is None:
+        if profile is not None:
+            wishes = _enlarged(wishes, profile)
+        if asking:
+            gpus = click.prompt("GPUs", default=wishes.gpus, type=click.IntRange(1), err=True)
+            wishes = replace(wishes, gpus=gpus)
+    text = spec_text(wishes)
+    if str(file) == "-":
+        click.echo(text, nl=False)
+        return
+    target = file or Path(f"{wishes.name or chosen.name}.yaml")
+    _write(target, text)
+    click.echo(target)
+    _say_next(target, profile)
+
+
+def _enlarged(wishes: Wishes, profile: str) -> Wishes:
+    """Take more than one node where one is too small for the model, and say so."""
+    from hpctrain.site.init import fitting_gpus
+
+    with busy("looking for the number of GPUs that suffices ..."):
+        gpus = fitting_gpus(wishes, profile)
+    if gpus != wishes.gpus:
+        say(f"{wishes.model.name} does not fit {wishes.gpus} GPUs: the spec takes {gpus}")
+    return replace(wishes, gpus=gpus)
+
+
+def _write(target: Path, text: str) -> None:
+    from hpctrain.base.errors import UsageError
+    from hpctrain.spec.loader import load_run_spec
+
+    try:
+        with target.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        hint = "another name, or `hpctrain init -` to print the spec"
+        raise UsageError(f"{target} exists, and is left as it is", hint=hint) from None
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}") from None
+    load_run_spec(target)
+
+
+def _say_next(target: Path, profile: str | None) -> None:
+    where = profile or "PROFILE"
+    say(f"Next  hpctrain plan -p {where} {target} --apply")
+    say(f"      hpctrain validate -p {where} {target}")
+    if profile is None:
+        return
+    from hpctrain.job.plan import load, plan_option
+    from hpctrain.job.plan_text import answer_lines
+
+    inputs = load(target, profile)
+    option = plan_option(inputs, "time")
+    if option.refusal is not None:
+        raise inputs.placed(option.refusal)
+    lines = answer_lines(option, None, width=line_width(sys.stderr))
+    click.echo("\n".join(lines).rstrip(), err=True)
+
+
+def _node_gpus(profile: str | None) -> int:
+    """Return the GPUs of one node: the profile's, else eight, as in most machines."""
+    if profile is None:
+        return 8
+    from hpctrain.spec.profiles import load_named_profile
+
+    return load_named_profile(profile).document.gpu.per_node
+
+
+def _tokens(text: str | None) -> float | None:
+    from hpctrain.base.units import TokenCount
+
+    if text is None:
+        return None
+    try:
+        return float(TokenCount.parse(text))
+    except ValueError as error:
+        raise click.UsageError(f"--tokens: {error}") from None
+
+
+def _list_models() -> None:
+    from hpctrain.job.plan_text import short_count
+    from hpctrain.spec.loader import load_presets
+
+    rows = [
+        [one.name, str(one.shape["family"]), short_count(one.parameters), one.source]
+        for one in load_presets().presets
+    ]
+    table(["NAME", "FAMILY", "PARAMETERS", "SOURCE"], rows)

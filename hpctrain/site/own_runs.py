@@ -1,0 +1,236 @@
+"""What a run of this site has measured, and what the planner says of it: the input of `calibrate`.
+
+Belongs here: which steps of a run count, which runs teach nothing and why, and pricing the layout
+that was run. Does not belong here: the update of beliefs (`hpctrain.plan.uncertainty`), the site's
+file (`calibrate_runs`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
+from hpctrain.plan.as_planned import spec_as_planned
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.layout_words import DEFAULT_ORDER
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind, Ledger
+from hpctrain.records.run_records import (
+    RankTimes,
+    StepMetrics,
+    lineage,
+    read_metrics,
+    read_record,
+    read_saves,
+)
+from hpctrain.records.software import SoftwareRecord, read_software
+from hpctrain.records.speed_checks import read_speed_checks
+from hpctrain.runs.run_documents import known_plan
+from hpctrain.spec.catalogue import Gpu, GpuCatalogue, cluster_gpu, match_gpu
+from hpctrain.spec.engines.abilities import MEGATRON_CORE
+from hpctrain.spec.engines.registry import abilities_of
+from hpctrain.spec.loader import load_profile, load_run_spec
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+
+LEAST_FIT = 0.01  # of what has run: a plan must not refuse it
+FEWEST_STEPS = 10  # that count: fewer say little about their median
+_WARM_UP_SHARE, _WARM_UP_STEPS = 0.1, 3  # of each launch: memory and kernels are set up
+_SLOWEST = 1.5  # of the median: steps beyond were held up by something else
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What one run has measured on the layout of its plan.
+
+    `profile`: name of the one that it was submitted with. `allocated_bytes` and `reserved_bytes`:
+    PyTorch's peaks on the fullest GPU; `pass_seconds`: of the passes of the slowest stage in a
+    step, by ranks of megatron-core. None where no rank has reported them.
+    """
+
+    run: str
+    profile: str
+    spec: RunSpec
+    seconds: float
+    steps: int
+    day: str
+    nodes: tuple[str, ...]
+    hpctrain: str
+    software: str
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    pass_seconds: float | None = None
+
+
+def read_measured_run(directory: Path, gpu: Gpu, catalogue: GpuCatalogue) -> MeasuredRun:
+    """Read what a run has measured. Raises InvalidInputError with the one reason why not."""
+    layout = RunLayout(directory)
+    plan = known_plan(layout)
+    if plan is None:
+        raise _refused(directory, "has no plan of this version", "give directories of runs")
+    if on_cpus := cpu_problems([directory]):
+        raise InvalidInputError(on_cpus)
+    spec = _allowed(spec_as_planned(load_run_spec(layout.spec).document, plan))
+    own = load_profile(layout.profile)
+    found = read_software(layout)
+    other = _other_gpu(own.document, found, plan.gpu_memory_bytes, gpu, catalogue)
+    if other is not None:
+        message = f"ran on `{other}`, and the profile's GPU is `{gpu.name}`"
+        raise _refused(directory, message, "give the profile of the cluster on which it ran")
+    rows = counted_rows(layout, plan)
+    if len(rows) < FEWEST_STEPS:
+        message = f"has {len(rows)} steps that count, {FEWEST_STEPS} are needed"
+        hint = "warm-up, saves, evaluations, profiled steps and slow nodes do not count"
+        raise _refused(directory, message, hint)
+    times = _times_as_planned(layout, plan)
+    facts = found[-1].facts if found else None
+    return MeasuredRun(
+        run=layout.run_id,
+        profile=own.document.name,
+        spec=spec,
+        seconds=statistics.median(row.step_seconds for row in rows),
+        steps=len(rows),
+        day=f"{datetime.fromtimestamp(rows[-1].time, UTC):%Y-%m-%d}",
+        nodes=tuple(sorted(set(times.nodes))) if times else (),
+        hpctrain=(facts.hpctrain or "") if facts else "",
+        software=f"torch {facts.torch}" if facts else "",
+        allocated_bytes=max(times.peak_memory_bytes, default=0) or None if times else None,
+        reserved_bytes=max(times.reserved_memory_bytes, default=0) or None if times else None,
+        pass_seconds=_pass_seconds(plan, times) if times else None,
+    )
+
+
+def cpu_problems(directories: Sequence[Path]) -> list[Problem]:
+    """Say of runs on CPUs that they teach nothing about GPUs."""
+    plans = ((directory, known_plan(RunLayout(directory))) for directory in directories)
+    return [
+        Problem(
+            "ran on CPUs: nothing follows for GPUs", str(directory), hint="give runs of the cluster"
+        )
+        for directory, plan in plans
+        if plan is not None and plan.accelerator == "cpu"
+    ]
+
+
+def _other_gpu(
+    profile: ClusterProfile,
+    software: Sequence[SoftwareRecord],
+    memory_bytes: int,
+    gpu: Gpu,
+    catalogue: GpuCatalogue,
+) -> str | None:
+    """Name another GPU than `gpu` that a run was planned for, or that its ranks have found."""
+    known = profile.gpu.model is not None or match_gpu(catalogue, profile.gpu.type)
+    if known and (planned := cluster_gpu(catalogue, profile).name) != gpu.name:
+        return planned
+    for name in sorted({name for record in software for name in record.facts.gpus}):
+        # 40 and 80 GB of one kind have one name; what the catalogue lacks is another GPU
+        near = match_gpu(catalogue, name, memory_bytes)
+        other = near or match_gpu(catalogue, name)
+        if (other is None and gpu.generation != "other") or (other and other.name != gpu.name):
+            return other.name if other else name
+    return None
+
+
+def _times_as_planned(layout: RunLayout, plan: Plan) -> RankTimes | None:
+    """Read the times and peaks of all ranks, unless they are of a launch that was not as planned.
+
+    On fewer nodes a GPU holds a larger share of the optimizer's state.
+    """
+    times = read_record(layout.rank_times, RankTimes)
+    return None if times is None or times.epoch in _other_launches(layout, plan) else times
+
+
+def _pass_seconds(plan: Plan, times: RankTimes) -> float | None:
+    """Return the passes of the slowest stage: the median over its ranks, so that one slow node
+    does not count; None where ranks cannot tell passes from waiting, or are not those of the plan.
+    """
+    layout, ranks = plan.layout, len(times.compute_seconds)
+    if abilities_of(plan.engine).model_classes != MEGATRON_CORE or ranks != layout.world_size:
+        return None
+    if layout.order == DEFAULT_ORDER:
+        stages = [rank // (ranks // layout.pp) for rank in range(ranks)]
+    else:
+        stages = [rank // (layout.tp * layout.cp) % layout.pp for rank in range(ranks)]
+    by_stage = [
+        statistics.median(
+            seconds for seconds, own in zip(times.compute_seconds, stages, strict=True) if own == n
+        )
+        for n in range(layout.pp)
+    ]
+    return max(by_stage) or None
+
+
+def measured_job(name: str, spec: RunSpec, seconds: float) -> MeasuredRun:
+    """Describe a job of `make gpu`, whose spec has the layout that was trained."""
+    return MeasuredRun(name, "", _allowed(spec), seconds, FEWEST_STEPS, "", (), "", "", None, None)
+
+
+def _allowed(spec: RunSpec) -> RunSpec:
+    """Let a spec be planned however improbable it is that what has run fits."""
+    return spec.model_copy(update={"fit_probability": LEAST_FIT})
+
+
+def counted_rows(layout: RunLayout, plan: Plan) -> list[StepMetrics]:
+    """Select the steps that show the speed of the planned layout.
+
+    Left out: the first steps of each launch, steps in which something was saved, evaluated or
+    profiled and the ones behind saves, launches on other numbers of nodes than planned or with a
+    part that their check has found slow, and steps that something else has held up.
+    """
+    other = _other_launches(layout, plan)
+    saved = {save.step for save in read_saves(layout)}
+    saved |= {step + 1 for step in saved}
+    launches: dict[int, list[StepMetrics]] = {}
+    for row in lineage(read_metrics(layout)):
+        launches.setdefault(row.epoch, []).append(row)
+    kept: list[StepMetrics] = []
+    for epoch, rows in launches.items():
+        if epoch in other:
+            continue
+        first = max(_WARM_UP_STEPS, round(_WARM_UP_SHARE * min(len(rows), 100)))
+        kept += [
+            row
+            for row in rows[first:]
+            if not row.profiled and row.eval_loss is None and row.step not in saved
+        ]
+    if not kept:
+        return []
+    usual = statistics.median(row.step_seconds for row in kept)
+    return [row for row in kept if row.step_seconds <= _SLOWEST * usual]
+
+
+def _other_launches(layout: RunLayout, plan: Plan) -> set[int]:
+    """Find launches that were not as planned."""
+    found = {
+        event.epoch
+        for event in Ledger(layout.ledger).events()
+        if event.event is EventKind.LAUNCH_STARTED
+        and event.epoch is not None
+        and event.launch_nodes not in (None, plan.nodes.nodes)
+    }
+    return found | {check.epoch for check in read_speed_checks(layout) if check.slow}
+
+
+def _refused(directory: Path, message: str, hint: str) -> InvalidInputError:
+    return InvalidInputError([Problem(message, str(directory), hint=hint)])
+
+
+def readable(
+    directories: Sequence[Path], gpu: Gpu, catalogue: GpuCatalogue
+) -> tuple[list[MeasuredRun], list[Problem]]:
+    """Read all runs; returns those that teach something, and why the others do not."""
+    found: list[MeasuredRun] = []
+    problems: list[Problem] = []
+    for directory in directories:
+        try:
+            found.append(read_measured_run(directory, gpu, catalogue))
+        except InvalidInputError as error:
+            problems += error.problems[:1]
+        except HpctrainError as error:
+            problems.append(Problem(str(error).splitlines()[0], str(directory)))
+    return found, problems

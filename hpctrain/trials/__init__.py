@@ -1,0 +1,1 @@
+"""Several runs of one spec beside each other: comparing, scaling, sweeping."""
