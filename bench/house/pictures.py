@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bench.house.sources import Source, imports
 
-ROOMS = ("actions", "plan", "supervise", "train")
+ROOMS = ("job", "runs", "serve", "plan", "supervise", "train")
 MAX_BOXES = 15
 HEADER = """\
 # Pictures of the big rooms
