@@ -50,7 +50,7 @@ OLD = dict(slack=FRAGMENTED, context_bytes=1.3 * GIB)
 # logits in fp32 (torch.nn.functional.cross_entropy on `logits.float()`).
 EAGER_LOGITS = 2.0 + 3 * 4.0
 SCALING = dict(gradient_bytes=2.0, main_bytes=12.0, logit_bytes=EAGER_LOGITS, **OLD)
-# of an eager RMSNorm: x / rms(x) in fp32 (hpctrain.plan.cost.modules)
+# of an eager RMSNorm: x / rms(x) in fp32 (hpctrain.plan.cost.from_spec)
 UNFUSED_NORM_BYTES = 4.0
 # Fitted to nvidia-smi of 51 BLOOM trials (bench/fit_memory.py): 2, the block in which they are
 # summed, and blocks that stay unused. A block of 5e8 elements, DeepSpeed's default, with 2.4 for

@@ -16,7 +16,6 @@ from bench.pipeline_layout import stage_layers
 from bench.published import PublishedRow, facts_of, precision_of
 from bench.published_models import ModelShape, UnknownModel, model_of
 from bench.published_recipes import Recipe, product_names, recipe_of
-from hpctrain.plan.cost.added_gradients import added_bytes
 from hpctrain.plan.cost.case import (
     RECOMPUTE_FULL,
     RECOMPUTE_NONE,
@@ -35,7 +34,7 @@ from hpctrain.plan.cost.constants import (
     software_name,
     software_of,
 )
-from hpctrain.plan.cost.modules import EAGER_NORM_TRAFFIC
+from hpctrain.plan.cost.from_spec import EAGER_NORM_TRAFFIC, added_bytes
 from hpctrain.plan.mesh.recomputation import MODULES
 from hpctrain.plan.model.number_formats import LAYOUT_BYTES
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration

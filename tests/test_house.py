@@ -60,7 +60,6 @@ PURE_FILES = (
         "runs/state.py",
         "runs/run_problems.py",
         "runs/watch_rules.py",
-        "runs/orphaned_runs.py",
     ),
     *(
         "telemetry/rates.py",

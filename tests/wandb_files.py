@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpctrain.tracking.wandb_log import log_records
+from hpctrain.tracking.wandb_run import log_records
 
 
 def records(segment: Path) -> Iterator[Any]:

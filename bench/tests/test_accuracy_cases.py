@@ -25,7 +25,7 @@ from bench.published import COLUMNS, PublishedRow
 from bench.published_models import model_of
 from bench.published_recipes import Recipe
 from hpctrain.plan.cost.case import Software
-from hpctrain.plan.cost.modules import EAGER_NORM_TRAFFIC
+from hpctrain.plan.cost.from_spec import EAGER_NORM_TRAFFIC
 from hpctrain.plan.mesh.recomputation import MODULES
 from hpctrain.spec.catalogue import match_gpu
 from hpctrain.spec.engines.registry import abilities_of

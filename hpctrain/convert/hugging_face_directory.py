@@ -1,7 +1,8 @@
 """Read single tensors from a Hugging Face directory, and write a whole model as one.
 
 Belongs here: safetensors and the small files beside them. Does not belong here: the meaning of
-tensors (see `weight_rules`), whether the directory is complete (`hpctrain.checkpoints.staged`).
+tensors (see `pretrained_weights`), whether the directory is complete
+(`hpctrain.checkpoints.staged`).
 """
 
 from __future__ import annotations

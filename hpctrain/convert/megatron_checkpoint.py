@@ -1,6 +1,6 @@
 """Build a GPTModel on one rank on the CPU; load and save its megatron-core checkpoints.
 
-Does not belong here: the names of weights in other formats (see `weight_rules`).
+Does not belong here: the names of weights in other formats (see `pretrained_weights`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from hpctrain.engines.training import TrainConfig
 from hpctrain.spec.engines.registry import EngineName, abilities_of, resolve
-from hpctrain.spec.former_fields import forget_former_fields
+from hpctrain.spec.loader import forget_former_fields
 
 if TYPE_CHECKING:
     from hpctrain.plan.job import TrainingJob

@@ -1,6 +1,6 @@
 """Predict the activations that one microbatch keeps for its backward pass.
 
-The counterpart of `hpctrain/train/engines/megatron/kept_activations.py`, which measures them on
+The counterpart of `hpctrain/train/engines/megatron/verify.py`, which measures them on
 megatron-core. Belongs here: the formulas of `hpctrain.plan.cost.memory` combined for that
 measurement. Does not belong here: new formulas, the number of microbatches in flight.
 """

@@ -1,7 +1,7 @@
 """Lists what a run loses away from Slurm: the supervisor, and settings that only Slurm knows. Pure.
 
 Belongs here: each loss with its reason, and what the other cluster does instead. Does not belong
-here: variables (see `portable_variables`), the files themselves.
+here: variables (see `exported_run`), the files themselves.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import grp
 import hashlib
 import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from hpctrain.base.errors import UsageError
 from hpctrain.job.evaluation_files import evaluation_files
 from hpctrain.job.kept_code import keep_checkout_changes, keep_code
 from hpctrain.job.prepare import Prepared
-from hpctrain.job.striping import stripe
 from hpctrain.job.tracking_settings import tracking_settings
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.hardware import FilesystemProfile
 from hpctrain.spec.resolved import write_resolved
 
 
@@ -147,3 +149,43 @@ def _not_written(layout: RunLayout, written: set[Path]) -> Iterator[str]:
         kept = path.parent == layout.kept_software and not directory
         if not known and not kept and not is_temporary(path):
             yield str(path.relative_to(layout.directory))
+
+
+# -- Spread the files of a run's checkpoints over the servers of a Lustre file system -----------
+
+
+_TIMEOUT_SECONDS = 60.0
+
+
+def stripe(directory: Path, profile: ClusterProfile) -> None:
+    """Set the stripes of a new directory as the profile says for its file system, if it does.
+
+    Raises UsageError if `lfs setstripe` (lfs-setstripe(1)) cannot be run or refuses.
+    """
+    filesystem = profile.filesystem_of(directory)
+    if filesystem is None or filesystem.stripe_count is None:
+        return
+    try:
+        ended = subprocess.run(
+            stripe_command(directory, filesystem),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+        )
+        failure = ended.stderr.strip() if ended.returncode else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure = str(error)
+    if failure is not None:
+        raise UsageError(
+            f"the stripes of {directory} cannot be set: {failure}",
+            hint=f"without `stripe_count` of {filesystem.name} in the profile none are set",
+        )
+
+
+def stripe_command(directory: Path, filesystem: FilesystemProfile) -> list[str]:
+    """Write the command: `-c` OSTs per file, `-S` bytes on one before the next."""
+    words = ["lfs", "setstripe", "-c", str(filesystem.stripe_count)]
+    if filesystem.stripe_size is not None:
+        words += ["-S", str(int(filesystem.stripe_size))]
+    return [*words, str(directory)]

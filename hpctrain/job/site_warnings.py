@@ -4,7 +4,7 @@ Grace of preemption, the end of a reservation, copies of data, and inputs that a
 see: only what a container mounts exists in it. pyxis mounts the run directory (as hpctrain's
 scripts have it) and what profile and spec list; apptainer the home directory, /tmp and /var/tmp as
 well (its `mount home` and `mount tmp`, apptainer.conf). Belongs here: warnings, and refusals that
-the profile wants in their place. Does not belong here: copying (`hpctrain.train.data_copies`),
+the profile wants in their place. Does not belong here: copying (`hpctrain.train.startup`),
 options of a launcher (`hpctrain.job.render.containers`).
 """
 

@@ -4,7 +4,7 @@ Datasets of terabytes cannot be read at each start. A file is the same if its si
 change and a sample of its blocks are. If only the time differs (a copy, a restore, a `touch`), more
 of it is read: all of it where a sidecar knows its SHA-256, otherwise a denser sample. Belongs here:
 the record and comparing files with it. Does not belong here: which files a run reads
-(`hpctrain.job.data_records`), what follows from a change (`hpctrain.supervise.data_check`).
+(`hpctrain.job.data_records`), what follows from a change (`hpctrain.supervise.srun_launch`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Defines the problems of runs that `watch` finds, and which remedies the policy allows. Pure.
 
 Belongs here: the types that the rules share, and querying the policy. Does not belong here: the
-rules (`watch_rules`, `orphaned_runs`).
+rules (`watch_rules`, `watch_rules`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Failures of nodes are a Poisson process with a constant rate. Belongs here: the course of one run.
 Does not belong here: statistics over runs (see `monte_carlo`), the arithmetic of a stretch (see
-`training_stretch`).
+`simulated_run`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
-from hpctrain.judge.causes import Cause
+from hpctrain.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.judge.documents import Action, ActionKind, History, Situation, Verdict
 from hpctrain.judge.policy import decide
 from hpctrain.simulate.failure_mixes import FailureKind
-from hpctrain.simulate.history_counter import HistoryCounter
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.simulate.training_stretch import Cycle, Stretch
 from hpctrain.telemetry.time_categories import Category
 
 # A run that takes this many times its work is taken as endless.
@@ -292,3 +290,97 @@ class SimulatedRun:
         self.healthy, self.bad = scenario.nodes + scenario.spare_nodes, None
         self.limit_at = self.now + scenario.walltime_seconds
         self.preempted_at = self.now + self._next(scenario.preemptions_per_day / 86400)
+
+
+# -- Maintain the policy's `History` of a simulated run, launch by launch -----------------------
+# The counts equal those of `hpctrain.judge.launch_history.history`, which computes them from a list
+# of events; a test compares the two.
+
+
+class HistoryCounter:
+    """Counts ends of launches since the last one that brought a new checkpoint."""
+
+    def __init__(self, window_seconds: float) -> None:
+        self._window_seconds = window_seconds
+        self._best = 0.0
+        self._by_cause: Counter[str] = Counter()
+        self._recent: deque[float] = deque()
+        self._ever = False
+
+    def ended(self, cause: Cause, now: float, checkpoint: float, resumed_at: float) -> None:
+        """Count the end of a launch that began at `resumed_at` seconds of work.
+
+        `checkpoint` is the work in the newest checkpoint, `now` the wall-clock time, in seconds.
+        """
+        if checkpoint > self._best:
+            self._best, self._ever = checkpoint, True
+            self._by_cause.clear()
+        if checkpoint <= resumed_at:
+            self._by_cause[cause] += 1
+        if cause in FAILURE_CAUSES:
+            self._recent.append(now)
+        while self._recent and self._recent[0] < now - self._window_seconds:
+            self._recent.popleft()
+
+    def history(self) -> History:
+        """Return the policy's input. Simulated failures have no fingerprints and no steps."""
+        if not self._by_cause:
+            return History(0, 0, (), recent_failures=len(self._recent), ever_progressed=self._ever)
+        return History(
+            failures_without_progress=sum(
+                count for cause, count in self._by_cause.items() if cause in FAILURE_CAUSES
+            ),
+            time_limits_without_progress=self._by_cause[Cause.TIME_LIMIT],
+            by_cause=tuple(sorted(self._by_cause.items())),
+            recent_failures=len(self._recent),
+            ever_progressed=self._ever,
+        )
+
+
+# ----------------------------------------------------------------------------------------------
+# Compute the work done and kept in one uninterrupted stretch of training, in closed form. Pure.
+# A stretch is a number of whole cycles of work and stall, and a remainder.
+
+
+_ROUNDING_SECONDS = 1e-6
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Seconds: `done` of work, of which `kept` are durable, `stalled` for saves."""
+
+    done: float
+    kept: float
+    stalled: float
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """`work` seconds, then `stall` without training; durable `delay` after the stall.
+
+    `last` is the duration of a foreground save, at the end of the run or of an attempt.
+    """
+
+    work: float
+    stall: float
+    delay: float
+    last: float
+
+    def to_the_end(self, left: float) -> float:
+        """Return the seconds until `left` seconds of work are done and durable."""
+        return left + self._saves_before_the_end(left) * self.stall + self.last
+
+    def finished(self, left: float) -> Stretch:
+        return Stretch(left, left, self.to_the_end(left) - left)
+
+    def cut_off(self, seconds: float, left: float) -> Stretch:
+        """Return the stretch after `seconds`, before `left` is done; unsaved work is lost."""
+        period = self.work + self.stall
+        saves = self._saves_before_the_end(left)
+        whole = min(math.floor(seconds / period), saves)
+        done = min(whole * self.work + min(seconds - whole * period, self.work), left)
+        durable = min(max(0, math.floor((seconds - self.delay) / period)), saves)
+        return Stretch(done, durable * self.work, seconds - done)
+
+    def _saves_before_the_end(self, left: float) -> int:
+        return max(0, math.ceil(left / self.work - _ROUNDING_SECONDS) - 1)

@@ -5,7 +5,7 @@ be installed. So it imports the standard library only, and runs on Python 3.6 (t
 RHEL 8). Nothing is judged or converted here; texts of programs come along as they are.
 
 Belongs here: reading. Does not belong here: what the texts mean (`hpctrain.site.survey_texts`),
-starting it (`hpctrain.site.node_survey`).
+starting it (`hpctrain.site.read_site`).
 """
 
 import glob

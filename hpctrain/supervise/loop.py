@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,9 +30,9 @@ from hpctrain.judge.launch_history import history
 from hpctrain.judge.launch_nodes import Allocation, Placement, place
 from hpctrain.judge.lost_attempts import why_ended
 from hpctrain.judge.node_order import NodePlacement, details, summary
-from hpctrain.judge.policy import decide
+from hpctrain.judge.policy import STOPPED_EXIT_CODE, decide
 from hpctrain.records.epochs import is_superseded
-from hpctrain.records.jobs import generation
+from hpctrain.records.jobs import awaited_run, generation
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import BufferedLedger, Event, EventKind
 from hpctrain.records.requests import Request, read_request
@@ -42,7 +42,6 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.supervise.act.execute import act
 from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, must_leave
 from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
-from hpctrain.supervise.awaited_run import wait_for_unfinished_run
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.decision_inputs import allocation_of, assess, blame_lost_attempt
 from hpctrain.supervise.evaluation_jobs import EvaluationThread
@@ -58,7 +57,6 @@ from hpctrain.supervise.evidence.job_facts import still_ours
 from hpctrain.supervise.evidence.leaves import leaves_of
 from hpctrain.supervise.evidence.lost_nodes import gone_nodes
 from hpctrain.supervise.notice_sender import NoticeSender
-from hpctrain.supervise.restarted_job import stop_of_restarted_job
 from hpctrain.supervise.side_processes import SideProcesses
 from hpctrain.supervise.srun_launch import Ended, TrainerLauncher
 from hpctrain.supervise.srun_process import Signals
@@ -419,3 +417,91 @@ class _SupervisorThread(threading.Thread):
             raise self._error
         assert self._code is not None, "the thread has not ended"
         return self._code
+
+
+# -- Keep a run that waits for another one (`after`) from beginning before that is done ---------
+# Slurm starts its job when the job of the other has ended well (`afterok`). A job ends well, too,
+# when a person has stopped its run, or when it leaves the run to a newer launch. Only the marker of
+# the other run tells whether that is done.
+
+
+def wait_for_unfinished_run(context: AttemptContext) -> Action | None:
+    """Return the action that puts this run back, if the run that it waits for is not done.
+
+    The job is held in the queue: the next submission of the other run makes it wait for that, and
+    releases it. Where jobs are not requeued, the run stops. Raises OSError.
+    """
+    name = awaited_run(context.ledger.events())
+    if name is None:
+        return None
+    awaited = RunLayout(context.run_layout.directory.with_name(name))
+    if awaited.done.exists():
+        return None
+    if not awaited.directory.exists():
+        reason = f"run `{name}`, for which this one has waited, was removed: Slurm's word counts"
+        context.note(EventKind.OBSERVED, reason=reason)
+        log_message(reason)
+        return None
+    own = context.config.run_id
+    context.note(EventKind.OBSERVED, after_run=name, reason=f"began before run `{name}` was done")
+    without = f"`hpctrain resume {own}` begins this one without it"
+    if context.config.continuation != "requeue":
+        reason = f"run `{name}`, for which this one waits, is not done; {without}"
+        return Action(ActionKind.STOP, reason, STOPPED_EXIT_CODE)
+    reason = (
+        f"run `{name}`, for which this one waits, is not done: `hpctrain resume {name}` goes on "
+        f"with it, and this one begins when that is done; {without}"
+    )
+    return Action(ActionKind.HOLD, reason)
+
+
+# -- Distinguish a restart by Slurm from one by a person, for a job that has stopped its run ----
+# From Slurm 24.05 on, a job that exits within its grace period is requeued whatever its exit code.
+# The supervisor forbids that before it exits (`act.execute`). If Slurm did not get that, the next
+# start must not continue the run. A person continues a run with `hpctrain resume`, by submitting
+# the script again (another job), or by a later requeue.
+
+
+# Slurm requeues a job when its last process is gone, and notes that time as its submission: epilog
+# and messages take seconds, clocks of nodes and controller may differ (munge allows 300 s).
+_ENDING_SECONDS = 120.0
+
+
+def stop_of_restarted_job(context: AttemptContext) -> Action | None:
+    """Return the stop that still holds, if no person has requested this attempt.
+
+    A requeue long after the stop was a person's. If its time is unknown, the stop holds: it is in
+    the ledger, and `hpctrain resume` overrides it.
+    """
+    stop = standing_stop(context.ledger.events(), context.job_id, context.attempt.restart_count)
+    if stop is None:
+        return None
+    requeued_time = None  # seconds since the epoch
+    with contextlib.suppress(SlurmError):
+        job = context.slurm.jobs([context.job_id]).get(context.job_id)
+        requeued_time = job.submit_time if job is not None else None
+    limit_seconds = context.config.kill_wait_seconds + _ENDING_SECONDS
+    if requeued_time is not None and requeued_time - stop.time > limit_seconds:
+        minutes = (requeued_time - stop.time) / 60
+        reason = f"requeued {minutes:.0f} min after it was stopped, so a person has continued it"
+        context.note(EventKind.OBSERVED, reason=reason)
+        log_message(reason)
+        return None
+    reason = f"stopped before ({stop.reason}), and nobody has resumed it: `hpctrain resume` does"
+    return Action(ActionKind.STOP, reason, STOPPED_EXIT_CODE)
+
+
+def standing_stop(events: Sequence[Event], job_id: int, restart_count: int) -> Event | None:
+    """Find the stop that an earlier attempt of this job has recorded.
+
+    None if a person has submitted or resumed the run since.
+    """
+    for event in reversed(generation(events) or list(events)):
+        if event.event is EventKind.CONTROL and event.action == "resume":
+            return None
+        this_attempt = (event.job_id, event.restart_count) == (job_id, restart_count)
+        if event.event is EventKind.ATTEMPT_STARTED and not this_attempt:
+            return None
+        if event.event is EventKind.ACTION and event.job_id == job_id:
+            return event if event.action == ActionKind.STOP else None
+    return None

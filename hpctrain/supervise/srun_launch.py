@@ -7,29 +7,49 @@ Belongs here: the order of these steps. Does not belong here: judging (`judge.cl
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpctrain.base import clock
-from hpctrain.base.errors import CheckpointError
-from hpctrain.checkpoints.discover import Checkpoint, good_steps, select_for_resume
+from hpctrain.base.errors import CheckpointError, HpctrainError, SlurmError
+from hpctrain.checkpoints.discover import (
+    HOW_TO_START_OVER,
+    Checkpoint,
+    Decisions,
+    good_steps,
+    select_for_resume,
+)
 from hpctrain.checkpoints.publish import fence_off
 from hpctrain.checkpoints.resume_shares import write_shares
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.classify import classify
 from hpctrain.judge.documents import LaunchEvidence, Verdict
-from hpctrain.judge.launch_history import pinned_steps
+from hpctrain.judge.launch_history import pending_rejections, pending_rollback, pinned_steps
 from hpctrain.judge.launch_nodes import Placement, host_file_lines, place_command
 from hpctrain.judge.probe_results import KernelLine, ProbeResult
 from hpctrain.judge.slow_nodes import replaceable_nodes
 from hpctrain.judge.stragglers import SlowRank
+from hpctrain.records.data_identity import (
+    InterruptedReadingError,
+    compare,
+    read_identity,
+    recorded_again,
+    with_touched,
+    write_identity,
+)
 from hpctrain.records.epochs import claim_epoch
-from hpctrain.records.ledger import EventKind
+from hpctrain.records.known_steps import accepted_fresh_start, fresh_start_pending, known_steps
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.requests import clear_stale_requests
 from hpctrain.records.run_records import Progress, read_record
 from hpctrain.records.speed_checks import SpeedCheck
+from hpctrain.slurm.client import SlurmClient
 from hpctrain.supervise.context import AttemptContext, log_message
-from hpctrain.supervise.data_check import data_problem
 from hpctrain.supervise.evidence.failed_launch import (
     Prober,
     Traces,
@@ -39,9 +59,6 @@ from hpctrain.supervise.evidence.failed_launch import (
 )
 from hpctrain.supervise.evidence.gather import gather
 from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
-from hpctrain.supervise.fresh_start import decisions_of, why_fresh_start
-from hpctrain.supervise.image_identity import image_identity
-from hpctrain.supervise.master_address import master_address
 from hpctrain.supervise.srun_process import SrunProcess, reserve_port
 from hpctrain.supervise.time_limit import JobTimeLimit
 from hpctrain.version import __version__
@@ -288,3 +305,143 @@ def _hand_out_shares(start: Checkpoint, tasks: int) -> None:
         write_shares(start.directory, start.manifest, tasks)
     except OSError as error:
         log_message(f"the shares of the checkpoint cannot be written: {error.strerror}")
+
+
+# -- Choose MASTER_ADDR, the address at which all ranks reach the first node of a launch --------
+
+
+def master_address(slurm: SlurmClient, node: str, form: str | None) -> str:
+    """Return the address of `node` in the form of `network.master_address`.
+
+    None: the address that Slurm uses, or the node's name if Slurm does not answer. `hostname
+    --ip-address` may give a loopback address. `ip`: that address as a number, if it can be
+    resolved here; `{node}` in any other form is the name of the node.
+    """
+    if form is not None and form != "ip":
+        return form.replace("{node}", node)
+    address = node
+    with contextlib.suppress(SlurmError):
+        address = slurm.node_address(node)
+    if form == "ip":
+        with contextlib.suppress(OSError):
+            found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+            numbers = [str(entry[4][0]) for entry in found]
+            return next((one for one in numbers if not one.startswith("127.")), numbers[0])
+    return address
+
+
+# -- Identify the container image of a launch, which its ranks cannot see from inside -----------
+
+
+_END_BYTES = 2**20
+_DIGITS = 12
+
+
+def image_identity(image: str) -> str:
+    """Describe an image by its name and, for a file, a digest of its size, head and end.
+
+    A whole image has tens of GiB. SquashFS and SIF have times and identifiers in their heads, and
+    tables of contents at their ends, so that two builds differ there. A directory or an address
+    stays a name: what is behind it may change unseen, unless the address has a digest.
+    """
+    path = Path(os.path.expandvars(image))
+    try:
+        if not path.is_file():
+            return image
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            digest = hashlib.sha256(str(size).encode())
+            for start in (0, max(0, size - _END_BYTES)):
+                stream.seek(start)
+                digest.update(stream.read(_END_BYTES))
+    except OSError:
+        return image
+    return f"{path.name} ({digest.hexdigest()[:_DIGITS]})"
+
+
+# -- Decide whether a run without a checkpoint may start at step 0 ------------------------------
+# It may if no record shows that there ever was a checkpoint, or if a person has accepted the loss.
+
+
+def decisions_of(events: Sequence[Event]) -> Decisions:
+    """Collect the decisions in the ledger about the checkpoint of the next launch."""
+    accepted = accepted_fresh_start(events)
+    pending = accepted if fresh_start_pending(events) else None
+    return Decisions(
+        at_most_step=pending_rollback(events),
+        rejected=pending_rejections(events),
+        from_scratch=f"{pending.user} had the run start at step 0" if pending else None,
+        loss_accepted=accepted is not None,
+    )
+
+
+def why_fresh_start(run: RunLayout, events: Sequence[Event]) -> str:
+    """Return why the run starts at step 0, for the ledger.
+
+    Raises CheckpointError when the run has published a checkpoint whose loss nobody has accepted,
+    OSError when its records cannot be read.
+    """
+    known = known_steps(run, events)
+    if fresh_start_pending(events):
+        accepted = accepted_fresh_start(events)
+        return f"fresh start, accepted by {accepted.user if accepted else 'somebody'}"
+    if known.saved:
+        raise CheckpointError(
+            f"{run.checkpoints} holds no checkpoint, and the run has published some: "
+            f"{known.sources}; a start from step 0 would lose that work",
+            hint=f"restore them from a copy, or {HOW_TO_START_OVER}",
+        )
+    if known.trained:
+        return f"fresh start: {known.trained} steps that no checkpoint holds are trained again"
+    return "fresh start"
+
+
+# -- Refuse a launch on data that differ from those that the run has trained on -----------------
+# Losses after a silent change look plausible and mean nothing.
+
+
+_MOST_NAMED, _MOST_EVIDENCE = 3, 6
+
+
+def data_problem(context: AttemptContext) -> Verdict | None:
+    """Compare the data with their record; return the verdict that prevents a launch, if any.
+
+    Before the first step nothing depends on the data yet, so a change is only recorded. A file that
+    cannot be read is left to the ranks, which see whether others can. Raises OSError when the
+    record itself cannot be read or renewed.
+    """
+    accept = f"`hpctrain resume {context.config.run_id} --accept-data`"
+    remedy = f"restore what it was, or accept what it is with {accept}"
+    run = context.run_layout
+    try:
+        identity = read_identity(run.data_identity)
+        if identity is None:
+            return None
+        found = compare(identity, lambda: context.signals.final)
+    except InterruptedReadingError as error:
+        log_message(str(error))  # the job is being ended
+        return None
+    except HpctrainError as error:
+        return Verdict(Cause.DATA_CHANGED, f"{error}; {remedy}")
+    for problem in found.unread:
+        log_message(f"data: {problem}")
+    if found.touched:
+        names = ", ".join(file.path for file in found.touched[:_MOST_NAMED])
+        log_message(
+            f"data: {len(found.touched)} files have another time and the same content: {names}"
+        )
+        write_identity(run.data_identity, with_touched(identity, found))
+    if not found.changed:
+        return None
+    named = "; ".join(found.changed[:_MOST_NAMED])
+    more = len(found.changed) - _MOST_NAMED
+    reason = f"the data have changed: {named}" + (f"; and {more} more" if more > 0 else "")
+    known = known_steps(run, context.ledger.events())
+    if not known.saved and not known.trained:
+        reason = f"{reason}; before the first step, so they are recorded anew"
+        context.note(EventKind.OBSERVED, reason=reason)
+        log_message(reason)
+        write_identity(run.data_identity, recorded_again(identity))
+        return None
+    evidence = found.changed[:_MOST_EVIDENCE]
+    return Verdict(Cause.DATA_CHANGED, f"{reason}; {remedy}", evidence)

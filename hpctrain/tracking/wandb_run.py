@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from hpctrain.records.tracking import (
 )
 from hpctrain.tracking.continuous import settled
 from hpctrain.tracking.scalars import scalars
-from hpctrain.tracking.wandb_log import is_complete
 from hpctrain.tracking.writer_lock import WriterLock
 
 STEP_NAME = "train/step"
@@ -237,3 +237,45 @@ def _free_name(path: Path) -> Path:
         prefix, _, rest = path.name.rpartition("-")
         free = path.with_name(f"{prefix}.{number}-{rest}")
     return free
+
+
+# -- Read a `.wandb` file as far as needed to know that it is complete --------------------------
+# The package writes it in a process of its own, which may be killed or meet a full disk without a
+# word. Its format is the log of LevelDB: blocks of 32 KiB with records that may span several of
+# them; the last record of a run is its exit.
+
+
+_BLOCK_BYTES, _MAGIC_BYTES = 32768, 7
+_HEAD = struct.Struct("<IHB")  # checksum, length, type
+_FULL, _LAST = 1, 4
+
+
+def log_records(path: Path) -> Iterator[bytes]:
+    """Yield the complete records of the file, as encoded protobuf."""
+    data, place, record = path.read_bytes(), _MAGIC_BYTES, b""
+    while place + _HEAD.size <= len(data):
+        left = _BLOCK_BYTES - place % _BLOCK_BYTES
+        if left < _HEAD.size:
+            place += left
+            continue
+        _, length, kind = _HEAD.unpack_from(data, place)
+        place += _HEAD.size
+        if place + length > len(data):
+            return
+        record += data[place : place + length]
+        place += length
+        if kind in (_FULL, _LAST):
+            yield record
+            record = b""
+
+
+def is_complete(path: Path) -> bool:
+    """True if the file ends with the exit of its run."""
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    last = b""
+    for record in log_records(path):
+        last = record
+    parsed = Record()
+    parsed.ParseFromString(last)
+    return bool(parsed.HasField("exit"))

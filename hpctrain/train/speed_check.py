@@ -8,10 +8,16 @@ measuring (`speed_measurements`), comparing (`slow_parts`).
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
+import re
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +27,7 @@ from hpctrain.records.speed_checks import AxisSpeed, SlowPart, SpeedCheck, write
 from hpctrain.train.device import gpu_ids, gpu_index, on_cpu
 from hpctrain.train.engine import AxisGroup, Mesh
 from hpctrain.train.faults import SlowNodesError
-from hpctrain.train.gpu_state import GpuState, read_gpu_state
 from hpctrain.train.job import Job
-from hpctrain.train.nccl_network import NetworkLog, open_network_log
 from hpctrain.train.slow_parts import (
     Suspects,
     Thresholds,
@@ -42,6 +46,67 @@ from hpctrain.train.speed_measurements import (
 )
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.storage import outlast
+
+# -- Read the state of this rank's GPU from NVIDIA's driver: SM clock, and what holds it down ---
+# Uses NVML (libnvidia-ml, a part of the driver) by ctypes: torch needs another package for it, and
+# nvidia-smi takes a second.
+
+
+# nvml.h: nvmlClockType_t, and nvmlClocksEventReasons. Idle, application clocks and the power cap
+# are left out: a GPU at full load is at its power cap.
+_CLOCK_SM = 1
+_REASONS = {
+    0x08: "hardware slowdown",
+    0x20: "thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
+_HZ_PER_MHZ = 1e6
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """SM clocks in Hz, and the reasons that hold the clock down, "" for none."""
+
+    clock_hz: float | None = None
+    highest_clock_hz: float | None = None
+    slowdown: str = ""
+
+
+def read_gpu_state(uuid: str, library: Any = None) -> GpuState:
+    """Read the state of the GPU with this UUID; everything unknown where NVML cannot be used.
+
+    `uuid`: as torch prints it, without `GPU-`. Returns within milliseconds.
+    """
+    try:
+        nvml = library or ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return GpuState()
+        handle = ctypes.c_void_p()
+        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) != 0:
+            return GpuState()
+        clock = _number(nvml.nvmlDeviceGetClockInfo, handle, _CLOCK_SM)
+        highest = _number(nvml.nvmlDeviceGetMaxClockInfo, handle, _CLOCK_SM)
+        mask = ctypes.c_ulonglong()
+        # the name of before driver 535, which newer drivers export, too
+        if nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(mask)) != 0:
+            mask.value = 0
+    except (OSError, AttributeError):
+        return GpuState()
+    found = [words for bit, words in _REASONS.items() if mask.value & bit]
+    return GpuState(clock, highest, ", ".join(found))
+
+
+def _number(function: Any, handle: ctypes.c_void_p, kind: int) -> float | None:
+    value = ctypes.c_uint()
+    if function(handle, kind, ctypes.byref(value)) != 0:
+        return None
+    return value.value * _HZ_PER_MHZ
+
+
+# ----------------------------------------------------------------------------------------------
+
 
 # The order of a comparison that begins inside a node.
 _ORDER = ("tp", "cp", "ep", "dp", "pp")
@@ -294,3 +359,70 @@ class _Rounds:
             axes=tuple(axes),
             skipped=tuple(self._skipped),
         )
+
+
+# -- Find the network that NCCL has chosen, from NCCL's own debug log ---------------------------
+# NCCL has no call that returns it, and falls back to TCP without an error. Each communicator logs
+# `NCCL INFO Using network IB` (src/init.cc, the same text from NCCL 2.21 to 2.28).
+
+
+_LINE = re.compile(rb"NCCL INFO Using network (.+)")
+_VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
+# ncclResetDebugInit, which has the variables read again (nccl.h)
+_RESETS_FROM = (2, 24, 3)
+
+
+class NetworkLog:
+    """NCCL's debug log of this process, from before the first communicator until `close`.
+
+    A private file in the directory of temporary files; NCCL writes some tens of lines to it.
+    """
+
+    def __init__(self, path: Path, environment: MutableMapping[str, str], resets: bool) -> None:
+        self._path = path
+        self._environment = environment
+        self._resets = resets
+        self._before = {name: environment.get(name) for name in _VARIABLES}
+        environment.update(
+            NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(path)
+        )
+
+    def read(self) -> str:
+        """Return the network of the newest communicator, such as `IB`; "" if there is none."""
+        try:
+            found = _LINE.findall(self._path.read_bytes())
+        except OSError:
+            return ""
+        return found[-1].decode(errors="replace").strip() if found else ""
+
+    def close(self, library: Any = None) -> None:
+        """Restore the variables, have NCCL read them again, and remove the file."""
+        for name, value in self._before.items():
+            if value is None:
+                self._environment.pop(name, None)
+            else:
+                self._environment[name] = value
+        if self._resets:
+            # where NCCL is linked into torch, the rest of its log goes to the removed file
+            with contextlib.suppress(OSError, AttributeError):
+                (library or ctypes.CDLL("libnccl.so.2")).ncclResetDebugInit()
+        self._path.unlink(missing_ok=True)
+
+
+def open_network_log(
+    version: tuple[int, ...], environment: MutableMapping[str, str] = os.environ
+) -> NetworkLog | None:
+    """Direct NCCL's log into a file of this process; call it before the first communicator.
+
+    None where that would take warnings from a person: NCCL's debug output is on, at more than
+    warnings or into a file, or it cannot be switched back. `version`: NCCL's.
+    """
+    resets = version >= _RESETS_FROM
+    level = environment.get("NCCL_DEBUG", "").upper()
+    if environment.get("NCCL_DEBUG_FILE") or level in ("INFO", "TRACE", "ABORT"):
+        return None
+    if level and not resets:
+        return None
+    descriptor, name = tempfile.mkstemp(prefix="hpctrain-nccl-", suffix=".log")
+    os.close(descriptor)
+    return NetworkLog(Path(name), environment, resets)

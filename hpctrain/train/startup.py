@@ -9,19 +9,25 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Protocol, cast
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
+from hpctrain.records.data_identity import read_identity
+from hpctrain.records.datasets import bin_path, idx_path, npz_path, sidecar_path
 from hpctrain.records.manifest import step_of
 from hpctrain.records.requests import SaveRequest
 from hpctrain.records.run_records import SaveRecord, read_saves
 from hpctrain.spec.engines.registry import abilities_of, resolve
-from hpctrain.train.collective_timeout import limit_collectives
-from hpctrain.train.data_copies import staged_copies
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engine import Position, Room, Snapshot
@@ -31,6 +37,7 @@ from hpctrain.train.job import Job
 from hpctrain.train.loop import Loop
 from hpctrain.train.message_recording import recording_of
 from hpctrain.train.messages import MessageClock, known_groups
+from hpctrain.train.node_copies import CopyWords, SourceFile, copied_once, only_process
 from hpctrain.train.numerics import LossWindow, earlier_losses
 from hpctrain.train.profiling import step_profiler
 from hpctrain.train.report import Reporter
@@ -206,3 +213,78 @@ def _configure_libraries(config: TrainConfig, *, leads: bool) -> None:
         use_deterministic_algorithms(compiled=not on_cpu())
     if not leads:
         logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+# -- Change how long collective operations may take, once the start is over ---------------------
+# Before the first step one rank may build an index, or load weights, for all others; afterwards a
+# rank that is silent for minutes hangs.
+
+
+def limit_collectives(seconds: float) -> None:
+    """Set the timeout of all process groups of this rank, which gloo and NCCL read at each call."""
+    if not dist.is_initialized():
+        return
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+# -- Copy the data of a run to a disk of this node, and say where the copies are ----------------
+# Every rank that reads data calls this. Copies are compared with the digests that `submit` has
+# recorded.
+
+
+_WORDS = CopyWords("the data", "`data: {stage: false}` reads them where they are")
+
+
+def staged_copies(job: Job, reads: bool, working: Callable[[], None]) -> dict[str, str]:
+    """Copy all sources of a run with `stage_data`, and map each to its copy.
+
+    Empty for other runs and on ranks that read nothing. `working` is called several times a second
+    meanwhile. Raises InvalidInputError if a file cannot be copied or does not arrive as it was.
+    """
+    config = job.config
+    if not config.stage_data or not reads:
+        return {}
+    place = _place(os.environ)
+    identity = read_identity(job.run.data_identity)
+    digests = {file.path: file.sha256 for file in identity.files} if identity else {}
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with only_process(place / "lock", working):
+            return {
+                source: str(copied_once(files, place, digests, working, _WORDS) / Path(source).name)
+                for source, files in _files_of(config)
+            }
+    except OSError as error:
+        message = f"cannot be copied to {place}: {error.strerror or error}"
+        where = error.filename or place
+        raise InvalidInputError([Problem(message, str(where), node_dependent=True)]) from error
+
+
+def _place(environment: Mapping[str, str]) -> Path:
+    """Find the directory of copies: the script has made TMPDIR one on this node's disk."""
+    if not environment.get("TMPDIR"):
+        message = "TMPDIR is not set, below which data is copied"
+        raise InvalidInputError([Problem(message, hint="start the run with its script")])
+    return Path(environment["TMPDIR"], "hpctrain-data")
+
+
+def _files_of(config: TrainConfig) -> Iterator[tuple[str, list[SourceFile]]]:
+    """List the sources of a configuration, each with its files and, if it has one, its sidecar."""
+    rows = isinstance(config, ModuleConfig) and config.data_format != "tokens"
+    sources = [path for _, path in config.data_blend]
+    if isinstance(config, ModuleConfig) and config.data_validation is not None:
+        sources.append(config.data_validation)
+    for source in dict.fromkeys(sources):
+        path = Path(source)
+        needed = [npz_path(path)] if rows else [bin_path(path), idx_path(path)]
+        optional = sidecar_path(path)
+        files = [*needed, optional] if optional.exists() else needed
+        found = [(file, file.stat()) for file in files]
+        yield (
+            source,
+            [
+                SourceFile(file, file.name, status.st_size, status.st_mtime_ns)
+                for file, status in found
+            ],
+        )

@@ -22,7 +22,7 @@ from variants import varied
 
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.train.engines.megatron import drawn_weights
+from hpctrain.train.engines.megatron import model
 from hpctrain.train.engines.native.engine import NativeEngine
 from hpctrain.train.engines.native.mesh import open_mesh
 from hpctrain.train.engines.native.optimizer import scale_and_clip
@@ -172,7 +172,7 @@ def test_copied_experts_would_show() -> None:
     """GPU_PATH: the experts of all expert-parallel ranks used to be those of rank 0."""
     problems = apart(with_one_generator, "8, experts")
     assert any("experts" in problem and "whole model's" in problem for problem in problems)
-    assert drawn_weights.draw_weights is not None
+    assert model.draw_weights is not None
 
 
 def owners(dp: int, ep: int, fields: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bench.free_ports import free_port
-from hpctrain.train.collective_timeout import limit_collectives
+from hpctrain.train.startup import limit_collectives
 
 
 def _rank(rank: int, port: int) -> None:

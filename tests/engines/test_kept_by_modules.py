@@ -27,7 +27,7 @@ from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.documents import Plan
-from hpctrain.train.engines.megatron.kept_activations import LiveStorages
+from hpctrain.train.engines.megatron.verify import LiveStorages
 from hpctrain.train.engines.models.build import build_module
 from hpctrain.train.engines.models.tasks import Loss, loss_of, masked_sum
 from hpctrain.train.engines.models.transformers_library import hide_optional_packages

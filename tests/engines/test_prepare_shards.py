@@ -21,7 +21,7 @@ from prepared_specimens import (
     wrong,
 )
 
-from hpctrain.data.making import __main__, shard_making
+from hpctrain.data.making import __main__, stages
 from hpctrain.data.making.dataset_plan import read_plan
 
 SMALL = ("--shard-bytes", 700)
@@ -69,7 +69,7 @@ def killed_at_shard(number: int, argv: list[str]) -> None:
     """The program in another process, which gets SIGKILL when it begins with that shard."""
     child = os.fork()
     if child == 0:
-        original, begun = shard_making.build_shard, []
+        original, begun = stages.build_shard, []
 
         def counted(*arguments: Any) -> Any:
             begun.append(1)
@@ -77,7 +77,7 @@ def killed_at_shard(number: int, argv: list[str]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*arguments)
 
-        shard_making.build_shard = counted
+        stages.build_shard = counted
         os._exit(__main__.main(argv))
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -196,14 +196,14 @@ def test_a_process_that_dies_is_told(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parent, original = os.getpid(), shard_making.build_shard
+    parent, original = os.getpid(), stages.build_shard
 
     def dies(recipe: Any, sources: Any) -> Any:
         if os.getpid() != parent and sources[0].start == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(recipe, sources)
 
-    monkeypatch.setattr(shard_making, "build_shard", dies)
+    monkeypatch.setattr(stages, "build_shard", dies)
     wanted = (*request("examples", place, tokenizer), "--output", place / "out" / "data", *SMALL)
     problem = wrong(capsys, 1, *wanted, "--workers", 2)
     assert "was killed" in problem["message"] and "out of memory" in problem["hint"]

@@ -15,7 +15,7 @@ from variants import varied
 import hpctrain.train.engines.megatron.model
 import hpctrain.train.engines.megatron.snapshot
 from hpctrain.records.run_records import TrainerExit
-from hpctrain.train.engines.megatron.drawn_weights import sharded_parts
+from hpctrain.train.engines.megatron.model import sharded_parts
 from hpctrain.train.engines.megatron.snapshot import MegatronSnapshot
 
 TOLERANCE = 1e-5

@@ -17,7 +17,7 @@ from hpctrain.checkpoints.publish import Retention, published_steps
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.records.manifest import checkpoint_name, partial_name, read_manifest
 from hpctrain.records.run_records import SaveRecord, read_saves
-from hpctrain.train.saving import publisher, save_interval, write_job
+from hpctrain.train.saving import save_interval, saver, write_job
 from hpctrain.train.saving.save_interval import SaveInterval
 
 DP2 = dict(data_parallel_size=2)
@@ -116,7 +116,7 @@ def _waited_for(place: Path) -> None:
     from hpctrain.train.saving.saver import Saver
 
     real_wait, real_write = Saver._agree_or_rest, write_job.write_rank_digests
-    real_publish = publisher.publish
+    real_publish = saver.publish
 
     def wait(self: Any) -> Any:
         pending = self._pending
@@ -136,7 +136,7 @@ def _waited_for(place: Path) -> None:
         return real_publish(root, manifest, fence)
 
     Saver._agree_or_rest = wait  # type: ignore[method-assign]
-    write_job.write_rank_digests, publisher.publish = write, publish
+    write_job.write_rank_digests, saver.publish = write, publish
 
 
 @pytest.mark.variant("test_a_save_on_request")

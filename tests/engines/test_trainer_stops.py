@@ -29,7 +29,7 @@ from bench import prefork
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.run_records import TrainerExit, append_metrics, read_metrics, read_saves
-from hpctrain.train import evaluation, startup_stop
+from hpctrain.train import entry, evaluation
 from hpctrain.train.evaluation import EvaluationBatches, evaluation_is_missing
 
 YIELDED = TrainerExit.YIELDED
@@ -259,7 +259,7 @@ def test_a_stop_during_an_asynchronous_save_finishes_it_first(trial: Callable[..
 
 
 def _quickly() -> None:
-    startup_stop.SETTLE_SECONDS = 0.2
+    entry.SETTLE_SECONDS = 0.2
 
 
 def _says_that_it_starts() -> None:

@@ -16,7 +16,7 @@ from trial_runs import LIMIT_SECONDS, Trial, held_at, trained
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.records.run_records import TrainerExit, read_saves
 from hpctrain.train import storage
-from hpctrain.train.saving import publisher, write_job
+from hpctrain.train.saving import saver, write_job
 
 DP2 = dict(data_parallel_size=2)
 
@@ -101,7 +101,7 @@ def test_rows_wait_while_training_goes_on(
     ("module", "name", "changes"),
     [
         pytest.param(write_job, "write_rank_digests", {}, id="writer"),
-        pytest.param(publisher, "publish", {"async_save": True}, id="publisher"),
+        pytest.param(saver, "publish", {"async_save": True}, id="publisher"),
     ],
 )
 def test_a_save_that_loses_its_directory_is_made_again(
@@ -170,7 +170,7 @@ def test_one_that_is_away_for_too_long_is_a_fault_of_storage(trial: Callable[...
 
         storage.PATIENCE_SECONDS = 1.0
         entry._EXIT_RECORD_SECONDS = LIMIT_SECONDS
-        once(publisher, "publish", run, 0)()
+        once(saver, "publish", run, 0)()
         real = entry.write_exit_record
 
         def write_exit_record(layout: Any, node_rank: int, record: Any) -> None:

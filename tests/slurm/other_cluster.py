@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hpctrain.sandbox.reconfigure import raise_job_ids
+from hpctrain.sandbox.faults import raise_job_ids
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import SandboxShape, default_shape
 from hpctrain.slurm.client import SlurmClient

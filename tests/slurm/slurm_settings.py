@@ -11,8 +11,8 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
+from hpctrain.sandbox.faults import set_option
 from hpctrain.sandbox.processes import send
-from hpctrain.sandbox.reconfigure import set_option
 from hpctrain.sandbox.sandbox import Sandbox
 
 # Beyond what holds up a rank, a supervisor or the test itself.

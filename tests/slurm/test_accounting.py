@@ -12,8 +12,8 @@ from sleeping_jobs import QUIET, SLEEP, eventually, job_of, running
 
 from hpctrain.base.errors import SlurmRefusedError
 from hpctrain.sandbox.accounting import ACCOUNT
+from hpctrain.sandbox.faults import set_option
 from hpctrain.sandbox.processes import is_alive
-from hpctrain.sandbox.reconfigure import set_option
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import default_shape
 from hpctrain.slurm import JobState, SlurmClient, WaitReason

@@ -21,6 +21,7 @@ from variants import varied
 
 from hpctrain.base.errors import SlurmError, UsageError
 from hpctrain.sandbox import faults
+from hpctrain.sandbox.faults import raise_job_ids
 from hpctrain.sandbox.job_processes import processes_of_nodes
 from hpctrain.sandbox.processes import (
     ProcessId,
@@ -31,7 +32,6 @@ from hpctrain.sandbox.processes import (
     open_files,
     read_environment,
 )
-from hpctrain.sandbox.reconfigure import raise_job_ids
 from hpctrain.sandbox.repair import repair
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, SwitchShape, default_shape

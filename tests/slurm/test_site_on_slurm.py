@@ -20,8 +20,8 @@ from hpctrain.records.find import find_run
 from hpctrain.records.run_records import read_metrics
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import statuses
+from hpctrain.sandbox.faults import set_option
 from hpctrain.sandbox.processes import await_condition
-from hpctrain.sandbox.reconfigure import set_option
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.spec.loader import load_profile

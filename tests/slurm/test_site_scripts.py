@@ -15,7 +15,7 @@ import pytest
 from rehearsal import own_sandbox, patient_client
 
 from hpctrain.base.errors import SlurmRefusedError
-from hpctrain.sandbox.reconfigure import set_option
+from hpctrain.sandbox.faults import set_option
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, SwitchShape
 from hpctrain.slurm.client import SlurmClient

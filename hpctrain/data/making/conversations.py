@@ -2,7 +2,7 @@
 
 Lines are `{"messages": [{"role": ..., "content": ...}, ...]}`, rendered by the tokenizer's chat
 template, or `{"prompt": ..., "completion": ...}`, used verbatim. Belongs here: what is an answer,
-and shards. Does not belong here: packing into sequences (see `packing`).
+and shards. Does not belong here: packing into sequences (see `merging`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """First stage: find and read the input, get a tokenizer, and plan the shards.
 
-Belongs here: from options to a plan. Does not belong here: making shards (see `shard_making`),
+Belongs here: from options to a plan. Does not belong here: making shards (see `stages`),
 merging them (see `merging`).
 """
 

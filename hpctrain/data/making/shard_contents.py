@@ -1,7 +1,7 @@
 """Arrays of one shard and the counts taken while it was built.
 
 Belongs here: what every sample format returns, and the integer type of token ids. Does not belong
-here: any format, or the choice of one (see `shard_making`).
+here: any format, or the choice of one (see `stages`).
 """
 
 from __future__ import annotations

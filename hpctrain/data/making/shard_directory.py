@@ -2,7 +2,7 @@
 
 A shard is an archive `KEY.npz` and a record `KEY.json`, which is written last. For a shard that
 could not be made, `KEY.failed` holds the reason for the process that merges them. Belongs here:
-these files. Does not belong here: making shards (see `shard_making`).
+these files. Does not belong here: making shards (see `stages`).
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def recomputed_flops(
 ) -> float:
     """Count the operations that recomputation adds to a step.
 
-    full: the forward pass of all layers, without the output matrix; selective: that of `modules`,
+    full: the forward pass of all layers, without the output matrix; selective: that of `from_spec`,
     of which norms and activation functions have no products (Korthikanti et al. 2022, arXiv
     2205.05198, appendix A: hardware FLOPs).
     """

@@ -112,7 +112,7 @@ def search(request: PlanRequest, freedom: Freedom, timed: bool = True) -> Found:
     grid = structures(spec, freedom)
     timed = timed and machine_for(request) is not None
     capacity = int(profile.gpu.memory)
-    # a spec that says how much is offloaded gets a warning instead (`option_sentences`)
+    # a spec that says how much is offloaded gets a warning instead (`explain`)
     free = spec.activation_offload_layers == "auto"
     host_capacity = float(profile.nodes.memory) / profile.gpu.per_node if free else np.inf
     islands = crossed_islands(freedom.gpus, profile) if timed else ()

@@ -101,7 +101,7 @@ def _end_run(context: AttemptContext, action: Action, verdict: Verdict | None) -
 
     From Slurm 24.05 on, a job that exits in a grace period is requeued whatever its exit code. Its
     owner may switch that off while it runs (scontrol(1), Requeue). If Slurm does not get this, the
-    next start finds the stop in the ledger (`restarted_job`).
+    next start finds the stop in the ledger (`loop`).
     """
     clear_followed_requests(context.run_layout)
     end_succession(context)

@@ -58,7 +58,7 @@ _WRITE_SECONDS = 1.0
 # How long the ranks that survive a failed one may take to report what they observed.
 _LAST_WORDS_SECONDS = 8.0
 # How long a start that is requested to stop may take to end. Ranks exit by themselves after some
-# seconds (`hpctrain.train.startup_stop`), unless they are not up yet or run C code. Nothing can be
+# seconds (`hpctrain.train.entry`), unless they are not up yet or run C code. Nothing can be
 # lost, because no step has been trained.
 _STARTUP_STOP_SECONDS = 20.0
 # How long srun may take to notice that all ranks have exited (a dead slurmstepd never reports it).

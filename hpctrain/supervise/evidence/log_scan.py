@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,8 +26,6 @@ from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import LogFinding
 from hpctrain.judge.signatures import Matcher, Signatures, Where
 from hpctrain.records.launch_logs import LOG_NAME, LabelledLines
-from hpctrain.supervise.evidence.line_times import line_time
-from hpctrain.supervise.evidence.tracebacks import final_exception
 
 UNREAD, TRACEBACK = "logs_unread", "traceback"
 # CSI and OSC sequences (ECMA-48): colours, and titles of terminals.
@@ -126,7 +125,7 @@ class Scanner:
     ) -> tuple[LogFinding, ...]:
         """Match the logs of the newest step beyond `after_step`; findings are in the order of time.
 
-        With `tracebacks` a rank that ended with an exception, and has no line that matches, is a
+        With `log_scan` a rank that ended with an exception, and has no line that matches, is a
         finding with the signature `TRACEBACK`: for people, since the exception names no cause.
         Never raises and takes at most about `limits.seconds`. What could not be read in time is
         an advice finding with the signature `UNREAD`.
@@ -291,3 +290,76 @@ def _times(lines: list[str], at: float) -> list[float]:
         after = own if own is not None else after
         times.append(after)
     return times[::-1]
+
+
+# -- Finds the exception with which a Python process ended, in the end of its log ---------------
+
+
+_HEAD = "Traceback (most recent call last):"
+# torch 2.4 and newer label the lines of an exception that ends a rank: `[rank3]: Traceback ...`.
+_LABEL = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+# Below the head: lines of the stack, indented or empty, then the exception at the line's beginning.
+_TRACEBACK = re.compile(rf"^{re.escape(_HEAD)}\n(?:[ \t].*\n|\n)+(?P<error>\S.*)", re.MULTILINE)
+_MOST_LINES_AFTER = 20
+
+
+def final_exception(text: str) -> str | None:
+    """Return the line of the last traceback that names the exception (CPython Lib/traceback.py).
+
+    None without one, and where more than a few lines follow: that process has gone on.
+    """
+    if _HEAD not in text:
+        return None
+    plain = _LABEL.sub("", text)
+    found = list(_TRACEBACK.finditer(plain))
+    if not found or plain.count("\n", found[-1].end()) > _MOST_LINES_AFTER:
+        return None
+    return found[-1]["error"].strip()
+
+
+# -- Parse when a line of a log was written -----------------------------------------------------
+# Nodes of a cluster share their time, and lines have local time.
+
+
+_DAY_SECONDS = 86400.0
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_NAME = rf"(?P<name>{'|'.join(_MONTHS)})"
+_CLOCK = r"(?P<clock>\d\d:\d\d:\d\d)(?:[.,](?P<part>\d{1,9}))?"
+_FORMATS = tuple(
+    re.compile(text)
+    for text in (
+        # torch, c10/util/Logging.cpp: [rank3]:[E1121 05:33:37.123456789 Process...; May 6 is `506`
+        rf"\[[EWIF](?P<month>\d{{1,2}})(?P<day>\d\d) {_CLOCK}",
+        # Python's logging, ISO 8601, slurmstepd: 2026-11-21 05:33:37,123
+        rf"(?P<year>\d{{4}})-(?P<month>\d\d)-(?P<day>\d\d)[T ]{_CLOCK}",
+        # dmesg -T: [Fri Nov 21 05:33:37 2026]
+        rf"\[\w{{3}} {_NAME} {{1,2}}(?P<day>\d{{1,2}}) {_CLOCK} (?P<year>\d{{4}})\]",
+        # syslog: Nov 21 05:33:37 host kernel:
+        rf"^{_NAME} {{1,2}}(?P<day>\d{{1,2}}) {_CLOCK} ",
+    )
+)
+# A time further into a line belongs to the message, or to another machine.
+_WITHIN = 120
+
+
+def line_time(line: str, near: float) -> float | None:
+    """Parse the time of a line in seconds since the epoch; None if it has none.
+
+    A missing year is the one that brings the time next to `near` (seconds since the epoch).
+    """
+    matches = (expression.search(line[:_WITHIN]) for expression in _FORMATS)
+    match = next((match for match in matches if match is not None), None)
+    if match is None:
+        return None
+    parts: dict[str, str | None] = match.groupdict()
+    name = parts.get("name")
+    month = _MONTHS.index(name) + 1 if name else int(parts["month"] or 0)
+    hour, minute, second = map(int, (parts["clock"] or "").split(":"))
+    day = int(parts["day"] or 0)
+    if not (1 <= month <= 12 and 1 <= day <= 31):
+        return None
+    year = int(parts.get("year") or time.localtime(near).tm_year)
+    seconds = time.mktime((year, month, day, hour, minute, second, 0, 0, -1))
+    if not parts.get("year") and seconds > near + _DAY_SECONDS:  # the turn of the year
+        seconds = time.mktime((year - 1, month, day, hour, minute, second, 0, 0, -1))
+    return seconds + float(f"0.{parts.get('part') or 0}")

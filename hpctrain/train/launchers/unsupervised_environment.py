@@ -1,7 +1,7 @@
 """Read the arguments and variables of a node that is started without Slurm and a supervisor.
 
 Does not belong here: torch (see `unsupervised_agent`), the epoch and the checkpoint of the launch
-(see `agreed_launch`), variables of Slurm (see `agent_environment`).
+(see `unsupervised_agent`), variables of Slurm (see `agent_environment`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Rank 0 broadcasts the value, so it holds no exception, whose content may not be picklable. Belongs
 here: kinds of problems and the errors they become. Does not belong here: finding one
-(`publisher`, `saver`).
+(`saver`, `saver`).
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def test_the_share_gives_the_measured_time_of_the_product_again(here: Path) -> N
     """The planner's own formula, with the constants that came out of it."""
     from dataclasses import fields
 
+    from hpctrain.plan.cost.blocks import product_seconds
     from hpctrain.plan.cost.case import Case, Mesh, Shape
-    from hpctrain.plan.cost.kernels import product_seconds
 
     calibrate(write_report(here))
     knowledge = load_knowledge(load_profile(site_profile(here, "h100x16")))

@@ -12,8 +12,7 @@ from typing import cast
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, said
 
-from hpctrain.observe.growing_curve import GrowingCurve
-from hpctrain.observe.live_view import ChosenRun, LiveRuns, LiveView, shown_rows
+from hpctrain.observe.live_view import ChosenRun, GrowingCurve, LiveRuns, LiveView, shown_rows
 from hpctrain.records.jobs import run_comment
 from hpctrain.records.ledger import EventKind, Ledger
 from hpctrain.records.run_records import (

@@ -12,7 +12,7 @@ from foreign_clusters import DGX_SURVEY
 from virtual_clock import VirtualClock
 
 from hpctrain.base.errors import HpctrainError, SlurmRefusedError
-from hpctrain.site import node_survey
+from hpctrain.site import read_site
 from hpctrain.site.survey import MARK
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
@@ -40,9 +40,9 @@ class OneJob(FakeSlurm):
 @pytest.fixture
 def look(
     virtual_clock: VirtualClock, tmp_path: Path
-) -> Callable[[FakeSlurm], node_survey.NodeSurvey]:
-    def survey(slurm: FakeSlurm) -> node_survey.NodeSurvey:
-        return node_survey.survey_node(
+) -> Callable[[FakeSlurm], read_site.NodeSurvey]:
+    def survey(slurm: FakeSlurm) -> read_site.NodeSurvey:
+        return read_site.survey_node(
             cast(SlurmClient, slurm),
             partition="batch",
             gpus="gpu:h100:8",
@@ -56,7 +56,7 @@ def look(
 
 
 def test_it_asks_for_one_node_and_cleans_up(
-    look: Callable[[FakeSlurm], node_survey.NodeSurvey], tmp_path: Path
+    look: Callable[[FakeSlurm], read_site.NodeSurvey], tmp_path: Path
 ) -> None:
     slurm = OneJob(f"prolog\n{MARK}{DGX_SURVEY}\nepilog\n")
     assert look(slurm).host == "dgx001"
@@ -78,7 +78,7 @@ def test_what_went_wrong_is_said(
     text: str | None,
     state: JobState,
     words: str,
-    look: Callable[[FakeSlurm], node_survey.NodeSurvey],
+    look: Callable[[FakeSlurm], read_site.NodeSurvey],
 ) -> None:
     slurm = OneJob(text, state)
     with pytest.raises(HpctrainError) as caught:
@@ -88,7 +88,7 @@ def test_what_went_wrong_is_said(
         assert slurm.records[1].state is JobState.CANCELLED
 
 
-def test_a_refused_job(look: Callable[[FakeSlurm], node_survey.NodeSurvey]) -> None:
+def test_a_refused_job(look: Callable[[FakeSlurm], read_site.NodeSurvey]) -> None:
     slurm = OneJob(None)
     slurm.refusal = "Invalid account"
     with pytest.raises(SlurmRefusedError, match="Invalid account"):

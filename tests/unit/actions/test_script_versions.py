@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.job.script_versions import script_versions
 from hpctrain.records.find import RunFiles
 from hpctrain.records.kept_scripts import keep_script
 from hpctrain.records.ledger import EventKind
+from hpctrain.report.collect import script_versions
 from tests.fabricated_runs import fabricate, said
 
 FIRST = "#!/bin/bash\n#SBATCH --nodes=2\nsrun train\n"

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from hpctrain.base.errors import UsageError
-from hpctrain.job.striping import stripe
+from hpctrain.job.run_directory import stripe
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.hardware import FilesystemProfile

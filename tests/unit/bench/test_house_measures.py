@@ -105,7 +105,7 @@ def test_the_walk_of_the_spec(package: Package) -> None:
             "spec/run": "class RunSpec: pass\n",
             "job/command": (
                 "def submit(path):\n"
-                "    from p.actions import prepare as action\n"
+                "    from p.job import prepare as action\n"
                 "    action.prepare(path)\n"
             ),
             "job/prepare": (

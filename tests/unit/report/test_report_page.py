@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.durable import append_line
-from hpctrain.job.script_versions import ScriptVersion
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
-from hpctrain.report.collect import Happening, RunReport, SpecValue, Unread, collect_reports
+from hpctrain.report.collect import (
+    Happening,
+    RunReport,
+    ScriptVersion,
+    SpecValue,
+    Unread,
+    collect_reports,
+)
 from hpctrain.report.page import write_page
 from tests.fabricated_runs import LAUNCHED, STARTED, SUBMITTED, Said, ended, fabricate, said
 from tests.unit.page.markup_reader import Page, read

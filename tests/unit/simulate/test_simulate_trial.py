@@ -16,12 +16,17 @@ from hpctrain.plan.forecast.attempts import Attempt, expected
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.simulate.failure_mixes import LLAMA3, MIXES
-from hpctrain.simulate.history_counter import HistoryCounter
 from hpctrain.simulate.interval_choice import auto_interval_seconds, choose, poisson_spares
 from hpctrain.simulate.monte_carlo import Outcome, simulate
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.simulate.simulated_run import NO_END, RunOutcome, SimulatedRun
-from hpctrain.simulate.training_stretch import Cycle, Stretch
+from hpctrain.simulate.simulated_run import (
+    NO_END,
+    Cycle,
+    HistoryCounter,
+    RunOutcome,
+    SimulatedRun,
+    Stretch,
+)
 from hpctrain.telemetry.time_categories import Category
 
 DAY = 86400

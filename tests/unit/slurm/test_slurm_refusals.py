@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
-from hpctrain.slurm.answers import accepted
+from hpctrain.slurm.answers import accepted, hint_about
 from hpctrain.slurm.process import CommandResult
-from hpctrain.slurm.refusals import hint_about
 
 _FAILED = "sbatch: error: Batch job submission failed: "
 

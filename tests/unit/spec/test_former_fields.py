@@ -9,8 +9,7 @@ import pytest
 from wrong_specs import VALID, problems_of
 
 from hpctrain.records.supervise_config import ChannelSettings, RollbackSettings
-from hpctrain.spec.former_fields import GONE, forget_former_fields
-from hpctrain.spec.loader import load_run_spec
+from hpctrain.spec.loader import GONE, forget_former_fields, load_run_spec
 
 # As a former version wrote them, in sections that this one has.
 FORMER = f"""{VALID.replace("lr: 1e-3", "lr: 1e-3, name: adamw")}

@@ -10,7 +10,7 @@ import pytest
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.spec.loader import load_profile
-from hpctrain.supervise.master_address import master_address
+from hpctrain.supervise.srun_launch import master_address
 from hpctrain.supervise.srun_process import reserve_port
 
 

@@ -19,7 +19,7 @@ from hpctrain.judge.documents import (
     UnfitNode,
 )
 from hpctrain.judge.policy import decide
-from hpctrain.judge.shared_failures import Extent, extent
+from hpctrain.judge.rank_verdict import Extent, extent
 from hpctrain.records.run_records import ExitRecord
 from hpctrain.slurm.messages import read_task_failure
 

@@ -10,7 +10,7 @@ from supervise_stage import JOB_ID, Stage
 
 from hpctrain.records.ledger import Event, EventKind, Ledger
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise.restarted_job import standing_stop
+from hpctrain.supervise.loop import standing_stop
 
 
 def event(kind: str, restart_count: int = 0, job_id: int = 5, **fields: object) -> Event:

@@ -11,11 +11,11 @@ from told_stories import SCANNER
 
 from hpctrain.judge.catalogue import load_signatures
 from hpctrain.judge.causes import Cause
-from hpctrain.supervise.evidence.line_times import line_time
 from hpctrain.supervise.evidence.log_scan import (
     UNREAD,
     LaunchRanks,
     ScanLimits,
+    line_time,
     newest_step,
     read_signatures,
 )

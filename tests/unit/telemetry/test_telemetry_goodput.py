@@ -10,8 +10,7 @@ from goodput_histories import BEGIN, History, made_up, submitted
 
 from hpctrain.records.run_records import StepMetrics, lineage
 from hpctrain.telemetry.clock_repair import non_decreasing_times, ticks
-from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING, Goodput, account
-from hpctrain.telemetry.rolling_goodput import rolling_goodput
+from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING, Goodput, account, rolling_goodput
 from hpctrain.telemetry.time_categories import Category, Segment
 from hpctrain.telemetry.timeline import Mark, MarkKind, Timeline, timeline
 

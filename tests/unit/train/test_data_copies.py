@@ -15,8 +15,8 @@ from hpctrain.base.errors import InvalidInputError
 from hpctrain.records.data_identity import DataIdentity, identify_file, write_identity
 from hpctrain.records.datasets import bin_path, idx_path, sidecar_path
 from hpctrain.train import node_copies
-from hpctrain.train.data_copies import staged_copies
 from hpctrain.train.job import Job
+from hpctrain.train.startup import staged_copies
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 from test_software_agreement import GOOD
 
 from hpctrain.records.software_lock import SoftwareLock, changes
-from hpctrain.supervise.image_identity import image_identity
+from hpctrain.supervise.srun_launch import image_identity
 from hpctrain.train.found_software import checkout_state, found_software, installed_packages
 
 

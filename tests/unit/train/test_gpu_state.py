@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from hpctrain.train.gpu_state import GpuState, read_gpu_state
+from hpctrain.train.speed_check import GpuState, read_gpu_state
 
 
 class Nvml:

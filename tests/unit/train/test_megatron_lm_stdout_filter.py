@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hpctrain.train.engines.megatron_lm.stdout_filter import LineFilter, filter_stdout
+from hpctrain.train.engines.megatron_lm.program import LineFilter, filter_stdout
 
 
 def drop_secrets(lines: list[str]) -> LineFilter:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.train.nccl_network import NetworkLog, open_network_log
+from hpctrain.train.speed_check import NetworkLog, open_network_log
 
 NEW, OLD = (2, 27, 5), (2, 21, 5)
 IB = """\

@@ -13,7 +13,7 @@ from hpctrain.base.errors import CheckpointError, InvalidInputError
 from hpctrain.records.epochs import current_epoch
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import TrainerExit
-from hpctrain.train.launchers.agreed_launch import (
+from hpctrain.train.launchers.unsupervised_agent import (
     AgreedLaunch,
     choose_launch,
     open_run_directory,

@@ -7,27 +7,28 @@ means. Does not belong here: records and exit codes (see `hpctrain.train.entry`)
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
 import gc
 import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, TextIO
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import TRACKER_NAME, point_tracker_to, published_steps
 from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments
 from hpctrain.records.manifest import step_of
 from hpctrain.records.run_records import Outcome
-from hpctrain.train.engines.megatron_lm.argument_errors import convert_argument_errors
 from hpctrain.train.engines.megatron_lm.checkpoint_publisher import CheckpointPublisher
 from hpctrain.train.engines.megatron_lm.import_hooks import patch_on_import
 from hpctrain.train.engines.megatron_lm.log_reporter import LogReporter, write_progress
-from hpctrain.train.engines.megatron_lm.stdout_filter import filter_stdout
 from hpctrain.train.engines.megatron_lm.stop_forwarding import StopForwarder
 from hpctrain.train.engines.megatron_lm.stop_hooks import StopHooks
 from hpctrain.train.job import Job
@@ -251,3 +252,95 @@ def _outcome(job: Job, publisher: CheckpointPublisher, resume_step: int) -> tupl
         hint = "its log has the reason; it exits with code 0 after some argument errors"
         raise InvalidInputError([Problem(message, hint=hint)])
     return "yielded", newest
+
+
+# -- Report arguments that Megatron-LM rejects as invalid input, not as a failure of the run ----
+
+
+# Where Megatron-LM parses and checks, and turns arguments into configurations.
+_CHECKS = ("megatron/training/arguments.py", "megatron/training/argument_utils.py")
+_CHECK_ERRORS = (AssertionError, ValueError, TypeError, RuntimeError)
+
+
+@contextlib.contextmanager
+def convert_argument_errors() -> Iterator[None]:
+    """Raise InvalidInputError for rejected arguments; other errors pass unchanged."""
+    before = argparse.ArgumentParser.error
+
+    def error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+        raise InvalidInputError([_problem(message)])
+
+    argparse.ArgumentParser.error = error  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    except _CHECK_ERRORS as failure:
+        frames = traceback.extract_tb(failure.__traceback__)
+        if any(frame.filename.endswith(_CHECKS) for frame in frames):
+            reason = str(failure).strip() or type(failure).__name__
+            raise InvalidInputError([_problem(reason)]) from failure
+        raise
+    finally:
+        argparse.ArgumentParser.error = before  # type: ignore[method-assign]
+
+
+def _problem(reason: str) -> Problem:
+    hint = "`engine.arguments` and the fields of the spec become its arguments"
+    return Problem(f"Megatron-LM refuses its arguments: {reason}", hint=hint)
+
+
+# -- Standard output of this process, with every line shown to a function that may drop it ------
+
+
+# A longer line without an end is written at once and not kept.
+_LONGEST_LINE_CHARACTERS = 1 << 16
+
+
+class LineFilter:
+    """Wraps a text stream; calls `handle_line` with every line, in the thread that wrote it.
+
+    A complete line is written to the stream if `handle_line` returns True, or if a part of it has
+    been flushed before.
+    """
+
+    def __init__(self, stream: TextIO, handle_line: Callable[[str], bool]) -> None:
+        self._stream = stream
+        self._handle_line = handle_line
+        self._line = ""
+        self._written_characters = 0
+
+    def write(self, text: str) -> int:
+        *lines, rest = (self._line + text).split("\n")
+        for line in lines:
+            written, self._line, self._written_characters = self._written_characters, "", 0
+            if self._handle_line(line) or written:
+                self._stream.write(f"{line[written:]}\n")
+        self._line = rest
+        if len(rest) > _LONGEST_LINE_CHARACTERS:
+            self._write_unfinished_line()
+            self._line, self._written_characters = "", 0
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, together with a line that has no end yet, such as a progress bar."""
+        self._write_unfinished_line()
+        self._stream.flush()
+
+    def _write_unfinished_line(self) -> None:
+        self._stream.write(self._line[self._written_characters :])
+        self._written_characters = len(self._line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def filter_stdout(handle_line: Callable[[str], bool]) -> Iterator[None]:
+    """Replace `sys.stdout` by a `LineFilter` inside the block."""
+    before = sys.stdout
+    line_filter = LineFilter(before, handle_line)
+    sys.stdout = line_filter
+    try:
+        yield
+    finally:
+        line_filter.flush()
+        sys.stdout = before

@@ -2,14 +2,18 @@
 
 Belongs here: distributing weights, mixed precision, recomputation, offload. Does not belong here:
 what the module is (see `hpctrain.train.engines.models`), how gradients are summed (see
-`communication_hooks`).
+`wrapping`).
 """
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -21,6 +25,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.engines.native import NativeConfig
+from hpctrain.spec.engines.ddp import POWERSGD_RANK
+from hpctrain.train.device import on_cpu
 from hpctrain.train.engines.models.allocation import set_buffers
 from hpctrain.train.engines.models.blocks import blocks_of
 from hpctrain.train.engines.models.buffers import broadcast_buffers
@@ -31,8 +37,6 @@ from hpctrain.train.engines.models.build import (
     starts_whole,
 )
 from hpctrain.train.engines.models.initialisers import initial_weight
-from hpctrain.train.engines.native.batch_norm import synchronize_batch_norms
-from hpctrain.train.engines.native.communication_hooks import register_hook
 from hpctrain.train.engines.native.mesh import NativeMesh
 
 _MIB = 2**20
@@ -125,3 +129,154 @@ def _allocate_weights(module: Any, device: torch.device) -> None:
         for name in others:
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, module.get_parameter(first))
+
+
+# -- Compute batch statistics over all ranks: PyTorch's SyncBatchNorm, and the same on a CPU ----
+# Otherwise a ResNet on four GPUs would be another model than on one: each GPU would normalize by
+# its own quarter of the batch.
+
+
+def synchronize_batch_norms(module: Any, device: torch.device) -> Any:
+    """Return `module` with every batch norm replaced; names and values of weights do not change."""
+    if device.type == "cuda":
+        return torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    for name, child in module.named_children():
+        if isinstance(child, torch.nn.BatchNorm2d):
+            child.__class__ = SummedBatchNorm  # the same parameters, buffers and settings
+        else:
+            setattr(module, name, synchronize_batch_norms(child, device))
+    return module
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over all ranks; the gradient of each part is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Any) -> Any:
+        whole = part.clone()
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        whole = gradients[0].contiguous().clone()
+        dist.all_reduce(whole)
+        return whole
+
+
+class SummedBatchNorm(torch.nn.BatchNorm2d):
+    """A batch norm over all ranks on any device; SyncBatchNorm takes tensors on a GPU only
+    (torch/nn/modules/batchnorm.py).
+
+    Mean and variance in turn: a variance from sums of squares would cancel in fp32.
+    """
+
+    def forward(self, input: Any) -> Any:
+        if not self.training:
+            return super().forward(input)
+        count = input.numel() // input.size(1) * dist.get_world_size()
+        mean = _SumOverRanks.apply(input.sum((0, 2, 3))) / count
+        centered = input - mean[:, None, None]
+        variance = _SumOverRanks.apply(centered.square().sum((0, 2, 3))) / count
+        # running statistics, which evaluation uses; PyTorch keeps the unbiased variance
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None and self.momentum is not None
+        unbiased = variance.detach() * count / max(count - 1, 1)
+        self.num_batches_tracked.add_(1)
+        self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), self.momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+        scale = self.weight * torch.rsqrt(variance + self.eps)
+        return centered * scale[:, None, None] + self.bias[:, None, None]
+
+
+# -- Reduce the bytes that DistributedDataParallel sends to sum gradients over a slow link ------
+# `bf16`, `fp16` and `powersgd` are PyTorch's own hooks
+# (torch/distributed/algorithms/ddp_comm_hooks; PowerSGD: Vogels et al. 2019, arXiv 1905.13727).
+# `hierarchical` is ours: exact within a node, in bf16 between nodes, where each rank of a node
+# sends its part of the bucket.
+
+
+# Low-rank sums begin when the gradients have settled (powerSGD_hook.py recommends a warm-up).
+_EXACT_STEPS = 10
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """The ranks of this rank's node (`inside`), and its counterparts on other nodes (`across`).
+
+    `stream`: the CUDA stream of the hook; None on a CPU.
+    """
+
+    inside: Any
+    across: Any
+    world_size: int
+    stream: Any
+
+
+def register_hook(config: NativeConfig, wrapped: Any) -> None:
+    """Register the hook of the spec; all ranks must call this."""
+    name = config.ddp.hook
+    if name == "bf16":
+        # DDP accepts it for NCCL only, by its name; gloo sums bf16 as well
+        plain = default_hooks.bf16_compress_hook
+        hook = (lambda state, bucket: plain(state, bucket)) if on_cpu() else plain
+        wrapped.register_comm_hook(None, hook)
+    elif name == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=_EXACT_STEPS)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif name == "hierarchical":
+        # DDP checks annotations, which must be types, not strings, or missing
+        groups = open_node_groups(config)
+        wrapped.register_comm_hook(groups, lambda state, bucket: sum_hierarchically(state, bucket))
+
+
+def open_node_groups(config: NativeConfig) -> NodeGroups:
+    """Make the groups of both levels; ranks of one node are adjacent (srun --distribution=block).
+
+    All ranks must call this.
+    """
+    size, node = config.world_size, min(config.node_size, config.world_size)
+    rank = dist.get_rank()
+    rows = [list(range(first, first + node)) for first in range(0, size, node)]
+    columns = [list(range(place, size, node)) for place in range(node)]
+    inside = [dist.new_group(ranks) for ranks in rows][rank // node]
+    across = [dist.new_group(ranks) for ranks in columns][rank % node]
+    stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+    return NodeGroups(inside, across, size, stream)
+
+
+def sum_hierarchically(groups: NodeGroups, bucket: Any) -> Any:
+    """Compute the mean of the bucket over all ranks; a communication hook, returns a future.
+
+    Sums are scattered within the node in full precision, summed between nodes in bf16, and gathered
+    within the node again. Between nodes each element is sent once per node, in half its bytes.
+    """
+    flat = bucket.buffer()
+    done: Any = torch.futures.Future(devices=[flat.device] if groups.stream else None)
+    with _on_stream(groups.stream):
+        flat.div_(groups.world_size)
+        node = dist.get_world_size(groups.inside)
+        padded = torch.nn.functional.pad(flat, (0, -len(flat) % node))
+        part = padded.new_empty(len(padded) // node)
+        dist.reduce_scatter_tensor(part, padded, group=groups.inside)
+        if dist.get_world_size(groups.across) > 1:
+            half = part.to(torch.bfloat16)
+            dist.all_reduce(half, group=groups.across)
+            part.copy_(half)
+        dist.all_gather_into_tensor(padded, part, group=groups.inside)
+        flat.copy_(padded[: len(flat)])
+        done.set_result(flat)
+    return done
+
+
+@contextlib.contextmanager
+def _on_stream(stream: Any) -> Any:
+    """Run the block on this stream, beside the backward pass; on a CPU: synchronously."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from cost_specimens import NEVER, case
 
-from hpctrain.plan.cost.added_gradients import added_bytes
 from hpctrain.plan.cost.blocks import linear
+from hpctrain.plan.cost.from_spec import added_bytes
 from hpctrain.spec.engines.abilities import GradientAddition
 
 

@@ -10,6 +10,13 @@ import pytest
 from cost_specimens import case, only_products
 
 from hpctrain.base.errors import InvalidInputError
+from hpctrain.plan.cost.blocks import (
+    flash_seconds,
+    product_seconds,
+    quantising_seconds,
+    stream,
+    unfused_seconds,
+)
 from hpctrain.plan.cost.case import Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import (
     calibration_of,
@@ -20,13 +27,6 @@ from hpctrain.plan.cost.constants import (
     software_entry,
     software_name,
     software_of,
-)
-from hpctrain.plan.cost.kernels import (
-    flash_seconds,
-    product_seconds,
-    quantising_seconds,
-    stream,
-    unfused_seconds,
 )
 from hpctrain.spec.calibration import HALF_LENGTH, HALF_LENGTH_CAUSAL
 from hpctrain.spec.catalogue import Gpu
