@@ -32,7 +32,7 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_run_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profiles import load_named_profile
-from hpctrain.trials.measure import TrialStep, counted_steps, spread_of, warm_up_steps
+from hpctrain.trials.measure import counted_steps, spread_of, warm_up_steps
 from hpctrain.trials.trial_spec import sizes
 
 STEPS, SAVE_STEPS = 50, 20
@@ -271,15 +271,11 @@ def judge_run(
     """Compare the steps of a finished run with its plan; collect its records for the report."""
     layout = run.files.layout
     rows = read_metrics(layout)
-    steps = [
-        TrialStep(row.step, row.epoch, row.step_seconds, row.loss or 0.0, row.memory_bytes)
-        for row in rows
-    ]
-    counted = counted_steps(steps, warm_up_steps(len(steps)))
+    counted = counted_steps(rows, warm_up_steps(len(rows)))
     if not counted:
         yield failed("steps", "no step counts")
         return
-    median = spread_of([step.seconds for step in counted]).median
+    median = spread_of([step.step_seconds for step in counted]).median
     mfus = [row.mfu for row in rows if row.mfu is not None]
     stall = max((save.stall_seconds for save in read_saves(layout)), default=None)
     restart = start_seconds(run)

@@ -91,7 +91,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 # Former names, which scripts may have.
-_HIDDEN = {"resubmit": ("submit", "Submit a stopped run again, as `resume` does")}
+_HIDDEN = {"resubmit": ("job", "Submit a stopped run again, as `resume` does")}
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()} | _HIDDEN
 
 EXIT_CODES = """\b
