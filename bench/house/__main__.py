@@ -53,6 +53,11 @@ def main(arguments: list[str]) -> None:
     print(f"package: {counts.line_count(sources)} lines in {len(sources)} files")
     repeated = counts.repeated_classes(sources)
     print(f"names of more than one class: {len(repeated)}")
+    mirrors, copies = counts.mirrored_classes(sources), counts.copied_fields(sources)
+    print(f"pairs of classes that share five fields: {len(mirrors)}")
+    print(f"lines that hand a field on under its own name: {len(copies)}")
+    small = counts.small_modules_of_one(sources)
+    print(f"modules of at most 150 lines that one other of their room imports: {len(small)}")
     print(f"public functions with a docstring: {counts.documented_share(sources)}")
     if options.list:
         lists = {
@@ -61,6 +66,8 @@ def main(arguments: list[str]) -> None:
             "modules of supervise": modules,
             "functions that receive the spec": sorted(walk.receivers),
             "functions that receive an object that holds it": sorted(walk.carried_to),
+            "pairs of classes that share five fields": mirrors,
+            "modules of at most 150 lines that one other imports": small,
             "repeated classes": [f"{name}: {', '.join(at)}" for name, at in repeated.items()],
         }
         for title, found in lists.items():

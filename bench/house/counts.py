@@ -7,18 +7,21 @@ surprises can be looked at. Belongs here: what one walk over each syntax tree te
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
-from bench.house.sources import Function, Source
+from bench.house.sources import Function, Source, imports
 
 # Rooms in which an engine's name may stand as a string. `spec/engine.py` and the sections of the
 # spec lie in spec/engines.
 ENGINE_ROOMS = ("spec/engines", "engines", "train/engines")
 # Named by the user and printed again; the choices of the spec's field `engine.name`.
 ENGINES = frozenset({"megatron", "megatron-lm", "fsdp", "ddp", "deepspeed"})
+_NO_MODULES = ("__init__.py", "__main__.py")
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,63 @@ def repeated_classes(sources: Sequence[Source]) -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(source.path))
     return {name: paths for name, paths in sorted(places.items()) if len(paths) > 1}
+
+
+def mirrored_classes(sources: Sequence[Source]) -> list[str]:
+    """Find pairs of classes with at least five annotated fields of the same names.
+
+    One of them may be the other, written again at the border of a room.
+    """
+    classes = [
+        (f"{source.path}:{node.name}", fields)
+        for source in sources
+        for node in source.nodes()
+        if isinstance(node, ast.ClassDef) and len(fields := _fields(node)) >= 5
+    ]
+    return [
+        f"{one} ~ {other}: {len(shared)}"
+        for (one, of_one), (other, of_other) in combinations(classes, 2)
+        if len(shared := of_one & of_other) >= 5
+    ]
+
+
+def _fields(node: ast.ClassDef) -> set[str]:
+    return {
+        field.target.id
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def copied_fields(sources: Sequence[Source]) -> list[str]:
+    """Find lines that hand a field on under its own name: `steps=plan.steps,`."""
+    copying = re.compile(r"\s*(\w+)=[\w.]+\.\1,?")
+    return [
+        f"{source.path}:{number}"
+        for source in sources
+        for number, line in enumerate(source.text.splitlines(), 1)
+        if copying.fullmatch(line)
+    ]
+
+
+def small_modules_of_one(sources: Sequence[Source]) -> list[str]:
+    """Find modules of at most 150 lines that one other module of their room imports, and no more.
+
+    A program (`__main__`), and what stands as text somewhere, such as a command, is not counted.
+    """
+    modules = {source.name for source in sources}
+    importers: dict[str, set[str]] = {}
+    for source in sources:
+        for name in imports(source, modules):
+            importers.setdefault(name, set()).add(source.name)
+    return [
+        f"{source.path} <- {importer}"
+        for source in sources
+        if len(source.text.splitlines()) <= 150 and source.path.name not in _NO_MODULES
+        for importer in importers.get(source.name, ())
+        if len(importers[source.name]) == 1
+        and importer.rpartition(".")[0] == source.name.rpartition(".")[0]
+    ]
 
 
 def line_count(sources: Sequence[Source]) -> int:
