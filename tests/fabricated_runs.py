@@ -9,8 +9,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from step_rows import trained_step
-
 from hpctrain.base.durable import append_line, replace_text
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
@@ -29,6 +27,7 @@ from hpctrain.records.run_records import (
     write_record,
 )
 from hpctrain.records.supervise_config import SuperviseConfig
+from tests.step_rows import trained_step
 
 NOW = 1_800_000_000.0
 TARGET_STEP = 60

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from step_rows import trained_step
-
 from hpctrain.job.prepare import prepare
 from hpctrain.job.run_directory import write_run_directory
 from hpctrain.records.find import RunFiles
@@ -20,6 +18,7 @@ from hpctrain.records.run_records import (
     append_save,
     write_record,
 )
+from tests.step_rows import trained_step
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NOW = 1_800_000_000.0
