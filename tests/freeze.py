@@ -48,7 +48,6 @@ OF_RUNS = (
     "nodes",
     "nodes --json",
     "profiles",
-    "clean first-4f63 --dry-run",
 )
 OF_A_RUN = ("status", "describe", "why", "goodput", "diagnose", "checkpoints")
 
@@ -166,6 +165,7 @@ def made_up(tree: Tree) -> None:
         tree.command(f"runs/{name}/{words}", words, name)
         tree.command(f"runs/{name}/{words}.json", words, name, "--json")
         tree.command(f"runs/{name}/export", "export", name, "--csv")
+        tree.command(f"runs/{name}/clean", "clean", name, "--dry-run")
     tree.command("runs/one.html", "report", names[0], "--offline", "-o", "-")
     tree.command("runs/both.html", "report", *names, "--offline", "-o", "-")
     tree.directory("runs/made-up", runs)

@@ -153,7 +153,7 @@ SOURCES = {
     "rank times seconds": ["supervise.evidence.launch_watch:_RANK_TIMES_SECONDS"],
     "rank times steps": ["engines.training:_TIMES_INTERVAL_STEPS"],
     "messages steps": ["engines.training:MESSAGES_INTERVAL_STEPS"],
-    "startup poll seconds": ["train.startup_stop:_POLL_SECONDS"],
+    "startup poll seconds": ["train.entry:_POLL_SECONDS"],
     "follow seconds": ["tracking.follower:FOLLOW_SECONDS"],
     "segment seconds": ["tracking.follower:SEGMENT_SECONDS"],
     "pass seconds": ["observe.attempt_exporter:PASS_SECONDS"],
