@@ -249,6 +249,8 @@ def test_a_change_reaches_the_router_within_half_a_second(service: Service) -> N
             began = time.monotonic()
             wait_until(lambda: service.router.urls)
             added_after = time.monotonic() - began
+            # The router is told before the record is written.
+            wait_until(lambda: service.layout.rotation.exists() and service.rotation)
             service.withdraw(ONE)
             began = time.monotonic()
             wait_until(lambda: not service.rotation)
