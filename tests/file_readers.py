@@ -19,7 +19,7 @@ _GOLDEN, _SITES = "tests/golden/test_*.py", "tests/sites/test_*.py"
 # Files, and who reads them without an import.
 READERS: tuple[tuple[str, Collection[str]], ...] = (
     # Golden scripts are what templates make of specs and profiles.
-    ("templates/*", ("tests/unit/render/test_*.py", _GOLDEN, _SITES)),
+    ("templates/*", ("tests/unit/job/test_*.py", _GOLDEN, _SITES)),
     ("cluster_profiles/*", (_GOLDEN, _SITES)),
     ("examples/*", (_GOLDEN,)),
     ("man/*", ("tests/golden/test_man_pages.py",)),

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 
-ARCHIVES = Path(__file__).resolve().parent / "unit" / "store" / "old_runs"
+ARCHIVES = Path(__file__).resolve().parent / "unit" / "records" / "old_runs"
 # Preempted at step 88, requeued, stopped by a person at step 214 of 400.
 NOVEMBER_2026 = "2026-11"
 STOPPED_STEP, TARGET_STEP = 214, 400

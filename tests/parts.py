@@ -45,7 +45,7 @@ class Part:
 
 PARTS = (
     Part("tests/unit/supervise", "the supervisor, against processes and virtual time", "wait"),
-    Part("tests/unit/serving", "replicas, routers and clients as processes", "wait"),
+    Part("tests/unit/serve", "replicas, routers and clients as processes", "wait"),
     Part("tests/unit/tracking", "followers as processes, what they write", "wait"),
     Part("tests/unit", "each other room by itself, commands, pages"),
     Part("tests/golden", "scripts, help, references and transcripts, byte by byte"),

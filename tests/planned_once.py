@@ -1,7 +1,7 @@
 """Plans are made once in a process of tests: a plan is a pure function of its request.
 
-For tests of commands and goldens, which plan the same few examples again and again. Does not belong
-to tests of the planner, which replace parts of it.
+For unit tests and goldens, which plan the same few examples again and again. Does not belong to
+tests of the planner, which replace parts of it.
 """
 
 from __future__ import annotations

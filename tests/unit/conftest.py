@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from planned_once import planned_once
 
 import hpctrain.simulate.forecasts
+
+__all__ = ["planned_once"]
 
 # Enough for every sentence that a forecast gives rise to.
 _PLAYED_RUNS = 12

@@ -629,7 +629,7 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
     # tests/engines, test_cli_site.py
     elsewhere = {"data prepare", "data show", "data verify", "calibrate", "convert"}
     elsewhere |= {"profile check", "doctor", "notify", "sweep submit", "sweep status"}
-    # tests/unit/cli/test_serve_command.py
+    # tests/unit/serve/test_serve_command.py
     elsewhere |= {"serve plan", "serve status", "serve test"}
     assert set(json_commands()) == examples.keys() | elsewhere
     for command, arguments in examples.items():
