@@ -36,6 +36,7 @@ RATCHETS = {
     "pairs of classes that share five fields": 111,
     "lines that hand on a field": 706,
     "small modules of one other": 89,
+    "short functions that one place calls": 147,
 }
 
 # Rooms that compute: what they are about is handed to them.
@@ -256,6 +257,7 @@ def test_what_is_said_twice_becomes_less() -> None:
         "pairs of classes that share five fields": len(counts.mirrored_classes(sources)),
         "lines that hand on a field": len(counts.copied_fields(sources)),
         "small modules of one other": len(counts.small_modules_of_one(sources)),
+        "short functions that one place calls": len(counts.one_use_functions(sources, 5)),
     } == RATCHETS
 
 

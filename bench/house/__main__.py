@@ -58,6 +58,8 @@ def main(arguments: list[str]) -> None:
     print(f"lines that hand a field on under its own name: {len(copies)}")
     small = counts.small_modules_of_one(sources)
     print(f"modules of at most 150 lines that one other of their room imports: {len(small)}")
+    short = counts.one_use_functions(sources, 5)
+    print(f"private functions of at most five lines that one place calls: {len(short)}")
     print(f"public functions with a docstring: {counts.documented_share(sources)}")
     if options.list:
         lists = {
@@ -68,6 +70,7 @@ def main(arguments: list[str]) -> None:
             "functions that receive an object that holds it": sorted(walk.carried_to),
             "pairs of classes that share five fields": mirrors,
             "modules of at most 150 lines that one other imports": small,
+            "private functions of at most five lines that one place calls": short,
             "repeated classes": [f"{name}: {', '.join(at)}" for name, at in repeated.items()],
         }
         for title, found in lists.items():

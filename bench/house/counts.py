@@ -66,25 +66,35 @@ def functions(sources: Sequence[Source]) -> list[Function]:
     ]
 
 
-def one_use_functions(sources: Sequence[Source]) -> list[str]:
+def one_use_functions(sources: Sequence[Source], max_lines: int | None = None) -> list[str]:
     """Find private functions without decorators whose name occurs at most once in their file.
 
-    Private means a leading underscore but not two; an occurrence is a name or an attribute.
+    Private means a leading underscore but not two; an occurrence is a name or an attribute. With
+    `max_lines` only functions of so few lines that are called where they are named: one that is
+    handed on as a value is not counted.
     """
     found = []
     for source in sources:
         uses: Counter[str] = Counter()
+        called = set()
         for node in source.nodes():
-            if isinstance(node, ast.Name):
-                uses[node.id] += 1
-            elif isinstance(node, ast.Attribute):
-                uses[node.attr] += 1
+            if isinstance(node, ast.Name | ast.Attribute):
+                uses[_name(node)] += 1
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                called.add(_name(node.func))
         for function in functions([source]):
             name = function.name
             is_private = name.startswith("_") and not name.startswith("__")
-            if is_private and uses[name] <= 1 and not function.decorator_list:
+            if not is_private or uses[name] > 1 or function.decorator_list:
+                continue
+            lines = (function.end_lineno or function.lineno) - function.lineno + 1
+            if max_lines is None or (lines <= max_lines and name in called):
                 found.append(f"{source.path}:{function.lineno} {name}")
     return found
+
+
+def _name(node: ast.Name | ast.Attribute) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr
 
 
 def one_use_share(sources: Sequence[Source]) -> Share:

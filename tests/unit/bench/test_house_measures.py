@@ -67,6 +67,21 @@ def test_one_use_functions(package: Package) -> None:
     assert str(counts.one_use_share(sources)) == "3 of 7 = 42.9%"
 
 
+def test_short_functions_that_one_place_calls(package: Package) -> None:
+    sources = package(
+        {
+            "a": (
+                "def _called(): pass\n"
+                "def _handed_on(): pass\n"
+                "def _long():\n    a = 1\n    b = 2\n    return a + b\n"
+                "def public(): _called(); _long(); return sorted([], key=_handed_on)\n"
+            )
+        }
+    )
+    assert counts.one_use_functions(sources, max_lines=3) == ["a.py:1 _called"]
+    assert counts.one_use_functions(sources, max_lines=4) == ["a.py:1 _called", "a.py:3 _long"]
+
+
 def test_docstrings_and_repeated_classes(package: Package) -> None:
     sources = package(
         {
