@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from hpctrain.diagnose.facts import DiagnosisInput, Planned
-from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
+from hpctrain.diagnose.facts import (
+    DiagnosisInput,
+    Measurement,
+    Planned,
+    Suggestion,
+    TopicFinding,
+    fine,
+    unknown,
+)
 from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.telemetry.traces import Message, TraceSummary
 

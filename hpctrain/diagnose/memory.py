@@ -6,8 +6,15 @@ Belongs here: that question, and the changes worth predicting. Does not belong h
 
 from __future__ import annotations
 
-from hpctrain.diagnose.facts import DiagnosisInput, Planned
-from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
+from hpctrain.diagnose.facts import (
+    DiagnosisInput,
+    Measurement,
+    Planned,
+    Suggestion,
+    TopicFinding,
+    fine,
+    unknown,
+)
 from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
 from hpctrain.records.run_records import RankTimes
 from hpctrain.spec.engines.registry import abilities_of

@@ -4,7 +4,7 @@ In a hang nearly all ranks wait for another one; a rank that does not wait, or g
 reported. A wrong report costs a good node, so no rank is reported where the stacks are ambiguous:
 pipeline stages wait in different places, which proves nothing. Belongs here: reading the text of
 faulthandler (CPython: Python/traceback.c, _Py_DumpTracebackThreads) and comparing. Does not belong
-here: asking for stacks and reading files (`stack_files`).
+here: asking for stacks and reading files (`stack_inquiry`).
 """
 
 from __future__ import annotations

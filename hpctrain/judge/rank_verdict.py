@@ -16,7 +16,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
-from hpctrain.judge.agent_failures import AGENT
 from hpctrain.judge.blame import is_singular
 from hpctrain.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.judge.documents import (
@@ -26,8 +25,7 @@ from hpctrain.judge.documents import (
     Verdict,
 )
 from hpctrain.judge.external_verdict import failed_nodes, noticed
-from hpctrain.judge.fingerprint import fingerprint
-from hpctrain.judge.root_causes import NEVER, candidates, own_crashes
+from hpctrain.judge.root_causes import AGENT, NEVER, candidates, fingerprint, own_crashes
 from hpctrain.judge.silence_limits import LAUNCHING
 from hpctrain.judge.slow_nodes import by_speed
 from hpctrain.records.run_records import ExitRecord, TrainerExit

@@ -31,7 +31,7 @@ from hpctrain.judge.slow_nodes import certain_nodes
 from hpctrain.records.jobs import generation, started_ids, successor_ids
 from hpctrain.records.ledger import Event
 from hpctrain.records.node_record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
-from hpctrain.supervise.act.rollback import read_skip_list
+from hpctrain.supervise.act.execute import read_skip_list
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.gather import keeps_nodes
 

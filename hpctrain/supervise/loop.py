@@ -1,6 +1,7 @@
 """Supervise one attempt inside its job: launch, watch, judge and act until the attempt is over.
 
-The ledger records every action before it is carried out. Belongs here: the order of these steps.
+The ledger records every action before it is carried out. Belongs here: the order of these steps,
+and what keeps an attempt from beginning or going on.
 Does not belong here: one launch (`srun_launch`), interpreting evidence (`judge.classify`), choosing
 an action (`judge.policy`), carrying it out (`act.execute`).
 """
@@ -8,15 +9,16 @@ an action (`judge.policy`), carrying it out (`act.execute`).
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.base import clock
 from hpctrain.base.durable import FULL_ERRNOS
-from hpctrain.base.errors import SlurmError
+from hpctrain.base.errors import SlurmError, StorageError
 from hpctrain.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.judge.classify import classify
 from hpctrain.judge.documents import (
@@ -26,11 +28,17 @@ from hpctrain.judge.documents import (
     Situation,
     Verdict,
 )
+from hpctrain.judge.job_end import why_ended
 from hpctrain.judge.launch_history import history
-from hpctrain.judge.launch_nodes import Allocation, Placement, place
-from hpctrain.judge.lost_attempts import why_ended
-from hpctrain.judge.node_order import NodePlacement, details, summary
-from hpctrain.judge.policy import STOPPED_EXIT_CODE, decide
+from hpctrain.judge.launch_nodes import (
+    Allocation,
+    NodePlacement,
+    Placement,
+    details,
+    place,
+    summary,
+)
+from hpctrain.judge.policy import RETRIES, STOPPED_EXIT_CODE, decide
 from hpctrain.records.epochs import is_superseded
 from hpctrain.records.jobs import awaited_run, generation
 from hpctrain.records.layout import RunLayout
@@ -39,31 +47,39 @@ from hpctrain.records.requests import Request, read_request
 from hpctrain.records.run_jobs import identity_of
 from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.states import JobState
 from hpctrain.supervise.act.execute import act
-from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, must_leave
-from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
-from hpctrain.supervise.context import AttemptContext, log_message
+from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, must_leave, requeue
+from hpctrain.supervise.context import (
+    AttemptContext,
+    attempt_from,
+    log_message,
+    unfinished_attempt,
+    why_lost,
+)
 from hpctrain.supervise.decision_inputs import allocation_of, assess, blame_lost_attempt
 from hpctrain.supervise.evaluation_jobs import EvaluationThread
-from hpctrain.supervise.evidence.failed_launch import (
+from hpctrain.supervise.evidence.gather import (
     Prober,
     Traces,
+    between_launches,
     examine_failure,
     newest_logged_step,
     probe_job,
 )
-from hpctrain.supervise.evidence.gather import between_launches
-from hpctrain.supervise.evidence.job_facts import still_ours
-from hpctrain.supervise.evidence.leaves import leaves_of
-from hpctrain.supervise.evidence.lost_nodes import gone_nodes
+from hpctrain.supervise.evidence.slurm_facts import (
+    gone_nodes,
+    job_facts,
+    leaves_of,
+    still_ours,
+    use_up_step_ids,
+)
 from hpctrain.supervise.notice_sender import NoticeSender
 from hpctrain.supervise.side_processes import SideProcesses
 from hpctrain.supervise.srun_launch import Ended, TrainerLauncher
 from hpctrain.supervise.srun_process import Signals
-from hpctrain.supervise.step_ids import use_up_step_ids
-from hpctrain.supervise.storage_retry import retry_while_storage_fails
-from hpctrain.supervise.termination_guard import Guard
 from hpctrain.supervise.time_limit import JobTimeLimit, query_time_limit, too_late_for_launch
+from hpctrain.supervise.timeouts import retry_while_storage_fails, run_with_timeout
 
 _SLURM_TIMEOUT_SECONDS = 8.0
 # Pause between two storage faults, when the second interrupts the handling of the first.
@@ -113,7 +129,7 @@ class Supervisor:
         """Supervise this attempt to its end and return the exit code of the job.
 
         The work runs in a thread, because a hung file system blocks whoever reads from it. The main
-        thread stays free to receive signals (see `termination_guard`).
+        thread stays free to receive signals (see `Guard`).
         """
         self.context.signals.install()
         worker = _SupervisorThread(self._work)
@@ -505,3 +521,127 @@ def standing_stop(events: Sequence[Event], job_id: int, restart_count: int) -> E
         if event.event is EventKind.ACTION and event.job_id == job_id:
             return event if event.action == ActionKind.STOP else None
     return None
+
+
+# -- Requeue the job when the file system blocks the supervisor while Slurm is ending the job ---
+# The supervisor works in a thread of its own; the main thread only receives signals and runs this
+# guard. Once a signal has announced the end of the job, the guard checks whether the run directory
+# still answers. If it does not, the trainer cannot save and the supervisor cannot read or write.
+# What remains is to requeue the job while Slurm still accepts it, so that the run resumes from its
+# newest checkpoint. The ledger cannot record this; the next attempt finds this one unfinished and
+# records it.
+
+
+_CHECK_SECONDS = 0.2
+# A warning comes minutes ahead of the end, so a file system may still come back; after TERM there
+# are only seconds (slurm.conf(5), KillWait: 30).
+_AFTER_WARNING_SECONDS = 60.0
+_AFTER_TERM_SECONDS = 10.0
+_LOG_SECONDS = 2.0
+_LAST_CHANCE_SECONDS = 0.5
+_MESSAGE = "the run directory does not answer while the job is being ended: requeueing"
+
+
+class FileSystemCheck:
+    """Opens a file in a thread that may never return, to see whether the file system answers."""
+
+    def __init__(self, path: Path, touch: Callable[[Path], None] | None = None) -> None:
+        self._path = path
+        # open(2) asks the server even for cached attributes (nfs(5)).
+        self._touch = touch or (lambda path: path.open("rb", buffering=0).close())
+        self._thread: threading.Thread | None = None
+        self._began_at = 0.0
+
+    def silent_seconds(self) -> float:
+        """For how long the file system has not answered; 0 when the last check has ended."""
+        if self._thread is not None:
+            # on a machine that was suspended the check may not have run since it began
+            self._thread.join(_LAST_CHANCE_SECONDS)
+            if self._thread.is_alive():
+                return clock.monotonic() - self._began_at
+
+        def check() -> None:
+            with contextlib.suppress(OSError):  # an error is an answer
+                self._touch(self._path)
+
+        self._began_at = clock.monotonic()
+        self._thread = threading.Thread(target=check, daemon=True, name="file-system-check")
+        self._thread.start()
+        return 0.0
+
+
+class Guard:
+    """Watches the supervisor's own thread."""
+
+    def __init__(self, context: AttemptContext, check: FileSystemCheck | None = None) -> None:
+        self._context = context
+        self._check = check or FileSystemCheck(context.run_layout.ledger)
+        self._acted = False
+
+    def wait_for(self, worker: threading.Thread) -> None:
+        """Return when the supervisor's thread has ended."""
+        context, signals = self._context, self._context.signals
+        while worker.is_alive():
+            worker.join(_CHECK_SECONDS)
+            if not signals.names or self._acted or not worker.is_alive():
+                continue
+            patience = _AFTER_TERM_SECONDS if signals.final else _AFTER_WARNING_SECONDS
+            if self._check.silent_seconds() >= patience:
+                self._acted = True
+                if context.config.continuation != "requeue":
+                    continue  # its successor is in the queue already
+                facts = job_facts(context, patient=False)
+                if facts is None or facts.state is not JobState.RUNNING:
+                    continue  # a job that a person has cancelled must not come back
+                run_with_timeout(lambda: log_message(_MESSAGE), _LOG_SECONDS)
+                requeue(context.slurm, context.job_id)
+
+
+# -- Wait for the file of the supervisor's settings, or end the job without it ------------------
+
+
+# As often and as long as the policy tries again after a fault of storage.
+_TRIES = RETRIES[Cause.STORAGE] + 1
+_PAUSE_SECONDS = 30.0
+
+
+def wait_for_settings(path: Path, signals: Collection[signal.Signals]) -> bool:
+    """Wait until the file can be read, as at submit time; False if that takes too long.
+
+    `signals` are blocked. A signal that arrives ends the waiting: the job may be about to end.
+    """
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            read_supervise_config(path)
+        except StorageError as error:
+            log_message(f"storage: {error}; {tries_left} more tries, {_PAUSE_SECONDS:.0f} s apart")
+            if signal.sigtimedwait(signals, _PAUSE_SECONDS if tries_left else 0) is not None:
+                return False
+        else:
+            return True
+    return False
+
+
+def end_without_settings(environment: Mapping[str, str], slurm: SlurmClient) -> int:
+    """End a job that cannot read its settings; return its exit code.
+
+    Other nodes may reach the run directory. Slurm takes a requeue only of a job that was submitted
+    with one (sbatch(1), --requeue), and its own count of starts is the budget. A job that Slurm
+    does not list as running is left alone: it may be cancelled.
+    """
+    attempt = attempt_from(environment)
+    if attempt.restart_count >= RETRIES[Cause.STORAGE]:
+        log_message(
+            f"stop: started {attempt.restart_count + 1} times without reaching the run directory"
+        )
+        return STOPPED_EXIT_CODE
+    try:
+        job = slurm.jobs([attempt.job_id]).get(attempt.job_id)
+    except SlurmError:
+        job = None
+    if job is None or not job.state.is_running:
+        log_message("stop: the run directory is away, and Slurm does not list the job as running")
+        return STOPPED_EXIT_CODE
+    answer = slurm.requeue(attempt.job_id)
+    log_message(f"requeue: {answer.result.value}: other nodes may reach the run directory")
+    return 0 if answer.will_run_again else STOPPED_EXIT_CODE

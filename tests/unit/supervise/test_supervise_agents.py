@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from supervise_facts import NOTHING, exit_record
 
-from hpctrain.judge.agent_failures import failures_below_agents
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.classify import classify
 from hpctrain.judge.documents import LogFinding
+from hpctrain.judge.root_causes import failures_below_agents
 from hpctrain.records.run_records import AgentRecord, ExitRecord, RankEnd
 from hpctrain.slurm.messages import TaskFailure, read_task_failure
 

@@ -7,7 +7,7 @@ import pytest
 from hpctrain.base.errors import UsageError
 from hpctrain.judge.causes import Cause
 from hpctrain.records.ledger import Event
-from hpctrain.supervise.attempt import (
+from hpctrain.supervise.context import (
     JobAttempt,
     attempt_from,
     unfinished_attempt,

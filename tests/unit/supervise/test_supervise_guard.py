@@ -16,8 +16,8 @@ from waiting import wait_until
 
 from hpctrain.base import clock
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise import termination_guard as guard_module
-from hpctrain.supervise.termination_guard import FileSystemCheck, Guard
+from hpctrain.supervise import loop as guard_module
+from hpctrain.supervise.loop import FileSystemCheck, Guard
 
 
 class Disk:

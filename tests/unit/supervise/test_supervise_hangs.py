@@ -28,7 +28,6 @@ from hpctrain.slurm.states import JobState
 from hpctrain.supervise.evidence import (
     launch_watch,
     run_dir_snapshot,
-    stack_files,
     stack_inquiry,
 )
 from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
@@ -97,13 +96,13 @@ def test_the_rank_that_does_not_wait_is_named(stage: Stage) -> None:
 
 def wait_without(monkeypatch: pytest.MonkeyPatch, stopped: int) -> None:
     """Time that is up for a rank that is stopped, and not before the others have written."""
-    real = stack_files.wait_for_dumps
+    real = stack_inquiry.wait_for_dumps
 
     def wait(run: RunLayout, epoch: int, before: Mapping[int, int], seconds: float) -> None:
         real(run, epoch, before, 1.0)
         real(run, epoch, {rank: size for rank, size in before.items() if rank != stopped}, seconds)
 
-    monkeypatch.setattr(stack_files, "wait_for_dumps", wait)
+    monkeypatch.setattr(stack_inquiry, "wait_for_dumps", wait)
 
 
 def test_a_rank_that_is_stopped_is_named(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +150,7 @@ def test_a_silence_that_ends_while_stacks_are_taken_is_no_hang(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = lambda: "QUIT" in [s[2] for s in stage.slurm.signals]  # noqa: E731
-    wait_for_dumps, confirm = stack_files.wait_for_dumps, LaunchWatch._confirm_stall
+    wait_for_dumps, confirm = stack_inquiry.wait_for_dumps, LaunchWatch._confirm_stall
     limits = {"training": 0.3}
     monkeypatch.setattr(StallLimits, "cap", lambda self, phase: limits.get(phase, 600.0))
 
@@ -168,7 +167,7 @@ def test_a_silence_that_ends_while_stacks_are_taken_is_no_hang(
         (stage.layout.directory / "end").touch()
         return hangs
 
-    monkeypatch.setattr(stack_files, "wait_for_dumps", wait)
+    monkeypatch.setattr(stack_inquiry, "wait_for_dumps", wait)
     monkeypatch.setattr(LaunchWatch, "_confirm_stall", confirmed)
     ours = watched(stage, f"ranks:recv {TRAINING} await:go progress:5 await:end done")
     assert asked()

@@ -25,7 +25,7 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import RequeueAnswer, StepRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise import srun_launch
-from hpctrain.supervise.act import requeue as requeue_module
+from hpctrain.supervise.act import successor as requeue_module
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.supervise import preflight
-from hpctrain.supervise.evidence import node_checks
-from hpctrain.supervise.evidence.node_checks import (
+from hpctrain.supervise.preflight import (
     NodeReport,
     check_directory,
     check_gpus,
@@ -84,17 +83,17 @@ def test_a_machine_that_shuts_down(
     program.write_text(f"#!/bin/sh\necho {state}\n[ {state} = running ]\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(node_checks, "_SYSTEMD", tmp_path)
-    monkeypatch.setattr(node_checks, "_SCHEDULED_SHUTDOWN", plan)
+    monkeypatch.setattr(preflight, "_SYSTEMD", tmp_path)
+    monkeypatch.setattr(preflight, "_SCHEDULED_SHUTDOWN", plan)
     if in_seconds is not None:
         at_usec = int((time.time() + in_seconds) * 1e6)
         plan.write_text(f"USEC={at_usec}\nWARN_WALL=1\nMODE=reboot\n")
     report = NodeReport()
-    node_checks.check_shutdown(report, 300.0)
+    preflight.check_shutdown(report, 300.0)
     assert [problem.text for problem in report.problems] == ([words] if words else [])
-    monkeypatch.setattr(node_checks, "_SYSTEMD", tmp_path / "absent")
+    monkeypatch.setattr(preflight, "_SYSTEMD", tmp_path / "absent")
     elsewhere = NodeReport()
-    node_checks.check_shutdown(elsewhere, 4.0)
+    preflight.check_shutdown(elsewhere, 4.0)
     assert elsewhere.problems == []
 
 
@@ -102,10 +101,10 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     report = NodeReport()
     check_shared_memory(report)
     assert report.problems == []
-    monkeypatch.setattr(node_checks, "_LEAST_SHARED_BYTES", 2**62)
+    monkeypatch.setattr(preflight, "_LEAST_SHARED_BYTES", 2**62)
     check_shared_memory(report)
     assert "MiB are free in /dev/shm" in report.problems[0].text
-    monkeypatch.setattr(node_checks, "_SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(preflight, "_SHARED_MEMORY", tmp_path / "none")
     check_shared_memory(report)
     assert len(report.problems) == 1
 
@@ -210,14 +209,14 @@ def test_active_ports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         port = tmp_path / device / "ports" / "1"
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
-    monkeypatch.setattr(node_checks, "_INFINIBAND", tmp_path)
+    monkeypatch.setattr(preflight, "_INFINIBAND", tmp_path)
     report = NodeReport()
     check_ports(report)
     assert (report.facts, report.problems) == ({"ports": ["mlx5_0/1"]}, [])
 
 
 def test_a_node_without_fabric(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(node_checks, "_INFINIBAND", tmp_path / "none")
+    monkeypatch.setattr(preflight, "_INFINIBAND", tmp_path / "none")
     report = NodeReport()
     check_ports(report)
     assert report.facts == {}
@@ -386,7 +385,6 @@ def test_the_program_imports_little() -> None:
     assert {name for name in loaded if name.startswith("hpctrain")} == {
         *("hpctrain", "hpctrain.version", "hpctrain.base", "hpctrain.base.clock"),
         "hpctrain.supervise",
-        *("hpctrain.supervise.evidence", "hpctrain.supervise.evidence.node_checks"),
         *("hpctrain.judge", "hpctrain.judge.preflight_format"),
         *("hpctrain.supervise.preflight", "hpctrain.records", "hpctrain.records.supervise_inputs"),
     }
@@ -398,7 +396,7 @@ def test_the_program_imports_little() -> None:
 def inputs(directory: Path, *paths: Path) -> NodeReport:
     settings, report = directory / "supervise.json", NodeReport()
     settings.write_text(json.dumps({"inputs": [str(path) for path in paths]}))
-    node_checks.check_inputs(report, settings)
+    preflight.check_inputs(report, settings)
     return report
 
 
@@ -420,5 +418,5 @@ def test_without_a_list_nothing_is_looked_for(tmp_path: Path) -> None:
     """Where it cannot be read, the check of the run directory says so."""
     for settings in (None, tmp_path / "absent.json"):
         report = NodeReport()
-        node_checks.check_inputs(report, settings)
+        preflight.check_inputs(report, settings)
         assert report.problems == []

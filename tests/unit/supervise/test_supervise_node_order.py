@@ -9,15 +9,13 @@ from supervise_facts import config
 
 from hpctrain.judge.launch_nodes import (
     Allocation,
-    host_file_lines,
-    place,
-    place_command,
-)
-from hpctrain.judge.node_order import (
     NodePlacement,
     details,
+    host_file_lines,
     judge_placement,
     order_by_leaf,
+    place,
+    place_command,
     summary,
 )
 from hpctrain.records.supervise_config import LaunchShape, TopologySettings

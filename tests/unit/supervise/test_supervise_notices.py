@@ -148,7 +148,7 @@ def test_a_run_that_fails_with_its_disk_is_told(
         monkeypatch.setattr("hpctrain.records.notices.create_exclusive", full)
         (stage.layout.directory / "full").touch()
 
-    monkeypatch.setattr("hpctrain.supervise.storage_retry._PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr("hpctrain.supervise.timeouts._PATIENCE_SECONDS", 1.0)
     stage.once(lambda: stage.events(EventKind.LAUNCH_STARTED), fill)
     assert supervisor.run() == 1
     assert stage.actions == [], "the file does not have it"

@@ -16,7 +16,7 @@ from hpctrain.judge.classify import classify
 from hpctrain.judge.probe_results import KernelLine, NodeResult, ProbeResult
 from hpctrain.records.layout import RunLayout
 from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.evidence.failed_launch import Traces, find_lines, newest_logged_step
+from hpctrain.supervise.evidence.gather import Traces, find_lines, newest_logged_step
 
 RESET = "DistNetworkError: Connection reset by peer"
 OFF_BUS = "NVRM: Xid (PCI:0000:cb:00): 79, pid=1, name=python3, GPU has fallen off the bus."

@@ -11,7 +11,7 @@ from trainer_documents import train_json
 from hpctrain.base.errors import StorageError
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import SkipList, append_metrics, read_record
-from hpctrain.supervise.act.rollback import skip_batches
+from hpctrain.supervise.act.execute import skip_batches
 
 BATCH = 8
 

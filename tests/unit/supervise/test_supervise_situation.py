@@ -19,10 +19,9 @@ from hpctrain.records.node_record import KINDS, EvidenceKind, NodeEvidence, Node
 from hpctrain.records.run_records import Progress
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.supervise.attempt import JobAttempt
-from hpctrain.supervise.context import AttemptContext
+from hpctrain.supervise.context import AttemptContext, JobAttempt
 from hpctrain.supervise.decision_inputs import assess, blame_lost_attempt
-from hpctrain.supervise.evidence.lost_nodes import REBOOT_SECONDS, gone_nodes
+from hpctrain.supervise.evidence.slurm_facts import REBOOT_SECONDS, gone_nodes
 from hpctrain.supervise.srun_launch import Ended
 from hpctrain.supervise.srun_process import Signals
 

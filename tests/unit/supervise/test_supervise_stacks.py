@@ -27,7 +27,7 @@ from hpctrain.judge.odd_stacks import (
     ranges,
 )
 from hpctrain.records.layout import RunLayout
-from hpctrain.supervise.evidence import stack_files
+from hpctrain.supervise.evidence import stack_inquiry
 
 PACKAGE = Path(hpctrain.__file__).parents[1]
 SITE = "/env/lib/python3.11/site-packages"
@@ -299,13 +299,13 @@ def ready(*ranks: Rank) -> None:
 
 def ask(
     run: RunLayout, ranks: list[Rank], timeout_seconds: float = 300.0, stopped: int | None = None
-) -> stack_files.StackDumps:
-    before = stack_files.sizes(run, EPOCH)
+) -> stack_inquiry.StackDumps:
+    before = stack_inquiry.sizes(run, EPOCH)
     for rank in ranks:
         os.kill(rank.pid, signal.SIGQUIT)
     awaited = {rank: size for rank, size in before.items() if rank != stopped}
-    stack_files.wait_for_dumps(run, EPOCH, awaited, timeout_seconds)
-    return stack_files.read_dumps(run, EPOCH, before)
+    stack_inquiry.wait_for_dumps(run, EPOCH, awaited, timeout_seconds)
+    return stack_inquiry.read_dumps(run, EPOCH, before)
 
 
 def test_real_ranks(run: RunLayout, start: Start) -> None:
@@ -348,10 +348,10 @@ def test_waiting_goes_on_while_something_is_written(
 
     for number in range(30):
         virtual_clock.at(0.05 * number, line)
-    before = stack_files.sizes(run, EPOCH)
-    stack_files.wait_for_dumps(run, EPOCH, before, 10.0)
+    before = stack_inquiry.sizes(run, EPOCH)
+    stack_inquiry.wait_for_dumps(run, EPOCH, before, 10.0)
     assert virtual_clock.passed_seconds < 5.0, "and ends soon after"
-    assert stack_files.read_dumps(run, EPOCH, before).texts[0].count("File") == 30
+    assert stack_inquiry.read_dumps(run, EPOCH, before).texts[0].count("File") == 30
 
 
 def test_a_second_dump_is_read_without_the_first(run: RunLayout, start: Start) -> None:
@@ -374,15 +374,17 @@ def write(run: RunLayout, rank: int, text: str, epoch: int = EPOCH) -> Path:
 
 
 def test_no_files(run: RunLayout) -> None:
-    assert stack_files.sizes(run, EPOCH) == {}
-    assert stack_files.read_dumps(run, EPOCH, {}) == stack_files.StackDumps({}, {}, complete=True)
+    assert stack_inquiry.sizes(run, EPOCH) == {}
+    assert stack_inquiry.read_dumps(run, EPOCH, {}) == stack_inquiry.StackDumps(
+        {}, {}, complete=True
+    )
 
 
 def test_other_files_are_kept_and_not_read(run: RunLayout) -> None:
     path = write(run, 3, "rank=3 node=n1 pid=4 epoch=7\nstack")
     (path.parent / "nccl-rank-3").write_bytes(b"\x80")
     (path.parent / "rank-000004.txt.tmp").write_text("x")
-    given = stack_files.read_dumps(run, EPOCH, {})
+    given = stack_inquiry.read_dumps(run, EPOCH, {})
     assert set(given.texts) == {3}
     assert given.nodes == {3: "n1"}
     assert (path.parent / "nccl-rank-3").exists()
@@ -391,21 +393,21 @@ def test_other_files_are_kept_and_not_read(run: RunLayout) -> None:
 def test_a_file_that_cannot_be_read_is_not_a_silent_rank(run: RunLayout) -> None:
     write(run, 0, "rank=0 node=n0 pid=4 epoch=7\n")
     run.stack_dump(EPOCH, 1).mkdir()
-    given = stack_files.read_dumps(run, EPOCH, {0: 29})
+    given = stack_inquiry.read_dumps(run, EPOCH, {0: 29})
     assert (given.texts, given.complete) == ({0: ""}, False)
 
 
 def test_reading_is_bounded_in_size_and_time(
     run: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack_files, "_LONGEST_DUMP_BYTES", 1000)
+    monkeypatch.setattr(stack_inquiry, "_LONGEST_DUMP_BYTES", 1000)
     for rank in range(3):
         write(run, rank, "no header" + "x" * 5000)
-    given = stack_files.read_dumps(run, EPOCH, {})
+    given = stack_inquiry.read_dumps(run, EPOCH, {})
     assert [len(text) for text in given.texts.values()] == [1000] * 3
     assert given.nodes == {}
-    monkeypatch.setattr(stack_files, "_READING_SECONDS", 0.0)
-    given = stack_files.read_dumps(run, EPOCH, {})
+    monkeypatch.setattr(stack_inquiry, "_READING_DUMPS_SECONDS", 0.0)
+    given = stack_inquiry.read_dumps(run, EPOCH, {})
     assert (set(given.texts), given.complete) == ({0}, False)
 
 
@@ -413,7 +415,7 @@ def test_stacks_of_the_last_epochs_are_kept(run: RunLayout) -> None:
     for epoch in range(1, 8):
         write(run, 0, "x", epoch)
     (run.stacks / "notes").mkdir()
-    stack_files.forget_old_dumps(run, 7)
+    stack_inquiry.forget_old_dumps(run, 7)
     assert sorted(p.name for p in run.stacks.iterdir()) == [
         *("e000004", "e000005", "e000006", "e000007", "notes")
     ]
@@ -515,6 +517,6 @@ def test_the_directory_of_the_package_is_recorded(run: RunLayout) -> None:
     first = "rank=3 node=n1 pid=4 epoch=7"
     write(run, 0, f"{first}\nstack")
     write(run, 1, f"{first} package=/ann/a b/hpctrain\nstack")
-    given = stack_files.read_dumps(run, EPOCH, {})
+    given = stack_inquiry.read_dumps(run, EPOCH, {})
     assert given.packages == {1: "/ann/a b/hpctrain"}
     assert given.nodes == {0: "n1", 1: "n1"}

@@ -13,12 +13,11 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind, Ledger
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.supervise import step_ids
-from hpctrain.supervise.attempt import JobAttempt
-from hpctrain.supervise.context import AttemptContext
+from hpctrain.supervise.context import AttemptContext, JobAttempt
+from hpctrain.supervise.evidence import slurm_facts
 from hpctrain.supervise.evidence.probe import STEP_NAME
+from hpctrain.supervise.evidence.slurm_facts import use_up_step_ids
 from hpctrain.supervise.srun_process import Signals
-from hpctrain.supervise.step_ids import use_up_step_ids
 
 # Gives each step the next id, as Slurm does.
 ACTOR = """#!/bin/sh
@@ -94,6 +93,6 @@ def test_a_slurm_that_starts_no_step_does_not_hold_up_the_run(
 
 
 def test_it_takes_a_minute_at_most(theatre: Theatre, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_ids, "_SECONDS", 0.0)
+    monkeypatch.setattr(slurm_facts, "_SECONDS", 0.0)
     theatre.lost(0, newest_step=9)
     assert theatre.use_up() == []

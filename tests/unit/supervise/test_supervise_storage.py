@@ -22,9 +22,8 @@ from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise import settings, srun_launch
-from hpctrain.supervise.loop import Supervisor
-from hpctrain.supervise.settings import end_without_settings, wait_for_settings
+from hpctrain.supervise import loop, srun_launch
+from hpctrain.supervise.loop import Supervisor, end_without_settings, wait_for_settings
 
 
 def away(stage: Stage) -> Path:
@@ -250,7 +249,7 @@ def test_settings_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if len(waited) == 3:
             path.write_text(config().model_dump_json())
 
-    monkeypatch.setattr(settings.signal, "sigtimedwait", wait)
+    monkeypatch.setattr(loop.signal, "sigtimedwait", wait)
     with pytest.raises(StorageError, match="No such file"):
         read_supervise_config(path)
     assert wait_for_settings(path, (signal.SIGTERM,))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from trainer_documents import train_json
 
-from hpctrain.judge.stragglers import Stragglers, one_stage, slowness
+from hpctrain.judge.slow_nodes import Stragglers, one_stage, slowness
 from hpctrain.records.run_records import RankTimes
 from hpctrain.supervise.evidence.launch_watch import read_pipeline_stages
 

@@ -15,7 +15,7 @@ from virtual_clock import VirtualClock
 from hpctrain.base.errors import SlurmRefusedError
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import Verdict
-from hpctrain.judge.lost_attempts import why_ended
+from hpctrain.judge.job_end import why_ended
 from hpctrain.records.jobs import cancel_requested, generation, job_ids
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import BufferedLedger, EventKind
@@ -31,8 +31,7 @@ from hpctrain.supervise.act.successor import (
     exclude_from_successors,
     must_leave,
 )
-from hpctrain.supervise.attempt import JobAttempt
-from hpctrain.supervise.context import AttemptContext
+from hpctrain.supervise.context import AttemptContext, JobAttempt
 from hpctrain.supervise.decision_inputs import allocation_of, assess
 from hpctrain.supervise.srun_process import Signals
 

@@ -15,20 +15,20 @@ from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 from virtual_clock import ShiftedClock, VirtualClock
 
-from hpctrain.judge.stop_lead import stop_lead
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_records import SaveRecord, StepMetrics, append_metrics, append_save
 from hpctrain.runs.describe import describe
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise import loop, time_limit
-from hpctrain.supervise.attempt import attempt_from
+from hpctrain.supervise.context import attempt_from
 from hpctrain.supervise.evidence import launch_watch
 from hpctrain.supervise.time_limit import (
     JobTimeLimit,
     StopTime,
     measured_lead,
     query_time_limit,
+    stop_lead,
     too_late_for_launch,
 )
 

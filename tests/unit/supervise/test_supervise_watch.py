@@ -35,14 +35,14 @@ from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.messages import TaskFailure
 from hpctrain.slurm.records import JobRecord, StepRecord
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise.evidence import gather, job_facts, launch_watch
+from hpctrain.supervise.evidence import gather, launch_watch, slurm_facts
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 from hpctrain.supervise.evidence.run_dir_snapshot import (
     BackgroundReader,
     RunDirReader,
     RunDirSnapshot,
 )
-from hpctrain.supervise.evidence.srun_steps import OwnSteps
+from hpctrain.supervise.evidence.slurm_facts import OwnSteps
 from hpctrain.supervise.srun_process import SrunProcess
 
 NEXT_SECONDS = Backoff.next_seconds
@@ -441,7 +441,7 @@ def test_slurm_is_asked_until_it_answers(stage: Stage, monkeypatch: pytest.Monke
         return original(job_id)
 
     stage.slurm.show_job = later  # type: ignore[method-assign,assignment]
-    monkeypatch.setattr(job_facts, "_PATIENCE_SECONDS", 600.0)
+    monkeypatch.setattr(slurm_facts, "_PATIENCE_SECONDS", 600.0)
     context = stage.supervisor().context
     assert gather.job_facts(context, patient=False) is None
     assert asked == 1
