@@ -135,7 +135,7 @@ SLEEPERS = {
     "serve/streaming_server.py": "an engine that answers slowly",
     "supervise/acting_rank.py": "a process that stands still",
     "supervise/acting_srun.py": "a process that takes its time",
-    "supervise/test_supervise_probe.py": "would see a signal that comes afterwards",
+    "supervise/test_node_probe.py": "would see a signal that comes afterwards",
     "supervise/test_supervise_process.py": "a signal must not interrupt a sleep",
     "supervise/test_supervise_watch.py": "waits without using the processor, which is measured",
     "test_quick.py": "a test that is still running when the time is up",

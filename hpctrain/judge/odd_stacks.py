@@ -27,7 +27,7 @@ _PACKAGE = "hpctrain"
 # Where a rank waits for others, by file and function (None: any). A C call such as `work.wait()`
 # has no frame of its own, so its callers are listed: megatron-core's pipeline schedules and
 # gradient buffers, and our own agreement between ranks. Files of the trainer list the same names
-# in `WAITS_FOR_RANKS`; tests/unit/supervise/test_supervise_stacks.py compares the two.
+# in `WAITS_FOR_RANKS`; tests/unit/judge/test_odd_stacks.py compares the two.
 WAITS: tuple[tuple[str, frozenset[str] | None], ...] = (
     ("torch/distributed/distributed_c10d.py", None),
     ("torch/distributed/_functional_collectives.py", None),

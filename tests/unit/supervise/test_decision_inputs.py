@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from supervise_facts import NOTHING, config
+from launch_evidence import NOTHING, config
 
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import Situation, Suspicion, Verdict

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervise_facts import config
+from launch_evidence import config
 from supervise_stage import JOB_ID, PATIENCE_SECONDS, Stage
 from virtual_clock import ShiftedClock
 from waiting import wait_until

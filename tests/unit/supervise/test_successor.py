@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Literal, cast
 
 import pytest
-from supervise_facts import config
+from launch_evidence import config
 from virtual_clock import VirtualClock
 
 from hpctrain.base.errors import SlurmRefusedError
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import Verdict
-from hpctrain.judge.job_end import why_ended
 from hpctrain.records.jobs import cancel_requested, generation, job_ids
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import BufferedLedger, EventKind
@@ -474,38 +473,6 @@ def test_whether_another_job_goes_on(
         context.ledger.append(EventKind.ATTEMPT_STARTED, job_id=job_id)
     allocation = allocation_of(context)
     assert assess(context, allocation, Verdict(Cause.TIME_LIMIT, "x")).followed is followed
-
-
-# -- an end without a word -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("state", "begun", "cause", "words"),
-    [
-        (JobState.PREEMPTED, True, Cause.PREEMPTED, "preempted"),
-        (JobState.NODE_FAIL, True, Cause.NODE_FAILURE, "one of its nodes failed"),
-        (JobState.BOOT_FAIL, False, Cause.NODE_FAILURE, "one of its nodes failed"),
-        (JobState.TIMEOUT, True, Cause.TIME_LIMIT, "time limit"),
-        (JobState.OUT_OF_MEMORY, True, Cause.HOST_OOM, "out of memory"),
-        (JobState.CANCELLED, True, Cause.CANCELLED, "cancelled"),
-        (JobState.DEADLINE, True, Cause.DEADLINE, "deadline given to sbatch"),
-        (JobState.REVOKED, True, Cause.SUPERSEDED, "another cluster"),
-        (JobState.FAILED, True, Cause.SUPERVISOR_LOST, "exit code 3"),
-        (JobState.FAILED, False, Cause.LAUNCH_FAILURE, "before its supervisor began (exit code 3)"),
-        (JobState.COMPLETED, True, Cause.SUPERVISOR_LOST, "exit code 3"),
-    ],
-)
-def test_why_ended(state: JobState, begun: bool, cause: Cause, words: str) -> None:
-    found = why_ended(job(5, state, exit_code=3, exit_signal=0), begun=begun)
-    assert found is not None and found[0] is cause and words in found[1]
-
-
-def test_why_ended_says_nothing_about_what_has_not_ended() -> None:
-    for state in (JobState.RUNNING, JobState.COMPLETING, JobState.PENDING, JobState.UNKNOWN):
-        assert why_ended(job(5, state), begun=True) is None
-    assert why_ended(None, begun=True) is None
-    killed = why_ended(job(5, JobState.FAILED, exit_signal=9), begun=True)
-    assert killed is not None and "signal 9" in killed[1]
 
 
 def test_refusals_of_slurm_raise_nothing(tmp_path: Path, slurm: FakeSlurm) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from supervise_facts import config
+from launch_evidence import config
 
 from hpctrain.judge.silence_limits import SilenceMonitor, StallLimits
 from hpctrain.records.supervise_config import SuperviseConfig

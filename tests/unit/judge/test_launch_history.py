@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import get_args
 
-from hpctrain.judge.causes import Cause
+import pytest
+from launch_evidence import config
+
+from hpctrain.judge.causes import Cause, can_happen
+from hpctrain.judge.documents import Situation
 from hpctrain.judge.launch_history import (
     history,
+    loaded_instead,
     mean_time_to_failure,
+    pending_rejections,
     pending_rollback,
     pinned_steps,
 )
+from hpctrain.judge.silence_limits import StallLimits
 from hpctrain.records.ledger import Event
+from hpctrain.records.run_records import Phase
+from hpctrain.runs.policy_preview import budgets, preview_policy
 
 
 def event(kind: str, time: float = 0.0, **fields: object) -> Event:
@@ -164,3 +173,102 @@ def test_checkpoints_from_before_an_anomaly_are_pinned() -> None:
     assert pinned_steps([AT_10, CRASH]) == ()
     assert pinned_steps([anomaly(30), CRASH, anomaly(30)]) == (30,)
     assert pinned_steps([anomaly(10), anomaly(None), anomaly(30), anomaly(50)]) == (30, 50)
+
+
+# A replica of a service under the supervisor of runs: what counts as progress, limits, words.
+
+
+SERVES = config().model_copy(update={"serves": True})
+HERE = Situation()
+
+
+STARTED = event("launch_started", resume_step=0)
+READY = event("serving", served_seconds=0.0)
+PROVEN = event("serving", served_seconds=600.0)
+DIED = event("launch_ended", cause="crash", resume_step=0)
+LOST = event("attempt_lost", cause="node_failure")
+OVER = event("launch_ended", cause="time_limit", resume_step=0)
+
+
+@pytest.mark.parametrize(
+    ("events", "failures", "time_limits"),
+    [
+        ([STARTED, DIED, STARTED, DIED], 2, 0),
+        # Being ready is not enough: an engine that dies after a minute does so for ever.
+        ([STARTED, READY, DIED, STARTED, READY, DIED], 2, 0),
+        ([STARTED, DIED, STARTED, READY, PROVEN], 0, 0),
+        # The end of a launch that has served is the first of nothing.
+        ([STARTED, DIED, STARTED, READY, PROVEN, DIED], 0, 0),
+        ([STARTED, READY, PROVEN, DIED, STARTED, DIED], 1, 0),
+        ([STARTED, READY, PROVEN, LOST, STARTED, READY, PROVEN, LOST], 0, 0),
+        ([STARTED, READY, LOST, STARTED, READY, LOST], 2, 0),
+        ([STARTED, OVER, STARTED, READY, PROVEN, OVER, STARTED, OVER], 0, 1),
+    ],
+)
+def test_having_served_long_is_progress(
+    events: list[Event], failures: int, time_limits: int
+) -> None:
+    found = history(events)
+    assert (found.failures_without_progress, found.time_limits_without_progress) == (
+        failures,
+        time_limits,
+    )
+
+
+def test_a_replica_that_was_ready_has_fitted() -> None:
+    assert not history([STARTED, DIED]).ever_progressed
+    assert history([STARTED, READY, DIED]).ever_progressed
+
+
+def test_only_what_can_happen_is_shown() -> None:
+    for serves, settings in ((True, SERVES), (False, config())):
+        shown = {one.cause for one in budgets(history([]), settings)}
+        assert {Cause.WEIGHTS, Cause.ENGINE_EXIT} <= {*map(Cause, shown)} or not serves
+        assert all(can_happen(Cause(cause), serves=serves) for cause in shown)
+        for preview in preview_policy([], settings, 0.0, 0, 0):
+            assert all(can_happen(Cause(cause), serves=serves) for cause in preview.causes)
+
+
+def test_silence_while_it_serves_is_limited_as_a_step_is() -> None:
+    limits = StallLimits(SERVES)
+    caps = {phase: limits.cap(phase) for phase in get_args(Phase)}
+    assert caps["serving"] == caps["draining"] == caps["training"] == SERVES.stall_seconds
+    assert caps["loading"] == SERVES.setup_stall_seconds
+
+
+# -- checkpoints that cannot be loaded ---------------------------------------------------------
+
+
+def unloaded(step: int) -> Event:
+    return ended(Cause.LOAD_FAILED, step, None)
+
+
+def rejected(step: int) -> Event:
+    return event("checkpoint_rejected", checkpoint_step=step, reason="cannot be loaded")
+
+
+@pytest.mark.parametrize(
+    ("events", "failed_loads"),
+    [
+        ([unloaded(20)], 1),
+        ([started(20), unloaded(20)] * 2, 2),
+        # a storage fault of one node, a crash after loading: neither is about the checkpoint
+        ([ended(Cause.STORAGE, 20, None), ended(Cause.CRASH, 20, None), unloaded(20)], 1),
+        ([unloaded(30), rejected(30), unloaded(20)], 1),
+        ([unloaded(20), event("control", action="resume"), unloaded(20)], 1),
+        ([unloaded(20), unloaded(20), rejected(20), unloaded(20)], 1),
+        ([unloaded(20), CRASH], 0),
+    ],
+)
+def test_failures_to_load_one_checkpoint(events: list[Event], failed_loads: int) -> None:
+    assert history(events).failed_loads == failed_loads
+
+
+def test_a_checkpoint_that_is_given_up() -> None:
+    events = [started(20), ended(Cause.LOAD_FAILED, 20, 20), rejected(20), started(10)]
+    saved_again = history([*events, ended(Cause.CRASH, 10, 20)])
+    assert saved_again.failures_without_progress == 0, "saving it again is progress"
+    assert pending_rejections(events[:3]) == {20: "cannot be loaded"}
+    assert pending_rejections(events) == {}
+    assert (loaded_instead(events), pinned_steps(events)) == (10, (10,)), "known to load"
+    assert pinned_steps([*events, event("fresh_start_accepted")]) == ()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from supervise_facts import config
+from launch_evidence import config
 from supervise_stage import Stage
 from virtual_clock import ShiftedClock
 from webhook_server import Webhook, webhook

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from supervise_facts import config
+from launch_evidence import config
 from supervise_stage import Stage
 from trainer_documents import train_json
 from virtual_clock import VirtualClock

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from file_system_calls import FileSystemCalls
-from supervise_facts import config
+from launch_evidence import config
 from supervise_stage import JOB_ID, Stage
 from virtual_clock import VirtualClock
 

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from launch_evidence import config
 from step_rows import trained_step
-from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 from virtual_clock import ShiftedClock, VirtualClock
 
