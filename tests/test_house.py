@@ -136,8 +136,8 @@ SLEEPERS = {
     "supervise/acting_rank.py": "a process that stands still",
     "supervise/acting_srun.py": "a process that takes its time",
     "supervise/test_node_probe.py": "would see a signal that comes afterwards",
-    "supervise/test_supervise_process.py": "a signal must not interrupt a sleep",
-    "supervise/test_supervise_watch.py": "waits without using the processor, which is measured",
+    "supervise/test_srun_process.py": "a signal must not interrupt a sleep",
+    "supervise/test_launch_watch.py": "waits without using the processor, which is measured",
     "test_quick.py": "a test that is still running when the time is up",
 }
 
