@@ -13,6 +13,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,14 +133,22 @@ class Supervisor:
         thread stays free to receive signals (see `Guard`).
         """
         self.context.signals.install()
-        worker = _SupervisorThread(self._work)
+        code: Future[int] = Future()
+
+        def work() -> None:
+            try:
+                code.set_result(self._work())
+            except BaseException as error:
+                code.set_exception(error)
+
+        worker = threading.Thread(target=work, name="supervisor")
         self.notices.start()
         worker.start()
         self.evaluations.start()
         self.guard.wait_for(worker)
         self.notices.close()
         self.evaluations.stop(last_pass=not self.context.signals.final)
-        return worker.result()
+        return code.result()
 
     def _work(self) -> int:
         try:
@@ -410,29 +419,6 @@ def _yielded(request: Request) -> Verdict:
     """The verdict on a launch that a person's request has ended or prevented."""
     reason = f"asked to {request.kind} by {request.by}"
     return Verdict(Cause.YIELDED, reason, hold=request.kind == "hold")
-
-
-class _SupervisorThread(threading.Thread):
-    """Runs the work and keeps its exit code or its exception for the main thread."""
-
-    def __init__(self, work: Callable[[], int]) -> None:
-        super().__init__(name="supervisor")
-        self._work = work
-        self._code: int | None = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._code = self._work()
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> int:
-        """The exit code. Raises what the work has raised."""
-        if self._error is not None:
-            raise self._error
-        assert self._code is not None, "the thread has not ended"
-        return self._code
 
 
 # -- Keep a run that waits for another one (`after`) from beginning before that is done ---------

@@ -13,10 +13,10 @@ from hpctrain.judge.blame import (
     blame_problem,
     is_singular,
     most_avoidable,
+    nodes_against,
     nodes_to_avoid,
     scores,
     story,
-    unfit_nodes,
     weight_now,
 )
 from hpctrain.judge.causes import (
@@ -488,8 +488,8 @@ def test_nodes_unfit_for_a_run_are_so_for_a_day_and_for_that_run() -> None:
         seen(K.UNHEALTHY, "n5"),
         forgiveness(NOW, "c", "n5", "ann", "mounted again"),
     ]
-    assert unfit_nodes(found, "c", "run-1", NOW) == ("n1",)
-    assert unfit_nodes(found, "other", "run-1", NOW) == ()
+    assert nodes_against(found, "c", "run-1", NOW, EvidenceKind.UNHEALTHY) == ("n1",)
+    assert nodes_against(found, "other", "run-1", NOW, EvidenceKind.UNHEALTHY) == ()
 
 
 @pytest.mark.parametrize(
