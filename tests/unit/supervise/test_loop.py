@@ -7,9 +7,13 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from signal import Signals
+from typing import Any
 
 import pytest
+import yaml
 from file_system_calls import FileSystemCalls
 from launch_evidence import config
 from supervise_stage import JOB_ID, Stage
@@ -28,11 +32,62 @@ from hpctrain.supervise import srun_launch
 from hpctrain.supervise.act import successor as requeue_module
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 
+PROBES = {
+    "well": ProbeResult(results=(NodeResult("n0", ended=True),)),
+    "lost": ProbeResult(
+        results=(NodeResult("n1", ended=True),), lost=("n0",), why_lost=("no answer in 20 s",)
+    ),
+    "leaving": ProbeResult(results=(NodeResult("n0", ended=True),), leaving=("n0",)),
+}
+ATTEMPTS = {
+    name: (given, due)
+    for name, given, due in yaml.safe_load(Path(__file__).with_name("attempts.yaml").read_text())
+}
 
-def test_a_run_that_is_done(stage: Stage) -> None:
-    assert stage.play("progress:3 done") == 0
-    assert (stage.causes, stage.actions) == (["done"], ["finish"])
-    assert stage.slurm.actions_at_requeue == []
+
+def happens(
+    stage: Stage,
+    *,
+    change: dict[str, Any] | None = None,
+    signal: str = "",
+    touch: str = "",
+    cancel: str = "",
+    newer_launch: str = "",
+) -> None:
+    """What is done to a run from outside."""
+    if cancel:
+        Ledger(stage.layout.ledger).append(EventKind.CANCEL_REQUESTED, job_id=JOB_ID, user=cancel)
+    if newer_launch:
+        claim_epoch(stage.layout.epochs, newer_launch)
+    if change:
+        state = {"state": JobState(change["state"])} if "state" in change else {}
+        stage.slurm.change(**(change | state))
+    if touch:
+        (stage.layout.directory / touch).touch()
+    if signal:
+        os.kill(os.getpid(), Signals[f"SIG{signal}"])
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_an_attempt(stage: Stage, name: str) -> None:
+    given, due = ATTEMPTS[name]
+    stage.configure(config().model_copy(update=given.get("settings", {})))
+    stage.probe = PROBES.get(given.get("probe", ""), stage.probe)
+    stage.slurm.away = given.get("away", False)
+    if given.get("unknown"):
+        stage.slurm.records.clear()
+    if "training" in given:
+        stage.once_training(partial(happens, stage, **given["training"]))
+    started = time.monotonic()
+    assert stage.play(*given["parts"]) == due.get("code", 0)
+    assert time.monotonic() - started < 300
+    assert (stage.causes, stage.actions) == (due["causes"], due["actions"])
+    ended = stage.events(EventKind.LAUNCH_ENDED)
+    assert due.get("ended", "") in str(ended[0].reason)
+    if "requeues" in due:
+        assert stage.slurm.actions_at_requeue == due["requeues"]
+    if "killed" in due:
+        assert ((JOB_ID, "0", "KILL") in stage.slurm.signals) is due["killed"]
 
 
 def test_a_done_run_is_not_launched_again(stage: Stage) -> None:
@@ -80,24 +135,6 @@ def test_the_ledger_says_who_failed_and_how(stage: Stage) -> None:
     assert ended.evidence[0] == "rank 0 on n0: ValueError: bad batch"
 
 
-def test_a_wrong_setting_stops_at_once(stage: Stage) -> None:
-    assert stage.play("config") == 1
-    assert (stage.causes, stage.actions) == (["config_error"], ["stop"])
-
-
-def test_crashes_without_progress_stop(stage: Stage) -> None:
-    assert stage.play("crash", "crash", "crash", "done") == 1
-    assert stage.causes == ["crash"] * 3
-    assert stage.actions == ["relaunch", "relaunch", "stop"]
-
-
-def test_crashes_with_progress_go_on(stage: Stage) -> None:
-    stage.configure(config().model_copy(update={"storm_failures": 9}))
-    parts = [f"save:{step} crash" for step in (10, 20, 30, 40, 50)]
-    assert stage.play(*parts, "done") == 0
-    assert stage.actions == ["relaunch"] * 5 + ["finish"]
-
-
 def test_failures_of_earlier_attempts_count(stage: Stage) -> None:
     stage.configure(config(failures_without_progress=2))
     Ledger(stage.layout.ledger).append(
@@ -117,34 +154,6 @@ def test_warned_by_slurm(stage: Stage) -> None:
     assert stage.slurm.actions_at_requeue == [["requeue"]]
     assert [e.reason for e in stage.events(EventKind.ACTION_RESULT)] == ["done"]
     assert stage.slurm.records[JOB_ID].restart_count == 1
-
-
-def test_preempted_with_a_warning(stage: Stage) -> None:
-    def preempted() -> None:
-        stage.slurm.change(preempt_time=1.0)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    stage.once_training(preempted)
-    assert stage.play("progress:3 await-stop") == 0
-    assert (stage.causes, stage.actions) == (["preempted"], ["requeue"])
-
-
-def test_a_crash_in_the_grace_period_costs_nothing(stage: Stage) -> None:
-    def preempted() -> None:
-        stage.slurm.change(preempt_time=1.0)
-        (stage.layout.directory / "go").touch()
-
-    stage.once_training(preempted)
-    assert stage.play("progress:3 await:go crash") == 0
-    assert (stage.causes, stage.actions) == (["preempted"], ["requeue"])
-
-
-def test_a_site_without_requeue(stage: Stage) -> None:
-    stage.configure(config("none"))
-    stage.signal_once_training(signal.SIGUSR1)
-    assert stage.play("progress:3 await-stop") == 1
-    assert stage.actions == ["stop"]
-    assert stage.slurm.actions_at_requeue == []
 
 
 def test_a_stop_request_of_an_earlier_launch_is_forgotten(stage: Stage) -> None:
@@ -180,31 +189,6 @@ def test_a_run_that_loses_attempt_after_attempt_is_stopped(stage: Stage) -> None
     )
 
 
-def test_requeued_by_somebody(stage: Stage) -> None:
-    def requeued() -> None:
-        stage.slurm.change(state=JobState.COMPLETING, restart_count=1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    stage.once_training(requeued)
-    assert stage.play("progress:3 sleep:600") == 0
-    assert (stage.causes, stage.actions) == (["requeued"], ["leave"])
-    assert stage.slurm.actions_at_requeue == []
-    assert not [s for s in stage.slurm.signals if s[2] == "KILL"]
-
-
-def test_cancelled_by_scancel(stage: Stage) -> None:
-    def cancelled() -> None:
-        stage.slurm.change(state=JobState.COMPLETING)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    stage.once_training(cancelled)
-    started = time.monotonic()
-    assert stage.play("progress:3 sleep:600") == 1
-    assert (stage.causes, stage.actions) == (["cancelled"], ["stop"])
-    # KillWait is 3 s here: the verdict must be in the ledger before KILL comes.
-    assert time.monotonic() - started < 300
-
-
 @pytest.mark.parametrize(
     ("words", "cause", "action"),
     [
@@ -231,30 +215,6 @@ def test_a_preemption_that_cancels_is_told_from_a_cancel_by_the_log(
     stage.once_training(ended)
     stage.play("progress:3 sleep:600")
     assert (stage.causes, stage.actions) == ([cause], [action])
-
-
-def test_cancelled_by_hpctrain_while_the_trainer_leaves(stage: Stage) -> None:
-    def cancelled() -> None:
-        Ledger(stage.layout.ledger).append(EventKind.CANCEL_REQUESTED, job_id=JOB_ID, user="ann")
-        stage.slurm.change(state=JobState.COMPLETING)
-        stage.slurm.change(preempt_time=1.0)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    stage.once_training(cancelled)
-    assert stage.play("progress:3 await-stop") == 1
-    assert (stage.causes, stage.actions) == (["cancelled"], ["stop"])
-
-
-def test_a_cancel_that_never_reached_slurm_ends_nothing(stage: Stage) -> None:
-    """The controller was away when the user asked; a crash days later is a crash."""
-
-    def asked() -> None:
-        Ledger(stage.layout.ledger).append(EventKind.CANCEL_REQUESTED, job_id=JOB_ID, user="ann")
-        (stage.layout.directory / "go").touch()
-
-    stage.once_training(asked)
-    assert stage.play("progress:3 await:go crash", "done") == 0
-    assert stage.causes == ["crash", "done"]
 
 
 @pytest.mark.parametrize("job_id", [JOB_ID, JOB_ID - 1])
@@ -297,28 +257,6 @@ def test_the_time_limit_comes_while_it_waits_for_a_relaunch(
     assert stage.actions == ["relaunch", "requeue"]
 
 
-WELL = ProbeResult(results=(NodeResult("n0", ended=True),))
-LOST = ProbeResult(
-    results=(NodeResult("n1", ended=True),), lost=("n0",), why_lost=("no answer within 20 s",)
-)
-LEAVING = ProbeResult(results=(NodeResult("n0", ended=True),), leaving=("n0",))
-
-
-def test_a_signal_that_nobody_explains_ends_nothing(stage: Stage) -> None:
-    """Of the supervisor alone: Slurm calls the job running and all nodes are well, so the run is
-    saved and goes on in place."""
-    stage.probe = WELL
-    stage.configure(config().model_copy(update={"kill_wait_seconds": 600.0}))
-    stage.signal_once_training(signal.SIGTERM)
-    assert stage.play("progress:3 save:20 await:usr2 await-stop", "done") == 0
-    assert stage.causes == ["external_signal", "done"]
-    assert stage.actions == ["relaunch", "finish"]
-    assert (JOB_ID, "0", "USR2") in stage.slurm.signals, "the ranks were asked to save"
-    assert "the supervisor got TERM" in str(stage.events(EventKind.LAUNCH_ENDED)[0].reason)
-    assert [e.signal for e in stage.events(EventKind.SIGNAL)] == ["TERM"]
-    assert stage.slurm.actions_at_requeue == []
-
-
 def test_a_signal_that_was_set_aside_shortens_no_later_pause(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,7 +271,7 @@ def test_a_signal_that_was_set_aside_shortens_no_later_pause(
         return real(root, epoch)
 
     monkeypatch.setattr(srun_launch, "fence_off", stale_once)
-    stage.probe = WELL
+    stage.probe = PROBES["well"]
     stage.configure(config().model_copy(update={"kill_wait_seconds": 600.0}))
     stage.signal_once_training(signal.SIGTERM)
     assert stage.play("progress:3 save:20 await-stop", "", "done") == 0
@@ -342,32 +280,9 @@ def test_a_signal_that_was_set_aside_shortens_no_later_pause(
     assert starts[-1].time - ends[1].time >= 0.6
 
 
-def test_ranks_that_leave_and_nobody_says_why(stage: Stage) -> None:
-    stage.probe = WELL
-    assert stage.play("progress:3 leave", "done") == 0
-    assert (stage.causes, stage.actions) == (["external_signal", "done"], ["relaunch", "finish"])
-
-
-def test_signals_without_progress_have_a_budget(stage: Stage) -> None:
-    stage.configure(config().model_copy(update={"storm_failures": 99}))
-    stage.probe = WELL
-    assert stage.play(*["progress:3 leave"] * 6) == 1
-    assert stage.causes == ["external_signal"] * 6
-    assert stage.actions == ["relaunch"] * 5 + ["stop"]
-
-
-@pytest.mark.parametrize("answer", [LOST, LEAVING], ids=["lost", "leaving"])
-def test_a_signal_of_a_node_that_goes_down(stage: Stage, answer: ProbeResult) -> None:
-    stage.probe = answer
-    assert stage.play("progress:3 leave", "done") == 0
-    assert (stage.causes, stage.actions) == (["node_failure"], ["requeue"])
-    ended = stage.events(EventKind.LAUNCH_ENDED)[0]
-    assert ended.node == "n0" and "n0" in str(ended.reason)
-
-
 def test_a_signal_between_two_launches(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpctrain.judge.policy._FIRST_DELAY_SECONDS", 600.0)
-    stage.probe = WELL
+    stage.probe = PROBES["well"]
 
     def sent() -> None:
         monkeypatch.setattr("hpctrain.judge.policy._FIRST_DELAY_SECONDS", 0.01)
@@ -401,14 +316,6 @@ def test_a_signal_and_a_controller_that_is_away(
     assert [e.reason for e in stage.events(EventKind.ACTION_RESULT)] == ["done"]
 
 
-def test_superseded_by_a_newer_launch(stage: Stage) -> None:
-    stage.once_training(lambda: claim_epoch(stage.layout.epochs, "6.0"))
-    assert stage.play("progress:3 sleep:600", "done", "done") == 0
-    assert (stage.causes, stage.actions) == (["superseded"], ["leave"])
-    assert not stage.slurm.srun_lives()
-    assert stage.slurm.actions_at_requeue == []
-
-
 def test_a_supervisor_that_outlived_its_attempt_takes_nothing_from_the_next(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,19 +330,6 @@ def test_a_supervisor_that_outlived_its_attempt_takes_nothing_from_the_next(
     stage.once(stage.layout.progress.exists, cut_off)
     assert stage.play("progress:3 await:go crash", "done", "done") == 0
     assert stage.actions == ["relaunch", "leave"]
-    assert stage.slurm.signals == []
-
-
-def test_steps_of_the_next_attempt_are_not_killed(stage: Stage) -> None:
-    """Slurm counts steps from 0 again in each attempt."""
-
-    def restarted() -> None:
-        stage.slurm.change(restart_count=1)
-        (stage.layout.directory / "go").touch()
-
-    stage.once_training(restarted)
-    assert stage.play("progress:3 await:go exit:1") == 0
-    assert stage.actions == ["leave"]
     assert stage.slurm.signals == []
 
 
@@ -459,15 +353,6 @@ def test_a_bad_checkpoint_with_a_good_one_before_it(stage: Stage) -> None:
     assert "SHA-256" in str(rejected[0].reason)
 
 
-def test_silence_is_a_hang_and_the_step_is_ended(stage: Stage) -> None:
-    stage.configure(config().model_copy(update={"stall_seconds": 0.3}))
-    assert stage.play("progress:3 sleep:0.2 progress:4 sleep:600", "done") == 0
-    assert stage.causes == ["hang", "done"]
-    assert (JOB_ID, "0", "KILL") in stage.slurm.signals
-    reason = stage.events(EventKind.LAUNCH_ENDED)[0].reason
-    assert reason is not None and "while training (limit 0 s)" in reason
-
-
 def test_survivors_of_a_failed_rank_are_ended(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,15 +363,6 @@ def test_survivors_of_a_failed_rank_are_ended(
     assert time.monotonic() - started < 300
     assert stage.causes == ["crash", "done"]
     assert stage.events(EventKind.LAUNCH_ENDED)[0].rank == 1
-
-
-def test_slurm_away_for_the_whole_attempt(stage: Stage) -> None:
-    stage.slurm.away = True
-    started = time.monotonic()
-    assert stage.play("crash", "done") == 0
-    assert stage.causes == ["crash", "done"]
-    assert time.monotonic() - started < 300
-    assert stage.slurm.signals == []
 
 
 def test_slurm_away_when_the_job_has_to_be_requeued(
@@ -557,11 +433,6 @@ def test_slurm_commands_that_hang_do_not_hold_the_supervisor(stage: Stage, tmp_p
     assert stage.supervisor("crash", "done", slurm=slurm).run() == 0
     assert stage.causes == ["crash", "done"]
     assert time.monotonic() - started < 300
-
-
-def test_a_job_that_slurm_does_not_know(stage: Stage) -> None:
-    stage.slurm.records.clear()
-    assert stage.play("crash", "done") == 0
 
 
 def test_an_attempt_that_ended_without_a_word_is_closed(stage: Stage) -> None:
