@@ -2,7 +2,7 @@
 
 A trace measures it exactly; without one it is estimated from the time of passes beyond their
 computation. Messages of a measured step show which axis takes longer than the plan assumes.
-Belongs here: these two questions. Does not belong here: gradient buckets (`buckets`).
+Belongs here: these two questions. Does not belong here: gradient buckets (`judge`).
 """
 
 from __future__ import annotations

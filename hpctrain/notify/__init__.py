@@ -6,5 +6,5 @@ the same events and make the same notices of them, so that whoever comes first c
 
 Belongs here: from the events of a ledger to messages that were sent. Does not belong here: the
 fields of documents (`hpctrain.spec.notify`), records of what was sent (`hpctrain.records.notices`),
-when somebody looks (`hpctrain.supervise.notice_sender`, `hpctrain.runs.watch`).
+when somebody looks (`hpctrain.supervise.loop`, `hpctrain.runs.watch`).
 """

@@ -58,29 +58,22 @@ def rolling_goodput(segments: Sequence[Segment], window_seconds: float) -> Rolli
     window = ticks(window_seconds)
     if not segments or segments[-1].end - segments[0].start < window:
         return RollingGoodput(last=None, worst=None)
-    curve = _ProductiveTicks(segments)
+    starts = [segment.start for segment in segments]
+    lengths = (s.end - s.start if s.category is Category.PRODUCTIVE else 0 for s in segments)
+    productive = [0, *accumulate(lengths)]
+
+    def before(moment: int) -> int:
+        """Return the productive ticks before `moment`, which lies inside the run."""
+        index = bisect.bisect_right(starts, moment) - 1
+        segment = segments[index]
+        inside = moment - segment.start if segment.category is Category.PRODUCTIVE else 0
+        return productive[index] + inside
+
     first, last = segments[0].start + window, segments[-1].end
     move = max(1, window // _MOVES_PER_WINDOW, (last - first) // _MOST_MOVES)
     ends = (*range(first, last, move), last)
-    shares = [(curve.before(end) - curve.before(end - window)) / window for end in ends]
+    shares = [(before(end) - before(end - window)) / window for end in ends]
     return RollingGoodput(last=shares[-1], worst=min(shares))
-
-
-class _ProductiveTicks:
-    """Cumulative productive ticks since the beginning of the run."""
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = segments
-        self._starts = [segment.start for segment in segments]
-        lengths = (s.end - s.start if s.category is Category.PRODUCTIVE else 0 for s in segments)
-        self._before = [0, *accumulate(lengths)]
-
-    def before(self, moment: int) -> int:
-        """Return the productive ticks before `moment`, which lies inside the run."""
-        index = bisect.bisect_right(self._starts, moment) - 1
-        segment = self._segments[index]
-        inside = moment - segment.start if segment.category is Category.PRODUCTIVE else 0
-        return self._before[index] + inside
 
 
 # ----------------------------------------------------------------------------------------------

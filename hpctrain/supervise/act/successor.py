@@ -183,10 +183,16 @@ def must_leave(context: AttemptContext) -> str | None:
     if not set(job_ids(events)) - {context.job_id, context.attempt.submitted_id}:
         return None
     recorded = context.attempt.submitted_id in submitted_ids(events)
-    stopped = stopped_before(events, context.job_id) if recorded else None
-    if stopped is not None:
+    recent = generation(events) if recorded else []
+    # An earlier job of this generation that has stopped the run: its successors are cancelled with
+    # it, unless Slurm did not answer. A supervisor that outlived its generation cannot stop this.
+    others = {*submitted_ids(recent), *started_ids(recent)} - {context.job_id}
+    acted = (e for e in reversed(recent) if e.event is EventKind.ACTION and e.job_id in others)
+    last = next(acted, None)
+    if last is not None and last.action == ActionKind.STOP:
         end_succession(context)
-        return f"job {stopped.job_id} has stopped this run ({stopped.reason})"
+        return f"job {last.job_id} has stopped this run ({last.reason})"
+    begun = set(started_ids(recent))
     patience_seconds = context.config.kill_wait_seconds + _ENDING_SECONDS
     deadline, pauses = clock.monotonic() + patience_seconds, Backoff()
     while True:
@@ -194,48 +200,23 @@ def must_leave(context: AttemptContext) -> str | None:
             jobs = {job.job_id: job for job in _jobs_of_run(context, events).jobs}
         except SlurmError:
             return None
-        cancelled = cancelled_job(jobs, events) if recorded else None
-        if cancelled is not None:
-            # Recorded, because Slurm forgets it; no other job is to start either.
-            reason = (
-                f"job {cancelled.job_id} of this run was cancelled: cancelled runs stay cancelled"
-            )
-            context.ledger.append(EventKind.CANCELLED, job_id=cancelled.job_id, reason=reason)
-            end_succession(context)
-            return reason
+        for job in jobs.values():
+            # Not one that was cancelled while it waited and had no nodes: supervisors do that.
+            ran = job.job_id in begun and bool(job.node_list)
+            if job.state is JobState.CANCELLED and ran:
+                # Recorded, because Slurm forgets it; no other job is to start either.
+                reason = (
+                    f"job {job.job_id} of this run was cancelled: cancelled runs stay cancelled"
+                )
+                context.ledger.append(EventKind.CANCELLED, job_id=job.job_id, reason=reason)
+                end_succession(context)
+                return reason
         leave_to = reason_to_leave(context.job_id, jobs)
         ending = [job for job in jobs.values() if job.state is JobState.COMPLETING]
         if leave_to or not ending or clock.monotonic() >= deadline or context.signals.final:
             break
         clock.sleep(pauses.next_seconds())
     return leave_to
-
-
-def stopped_before(events: Sequence[Event], job_id: int) -> Event | None:
-    """Find the event with which an earlier job of this generation has stopped the run.
-
-    Its successors are cancelled with it, unless Slurm did not answer. A supervisor that has
-    outlived its generation cannot stop this one.
-    """
-    recent = generation(events)
-    others = {*submitted_ids(recent), *started_ids(recent)} - {job_id}
-    for event in reversed(recent):
-        if event.event is EventKind.ACTION and event.job_id in others:
-            return event if event.action == ActionKind.STOP else None
-    return None
-
-
-def cancelled_job(jobs: dict[int, JobRecord], events: Sequence[Event]) -> JobRecord | None:
-    """Find a job of this generation that was cancelled while it ran.
-
-    A job that was cancelled while it was pending does not count: the supervisor itself does that.
-    """
-    begun = set(started_ids(generation(events)))
-    for job in jobs.values():
-        ran = job.job_id in begun and bool(job.node_list)  # a job that waits has no nodes
-        if job.state is JobState.CANCELLED and ran:
-            return job
-    return None
 
 
 def reason_to_leave(job_id: int, jobs: dict[int, JobRecord]) -> str | None:

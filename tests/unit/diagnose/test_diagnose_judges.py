@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.diagnose.buckets import buckets
 from hpctrain.diagnose.facts import (
     AxisFacts,
     MessageFacts,
@@ -20,8 +19,7 @@ from hpctrain.diagnose.facts import (
     stage_of,
 )
 from hpctrain.diagnose.facts import DiagnosisInput as Facts
-from hpctrain.diagnose.judge import judge, saves, shares, unsteady, warm_up
-from hpctrain.diagnose.memory import memory
+from hpctrain.diagnose.judge import buckets, judge, memory, saves, shares, unsteady, warm_up
 from hpctrain.diagnose.messages import communication, pipeline
 from hpctrain.diagnose.waiting import data_loading, imbalance
 from hpctrain.job.plan import load

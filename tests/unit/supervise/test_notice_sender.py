@@ -21,7 +21,7 @@ from hpctrain.records.notices import read_outbox
 from hpctrain.records.supervise_config import ChannelSettings, NotifySettings
 from hpctrain.runs.notify import send_notices
 from hpctrain.slurm.records import RequeueAnswer
-from hpctrain.supervise import notice_sender
+from hpctrain.supervise import loop
 
 SECRET = "verysecretpath"
 
@@ -79,7 +79,7 @@ def test_a_webhook_that_hangs_delays_no_requeue(
     stage: Stage, hook: Webhook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job asks Slurm for its requeue while the message is still on its way."""
-    monkeypatch.setattr(notice_sender, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(channels, "SEND_SECONDS", 300.0)
     hook.hold = threading.Event()
     requeue, states = stage.slurm.requeue, []
