@@ -99,24 +99,40 @@ def clock(virtual_clock: VirtualClock) -> VirtualClock:
     return virtual_clock
 
 
-def test_a_warning_that_does_not_come_is_noticed(warned: Stage, clock: VirtualClock) -> None:
-    """Slurm warns 180 s before the end or a little earlier."""
-    warned.slurm.change(end_time=2000.0)
-    context = warned.supervisor().context
-    warning = StopTime(context, query_time_limit(context))
-    for now, due in ((1000, False), (1820, False), (1834, False), (1835, True)):
-        clock.advance_to(now)
-        assert warning.is_due() is due
+def known(step_seconds: float, save_seconds: float) -> Any:
+    lead = stop_lead([step_seconds] * 20, [save_seconds] * 3)
+    return lambda run: lead
 
 
-def test_a_limit_that_has_been_moved_warns_later(warned: Stage, clock: VirtualClock) -> None:
-    warned.slurm.change(end_time=2000.0)
+# Slurm warns 180 s before the end or a little earlier. Moments and what is due then; `moved`: the
+# end, as changed after the launch began; `learn`: seconds of a step and of a save.
+STOPS: dict[str, tuple[dict[str, Any], list[tuple[float, bool]]]] = {
+    "a warning that does not come is noticed": (
+        {}, [(1000, False), (1820, False), (1834, False), (1835, True)]),
+    "a limit that has been moved warns later": (
+        {"moved": 3000.0}, [(1835, False), (2834, False), (2835, True)]),
+    "no limit": ({"end": None}, [(1e12, False)]),
+    "an infinite limit": ({"end": math.inf}, [(1e12, False)]),
+    # a stop takes 30 + 10 + 2 x 100 s, and the script has planned 180 s
+    "a run whose saves are slow stops before the warning": (
+        {"learn": (10.0, 100.0)}, [(1519, False), (1521, False), (1759, False), (1760, True)]),
+    "a stop leaves half of the time to training": (
+        {"learn": (10.0, 5000.0)}, [(1499, False), (1500, True)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_when_a_launch_has_to_stop(warned: Stage, clock: VirtualClock, name: str) -> None:
+    given, moments = STOPS[name]
+    warned.slurm.change(end_time=given.get("end", 2000.0))
     context = warned.supervisor().context
-    warning = StopTime(context, query_time_limit(context))
-    warned.slurm.change(end_time=3000.0)
-    for now, due in ((1835, False), (2834, False), (2835, True)):
+    learn = known(*given["learn"]) if "learn" in given else measured_lead
+    stop = StopTime(context, query_time_limit(context), learn)
+    if "moved" in given:
+        warned.slurm.change(end_time=given["moved"])
+    for now, due in moments:
         clock.advance_to(now)
-        assert warning.is_due() is due
+        assert stop.is_due() is due
 
 
 def test_silence_of_slurm_is_no_warning(warned: Stage, clock: VirtualClock) -> None:
@@ -130,15 +146,6 @@ def test_silence_of_slurm_is_no_warning(warned: Stage, clock: VirtualClock) -> N
     assert not warning.is_due(), "asked again after half a minute, not at once"
     clock.advance_to(1931)
     assert warning.is_due()
-
-
-@pytest.mark.parametrize("end_time", [None, math.inf])
-def test_no_limit_no_warning(warned: Stage, clock: VirtualClock, end_time: float | None) -> None:
-    warned.slurm.change(end_time=end_time)
-    context = warned.supervisor().context
-    warning = StopTime(context, query_time_limit(context))
-    clock.advance_to(1e12)
-    assert not warning.is_due()
 
 
 # -- what the run has measured -------------------------------------------------------------------
@@ -157,23 +164,6 @@ def test_a_stop_takes_a_step_and_two_saves() -> None:
     assert (lead.step_seconds, lead.save_seconds) == (2.0, 40.0)
     assert lead.seconds == 30.0 + 2.0 + 2 * 40.0
     assert "112 s" in lead.sentence and "40.0 s (of 10)" in lead.sentence
-
-
-def known(step_seconds: float, save_seconds: float) -> Any:
-    lead = stop_lead([step_seconds] * 20, [save_seconds] * 3)
-    return lambda run: lead
-
-
-def test_a_run_whose_saves_are_slow_stops_before_the_warning(
-    warned: Stage, clock: VirtualClock
-) -> None:
-    """A stop takes 30 + 10 + 2 x 100 s, and the script has planned 180 s."""
-    warned.slurm.change(end_time=2000.0)
-    context = warned.supervisor().context
-    stop = StopTime(context, query_time_limit(context), known(10.0, 100.0))
-    for now, due in ((1519, False), (1521, False), (1759, False), (1760, True)):
-        clock.advance_to(now)
-        assert stop.is_due() is due
 
 
 def test_a_run_whose_saves_are_fast_trains_on_after_the_warning(
@@ -213,16 +203,6 @@ def test_a_warning_that_is_followed_at_once(
     else:
         warned.slurm.change(**change)
     assert not stop.outlasts_warning()
-
-
-def test_a_stop_leaves_half_of_the_time_to_training(warned: Stage, clock: VirtualClock) -> None:
-    warned.slurm.change(end_time=2000.0)
-    context = warned.supervisor().context
-    stop = StopTime(context, query_time_limit(context), known(10.0, 5000.0))
-    clock.advance_to(1499)
-    assert not stop.is_due()
-    clock.advance_to(1500)
-    assert stop.is_due()
 
 
 def test_the_records_of_all_attempts_are_read(warned: Stage) -> None:
