@@ -138,7 +138,12 @@ def summary(topology: TopologySettings, placement: NodePlacement) -> str:
     cut = [count for count in placement.launch if count.outside]
     if cut:
         names = ", ".join(f"{c.outside} of {c.groups} groups of {c.axis} {c.ranks}" for c in cut)
-        words.append(f"{names} leave their {one}{_cost(topology)}")
+        step, scattered = topology.step_seconds, topology.scattered_step_seconds
+        cost = ""
+        if step is not None and scattered is not None and scattered > step:
+            cost = f": by the plan's model a step takes up to {scattered:.3g} s instead of "
+            cost += f"{step:.3g} s"
+        words.append(f"{names} leave their {one}{cost}")
     return "; ".join(words)
 
 
@@ -157,13 +162,6 @@ def details(topology: TopologySettings, placement: NodePlacement) -> tuple[str, 
     borders = f"{placement.slurm_borders} in Slurm's order, {placement.launch_borders}"
     lines.append(f"neighbouring nodes apart: {borders} in the launch's")
     return tuple(lines)
-
-
-def _cost(topology: TopologySettings) -> str:
-    step, scattered = topology.step_seconds, topology.scattered_step_seconds
-    if step is None or scattered is None or scattered <= step:
-        return ""
-    return f": by the plan's model a step takes up to {scattered:.3g} s instead of {step:.3g} s"
 
 
 def _borders(nodes: Sequence[str], leaves: Mapping[str, str]) -> int:
@@ -290,6 +288,15 @@ def place_command(argv: Sequence[str], placement: Placement) -> list[str]:
     return _with_nodes(argv, placement)
 
 
+def nodes_of_ranks(nodes: Sequence[str], tasks: int) -> dict[int, str]:
+    """Map ranks to nodes in this order; empty if that is not known.
+
+    Slurm gives each node consecutive ranks (srun(1), --distribution=block, its default).
+    """
+    per_node, rest = divmod(tasks, len(nodes)) if nodes else (0, 1)
+    return {} if rest else {rank: nodes[rank // per_node] for rank in range(tasks)}
+
+
 def host_file_lines(argv: Sequence[str], placement: Placement) -> list[str]:
     """List the node of each task, for SLURM_HOSTFILE (srun(1), --distribution=arbitrary)."""
     of_node = [word for word in argv if word.startswith(_TASKS_OPTION)]
@@ -297,22 +304,15 @@ def host_file_lines(argv: Sequence[str], placement: Placement) -> list[str]:
     return [node for node in placement.nodes for _ in range(tasks)]
 
 
-def _in_given_order(argv: list[str]) -> list[str]:
-    """Replace the distribution of tasks by that of a host file.
-
-    Newer versions refuse `--nodes` beside it (24.11): the file has them. It has no second part, so
-    tasks take CPUs of the sockets in turn, away from their GPUs (tests/slurm/
-    test_task_affinity.py). Unbound, each rank takes those near its GPU by itself
-    (`train.placement`).
-    """
-    replaced = ("--nodes=", "--distribution=", "--cpu-bind=")
-    kept = [word for word in argv[1:] if not word.startswith(replaced)]
-    return [argv[0], "--distribution=arbitrary", "--cpu-bind=none", *kept]
-
-
 def _with_nodes(argv: list[str], placement: Placement) -> list[str]:
     if placement.reordered:
-        return _in_given_order(argv)
+        # A host file has its own distribution of tasks. Newer versions refuse `--nodes` beside it
+        # (24.11): the file has them. It has no second part, so tasks take CPUs of the sockets in
+        # turn, away from their GPUs (tests/slurm/test_task_affinity.py). Unbound, each rank takes
+        # those near its GPU by itself (`train.placement`).
+        replaced = ("--nodes=", "--distribution=", "--cpu-bind=")
+        kept = [word for word in argv[1:] if not word.startswith(replaced)]
+        return [argv[0], "--distribution=arbitrary", "--cpu-bind=none", *kept]
     if not placement.nodes:
         return argv
     return [argv[0], f"--nodelist={','.join(placement.nodes)}", *argv[1:]]

@@ -18,7 +18,7 @@ from hpctrain.judge.documents import LaunchEvidence, Suspicion, UnfitNode, Verdi
 from hpctrain.judge.launch_nodes import Placement
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import RankTimes
-from hpctrain.records.speed_checks import SlowPart, SpeedCheck
+from hpctrain.records.speed_checks import SpeedCheck
 from hpctrain.records.supervise_config import SuperviseConfig
 
 # Launches in a row, without a new checkpoint, that may end because of slow nodes. Each costs a
@@ -110,14 +110,10 @@ def summary(check: SpeedCheck) -> str:
         rates = [rate for rate in axis.bus_bytes_per_second if rate]
         if rates:
             parts.append(f"{axis.axis} {median(rates) / 1e9:.3g} GB/s")
-    parts.append(_verdict_of(check.slow))
+    count = len(check.slow)
+    verdict = "1 part is slow" if count == 1 else f"{count} parts are slow"
+    parts.append(verdict if count else "nothing is slow")
     return ", ".join(parts)
-
-
-def _verdict_of(slow: Sequence[SlowPart]) -> str:
-    if not slow:
-        return "nothing is slow"
-    return "1 part is slow" if len(slow) == 1 else f"{len(slow)} parts are slow"
 
 
 # -- Find ranks that compute longer than their peers, window after window. Pure -----------------

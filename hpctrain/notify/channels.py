@@ -185,18 +185,12 @@ def _mail(
         raise NotSentError(f"{channel.sendmail} ends with exit code {done.returncode}")
 
 
-def missing_sendmail(channel: ChannelSettings) -> str | None:
-    """Say why mail cannot be sent from this machine; None if it can."""
-    if os.access(channel.sendmail, os.X_OK):
-        return None
-    return f"{channel.sendmail} is not on this machine, or you may not run it"
-
-
 def channel_problems(settings: NotifySettings) -> Iterator[tuple[int, str, HpctrainError]]:
     """Find what would keep each channel from sending here: its number, the field, the error."""
     for number, channel in enumerate(settings.channels):
         if channel.kind == "mail":
-            if (missing := missing_sendmail(channel)) is not None:
+            if not os.access(channel.sendmail, os.X_OK):
+                missing = f"{channel.sendmail} is not on this machine, or you may not run it"
                 hint = "name the program of this site: `sendmail: PATH`"
                 yield number, "sendmail", HpctrainError(missing, hint)
             continue

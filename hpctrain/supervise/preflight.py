@@ -315,19 +315,6 @@ _LONGEST_LINE = 900
 _LONGEST_TEXT = 400
 
 
-@dataclass(frozen=True)
-class CheckOptions:
-    """What to check. `gpus` 0: do not count them. `since` is seconds since the epoch.
-
-    `settings` lists what the run reads (`inputs`).
-    """
-
-    run_directory: Path
-    since: float
-    gpus: int
-    settings: Path | None = None
-
-
 def main(arguments: list[str]) -> int:
     """Check this node and print the results; returns 0 even if it has problems."""
     parser = argparse.ArgumentParser(prog="python -m hpctrain.supervise.preflight")
@@ -336,11 +323,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--gpus", type=int, default=0, help="expected; 0: any number")
     parser.add_argument("--settings", type=Path, help="the run's supervise.json")
     parsed = parser.parse_args(arguments)
-    options = CheckOptions(parsed.run_directory, parsed.since, parsed.gpus, parsed.settings)
     started = clock.monotonic()
     _print_line("begin", clock=clock.now(), step=os.environ.get("SLURM_STEP_ID", ""))
     facts: dict[str, object] = {}
-    for check, report in _run_checks(options):
+    for check, report in _run_checks(parsed):
         for problem in report.problems:
             _print_line(
                 "problem", check=check, text=problem.text, hard=problem.hard, gpu=problem.gpu
@@ -354,7 +340,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _run_checks(options: CheckOptions) -> list[tuple[str, NodeReport]]:
+def _run_checks(options: argparse.Namespace) -> list[tuple[str, NodeReport]]:
     """Run all checks at once; one that takes too long is reported as a problem and abandoned."""
     node = node_name()
     checks: list[tuple[str, Callable[[NodeReport], None]]] = [

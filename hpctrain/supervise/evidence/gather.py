@@ -16,6 +16,7 @@ from hpctrain.checkpoints.discover import good_steps, newest_listed
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import JobFacts, LaunchEvidence, LogFinding
 from hpctrain.judge.external_verdict import left_unexplained
+from hpctrain.judge.launch_nodes import nodes_of_ranks
 from hpctrain.judge.probe_results import KernelLine, ProbeResult
 from hpctrain.judge.root_causes import failures_below_agents
 from hpctrain.judge.signatures import Signatures
@@ -322,12 +323,7 @@ def find_lines(
     if not read or read[0] is None:
         return ()
     scanner, now = Scanner(read[0]), clock.now()
-    # Slurm gives each node consecutive ranks (srun(1), --distribution=block, its default).
-    node_of: dict[int, str] = {}
-    nodes, world_size = traces.nodes, evidence.world_size
-    if nodes and world_size and world_size % len(nodes) == 0:
-        per_node = world_size // len(nodes)
-        node_of = {rank: nodes[rank // per_node] for rank in range(world_size)}
+    node_of = nodes_of_ranks(traces.nodes, evidence.world_size)
     node_of.update({end.rank: end.node for end in evidence.rank_exits})
     ended_at = {end.rank: end.time for end in evidence.rank_exits if end.time}
     messages = [

@@ -18,6 +18,7 @@ from pathlib import Path
 from hpctrain.base import clock
 from hpctrain.base.errors import SlurmError
 from hpctrain.judge.documents import OddRank
+from hpctrain.judge.launch_nodes import nodes_of_ranks
 from hpctrain.judge.odd_stacks import odd_ranks, places
 from hpctrain.records.layout import RunLayout
 from hpctrain.supervise.context import AttemptContext
@@ -120,13 +121,12 @@ class StackInquiry:
         return OddRanks(odd, reason, places(texts, packages)[:_LONGEST_EVIDENCE])
 
     def _planned_nodes(self) -> dict[int, str]:
-        """The node of each rank as `--distribution=block` places it; empty if not known."""
+        """The node of each rank as Slurm places it; empty if not known."""
         try:
             nodes = self._nodes or self._context.slurm.hostnames(self._context.attempt.nodes)
         except SlurmError:
             return {}
-        per_node, rest = divmod(self._tasks, len(nodes)) if nodes else (0, 0)
-        return {} if rest else {rank: nodes[rank // per_node] for rank in range(self._tasks)}
+        return nodes_of_ranks(nodes, self._tasks)
 
 
 # -- Read the files into which the ranks of a launch dump their stacks --------------------------
