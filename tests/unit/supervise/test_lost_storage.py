@@ -419,7 +419,8 @@ class AtOnce:
 def test_a_disk_that_answers_is_left_to_the_supervisor(
     stage: Stage, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard_module, "threading", SimpleNamespace(Thread=AtOnce))
+    threads = SimpleNamespace(Thread=AtOnce, Event=threading.Event)
+    monkeypatch.setattr(guard_module, "threading", threads)
     assert guarded(stage, disk)[0] == 0
 
 
