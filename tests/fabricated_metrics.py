@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 
 from hpctrain.observe.families import BY_NAME, PHASES, STEP_PARTS
 from hpctrain.runs.state import RunState
-from hpctrain.telemetry.time_categories import Category
+from hpctrain.telemetry.timeline import Category
 
 SCRAPE_SECONDS = 60
 GPUS_OF_A_NODE = 8

@@ -33,7 +33,7 @@ PACKAGE = ROOT / "hpctrain"
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.parts)
 # What stays as it is or becomes less; a class that mirrors another one is that one.
 RATCHETS = {
-    "pairs of classes that share five fields": 111,
+    "pairs of classes that share five fields": 106,
     "lines that hand on a field": 706,
     "small modules of one other": 89,
     "short functions that one place calls": 147,
@@ -56,12 +56,12 @@ READING = (
 DOING = ("base.clock", "base.durable", "base.reserved_ports", "slurm.client", "slurm.process")
 DOING = (*DOING, "records.find", "checkpoints")
 PURE_FILES = (
-    *("notify/message_text.py", "notify/notices.py", "notify/send_times.py"),
+    *("notify/message_text.py", "notify/notices.py"),
     *("judge/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "records/jobs.py"),
     *("sandbox/monitoring.py", "observe/alert_rules.py", "observe/families.py"),
     *("observe/samples.py", "observe/exposition.py", "observe/grafana_dashboard.py"),
     *("observe/panel_data.py", "observe/panel_needs.py", "telemetry/scraped_text.py"),
-    *("telemetry/serving_time.py", "serve/latency_windows.py"),
+    *("serve/latency_windows.py"),
     *("serve/load/summary.py", "serve/load/service_test.py", "serve/load/iteration_fit.py"),
     *("serve/load/order_statistics.py", "serve/load/prompts.py", "serve/load/answers.py"),
     *("serve/router/decide.py", "serve/router/scaling.py"),
@@ -72,8 +72,6 @@ PURE_FILES = (
     ),
     *(
         "telemetry/rates.py",
-        "telemetry/clock_repair.py",
-        "telemetry/time_categories.py",
         "telemetry/goodput.py",
     ),
     *("telemetry/launch_segments.py", "telemetry/timeline.py", "telemetry/rolling_goodput.py"),
@@ -82,7 +80,7 @@ PURE_FILES = (
 PROGRAMS = ("train/", "data/making/", "convert/")
 # A program (started with -m), and the two places where the supervisor writes the job's log: its
 # own lines, and the stderr of srun that it reads along.
-SPEAKERS = ("supervise/__main__.py", "supervise/job_log.py")
+SPEAKERS = ("supervise/__main__.py", "supervise/srun_process.py")
 # Another program: on each node it answers the supervisor's probe.
 SPEAKERS = (*SPEAKERS, "supervise/preflight.py")
 # A program that the script of an evaluation job calls.
@@ -138,9 +136,9 @@ SLEEPERS = {
     "serve/streaming_server.py": "an engine that answers slowly",
     "supervise/acting_rank.py": "a process that stands still",
     "supervise/acting_srun.py": "a process that takes its time",
-    "supervise/test_supervise_probe.py": "would see a signal that comes afterwards",
-    "supervise/test_supervise_process.py": "a signal must not interrupt a sleep",
-    "supervise/test_supervise_watch.py": "waits without using the processor, which is measured",
+    "supervise/test_node_probe.py": "would see a signal that comes afterwards",
+    "supervise/test_srun_process.py": "a signal must not interrupt a sleep",
+    "supervise/test_launch_watch.py": "waits without using the processor, which is measured",
     "test_quick.py": "a test that is still running when the time is up",
 }
 

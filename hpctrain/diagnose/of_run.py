@@ -18,11 +18,13 @@ from hpctrain.diagnose.facts import (
     DiagnosisInput,
     MessageFacts,
     Planned,
+    Price,
     SaveFacts,
     SpeedFacts,
     StepFacts,
+    Suggestion,
+    TopicFinding,
 )
-from hpctrain.diagnose.findings import Price, Suggestion, TopicFinding
 from hpctrain.diagnose.judge import judge, shares
 from hpctrain.job.prepare import load_inputs, load_knowledge
 from hpctrain.plan.documents import Plan

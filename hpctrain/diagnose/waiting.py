@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from statistics import median, median_low
 
-from hpctrain.diagnose.facts import DiagnosisInput, Planned, stage_of
-from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
+from hpctrain.diagnose.facts import (
+    DiagnosisInput,
+    Measurement,
+    Planned,
+    Suggestion,
+    TopicFinding,
+    fine,
+    stage_of,
+    unknown,
+)
 from hpctrain.records.run_records import RankTimes
 
 # Below these shares of a step no change is worth it.

@@ -2,7 +2,7 @@
 
 `--dry-run`, `--check` and `submit` all use `prepare`, so that what is shown is what is submitted.
 Belongs here: combining the pure rooms, and the paths that a job reads. Does not belong here:
-writing files, looking for inputs (`hpctrain.supervise.evidence.node_checks`,
+writing files, looking for inputs (`hpctrain.supervise.preflight`,
 `hpctrain.train.preflight`).
 """
 

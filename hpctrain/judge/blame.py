@@ -256,32 +256,16 @@ def program_of(run_id: str) -> str:
     return run_id.rpartition("-")[0] or run_id
 
 
-def unfit_nodes(
-    evidence: Sequence[NodeEvidence], cluster: str, run_id: str, now: float
+def nodes_against(
+    evidence: Sequence[NodeEvidence], cluster: str, run_id: str, now: float, kind: EvidenceKind
 ) -> tuple[str, ...]:
-    """Nodes that have failed a check of this run within a day, and were not forgiven since."""
+    """Nodes with evidence of this kind by this run within a day, and not forgiven since."""
     own = [one for one in evidence if one.run_id == run_id or one.kind is EvidenceKind.FORGIVEN]
     return tuple(
         score.node
         for score in scores(own, cluster, now)
         if any(
-            one.kind is EvidenceKind.UNHEALTHY and weight >= EXCLUDE_SCORE - _EPSILON
-            for one, weight in zip(score.evidence, score.weights, strict=True)
-        )
-    )
-
-
-def slow_nodes(
-    evidence: Sequence[NodeEvidence], cluster: str, run_id: str, now: float
-) -> tuple[str, ...]:
-    """Nodes that this run has measured to be slow within a day, and were not forgiven since."""
-    own = [one for one in evidence if one.run_id == run_id or one.kind is EvidenceKind.FORGIVEN]
-    return tuple(
-        score.node
-        for score in scores(own, cluster, now)
-        if any(
-            one.kind is EvidenceKind.SLOW_CHECKED
-            and weight >= KINDS[EvidenceKind.SLOW_CHECKED].weight - _EPSILON
+            one.kind is kind and weight >= KINDS[kind].weight - _EPSILON
             for one, weight in zip(score.evidence, score.weights, strict=True)
         )
     )

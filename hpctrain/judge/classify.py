@@ -15,8 +15,8 @@ from dataclasses import replace
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import LaunchEvidence, Verdict
 from hpctrain.judge.external_verdict import by_requests, by_slurm
-from hpctrain.judge.fingerprint import fingerprint
 from hpctrain.judge.rank_verdict import by_ranks
+from hpctrain.judge.root_causes import fingerprint
 
 _MOST_EVIDENCE = 6
 _LONGEST_LINE = 400

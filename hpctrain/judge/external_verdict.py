@@ -11,6 +11,7 @@ import signal
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import JobFacts, LaunchEvidence, Verdict
 from hpctrain.judge.job_end import cause_of_end, text_of
+from hpctrain.judge.launch_nodes import nodes_of_ranks
 from hpctrain.records.run_records import TrainerExit
 from hpctrain.slurm.reasons import JobHold
 from hpctrain.slurm.states import JobState
@@ -153,7 +154,8 @@ def _signalled(evidence: LaunchEvidence, what_followed: str) -> Verdict | None:
     receivers = [f"the supervisor got {name}" for name in dict.fromkeys(evidence.signals)]
     ranks = sorted({rank for exit_ in evidence.rank_exits for rank in exit_.signalled_ranks})
     if ranks:
-        nodes = [node for rank in ranks if (node := node_of_rank(evidence, rank)) is not None]
+        known = nodes_of_ranks(evidence.nodes, evidence.world_size)
+        nodes = [known[rank] for rank in ranks if rank in known]
         numbers = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
         where = f" on {', '.join(dict.fromkeys(nodes))}" if nodes else ""
         receivers.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers}{where} got a signal")
@@ -164,14 +166,6 @@ def _signalled(evidence: LaunchEvidence, what_followed: str) -> Verdict | None:
     who = receivers[0] if receivers else "a rank got a signal"
     reason = f"{who}, which neither a request nor Slurm explains: {what_followed}"
     return Verdict(Cause.EXTERNAL_SIGNAL, reason, (*receivers[1:], *lines))
-
-
-def node_of_rank(evidence: LaunchEvidence, rank: int) -> str | None:
-    """Find the node of a rank: Slurm numbers ranks node by node (srun(1), --distribution=block)."""
-    nodes, size = evidence.nodes, evidence.world_size
-    if not nodes or not size or size % len(nodes) or rank >= size:
-        return None
-    return nodes[rank // (size // len(nodes))]
 
 
 def _request(evidence: LaunchEvidence) -> Verdict | None:

@@ -4,7 +4,7 @@ In a hang nearly all ranks wait for another one; a rank that does not wait, or g
 reported. A wrong report costs a good node, so no rank is reported where the stacks are ambiguous:
 pipeline stages wait in different places, which proves nothing. Belongs here: reading the text of
 faulthandler (CPython: Python/traceback.c, _Py_DumpTracebackThreads) and comparing. Does not belong
-here: asking for stacks and reading files (`stack_files`).
+here: asking for stacks and reading files (`stack_inquiry`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PACKAGE = "hpctrain"
 # Where a rank waits for others, by file and function (None: any). A C call such as `work.wait()`
 # has no frame of its own, so its callers are listed: megatron-core's pipeline schedules and
 # gradient buffers, and our own agreement between ranks. Files of the trainer list the same names
-# in `WAITS_FOR_RANKS`; tests/unit/supervise/test_supervise_stacks.py compares the two.
+# in `WAITS_FOR_RANKS`; tests/unit/judge/test_odd_stacks.py compares the two.
 WAITS: tuple[tuple[str, frozenset[str] | None], ...] = (
     ("torch/distributed/distributed_c10d.py", None),
     ("torch/distributed/_functional_collectives.py", None),

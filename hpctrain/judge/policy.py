@@ -87,10 +87,18 @@ def decide(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action:
     """Decide about one verdict. `history` includes the launch that the verdict is about."""
-    for rule in (_needs_no_decision, _load_failed, _checkpoint, _final, _spent, _numerics):
-        action = rule(verdict, history, situation, config)
-        if action is not None:
-            return action
+    action = _needs_no_decision(verdict, config)
+    if action is None and verdict.cause is Cause.LOAD_FAILED:
+        # Going back did not help, before the run goes back once more.
+        action = _spent(verdict, history, situation, config)
+    if action is None:
+        action = _about_checkpoint(verdict, history, situation)
+    if action is None:
+        action = _final(verdict, history, config) or _spent(verdict, history, situation, config)
+    if action is None and verdict.cause in (Cause.DIVERGED, Cause.SUSPECT_NUMERICS):
+        action = _about_numerics(verdict, history, situation, config)
+    if action is not None:
+        return _where_possible(action, verdict, situation, config)
     if verdict.already_requeued:
         return Action(ActionKind.LEAVE, "Slurm has requeued the job already")
     if verdict.cause in SCHEDULER_CAUSES or verdict.broken_allocation or not situation.keeps_nodes:
@@ -98,9 +106,7 @@ def decide(
     return _retry(verdict, history, situation, config)
 
 
-def _needs_no_decision(
-    verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
-) -> Action | None:
+def _needs_no_decision(verdict: Verdict, config: SuperviseConfig) -> Action | None:
     """Handle the ends of launches that need no decision."""
     if verdict.cause is Cause.DONE:
         return Action(ActionKind.FINISH, "the run is done")
@@ -113,13 +119,6 @@ def _needs_no_decision(
     if verdict.cause is Cause.YIELDED:
         return Action(ActionKind.STOP, verdict.followed_by("go on with `hpctrain resume`", "; "))
     return None
-
-
-def _checkpoint(
-    verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
-) -> Action | None:
-    action = decide_about_checkpoint(verdict, history, situation, config)
-    return None if action is None else _where_possible(action, verdict, situation, config)
 
 
 def _where_possible(
@@ -136,18 +135,7 @@ def _where_possible(
     return action
 
 
-def _load_failed(
-    verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
-) -> Action | None:
-    """Stop if going back did not help, before the run goes back once more."""
-    if verdict.cause is not Cause.LOAD_FAILED:
-        return None
-    return _spent(verdict, history, situation, config)
-
-
-def _final(
-    verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
-) -> Action | None:
+def _final(verdict: Verdict, history: History, config: SuperviseConfig) -> Action | None:
     """Stop for good: a person cancelled the run, or no retry can help."""
     if verdict.cause is Cause.CANCELLED:
         return _stop("cancelled runs stay cancelled")
@@ -218,15 +206,6 @@ def _requeue_elsewhere(
 def limit_of_all(config: SuperviseConfig) -> int:
     """Return how many failures by all causes without a new checkpoint stop the run."""
     return _ALL_CAUSES_FACTOR * config.failures_without_progress
-
-
-def _numerics(
-    verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
-) -> Action | None:
-    if verdict.cause not in (Cause.DIVERGED, Cause.SUSPECT_NUMERICS):
-        return None
-    action = decide_numerics(verdict, history, situation, config)
-    return _where_possible(action, verdict, situation, config)
 
 
 def _leave_to_next_attempt(
@@ -345,9 +324,7 @@ def _stop(reason: str) -> Action:
 TRIES_PER_CHECKPOINT = 2
 
 
-def decide_about_checkpoint(
-    verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
-) -> Action | None:
+def _about_checkpoint(verdict: Verdict, history: History, situation: Situation) -> Action | None:
     """Decide whether to reject a checkpoint or stop the run; None leaves it to the other rules."""
     step = verdict.checkpoint_step
     if step is None or verdict.cause not in (Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED):
@@ -384,7 +361,7 @@ def decide_about_checkpoint(
 _MOST_AT_ONE_STEP = 2
 
 
-def decide_numerics(
+def _about_numerics(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action:
     """Decide about `diverged` and `suspect_numerics`, as if the nodes could be kept."""

@@ -16,7 +16,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
-from hpctrain.judge.agent_failures import AGENT
 from hpctrain.judge.blame import is_singular
 from hpctrain.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.judge.documents import (
@@ -26,8 +25,7 @@ from hpctrain.judge.documents import (
     Verdict,
 )
 from hpctrain.judge.external_verdict import failed_nodes, noticed
-from hpctrain.judge.fingerprint import fingerprint
-from hpctrain.judge.root_causes import NEVER, candidates, own_crashes
+from hpctrain.judge.root_causes import AGENT, NEVER, candidates, fingerprint, own_crashes
 from hpctrain.judge.silence_limits import LAUNCHING
 from hpctrain.judge.slow_nodes import by_speed
 from hpctrain.records.run_records import ExitRecord, TrainerExit
@@ -73,8 +71,7 @@ def by_ranks(evidence: LaunchEvidence) -> Verdict | None:
     judges = (
         _wrong_setting,
         _wrong_container,
-        _superseded,
-        _changed_checkpoint,
+        _proven,
         _lost_nodes,
         by_speed,
         _earliest_root,
@@ -143,8 +140,11 @@ def _wrong_container(evidence: LaunchEvidence) -> Verdict | None:
 
 
 def _config_error(exit_: ExitRecord) -> Verdict:
-    lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.words}",)
-    return Verdict(Cause.CONFIG_ERROR, exit_.words, lines, exit_.rank)
+    return Verdict(Cause.CONFIG_ERROR, exit_.words, (_line(exit_),), exit_.rank)
+
+
+def _line(exit_: ExitRecord) -> str:
+    return f"rank {exit_.rank} on {exit_.node}: {exit_.words}"
 
 
 def _of_some_nodes(reports: Sequence[ExitRecord], evidence: LaunchEvidence) -> Verdict | None:
@@ -162,7 +162,7 @@ def _of_some_nodes(reports: Sequence[ExitRecord], evidence: LaunchEvidence) -> V
         return None
     first = next((exit_ for exit_ in reports if exit_.node in affected), reports[0])
     lines = (
-        *(f"rank {exit_.rank} on {exit_.node}: {exit_.words}" for exit_ in reports[:3]),
+        *map(_line, reports[:3]),
         *(f"{one.node}: {one.problem}" for one in unfit[:3]),
     )
     if found is Extent.FEW:
@@ -181,25 +181,17 @@ def _of_some_nodes(reports: Sequence[ExitRecord], evidence: LaunchEvidence) -> V
     return Verdict(Cause.STORAGE, reason, lines, first.rank, step=evidence.last_step)
 
 
-def _superseded(evidence: LaunchEvidence) -> Verdict | None:
-    """Find a rank that found a newer epoch, which the supervisor has not read yet."""
-    for exit_ in evidence.rank_exits:
-        if exit_.cause == Cause.SUPERSEDED:
-            lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.words}",)
-            reason = "a newer launch of this run has taken over"
-            return Verdict(Cause.SUPERSEDED, reason, lines, exit_.rank)
-    return None
-
-
-def _changed_checkpoint(evidence: LaunchEvidence) -> Verdict | None:
-    """Find a rank whose checkpoint differs from what was written."""
-    for exit_ in evidence.rank_exits:
-        if exit_.cause == Cause.BAD_CHECKPOINT:
-            lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.words}",)
-            step = evidence.resume_step or None
-            return Verdict(
-                Cause.BAD_CHECKPOINT, exit_.words, lines, exit_.rank, checkpoint_step=step
-            )
+def _proven(evidence: LaunchEvidence) -> Verdict | None:
+    """Find a rank that met a newer epoch, which the supervisor has not read yet, or whose
+    checkpoint differs from what was written.
+    """
+    for cause in (Cause.SUPERSEDED, Cause.BAD_CHECKPOINT):
+        exit_ = next((one for one in evidence.rank_exits if one.cause == cause), None)
+        if exit_ is not None:
+            reason, step = exit_.words, evidence.resume_step or None
+            if cause is Cause.SUPERSEDED:
+                reason, step = "a newer launch of this run has taken over", None
+            return Verdict(cause, reason, (_line(exit_),), exit_.rank, checkpoint_step=step)
     return None
 
 
@@ -382,7 +374,7 @@ def _by_crash(evidence: LaunchEvidence) -> Verdict | None:
     # Without times the order in which they are given counts.
     root = min(own, key=lambda one: (one.time, one.rank) if one.time else (NEVER, 0))
     shown = sorted(crashes, key=lambda exit_: exit_ is not root)[:3]
-    lines = (*(f"rank {c.rank} on {c.node}: {c.words}" for c in shown), *_task_lines(evidence))
+    lines = (*map(_line, shown), *_task_lines(evidence))
     reason = f"rank {root.rank} failed: {root.words}"
     print_of_root = fingerprint(Cause.CRASH, root.words)
     same = {e.node for e in own if fingerprint(Cause.CRASH, e.words) == print_of_root}
@@ -516,8 +508,8 @@ def _by_code(evidence: LaunchEvidence) -> Verdict | None:
         return Verdict(cause, reason, lines, rank, nodes=nodes, suspicion=suspicion)
     if crashes:
         root = crashes[0]
-        lines = (f"rank {root.rank} on {root.node}: {root.words}",)
-        return Verdict(Cause.CRASH, f"rank {root.rank} failed: {root.words}", lines, root.rank)
+        reason = f"rank {root.rank} failed: {root.words}"
+        return Verdict(Cause.CRASH, reason, (_line(root),), root.rank)
     return None
 
 

@@ -3,18 +3,20 @@
 A line of a log is weak evidence by itself: programs survive errors and print them. So lines of a
 rank that exited cleanly are ignored. A line that would stop the run for good needs the record of
 its rank as confirmation. An error that only the program's author can repair has to show on most
-ranks. Belongs here: collecting candidates with their time. Does not belong here: choosing one
-(`rank_verdict`).
+ranks. Belongs here: collecting candidates with their time, and comparing failures. Does not belong
+here: choosing one (`rank_verdict`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from hpctrain.judge.causes import FINAL_CAUSES, SCHEDULER_CAUSES, Cause
+from hpctrain.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES, Cause
 from hpctrain.judge.documents import LaunchEvidence, LogFinding
-from hpctrain.records.run_records import ExitRecord
+from hpctrain.records.run_records import AgentRecord, ExitRecord
+from hpctrain.slurm.messages import TaskFailure
 
 NEVER = float("inf")
 # A signature whose meaning depends on how many ranks report it.
@@ -195,3 +197,76 @@ def _in_context(finding: LogFinding, exit_: ExitRecord | None, everywhere: froze
     if finding.signature == _MISSING_PATH and common:
         return Cause.CRASH
     return finding.cause
+
+
+# ----------------------------------------------------------------------------------------------
+# Replace failures of torchelastic agents by those of their ranks (`launcher: torchrun`). Pure.
+# srun numbers agents, not ranks, and an agent exits with a code even if a signal killed its rank.
+# So the record of an agent about its ranks replaces srun's report on the agent.
+
+
+# Instead of a rank's number, which the failure of an agent does not have.
+AGENT = "agent"
+# Less than the time for which the supervisor lets ranks survive a failed one (`launch_watch`).
+_SRUN_IS_LATE_SECONDS = 3.0
+
+
+def failures_below_agents(
+    records: Sequence[AgentRecord], reported_by_srun: Sequence[TaskFailure]
+) -> tuple[TaskFailure, ...]:
+    """List failures of ranks, and of agents without a record, in the order of their ends."""
+    recorded = {record.node for record in records}
+    agents = [replace(one, tasks=AGENT) for one in reported_by_srun if one.node not in recorded]
+    ranks = [
+        TaskFailure(
+            record.node,
+            str(end.rank),
+            code=end.code if end.code >= 0 else None,
+            signal=-end.code if end.code < 0 else None,
+            at=record.time,
+        )
+        for record in records
+        for end in record.ended
+    ]
+
+    def order(failure: TaskFailure) -> float:
+        # srun reports a killed agent a little after the end of its ranks has affected others. A
+        # kill by the supervisor comes much later.
+        killed = failure.tasks == AGENT and failure.code is None
+        return failure.at - (_SRUN_IS_LATE_SECONDS if killed else 0.0)
+
+    return tuple(sorted([*agents, *ranks], key=order))
+
+
+# ----------------------------------------------------------------------------------------------
+# Compare failures: class and text of an error, without what changes between equal ones. Pure.
+
+
+_LONGEST = 160
+_WITHOUT = (
+    # prefixes: [rank3]:[E1121 05:33:37.123 ProcessGroupNCCL.cpp:607], dmesg, syslog, node names
+    (re.compile(r"^\s*(?:\[rank\d+\]:\s*)?(?:\[[EWIF]\d+ [\d:.]+ [^\]\s]*\]\s*)?"), ""),
+    (
+        re.compile(
+            r"\[\w{3} \w{3} {1,2}\d+ [\d:]+ \d{4}\]\s*|^\w{3} {1,2}\d+ [\d:]+ \S+ kernel:\s*"
+        ),
+        "",
+    ),
+    (re.compile(r"\b\d{4}-\d\d-\d\d[T ][\d:.,]+Z?"), ""),
+    (re.compile(r"(?i)\[?\brank[ _]?\d+\]?"), "rank"),
+    (re.compile(r"\b(?:on|node|host) [A-Za-z][\w.-]*\d[\w.-]*"), "on node"),
+    (re.compile(r"\b0x[0-9a-fA-F]+\b"), "#"),
+    (re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"), "#"),
+    (re.compile(r"(?:[\w.~-]*/)+[\w.@%+-]*"), "PATH"),
+    (re.compile(r"\d+"), "#"),
+    (re.compile(r"\s+"), " "),
+)
+
+
+def fingerprint(cause: Cause, text: str) -> str:
+    """Compute a text that is equal for equal failures; empty where there is nothing to compare."""
+    if cause not in FAILURE_CAUSES | FINAL_CAUSES:
+        return ""
+    for expression, instead in _WITHOUT:
+        text = expression.sub(instead, text[:1000])
+    return f"{cause}: {text.strip()[:_LONGEST]}"

@@ -48,30 +48,11 @@ _ON_REQUEST = (NoticeKind.HELD, NoticeKind.STOPPED)
 _REPEATED = "This message may be a repetition: nobody knows whether the first one has arrived."
 
 
-class NoticeDocument(BaseModel):
-    """One notice for a program; `event_time` in seconds since the epoch."""
-
-    model_config = ConfigDict(frozen=True)
-
-    id: str
-    kind: str
-    state: str
-    headline: str
-    event_time: float
-    job_id: int | None
-    cause: str | None
-    reason: str
-    evidence: tuple[str, ...]
-    done: str
-    step: int | None
-    target_step: int
-    checkpoint_step: int | None
-    nodes: tuple[str, ...]
-    commands: tuple[str, ...]
-
-
 class MessageDocument(BaseModel):
-    """What a channel of kind webhook gets; a field that is added does not change the version."""
+    """What a channel of kind webhook gets; a field that is added does not change the version.
+
+    `notices`: see `_notice_document`.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -83,7 +64,7 @@ class MessageDocument(BaseModel):
     user: str
     cluster: str
     text: str
-    notices: tuple[NoticeDocument, ...]
+    notices: tuple[dict[str, object], ...]
 
 
 @dataclass(frozen=True)
@@ -198,16 +179,24 @@ def _document(
     ).model_dump_json()
 
 
-def _notice_document(notice: Notice, facts: RunFacts) -> NoticeDocument:
-    """Take over the fields of a notice; texts of others are made printable, and cut."""
-    evidence = notice.evidence[:_MOST_EVIDENCE]
-    shown = {
+def _notice_document(notice: Notice, facts: RunFacts) -> dict[str, object]:
+    """One notice for a program; texts of others are made printable, and cut."""
+    return {
         "id": notice.notice_id,
+        "kind": notice.kind,
         "state": _HEADLINES[notice.kind][1],
         "headline": headline(notice, facts),
+        "event_time": notice.event_time,  # in seconds since the epoch
+        "job_id": notice.job_id,
+        "cause": notice.cause,
         "reason": _sentence(notice.reason),
-        "evidence": [printable_line(line, _LONGEST_LINE) for line in evidence],
+        "evidence": [
+            printable_line(line, _LONGEST_LINE) for line in notice.evidence[:_MOST_EVIDENCE]
+        ],
         "done": _sentence(notice.done),
+        "step": notice.step,
         "target_step": facts.target_step,
+        "checkpoint_step": notice.checkpoint_step,
+        "nodes": notice.nodes,
+        "commands": notice.commands,
     }
-    return NoticeDocument.model_validate(vars(notice) | shown)

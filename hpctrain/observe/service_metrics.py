@@ -34,9 +34,9 @@ from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.spec.loader import load_profile, load_service_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.service import ServiceSpec
-from hpctrain.telemetry.clock_repair import seconds
 from hpctrain.telemetry.goodput import OCCUPYING
 from hpctrain.telemetry.scraped_text import Histogram, ScrapedText
+from hpctrain.telemetry.timeline import seconds
 
 # What is over for so long stays so: a launch that ends is started again within seconds, if at all.
 _OVER_SECONDS = 300.0

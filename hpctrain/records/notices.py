@@ -13,7 +13,7 @@ A try that failed for certain is repeated with growing pauses until `EXPIRES_SEC
 event.
 
 Belongs here: these files, and which try may be made when. Does not belong here: which events there
-are (`hpctrain.notify.notices`), quiet hours and rates (`hpctrain.notify.send_times`), sending.
+are (`hpctrain.notify.notices`), quiet hours and rates (`hpctrain.notify.delivery`), sending.
 """
 
 from __future__ import annotations

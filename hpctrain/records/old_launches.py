@@ -5,7 +5,7 @@
 `tar xzf logs/archive-e000041.tar.gz` in the run directory puts them back. Packing starts when twice
 as many launches as are to be kept have left files, so that one archive takes those of many. Belongs
 here: which files are old, packing them. Does not belong here: when (`supervise`, `runs.clean`),
-stacks (`supervise.evidence.stack_files`).
+stacks (`supervise.evidence.stack_inquiry`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The settings of the supervisor (`supervise.json`), written once when a run is submitted.
 
 Belongs here: the document and its reader. Does not belong here: what the settings lead to (see
-`hpctrain.judge`), and waiting for the file (`hpctrain.supervise.settings`).
+`hpctrain.judge`), and waiting for the file (`hpctrain.supervise.loop`).
 """
 
 from __future__ import annotations

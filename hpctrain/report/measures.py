@@ -18,10 +18,8 @@ from hpctrain.plan.documents import Plan
 from hpctrain.records.communication import CommunicationRecord
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import RankTimes, StepMetrics
-from hpctrain.telemetry.clock_repair import seconds
 from hpctrain.telemetry.thinning import Point, averaged, coarse_segments, thinned
-from hpctrain.telemetry.time_categories import Category
-from hpctrain.telemetry.timeline import Timeline
+from hpctrain.telemetry.timeline import Category, Timeline, seconds
 
 # Below so many rows a curve is drawn as it is; above, with the mean of its parts.
 _NOISY_ROWS = 1200

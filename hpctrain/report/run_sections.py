@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from hpctrain.diagnose.findings import TopicFinding
+from hpctrain.diagnose.facts import TopicFinding
 from hpctrain.page.elements import (
     Card,
     Fact,

@@ -41,9 +41,8 @@ from hpctrain.serve.replica_lives import (
 from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.spec.loader import load_profile, load_service_spec
 from hpctrain.spec.service import ServiceSpec
-from hpctrain.telemetry.clock_repair import seconds
 from hpctrain.telemetry.goodput import OCCUPYING
-from hpctrain.telemetry.time_categories import Category
+from hpctrain.telemetry.timeline import Category, seconds
 
 _PartT = TypeVar("_PartT")
 _STEERED: dict[ServiceEventKind, str] = {

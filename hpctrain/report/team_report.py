@@ -45,9 +45,8 @@ from hpctrain.spec.loader import load_profile, load_run_spec, load_service_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.spec.service import ServiceSpec
-from hpctrain.telemetry.clock_repair import ticks
-from hpctrain.telemetry.timeline import Mark, MarkKind, timeline
-from hpctrain.telemetry.window_account import WindowAccount, needless_epochs, window_accounts
+from hpctrain.telemetry.goodput import WindowAccount, needless_epochs, window_accounts
+from hpctrain.telemetry.timeline import Mark, MarkKind, ticks, timeline
 
 ProjectSource = Literal["account", "wandb"]
 NO_PROJECT = "(none)"

@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.plan.gpu_price import GpuPrice
-from hpctrain.telemetry.clock_repair import TICKS_PER_SECOND
-from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING
-from hpctrain.telemetry.time_categories import Category
-from hpctrain.telemetry.window_account import WindowAccount
+from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING, WindowAccount
+from hpctrain.telemetry.timeline import TICKS_PER_SECOND, Category
 
 SAVING_CAUSE, BETWEEN_CAUSE = "saving", "between steps"
 LOST = OCCUPYING - {Category.PRODUCTIVE}

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import ActionKind, Verdict
-from hpctrain.judge.lost_attempts import why_ended
+from hpctrain.judge.job_end import why_ended
 from hpctrain.records.jobs import cancel_requested, generation, started_ids, submitted_ids
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.runs.job_holds import BY_SLURM, hold_text

@@ -24,7 +24,7 @@ from hpctrain.records.service_ledger import ServiceEvent, ServiceEventKind
 from hpctrain.records.service_records import DrainRecord, ServiceState
 from hpctrain.runs.goodput import marks_of
 from hpctrain.serve.service_files import ServiceFiles
-from hpctrain.telemetry.serving_time import with_work
+from hpctrain.telemetry.goodput import with_work
 from hpctrain.telemetry.timeline import Timeline, timeline
 
 DrainResult = Literal["finished", "broken_off"]

@@ -29,7 +29,7 @@ from hpctrain.simulate.monte_carlo import Outcome, simulate
 from hpctrain.simulate.scenario import MixName, Scenario
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import SuperviseSpec
-from hpctrain.telemetry.time_categories import Category
+from hpctrain.telemetry.timeline import Category
 
 SEED = 1
 MOST_TRIALS, LEAST_TRIALS = 200, 25

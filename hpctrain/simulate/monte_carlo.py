@@ -18,7 +18,7 @@ from hpctrain.judge.causes import Cause
 from hpctrain.simulate.scenario import Scenario
 from hpctrain.simulate.simulated_run import Decisions, RunOutcome, SimulatedRun
 from hpctrain.spec.document import Document
-from hpctrain.telemetry.time_categories import Category
+from hpctrain.telemetry.timeline import Category
 
 Name = TypeVar("Name", Category, Cause)
 

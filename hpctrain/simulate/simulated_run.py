@@ -18,7 +18,7 @@ from hpctrain.judge.documents import Action, ActionKind, History, Situation, Ver
 from hpctrain.judge.policy import decide
 from hpctrain.simulate.failure_mixes import FailureKind
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.telemetry.time_categories import Category
+from hpctrain.telemetry.timeline import Category
 
 # A run that takes this many times its work is taken as endless.
 _HOPELESS_FACTOR = 50.0

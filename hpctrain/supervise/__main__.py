@@ -29,8 +29,7 @@ def main() -> int:
         from hpctrain.records.kept_code import unread_archive
         from hpctrain.records.layout import RunLayout
         from hpctrain.slurm.client import SlurmClient
-        from hpctrain.supervise.loop import Supervisor
-        from hpctrain.supervise.settings import end_without_settings, wait_for_settings
+        from hpctrain.supervise.loop import Supervisor, end_without_settings, wait_for_settings
 
         run = RunLayout(run_directory.absolute())
         unread = unread_archive(run, os.environ.get("PYTHONPATH", ""), __file__)

@@ -19,9 +19,8 @@ from hpctrain.judge.blame import (
     blame,
     blame_problem,
     most_avoidable,
+    nodes_against,
     nodes_to_avoid,
-    slow_nodes,
-    unfit_nodes,
 )
 from hpctrain.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.judge.documents import Situation, Suspicion, Verdict
@@ -31,7 +30,7 @@ from hpctrain.judge.slow_nodes import certain_nodes
 from hpctrain.records.jobs import generation, started_ids, successor_ids
 from hpctrain.records.ledger import Event
 from hpctrain.records.node_record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
-from hpctrain.supervise.act.rollback import read_skip_list
+from hpctrain.supervise.act.execute import read_skip_list
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.gather import keeps_nodes
 
@@ -274,10 +273,11 @@ def _unfit(
     config = context.config
     now_unfit = [report.node for report in probe.unfit_with_reason] if probe is not None else []
     usable = probe.usable if probe is not None else ()
-    before = unfit_nodes(past, config.cluster, config.run_id, clock.now())
+    known = (past, config.cluster, config.run_id, clock.now())
+    before = nodes_against(*known, EvidenceKind.UNHEALTHY)
     # a probe measures no speed
     excludes = config.speed_check == "exclude"
-    slow = slow_nodes(past, config.cluster, config.run_id, clock.now()) if excludes else ()
+    slow = nodes_against(*known, EvidenceKind.SLOW_CHECKED) if excludes else ()
     nodes = dict.fromkeys(
         (*verdict.unfit_nodes, *now_unfit, *(node for node in before if node not in usable), *slow)
     )

@@ -1,6 +1,7 @@
 """Supervise one attempt inside its job: launch, watch, judge and act until the attempt is over.
 
-The ledger records every action before it is carried out. Belongs here: the order of these steps.
+The ledger records every action before it is carried out. Belongs here: the order of these steps,
+and what keeps an attempt from beginning or going on.
 Does not belong here: one launch (`srun_launch`), interpreting evidence (`judge.classify`), choosing
 an action (`judge.policy`), carrying it out (`act.execute`).
 """
@@ -8,15 +9,17 @@ an action (`judge.policy`), carrying it out (`act.execute`).
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.base import clock
 from hpctrain.base.durable import FULL_ERRNOS
-from hpctrain.base.errors import SlurmError
+from hpctrain.base.errors import SlurmError, StorageError
 from hpctrain.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.judge.classify import classify
 from hpctrain.judge.documents import (
@@ -26,44 +29,58 @@ from hpctrain.judge.documents import (
     Situation,
     Verdict,
 )
+from hpctrain.judge.job_end import why_ended
 from hpctrain.judge.launch_history import history
-from hpctrain.judge.launch_nodes import Allocation, Placement, place
-from hpctrain.judge.lost_attempts import why_ended
-from hpctrain.judge.node_order import NodePlacement, details, summary
-from hpctrain.judge.policy import STOPPED_EXIT_CODE, decide
+from hpctrain.judge.launch_nodes import (
+    Allocation,
+    NodePlacement,
+    Placement,
+    details,
+    place,
+    summary,
+)
+from hpctrain.judge.policy import RETRIES, STOPPED_EXIT_CODE, decide
+from hpctrain.notify.delivery import Sender, deliver, sender_name
 from hpctrain.records.epochs import is_superseded
 from hpctrain.records.jobs import awaited_run, generation
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.ledger import BufferedLedger, Event, EventKind
+from hpctrain.records.ledger import BufferedLedger, Event, EventKind, Ledger
 from hpctrain.records.requests import Request, read_request
 from hpctrain.records.run_jobs import identity_of
 from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.states import JobState
 from hpctrain.supervise.act.execute import act
-from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, must_leave
-from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
-from hpctrain.supervise.context import AttemptContext, log_message
+from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, must_leave, requeue
+from hpctrain.supervise.context import (
+    AttemptContext,
+    attempt_from,
+    log_message,
+    unfinished_attempt,
+    why_lost,
+)
 from hpctrain.supervise.decision_inputs import allocation_of, assess, blame_lost_attempt
 from hpctrain.supervise.evaluation_jobs import EvaluationThread
-from hpctrain.supervise.evidence.failed_launch import (
+from hpctrain.supervise.evidence.gather import (
     Prober,
     Traces,
+    between_launches,
     examine_failure,
     newest_logged_step,
     probe_job,
 )
-from hpctrain.supervise.evidence.gather import between_launches
-from hpctrain.supervise.evidence.job_facts import still_ours
-from hpctrain.supervise.evidence.leaves import leaves_of
-from hpctrain.supervise.evidence.lost_nodes import gone_nodes
-from hpctrain.supervise.notice_sender import NoticeSender
+from hpctrain.supervise.evidence.slurm_facts import (
+    gone_nodes,
+    job_facts,
+    leaves_of,
+    still_ours,
+    use_up_step_ids,
+)
 from hpctrain.supervise.side_processes import SideProcesses
 from hpctrain.supervise.srun_launch import Ended, TrainerLauncher
 from hpctrain.supervise.srun_process import Signals
-from hpctrain.supervise.step_ids import use_up_step_ids
-from hpctrain.supervise.storage_retry import retry_while_storage_fails
-from hpctrain.supervise.termination_guard import Guard
 from hpctrain.supervise.time_limit import JobTimeLimit, query_time_limit, too_late_for_launch
+from hpctrain.supervise.timeouts import retry_while_storage_fails, run_with_timeout
 
 _SLURM_TIMEOUT_SECONDS = 8.0
 # Pause between two storage faults, when the second interrupts the handling of the first.
@@ -113,17 +130,25 @@ class Supervisor:
         """Supervise this attempt to its end and return the exit code of the job.
 
         The work runs in a thread, because a hung file system blocks whoever reads from it. The main
-        thread stays free to receive signals (see `termination_guard`).
+        thread stays free to receive signals (see `Guard`).
         """
         self.context.signals.install()
-        worker = _SupervisorThread(self._work)
+        code: Future[int] = Future()
+
+        def work() -> None:
+            try:
+                code.set_result(self._work())
+            except BaseException as error:
+                code.set_exception(error)
+
+        worker = threading.Thread(target=work, name="supervisor")
         self.notices.start()
         worker.start()
         self.evaluations.start()
         self.guard.wait_for(worker)
         self.notices.close()
         self.evaluations.stop(last_pass=not self.context.signals.final)
-        return worker.result()
+        return code.result()
 
     def _work(self) -> int:
         try:
@@ -396,29 +421,6 @@ def _yielded(request: Request) -> Verdict:
     return Verdict(Cause.YIELDED, reason, hold=request.kind == "hold")
 
 
-class _SupervisorThread(threading.Thread):
-    """Runs the work and keeps its exit code or its exception for the main thread."""
-
-    def __init__(self, work: Callable[[], int]) -> None:
-        super().__init__(name="supervisor")
-        self._work = work
-        self._code: int | None = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._code = self._work()
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> int:
-        """The exit code. Raises what the work has raised."""
-        if self._error is not None:
-            raise self._error
-        assert self._code is not None, "the thread has not ended"
-        return self._code
-
-
 # -- Keep a run that waits for another one (`after`) from beginning before that is done ---------
 # Slurm starts its job when the job of the other has ended well (`afterok`). A job ends well, too,
 # when a person has stopped its run, or when it leaves the run to a newer launch. Only the marker of
@@ -505,3 +507,208 @@ def standing_stop(events: Sequence[Event], job_id: int, restart_count: int) -> E
         if event.event is EventKind.ACTION and event.job_id == job_id:
             return event if event.action == ActionKind.STOP else None
     return None
+
+
+# -- Requeue the job when the file system blocks the supervisor while Slurm is ending the job ---
+# The supervisor works in a thread of its own; the main thread only receives signals and runs this
+# guard. Once a signal has announced the end of the job, the guard checks whether the run directory
+# still answers. If it does not, the trainer cannot save and the supervisor cannot read or write.
+# What remains is to requeue the job while Slurm still accepts it, so that the run resumes from its
+# newest checkpoint. The ledger cannot record this; the next attempt finds this one unfinished and
+# records it.
+
+
+_CHECK_SECONDS = 0.2
+# A warning comes minutes ahead of the end, so a file system may still come back; after TERM there
+# are only seconds (slurm.conf(5), KillWait: 30).
+_AFTER_WARNING_SECONDS = 60.0
+_AFTER_TERM_SECONDS = 10.0
+_LOG_SECONDS = 2.0
+_LAST_CHANCE_SECONDS = 0.5
+_MESSAGE = "the run directory does not answer while the job is being ended: requeueing"
+
+
+class FileSystemCheck:
+    """Opens a file in a thread that may never return, to see whether the file system answers."""
+
+    def __init__(self, path: Path, touch: Callable[[Path], None] | None = None) -> None:
+        self._path = path
+        # open(2) asks the server even for cached attributes (nfs(5)).
+        self._touch = touch or (lambda path: path.open("rb", buffering=0).close())
+        self._thread: threading.Thread | None = None
+        self._began_at = 0.0
+
+    def silent_seconds(self) -> float:
+        """For how long the file system has not answered; 0 when the last check has ended."""
+        if self._thread is not None:
+            # on a machine that was suspended the check may not have run since it began
+            self._thread.join(_LAST_CHANCE_SECONDS)
+            if self._thread.is_alive():
+                return clock.monotonic() - self._began_at
+
+        def check() -> None:
+            with contextlib.suppress(OSError):  # an error is an answer
+                self._touch(self._path)
+
+        self._began_at = clock.monotonic()
+        self._thread = threading.Thread(target=check, daemon=True, name="file-system-check")
+        self._thread.start()
+        return 0.0
+
+
+class Guard:
+    """Watches the supervisor's own thread."""
+
+    def __init__(self, context: AttemptContext, check: FileSystemCheck | None = None) -> None:
+        self._context = context
+        self._check = check or FileSystemCheck(context.run_layout.ledger)
+        self._acted = False
+
+    def wait_for(self, worker: threading.Thread) -> None:
+        """Return when the supervisor's thread has ended."""
+        context, signals = self._context, self._context.signals
+        while worker.is_alive():
+            worker.join(_CHECK_SECONDS)
+            if not signals.names or self._acted or not worker.is_alive():
+                continue
+            patience = _AFTER_TERM_SECONDS if signals.final else _AFTER_WARNING_SECONDS
+            if self._check.silent_seconds() >= patience:
+                self._acted = True
+                if context.config.continuation != "requeue":
+                    continue  # its successor is in the queue already
+                facts = job_facts(context, patient=False)
+                if facts is None or facts.state is not JobState.RUNNING:
+                    continue  # a job that a person has cancelled must not come back
+                run_with_timeout(lambda: log_message(_MESSAGE), _LOG_SECONDS)
+                requeue(context.slurm, context.job_id)
+
+
+# -- Wait for the file of the supervisor's settings, or end the job without it ------------------
+
+
+# As often and as long as the policy tries again after a fault of storage.
+_TRIES = RETRIES[Cause.STORAGE] + 1
+_PAUSE_SECONDS = 30.0
+
+
+def wait_for_settings(path: Path, signals: Collection[signal.Signals]) -> bool:
+    """Wait until the file can be read, as at submit time; False if that takes too long.
+
+    `signals` are blocked. A signal that arrives ends the waiting: the job may be about to end.
+    """
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            read_supervise_config(path)
+        except StorageError as error:
+            log_message(f"storage: {error}; {tries_left} more tries, {_PAUSE_SECONDS:.0f} s apart")
+            if signal.sigtimedwait(signals, _PAUSE_SECONDS if tries_left else 0) is not None:
+                return False
+        else:
+            return True
+    return False
+
+
+def end_without_settings(environment: Mapping[str, str], slurm: SlurmClient) -> int:
+    """End a job that cannot read its settings; return its exit code.
+
+    Other nodes may reach the run directory. Slurm takes a requeue only of a job that was submitted
+    with one (sbatch(1), --requeue), and its own count of starts is the budget. A job that Slurm
+    does not list as running is left alone: it may be cancelled.
+    """
+    attempt = attempt_from(environment)
+    if attempt.restart_count >= RETRIES[Cause.STORAGE]:
+        log_message(
+            f"stop: started {attempt.restart_count + 1} times without reaching the run directory"
+        )
+        return STOPPED_EXIT_CODE
+    try:
+        job = slurm.jobs([attempt.job_id]).get(attempt.job_id)
+    except SlurmError:
+        job = None
+    if job is None or not job.state.is_running:
+        log_message("stop: the run directory is away, and Slurm does not list the job as running")
+        return STOPPED_EXIT_CODE
+    answer = slurm.requeue(attempt.job_id)
+    log_message(f"requeue: {answer.result.value}: other nodes may reach the run directory")
+    return 0 if answer.will_run_again else STOPPED_EXIT_CODE
+
+
+# -- Tell people about this run from inside its job, in a thread that nothing waits for ---------
+# The supervisor writes an event into the ledger and continues; this thread reads the ledger and
+# sends (`hpctrain.notify.delivery`). A webhook that hangs, or a node without a network, delays
+# neither a requeue nor a launch. What could not be sent is sent by `hpctrain watch --act`.
+
+
+# For how long an ending job waits for its last message: longer than one channel takes. The nodes
+# are idle meanwhile, so not for long.
+CLOSE_SECONDS = 15.0
+# ... and where Slurm ends the job and kills what is left of it (slurm.conf(5), KillWait).
+_HURRIED_SECONDS = 2.0
+
+
+class NoticeSender:
+    """Sends the notices of one attempt; does nothing where the run tells nobody.
+
+    `environment` is that of the job.
+    """
+
+    def __init__(self, context: AttemptContext, environment: Mapping[str, str]) -> None:
+        self._context = context
+        self._sender = Sender(sender_name(f"job {context.job_id}"), dict(environment), told=set())
+        self._ledger = Ledger(context.run_layout.ledger)
+        self._read: list[Event] = []
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        if context.config.notify is not None:
+            self._thread = threading.Thread(target=self._work, daemon=True, name="notices")
+            context.ledger.listener = self._wake.set
+
+    def start(self) -> None:
+        if self._thread is not None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Make a last pass, and wait for it for a few seconds."""
+        if self._thread is None or self._thread.ident is None:
+            return
+        self._closing.set()
+        self._wake.set()
+        ends = self._context.signals.final
+        self._thread.join(_HURRIED_SECONDS if ends else CLOSE_SECONDS)
+
+    def _work(self) -> None:
+        next_time: float | None = None
+        while True:
+            clock.wait(self._wake, None if next_time is None else max(0.0, next_time - clock.now()))
+            self._wake.clear()
+            # In this order: a `close` in between is then seen here or wakes the next wait.
+            closing = self._closing.is_set()
+            next_time = self._pass()
+            if closing:
+                return
+
+    def _pass(self) -> float | None:
+        """Send what is due; return when to look again. A problem is logged and ends nothing."""
+        context = self._context
+        try:
+            delivery = deliver(
+                context.run_layout, context.config, self._events(), self._sender, clock.now()
+            )
+        except Exception as error:  # whatever it is, the run goes on; texts may contain anything
+            log_message(f"nobody was told: {type(error).__name__}")
+            return None
+        for one in delivery.results:
+            told = ", ".join(one.kinds)
+            outcome = "told" if one.problem is None else f"NOT told: {one.problem}"
+            log_message(f"{one.channel}: {told}: {outcome}")
+        return delivery.next_time
+
+    def _events(self) -> list[Event]:
+        """What is in the file, where `hpctrain watch` reads the same, and what waits to be there.
+
+        Of a run that ends because its disk is full or away the file does not have the end.
+        """
+        waiting = self._context.ledger.waiting_events()
+        with contextlib.suppress(OSError):
+            self._read = self._ledger.events() or self._read
+        return [*self._read, *(event for event in waiting if event not in self._read)]

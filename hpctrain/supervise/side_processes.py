@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,39 +44,34 @@ class SideProgram:
     remedy: str
 
 
-def tracking_program(context: AttemptContext) -> SideProgram | None:
-    """Name the program that copies metrics to TensorBoard and W&B; None if the spec has none."""
-    if not context.config.tracking:
-        return None
-    return SideProgram(
-        name="tracking",
-        module="hpctrain.tracking",
-        options=("--follow",),
-        log=context.run_layout.tracking_log,
-        failed=EventKind.TRACKING_FAILED,
-        remedy=f"`hpctrain export {context.config.run_id}` writes what is missing",
-    )
-
-
-def metrics_program(context: AttemptContext) -> SideProgram | None:
-    """Name the program that exports metrics from the job; None where nobody collects them."""
-    if context.config.metrics is None:
-        return None
-    return SideProgram(
-        name="metrics",
-        module="hpctrain.observe.attempt_exporter",
-        options=(),
-        log=context.run_layout.metrics_log,
-        failed=EventKind.METRICS_FAILED,
-        remedy="`hpctrain exporter` on a login node exports the same",
-    )
+def programs_beside(context: AttemptContext) -> Iterator[SideProgram]:
+    """Name the programs that the spec and the profile ask for."""
+    config, run = context.config, context.run_layout
+    if config.tracking:  # copies metrics to TensorBoard and W&B
+        yield SideProgram(
+            name="tracking",
+            module="hpctrain.tracking",
+            options=("--follow",),
+            log=run.tracking_log,
+            failed=EventKind.TRACKING_FAILED,
+            remedy=f"`hpctrain export {config.run_id}` writes what is missing",
+        )
+    if config.metrics is not None:  # exports metrics from the job
+        yield SideProgram(
+            name="metrics",
+            module="hpctrain.observe.attempt_exporter",
+            options=(),
+            log=run.metrics_log,
+            failed=EventKind.METRICS_FAILED,
+            remedy="`hpctrain exporter` on a login node exports the same",
+        )
 
 
 class SideProcess:
-    """The process of one program in one attempt; None: there is none to run."""
+    """The process of one program in one attempt."""
 
     def __init__(
-        self, context: AttemptContext, environment: Mapping[str, str], program: SideProgram | None
+        self, context: AttemptContext, environment: Mapping[str, str], program: SideProgram
     ) -> None:
         self._context, self._environment = context, dict(environment)
         self._program = program
@@ -87,7 +82,7 @@ class SideProcess:
     def start(self) -> None:
         """Start the process, once; a failure is reported and nothing else."""
         program, run = self._program, self._context.run_layout
-        if program is None or self._process is not None:
+        if self._process is not None:
             return
         words = (sys.executable, "-P", "-m", program.module, *program.options, "--run-directory")
         try:
@@ -102,11 +97,9 @@ class SideProcess:
                     start_new_session=True,
                 )
         except OSError as error:
-            self._report(program, f"it cannot be started: {error}")
+            self._report(f"it cannot be started: {error}")
             return
-        self._watcher = threading.Thread(
-            target=self._watch, args=(program,), daemon=True, name=program.name
-        )
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name=program.name)
         self._watcher.start()
 
     def finish(self) -> None:
@@ -125,17 +118,18 @@ class SideProcess:
                 os.killpg(process.pid, signal.SIGKILL)
             watcher.join(_READ_SECONDS)
 
-    def _watch(self, program: SideProgram) -> None:
+    def _watch(self) -> None:
         """Wait for its end, and report one that is a failure."""
         assert self._process is not None
         code = self._process.wait()
         if code != 0:
-            reason = f"ended by signal {-code}" if code < 0 else _last_line(program.log)
+            reason = f"ended by signal {-code}" if code < 0 else _last_line(self._program.log)
             if self._killed_after is not None:
                 reason = f"not ready {self._killed_after:.0f} s after the end"
-            self._report(program, reason)
+            self._report(reason)
 
-    def _report(self, program: SideProgram, reason: str) -> None:
+    def _report(self, reason: str) -> None:
+        program = self._program
         words = f"{reason}; {program.remedy}"
         log_message(f"{program.name}: {words}")
         self._context.note(program.failed, reason=words)
@@ -146,9 +140,10 @@ class SideProcesses:
 
     def __init__(self, context: AttemptContext, environment: Mapping[str, str]) -> None:
         self._run = context.run_layout
-        programs = (tracking_program(context), metrics_program(context))
         self._tracks = context.config.tracking
-        self._processes = [SideProcess(context, environment, program) for program in programs]
+        self._processes = [
+            SideProcess(context, environment, program) for program in programs_beside(context)
+        ]
 
     def start(self) -> None:
         """Start those that the spec and the profile ask for, once."""

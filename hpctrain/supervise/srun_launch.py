@@ -31,8 +31,7 @@ from hpctrain.judge.documents import LaunchEvidence, Verdict
 from hpctrain.judge.launch_history import pending_rejections, pending_rollback, pinned_steps
 from hpctrain.judge.launch_nodes import Placement, host_file_lines, place_command
 from hpctrain.judge.probe_results import KernelLine, ProbeResult
-from hpctrain.judge.slow_nodes import replaceable_nodes
-from hpctrain.judge.stragglers import SlowRank
+from hpctrain.judge.slow_nodes import SlowRank, replaceable_nodes
 from hpctrain.records.data_identity import (
     InterruptedReadingError,
     compare,
@@ -50,14 +49,14 @@ from hpctrain.records.run_records import Progress, read_record
 from hpctrain.records.speed_checks import SpeedCheck
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.supervise.context import AttemptContext, log_message
-from hpctrain.supervise.evidence.failed_launch import (
+from hpctrain.supervise.evidence.gather import (
     Prober,
     Traces,
     examine_failure,
+    gather,
     newest_logged_step,
     probe_job,
 )
-from hpctrain.supervise.evidence.gather import gather
 from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
 from hpctrain.supervise.srun_process import SrunProcess, reserve_port
 from hpctrain.supervise.time_limit import JobTimeLimit

@@ -1,16 +1,19 @@
 """Run the `srun` process of a launch, read what it reports, and receive the supervisor's signals.
 
-Belongs here: processes, threads and signal handlers of the supervisor. Does not belong here:
+Belongs here: processes, signal handlers and the job's log. Does not belong here:
 reading a line (`hpctrain.slurm.messages`), what follows from it (`classify`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import zlib
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from types import FrameType
@@ -24,7 +27,6 @@ from hpctrain.slurm.messages import (
     read_task_failure,
     waits_for_step,
 )
-from hpctrain.supervise.job_log import write_log
 
 _PORT_STEP = 7  # between the launches of an attempt: a few ports may be passed over
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -147,3 +149,26 @@ def reserve_port(attempt: str, epoch: int, ports: tuple[int, int] | None = None)
     if reserved is None:
         raise OSError(f"no free port between {first} and {last}")
     return reserved
+
+
+# -- Write the messages of the supervisor and of srun into the job's log, which is stderr -------
+# Slurm has opened the log in the run directory, so writing may fail for a while. Then the lines are
+# buffered and written with the next one.
+
+
+# More lines than a supervisor writes in an hour; the oldest are dropped.
+_MOST_BUFFERED_LINES = 1000
+_buffered: deque[str] = deque(maxlen=_MOST_BUFFERED_LINES)
+# The reader of srun's stderr writes, too; a signal may interrupt a thread that is writing.
+_lock = threading.RLock()
+
+
+def write_log(text: str) -> None:
+    """Write text with its line end into the job's log, or buffer it until that is possible."""
+    with _lock:
+        _buffered.append(text)
+        with contextlib.suppress(OSError):
+            while _buffered:
+                sys.stderr.write(_buffered[0])
+                sys.stderr.flush()
+                _buffered.popleft()

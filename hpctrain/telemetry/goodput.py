@@ -1,4 +1,4 @@
-"""Compute goodput: how a run spent its wall time, effective training time, losses by cause. Pure.
+"""Compute goodput: how a run spent its wall time, in all and in windows, losses by cause. Pure.
 
 Effective training time ratio (ETTR) after Kokolis et al. 2024, arXiv 2410.21680, section II: the
 productive time over the time in which the run had nodes or waited in the queue for them. Time in
@@ -12,13 +12,24 @@ import bisect
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.telemetry.clock_repair import seconds, ticks
-from hpctrain.telemetry.time_categories import Category, Segment
-from hpctrain.telemetry.timeline import Timeline
+from hpctrain.records.step_times import StepTime
+from hpctrain.telemetry.timeline import (
+    Category,
+    Mark,
+    MarkKind,
+    Segment,
+    Timeline,
+    epochs_that_trained_again,
+    moment,
+    non_decreasing_times,
+    seconds,
+    ticks,
+)
 
 # -- Compute the productive share of a run in rolling windows: the last and the worst. Pure -----
 # After ByteRobust (arXiv 2509.16293), which reports the ratio of the last hour beside that of the
@@ -47,29 +58,22 @@ def rolling_goodput(segments: Sequence[Segment], window_seconds: float) -> Rolli
     window = ticks(window_seconds)
     if not segments or segments[-1].end - segments[0].start < window:
         return RollingGoodput(last=None, worst=None)
-    curve = _ProductiveTicks(segments)
+    starts = [segment.start for segment in segments]
+    lengths = (s.end - s.start if s.category is Category.PRODUCTIVE else 0 for s in segments)
+    productive = [0, *accumulate(lengths)]
+
+    def before(moment: int) -> int:
+        """Return the productive ticks before `moment`, which lies inside the run."""
+        index = bisect.bisect_right(starts, moment) - 1
+        segment = segments[index]
+        inside = moment - segment.start if segment.category is Category.PRODUCTIVE else 0
+        return productive[index] + inside
+
     first, last = segments[0].start + window, segments[-1].end
     move = max(1, window // _MOVES_PER_WINDOW, (last - first) // _MOST_MOVES)
     ends = (*range(first, last, move), last)
-    shares = [(curve.before(end) - curve.before(end - window)) / window for end in ends]
+    shares = [(before(end) - before(end - window)) / window for end in ends]
     return RollingGoodput(last=shares[-1], worst=min(shares))
-
-
-class _ProductiveTicks:
-    """Cumulative productive ticks since the beginning of the run."""
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = segments
-        self._starts = [segment.start for segment in segments]
-        lengths = (s.end - s.start if s.category is Category.PRODUCTIVE else 0 for s in segments)
-        self._before = [0, *accumulate(lengths)]
-
-    def before(self, moment: int) -> int:
-        """Return the productive ticks before `moment`, which lies inside the run."""
-        index = bisect.bisect_right(self._starts, moment) - 1
-        segment = self._segments[index]
-        inside = moment - segment.start if segment.category is Category.PRODUCTIVE else 0
-        return self._before[index] + inside
 
 
 # ----------------------------------------------------------------------------------------------
@@ -230,3 +234,129 @@ def _recoveries(segments: Sequence[Segment]) -> list[float]:
             since = segment.start if since is None else since
             held = held or segment.category is Category.HELD
     return durations
+
+
+# ----------------------------------------------------------------------------------------------
+# Account for the time, steps and tokens of a run in windows of wall time that follow each other.
+# Pure.
+# Segments are clipped in whole microseconds, so that the accounts of neighbouring windows add up to
+# the account of both.
+
+
+SpentTicks = dict[tuple[Category, str | None], int]
+
+
+@dataclass(frozen=True)
+class WindowAccount:
+    """How a run spent one window, from `begin` up to `end` (microseconds since the epoch).
+
+    `spent`: microseconds by category and cause; None: no interruption has caused it. A step counts
+    in the window in which it ended: in `kept_steps` and `tokens` if it is in the final weights,
+    in `redone_steps` if it was lost and trained again.
+    """
+
+    begin: int
+    end: int
+    spent: SpentTicks
+    kept_steps: int
+    redone_steps: int
+    tokens: int
+
+
+def window_accounts(
+    timeline: Timeline, steps: Sequence[StepTime], bounds: Sequence[int]
+) -> tuple[WindowAccount, ...]:
+    """Account for the windows between neighbouring `bounds`, which are in ascending order.
+
+    What lies outside of the bounds counts in no window.
+    """
+    spent: list[SpentTicks] = [defaultdict(int) for _ in bounds[1:]]
+    for segment in timeline.segments:
+        number = max(0, bisect.bisect_right(bounds, segment.start) - 1)
+        while number < len(spent) and bounds[number] < segment.end:
+            begin, end = max(segment.start, bounds[number]), min(segment.end, bounds[number + 1])
+            if end > begin:
+                spent[number][segment.category, segment.cause] += end - begin
+            number += 1
+    kept, redone, trained = _counted_steps(steps, bounds)
+    return tuple(
+        WindowAccount(begin, end, dict(of_window), kept[number], redone[number], trained[number])
+        for number, (begin, end, of_window) in enumerate(
+            zip(bounds[:-1], bounds[1:], spent, strict=True)
+        )
+    )
+
+
+def _counted_steps(
+    steps: Sequence[StepTime], bounds: Sequence[int]
+) -> tuple[Counter[int], Counter[int], Counter[int]]:
+    """Count by window: steps that are kept, steps that were redone, tokens of kept steps."""
+    kept: Counter[int] = Counter()
+    redone: Counter[int] = Counter()
+    trained: Counter[int] = Counter()
+    by_launch: dict[int, list[int]] = defaultdict(list)
+    for index, step in enumerate(steps):
+        by_launch[step.epoch].append(index)
+    again = epochs_that_trained_again(steps)
+    for indices in by_launch.values():
+        ends = non_decreasing_times([moment(steps[index].time) for index in indices])
+        for index, end in zip(indices, ends, strict=True):
+            window = bisect.bisect_right(bounds, end) - 1
+            if not 0 <= window < len(bounds) - 1:
+                continue
+            if again[index] is None:
+                kept[window] += 1
+                trained[window] += steps[index].tokens
+            else:
+                redone[window] += 1
+    return kept, redone, trained
+
+
+def needless_epochs(marks: Sequence[Mark], steps: Sequence[StepTime], begin: int) -> frozenset[int]:
+    """Return the launches whose steps have no part in any window that begins at `begin` or later.
+
+    They began before a launch that began before the window, so they had ended, and so had all
+    launches before them. A launch is needed if its trainer outlived it and has left steps in the
+    window, and so are later ones, which may have replaced these steps.
+    """
+    times = non_decreasing_times([moment(mark.time) for mark in marks])
+    begun = [
+        mark.epoch
+        for mark, time in zip(marks, times, strict=True)
+        if mark.kind is MarkKind.LAUNCH_STARTED and mark.epoch is not None and time <= begin
+    ]
+    owner = max(begun, default=0)
+    ended = {epoch for epoch in begun if epoch < owner}
+    begin_seconds = seconds(begin)
+    needed = {
+        step.epoch for step in steps if step.epoch not in ended or not step.time < begin_seconds
+    }
+    oldest = min(needed, default=owner)
+    return frozenset(epoch for epoch in ended if epoch < oldest)
+
+
+# -- Count the time in which a replica computes requests as productive. Pure --------------------
+# The account of a run knows steps; a replica has none, so that all of its launches would be starts.
+
+
+def with_work(timeline: Timeline, working: Sequence[tuple[float, float]]) -> Timeline:
+    """Make productive what a replica has held GPUs for while it worked.
+
+    `working`: intervals in seconds since the epoch, in order and without overlap.
+    """
+    windows = [(ticks(begin), ticks(end)) for begin, end in working]
+    segments: list[Segment] = []
+    for segment in timeline.segments:
+        left = segment
+        if segment.category in OCCUPYING:
+            for begin, end in windows:
+                first, last = max(left.start, begin), min(left.end, end)
+                if first >= last:
+                    continue
+                if left.start < first:
+                    segments.append(left._replace(end=first))
+                segments.append(Segment(first, last, Category.PRODUCTIVE, None))
+                left = left._replace(start=last)
+        if left.start < left.end:
+            segments.append(left)
+    return replace(timeline, segments=tuple(segments))

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from operator import itemgetter
 
-from hpctrain.telemetry.time_categories import Segment
+from hpctrain.telemetry.timeline import Segment
 
 Point = tuple[float, float | None]
 

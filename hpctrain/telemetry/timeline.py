@@ -1,12 +1,14 @@
 """Cut the wall time of a run into segments without gaps, by category and cause. Pure.
 
 Segments follow each other and add up exactly (times are whole microseconds). Belongs here:
-classifying time from the ledger's marks and the trainer's rows. Does not belong here: sums and
-ratios (see `goodput`), reading files.
+classifying time from the ledger's marks and the trainer's rows, repairing their clocks. Does not
+belong here: sums and ratios (see `goodput`), reading files.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +17,39 @@ from typing import NamedTuple
 
 from hpctrain.records.run_records import SaveRecord, StepMetrics
 from hpctrain.records.step_times import StepTime
-from hpctrain.telemetry.clock_repair import moment, non_decreasing_times, ticks
-from hpctrain.telemetry.time_categories import Category, Segment
+
+# -- Categories of wall time, and a segment of one category. Pure -------------------------------
+
+
+class Category(StrEnum):
+    """How wall time was spent."""
+
+    PRODUCTIVE = "productive"  # steps that are in the final weights
+    REDONE = "redone"  # steps that were lost and are trained again
+    SAVING = "saving"  # training waits for a checkpoint
+    BETWEEN = "between"  # otherwise between steps: evaluation, and the step in progress
+    STARTING = "starting"  # from the start of an attempt or launch to its first step
+    QUEUEING = "queueing"  # submitted or requeued, waiting for nodes
+    DETECTING = "detecting"  # from the last observed progress to the verdict
+    RESTARTING = "restarting"  # from the verdict to the next launch, or to the end of the attempt
+    DOWN = "down"  # an attempt that was lost without a record
+    HELD = "held"  # stopped or held on request
+
+
+class Segment(NamedTuple):
+    """From `start` to `end` (microseconds since the epoch).
+
+    `cause`: the interruption that caused it; None for training and for the first start.
+    """
+
+    start: int
+    end: int
+    category: Category
+    cause: str | None
+
+
+# ----------------------------------------------------------------------------------------------
+
 
 # -- Cut the time of one launch into start, steps, saves and end. Pure --------------------------
 
@@ -369,3 +402,70 @@ class _TimelineBuilder:
             kept_steps=sum(epoch is None for epoch in redone_by),
             lost_steps=tuple(sorted(lost.items())),
         )
+
+
+# -- Repair timestamps that several machines wrote into one ordered log. Pure -------------------
+# A later entry happened later, but its clock may have been set back or be wrong.
+
+
+TICKS_PER_SECOND = 1_000_000
+# A time beyond this (the year 33,658) is a damaged number.
+_LATEST_SECONDS = 1e12
+
+
+def ticks(seconds: float) -> int:
+    """Convert to whole microseconds, which add up exactly; returns 0 for a damaged number."""
+    if not math.isfinite(seconds) or abs(seconds) > _LATEST_SECONDS:
+        return 0
+    return round(seconds * TICKS_PER_SECOND)
+
+
+def moment(time: float) -> int | None:
+    """Convert seconds since the epoch to ticks; returns None for a damaged time."""
+    return ticks(time) or None
+
+
+def seconds(count: int) -> float:
+    """Convert ticks to seconds."""
+    return count / TICKS_PER_SECOND
+
+
+def non_decreasing_times(times: Sequence[int | None]) -> list[int]:
+    """Make times, in the order written, non-decreasing with as few changes as possible.
+
+    The longest non-decreasing subsequence is kept (patience sorting: Fredman 1975, Discrete
+    Mathematics 11, 29-35). Every other time becomes that of the kept one before it, or of the first
+    kept one. So one wrong clock does not change the times of the others. None is never kept.
+    """
+    known = [(index, time) for index, time in enumerate(times) if time is not None]
+    in_order = [time for _, time in known]
+    if len(known) == len(times) and in_order == sorted(in_order):  # as nearly always
+        return in_order
+    kept = _longest_non_decreasing(in_order)
+    trusted = dict(known[position] for position in kept)
+    latest = known[kept[0]][1] if kept else 0
+    result = []
+    for index in range(len(times)):
+        latest = trusted.get(index, latest)
+        result.append(latest)
+    return result
+
+
+def _longest_non_decreasing(times: Sequence[int]) -> list[int]:
+    """Return the positions of the longest non-decreasing subsequence."""
+    lowest_end: list[int] = []
+    positions: list[int] = []
+    before: list[int] = []
+    for index, time in enumerate(times):
+        length = bisect.bisect_right(lowest_end, time)
+        before.append(positions[length - 1] if length else -1)
+        if length == len(lowest_end):
+            lowest_end.append(time)
+            positions.append(index)
+        else:
+            lowest_end[length], positions[length] = time, index
+    chain, index = [], positions[-1] if positions else -1
+    while index >= 0:
+        chain.append(index)
+        index = before[index]
+    return chain[::-1]

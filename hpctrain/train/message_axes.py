@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hpctrain.records.communication import AxisMessages, CommunicationRecord, LinkBytes
-from hpctrain.telemetry.intervals import length, merged
+from hpctrain.telemetry.traces import length, merged
 
 AXES = ("tp", "cp", "ep", "dp", "pp", "other")
 # Of each rank: the targets that it sends most to. A rank of a ring has one target per axis, and of

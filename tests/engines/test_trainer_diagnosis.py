@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from trial_runs import Trial, keep_quietest_window
 
-from hpctrain.diagnose.findings import TopicFinding
+from hpctrain.diagnose.facts import TopicFinding
 from hpctrain.diagnose.of_run import diagnose
 from hpctrain.job.prepare import prepare
 from hpctrain.job.run_directory import write_run_directory

@@ -13,7 +13,7 @@ from trial_runs import LIMIT_SECONDS, Trial
 
 from hpctrain.judge.odd_stacks import odd_ranks, places
 from hpctrain.records.epochs import claim_epoch
-from hpctrain.supervise.evidence.stack_files import read_dumps, sizes, wait_for_dumps
+from hpctrain.supervise.evidence.stack_inquiry import read_dumps, sizes, wait_for_dumps
 
 DP2 = dict(data_parallel_size=2)
 PP2 = dict(pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,)))

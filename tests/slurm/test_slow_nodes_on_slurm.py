@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rehearsal import PlannedFault, Rehearsal, Stage
 
-from hpctrain.diagnose.diagnose_text import diagnosis_lines
+from hpctrain.diagnose.command import diagnosis_lines
 from hpctrain.diagnose.of_run import diagnose
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind

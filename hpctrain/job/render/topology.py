@@ -4,7 +4,7 @@ Rank order needs no option: Slurm numbers the ranks of `--distribution=block` al
 the order of their names, whatever slurm.conf and topology.conf say (22.05.8, tests/slurm/
 test_rank_order.py), or along leaves and blocks where a site sets TopologyParam=SwitchAsNodeRank
 (23.02) or BlockAsNodeRank. Where names cross leaves, the supervisor orders the nodes
-(`hpctrain.judge.node_order`).
+(`hpctrain.judge.launch_nodes`).
 Which segment of blocks is requested, the planner decides (`hpctrain.plan.mesh.nvlink_domain`).
 Belongs here: features and leaves. Does not belong here: all other options (`script`).
 """

@@ -1,16 +1,17 @@
-"""Submit, cancel and adopt the other jobs of a run, where Slurm does not requeue.
+"""Requeue our own job; submit, cancel and adopt the other jobs where Slurm does not requeue.
 
 A chain grows while it runs: each job submits the next one. Singletons and the elements of an array
-are all submitted at once, and here only cancelled. Belongs here: submitting, telling apart and
-cancelling the jobs of one run from inside one of them. Does not belong here: deciding to continue
-(`policy`), the first submission (`hpctrain.job.job_submission`).
+are all submitted at once, and here only cancelled. Belongs here: requeueing, submitting, telling
+apart and cancelling the jobs of one run from inside one of them. Does not belong here: deciding to
+continue (`policy`), the first submission (`hpctrain.job.job_submission`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hpctrain.base import clock
 from hpctrain.base.errors import SlurmError
@@ -32,9 +33,10 @@ from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_jobs import RunJobs, identity_of, select_jobs
 from hpctrain.records.run_records import Progress, read_record
 from hpctrain.slurm.backoff import Backoff
-from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.reasons import JobEnd
+from hpctrain.slurm.records import JobRecord, RequeueAnswer, RequeueResult
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise.act.requeue import exclude
 from hpctrain.supervise.context import AttemptContext, log_message
 
 _ENDS = (ActionKind.STOP, ActionKind.FINISH)
@@ -181,10 +183,16 @@ def must_leave(context: AttemptContext) -> str | None:
     if not set(job_ids(events)) - {context.job_id, context.attempt.submitted_id}:
         return None
     recorded = context.attempt.submitted_id in submitted_ids(events)
-    stopped = stopped_before(events, context.job_id) if recorded else None
-    if stopped is not None:
+    recent = generation(events) if recorded else []
+    # An earlier job of this generation that has stopped the run: its successors are cancelled with
+    # it, unless Slurm did not answer. A supervisor that outlived its generation cannot stop this.
+    others = {*submitted_ids(recent), *started_ids(recent)} - {context.job_id}
+    acted = (e for e in reversed(recent) if e.event is EventKind.ACTION and e.job_id in others)
+    last = next(acted, None)
+    if last is not None and last.action == ActionKind.STOP:
         end_succession(context)
-        return f"job {stopped.job_id} has stopped this run ({stopped.reason})"
+        return f"job {last.job_id} has stopped this run ({last.reason})"
+    begun = set(started_ids(recent))
     patience_seconds = context.config.kill_wait_seconds + _ENDING_SECONDS
     deadline, pauses = clock.monotonic() + patience_seconds, Backoff()
     while True:
@@ -192,48 +200,23 @@ def must_leave(context: AttemptContext) -> str | None:
             jobs = {job.job_id: job for job in _jobs_of_run(context, events).jobs}
         except SlurmError:
             return None
-        cancelled = cancelled_job(jobs, events) if recorded else None
-        if cancelled is not None:
-            # Recorded, because Slurm forgets it; no other job is to start either.
-            reason = (
-                f"job {cancelled.job_id} of this run was cancelled: cancelled runs stay cancelled"
-            )
-            context.ledger.append(EventKind.CANCELLED, job_id=cancelled.job_id, reason=reason)
-            end_succession(context)
-            return reason
+        for job in jobs.values():
+            # Not one that was cancelled while it waited and had no nodes: supervisors do that.
+            ran = job.job_id in begun and bool(job.node_list)
+            if job.state is JobState.CANCELLED and ran:
+                # Recorded, because Slurm forgets it; no other job is to start either.
+                reason = (
+                    f"job {job.job_id} of this run was cancelled: cancelled runs stay cancelled"
+                )
+                context.ledger.append(EventKind.CANCELLED, job_id=job.job_id, reason=reason)
+                end_succession(context)
+                return reason
         leave_to = reason_to_leave(context.job_id, jobs)
         ending = [job for job in jobs.values() if job.state is JobState.COMPLETING]
         if leave_to or not ending or clock.monotonic() >= deadline or context.signals.final:
             break
         clock.sleep(pauses.next_seconds())
     return leave_to
-
-
-def stopped_before(events: Sequence[Event], job_id: int) -> Event | None:
-    """Find the event with which an earlier job of this generation has stopped the run.
-
-    Its successors are cancelled with it, unless Slurm did not answer. A supervisor that has
-    outlived its generation cannot stop this one.
-    """
-    recent = generation(events)
-    others = {*submitted_ids(recent), *started_ids(recent)} - {job_id}
-    for event in reversed(recent):
-        if event.event is EventKind.ACTION and event.job_id in others:
-            return event if event.action == ActionKind.STOP else None
-    return None
-
-
-def cancelled_job(jobs: dict[int, JobRecord], events: Sequence[Event]) -> JobRecord | None:
-    """Find a job of this generation that was cancelled while it ran.
-
-    A job that was cancelled while it was pending does not count: the supervisor itself does that.
-    """
-    begun = set(started_ids(generation(events)))
-    for job in jobs.values():
-        ran = job.job_id in begun and bool(job.node_list)  # a job that waits has no nodes
-        if job.state is JobState.CANCELLED and ran:
-            return job
-    return None
 
 
 def reason_to_leave(job_id: int, jobs: dict[int, JobRecord]) -> str | None:
@@ -250,3 +233,66 @@ def reason_to_leave(job_id: int, jobs: dict[int, JobRecord]) -> str | None:
 def _order(job: JobRecord) -> tuple[float, int]:
     """Order jobs by start time; an unknown start comes last."""
     return (float("inf") if job.start_time is None else job.start_time), job.job_id
+
+
+# -- Requeue our own job, even during controller outages and in our own last seconds ------------
+
+
+_PATIENCE_SECONDS = 600.0
+# Of a job that is completing: the attempt ends and not the run, so it is requeued all the same.
+_ENDS_BY_SLURM = (JobEnd.TIME_LIMIT, JobEnd.NODE_FAILED)
+
+
+def requeue(
+    slurm: SlurmClient, job_id: int, before_retry: Callable[[], None] = lambda: None
+) -> tuple[bool, str]:
+    """Requeue the job; return whether it is in the queue now, and Slurm's answer as text.
+
+    `before_retry` is called when Slurm did not answer at once, so that there is time for more.
+
+    Slurm then delays the job for cred_expire + 1 s (121 s by default). Nothing sent from inside the
+    job shortens that: while it is COMPLETING, `StartTime=now` is accepted and lost.
+    """
+    return _until_answered(slurm, job_id, slurm.requeue, before_retry)
+
+
+def hold(slurm: SlurmClient, job_id: int) -> tuple[bool, str]:
+    """Requeue the job in held state, until its owner releases it (scontrol(1), requeuehold)."""
+    return _until_answered(slurm, job_id, slurm.requeue_hold)
+
+
+def exclude(slurm: SlurmClient, job_id: int, nodes: Sequence[str]) -> str:
+    """Exclude `nodes` from the requeued job; return the result as text.
+
+    The owner may set ExcNodeList once the job is requeued, while it is still completing, but not
+    while it runs (slurmctld: "Job is no longer pending execution").
+    """
+    try:
+        slurm.update_job(job_id, exclude_nodes=nodes)
+    except SlurmError as error:
+        return f"{', '.join(nodes)} could not be excluded: {error}"
+    return f"without {', '.join(nodes)}"
+
+
+def _until_answered(
+    slurm: SlurmClient,
+    job_id: int,
+    call: Callable[[int], RequeueAnswer],
+    before_retry: Callable[[], None] = lambda: None,
+) -> tuple[bool, str]:
+    deadline, pauses = clock.monotonic() + _PATIENCE_SECONDS, Backoff()
+    while True:
+        answer = call(job_id)
+        if answer.result is not RequeueResult.UNREACHABLE or clock.monotonic() >= deadline:
+            return answer.will_run_again, answer.result.value
+        before_retry()
+        clock.sleep(pauses.next_seconds())
+        # Slurm 22.05.8 accepts the requeue of a cancelled job, which would bring it back.
+        with contextlib.suppress(SlurmError):
+            job = slurm.jobs([job_id]).get(job_id)
+            if job is None:
+                continue
+            by_slurm = job.end in _ENDS_BY_SLURM or job.preempt_time is not None
+            ending = job.state is JobState.COMPLETING and not by_slurm
+            if job.state is JobState.CANCELLED or ending:
+                return False, "cancelled while the controller was away"

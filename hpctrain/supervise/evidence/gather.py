@@ -1,18 +1,25 @@
 """Collect the evidence about the end of a launch from the run directory, srun and Slurm.
 
-Belongs here: collecting and converting. Does not belong here: judging.
+After a failure the nodes are probed and the logs matched, too. Belongs here: collecting and
+converting. Does not belong here: reading logs (`log_scan`), probing (`probe`), judging.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from hpctrain.base import clock
 from hpctrain.checkpoints.discover import good_steps, newest_listed
-from hpctrain.judge.agent_failures import failures_below_agents
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import JobFacts, LaunchEvidence, LogFinding
 from hpctrain.judge.external_verdict import left_unexplained
+from hpctrain.judge.launch_nodes import nodes_of_ranks
+from hpctrain.judge.probe_results import KernelLine, ProbeResult
+from hpctrain.judge.root_causes import failures_below_agents
+from hpctrain.judge.signatures import Signatures
 from hpctrain.judge.slow_nodes import slow_nodes_of
 from hpctrain.records.exit_records import read_agent_records, read_exit_records
 from hpctrain.records.ledger import EventKind
@@ -20,11 +27,13 @@ from hpctrain.records.requests import Request, read_request
 from hpctrain.records.run_records import Progress, read_record
 from hpctrain.slurm.messages import StepNotice, read_end_of_job
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.evidence.job_facts import job_facts
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
+from hpctrain.supervise.evidence.log_scan import LaunchRanks, Scanner, newest_step, read_signatures
+from hpctrain.supervise.evidence.probe import PreflightOptions, probe_nodes
+from hpctrain.supervise.evidence.slurm_facts import job_facts
 from hpctrain.supervise.srun_process import SrunProcess
-from hpctrain.supervise.storage_retry import retry_while_storage_fails
+from hpctrain.supervise.timeouts import retry_while_storage_fails, run_with_timeout
 
 _STALLED_SECONDS = 30.0
 # Of the job's log; the last lines of srun follow what slurmstepd prints when the job ends.
@@ -202,3 +211,137 @@ def _cancel_confirmed(context: AttemptContext, job: JobFacts | None) -> bool:
             revoked = event.event in (EventKind.ATTEMPT_STARTED, EventKind.CANCEL_FAILED)
             requested_here = requested or (requested_here and not revoked)
     return requested_here
+
+
+# -- Collect more evidence after a failed launch: probe its nodes, match its logs to signatures -
+
+
+_LISTING_SECONDS = 5.0
+Prober = Callable[[AttemptContext, Sequence[str], float], ProbeResult]
+
+
+@dataclass(frozen=True)
+class Postmortem:
+    """Evidence with the results added, and the probe (None: the nodes were not probed)."""
+
+    evidence: LaunchEvidence
+    probe: ProbeResult | None = None
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Limits that separate the logs and kernel lines of one launch from those of earlier ones.
+
+    `since`: seconds since the epoch. `step_before`: the newest step with logs before the launch.
+    `nodes`: in the order of ranks. `seen`: kernel lines (with their time) that an earlier launch
+    has caused; after a relaunch within seconds a node reports them again.
+    """
+
+    since: float
+    step_before: int = -1
+    nodes: tuple[str, ...] = ()
+    seen: frozenset[KernelLine] = frozenset()
+
+
+def newest_logged_step(context: AttemptContext) -> int:
+    """The newest step of this attempt that has logs; -1 if none, or if reading takes too long."""
+    steps = [-1]
+    directory = _log_directory(context)
+    run_with_timeout(lambda: steps.append(newest_step(directory)), _LISTING_SECONDS)
+    return steps[-1]
+
+
+def probe_job(context: AttemptContext, nodes: Sequence[str], since: float) -> ProbeResult:
+    """Probe all nodes of the job; see `probe.probe_nodes`."""
+    shapes = context.config.shapes
+    options = PreflightOptions(
+        context.run_layout.directory,
+        since,
+        # One task per GPU; 0 (do not count them) if the number of tasks is not known.
+        shapes[0].tasks // shapes[0].nodes if shapes else 0,
+        settings=context.run_layout.supervise_config,
+    )
+    return probe_nodes(
+        context.slurm,
+        context.job_id,
+        nodes,
+        options,
+        interrupted=lambda: context.signals.final,
+    )
+
+
+def examine_failure(
+    context: AttemptContext,
+    evidence: LaunchEvidence,
+    nodes: Sequence[str],
+    traces: Traces,
+    prober: Prober = probe_job,
+) -> Postmortem:
+    """Probe the nodes and read logs if something has failed and the job still has its nodes.
+
+    `nodes` are all nodes of the job, spares included. Returns the evidence with the results.
+    """
+    if not has_failed(evidence) or context.signals.final:
+        return Postmortem(evidence)
+    if not keeps_nodes(evidence):
+        return Postmortem(evidence)
+    probe = prober(context, nodes, traces.since)
+    reasons = probe.problem_lines()
+    context.note(
+        EventKind.PROBED,
+        reason="; ".join(reasons) or f"{len(probe.probed)} nodes answer and have no problem",
+        lost_nodes=probe.lost,
+    )
+    for line in reasons:
+        log_message(f"probe: {line}")
+    found = replace(
+        evidence,
+        probed=not probe.trouble,
+        lost_nodes=probe.lost,
+        unfit_nodes=() if probe.trouble else probe.unfit_with_reason,
+        common_problems=() if probe.trouble else probe.shared_blocking,
+        leaving_nodes=() if probe.trouble else probe.leaving,
+        findings=(*evidence.findings, *find_lines(context, evidence, traces, probe)),
+    )
+    return Postmortem(found, probe)
+
+
+def find_lines(
+    context: AttemptContext,
+    evidence: LaunchEvidence,
+    traces: Traces,
+    probe: ProbeResult | None = None,
+) -> tuple[LogFinding, ...]:
+    """Match logs, exit records, lines of srun and kernel lines against the signatures.
+
+    Takes no longer than the scanner's limits. Empty without `signatures.json`.
+    """
+    read: list[Signatures | None] = []
+    run_with_timeout(
+        lambda: read.append(read_signatures(context.run_layout.signatures)), _LISTING_SECONDS
+    )
+    if not read or read[0] is None:
+        return ()
+    scanner, now = Scanner(read[0]), clock.now()
+    node_of = nodes_of_ranks(traces.nodes, evidence.world_size)
+    node_of.update({end.rank: end.node for end in evidence.rank_exits})
+    ended_at = {end.rank: end.time for end in evidence.rank_exits if end.time}
+    messages = [
+        scanner.lines([end.words], "rank", rank=end.rank, node=end.node, at=end.time)
+        for end in evidence.rank_exits
+    ]
+    kernels = [
+        scanner.lines([line.text], "kernel", node=line.node, at=line.at or now)
+        for line in (probe.kernel_lines if probe is not None else ())
+        if line not in traces.seen
+    ]
+    return (
+        *(finding for found in (*messages, *kernels) for finding in found),
+        *scanner.lines(evidence.notice_lines, "srun", at=now),
+        *scanner.logs(_log_directory(context), traces.step_before, LaunchRanks(node_of, ended_at)),
+    )
+
+
+def _log_directory(context: AttemptContext) -> Path:
+    attempt = context.attempt
+    return context.run_layout.attempt_logs(attempt.job_id, attempt.restart_count)

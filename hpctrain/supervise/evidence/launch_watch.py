@@ -3,7 +3,7 @@
 Ends the step when it must, and only then. A query that fails means "unknown" and has no
 consequence. Neither a hung file system nor a hung controller delays the handling of signals.
 Belongs here: waiting. Does not belong here: the verdict, how long silence may last
-(`judge.silence_limits`), reading files (`run_dir_snapshot`, `stack_files`), what stacks mean
+(`judge.silence_limits`), reading files (`run_dir_snapshot`, `stack_inquiry`), what stacks mean
 (`judge.odd_stacks`).
 """
 
@@ -21,7 +21,7 @@ from hpctrain.engines.train_json import train_config_of
 from hpctrain.judge import slow_nodes
 from hpctrain.judge.documents import JobFacts, Stall
 from hpctrain.judge.silence_limits import SilenceMonitor, StallLimits
-from hpctrain.judge.stragglers import (
+from hpctrain.judge.slow_nodes import (
     SlowRank,
     StageOf,
     Stragglers,
@@ -34,16 +34,14 @@ from hpctrain.records.run_records import Progress, RankTimes
 from hpctrain.records.speed_checks import SpeedCheck
 from hpctrain.slurm.backoff import Backoff
 from hpctrain.supervise.context import AttemptContext, log_message
-from hpctrain.supervise.evidence import stack_files
-from hpctrain.supervise.evidence.job_facts import job_facts, still_ours
 from hpctrain.supervise.evidence.run_dir_snapshot import (
     BackgroundReader,
     RunDirReader,
     RunDirSnapshot,
     past_step_seconds,
 )
-from hpctrain.supervise.evidence.srun_steps import OwnSteps
-from hpctrain.supervise.evidence.stack_inquiry import StackInquiry
+from hpctrain.supervise.evidence.slurm_facts import OwnSteps, job_facts, still_ours
+from hpctrain.supervise.evidence.stack_inquiry import StackInquiry, forget_old_dumps
 from hpctrain.supervise.srun_process import SrunProcess
 from hpctrain.supervise.time_limit import JobTimeLimit, StopTime
 from hpctrain.supervise.timeouts import run_with_timeout
@@ -183,7 +181,7 @@ class LaunchWatch:
             return self._reader.read(find_saves, rank_times)
 
         background = BackgroundReader(flush_and_read)
-        run_with_timeout(lambda: stack_files.forget_old_dumps(run, self.epoch), _WRITE_SECONDS)
+        run_with_timeout(lambda: forget_old_dumps(run, self.epoch), _WRITE_SECONDS)
         keep = self.context.config.keep_launches
         if keep:
             start_packing(run, keep, self.epoch, log_message)

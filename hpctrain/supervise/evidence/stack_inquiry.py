@@ -1,28 +1,35 @@
 """Collect the stacks of all ranks of a silent launch and name the ranks that stand out.
 
-Belongs here: the order (signal, wait, read, compare) and the message for the ledger. Does not
-belong here: when, and what follows (`launch_watch`), the files (`stack_files`), what stacks mean
+Belongs here: the order (signal, wait, read, compare), the files of stacks, the message for the
+ledger. Does not belong here: when, and what follows (`launch_watch`), what stacks mean
 (`judge.odd_stacks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from hpctrain.base import clock
 from hpctrain.base.errors import SlurmError
 from hpctrain.judge.documents import OddRank
+from hpctrain.judge.launch_nodes import nodes_of_ranks
 from hpctrain.judge.odd_stacks import odd_ranks, places
+from hpctrain.records.layout import RunLayout
 from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.evidence import stack_files
-from hpctrain.supervise.evidence.srun_steps import OwnSteps
+from hpctrain.supervise.evidence.slurm_facts import OwnSteps
 from hpctrain.supervise.timeouts import run_with_timeout
 
 # Time limits for listing the files of all ranks, ...
 _FINDING_SECONDS = 15.0
 # ... for the ranks to dump their stacks, ...
 _DUMP_SECONDS = 5.0
-# ... and for reading them: `stack_files` stops by itself a little earlier.
+# ... and for reading them: `read_dumps` stops by itself a little earlier.
 _READING_SECONDS = 10.0
 _READING_AT_THE_END_SECONDS = 1.0
 _LONGEST_EVIDENCE = 8
@@ -66,7 +73,7 @@ class StackInquiry:
         """
         run, epoch, found = self._run, self._epoch, list[dict[int, int]]()
         run_with_timeout(
-            lambda: found.append(stack_files.sizes(run, epoch)),
+            lambda: found.append(sizes(run, epoch)),
             _FINDING_SECONDS,
             give_up=self._give_up,
         )
@@ -75,7 +82,7 @@ class StackInquiry:
             return
         OwnSteps(self._context).signal("QUIT")
         run_with_timeout(
-            lambda: stack_files.wait_for_dumps(run, epoch, before, _DUMP_SECONDS),
+            lambda: wait_for_dumps(run, epoch, before, _DUMP_SECONDS),
             _DUMP_SECONDS,
             give_up=self._give_up,
         )
@@ -91,11 +98,11 @@ class StackInquiry:
             self._run,
             self._epoch,
             self._before,
-            list[stack_files.StackDumps](),
+            list[StackDumps](),
         )
         final = self._context.signals.final
         run_with_timeout(
-            lambda: found.append(stack_files.read_dumps(run, epoch, before)),
+            lambda: found.append(read_dumps(run, epoch, before)),
             _READING_AT_THE_END_SECONDS if final else _READING_SECONDS,
         )
         if not before or not found or not found[0].texts:
@@ -114,10 +121,117 @@ class StackInquiry:
         return OddRanks(odd, reason, places(texts, packages)[:_LONGEST_EVIDENCE])
 
     def _planned_nodes(self) -> dict[int, str]:
-        """The node of each rank as `--distribution=block` places it; empty if not known."""
+        """The node of each rank as Slurm places it; empty if not known."""
         try:
             nodes = self._nodes or self._context.slurm.hostnames(self._context.attempt.nodes)
         except SlurmError:
             return {}
-        per_node, rest = divmod(self._tasks, len(nodes)) if nodes else (0, 0)
-        return {} if rest else {rank: nodes[rank // per_node] for rank in range(self._tasks)}
+        return nodes_of_ranks(nodes, self._tasks)
+
+
+# -- Read the files into which the ranks of a launch dump their stacks --------------------------
+# Each rank opens its file at start and writes one header line (`rank= node= pid= epoch= package=`).
+# SIGQUIT appends the stacks of all its threads.
+
+
+_NAME = re.compile(r"rank-(\d+)\.txt")
+# Trainers before `package=` was recorded end the line behind the epoch.
+_HEADER = re.compile(r"rank=\d+ node=(?P<node>\S+) (?:.*? package=(?P<package>.+))?")
+_EPOCH_NAME = re.compile(r"e(\d+)")
+# Epochs whose stacks are kept, the present one included.
+_KEPT_EPOCHS = 4
+# A trainer's dump is a few kB; this cuts off a hundred threads of a hundred frames.
+_LONGEST_DUMP_BYTES = 256 * 1024
+_LONGEST_HEADER_BYTES = 8 * 1024
+_POLL_SECONDS = 0.1
+# faulthandler writes in small pieces, with pauses on a busy node.
+_QUIET_SECONDS = 0.5
+# Limit for reading the files of all ranks: 16384 files at half a millisecond each.
+_READING_DUMPS_SECONDS = 8.0
+
+
+@dataclass(frozen=True)
+class StackDumps:
+    """Stacks that the ranks have written since the signal, and the nodes in their headers.
+
+    `texts` has an empty text for a rank that has a file and wrote nothing. It does not contain a
+    rank without a file. `packages` has the directory of hpctrain of each rank that recorded it.
+    `complete`: all files could be read in time.
+    """
+
+    texts: Mapping[int, str]
+    nodes: Mapping[int, str]
+    complete: bool
+    packages: Mapping[int, str] = field(default_factory=dict)
+
+
+def sizes(run: RunLayout, epoch: int) -> dict[int, int]:
+    """Return the size in bytes of each rank's file, for ranks that have one."""
+    found: dict[int, int] = {}
+    for rank, path in _files(run, epoch):
+        # After opening the file an NFS client asks the server for the size, not its cache.
+        with contextlib.suppress(OSError), path.open("rb", buffering=0) as stream:
+            found[rank] = os.fstat(stream.fileno()).st_size
+    return found
+
+
+def wait_for_dumps(
+    run: RunLayout, epoch: int, before: Mapping[int, int], timeout_seconds: float
+) -> None:
+    """Return when every file has grown and none is still growing, or after the timeout."""
+    deadline = clock.monotonic() + timeout_seconds
+    last, changed_at = sizes(run, epoch), clock.monotonic()
+    while clock.monotonic() < deadline:
+        clock.sleep(_POLL_SECONDS)
+        now = sizes(run, epoch)
+        if now != last:
+            last, changed_at = now, clock.monotonic()
+        quiet = clock.monotonic() - changed_at >= _QUIET_SECONDS
+        if quiet and all(now.get(rank, 0) > size for rank, size in before.items()):
+            return
+
+
+def read_dumps(run: RunLayout, epoch: int, before: Mapping[int, int]) -> StackDumps:
+    """Read what was appended after the sizes in `before`, within limits of time and size."""
+    deadline = clock.monotonic() + _READING_DUMPS_SECONDS
+    texts: dict[int, str] = {}
+    nodes: dict[int, str] = {}
+    packages: dict[int, str] = {}
+    complete = True
+    for rank, path in _files(run, epoch):
+        try:
+            with path.open("rb") as stream:
+                first = stream.readline(_LONGEST_HEADER_BYTES).decode("ascii", "replace")
+                stream.seek(before.get(rank, 0))
+                texts[rank] = stream.read(_LONGEST_DUMP_BYTES).decode("utf-8", "replace")
+        except OSError:
+            complete = False
+            continue
+        header = _HEADER.match(first)
+        if header is not None:
+            nodes[rank] = header["node"]
+            if header["package"]:
+                packages[rank] = header["package"]
+        if clock.monotonic() >= deadline:
+            return StackDumps(texts, nodes, complete=False, packages=packages)
+    return StackDumps(texts, nodes, complete, packages)
+
+
+def forget_old_dumps(run: RunLayout, epoch: int) -> None:
+    """Remove the stacks of all but the last few epochs before `epoch`."""
+    for entry in os.scandir(run.stacks):
+        match = _EPOCH_NAME.fullmatch(entry.name)
+        if match is not None and int(match[1]) <= epoch - _KEPT_EPOCHS:
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _files(run: RunLayout, epoch: int) -> Iterator[tuple[int, Path]]:
+    try:
+        names = sorted(os.listdir(run.stack_dump(epoch, 0).parent))
+    except FileNotFoundError:
+        return
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            rank = int(match[1])
+            yield rank, run.stack_dump(epoch, rank)

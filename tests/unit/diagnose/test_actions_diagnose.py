@@ -8,7 +8,7 @@ import pytest
 from judged_runs import GIB, has_saved, has_trained, has_window, submitted
 
 from hpctrain.base.errors import UsageError
-from hpctrain.diagnose.findings import Price, TopicFinding
+from hpctrain.diagnose.facts import Price, TopicFinding
 from hpctrain.diagnose.of_run import diagnose, gather, is_worth_it
 from hpctrain.handle import open_run
 from hpctrain.records.find import RunFiles

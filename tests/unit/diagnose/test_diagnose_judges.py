@@ -9,22 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.diagnose.buckets import buckets
-from hpctrain.diagnose.course import saves, unsteady, warm_up
 from hpctrain.diagnose.facts import (
     AxisFacts,
     MessageFacts,
     Planned,
     SaveFacts,
     StepFacts,
+    TopicFinding,
     stage_of,
 )
 from hpctrain.diagnose.facts import DiagnosisInput as Facts
-from hpctrain.diagnose.findings import TopicFinding
-from hpctrain.diagnose.judge import judge, shares
-from hpctrain.diagnose.memory import memory
-from hpctrain.diagnose.messages import communication
-from hpctrain.diagnose.pipeline import pipeline
+from hpctrain.diagnose.judge import buckets, judge, memory, saves, shares, unsteady, warm_up
+from hpctrain.diagnose.messages import communication, pipeline
 from hpctrain.diagnose.waiting import data_loading, imbalance
 from hpctrain.job.plan import load
 from hpctrain.plan.planner import make_plan

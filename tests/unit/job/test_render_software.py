@@ -19,7 +19,7 @@ from hpctrain.job.render.script import ScriptFacts, build_script
 from hpctrain.job.render.software import SetupFile, prologue_text
 from hpctrain.job.render.template import render_script
 from hpctrain.job.run_directory import write_run_directory
-from hpctrain.judge.lost_attempts import why_ended
+from hpctrain.judge.job_end import why_ended
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.profile import ClusterProfile

@@ -14,10 +14,9 @@ from webhook_server import PATH, Webhook, sendmail_stand_in, webhook
 
 from hpctrain.base.errors import HpctrainError
 from hpctrain.notify import channels
-from hpctrain.notify.channels import NotSentError, OutcomeUnknownError, send
+from hpctrain.notify.channels import NotSentError, OutcomeUnknownError, SecretError, send
 from hpctrain.notify.message_text import Message, compose, write_test_message
 from hpctrain.notify.notices import Notice, NoticeKind, RunFacts
-from hpctrain.notify.secret_values import SecretError
 from hpctrain.records.supervise_config import ChannelSettings
 
 FACTS = RunFacts("gpt-7f3a", "/runs", "ada", "a100x64", 1000)

@@ -7,8 +7,8 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+from hpctrain.notify.delivery import quiet_until, select
 from hpctrain.notify.notices import Notice, NoticeKind
-from hpctrain.notify.send_times import quiet_until, select
 from hpctrain.records.supervise_config import NotifySettings
 
 BERLIN = ZoneInfo("Europe/Berlin")

@@ -158,8 +158,8 @@ SOURCES = {
     "segment seconds": ["tracking.follower:SEGMENT_SECONDS"],
     "pass seconds": ["observe.attempt_exporter:PASS_SECONDS"],
     "patience seconds": [
-        "supervise.act.requeue:_PATIENCE_SECONDS",
-        "supervise.evidence.job_facts:_PATIENCE_SECONDS",
+        "supervise.act.successor:_PATIENCE_SECONDS",
+        "supervise.evidence.slurm_facts:_PATIENCE_SECONDS",
     ],
 }
 
@@ -170,7 +170,7 @@ def test_constants_are_those_of_the_code() -> None:
     for name, sources in SOURCES.items():
         for source in sources:
             assert value_at(source) == CONSTANTS[name], source
-    assert value_at("supervise.evidence.stack_files:_KEPT_EPOCHS") == KEPT_STACKS
+    assert value_at("supervise.evidence.stack_inquiry:_KEPT_EPOCHS") == KEPT_STACKS
     text = (ROOT / "hpctrain/supervise/evidence/launch_watch.py").read_text()
     assert f"kill_wait_seconds + {KILL_SECONDS_BEYOND_KILL_WAIT}\n" in text
 

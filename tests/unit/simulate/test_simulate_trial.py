@@ -27,7 +27,7 @@ from hpctrain.simulate.simulated_run import (
     SimulatedRun,
     Stretch,
 )
-from hpctrain.telemetry.time_categories import Category
+from hpctrain.telemetry.timeline import Category
 
 DAY = 86400
 

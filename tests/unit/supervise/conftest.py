@@ -14,9 +14,9 @@ from supervise_stage import Stage
 from hpctrain.judge import policy
 from hpctrain.judge.silence_limits import SilenceMonitor
 from hpctrain.slurm.backoff import Backoff
-from hpctrain.supervise import loop, storage_retry
-from hpctrain.supervise.act import requeue
-from hpctrain.supervise.evidence import job_facts, launch_watch
+from hpctrain.supervise import loop, timeouts
+from hpctrain.supervise.act import successor
+from hpctrain.supervise.evidence import launch_watch, slurm_facts
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(policy, "_SLOW_FIRST_DELAY_SECONDS", 0.02)
     monkeypatch.setattr(loop, "_FAULT_PAUSE_SECONDS", 0.01)
-    for module in (job_facts, requeue, storage_retry):
+    for module in (slurm_facts, successor, timeouts):
         monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.3)
-    monkeypatch.setattr(storage_retry, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(timeouts, "_RETRY_SECONDS", 0.02)
     monkeypatch.setattr(Backoff, "next_seconds", lambda self: 0.02)
 
 

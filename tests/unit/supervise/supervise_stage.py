@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from supervise_facts import config
+from launch_evidence import config
 
 from hpctrain.judge.probe_results import ProbeResult
 from hpctrain.records.layout import RunLayout

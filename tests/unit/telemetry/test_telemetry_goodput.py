@@ -9,10 +9,17 @@ import pytest
 from goodput_histories import BEGIN, History, made_up, submitted
 
 from hpctrain.records.run_records import StepMetrics, lineage
-from hpctrain.telemetry.clock_repair import non_decreasing_times, ticks
 from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING, Goodput, account, rolling_goodput
-from hpctrain.telemetry.time_categories import Category, Segment
-from hpctrain.telemetry.timeline import Mark, MarkKind, Timeline, timeline
+from hpctrain.telemetry.timeline import (
+    Category,
+    Mark,
+    MarkKind,
+    Segment,
+    Timeline,
+    non_decreasing_times,
+    ticks,
+    timeline,
+)
 
 ENDED, RELAUNCHING, QUEUED = MarkKind.LAUNCH_ENDED, MarkKind.RELAUNCHING, MarkKind.QUEUED
 ATTEMPT, LAUNCH, LOST = MarkKind.ATTEMPT_STARTED, MarkKind.LAUNCH_STARTED, MarkKind.ATTEMPT_LOST

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hpctrain.telemetry import traces
-from hpctrain.telemetry.intervals import length, merged, overlap
-from hpctrain.telemetry.traces import read_trace, trace_files
+from hpctrain.telemetry.traces import length, merged, overlap, read_trace, trace_files
 
 NAME = "e000002-rank-000003-steps-7-8.json.gz"
 

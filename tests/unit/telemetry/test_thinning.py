@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from hpctrain.telemetry.thinning import averaged, coarse_segments, thinned
-from hpctrain.telemetry.time_categories import Category, Segment
+from hpctrain.telemetry.timeline import Category, Segment
 
 
 def test_a_short_curve_is_left_as_it_is() -> None:

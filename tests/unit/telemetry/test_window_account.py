@@ -8,11 +8,8 @@ from collections import Counter
 import pytest
 from goodput_histories import BEGIN, History, made_up, submitted
 
-from hpctrain.telemetry.clock_repair import ticks
-from hpctrain.telemetry.goodput import account
-from hpctrain.telemetry.time_categories import Category
-from hpctrain.telemetry.timeline import MarkKind, timeline
-from hpctrain.telemetry.window_account import WindowAccount, needless_epochs, window_accounts
+from hpctrain.telemetry.goodput import WindowAccount, account, needless_epochs, window_accounts
+from hpctrain.telemetry.timeline import Category, MarkKind, ticks, timeline
 
 SEEDS = range(150)
 EVER = (0, 10**18)
