@@ -14,8 +14,7 @@ from pathlib import Path
 from hpctrain.base.durable import FULL_ERRNOS
 from hpctrain.base.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.train.free_space import NoSpaceError, exhausted
-from hpctrain.train.storage import chain
+from hpctrain.train.storage import NoSpaceError, chain, exhausted
 
 # Exit codes of megatron-core's rerun_state_machine.py, which computes suspicious results again
 _MEGATRON_EXITS: dict[object, str] = {16: "suspect_numerics", 17: "diverged"}

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from hpctrain.engines.training import TrainConfig
+from hpctrain.records.layout import RunLayout
 from hpctrain.records.requests import SaveRequest, is_requested
+from hpctrain.records.run_records import lineage, tail_metrics
 from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.device import peak_memory_bytes, wait_for_device
 from hpctrain.train.engine import Engine, Evaluation, Position
-from hpctrain.train.evaluation import EvaluationBatches, is_evaluated
 from hpctrain.train.faults import DivergedError
 from hpctrain.train.job import Job
 from hpctrain.train.messages import MessageClock
@@ -26,6 +28,55 @@ from hpctrain.train.saving.save_interval import SaveInterval
 from hpctrain.train.saving.saver import Saver
 from hpctrain.train.step_agreement import Control, StepAgreement, WriterState
 from hpctrain.train.times import RankClock
+
+# -- Iterate over the batches of an evaluation, which ends early when all ranks agree to stop ----
+
+
+_FIRST_TAIL_ROWS = 256
+
+
+@dataclass
+class EvaluationBatches:
+    """Yields the numbers of the global batches of the validation data, 0 to `count` - 1.
+
+    All ranks call `agree_to_stop` between two batches. The iteration ends when it returns True, and
+    `interrupted` is set. The first batch is always yielded.
+    """
+
+    count: int
+    agree_to_stop: Callable[[], bool]
+    interrupted: bool = field(default=False, init=False)
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.count):
+            if number and self.agree_to_stop():
+                self.interrupted = True
+                return
+            yield number
+
+
+def is_evaluated(config: TrainConfig, step: int) -> bool:
+    """Check whether a step is followed by an evaluation."""
+    interval = config.eval_interval_steps
+    return interval is not None and step > 0 and step % interval == 0
+
+
+def evaluation_is_missing(run: RunLayout, step: int) -> bool:
+    """Check whether the metrics have the row of `step` without the result of its evaluation.
+
+    Called on rank 0 when a launch resumes at an evaluated step. The launch that trained the step
+    may have stopped and saved before the evaluation was complete.
+    """
+    count = _FIRST_TAIL_ROWS
+    while True:
+        rows = tail_metrics(run, count)
+        kept = lineage([row for row in rows if row.step <= step])
+        if kept and kept[-1].step == step:
+            return kept[-1].eval_loss is None
+        if len(rows) < count:
+            return False
+        count *= 4
+
 
 Ending = Literal["done", "yielded"]
 _MOST_SIGNALLED = 64

@@ -28,9 +28,8 @@ from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.train import software
 from hpctrain.train.device import gpu_ids, gpu_index
 from hpctrain.train.faults import RefusedElsewhereError
-from hpctrain.train.found_software import found_software
 from hpctrain.train.job import Job
-from hpctrain.train.software import LibraryFindings, LibraryProblem
+from hpctrain.train.software import LibraryFindings, LibraryProblem, found_software
 from hpctrain.train.spared_imports import UNUSED_LOGGERS, hidden
 from hpctrain.train.storage import outlast
 

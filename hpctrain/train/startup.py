@@ -31,12 +31,10 @@ from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engine import Position, Room, Snapshot
-from hpctrain.train.evaluation import evaluation_is_missing, is_evaluated
 from hpctrain.train.faults import blames_checkpoint
 from hpctrain.train.job import Job
-from hpctrain.train.loop import Loop
-from hpctrain.train.message_recording import recording_of
-from hpctrain.train.messages import MessageClock, known_groups
+from hpctrain.train.loop import Loop, evaluation_is_missing, is_evaluated
+from hpctrain.train.messages import MessageClock, known_groups, recording_of
 from hpctrain.train.node_copies import CopyWords, SourceFile, copied_once, only_process
 from hpctrain.train.numerics import LossWindow, earlier_losses
 from hpctrain.train.profiling import step_profiler

@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
-from hpctrain.base.errors import CheckpointError, StorageError
+from hpctrain.base.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.checkpoints.publish import (
     Retention,
+    StaleEpochError,
     publish,
     published_steps,
 )
@@ -38,13 +40,71 @@ from hpctrain.train import storage
 from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.engine import Form, Position, Snapshot, Writing
 from hpctrain.train.faults import is_full
-from hpctrain.train.free_space import Need, NoSpaceError, check_room, exhausted, newest_size
 from hpctrain.train.job import Job
-from hpctrain.train.saving.evaluated_checkpoints import steps_to_evaluate
-from hpctrain.train.saving.save_problem import SaveProblem, SaveProblemKind
+from hpctrain.train.saving.save_interval import steps_to_evaluate
 from hpctrain.train.saving.writer import open_writer
 from hpctrain.train.step_agreement import Control, WriterState
-from hpctrain.train.storage import fence_of, is_away, lost_in, outlast, stale_or
+from hpctrain.train.storage import (
+    Need,
+    NoSpaceError,
+    check_room,
+    exhausted,
+    fence_of,
+    is_away,
+    lost_in,
+    newest_size,
+    outlast,
+    stale_or,
+)
+
+# ------------------------------------------------------------------------------------------------
+# Describe on rank 0 why a checkpoint cannot be written or published, and raise it on all ranks.
+# Rank 0 broadcasts the value, so it holds no exception, whose content may not be picklable.
+
+
+class SaveProblemKind(StrEnum):
+    """RETRY: the run directory is away and may come back, so all ranks try again."""
+
+    RETRY = "retry"
+    STALE = "stale"
+    AWAY = "away"
+    FULL = "full"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class SaveProblem:
+    """A problem of rank 0 that concerns all ranks."""
+
+    kind: SaveProblemKind
+    message: str
+
+    @classmethod
+    def of(cls, error: Exception) -> SaveProblem:
+        """Classify an error that ended the publication of a checkpoint."""
+        if isinstance(error, StaleEpochError):
+            kind = SaveProblemKind.STALE
+        elif isinstance(error, StorageError):
+            kind = SaveProblemKind.AWAY
+        else:
+            kind = SaveProblemKind.FULL if is_full(error) else SaveProblemKind.FAILED
+        known = isinstance(error, CheckpointError | OSError | ValueError)
+        return cls(kind, str(error) if known else repr(error))
+
+    @property
+    def error(self) -> HpctrainError:
+        """The exception that every rank raises."""
+        return _ERRORS[self.kind](self.message)
+
+
+_ERRORS: dict[SaveProblemKind, type[HpctrainError]] = {
+    SaveProblemKind.RETRY: StorageError,
+    SaveProblemKind.STALE: StaleEpochError,
+    SaveProblemKind.AWAY: StorageError,
+    SaveProblemKind.FULL: NoSpaceError,
+    SaveProblemKind.FAILED: CheckpointError,
+}
+
 
 _POLL_SECONDS = 0.01
 _RETRY_SECONDS = 1.0

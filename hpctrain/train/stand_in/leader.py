@@ -13,11 +13,16 @@ import resource
 import shutil
 import socket
 import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from hpctrain.base.errors import CheckpointError
 from hpctrain.checkpoints.publish import Retention, publish
 from hpctrain.records.kept_code import own_code
+from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import (
     Manifest,
     checkpoint_name,
@@ -44,11 +49,10 @@ from hpctrain.records.software import SoftwareFacts, SoftwareRecord, write_softw
 from hpctrain.train.entry import Ending, mark_done
 from hpctrain.train.faults import BadCheckpointError
 from hpctrain.train.job import Job, read_config
+from hpctrain.train.rank_environment import read_launch
 from hpctrain.train.report import Reporter, StepResult
-from hpctrain.train.saving.evaluated_checkpoints import steps_to_evaluate
-from hpctrain.train.saving.save_interval import SaveInterval
+from hpctrain.train.saving.save_interval import SaveInterval, steps_to_evaluate
 from hpctrain.train.stacks import open_stack_dump
-from hpctrain.train.stand_in.failing import record_failures
 from hpctrain.train.stand_in.node import Tree, accept
 from hpctrain.train.stand_in.rank import (
     BY_SUPERVISOR,
@@ -63,6 +67,43 @@ from hpctrain.train.stand_in.rank import (
 from hpctrain.train.stop import StopSignals
 from hpctrain.train.storage import fence_of, outlast
 from hpctrain.version import __version__
+
+# -- Record that a rank of the stand-in failed, by the trainer's own code ------------------------
+# Imported only when something failed: most ranks never pay for it.
+
+
+def record_failure(train_json: str, error: Exception) -> int:
+    """Record the failure of this process; returns its exit code."""
+    launch = read_launch(os.environ)
+    return record_failures(RunLayout(Path(train_json).absolute().parent), {launch.rank: error})
+
+
+def record_failures(
+    run: RunLayout,
+    errors: Mapping[int, Exception],
+    *,
+    begun: bool = False,
+    loading_step: int | None = None,
+) -> int:
+    """Record how ranks of this node have failed; returns the exit code of the first.
+
+    `begun`: the launch has trained, so a lost connection is not the end of a stopped start.
+    `loading_step`: they were loading the checkpoint of this step.
+    """
+    launch = read_launch(os.environ)
+    codes = []
+    for rank, error in errors.items():
+        ending = Ending(run, replace(launch, rank=rank), StopSignals())
+        ending.loading_step = loading_step
+        if begun:
+            ending.begin()
+        codes.append(ending.of(partial(_raise, error)))
+    return codes[0]
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
 
 # Ranks agree this often, so that hundreds of them cost little: on several steps if steps are short.
 _ROUND_SECONDS = 1.0

@@ -19,7 +19,7 @@ sys.exit(subprocess.run(sys.argv[1:]).returncode)
 """
 RANK = """
 import os, pathlib, signal, time
-from hpctrain.train.launchers.nsight_task import report_pid_to_task
+from hpctrain.train.launchers.nsight import report_pid_to_task
 from hpctrain.train.stop import StopSignals
 while not os.path.exists("begin"):
     time.sleep(0.01)
@@ -39,7 +39,7 @@ os._exit(75)
 """
 TASK = """
 import os, sys
-from hpctrain.train.launchers.nsight_task import record
+from hpctrain.train.launchers.nsight import record
 from hpctrain.train.stop import StopSignals
 stop = StopSignals()
 stop.install()

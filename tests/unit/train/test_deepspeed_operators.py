@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from hpctrain.train.engines.deepspeed.operators import exclusive_build, extensions_directory
+from hpctrain.train.engines.deepspeed.assembly import exclusive_build, extensions_directory
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from hpctrain.train.engines.deepspeed.operators import exclusive_build
+from hpctrain.train.engines.deepspeed.assembly import exclusive_build
 from torch.utils.file_baton import FileBaton
 root = Path(sys.argv[1])
 with exclusive_build(root):

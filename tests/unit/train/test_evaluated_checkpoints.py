@@ -10,7 +10,7 @@ from fabricated_runs import SUBMITTED, fabricate, published
 
 from hpctrain.records.evaluations import EvaluationJob, EvaluationSettings, read_settings
 from hpctrain.records.layout import RunLayout
-from hpctrain.train.saving.evaluated_checkpoints import steps_to_evaluate
+from hpctrain.train.saving.save_interval import steps_to_evaluate
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from hpctrain.train.faults import (
     is_damage,
     is_node_dependent,
 )
-from hpctrain.train.free_space import NoSpaceError
+from hpctrain.train.storage import NoSpaceError
 
 
 class OutOfMemoryError(RuntimeError):

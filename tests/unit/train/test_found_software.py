@@ -11,7 +11,7 @@ from test_software_agreement import GOOD
 
 from hpctrain.records.software_lock import SoftwareLock, changes
 from hpctrain.supervise.srun_launch import image_identity
-from hpctrain.train.found_software import checkout_state, found_software, installed_packages
+from hpctrain.train.software import checkout_state, found_software, installed_packages
 
 
 def git(checkout: Path, *words: str) -> str:

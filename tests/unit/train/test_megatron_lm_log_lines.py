@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from hpctrain.train.engines.megatron_lm.log_lines import (
+from hpctrain.train.engines.megatron_lm.log_reporter import (
     FirstStepCorrection,
     read_evaluation,
     read_save_begun,

@@ -7,22 +7,20 @@ from typing import Any
 
 import pytest
 
-from hpctrain.train import message_axes
-from hpctrain.train.message_axes import (
+from hpctrain.train import messages
+from hpctrain.train.messages import (
     KnownGroup,
     Message,
+    RecordingError,
     all_measured,
     axis_of,
+    entries_between,
     failed_row,
+    handed_bytes,
+    nccl_messages,
     record_of,
     row_of,
     sent_bytes,
-)
-from hpctrain.train.message_recording import (
-    RecordingError,
-    entries_between,
-    handed_bytes,
-    nccl_messages,
 )
 
 # Rank 0 of tp 2, cp 2, dp 2, pp 2, where experts are spread over dp.
@@ -129,7 +127,7 @@ def test_many_links_are_those_between_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     ring = message("all_reduce", (0, 1, 2, 3), group="0")
     rows = [row_of([ring], rank, (), 1.0) for rank in range(4)]
     assert len(record(rows, ("a", "a", "b", "b")).links) == 4
-    monkeypatch.setattr(message_axes, "MOST_LINKS", 3)
+    monkeypatch.setattr(messages, "MOST_LINKS", 3)
     links = record(rows, ("a", "a", "b", "b")).links
     assert [(link.source, link.target, link.bytes) for link in links] == [
         (0, 0, 600),

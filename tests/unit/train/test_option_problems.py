@@ -10,8 +10,7 @@ from test_train_preflight import GOOD
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.records.layout import RunLayout
-from hpctrain.train.engines.megatron.option_problems import option_problems
-from hpctrain.train.engines.megatron.preflight import engine_problems
+from hpctrain.train.engines.megatron.preflight import engine_problems, option_problems
 
 PLAIN = dict(
     tensor_model_parallel_size=1, pipeline_model_parallel_size=1, pipeline_layer_split=((4,),)

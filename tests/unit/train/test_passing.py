@@ -13,9 +13,14 @@ import pytest
 from waiting import wait_until
 
 from hpctrain.records.launch_logs import lines_of_rank
-from hpctrain.train.launchers.agent_rank_setup import LOG_VARIABLE, set_up_under_agent
-from hpctrain.train.launchers.labelled_output import LabelledOutput
-from hpctrain.train.launchers.signal_forwarding import FORWARDED_SIGNALS, SignalForwarder, catches
+from hpctrain.train.launchers.agent_ranks import (
+    FORWARDED_SIGNALS,
+    LOG_VARIABLE,
+    SignalForwarder,
+    catches,
+    set_up_under_agent,
+)
+from hpctrain.train.launchers.torchelastic_agent import LabelledOutput
 from hpctrain.train.stop import STOP_SIGNALS
 
 # Deaf until the file `listen` exists; from then on every signal leaves its name in a file.
@@ -81,7 +86,7 @@ def test_what_stops_a_rank_and_what_asks_for_stacks_is_passed_on() -> None:
 def test_a_rank_below_an_agent_writes_its_own_log(tmp_path: Path) -> None:
     program = (
         "import os, subprocess\n"
-        "from hpctrain.train.launchers.agent_rank_setup import set_up_under_agent\n"
+        "from hpctrain.train.launchers.agent_ranks import set_up_under_agent\n"
         "set_up_under_agent()\n"
         "print('one', flush=True)\n"
         "os.write(2, b'two\\n')\n"
@@ -102,7 +107,7 @@ def test_an_agent_puts_the_rank_before_each_line(tmp_path: Path) -> None:
     """As srun does for its own tasks; also of a rank that is killed within a line."""
     program = (
         "import os, subprocess, sys\n"
-        "from hpctrain.train.launchers.agent_rank_setup import set_up_under_agent\n"
+        "from hpctrain.train.launchers.agent_ranks import set_up_under_agent\n"
         "set_up_under_agent()\n"
         "print('one', flush=True)\n"
         "subprocess.run(['sh', '-c', 'echo two >&2'])\n"
@@ -141,7 +146,7 @@ def test_a_rank_of_srun_has_its_log_from_slurm() -> None:
 AGENT = """
 import os, subprocess, sys
 program = (
-    "import time; from hpctrain.train.launchers.agent_rank_setup import set_up_under_agent; "
+    "import time; from hpctrain.train.launchers.agent_ranks import set_up_under_agent; "
     "set_up_under_agent(); print('settled', flush=True); time.sleep(300)"
 )
 rank = subprocess.Popen([sys.executable, "-c", program])

@@ -9,8 +9,8 @@ import pytest
 
 from hpctrain.base.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.train.free_space import NoSpaceError
-from hpctrain.train.saving.save_problem import SaveProblem, SaveProblemKind
+from hpctrain.train.saving.saver import SaveProblem, SaveProblemKind
+from hpctrain.train.storage import NoSpaceError
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

@@ -13,12 +13,12 @@ from hpctrain.base.errors import CheckpointError, InvalidInputError
 from hpctrain.records.epochs import current_epoch
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import TrainerExit
-from hpctrain.train.launchers.unsupervised_agent import (
+from hpctrain.train.launchers.agent_environment import read_unsupervised_environment
+from hpctrain.train.launchers.torchelastic_agent import (
     AgreedLaunch,
     choose_launch,
     open_run_directory,
 )
-from hpctrain.train.launchers.unsupervised_environment import read_unsupervised_environment
 from hpctrain.train.rank_environment import read_launch
 
 WORDS = ["--nnodes=2", "--nproc-per-node=8", "--run-directory=/runs/a", "/etc/hpctrain/train.json"]

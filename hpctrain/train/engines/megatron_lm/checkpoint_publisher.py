@@ -39,10 +39,10 @@ from hpctrain.records.manifest import (
     write_rank_digests,
 )
 from hpctrain.records.run_records import SaveRecord
-from hpctrain.train.engines.megatron_lm.log_lines import read_save_begun, read_save_done
+from hpctrain.train.engines.megatron_lm.log_reporter import read_save_begun, read_save_done
 from hpctrain.train.job import Job
 from hpctrain.train.report import RecordFile
-from hpctrain.train.saving.evaluated_checkpoints import steps_to_evaluate
+from hpctrain.train.saving.save_interval import steps_to_evaluate
 from hpctrain.train.storage import fence_of, outlast, stale_or
 
 # torch's file_system writer names a rank's files `__RANK_NUMBER.distcp`.

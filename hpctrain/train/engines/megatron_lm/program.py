@@ -27,10 +27,12 @@ from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments
 from hpctrain.records.manifest import step_of
 from hpctrain.records.run_records import Outcome
 from hpctrain.train.engines.megatron_lm.checkpoint_publisher import CheckpointPublisher
-from hpctrain.train.engines.megatron_lm.import_hooks import patch_on_import
 from hpctrain.train.engines.megatron_lm.log_reporter import LogReporter, write_progress
-from hpctrain.train.engines.megatron_lm.stop_forwarding import StopForwarder
-from hpctrain.train.engines.megatron_lm.stop_hooks import StopHooks
+from hpctrain.train.engines.megatron_lm.program_hooks import (
+    StopForwarder,
+    StopHooks,
+    patch_on_import,
+)
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.saving.digest_check import DigestCheck
@@ -169,8 +171,8 @@ def _execute(
 
     sys.argv = [str(program), *command_line]
     gc.enable()  # `hpctrain.train.__main__` has disabled it for the start
-    from hpctrain.train.datasets.index_cache import complete_files  # imports NumPy
-    from hpctrain.train.engines.megatron_lm.step_timing import measure_steps  # imports torch
+    from hpctrain.train.datasets.npz_arrays import complete_files
+    from hpctrain.train.engines.megatron_lm.program_hooks import measure_steps
 
     hooks = StopHooks(lambda: forwarder.stop_requested, status.begin)
     status.asked = hooks.signal_received

@@ -27,13 +27,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.train.device import random_state, set_random_state
 from hpctrain.train.engine import Form, Position, Writing
-from hpctrain.train.engines.models.random_state import random_state, set_random_state
-from hpctrain.train.engines.native.engine import NativeEngine
-from hpctrain.train.engines.native.mesh import seed_dropout
+from hpctrain.train.engines.native.engine import NativeEngine, seed_dropout
 from hpctrain.train.saving import writer as saving_writer
+from hpctrain.train.saving.digest_check import check_sample_order, damage_named
 from hpctrain.train.saving.host_buffers import HostBuffers
-from hpctrain.train.saving.resume_checks import check_sample_order, damage_named
 from hpctrain.train.saving.shard_files import ShardFile, WriteShards, copied
 from hpctrain.train.step_agreement import Control
 
