@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from hpctrain.train.engine import Position, Room, Snapshot
 from hpctrain.train.faults import blames_checkpoint
 from hpctrain.train.job import Job
 from hpctrain.train.loop import Loop, evaluation_is_missing, is_evaluated
-from hpctrain.train.messages import MessageClock, known_groups, recording_of
+from hpctrain.train.messages import MessageClock, recording_of
 from hpctrain.train.node_copies import CopyWords, SourceFile, copied_once, only_process
 from hpctrain.train.numerics import LossWindow, earlier_losses
 from hpctrain.train.profiling import step_profiler
@@ -101,7 +101,12 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
     parts = room.build(job, mesh, control)
     position = _position(job, parts.snapshot, reporter, keeper, digests, control)
     limit_collectives(job.config.distributed_timeout_seconds)
-    nodes = tuple(control.everywhere(job.launch.node))
+    launch: dict[str, Any] = dict(
+        control=control,
+        rank=job.launch.rank,
+        nodes=tuple(control.everywhere(job.launch.node)),
+        epoch=job.launch.epoch,
+    )
     interval = SaveInterval(job.config, job.launch.mttf_seconds, read_saves(job.run))
 
     def published(save: SaveRecord) -> None:
@@ -119,24 +124,18 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
         skips=skips,
         losses=_losses(job, control, position),
         clock=RankClock(
-            clock=parts.engine.clock,
-            control=control,
-            rank=job.launch.rank,
-            nodes=nodes,
-            epoch=job.launch.epoch,
+            parts.engine.clock,
             interval_steps=job.config.rank_times_interval_steps,
             tell=reporter.rank_times,
+            **launch,
         ),
         messages=MessageClock(
-            recording=recording_of({str(mesh.control.group_name)}),
+            recording_of({str(mesh.control.group_name)}),
             # a rank alone has no messages, and an engine for one rank may have no axes
-            known=known_groups(mesh.axes) if job.launch.world_size > 1 else (),
-            control=control,
-            rank=job.launch.rank,
-            nodes=nodes,
-            epoch=job.launch.epoch,
+            mesh.axes if job.launch.world_size > 1 else (),
             interval_steps=job.config.measured_messages_steps,
             tell=reporter.communication,
+            **launch,
         ),
         profiler=step_profiler(job, parts.engine.clock, reporter, control),
         request=SaveRequest(job.run, looks=job.launch.leads),
