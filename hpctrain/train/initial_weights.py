@@ -126,19 +126,6 @@ def fill(
         part.detach().copy_(values.view(part.shape))
 
 
-def fill_normal(
-    part: torch.Tensor,
-    key: int,
-    *,
-    mean: float,
-    std: float,
-    global_shape: Sequence[int],
-    offsets: Sequence[int],
-) -> None:
-    """Fill a part of a weight in place with numbers of a normal distribution, as `fill` does."""
-    fill(part, key, Normal(mean, std), global_shape=global_shape, offsets=offsets)
-
-
 def stream_key(seed: int, name: str) -> int:
     """Return the 64-bit key of one weight's numbers."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()

@@ -5,6 +5,7 @@ Belongs here: reading `train.json`. Does not belong here: checking it (see `pref
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import FileDigest, Manifest
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.stop import StopSignals
 
@@ -40,6 +42,27 @@ class Job:
         if not self.launch.resume:
             return None
         return self.run.checkpoints / self.launch.resume
+
+    def manifest(
+        self,
+        step: int,
+        consumed_samples: int,
+        files: Mapping[FileDigest, int],
+        library_version: str | None = None,
+    ) -> Manifest:
+        """Make the manifest of a checkpoint from its files, each with the rank that wrote it."""
+        return Manifest(
+            step=step,
+            epoch=self.launch.epoch,
+            engine=self.config.engine,
+            layout=self.config.layout_words,
+            world_size=self.launch.world_size,
+            consumed_samples=consumed_samples,
+            time=time.time(),
+            writers=tuple(files.values()),
+            files=tuple(files),
+            library_version=library_version,
+        )
 
 
 def read_config(path: Path) -> TrainConfig:

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hpctrain.engines.training import TrainConfig
-from hpctrain.records.layout import RunLayout
 from hpctrain.records.requests import SaveRequest, is_requested
-from hpctrain.records.run_records import lineage, tail_metrics
 from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.device import peak_memory_bytes, wait_for_device
 from hpctrain.train.engine import Engine, Evaluation, Position
@@ -30,9 +28,6 @@ from hpctrain.train.step_agreement import Control, StepAgreement, WriterState
 from hpctrain.train.times import RankClock
 
 # -- Iterate over the batches of an evaluation, which ends early when all ranks agree to stop ----
-
-
-_FIRST_TAIL_ROWS = 256
 
 
 @dataclass
@@ -59,23 +54,6 @@ def is_evaluated(config: TrainConfig, step: int) -> bool:
     """Check whether a step is followed by an evaluation."""
     interval = config.eval_interval_steps
     return interval is not None and step > 0 and step % interval == 0
-
-
-def evaluation_is_missing(run: RunLayout, step: int) -> bool:
-    """Check whether the metrics have the row of `step` without the result of its evaluation.
-
-    Called on rank 0 when a launch resumes at an evaluated step. The launch that trained the step
-    may have stopped and saved before the evaluation was complete.
-    """
-    count = _FIRST_TAIL_ROWS
-    while True:
-        rows = tail_metrics(run, count)
-        kept = lineage([row for row in rows if row.step <= step])
-        if kept and kept[-1].step == step:
-            return kept[-1].eval_loss is None
-        if len(rows) < count:
-            return False
-        count *= 4
 
 
 Ending = Literal["done", "yielded"]

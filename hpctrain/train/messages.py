@@ -214,9 +214,7 @@ def row_of(
         # `coalesced`: the end of a batch whose parts were counted
         calls = sum(one.kind != "coalesced" for one in sent)
         seconds = sum(one.seconds for one in sent if one.begin is None)
-        known_begin = [
-            (one.begin, one.begin + one.seconds) for one in sent if one.begin is not None
-        ]
+        begun = [(one.begin, one.begin + one.seconds) for one in sent if one.begin is not None]
         size = sum(one.size_bytes for one in sent)
         first = min(ranks) + 1 if ranks else 0
         row += [first, len(ranks), calls, size, seconds + length(merged(begun))]

@@ -108,13 +108,19 @@ def import_library(package: str, module: str, distribution: str) -> Library:
 @functools.cache
 def collect() -> SoftwareFacts:
     """Find everything that this rank has; takes seconds where TransformerEngine is installed."""
-    engine = transformer_engine()
+    engine, on_gpu = transformer_engine(), torch.cuda.is_available()
+    gpus = range(torch.cuda.device_count()) if on_gpu else ()
+    capabilities = (torch.cuda.get_device_capability(i) for i in gpus)
     kernels = []
     if engine.imported:
         kernels = ["cuDNN"]
         for module, name in _ATTENTION_KERNELS.items():
             library = import_library(module, module, name.split(" ")[0])
             kernels += [f"{name} {library.version}"] if library.imported else []
+    hybrid_ep = deep_ep = import_library("deep_ep", "deep_ep", "deep_ep")
+    # as megatron-core looks for it: one class of newer DeepEP (fused_a2a.py)
+    if deep_ep.imported and not hasattr(importlib.import_module("deep_ep"), "HybridEPBuffer"):
+        hybrid_ep = Library(error=f"deep_ep {deep_ep.version} has no HybridEPBuffer")
     return SoftwareFacts(
         hpctrain=__version__,
         code=own_code(),
@@ -123,17 +129,18 @@ def collect() -> SoftwareFacts:
         cuda_build=torch.version.cuda,
         driver=_driver(),
         driver_cuda=newest_cuda_of_driver() if torch.version.cuda else None,
-        nccl=_nccl(),
-        gpus=_gpus(),
-        capabilities=_capabilities(),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
+        gpus=tuple(map(torch.cuda.get_device_name, gpus)),
+        # as NVIDIA writes them: 9.0
+        capabilities=tuple(f"{major}.{minor}" for major, minor in capabilities),
         gpu_error=_gpu_error(),
         megatron_core=megatron_core(),
         transformer_engine=engine,
         attention=tuple(kernels),
         apex_wgrad=apex_wgrad(),
         flash_attention=import_library("flash_attn", "flash_attn", "flash-attn"),
-        deep_ep=import_library("deep_ep", "deep_ep", "deep_ep"),
-        hybrid_ep=_hybrid_ep(),
+        deep_ep=deep_ep,
+        hybrid_ep=hybrid_ep,
         triton=import_library("triton", "triton", "triton") if torch.version.cuda else Library(),
         compiler=next(filter(None, map(shutil.which, _COMPILERS)), None),
         open_files=raise_open_files_limit(),
@@ -153,33 +160,23 @@ def megatron_core() -> str | None:
         return None
     if spec is None or spec.origin is None:
         return None
-    return _declared_version(Path(spec.origin).with_name("package_info.py"))
-
-
-def _declared_version(package_info: Path) -> str | None:
-    """Read MAJOR, MINOR, PATCH and PRE_RELEASE of megatron-core's package_info.py."""
-    try:
-        statements = ast.parse(package_info.read_text(encoding="utf-8")).body
-    except (OSError, ValueError, SyntaxError):
-        return _version("megatron-core")
-    values = {
-        statement.targets[0].id: statement.value.value
-        for statement in statements
-        if isinstance(statement, ast.Assign)
-        and isinstance(statement.targets[0], ast.Name)
-        and isinstance(statement.value, ast.Constant)
-    }
+    values: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, SyntaxError):
+        text = Path(spec.origin).with_name("package_info.py").read_text(encoding="utf-8")
+        values = {
+            statement.targets[0].id: statement.value.value
+            for statement in ast.parse(text).body
+            if isinstance(statement, ast.Assign)
+            and isinstance(statement.targets[0], ast.Name)
+            and isinstance(statement.value, ast.Constant)
+        }
     release = [values.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
     if None in release:
-        return _version("megatron-core")
+        try:
+            return version("megatron-core")
+        except PackageNotFoundError:
+            return None
     return ".".join(map(str, release)) + str(values.get("PRE_RELEASE", ""))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def _driver() -> str | None:
@@ -208,34 +205,6 @@ def newest_cuda_of_driver(library: Any = None) -> str | None:
     except (OSError, AttributeError):
         return None
     return f"{number.value // 1000}.{number.value % 1000 // 10}" if number.value else None
-
-
-def _nccl() -> str | None:
-    if torch.version.cuda is None:
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def _gpus() -> tuple[str, ...]:
-    if not torch.cuda.is_available():
-        return ()
-    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-
-
-def _capabilities() -> tuple[str, ...]:
-    """Return the compute capability of each visible GPU, as NVIDIA writes it: 9.0."""
-    if not torch.cuda.is_available():
-        return ()
-    found = (torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
-    return tuple(f"{major}.{minor}" for major, minor in found)
-
-
-def _hybrid_ep() -> Library:
-    """Find HybridEP as megatron-core does: one class of newer DeepEP (fused_a2a.py)."""
-    library = import_library("deep_ep", "deep_ep", "deep_ep")
-    if library.imported and not hasattr(importlib.import_module("deep_ep"), "HybridEPBuffer"):
-        return Library(error=f"deep_ep {library.version} has no HybridEPBuffer")
-    return library
 
 
 def _gpu_error() -> str | None:

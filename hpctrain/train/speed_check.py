@@ -16,7 +16,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.engines.speed_check import SpeedCheckConfig
-from hpctrain.records.speed_checks import AxisSpeed, SlowPart, SpeedCheck, write_speed_check
+from hpctrain.records.speed_checks import AxisSpeed, SpeedCheck, write_speed_check
 from hpctrain.train.device import gpu_ids, gpu_index, on_cpu, wait_for_device
 from hpctrain.train.engine import AxisGroup, Mesh
 from hpctrain.train.faults import SlowNodesError
@@ -379,39 +379,14 @@ def _conclude(job: Job, check: SpeedCheck, limits: Thresholds, leavable: int) ->
         f"event=speed_check seconds={check.seconds:.1f} slow={len(slow)} leaves={leaves}",
         flush=True,
     )
-    return f"slow: {'; '.join(_messages(slow))}" if leaves else None
+    certain = [part.message for part in slow if part.certain]
+    return f"slow: {'; '.join(certain[:_MOST_PRINTED])}" if leaves else None
 
 
-def _messages(slow: Sequence[SlowPart]) -> list[str]:
-    return [part.message for part in slow if part.certain][:_MOST_PRINTED]
-
-
-@dataclass
-class _Own:
-    """What this rank has measured; the fields are those of the record."""
-
-    product: float | None = None
-    copy: float | None = None
-    state: GpuState = field(default_factory=GpuState)
-    free: int | None = None
-    total: int | None = None
-    network: str = ""
-    links: dict[str, tuple[int, float | None, float | None]] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        return json.dumps(
-            {
-                "product": self.product,
-                "copy": self.copy,
-                "clock": self.state.clock_hz,
-                "highest": self.state.highest_clock_hz,
-                "slowdown": self.state.slowdown,
-                "free": self.free,
-                "total": self.total,
-                "network": self.network,
-                "links": self.links,
-            }
-        )
+def _nothing() -> dict[str, Any]:
+    """Return the measurements of a rank that has measured nothing; `links` by axis."""
+    unknown = dict.fromkeys(("product", "copy", "clock", "highest", "free", "total"))
+    return {**unknown, "slowdown": "", "network": "", "links": {}}
 
 
 class _Rounds:
@@ -442,26 +417,26 @@ class _Rounds:
 
     def first(self, network: NetworkLog | None) -> SpeedCheck:
         """Measure GPUs, then axes from the nearest one on; return the record of all ranks."""
-        own = _Own()
+        own = _nothing()
         if self.device.type == "cuda":
-            own.free, own.total = free_memory(self.device)
+            own["free"], own["total"] = free_memory(self.device)
         if self._has_time("matrix products"):
             self._measure_gpu(own)
         for group, axis in self._axes:
             if not self._has_time(f"axis {axis.axis}"):
                 continue
-            own.links[axis.axis] = self._measure_axis(group, axis.message_bytes)
+            own["links"][axis.axis] = self._measure_axis(group, axis.message_bytes)
         self._skipped += [
             f"axis {axis}: the engine makes its groups later" for axis in self._unmeasured
         ]
         if network is not None:
-            own.network = network.read()
+            own["network"] = network.read()
             network.close()
         return self._gathered(own)
 
     def second(self, check: SpeedCheck, suspects: Suspects) -> SpeedCheck:
         """Measure suspects again, and their links pair by pair; the better round counts."""
-        own = _Own()
+        own = _nothing()
         if suspects.gpus and self._has_time("second round of matrix products"):
             self._measure_gpu(own)
         for group, axis in self._axes:
@@ -472,7 +447,7 @@ class _Rounds:
                 size = axis.message_bytes
                 pairs = measure_pairs(group, size, self.device, self._control, closed=True)
                 best = pairs.fastest
-            own.links[axis.axis] = (leader, rate, best)
+            own["links"][axis.axis] = (leader, rate, best)
         return better_of(check, self._gathered(own))
 
     def _has_time(self, what: str) -> bool:
@@ -485,20 +460,18 @@ class _Rounds:
         self._skipped.append(f"{what}: the limit of {_LIMIT_SECONDS:.0f} s")
         return False
 
-    def _measure_gpu(self, own: _Own) -> None:
+    def _measure_gpu(self, own: dict[str, Any]) -> None:
         self._control.barrier()
 
         def read_state() -> None:
-            own.state = self._read_state()
+            if ids := gpu_ids():
+                index = gpu_index(self._job.launch.local_rank, len(ids))
+                state = read_gpu_state(ids[index])
+                own["clock"], own["highest"] = state.clock_hz, state.highest_clock_hz
+                own["slowdown"] = state.slowdown
 
-        own.product = measure_products(self.device, self._size, read_state)
-        own.copy = measure_copies(self.device)
-
-    def _read_state(self) -> GpuState:
-        ids = gpu_ids()
-        if not ids:
-            return GpuState()
-        return read_gpu_state(ids[gpu_index(self._job.launch.local_rank, len(ids))])
+        own["product"] = measure_products(self.device, self._size, read_state)
+        own["copy"] = measure_copies(self.device)
 
     def _measure_axis(
         self, group: AxisGroup, message_bytes: int
@@ -511,10 +484,10 @@ class _Rounds:
         rate = measure_all_reduce(group, message_bytes, self.device, self._control)
         return leader, rate, None
 
-    def _gathered(self, own: _Own) -> SpeedCheck:
+    def _gathered(self, own: dict[str, Any]) -> SpeedCheck:
         """Gather the measurements of all ranks."""
         ranks: list[dict[str, Any]] = [
-            json.loads(text) for text in self._control.everywhere(own.to_json())
+            json.loads(text) for text in self._control.everywhere(json.dumps(own))
         ]
         nodes = tuple(self._control.everywhere(self._job.launch.node))
         size = self._size
@@ -524,7 +497,7 @@ class _Rounds:
 
         axes = []
         for group, axis in self._axes:
-            if axis.axis not in own.links:
+            if axis.axis not in own["links"]:
                 continue
             links = [rank["links"][axis.axis] for rank in ranks]
             axes.append(

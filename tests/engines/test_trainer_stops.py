@@ -30,7 +30,8 @@ from hpctrain.checkpoints.publish import published_steps
 from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.run_records import TrainerExit, append_metrics, read_metrics, read_saves
 from hpctrain.train import entry, loop
-from hpctrain.train.loop import EvaluationBatches, evaluation_is_missing
+from hpctrain.train.loop import EvaluationBatches
+from hpctrain.train.numerics import evaluation_is_missing
 
 YIELDED = TrainerExit.YIELDED
 DP2 = dict(data_parallel_size=2)

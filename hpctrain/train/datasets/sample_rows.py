@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,22 +113,43 @@ def _random_box(width: int, height: int, rng: np.random.RandomState) -> Box:
     return _center_box(width, height, min(width, height))
 
 
+class SampleRows(ABC):
+    """A dataset that can build a batch of any of its rows; mock data without other rows."""
+
+    def __len__(self) -> int:
+        return MOCK_ROWS
+
+    @abstractmethod
+    def read(self, rows: np.ndarray, samples: range, *, training: bool) -> Batch:
+        """Read rows as the samples of the run with these numbers; `training` augments them.
+
+        Raises DataError when they cannot be read, InvalidInputError when they do not fit the
+        model.
+        """
+
+
+@dataclass(frozen=True)
+class TableRows(SampleRows):
+    """Rows of archives."""
+
+    table: ArchiveTable
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
 # -- Read and decode the images of a folder by a list of its files -------------------------------
 # The list is an archive: made by `data prepare`, or written by rank 0 into the index cache at a
 # run's first start, named by the folder and the times of its directories.
 
 
 @dataclass(frozen=True)
-class ImageRows:
+class ImageRows(TableRows):
     """Image files listed by the archives of `table`, below one root directory per archive."""
 
-    table: ArchiveTable
     names: Sequence[tuple[np.ndarray, np.ndarray]]
     roots: Sequence[Path]
     transform: ImageTransform
-
-    def __len__(self) -> int:
-        return len(self.table)
 
     def path(self, row: int) -> Path:
         """Return the file of a row."""
@@ -176,29 +198,11 @@ def list_into_cache(root: Path, cache: Path) -> Path:
 # Build batches in CPU memory from rows of array formats: texts with classes, packed texts, images.
 
 
-class SampleRows(Protocol):
-    """A dataset that can build a batch of any of its rows."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, rows: np.ndarray, samples: range, *, training: bool) -> Batch:
-        """Read rows as the samples of the run with these numbers; `training` augments them.
-
-        Raises DataError when they cannot be read, InvalidInputError when they do not fit the
-        model.
-        """
-        ...
-
-
 @dataclass(frozen=True)
-class PackedRows:
+class PackedRows(TableRows):
     """Several texts in one sequence. The label of a token is the next token."""
 
-    table: ArchiveTable
     vocab_size: int
-
-    def __len__(self) -> int:
-        return len(self.table)
 
     def read(self, rows: np.ndarray, samples: range, *, training: bool) -> Microbatch:
         """Read rows; positions restart with each text, and padding counts as a text."""
@@ -211,14 +215,10 @@ class PackedRows:
 
 
 @dataclass(frozen=True)
-class LabelledRows:
+class LabelledRows(TableRows):
     """Texts padded to one length, each with its class."""
 
-    table: ArchiveTable
     vocab_size: int
-
-    def __len__(self) -> int:
-        return len(self.table)
 
     def read(self, rows: np.ndarray, samples: range, *, training: bool) -> LabelledTexts:
         """Read rows; the attention mask is computed from the lengths."""
@@ -231,14 +231,10 @@ class LabelledRows:
 
 
 @dataclass(frozen=True)
-class ArrayRows:
+class ArrayRows(TableRows):
     """Images stored as arrays, each with its class."""
 
-    table: ArchiveTable
     transform: ImageTransform
-
-    def __len__(self) -> int:
-        return len(self.table)
 
     def read(self, rows: np.ndarray, samples: range, *, training: bool) -> ImageBatch:
         """Read and transform rows; a single color channel becomes three."""
@@ -257,40 +253,38 @@ def _integers(values: np.ndarray) -> Any:
 
 def check_vocabulary(tokens: Any, vocab_size: int) -> None:
     """Raise InvalidInputError for an id out of range; an embedding on a GPU may not report it."""
-    smallest, largest = int(tokens.min()), int(tokens.max())
-    if largest >= vocab_size or smallest < 0:
-        wrong = largest if largest >= vocab_size else smallest
-        message = f"token id {wrong} in the data, but the model has vocab_size {vocab_size}"
-        raise InvalidInputError([Problem(message)])
+    message = f"token id {{}} in the data, but the model has vocab_size {vocab_size}"
+    _check_range(tokens, vocab_size, message)
 
 
 def check_classes(labels: np.ndarray, classes: int, path: str) -> None:
     """Raise InvalidInputError for a class that the model has no output for."""
-    smallest, largest = int(labels.min()), int(labels.max())
-    if smallest < 0 or largest >= classes:
-        wrong = largest if largest >= classes else smallest
-        message = f"class {wrong} in the data, but the model has classes 0 to {classes - 1}"
-        raise InvalidInputError([Problem(message, path)])
+    message = f"class {{}} in the data, but the model has classes 0 to {classes - 1}"
+    _check_range(labels, classes, message, path)
+
+
+def _check_range(numbers: Any, end: int, message: str, path: str | None = None) -> None:
+    smallest, largest = int(numbers.min()), int(numbers.max())
+    if smallest < 0 or largest >= end:
+        wrong = largest if largest >= end else smallest
+        raise InvalidInputError([Problem(message.format(wrong), path)])
 
 
 # -- Generate mock samples, to test a run without data, like Megatron's mock dataset -------------
 # Each row is a function of its number and contains a learnable signal.
 
 
-ROWS = 65536
+MOCK_ROWS = 65536
 _NOISE = 0.2
 _WAVES = 4
 
 
 @dataclass(frozen=True)
-class MockImages:
+class MockImages(SampleRows):
     """Noisy waves whose direction and length depend on the class."""
 
     classes: int
     transform: ImageTransform
-
-    def __len__(self) -> int:
-        return ROWS
 
     def read(self, rows: np.ndarray, samples: range, *, training: bool) -> ImageBatch:
         pixels = [
@@ -309,15 +303,12 @@ class MockImages:
 
 
 @dataclass(frozen=True)
-class MockTexts:
+class MockTexts(SampleRows):
     """Random tokens, half of which are replaced by the token of the class."""
 
     classes: int
     vocab_size: int
     seq_length: int
-
-    def __len__(self) -> int:
-        return ROWS
 
     def read(self, rows: np.ndarray, samples: range, *, training: bool) -> LabelledTexts:
         texts = []
@@ -333,14 +324,11 @@ class MockTexts:
 
 
 @dataclass(frozen=True)
-class MockConversations:
+class MockConversations(SampleRows):
     """Two texts per sequence, each of increasing numbers."""
 
     vocab_size: int
     seq_length: int
-
-    def __len__(self) -> int:
-        return ROWS
 
     def read(self, rows: np.ndarray, samples: range, *, training: bool) -> Microbatch:
         half = max(2, self.seq_length // 2)

@@ -19,6 +19,7 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.records.evaluations import needed_steps
 from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import Manifest
 from hpctrain.records.run_records import SaveRecord
 
 # The first save of a launch is slower, and a busy file system slows single saves.
@@ -64,6 +65,18 @@ class SaveInterval:
 
     def published(self, save: SaveRecord) -> None:
         self._saves.append(save)
+
+
+def save_record(manifest: Manifest, stall_seconds: float, publish_seconds: float) -> SaveRecord:
+    """Make the record of a published checkpoint."""
+    return SaveRecord(
+        step=manifest.step,
+        epoch=manifest.epoch,
+        time=manifest.time,
+        stall_seconds=stall_seconds,
+        publish_seconds=publish_seconds,
+        size_bytes=manifest.total_bytes,
+    )
 
 
 # -- Find the checkpoints that evaluation jobs still need, so that retention leaves them ---------

@@ -41,7 +41,7 @@ from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.engine import Form, Position, Snapshot, Writing
 from hpctrain.train.faults import is_full
 from hpctrain.train.job import Job
-from hpctrain.train.saving.save_interval import steps_to_evaluate
+from hpctrain.train.saving.save_interval import save_record, steps_to_evaluate
 from hpctrain.train.saving.writer import open_writer
 from hpctrain.train.step_agreement import Control, WriterState
 from hpctrain.train.storage import (
@@ -210,16 +210,8 @@ class Saver:
         if self._pending is None and self._job.launch.leads:
             manifest = self._publisher.published
             assert manifest is not None, "agreed on a checkpoint that is not published"
-            self._published(
-                SaveRecord(
-                    step=manifest.step,
-                    epoch=manifest.epoch,
-                    time=manifest.time,
-                    stall_seconds=pending.stall_seconds,
-                    publish_seconds=self._publisher.published_at - pending.started_at,
-                    size_bytes=manifest.total_bytes,
-                )
-            )
+            publish_seconds = self._publisher.published_at - pending.started_at
+            self._published(save_record(manifest, pending.stall_seconds, publish_seconds))
 
     def finish(self) -> None:
         """Wait until the pending checkpoint, if any, is published."""
@@ -441,25 +433,16 @@ class Publisher:
             self._retire_old()
 
     def _manifest(self, position: Position, directory: Path) -> Manifest:
-        config = self._job.config
         shards = read_rank_digests(directory)
         on_disk = {path.name for path in directory.glob(self._form.shards)}
         missing = on_disk - {file.name for file in shards}
         if missing:
             raise CheckpointError(f"no digest was written for {', '.join(sorted(missing))}")
-        own = tuple(digest_file(directory, name) for name in self._form.leader_files)
         writers = read_writers(directory)
-        return Manifest(
-            step=position.step,
-            epoch=self._job.launch.epoch,
-            engine=config.engine,
-            layout=config.layout_words,
-            world_size=self._job.launch.world_size,
-            consumed_samples=position.consumed_samples,
-            time=time.time(),
-            writers=(*(0 for _ in own), *(writers[file.name] for file in shards)),
-            files=own + shards,
-            library_version=self._form.library_version,
+        files = dict.fromkeys((digest_file(directory, name) for name in self._form.leader_files), 0)
+        files |= {file: writers[file.name] for file in shards}
+        return self._job.manifest(
+            position.step, position.consumed_samples, files, self._form.library_version
         )
 
     def _retire_old(self) -> None:

@@ -60,7 +60,7 @@ from hpctrain.train.engines.megatron.option_settings import (
     recompute_settings,
 )
 from hpctrain.train.engines.models.tasks import Masking, masking_of
-from hpctrain.train.initial_weights import fill_normal, stream_key
+from hpctrain.train.initial_weights import Normal, fill, stream_key
 
 # -- Build BERT on megatron-core and run one microbatch of masked language modeling --------------
 # The same tokens are masked as for the other engines' BERT. There is no next-sentence head (Liu et
@@ -490,11 +490,10 @@ def draw_weights(seed: int, chunks: list[Any]) -> None:
                 continue
             drawn.add(storage)
             added = part.prepend_axis_num
-            fill_normal(
+            fill(
                 part.data.view((1,) * added + tuple(part.data.shape)),
                 stream_key(seed, part.key),
-                mean=0.0,
-                std=noted_by_storage[storage],
+                Normal(0.0, noted_by_storage[storage]),
                 global_shape=part.global_shape,
                 offsets=part.global_offset,
             )

@@ -42,7 +42,7 @@ from hpctrain.records.run_records import SaveRecord
 from hpctrain.train.engines.megatron_lm.log_reporter import read_save_begun, read_save_done
 from hpctrain.train.job import Job
 from hpctrain.train.report import RecordFile
-from hpctrain.train.saving.save_interval import steps_to_evaluate
+from hpctrain.train.saving.save_interval import save_record, steps_to_evaluate
 from hpctrain.train.storage import fence_of, outlast, stale_or
 
 # torch's file_system writer names a rank's files `__RANK_NUMBER.distcp`.
@@ -223,24 +223,13 @@ class CheckpointPublisher:
 
     def _manifest(self, step: int, directory: Path) -> Manifest:
         """Collect the digests of all files: rank 0's own, other ranks', and missing ones."""
-        config = self._job.config
         names = _files(directory)
         others = {name for name in names if _owner(name) not in (0, None)}
         known = {name: digest_file(directory, name) for name in names if name not in others}
         known |= _wait_for_digests(directory, others, self._digest_timeout_seconds)
         known |= {name: digest_file(directory, name) for name in others if name not in known}
-        files = tuple(known[name] for name in sorted(known))
-        return Manifest(
-            step=step,
-            epoch=self._job.launch.epoch,
-            engine=config.engine,
-            layout=config.layout_words,
-            world_size=self._job.launch.world_size,
-            consumed_samples=step * config.global_batch_size,
-            time=time.time(),
-            writers=tuple(_owner(file.name) or 0 for file in files),
-            files=files,
-        )
+        files = {known[name]: _owner(name) or 0 for name in sorted(known)}
+        return self._job.manifest(step, step * self._job.config.global_batch_size, files)
 
     # -- other ranks ---------------------------------------------------------------------------
 
@@ -274,14 +263,8 @@ class _SaveStalls:
     def record(self, manifest: Manifest) -> SaveRecord:
         """Return the record of a save; 0 seconds if the program did not print when it began."""
         step, now = manifest.step, time.monotonic()
-        return SaveRecord(
-            step=step,
-            epoch=manifest.epoch,
-            time=time.time(),
-            stall_seconds=self._seconds.pop(step, 0.0),
-            publish_seconds=now - self._began_at.pop(step, now),
-            size_bytes=manifest.total_bytes,
-        )
+        stall_seconds = self._seconds.pop(step, 0.0)
+        return save_record(manifest, stall_seconds, now - self._began_at.pop(step, now))
 
 
 def _files(directory: Path) -> list[str]:
