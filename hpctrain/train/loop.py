@@ -118,7 +118,14 @@ class Loop:
                 # The signalled ranks identify a node that is shutting down.
                 signalled = self.control.who(self.job.stop.name not in _NOT_FROM_OUTSIDE)
                 self.signalled_ranks = signalled[:_MOST_SIGNALLED]
-            self._finish_saves(trained)
+            if self.saver.busy:
+                self.reporter.phase("saving")  # waiting for the writers is not a slow step
+            self.saver.finish()
+            if trained and self.saver.newest_step != self.position.step:
+                self._save(wait=True)
+            self.request.done()
+            self.reporter.phase("leaving")
+            self.saver.leave()
             self.reporter.close()
         except DivergedError:
             self.saver.leave()
@@ -136,7 +143,15 @@ class Loop:
         first = self.skips.next_sample(self.position.consumed_samples)
 
         def before_optimizer() -> None:
-            self._propose()
+            save = False
+            if self.job.launch.leads and not self.saver.busy:  # neither is worth waiting for a save
+                save = self.request.made or self.interval.overdue
+            self.control.propose(
+                stop=self._asked_to_stop(),
+                save=save,
+                writer=self.saver.writer_state,
+                rejected=self.engine.rejection is not None,
+            )
             self.engine.clock.start("optimizer")
 
         update = self.engine.update(first, before_optimizer)
@@ -175,17 +190,6 @@ class Loop:
         if not evaluates:
             self.saver.poll(agreed.writer)
         return self._save_if_due(agreed)
-
-    def _propose(self) -> None:
-        save = False
-        if self.job.launch.leads and not self.saver.busy:  # neither is worth waiting for a save
-            save = self.request.made or self.interval.overdue
-        self.control.propose(
-            stop=self._asked_to_stop(),
-            save=save,
-            writer=self.saver.writer_state,
-            rejected=self.engine.rejection is not None,
-        )
 
     def _asked_to_stop(self) -> bool:
         """Check for a signal to this rank, and on rank 0 for the stop file."""
@@ -259,14 +263,3 @@ class Loop:
             self.saver.begin(self.position)
             self.saver.finish()
         self.reporter.phase("training")
-
-    def _finish_saves(self, trained: bool) -> None:
-        """Finish a save in progress, and save the last step if it is new."""
-        if self.saver.busy:
-            self.reporter.phase("saving")  # waiting for the writers is not a slow step
-        self.saver.finish()
-        if trained and self.saver.newest_step != self.position.step:
-            self._save(wait=True)
-        self.request.done()
-        self.reporter.phase("leaving")
-        self.saver.leave()

@@ -64,13 +64,6 @@ def useful_workers() -> int:
     return min(_MAX_WORKERS, max(0, len(os.sched_getaffinity(0)) - 1))
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """Why a microbatch could not be read."""
-
-    message: str
-
-
 @dataclass
 class Prefetcher:
     """Reads the microbatches of consecutive steps.
@@ -79,7 +72,7 @@ class Prefetcher:
     first sample of the step. `stride` is the number of samples of a step.
     """
 
-    read: Callable[[range], Batch | Unreadable]
+    read: Callable[[range], Batch | DataError]
     deal: Callable[[int], Iterator[range]]
     stride: int
     workers: int
@@ -118,8 +111,8 @@ class Prefetcher:
             except (RuntimeError, OSError, EOFError) as error:
                 # a worker died, for example killed for its memory
                 raise DataError(f"a process that reads data ahead has ended: {error}") from error
-            if isinstance(item, Unreadable):
-                raise DataError(item.message)
+            if isinstance(item, DataError):
+                raise item
             assert isinstance(item, Batch)
             yield item
         self._next = consumed_samples + self.stride
@@ -142,9 +135,9 @@ class Prefetcher:
 class _Microbatches(Dataset):
     """A dataset whose indices are ranges of sample numbers."""
 
-    read: Callable[[range], Batch | Unreadable]
+    read: Callable[[range], Batch | DataError]
 
-    def __getitem__(self, samples: range) -> Batch | Unreadable:
+    def __getitem__(self, samples: range) -> Batch | DataError:
         return self.read(samples)
 
 
@@ -214,12 +207,12 @@ class RowSamples:
             message = f"samples {samples[0]} to {samples[-1]} cannot be read: {error}"
             raise DataError(message) from error
 
-    def try_read(self, samples: range) -> Batch | Unreadable:
-        """Read in a worker, where exceptions would lose their type when pickled."""
+    def try_read(self, samples: range) -> Batch | DataError:
+        """Read in a worker: torch would pickle an exception that is raised without its type."""
         try:
             return self.read(samples)
         except DataError as error:
-            return Unreadable(str(error))
+            return error
 
 
 # -- Open training and validation samples of a configuration, for all formats but tokens ---------

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.digest_shares import files_of_rank
@@ -35,17 +35,13 @@ from hpctrain.train.faults import (
 )
 from hpctrain.train.storage import chain
 
+if TYPE_CHECKING:  # imports torch
+    from hpctrain.train.step_agreement import Control
+
 _POLL_SECONDS = 0.1
 # How long a rank that failed to load continues to verify, to learn whether the files are damaged.
 _AFTER_FAILURE_SECONDS = 60.0
 _NO_PROBLEM = ""
-
-
-class DigestAgreement(Protocol):
-    """The methods of `hpctrain.train.step_agreement.Control` that the check uses."""
-
-    def total(self, number: float) -> float: ...
-    def everywhere(self, text: str) -> list[str]: ...
 
 
 class DigestCheck:
@@ -80,7 +76,7 @@ class DigestCheck:
         if self._problem:
             raise BadCheckpointError(self._problem)
 
-    def agree(self, control: DigestAgreement, waiting: Callable[[], None] = lambda: None) -> None:
+    def agree(self, control: Control, waiting: Callable[[], None] = lambda: None) -> None:
         """Wait for the shares of all ranks; a collective call.
 
         `waiting` is called repeatedly meanwhile. Ranks poll each other, because a single collective
@@ -112,11 +108,9 @@ class DigestCheck:
     def _verify_share(self) -> None:
         try:
             for file in self._files:
-                if self._abandoned.is_set():
+                if self._abandoned.is_set() or self._problem:
                     return
                 self._verify_file(file)
-                if self._problem:
-                    return
         except Exception as error:  # raised in the main thread: an unread share is not verified
             self._error = error
 

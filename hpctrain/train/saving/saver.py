@@ -237,7 +237,7 @@ class Saver:
         while self._pending is not None:
             began_at = time.monotonic()
             if self._pending.publishing:
-                agreed = self._wait_for_publisher()
+                agreed = self._agree_or_rest()
             elif self._writer.state() is WriterState.RUNNING:
                 agreed = self._wait_for_own_writer()
             else:
@@ -253,9 +253,6 @@ class Saver:
         return self._agree_or_rest()
 
     def _wait_for_other_writers(self) -> WriterState:
-        return self._agree_or_rest()
-
-    def _wait_for_publisher(self) -> WriterState:
         return self._agree_or_rest()
 
     def _agree_or_rest(self) -> WriterState:

@@ -257,4 +257,4 @@ def test_an_interrupt_behind_the_end_is_the_publishers_problem(
     job = cast(Job, SimpleNamespace(config=config, launch=launch, run=RunLayout(tmp_path),
                                     data_cache=tmp_path))  # fmt: skip
     with pytest.raises(StaleEpochError, match="newer launch"):
-        program.run(job, cast(program.ProgramStatus, SimpleNamespace()))
+        program.run(job, cast(Any, SimpleNamespace()))

@@ -162,7 +162,16 @@ class LayerGraphs:
             return
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-        _count_microbatches(config)
+        # megatron-core's own count of micro-batches, which the capture reads
+        num_microbatches_calculator.unset_num_microbatches_calculator()
+        num_microbatches_calculator.init_num_microbatches_calculator(
+            rank=0,
+            rampup_batch_size=None,
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=config.micro_batch_size,
+            data_parallel_size=config.data_parallel_size,
+            decrease_batch_size_if_needed=False,
+        )
         self._capturer = TECudaGraphHelper(
             model.wrapped, model.settings, config.seq_length, config.micro_batch_size, [optimizer]
         )
@@ -172,32 +181,16 @@ class LayerGraphs:
         if self._capturer is None:
             return
         if self._steps == CUDA_GRAPH_WARMUP_STEPS:
-            self._capture()
-        self._steps += 1
-
-    def _capture(self) -> None:
-        """Capture without the hooks that gather weights; graphs call these themselves later."""
-        if self._gathers_in_hooks:
-            for chunk in self._model.wrapped:
+            # without the hooks that gather weights; graphs call these themselves later
+            hooked = self._model.wrapped if self._gathers_in_hooks else []
+            for chunk in hooked:
                 chunk.disable_forward_pre_hook(param_sync=False)
-        self._capturer.create_cudagraphs()
-        if self._gathers_in_hooks:
-            for chunk in self._model.wrapped:
+            self._capturer.create_cudagraphs()
+            for chunk in hooked:
                 chunk.enable_forward_pre_hook()
-            self._capturer.cuda_graph_set_manual_hooks()
-
-
-def _count_microbatches(config: MegatronConfig) -> None:
-    """Set megatron-core's own count of micro-batches, which the capture reads."""
-    num_microbatches_calculator.unset_num_microbatches_calculator()
-    num_microbatches_calculator.init_num_microbatches_calculator(
-        rank=0,
-        rampup_batch_size=None,
-        global_batch_size=config.global_batch_size,
-        micro_batch_size=config.micro_batch_size,
-        data_parallel_size=config.data_parallel_size,
-        decrease_batch_size_if_needed=False,
-    )
+            if self._gathers_in_hooks:
+                self._capturer.cuda_graph_set_manual_hooks()
+        self._steps += 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -339,31 +332,26 @@ class MegatronEngine:
         return Update(self.runner.totals(reports), grad_norm, learning_rate)
 
     def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
-        if self.data.validation is None:
+        """Compute the mean loss over these global batches.
+
+        Every evaluation reads the same first samples of the validation data, so losses are
+        comparable and no position has to be stored. No random numbers are drawn: dropout is off.
+        """
+        runner, samples = self.runner, self.data.validation
+        if samples is None:
             return None
-        return evaluate(self.runner, self.data.validation, batches)
+        totals = torch.zeros(2, device=runner.mesh.device)
+        with _evaluation_mode(runner), torch.no_grad():
+            for number in batches:
+                first = number * runner.config.global_batch_size
+                totals += runner.totals(runner.run(samples, first, forward_only=True))
+        return evaluated(totals)
 
     def weights_are_finite(self) -> bool:
         parameters: list[Any] = []
         for chunk in self.runner.model.wrapped:
             parameters.extend(chunk.parameters())
         return are_finite(parameters)
-
-
-# -- Compute the loss on validation data without changing the training state --------------------
-# Every evaluation reads the same first samples of the validation data, so losses are comparable and
-# no position has to be stored. No random numbers are drawn, because dropout is off.
-
-
-def evaluate(runner: GlobalBatchPass, samples: Samples, batches: Iterable[int]) -> Evaluation:
-    """Compute the mean loss over these global batches; all ranks must call this."""
-    totals = torch.zeros(2, device=runner.mesh.device)
-    config = runner.config
-    with _evaluation_mode(runner), torch.no_grad():
-        for number in batches:
-            first = number * config.global_batch_size
-            totals += runner.totals(runner.run(samples, first, forward_only=True))
-    return evaluated(totals)
 
 
 @contextmanager

@@ -38,7 +38,6 @@ from hpctrain.records.manifest import (
     saving_name,
     write_rank_digests,
 )
-from hpctrain.records.run_records import SaveRecord
 from hpctrain.train.engines.megatron_lm.log_reporter import read_save_begun, read_save_done
 from hpctrain.train.job import Job
 from hpctrain.train.report import RecordFile
@@ -79,7 +78,8 @@ class CheckpointPublisher:
         self._digested: set[str] = set()
         self._seen_sizes: dict[str, list[tuple[str, int]]] = {}
         self._digest_timeout_seconds = _DIGEST_TIMEOUT_SECONDS
-        self._stalls = _SaveStalls()
+        self._began_at: dict[int, float] = {}
+        self._stall_seconds: dict[int, float] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="saves", daemon=True)
         self._retiring: threading.Thread | None = None
@@ -100,7 +100,12 @@ class CheckpointPublisher:
 
     def handle_line(self, text: str) -> None:
         """Measure from one line of rank 0's output how long a save stalls training."""
-        self._stalls.handle_line(text)
+        begun, done = read_save_begun(text), read_save_done(text)
+        if begun is not None:
+            self._began_at[begun] = time.monotonic()
+        if done is not None and done in self._began_at:
+            # an asynchronous save prints it twice; training continued after the first time
+            self._stall_seconds.setdefault(done, time.monotonic() - self._began_at[done])
 
     def finish(self) -> None:
         """Wait, after the program has ended without an error, until its last save is published.
@@ -199,7 +204,10 @@ class CheckpointPublisher:
         run, launch, config = self._job.run, self._job.launch, self._job.config
         manifest = outlast(run, lambda: self._manifest(step, directory))
         outlast(run, lambda: publish(self._root, manifest, fence_of(run, launch)))
-        self._rows.append(self._stalls.record(manifest))
+        # 0 seconds if the program did not print when the save began
+        now, stall_seconds = time.monotonic(), self._stall_seconds.pop(step, 0.0)
+        publish_seconds = now - self._began_at.pop(step, now)
+        self._rows.append(save_record(manifest, stall_seconds, publish_seconds))
 
         def retire_old(earlier: threading.Thread | None) -> None:
             """Delete digests of ranks and old checkpoints, after what an earlier save deletes.
@@ -243,28 +251,6 @@ class CheckpointPublisher:
             if own:
                 write_rank_digests(directory, rank, own)
             self._digested.add(directory.name)
-
-
-class _SaveStalls:
-    """How long each save has stalled training, by the lines that the program prints."""
-
-    def __init__(self) -> None:
-        self._began_at: dict[int, float] = {}
-        self._seconds: dict[int, float] = {}
-
-    def handle_line(self, text: str) -> None:
-        begun, done = read_save_begun(text), read_save_done(text)
-        if begun is not None:
-            self._began_at[begun] = time.monotonic()
-        if done is not None and done in self._began_at:
-            # an asynchronous save prints it twice; training continued after the first time
-            self._seconds.setdefault(done, time.monotonic() - self._began_at[done])
-
-    def record(self, manifest: Manifest) -> SaveRecord:
-        """Return the record of a save; 0 seconds if the program did not print when it began."""
-        step, now = manifest.step, time.monotonic()
-        stall_seconds = self._seconds.pop(step, 0.0)
-        return save_record(manifest, stall_seconds, now - self._began_at.pop(step, now))
 
 
 def _files(directory: Path) -> list[str]:

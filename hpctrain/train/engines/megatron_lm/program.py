@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import TRACKER_NAME, point_tracker_to, published_steps
@@ -38,6 +38,9 @@ from hpctrain.train.rank_environment import Launch
 from hpctrain.train.saving.digest_check import DigestCheck
 from hpctrain.train.storage import outlast
 
+if TYPE_CHECKING:  # it starts this program
+    from hpctrain.train.entry import Ending
+
 # What arguments.py of core_v0.16 asserts with --deterministic-mode.
 DETERMINISTIC_VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -46,22 +49,7 @@ DETERMINISTIC_VARIABLES = {
 }
 
 
-class ProgramStatus(Protocol):
-    """What the exit record of the rank needs while the program runs.
-
-    `step` returns the last finished step. `loading_step` is the step of the checkpoint that is
-    being loaded. `asked` returns whether the program has received a stop by itself.
-    """
-
-    step: Callable[[], int]
-    loading_step: int | None
-    asked: Callable[[], bool]
-
-    def begin(self) -> None:
-        """The start is over: the program trains, or checks for stops itself."""
-
-
-def run(job: Job, status: ProgramStatus, digests: DigestCheck | None = None) -> tuple[Outcome, int]:
+def run(job: Job, status: Ending, digests: DigestCheck | None = None) -> tuple[Outcome, int]:
     """Train until Megatron-LM ends; returns the outcome and the step of its last checkpoint.
 
     Raises InvalidInputError for a wrong checkout or wrong arguments, and BadCheckpointError if
@@ -150,7 +138,7 @@ def _install_cpu_stand_ins(config: MegatronLmConfig) -> bool:
 
 def _execute(
     job: Job,
-    status: ProgramStatus,
+    status: Ending,
     publisher: CheckpointPublisher,
     program: Path,
     command_line: tuple[str, ...],
@@ -210,7 +198,7 @@ def _execute(
                 child.kill()
 
 
-def _load_recorder(status: ProgramStatus, resume_step: int) -> Callable[[ModuleType], None]:
+def _load_recorder(status: Ending, resume_step: int) -> Callable[[ModuleType], None]:
     """Return a patch that records in `status` when the program is loading the checkpoint.
 
     A fork without the function `load_checkpoint` loads as before.

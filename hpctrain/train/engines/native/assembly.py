@@ -323,4 +323,4 @@ def build(job: Job, mesh: NativeMesh, control: Control) -> Parts:
         clock=clock,
     )
     module.train()
-    return Parts(engine, NativeSnapshot(engine, sample_order(config, data), control))
+    return Parts(engine, NativeSnapshot(engine, sample_order(config, data)))
