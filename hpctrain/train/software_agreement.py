@@ -195,7 +195,16 @@ def _judge_as_leader(ranks: Sequence[RankSoftware], job: Job) -> _Judgement:
     for message in unequal_nodes(ranks):
         print(f"warning: {message}", flush=True)
     if changed and job.config.software == "locked":
-        refusals = (_not_as_locked(changed, job.run.run_id),)
+        run_id = job.run.run_id
+        refusal = Refusal(
+            # Of a refusal of all nodes, only the message reaches `why`.
+            message=f"software has changed since the run began: {', '.join(changed)}; restore it, "
+            f"or accept it: `hpctrain upgrade {run_id}`, then `hpctrain resume {run_id}`",
+            hint="`supervise.software` of the spec is `locked`",
+            nodes=(),
+            everywhere=True,
+        )
+        refusals = (refusal,)
     elif changed and job.config.software == "warn":
         print(f"warning: software has changed: {', '.join(changed)}", flush=True)
     return _Judgement(refusals=refusals)
@@ -218,17 +227,6 @@ def _changes_of_run(facts: SoftwareFacts, job: Job) -> tuple[str, ...]:
         return ()
 
     return outlast(job.run, compared)
-
-
-def _not_as_locked(changed: Sequence[str], run_id: str) -> Refusal:
-    return Refusal(
-        # Of a refusal of all nodes, only the message reaches `why`.
-        message=f"software has changed since the run began: {', '.join(changed)}; restore it, or "
-        f"accept it: `hpctrain upgrade {run_id}`, then `hpctrain resume {run_id}`",
-        hint="`supervise.software` of the spec is `locked`",
-        nodes=(),
-        everywhere=True,
-    )
 
 
 def refuse(refusals: Sequence[Refusal], node: str) -> None:
@@ -292,7 +290,13 @@ def judge(ranks: Sequence[RankSoftware], needs: Needs) -> Iterator[Refusal]:
             everywhere=len(nodes) == len(nodes_of_all),
         )
     yield from _shared_gpus(ranks)
-    yield from _differences(ranks)
+    for message, nodes_of_few in _odd_nodes(ranks, _SAME):
+        yield Refusal(
+            message=message,
+            hint="install the same software on all nodes",
+            nodes=nodes_of_few,
+            everywhere=False,
+        )
 
 
 def _problems_of_rank(facts: SoftwareFacts, needs: Needs) -> Iterator[tuple[str, str | None]]:
@@ -427,17 +431,6 @@ _ALIKE: Mapping[str, Callable[[SoftwareFacts], str | None]] = {
     "Python": lambda facts: facts.python,
     "driver": lambda facts: facts.driver,
 }
-
-
-def _differences(ranks: Sequence[RankSoftware]) -> Iterator[Refusal]:
-    """Find nodes whose libraries are not those of most nodes."""
-    for message, nodes in _odd_nodes(ranks, _SAME):
-        yield Refusal(
-            message=message,
-            hint="install the same software on all nodes",
-            nodes=nodes,
-            everywhere=False,
-        )
 
 
 def unequal_nodes(ranks: Sequence[RankSoftware]) -> Iterator[str]:

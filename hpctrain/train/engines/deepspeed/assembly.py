@@ -29,7 +29,7 @@ from hpctrain.train.engines.deepspeed.engine import (
     mean_loss_of,
     parameter_groups,
 )
-from hpctrain.train.engines.deepspeed.mesh import DeepSpeedMesh, initialize, open_mesh, silence
+from hpctrain.train.engines.deepspeed.mesh import DeepSpeedMesh, open_mesh, silence
 from hpctrain.train.engines.deepspeed.pipeline_stages import StagedModel
 from hpctrain.train.engines.deepspeed.snapshot import DeepSpeedSnapshot
 from hpctrain.train.engines.deepspeed.tensor_parallel import split_weights, token_losses_of
@@ -67,7 +67,13 @@ def build_operators(config: DeepSpeedConfig) -> None:
 
     Raises InvalidInputError if an operator cannot be built.
     """
-    builders = _needed_builders(config)
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
+    builders: dict[str, Any] = {}
+    if not config.torch_adam:
+        builders["DeepSpeed's Adam for offloaded state"] = CPUAdamBuilder()
+    if config.nvme_path is not None:
+        builders["DeepSpeed's access to NVMe"] = AsyncIOBuilder()
     if not builders:
         return
     root = extensions_directory()
@@ -84,18 +90,6 @@ def build_operators(config: DeepSpeedConfig) -> None:
                 raise InvalidInputError(
                     [Problem(message, hint=hint, node_dependent=True)]
                 ) from None
-
-
-def _needed_builders(config: DeepSpeedConfig) -> dict[str, Any]:
-    """Name DeepSpeed's builders of the operators that this configuration loads."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
-
-    builders = {}
-    if not config.torch_adam:
-        builders["DeepSpeed's Adam for offloaded state"] = CPUAdamBuilder()
-    if config.nvme_path is not None:
-        builders["DeepSpeed's access to NVMe"] = AsyncIOBuilder()
-    return builders
 
 
 def extensions_directory(environment: Mapping[str, str] = os.environ) -> Path:
@@ -288,12 +282,13 @@ def _initialize(config: DeepSpeedConfig, module: Any, mpu: Any = None) -> Any:
     `mpu`: the object from which DeepSpeed reads groups. Without one all ranks are replicas; a
     pipeline has its own.
     """
-    inner = initialize(
-        model=module,
-        model_parameters=parameter_groups(config, module),
-        config=ds_config(config),
-        mpu=mpu,
-        dist_init_required=False,
-    )
+    with silence():
+        inner = deepspeed.initialize(
+            model=module,
+            model_parameters=parameter_groups(config, module),
+            config=ds_config(config),
+            mpu=mpu,
+            dist_init_required=False,
+        )[0]
     inner.train()
     return inner

@@ -51,12 +51,6 @@ def silence() -> Iterator[None]:
         yield
 
 
-def initialize(**keywords: Any) -> Any:
-    """Call `deepspeed.initialize`; returns only the engine of its results."""
-    with silence():
-        return deepspeed.initialize(**keywords)[0]
-
-
 @dataclass(frozen=True)
 class DeepSpeedMesh:
     """The device of this rank and its place; `control` is a gloo group of all ranks.

@@ -135,8 +135,13 @@ def convert(directory: Path, control: Control, rank: int, ranks: int) -> Path:
     damaged, NoSpaceError if the disk is full, CheckpointError for other errors.
     """
     target = directory / _NAME
-    complete = "complete" if rank == 0 and _is_complete(target) else None
-    if control.from_leader(complete) is not None:
+    complete = False
+    if rank == 0:  # has an earlier launch made it, and has no file been truncated since?
+        with contextlib.suppress(OSError, ValueError):
+            files = read_rank_digests(target)
+            lost = any(file_problem(target, file, deep=False) for file in files)
+            complete = bool(files) and not lost
+    if control.from_leader(complete):
         share = even_share(read_rank_digests(target), rank, ranks)
         with contextlib.suppress(BadCheckpointError):
             DigestCheck(target, share, f"rank {rank}").agree(control)
@@ -153,15 +158,6 @@ def convert(directory: Path, control: Control, rank: int, ranks: int) -> Path:
                 raise NoSpaceError(message)
             raise (LoadFailedError if _DAMAGE.search(state) else CheckpointError)(message)
         time.sleep(_POLL_SECONDS)
-
-
-def _is_complete(target: Path) -> bool:
-    """Return whether an earlier launch has made it, and no file has been truncated since."""
-    try:
-        files = read_rank_digests(target)
-    except (OSError, ValueError):
-        return False
-    return bool(files) and not any(file_problem(target, file, deep=False) for file in files)
 
 
 class _Converter:
@@ -286,7 +282,14 @@ class DeepSpeedSnapshot:
             about = json.loads((directory / _ABOUT).read_text())
         check_sample_order(self._order, about["sample_order"], directory)
         saved, now = layout_summary(about), layout_summary(self._layout())
-        source = self._load_source(about, directory, same_layout=saved == now)
+        refuse_unreadable_layout(config, mesh.size, about, directory)
+        same = about["zero_stage"] == config.zero_stage and saved == now
+        converts = config.zero_stage > 0 and not same
+        # read only when a checkpoint is loaded (runtime/engine.py, load_universal_checkpoint)
+        engine.inner._config.load_universal_checkpoint = converts
+        source = directory
+        if converts:
+            source = convert(directory, self._control, mesh.rank, mesh.size)
         names = names_as_saved(config, engine.inner.optimizer, about["stages_layout"])
         with names, damage_named(directory), silence():
             engine.inner.load_checkpoint(
@@ -304,18 +307,6 @@ class DeepSpeedSnapshot:
             state = torch.load(directory / _random_name(mesh.rank), weights_only=True)
         set_random_state(state, mesh.device)
         return position, None
-
-    def _load_source(self, about: dict[str, Any], directory: Path, *, same_layout: bool) -> Path:
-        """Return the checkpoint itself, or its conversion for another layout."""
-        config, mesh = self._engine.config, self._engine.mesh
-        refuse_unreadable_layout(config, mesh.size, about, directory)
-        same = about["zero_stage"] == config.zero_stage and same_layout
-        converts = config.zero_stage > 0 and not same
-        # read only when a checkpoint is loaded (runtime/engine.py, load_universal_checkpoint)
-        self._engine.inner._config.load_universal_checkpoint = converts
-        if not converts:
-            return directory
-        return convert(directory, self._control, mesh.rank, mesh.size)
 
     def _layout(self) -> dict[str, Any]:
         config = self._engine.config

@@ -64,22 +64,18 @@ def open_userbuffers(config: MegatronConfig) -> None:
         # GPUs before Hopper exchange through CUDA IPC instead (module/base.py, initialize_ub)
         os.environ.setdefault("UB_SKIPMC", "1")
     tokens = config.seq_length * config.micro_batch_size // config.context_parallel_size
+    eight_bits = config.fp8 is not None
+    buffers: dict[str, Any] = dict(use_fp8=eight_bits)
+    if software.transformer_engine().is_at_least(_FORMATS_SINCE):
+        modes = base.UserBufferQuantizationMode
+        buffers = dict(quantization_modes=[modes.FP8 if eight_bits else modes.NONE])
     base.initialize_ub(
         shape=[tokens, config.hidden_size],
         tp_size=config.tensor_model_parallel_size,
         ub_cfgs={},  # TransformerEngine's own choice for each product
         bootstrap_backend=message_settings(config)["tp_comm_bootstrap_backend"],
-        **_format(config, base),
+        **buffers,
     )
-
-
-def _format(config: MegatronConfig, base: Any) -> dict[str, Any]:
-    """Return the format of the buffers, as this TransformerEngine takes it."""
-    eight_bits = config.fp8 is not None
-    if not software.transformer_engine().is_at_least(_FORMATS_SINCE):
-        return dict(use_fp8=eight_bits)
-    modes = base.UserBufferQuantizationMode
-    return dict(quantization_modes=[modes.FP8 if eight_bits else modes.NONE])
 
 
 def join(config: MegatronConfig, launch: Launch) -> MegatronMesh:

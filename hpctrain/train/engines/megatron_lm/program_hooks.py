@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -229,23 +229,17 @@ class StopHooks:
             # training.py, evaluate: `return None, None, True` when the time is up
             triple = isinstance(result, tuple) and len(result) == 3
             if triple and result[0] is None and result[2] is True and isinstance(first, int):
-                _skip_remaining_batches(args, first, keywords.get("eval_iters"))
+                # Each evaluation continues in the validation data where the one before ended, and
+                # the position is saved with the checkpoint: set it to the end, so that later
+                # evaluations read the same samples as in a run that was never stopped.
+                batches = keywords.get("eval_iters")
+                batches = batches if isinstance(batches, int) else args.eval_iters
+                size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+                if isinstance(batches, int):
+                    args.consumed_valid_samples = first + batches * size
             return result
 
         vars(module).update(evaluate=evaluate_until_stop)
-
-
-def _skip_remaining_batches(args: Any, first: int, eval_iters: object) -> None:
-    """Set the position in the validation data to the end of an evaluation that was cut short.
-
-    Each evaluation continues in the validation data where the one before ended, and the position
-    is saved with the checkpoint. Later evaluations so read the same samples as in a run that was
-    never stopped.
-    """
-    batches = eval_iters if isinstance(eval_iters, int) else args.eval_iters
-    batch_size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
-    if isinstance(batches, int):
-        args.consumed_valid_samples = first + batches * batch_size
 
 
 # -- Measure the time shares of each rank's steps in an external Megatron-LM ---------------------
@@ -285,19 +279,15 @@ class _WorldControl(Control):
     def start_sum(self, vector: Any) -> Any:
         if on_cpu():
             return super().start_sum(vector)
+        # computed on the GPU, and needed on the host
         sent = vector.to(torch.device("cuda", torch.cuda.current_device()))
-        return _SumToHost(vector, sent, dist.all_reduce(sent, async_op=True))
+        work = dist.all_reduce(sent, async_op=True)
 
+        def wait() -> None:
+            work.wait()
+            vector.copy_(sent)
 
-class _SumToHost:
-    """A sum that is computed on the GPU and needed on the host."""
-
-    def __init__(self, vector: Any, sent: Any, work: Any) -> None:
-        self._vector, self._sent, self._work = vector, sent, work
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._vector.copy_(self._sent)
+        return SimpleNamespace(wait=wait)
 
 
 class _NestedParts:
