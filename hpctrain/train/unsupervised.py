@@ -28,10 +28,10 @@ def main(arguments: list[str], forwarder: SignalForwarder) -> int:
     from hpctrain.train.launchers.agent_environment import read_unsupervised_environment
 
     try:
-        node = read_unsupervised_environment(arguments, os.environ)
-        from hpctrain.train.launchers.torchelastic_agent import run_unsupervised  # imports torch
+        place = read_unsupervised_environment(arguments, os.environ)
+        from hpctrain.train.launchers.torchelastic_agent import run  # imports torch
 
-        return run_unsupervised(node, forwarder)
+        return run(place, forwarder)
     except (InvalidInputError, CheckpointError) as error:
         # another start would find the same; whoever starts this program must see that
         print(error, file=sys.stderr, flush=True)

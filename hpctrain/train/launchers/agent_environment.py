@@ -19,7 +19,8 @@ from hpctrain.records.layout import RunLayout
 class AgentEnvironment:
     """This node within its launch; `node_rank` counts nodes in Slurm's order.
 
-    `logs_by_node`: ranks have no logs of their own (see `labelled_output`).
+    `logs_by_node`: ranks have no logs of their own (see `torchelastic_agent`). `settings`: without
+    a supervisor, the file that is to become `train.json` of the run.
     """
 
     run: RunLayout
@@ -35,6 +36,7 @@ class AgentEnvironment:
     restart_count: int
     step_id: int
     logs_by_node: bool = False
+    settings: Path | None = None
 
     def log_of(self, rank: int) -> Path:
         return self.run.rank_log(self.job_id, self.restart_count, self.step_id, rank)
@@ -104,17 +106,9 @@ _VARIABLES = {
 _DEFAULT_PORT = "29500"
 
 
-@dataclass(frozen=True)
-class UnsupervisedNode:
-    """One node of a launch: its place, and the file that is to become `train.json` of the run."""
-
-    place: AgentEnvironment
-    train_config: Path
-
-
 def read_unsupervised_environment(
     arguments: list[str], environment: Mapping[str, str]
-) -> UnsupervisedNode:
+) -> AgentEnvironment:
     """Parse the arguments of `hpctrain.train.unsupervised`; variables fill in for options.
 
     Raises InvalidInputError for what is missing, no number, or impossible together.
@@ -147,22 +141,20 @@ def read_unsupervised_environment(
     node_rank = number("node_rank", "0" if nodes == 1 else None)
     if node_rank >= nodes:
         raise InvalidInputError([Problem(f"node rank {node_rank} of {nodes} nodes")])
-    return UnsupervisedNode(
-        place=AgentEnvironment(
-            run=run,
-            train_config=str(run.train_config),
-            nodes=nodes,
-            ranks_per_node=number("nproc_per_node"),
-            node_rank=node_rank,
-            node=socket.gethostname(),
-            epoch=0,  # until the nodes have agreed on it
-            address=text("master_addr", "127.0.0.1" if nodes == 1 else None),
-            port=number("master_port", _DEFAULT_PORT),
-            # only names of logs of ranks have them, and here the node writes one log
-            job_id=0,
-            restart_count=0,
-            step_id=0,
-            logs_by_node=True,
-        ),
-        train_config=config,
+    return AgentEnvironment(
+        run=run,
+        train_config=str(run.train_config),
+        nodes=nodes,
+        ranks_per_node=number("nproc_per_node"),
+        node_rank=node_rank,
+        node=socket.gethostname(),
+        epoch=0,  # until the nodes have agreed on it
+        address=text("master_addr", "127.0.0.1" if nodes == 1 else None),
+        port=number("master_port", _DEFAULT_PORT),
+        # only names of logs of ranks have them, and here the node writes one log
+        job_id=0,
+        restart_count=0,
+        step_id=0,
+        logs_by_node=True,
+        settings=config,
     )

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +34,7 @@ from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.exit_records import write_agent_record
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import AgentRecord, RankEnd, Record, TrainerExit
-from hpctrain.train.launchers.agent_environment import AgentEnvironment, UnsupervisedNode
+from hpctrain.train.launchers.agent_environment import AgentEnvironment
 from hpctrain.train.launchers.agent_ranks import LOG_VARIABLE, SignalForwarder
 from hpctrain.version import __version__
 
@@ -116,20 +115,20 @@ _SIGNALS_OF_TORCH = "SIGINT,SIGHUP"
 # The default of ranks without an agent (ProcessGroupNCCL.hpp); agents set 1 where nothing is set.
 _NCCL_ERROR_HANDLING = "3"
 _CLEAN_CODES = (0, TrainerExit.YIELDED)
-MakeAgent = Callable[[AgentEnvironment, SignalForwarder, LabelledOutput | None], "SupervisedAgent"]
 
 
-def run(
-    place: AgentEnvironment, forwarder: SignalForwarder, make_agent: MakeAgent | None = None
-) -> int:
-    """Start the ranks of this node and wait for them; `make_agent`: by an agent of another kind.
+def run(place: AgentEnvironment, forwarder: SignalForwarder) -> int:
+    """Start the ranks of this node and wait for them.
 
     Returns the exit code of the first rank that failed, or 128 + signal number if it was killed.
+    Where there can be no launch without a supervisor, raises InvalidInputError, CheckpointError or,
+    if that may pass, OSError.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS_OF_TORCH
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", _NCCL_ERROR_HANDLING)
     output = LabelledOutput() if place.logs_by_node else None
-    agent = (make_agent or SupervisedAgent)(place, forwarder, output)
+    kind = SupervisedAgent if place.settings is None else UnsupervisedAgent
+    agent = kind(place, forwarder, output)
     try:
         result = agent.run()
     except SignalException as error:
@@ -248,30 +247,8 @@ _CHOICE_SECONDS = 1800.0
 _REFUSAL_SECONDS = 30.0
 
 
-def run_unsupervised(node: UnsupervisedNode, forwarder: SignalForwarder) -> int:
-    """Agree on the launch, start the ranks of this node, and wait for them.
-
-    Returns the exit code of the first rank that failed. Where there can be no launch, raises
-    InvalidInputError, CheckpointError or, if that may pass, OSError.
-    """
-    return run(
-        node.place,
-        forwarder,
-        lambda place, signals, output: UnsupervisedAgent(node, signals, output),
-    )
-
-
 class UnsupervisedAgent(SupervisedAgent):
     """The agent of one node; its first node takes the place of the supervisor."""
-
-    def __init__(
-        self,
-        node: UnsupervisedNode,
-        forwarder: SignalForwarder,
-        output: LabelledOutput | None = None,
-    ) -> None:
-        super().__init__(node.place, forwarder, output)
-        self._node = node
 
     def _start_workers(self, worker_group: Any) -> Any:
         leads = self._place.node_rank == 0
@@ -287,7 +264,8 @@ class UnsupervisedAgent(SupervisedAgent):
         """Choose the launch and publish it, or the reason why there is none."""
         run = self._place.run
         try:
-            open_run_directory(run, self._node.train_config)
+            assert self._place.settings is not None
+            open_run_directory(run, self._place.settings)
             launch = choose_launch(run, f"{self._place.node}.{os.getpid()}.{time.time_ns()}")
         except (InvalidInputError, CheckpointError, OSError) as error:
             refusal = AgreedLaunch(refused=str(error), passing=isinstance(error, OSError))

@@ -219,25 +219,24 @@ KUBEFLOW = {
 
 
 def test_options_come_before_variables() -> None:
-    node = read_unsupervised_environment(UNSUPERVISED, KUBEFLOW)
-    place = node.place
+    place = read_unsupervised_environment(UNSUPERVISED, KUBEFLOW)
     assert (place.nodes, place.ranks_per_node, place.node_rank) == (2, 8, 1)
     assert (place.address, place.port) == ("a-node-0-0.a", 29400)
-    assert str(node.train_config) == "/etc/hpctrain/train.json"
+    assert str(place.settings) == "/etc/hpctrain/train.json"
     assert place.train_config == "/runs/a/train.json"
-    only = read_unsupervised_environment(["/runs/a/train.json"], KUBEFLOW).place
+    only = read_unsupervised_environment(["/runs/a/train.json"], KUBEFLOW)
     assert (only.nodes, only.ranks_per_node, only.run.directory) == (4, 2, Path("/runs/a"))
 
 
 def test_open_mpi_numbers_nodes_too() -> None:
     told = {"OMPI_COMM_WORLD_RANK": "1", "PET_MASTER_ADDR": "h1"}
-    place = read_unsupervised_environment(UNSUPERVISED, told).place
+    place = read_unsupervised_environment(UNSUPERVISED, told)
     assert (place.node_rank, place.port) == (1, 29500)
 
 
 def test_a_single_node_knows_its_place() -> None:
     words = ["--nnodes=1", "--nproc-per-node=1", "t.json"]
-    place = read_unsupervised_environment(words, {}).place
+    place = read_unsupervised_environment(words, {})
     assert (place.node_rank, place.address) == (0, "127.0.0.1")
 
 
