@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from hpctrain.base.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.checkpoints.publish import (
@@ -57,55 +57,6 @@ from hpctrain.train.storage import (
     stale_or,
 )
 
-# ------------------------------------------------------------------------------------------------
-# Describe on rank 0 why a checkpoint cannot be written or published, and raise it on all ranks.
-# Rank 0 broadcasts the value, so it holds no exception, whose content may not be picklable.
-
-
-class SaveProblemKind(StrEnum):
-    """RETRY: the run directory is away and may come back, so all ranks try again."""
-
-    RETRY = "retry"
-    STALE = "stale"
-    AWAY = "away"
-    FULL = "full"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class SaveProblem:
-    """A problem of rank 0 that concerns all ranks."""
-
-    kind: SaveProblemKind
-    message: str
-
-    @classmethod
-    def of(cls, error: Exception) -> SaveProblem:
-        """Classify an error that ended the publication of a checkpoint."""
-        if isinstance(error, StaleEpochError):
-            kind = SaveProblemKind.STALE
-        elif isinstance(error, StorageError):
-            kind = SaveProblemKind.AWAY
-        else:
-            kind = SaveProblemKind.FULL if is_full(error) else SaveProblemKind.FAILED
-        known = isinstance(error, CheckpointError | OSError | ValueError)
-        return cls(kind, str(error) if known else repr(error))
-
-    @property
-    def error(self) -> HpctrainError:
-        """The exception that every rank raises."""
-        return _ERRORS[self.kind](self.message)
-
-
-_ERRORS: dict[SaveProblemKind, type[HpctrainError]] = {
-    SaveProblemKind.RETRY: StorageError,
-    SaveProblemKind.STALE: StaleEpochError,
-    SaveProblemKind.AWAY: StorageError,
-    SaveProblemKind.FULL: NoSpaceError,
-    SaveProblemKind.FAILED: CheckpointError,
-}
-
-
 _POLL_SECONDS = 0.01
 _RETRY_SECONDS = 1.0
 # With more saves in a row that have lost their files, the run fails.
@@ -115,6 +66,20 @@ _MOST_POSTPONED = 5
 WAITS_FOR_RANKS = ("_agree_or_rest",)
 WAITS_FOR_OWN_WRITER = "_wait_for_own_writer"
 WAITS_FOR_OTHER_WRITERS = "_wait_for_other_writers"
+
+
+def save_error(error: Exception) -> HpctrainError:
+    """Return what every rank raises for an error that ended the publication of a checkpoint.
+
+    Rank 0 broadcasts it, so it holds a message only: the content of others may not be picklable.
+    """
+    known = isinstance(error, CheckpointError | OSError | ValueError)
+    message = str(error) if known else repr(error)
+    if isinstance(error, StaleEpochError):
+        return StaleEpochError(message)
+    if isinstance(error, StorageError):
+        return StorageError(message)
+    return NoSpaceError(message) if is_full(error) else CheckpointError(message)
 
 
 @dataclass
@@ -269,22 +234,22 @@ class Saver:
             self._estimate_bytes = self._snapshot.estimated_bytes(self._control)
         deadline = time.monotonic() + storage.PATIENCE_SECONDS
         while True:
-            problem = None
+            problem: HpctrainError | Literal["retry"] | None = None
             if self._job.launch.leads:
                 problem = self._make_room(directory, self._estimate_bytes, deadline)
             problem = self._control.from_leader(problem)
             if problem is None:
                 return directory
-            if problem.kind is not SaveProblemKind.RETRY:
-                raise problem.error
+            if isinstance(problem, HpctrainError):
+                raise problem
             time.sleep(_RETRY_SECONDS)
 
     def _make_room(
         self, directory: Path, estimate_bytes: int, deadline: float
-    ) -> SaveProblem | None:
+    ) -> HpctrainError | Literal["retry"] | None:
         """Check the free space and make the directory on rank 0; returns what prevents that.
 
-        While the run directory is away that is RETRY until `deadline`.
+        While the run directory is away, all ranks try again until `deadline`.
         """
         run, world_size = self._job.run, self._job.launch.world_size
         first = Need(estimate_bytes, 2 * world_size, "estimated from the parameters")
@@ -294,19 +259,15 @@ class Saver:
             if root.is_dir():
                 problem = check_room(root, newest_size(root, world_size) or first)
                 if problem is not None:
-                    return SaveProblem(SaveProblemKind.FULL, str(problem))
+                    return NoSpaceError(problem)
             shutil.rmtree(directory, ignore_errors=True)
             run.make_directory(directory)
         except OSError as error:
             if is_full(error):
-                kind = SaveProblemKind.FULL
-            elif not is_away(error, run) and not lost_in(run.directory, error):
-                kind = SaveProblemKind.FAILED
-            elif time.monotonic() < deadline:
-                kind = SaveProblemKind.RETRY
-            else:
-                kind = SaveProblemKind.AWAY
-            return SaveProblem(kind, str(error))
+                return NoSpaceError(str(error))
+            if not is_away(error, run) and not lost_in(run.directory, error):
+                return CheckpointError(str(error))
+            return "retry" if time.monotonic() < deadline else StorageError(str(error))
         return None
 
     def _start_publishing(self, pending: _Pending) -> None:
@@ -350,7 +311,7 @@ class Saver:
             assert problem is not None, "the publisher failed without a problem"
             if agreed is WriterState.NO_SPACE:
                 self._clear(pending.directory)
-            raise problem.error
+            raise problem
         message = f"the writer of {checkpoint_name(pending.position.step)} failed on "
         if self._writer.state() in (WriterState.FAILED, WriterState.NO_SPACE):
             message += f"this rank: {self._writer.failure_reason()}"
@@ -389,7 +350,7 @@ class Publisher:
         self._retiring = threading.Lock()
         self._retention = Retention(job.run.checkpoints)
         self.state = WriterState.FINISHED
-        self.problem: SaveProblem | None = None
+        self.problem: HpctrainError | None = None
         self.published: Manifest | None = None
         self.published_at = 0.0
 
@@ -419,8 +380,8 @@ class Publisher:
             outlast(job.run, publish_once)
         except Exception as raised:
             # All ranks raise the problem; they learn of it by the state, so it is set first.
-            self.problem = SaveProblem.of(stale_or(raised, job.run, job.launch))
-            full = self.problem.kind is SaveProblemKind.FULL
+            self.problem = save_error(stale_or(raised, job.run, job.launch))
+            full = isinstance(self.problem, NoSpaceError)
             self.state = WriterState.NO_SPACE if full else WriterState.FAILED
             return
         self.published, self.published_at = manifests[0], time.monotonic()

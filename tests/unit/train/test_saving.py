@@ -20,7 +20,7 @@ from hpctrain.train.faults import BadCheckpointError, UnreadableCheckpointError
 from hpctrain.train.saving import digest_check
 from hpctrain.train.saving.digest_check import DigestCheck, start_digest_check
 from hpctrain.train.saving.save_interval import steps_to_evaluate
-from hpctrain.train.saving.saver import SaveProblem, SaveProblemKind
+from hpctrain.train.saving.saver import save_error
 from hpctrain.train.storage import NoSpaceError
 
 # -- Comparing digests while loading: what one rank finds, and that all of them say it -----------
@@ -152,29 +152,24 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "raised"),
+    ("error", "raised"),
     [
-        (StaleEpochError("epoch 3 owns the run"), SaveProblemKind.STALE, StaleEpochError),
-        (StorageError("full: away"), SaveProblemKind.AWAY, StorageError),
-        (FULL, SaveProblemKind.FULL, NoSpaceError),
-        (CheckpointError("retry: a digest is missing"), SaveProblemKind.FAILED, CheckpointError),
-        (ValueError("stale: no"), SaveProblemKind.FAILED, CheckpointError),
+        (StaleEpochError("epoch 3 owns the run"), StaleEpochError),
+        (StorageError("full: away"), StorageError),
+        (FULL, NoSpaceError),
+        (CheckpointError("retry: a digest is missing"), CheckpointError),
+        (ValueError("stale: no"), CheckpointError),
     ],
 )
-def test_the_kind_follows_from_the_error_and_not_from_its_text(
-    error: Exception, kind: SaveProblemKind, raised: type[HpctrainError]
+def test_what_all_ranks_raise_follows_from_the_error_and_not_from_its_text(
+    error: Exception, raised: type[HpctrainError]
 ) -> None:
-    problem = pickle.loads(pickle.dumps(SaveProblem.of(error)))
-    assert (problem.kind, problem.message) == (kind, str(error))
-    assert type(problem.error) is raised and str(problem.error) == str(error)
+    sent = pickle.loads(pickle.dumps(save_error(error)))
+    assert type(sent) is raised and str(sent) == str(error)
 
 
 def test_an_error_of_the_program_is_shown_with_its_type() -> None:
-    assert SaveProblem.of(KeyError("x")).message == "KeyError('x')"
-
-
-def test_every_kind_can_be_raised() -> None:
-    assert all(str(SaveProblem(kind, "x").error) == "x" for kind in SaveProblemKind)
+    assert str(save_error(KeyError("x"))) == "KeyError('x')"
 
 
 # ------------------------------------------------------------------------------------------------
