@@ -33,8 +33,8 @@ PACKAGE = ROOT / "hpctrain"
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.parts)
 # What stays as it is or becomes less; a class that mirrors another one is that one.
 RATCHETS = {
-    "pairs of classes that share five fields": 111,
-    "lines that hand on a field": 706,
+    "pairs of classes that share five fields": 109,
+    "lines that hand on a field": 687,
     "small modules of one other": 71,
 }
 
