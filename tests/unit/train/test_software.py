@@ -14,6 +14,7 @@ import torch
 from test_train_preflight import FLEX, FP8, MOE, PARTS, SP, config
 
 from hpctrain.base.errors import InvalidInputError
+from hpctrain.engines.training import TrainConfig
 from hpctrain.records.kept_code import archive_name, use_archive
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.software import (
@@ -36,11 +37,9 @@ from hpctrain.train.software import (
     newest_cuda_of_driver,
 )
 from hpctrain.train.software_agreement import (
-    Needs,
     RankSoftware,
     Refusal,
     judge,
-    needs_of,
     records_of,
     refuse,
     unequal_nodes,
@@ -64,7 +63,15 @@ GOOD = SoftwareFacts(
     compiler="/usr/bin/gcc",
     open_files=65536,
 )
-NEEDS = Needs(cuda=True, world_size=4, compiles=True, engine_reason="cp 2", hpctrain="0.1.0")
+RUN: dict[str, Any] = dict(
+    accelerator="cuda",
+    world_size=4,
+    compiles_kernels=True,
+    needs_transformer_engine="cp 2",
+    software_needs=(),
+)
+# of the settings of a run, and hpctrain of its supervisor
+NEEDS = (cast(TrainConfig, SimpleNamespace(**RUN)), "0.1.0")
 
 
 def ranks(**on_node: SoftwareFacts) -> list[RankSoftware]:
@@ -87,7 +94,7 @@ def changed(**fields: object) -> SoftwareFacts:
 
 
 def test_good_nodes_are_accepted() -> None:
-    assert list(judge(ranks(n0=GOOD, n1=GOOD), NEEDS)) == []
+    assert list(judge(ranks(n0=GOOD, n1=GOOD), *NEEDS)) == []
 
 
 def test_what_an_engine_finds_wrong_is_refused_on_its_nodes() -> None:
@@ -97,7 +104,7 @@ def test_what_an_engine_finds_wrong_is_refused_on_its_nodes() -> None:
         rank.model_copy(update={"problems": (problem,)}) if rank.node == "n1" else rank
         for rank in ranks(n0=GOOD, n1=GOOD)
     ]
-    (refusal,) = judge(several, NEEDS)
+    (refusal,) = judge(several, *NEEDS)
     assert (refusal.message, refusal.hint) == problem
     assert refusal.nodes == ("n1",) and not refusal.everywhere
 
@@ -128,7 +135,7 @@ NO_CUDA = changed(torch="2.13.0+cpu", cuda_build=None, gpus=(), driver_cuda=None
 def test_a_problem_of_every_node_is_one_refusal_of_the_settings(
     facts: SoftwareFacts, words: str
 ) -> None:
-    (refusal,) = judge(ranks(n0=facts, n1=facts), NEEDS)
+    (refusal,) = judge(ranks(n0=facts, n1=facts), *NEEDS)
     assert words in refusal.message and refusal.hint
     assert refusal.everywhere and refusal.nodes == ("n0", "n1")
     for node in ("n0", "n1"):
@@ -139,7 +146,7 @@ def test_a_problem_of_every_node_is_one_refusal_of_the_settings(
 
 def test_a_problem_of_one_node_names_it_on_all_ranks() -> None:
     facts = changed(gpus=(), gpu_error="No CUDA GPUs are available")
-    found = list(judge(ranks(n0=GOOD, n1=facts, n2=GOOD), NEEDS))
+    found = list(judge(ranks(n0=GOOD, n1=facts, n2=GOOD), *NEEDS))
     (refusal,) = found
     assert refusal.nodes == ("n1",) and not refusal.everywhere
     with pytest.raises(InvalidInputError, match="on n1: torch 2") as caught:
@@ -150,7 +157,7 @@ def test_a_problem_of_one_node_names_it_on_all_ranks() -> None:
 
 
 def test_a_lost_gpu_is_found_by_what_ranks_would_share() -> None:
-    found = list(judge(ranks(n0=GOOD, n1=changed(gpus=("NVIDIA H100",))), NEEDS))
+    found = list(judge(ranks(n0=GOOD, n1=changed(gpus=("NVIDIA H100",))), *NEEDS))
     (refusal,) = found
     assert refusal.nodes == ("n1",)
     expected = "1 GPUs are visible to the 2 ranks of the node: ranks 2 and 3 would share one"
@@ -163,12 +170,12 @@ def test_one_visible_gpu_for_each_task_is_shared_by_nobody() -> None:
         RankSoftware(rank=n, local_rank=n, node="n0", facts=facts, gpu_ids=(f"GPU-{n}",))
         for n in range(4)
     ]
-    assert list(judge(bound, NEEDS)) == []
+    assert list(judge(bound, *NEEDS)) == []
 
 
 def test_the_odd_version_is_the_one_of_fewer_nodes() -> None:
     odd = changed(megatron_core="0.17.0")
-    (refusal,) = judge(ranks(n0=odd, n1=GOOD, n2=GOOD), NEEDS)
+    (refusal,) = judge(ranks(n0=odd, n1=GOOD, n2=GOOD), *NEEDS)
     assert refusal.nodes == ("n0",)
     assert refusal.message == "megatron-core is 0.17.0 there, and 0.16.1 on the other nodes"
 
@@ -176,23 +183,23 @@ def test_the_odd_version_is_the_one_of_fewer_nodes() -> None:
 @pytest.mark.parametrize("facts", [{"nccl": "2.27.5"}, {"code": "0123456789ab"}])
 def test_messages_and_code_of_hpctrain_are_the_same_on_all_nodes(facts: dict[str, str]) -> None:
     found = ranks(n0=GOOD, n1=changed(**facts), n2=GOOD)
-    (refusal,) = judge(found, NEEDS)
+    (refusal,) = judge(found, *NEEDS)
     assert refusal.nodes == ("n1",) and list(unequal_nodes(found)) == []
 
 
 def test_nodes_may_be_upgraded_one_after_the_other() -> None:
     found = ranks(n0=GOOD, n1=changed(driver="590.1"), n2=GOOD)
-    assert list(judge(found, NEEDS)) == []
+    assert list(judge(found, *NEEDS)) == []
     message = "driver is 590.1 there, and 580.65.06 on the other nodes: n1"
     assert list(unequal_nodes(found)) == [message]
 
 
 def test_without_gpus_nothing_about_them_is_needed() -> None:
-    needs = Needs(cuda=False, world_size=2)
+    on_cpus = {**RUN, "accelerator": "cpu", "needs_transformer_engine": None}
     facts = NO_CUDA.model_copy(
         update=dict(transformer_engine=Library(), triton=Library(), compiler=None)
     )
-    assert list(judge(ranks(n0=facts), needs)) == []
+    assert list(judge(ranks(n0=facts), cast(TrainConfig, SimpleNamespace(**on_cpus)))) == []
 
 
 def test_equal_facts_are_one_line(tmp_path: Path) -> None:
@@ -304,8 +311,7 @@ def test_an_option_without_what_it_needs_is_refused_on_every_rank(
     changes: dict[str, Any], facts: SoftwareFacts, words: str
 ) -> None:
     # `cpu`: the missing GPU itself is another refusal
-    needs = needs_of(config(accelerator="cpu", **changes))
-    (refusal,) = judge(ranks(n0=facts, n1=facts), needs)
+    (refusal,) = judge(ranks(n0=facts, n1=facts), config(accelerator="cpu", **changes))
     assert words in refusal.message and refusal.everywhere and refusal.hint
 
 
@@ -327,11 +333,11 @@ def test_an_option_without_what_it_needs_is_refused_on_every_rank(
 def test_an_option_with_what_it_needs_is_accepted(
     changes: dict[str, Any], facts: SoftwareFacts
 ) -> None:
-    assert list(judge(ranks(n0=facts), needs_of(config(accelerator="cpu", **changes)))) == []
+    assert list(judge(ranks(n0=facts), config(accelerator="cpu", **changes))) == []
 
 
 def test_a_single_node_that_lacks_it_is_named() -> None:
-    (refusal, *_) = judge(ranks(n0=FACTS, n1=AMPERE), needs_of(config(accelerator="cpu", **FP8)))
+    (refusal, *_) = judge(ranks(n0=FACTS, n1=AMPERE), config(accelerator="cpu", **FP8))
     assert refusal.nodes == ("n1",) and not refusal.everywhere
 
 
