@@ -1,4 +1,5 @@
-"""The inputs of one rank before torch is imported: configuration, launch, run directory, stop flag.
+"""What one rank is given before torch is imported: configuration, launch, run directory, stop flag,
+and the keeper of how it ends.
 
 Belongs here: reading `train.json`. Does not belong here: checking it (see `preflight`).
 """
@@ -6,9 +7,10 @@ Belongs here: reading `train.json`. Does not belong here: checking it (see `pref
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.train_json import train_config_of
@@ -17,6 +19,19 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import FileDigest, Manifest
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.stop import StopSignals
+
+
+class Keeper(Protocol):
+    """Who keeps what the record of how the rank ended needs: the last finished step, the step of
+    the checkpoint while it is being loaded, whether the start is over, and whether a program
+    that catches signals itself has been asked to stop."""
+
+    step: Callable[[], int]
+    loading_step: int | None
+    asked: Callable[[], bool]
+
+    def begin(self) -> None:
+        """All ranks have started: from now on they agree on when to stop."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engine import Position, Room, Snapshot
 from hpctrain.train.faults import blames_checkpoint
-from hpctrain.train.job import Job
+from hpctrain.train.job import Job, Keeper
 from hpctrain.train.loop import Loop, is_evaluated
 from hpctrain.train.messages import MessageClock, recording_of
 from hpctrain.train.node_copies import CopyWords, SourceFile, copied_once, only_process
@@ -55,17 +55,6 @@ from hpctrain.train.times import RankClock
 
 # Every rank would warn at import that TransformerEngine or Apex are missing.
 warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
-
-
-class Keeper(Protocol):
-    """Who keeps what the record of how the rank ended needs: the last finished step, the step of
-    the checkpoint while it is being loaded, and whether the start is over."""
-
-    step: Callable[[], int]
-    loading_step: int | None
-
-    def begin(self) -> None:
-        """All ranks have started: from now on they agree on when to stop."""
 
 
 def room_of(config: TrainConfig) -> Room:

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import TRACKER_NAME, point_tracker_to, published_steps
@@ -33,13 +33,10 @@ from hpctrain.train.engines.megatron_lm.program_hooks import (
     StopHooks,
     patch_on_import,
 )
-from hpctrain.train.job import Job
+from hpctrain.train.job import Job, Keeper
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.saving.digest_check import DigestCheck
 from hpctrain.train.storage import outlast
-
-if TYPE_CHECKING:  # it starts this program
-    from hpctrain.train.entry import Ending
 
 # What arguments.py of core_v0.16 asserts with --deterministic-mode.
 DETERMINISTIC_VARIABLES = {
@@ -49,7 +46,7 @@ DETERMINISTIC_VARIABLES = {
 }
 
 
-def run(job: Job, status: Ending, digests: DigestCheck | None = None) -> tuple[Outcome, int]:
+def run(job: Job, status: Keeper, digests: DigestCheck | None = None) -> tuple[Outcome, int]:
     """Train until Megatron-LM ends; returns the outcome and the step of its last checkpoint.
 
     Raises InvalidInputError for a wrong checkout or wrong arguments, and BadCheckpointError if
@@ -138,7 +135,7 @@ def _install_cpu_stand_ins(config: MegatronLmConfig) -> bool:
 
 def _execute(
     job: Job,
-    status: Ending,
+    status: Keeper,
     publisher: CheckpointPublisher,
     program: Path,
     command_line: tuple[str, ...],
@@ -198,7 +195,7 @@ def _execute(
                 child.kill()
 
 
-def _load_recorder(status: Ending, resume_step: int) -> Callable[[ModuleType], None]:
+def _load_recorder(status: Keeper, resume_step: int) -> Callable[[ModuleType], None]:
     """Return a patch that records in `status` when the program is loading the checkpoint.
 
     A fork without the function `load_checkpoint` loads as before.
