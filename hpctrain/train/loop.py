@@ -143,15 +143,7 @@ class Loop:
         first = self.skips.next_sample(self.position.consumed_samples)
 
         def before_optimizer() -> None:
-            save = False
-            if self.job.launch.leads and not self.saver.busy:  # neither is worth waiting for a save
-                save = self.request.made or self.interval.overdue
-            self.control.propose(
-                stop=self._asked_to_stop(),
-                save=save,
-                writer=self.saver.writer_state,
-                rejected=self.engine.rejection is not None,
-            )
+            self._propose()
             self.engine.clock.start("optimizer")
 
         update = self.engine.update(first, before_optimizer)
@@ -190,6 +182,17 @@ class Loop:
         if not evaluates:
             self.saver.poll(agreed.writer)
         return self._save_if_due(agreed)
+
+    def _propose(self) -> None:
+        save = False
+        if self.job.launch.leads and not self.saver.busy:  # neither is worth waiting for a save
+            save = self.request.made or self.interval.overdue
+        self.control.propose(
+            stop=self._asked_to_stop(),
+            save=save,
+            writer=self.saver.writer_state,
+            rejected=self.engine.rejection is not None,
+        )
 
     def _asked_to_stop(self) -> bool:
         """Check for a signal to this rank, and on rank 0 for the stop file."""

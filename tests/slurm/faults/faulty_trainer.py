@@ -106,23 +106,23 @@ def compute_slowly(fault: Fault) -> None:
 def publish_slowly(fault: Fault) -> None:
     """From now on, wait between a checkpoint's last byte and its publication."""
     import_loop()
-    from hpctrain.train.saving import publisher
+    from hpctrain.train.saving import saver
 
-    real = publisher.publish
+    real = saver.publish
 
     def slow(*arguments: Any, **keywords: Any) -> Any:
         time.sleep(fault["seconds"])
         return real(*arguments, **keywords)
 
-    publisher.publish = slow
+    saver.publish = slow
 
 
 def die_unpublished(fault: Fault) -> None:
     """End between a checkpoint's last byte and its publication."""
     import_loop()
-    from hpctrain.train.saving import publisher
+    from hpctrain.train.saving import saver
 
-    publisher.publish = lambda *arguments, **keywords: os._exit(fault["code"])
+    saver.publish = lambda *arguments, **keywords: os._exit(fault["code"])
 
 
 def poison(fault: Fault) -> None:
