@@ -108,15 +108,15 @@ POPEN = (*POPEN, "supervise/evidence/probe.py")
 # The processes that copy and export metrics, beside all launches of an attempt.
 POPEN = (*POPEN, "supervise/side_processes.py")
 # A converter that runs while its rank goes on answering the others.
-POPEN = (*POPEN, "train/engines/deepspeed/universal_checkpoint.py")
+POPEN = (*POPEN, "train/engines/deepspeed/snapshot.py")
 # The writer of checkpoints of a rank with a GPU: a child that ends with its rank.
-POPEN = (*POPEN, "train/saving/spawned_writer.py")
+POPEN = (*POPEN, "train/saving/writer.py")
 # An engine that answers requests for as long as its replica lives.
 POPEN = (*POPEN, "serve/replica/engine_process.py")
 # The router of a service, which lives as long as its job; or without one, on a login node.
 POPEN = (*POPEN, "serve/router/programs.py", "serve/router_on_login_node.py")
 # A profiler that lives as long as the rank below it.
-POPEN = (*POPEN, "train/launchers/nsight_task.py")
+POPEN = (*POPEN, "train/launchers/nsight.py")
 
 # Who has a time of his own beside `hpctrain.base.clock`.
 OWN_TIME = {
@@ -423,10 +423,10 @@ def test_names_of_quantities_say_their_unit() -> None:
     allowed.add(("records/service_records.py", "time"))
     allowed |= {("records/service_ledger.py", "time"), ("records/service_records.py", "time")}
     # a group's number of ranks
-    allowed |= {("plan/documents.py", "size"), ("train/datasets/share.py", "size")}
+    allowed |= {("plan/documents.py", "size"), ("train/datasets/sample_order.py", "size")}
     allowed.add(("train/data.py", "size"))
     allowed |= {
-        ("train/engines/native/mesh.py", "size"),
+        ("train/engines/native/engine.py", "size"),
         ("train/engines/deepspeed/mesh.py", "size"),
     }
     found = []

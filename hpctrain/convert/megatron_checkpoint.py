@@ -24,9 +24,8 @@ from megatron.core.dist_checkpointing.serialization import (
 from hpctrain.engines.conversion import conversion_config
 from hpctrain.spec.model import ModelSpec
 from hpctrain.train.engines.megatron.core_versions.supported import current
-from hpctrain.train.engines.megatron.model import build_chunks, transformer_settings
-from hpctrain.train.engines.megatron.pretrained_weights import load_weights
-from hpctrain.train.engines.megatron.shard_writing import WriteResults, writing_from_request
+from hpctrain.train.engines.megatron.model import build_chunks, load_weights, transformer_settings
+from hpctrain.train.engines.megatron.snapshot import WriteResults, writing_from_request
 
 _PLAIN = {"singleton_local_shards": False}
 

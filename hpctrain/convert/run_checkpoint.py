@@ -78,8 +78,7 @@ def _export_module(
     config: ModuleConfig, checkpoint: Path, target: Path, load: Callable[[Any, Path], None]
 ) -> ConversionReport:
     from hpctrain.convert.pretrained_weights import report_of
-    from hpctrain.train.engines.models.build import build_module
-    from hpctrain.train.engines.models.lora import merge_adapters
+    from hpctrain.train.engines.models.build import build_module, merge_adapters
 
     module = build_module(config, device=torch.device("cpu"), initialize=config.lora is not None)
     load(module, checkpoint)

@@ -3,7 +3,7 @@
 Versions are those that megatron-core 0.16.1 compares with, capabilities those of TransformerEngine
 (pytorch/quantization.py at commit d0067d0d). Belongs here: that table. Does not belong here: what
 ranks have (see `hpctrain.train.software_agreement`), options that exclude each other (see
-`hpctrain.train.engines.megatron.option_problems`).
+`hpctrain.train.engines.megatron.preflight`).
 """
 
 from __future__ import annotations

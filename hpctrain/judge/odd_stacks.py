@@ -41,7 +41,6 @@ WAITS: tuple[tuple[str, frozenset[str] | None], ...] = (
     ("megatron/core/distributed/param_and_grad_buffer.py", None),
     ("hpctrain/train/step_agreement.py", None),
     ("hpctrain/train/times.py", frozenset({"_receive"})),
-    ("hpctrain/train/messages.py", frozenset({"_receive"})),
     ("hpctrain/train/saving/saver.py", frozenset({"_agree_or_rest"})),
     ("hpctrain/train/stand_in/rank.py", frozenset({"_receive_exactly"})),
 )

@@ -1,7 +1,7 @@
 """What a run trains with, by name (`software.lock`): written by the first launch that trains.
 
 Belongs here: the document, and what two of them differ in. Does not belong here: finding the facts
-(`hpctrain.train.found_software`), what follows (`hpctrain.train.software_agreement`).
+(`hpctrain.train.software`), what follows (`hpctrain.train.software_agreement`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import gc
 import sys
 
 if __name__ == "__main__":
-    from hpctrain.train.launchers.agent_rank_setup import set_up_under_agent
+    from hpctrain.train.launchers.agent_ranks import set_up_under_agent
     from hpctrain.train.stop import StopSignals
 
     stop = StopSignals()

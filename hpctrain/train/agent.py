@@ -15,7 +15,7 @@ import os
 import sys
 from typing import NoReturn
 
-from hpctrain.train.launchers.signal_forwarding import SignalForwarder
+from hpctrain.train.launchers.agent_ranks import SignalForwarder
 
 
 def main(arguments: list[str], forwarder: SignalForwarder) -> int:

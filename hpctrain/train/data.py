@@ -8,6 +8,7 @@ dispatch by format, and the settings that determine the order. Does not belong h
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.train.datasets.batches import Batch as Batch
 from hpctrain.train.datasets.batches import Microbatch as Microbatch
-from hpctrain.train.datasets.share import Share as Share
+from hpctrain.train.datasets.sample_order import Share as Share
 from hpctrain.train.times import StepClock
 
 _MOCK_SPLIT = "90,10,0"
@@ -97,14 +98,8 @@ def sample_order(config: TrainConfig, data: Data | None = None) -> dict[str, Any
 
 def import_reader(config: TrainConfig) -> None:
     """Import the modules that read this run's data, so that forked ranks share them."""
-    if _is_tokens(config):
-        from hpctrain.train.datasets import token_samples
-
-        assert token_samples is not None  # it imports megatron-core
-    else:
-        from hpctrain.train.datasets import open_samples
-
-        assert open_samples is not None
+    reader = "token_samples" if _is_tokens(config) else "row_samples"  # the first: megatron-core
+    importlib.import_module(f"hpctrain.train.datasets.{reader}")
 
 
 def open_data(
@@ -125,7 +120,7 @@ def open_data(
     evaluated = config.eval_batches * config.global_batch_size if evaluates else 0
     horizons = training_samples(config), evaluated
     if isinstance(config, ModuleConfig) and not _is_tokens(config):
-        from hpctrain.train.datasets.open_samples import open_rows
+        from hpctrain.train.datasets.row_samples import open_rows
 
         training, validation = open_rows(config, share, cache, horizons, copies)
         return Data(training, validation, len(training.order.rows))

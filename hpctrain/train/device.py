@@ -1,12 +1,13 @@
 """Choose the device of a rank: its GPU with NCCL, or the CPU with gloo where there is no GPU.
 
-Belongs here: that choice, for all engines, and memory statistics. Does not belong here: process
-groups.
+Belongs here: that choice, for all engines, memory statistics and random states. Does not belong
+here: process groups.
 """
 
 from __future__ import annotations
 
 import resource
+from typing import Any
 
 import torch
 
@@ -71,3 +72,21 @@ def peak_memory_bytes() -> int:
 def reserved_memory_bytes() -> int:
     """Return the peak of GPU memory reserved by PyTorch's allocator; 0 on a CPU."""
     return 0 if on_cpu() else int(torch.cuda.max_memory_reserved())
+
+
+# -- Read and set torch's random number generators, so that dropout continues after a resume -----
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of the CPU's generator and, with a GPU, of the current GPU's."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Set the generators that a rank on `device` uses."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

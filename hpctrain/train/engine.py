@@ -165,6 +165,11 @@ class AxisGroup:
     group: Any
     ranks: tuple[int, ...]
 
+    @property
+    def name(self) -> str:
+        """torch's name of the group, as its flight recorder writes it."""
+        return str(self.group.group_name)
+
 
 class Mesh(Protocol):
     """The process groups of one rank."""

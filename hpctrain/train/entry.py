@@ -61,7 +61,7 @@ from hpctrain.train.rank_environment import (
     quiet_defaults,
     read_launch,
 )
-from hpctrain.train.saving.digest_check import DigestCheck, lost_file, start_digest_check
+from hpctrain.train.saving.digest_check import lost_file, start_digest_check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.stop import StopSignals
 from hpctrain.train.storage import failed_below, fence_of, is_present, outlast, stale_or
@@ -103,8 +103,13 @@ def main(arguments: list[str], stop: StopSignals) -> int:
     except OSError as error:  # train without stack dumps of this rank
         _say(f"stacks cannot be written: {error}", TrainerExit.CRASH)
 
+    def read() -> TrainConfig:
+        run.require()
+        return read_config(path)
+
     def train() -> Outcome:
-        config = _read_config(path, launch, run)
+        # the file of a supervised launch existed before
+        config = outlast(run, read) if launch.epoch else read_config(path)
         run_under_nsight(path, config, launch, run, os.environ, stop)  # may not return
         return _train(Job(config, launch, run, stop), ending)
 
@@ -112,16 +117,6 @@ def main(arguments: list[str], stop: StopSignals) -> int:
     if stacks is not None:
         stacks.discard_if_unused()
     return code
-
-
-def _read_config(path: Path, launch: Launch, run: RunLayout) -> TrainConfig:
-    """Read `train.json`; a supervised launch retries, because the file existed before."""
-
-    def read() -> TrainConfig:
-        run.require()
-        return read_config(path)
-
-    return outlast(run, read) if launch.epoch else read_config(path)
 
 
 def leave(code: int) -> NoReturn:
@@ -312,8 +307,13 @@ def _train(job: Job, ending: Ending) -> Outcome:
         # to acdirmax = 60 s. Until then the directory shows an earlier state.
         outlast(job.run, fence_of(job.run, job.launch).check)
     _confirmed(job, lambda: check(job), InvalidInputError)
+    launch = job.launch
     digests = _confirmed(
-        job, lambda: _refuse_damaged(job), BadCheckpointError, UnreadableCheckpointError
+        job,
+        lambda: start_digest_check(
+            job.resume_directory, launch.rank, launch.world_size, launch.node
+        ),
+        *(BadCheckpointError, UnreadableCheckpointError),
     )
     _prepare_process(job)
     program = abilities_of(job.config.engine).program
@@ -368,12 +368,6 @@ def _confirmed(
             raise
         outlast(job.run, job.run.require)
         return check_once()
-
-
-def _refuse_damaged(job: Job) -> DigestCheck | None:
-    """Verify names and sizes of this rank's share now, and start to verify its content."""
-    launch = job.launch
-    return start_digest_check(job.resume_directory, launch.rank, launch.world_size, launch.node)
 
 
 def mark_done(job: Job, step: int) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 from hpctrain.base.durable import FULL_ERRNOS
 from hpctrain.base.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.train.free_space import NoSpaceError, exhausted
-from hpctrain.train.storage import chain
+from hpctrain.train.storage import NoSpaceError, chain, exhausted
 
 # Exit codes of megatron-core's rerun_state_machine.py, which computes suspicious results again
 _MEGATRON_EXITS: dict[object, str] = {16: "suspect_numerics", 17: "diverged"}
@@ -136,31 +135,28 @@ def _is_machine_fault(error: BaseException) -> bool:
     return bool(_DISTRIBUTED_ERRORS & {kind.__name__ for kind in type(error).__mro__})
 
 
+_CAUSES: tuple[tuple[type[BaseException], str], ...] = (
+    (StaleEpochError, "superseded"),
+    (StorageError, "storage"),
+    (BadCheckpointError, "bad_checkpoint"),
+    (SlowNodesError, "node_failure"),
+    (LoadFailedError, "load_failed"),
+    (UnreadableCheckpointError, "storage"),
+    (DataError, "data_loader"),
+    (DivergedError, "diverged"),
+    (MemoryError, "host_oom"),
+)
+
+
 def _own_cause(error: BaseException) -> str | None:
-    kind = type(error).__name__
-    if isinstance(error, StaleEpochError):
-        return "superseded"
-    if isinstance(error, StorageError):
-        return "storage"
+    known = next((cause for kind, cause in _CAUSES if isinstance(error, kind)), None)
+    if known is not None:
+        return known
     if is_full(error):
         return "disk_full"
-    if isinstance(error, BadCheckpointError):
-        return "bad_checkpoint"
-    if isinstance(error, SlowNodesError):
-        return "node_failure"
-    if isinstance(error, LoadFailedError):
-        return "load_failed"
-    if isinstance(error, UnreadableCheckpointError):
-        return "storage"
-    if isinstance(error, DataError):
-        return "data_loader"
-    if isinstance(error, DivergedError):
-        return "diverged"
     if isinstance(error, SystemExit):
         return _MEGATRON_EXITS.get(error.code)
-    if isinstance(error, MemoryError):
-        return "host_oom"
-    if kind == "OutOfMemoryError":  # torch.OutOfMemoryError, without importing torch
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
         return "gpu_oom"
     if isinstance(error, OSError | RuntimeError) and _PORT_WORDS.search(str(error)):
         return "port"

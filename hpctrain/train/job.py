@@ -1,20 +1,37 @@
-"""The inputs of one rank before torch is imported: configuration, launch, run directory, stop flag.
+"""What one rank is given before torch is imported: configuration, launch, run directory, stop flag,
+and the keeper of how it ends.
 
 Belongs here: reading `train.json`. Does not belong here: checking it (see `preflight`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.records.layout import RunLayout
+from hpctrain.records.manifest import FileDigest, Manifest
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.stop import StopSignals
+
+
+class Keeper(Protocol):
+    """Who keeps what the record of how the rank ended needs: the last finished step, the step of
+    the checkpoint while it is being loaded, whether the start is over, and whether a program
+    that catches signals itself has been asked to stop."""
+
+    step: Callable[[], int]
+    loading_step: int | None
+    asked: Callable[[], bool]
+
+    def begin(self) -> None:
+        """All ranks have started: from now on they agree on when to stop."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,27 @@ class Job:
         if not self.launch.resume:
             return None
         return self.run.checkpoints / self.launch.resume
+
+    def manifest(
+        self,
+        step: int,
+        consumed_samples: int,
+        files: Mapping[FileDigest, int],
+        library_version: str | None = None,
+    ) -> Manifest:
+        """Make the manifest of a checkpoint from its files, each with the rank that wrote it."""
+        return Manifest(
+            step=step,
+            epoch=self.launch.epoch,
+            engine=self.config.engine,
+            layout=self.config.layout_words,
+            world_size=self.launch.world_size,
+            consumed_samples=consumed_samples,
+            time=time.time(),
+            writers=tuple(files.values()),
+            files=tuple(files),
+            library_version=library_version,
+        )
 
 
 def read_config(path: Path) -> TrainConfig:

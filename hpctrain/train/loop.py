@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from hpctrain.engines.training import TrainConfig
 from hpctrain.records.requests import SaveRequest, is_requested
 from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.device import peak_memory_bytes, wait_for_device
 from hpctrain.train.engine import Engine, Evaluation, Position
-from hpctrain.train.evaluation import EvaluationBatches, is_evaluated
 from hpctrain.train.faults import DivergedError
 from hpctrain.train.job import Job
 from hpctrain.train.messages import MessageClock
@@ -26,6 +26,35 @@ from hpctrain.train.saving.save_interval import SaveInterval
 from hpctrain.train.saving.saver import Saver
 from hpctrain.train.step_agreement import Control, StepAgreement, WriterState
 from hpctrain.train.times import RankClock
+
+# -- Iterate over the batches of an evaluation, which ends early when all ranks agree to stop ----
+
+
+@dataclass
+class EvaluationBatches:
+    """Yields the numbers of the global batches of the validation data, 0 to `count` - 1.
+
+    All ranks call `agree_to_stop` between two batches. The iteration ends when it returns True, and
+    `interrupted` is set. The first batch is always yielded.
+    """
+
+    count: int
+    agree_to_stop: Callable[[], bool]
+    interrupted: bool = field(default=False, init=False)
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.count):
+            if number and self.agree_to_stop():
+                self.interrupted = True
+                return
+            yield number
+
+
+def is_evaluated(config: TrainConfig, step: int) -> bool:
+    """Check whether a step is followed by an evaluation."""
+    interval = config.eval_interval_steps
+    return interval is not None and step > 0 and step % interval == 0
+
 
 Ending = Literal["done", "yielded"]
 _MOST_SIGNALLED = 64
@@ -89,7 +118,14 @@ class Loop:
                 # The signalled ranks identify a node that is shutting down.
                 signalled = self.control.who(self.job.stop.name not in _NOT_FROM_OUTSIDE)
                 self.signalled_ranks = signalled[:_MOST_SIGNALLED]
-            self._finish_saves(trained)
+            if self.saver.busy:
+                self.reporter.phase("saving")  # waiting for the writers is not a slow step
+            self.saver.finish()
+            if trained and self.saver.newest_step != self.position.step:
+                self._save(wait=True)
+            self.request.done()
+            self.reporter.phase("leaving")
+            self.saver.leave()
             self.reporter.close()
         except DivergedError:
             self.saver.leave()
@@ -230,14 +266,3 @@ class Loop:
             self.saver.begin(self.position)
             self.saver.finish()
         self.reporter.phase("training")
-
-    def _finish_saves(self, trained: bool) -> None:
-        """Finish a save in progress, and save the last step if it is new."""
-        if self.saver.busy:
-            self.reporter.phase("saving")  # waiting for the writers is not a slow step
-        self.saver.finish()
-        if trained and self.saver.newest_step != self.position.step:
-            self._save(wait=True)
-        self.request.done()
-        self.reporter.phase("leaving")
-        self.saver.leave()

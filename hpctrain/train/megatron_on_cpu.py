@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils._triton import has_triton_package
 
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engines.megatron.core_versions.supported import current
+from hpctrain.train.spared_imports import hidden
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange")
@@ -41,7 +42,7 @@ def import_core() -> None:
     Those take a tenth of a rank's start, with a GPU as well. A checkout of Megatron-LM uses them:
     it calls `install` alone.
     """
-    with _unused_packages_hidden():
+    with hidden(*_UNUSED):
         install()
         importlib.import_module("megatron.core")
 
@@ -54,23 +55,11 @@ def import_core_to_read() -> None:
     compiled = torch.compile
     torch.compile = _uncompiled
     try:
-        with _unused_packages_hidden():
+        with hidden(*_UNUSED):
             install_needed_triton()
             importlib.import_module("megatron.core")
     finally:
         torch.compile = compiled
-
-
-@contextlib.contextmanager
-def _unused_packages_hidden() -> Iterator[None]:
-    """Let an import of these packages fail, as where they are not installed."""
-    hidden = [name for name in _UNUSED if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: ImportError
-    try:
-        yield
-    finally:
-        for name in hidden:
-            sys.modules.pop(name, None)
 
 
 def install() -> None:
@@ -185,9 +174,11 @@ def _uneven_exchanges() -> None:
         input_split_sizes: Any = None,
         **keywords: Any,
     ) -> Any:
-        return exchange(
-            output, input, _numbers(output_split_sizes), _numbers(input_split_sizes), **keywords
+        sizes = (
+            None if parts is None else [int(size) for size in parts]
+            for parts in (output_split_sizes, input_split_sizes)
         )
+        return exchange(output, input, *sizes, **keywords)
 
     torch.distributed.all_to_all_single = all_to_all_single
 
@@ -223,10 +214,6 @@ def _uneven_gathers() -> None:
 
     torch.distributed.all_gather = all_gather
     torch.distributed.reduce_scatter = reduce_scatter
-
-
-def _numbers(sizes: Any) -> list[int] | None:
-    return None if sizes is None else [int(size) for size in sizes]
 
 
 def _rng_trackers() -> None:

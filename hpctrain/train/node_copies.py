@@ -65,7 +65,16 @@ def copied_once(
     if directory.is_dir():
         return directory
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-    _require_room(place, sum(file.size_bytes for file in files), words)
+    size_bytes = sum(file.size_bytes for file in files)
+    free_bytes = shutil.disk_usage(place).free
+    if free_bytes < size_bytes + _SPARE_BYTES:
+        message = (
+            f"has {free_bytes / 1e9:.1f} GB free, and the copies of {words.what} take "
+            f"{size_bytes / 1e9:.1f} GB ({_SPARE_BYTES / 1e9:.1f} GB stay free)"
+        )
+        raise InvalidInputError(
+            [Problem(message, str(place), hint=words.hint, node_dependent=True)]
+        )
     unfinished.mkdir(mode=0o700)
     try:
         for file in files:
@@ -77,18 +86,6 @@ def copied_once(
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return directory
-
-
-def _require_room(place: Path, size_bytes: int, words: CopyWords) -> None:
-    free_bytes = shutil.disk_usage(place).free
-    if free_bytes < size_bytes + _SPARE_BYTES:
-        message = (
-            f"has {free_bytes / 1e9:.1f} GB free, and the copies of {words.what} take "
-            f"{size_bytes / 1e9:.1f} GB ({_SPARE_BYTES / 1e9:.1f} GB stay free)"
-        )
-        raise InvalidInputError(
-            [Problem(message, str(place), hint=words.hint, node_dependent=True)]
-        )
 
 
 def _copy(file: SourceFile, target: Path, sha256: str | None, working: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Detect non-finite gradients, losses and weights, and loss spikes.
+"""Detect non-finite gradients, losses and weights, loss spikes, and missing evaluations.
 
 Does not belong here: agreement of ranks (see `step_agreement`), ending the run (see `loop`,
 `entry`), the reaction (the supervisor decides).
@@ -9,20 +9,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.run_records import lineage, tail_metrics
+from hpctrain.records.run_records import StepMetrics, lineage, tail_metrics
 
 WINDOW_STEPS = 64
 LEAST_STEPS = 16
 # A nearly constant loss (a tiny model that has memorized its data) has a spread near zero, and
 # anything would be a spike: the spread is at least this fraction of the median.
 _LEAST_SPREAD = 1e-3
-_FIRST_TAIL_ROWS = 4 * WINDOW_STEPS
+_FIRST_TAIL_ROWS = 256
 
 
 class LossWindow:
@@ -59,17 +59,40 @@ class LossWindow:
         return None
 
 
-def earlier_losses(run: RunLayout, step: int) -> list[float]:
-    """Read the losses of the last steps that led to the weights of `step`, oldest first."""
+def rows_up_to(
+    run: RunLayout, step: int, enough: Callable[[list[StepMetrics]], bool]
+) -> list[StepMetrics]:
+    """Read the last rows of metrics that led to the weights of `step`, oldest first.
+
+    More and more of the file is read, until the rows are `enough` or all.
+    """
     count = _FIRST_TAIL_ROWS
     while True:
         rows = tail_metrics(run, count)
-        known = [
-            row for row in lineage([r for r in rows if r.step <= step]) if row.loss is not None
-        ]
-        if len(known) >= WINDOW_STEPS or len(rows) < count:
-            return [float.fromhex(row.loss_hex) for row in known][-WINDOW_STEPS:]
+        kept = lineage([row for row in rows if row.step <= step])
+        if enough(kept) or len(rows) < count:
+            return kept
         count *= 4
+
+
+def earlier_losses(run: RunLayout, step: int) -> list[float]:
+    """Read the losses of the last steps that led to the weights of `step`, oldest first."""
+
+    def losses(rows: list[StepMetrics]) -> list[float]:
+        return [float.fromhex(row.loss_hex) for row in rows if row.loss is not None]
+
+    rows = rows_up_to(run, step, lambda rows: len(losses(rows)) >= WINDOW_STEPS)
+    return losses(rows)[-WINDOW_STEPS:]
+
+
+def evaluation_is_missing(run: RunLayout, step: int) -> bool:
+    """Check whether the metrics have the row of `step` without the result of its evaluation.
+
+    Called on rank 0 when a launch resumes at an evaluated step. The launch that trained the step
+    may have stopped and saved before the evaluation was complete.
+    """
+    rows = rows_up_to(run, step, lambda rows: bool(rows) and rows[-1].step == step)
+    return bool(rows) and rows[-1].step == step and rows[-1].eval_loss is None
 
 
 def what_is_not_finite(loss: float, grad_norm: float | None) -> str | None:

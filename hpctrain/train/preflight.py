@@ -1,25 +1,98 @@
-"""Check configuration, data files and run directory before torch is imported.
+"""Check configuration, data files, weights and run directory before torch is imported.
 
 Every rank runs these checks on the same files, so all of them exit with the same message. A
 `Problem` that may occur on some nodes only is marked as `node_dependent`. Does not belong here: the
-content of a checkpoint (see `hpctrain.checkpoints`), plans and their memory.
+content of a checkpoint (see `hpctrain.checkpoints`), plans and their memory, the same checks at
+submission (see `hpctrain.job.input_checks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import cast
+
+from pydantic import ValidationError
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import published_steps
+from hpctrain.checkpoints.staged import Staged, open_staged, require_kind
+from hpctrain.engines.described import disagreements
+from hpctrain.engines.hugging_face import classes_of
+from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
+from hpctrain.records.dataset_checks import Expected, problems_of
+from hpctrain.records.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
 from hpctrain.records.epochs import current_epoch
 from hpctrain.records.manifest import checkpoint_name, read_manifest, step_of
 from hpctrain.spec.engines.registry import abilities_of, resolve
-from hpctrain.train.datasets.data_checks import data_problems
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
 from hpctrain.train.job import Job
-from hpctrain.train.pretrained_checks import starting_problems
+
+# -- Check the data files of a run before torch is imported --------------------------------------
+
+
+def data_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield all problems of the data files; mock data has none."""
+    if isinstance(config, ModuleConfig) and config.data_format != "tokens":
+        expected = Expected(
+            format=config.data_format,
+            seq_length=config.seq_length,
+            vocab_size=config.vocab_size,
+            classes=classes_of(config.model),
+            side=config.model.image,
+        )
+        paths = [path for _, path in config.data_blend]
+        if config.data_validation is not None:
+            paths.append(config.data_validation)
+        for source in paths:
+            yield from problems_of(Path(source), expected)
+        return
+    for _, name in config.data_blend:
+        prefix = Path(name)
+        for path in (bin_path(prefix), idx_path(prefix)):
+            if not path.is_file():
+                yield Problem("data file not found", str(path), node_dependent=True)
+        try:
+            sidecar = DatasetSidecar.model_validate_json(sidecar_path(prefix).read_bytes())
+        except (OSError, ValidationError):
+            continue  # data from elsewhere has no sidecar
+        if sidecar.vocab_size > config.vocab_size:
+            yield Problem(
+                f"the data was made with a vocabulary of {sidecar.vocab_size} tokens, "
+                f"the model has vocab_size {config.vocab_size}",
+                str(sidecar_path(prefix)),
+            )
+
+
+# -- Check the pretrained weights of a run before torch is imported ------------------------------
+
+
+def starting_problems(config: TrainConfig, *, resumes: bool) -> tuple[Problem, ...]:
+    """List all problems of the weights; empty for a run that starts from random weights.
+
+    megatron-core reads them in the first launch only; a module is built from its config.json in
+    every launch.
+    """
+    if resumes and abilities_of(config.engine).weights == "megatron_core":
+        return ()
+    try:
+        open_weights(config)
+    except InvalidInputError as error:
+        return error.problems
+    return ()
+
+
+def open_weights(config: TrainConfig) -> Staged | None:
+    """Open the directory of `model.pretrained`; None without one. Raises InvalidInputError."""
+    if not isinstance(config, MegatronConfig | ModuleConfig) or not config.pretrained:
+        return None
+    staged = open_staged(Path(config.pretrained))
+    require_kind(staged, abilities_of(config.engine).weights)
+    if reasons := disagreements(config.model, staged.config):
+        raise InvalidInputError([Problem(reason, config.pretrained) for reason in reasons])
+    return staged
 
 
 def check(job: Job) -> None:

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -28,24 +28,6 @@ _MOST_TRACE_BYTES = 512 << 20  # a larger file is more than any viewer opens
 _BUSY_HINT = "is another profiler at work on this GPU?"
 
 
-class Tool(Protocol):
-    """Something that records one range of steps at a time."""
-
-    def prepare(self) -> None:
-        """Warm up before the step in front of the range, so that warm-up is not recorded."""
-
-    def start(self) -> None: ...
-
-    def mark(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager that marks a named range in the recording."""
-
-    def stop(self, path: Path) -> str:
-        """Stop and write to `path`; returns a message about what was written, or why not."""
-
-    def discard(self) -> None:
-        """Stop without writing."""
-
-
 class TorchTrace:
     """torch.profiler: a Chrome trace for each range of steps."""
 
@@ -53,7 +35,8 @@ class TorchTrace:
         self._profiler: Any = None
 
     def prepare(self) -> None:
-        kinds = [ProfilerActivity.CPU] if on_cpu() else [*_BOTH]
+        """Warm up before the step in front of the range, so that warm-up is not recorded."""
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (not on_cpu())
         self._profiler = profile(activities=kinds, acc_events=True)
         self._profiler.prepare_trace()
 
@@ -63,9 +46,11 @@ class TorchTrace:
         self._profiler.start_trace()
 
     def mark(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Return a context manager that marks a named range in the recording."""
         return record_function(name)
 
     def stop(self, path: Path) -> str:
+        """Stop and write to `path`; returns a message about what was written, or why not."""
         profiler, self._profiler = self._profiler, None
         profiler.stop_trace()
         make_private_directory(path.parent)
@@ -84,13 +69,11 @@ class TorchTrace:
         return f"trace {path.name} of {size} bytes"
 
     def discard(self) -> None:
+        """Stop without writing."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             with contextlib.suppress(RuntimeError):
                 profiler.stop_trace()
-
-
-_BOTH = (ProfilerActivity.CPU, ProfilerActivity.CUDA)
 
 
 class NsightRange:
@@ -111,6 +94,9 @@ class NsightRange:
 
     def discard(self) -> None:
         torch.cuda.profiler.stop()
+
+
+Tool = TorchTrace | NsightRange
 
 
 @dataclass

@@ -124,7 +124,21 @@ class Reporter:
         self._metrics.append(metrics)
         self.still_working()
         if result.step % self._job.config.log_interval_steps == 0:
-            self._log_step(metrics)
+            optional = {
+                "mfu": metrics.mfu,
+                "eval_loss": metrics.eval_loss,
+                "eval_accuracy": metrics.eval_accuracy,
+            }
+            self.log(
+                "step",
+                step=f"{metrics.step}/{self._job.config.train_steps}",
+                loss=metrics.loss,
+                grad_norm=metrics.grad_norm,
+                learning_rate=metrics.learning_rate,
+                step_seconds=metrics.step_seconds,
+                tokens_per_second=round(metrics.tokens_per_second),
+                **{name: value for name, value in optional.items() if value is not None},
+            )
 
     def made_up_evaluation(self, evaluation: Evaluation) -> None:
         """Record the evaluation of the resumed step, which an earlier launch trained."""
@@ -177,23 +191,6 @@ class Reporter:
             number = isinstance(value, float)
             pairs.append(f"{name}={value:.7g}" if number else f"{name}={value}".replace(" ", "_"))
         print(" ".join(pairs), flush=True)
-
-    def _log_step(self, metrics: StepMetrics) -> None:
-        optional = {
-            "mfu": metrics.mfu,
-            "eval_loss": metrics.eval_loss,
-            "eval_accuracy": metrics.eval_accuracy,
-        }
-        self.log(
-            "step",
-            step=f"{metrics.step}/{self._job.config.train_steps}",
-            loss=metrics.loss,
-            grad_norm=metrics.grad_norm,
-            learning_rate=metrics.learning_rate,
-            step_seconds=metrics.step_seconds,
-            tokens_per_second=round(metrics.tokens_per_second),
-            **{name: value for name, value in optional.items() if value is not None},
-        )
 
     def _write_progress(self) -> None:
         if not self._job.launch.leads:

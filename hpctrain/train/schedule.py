@@ -8,6 +8,7 @@ Does not belong here: setting the rate of an optimizer.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from hpctrain.engines.training import TrainConfig
 
@@ -29,3 +30,22 @@ def learning_rate(config: TrainConfig, finished_steps: int) -> float:
     linear = config.lr_decay_style == "linear"
     share = 1.0 - passed if linear else 0.5 * (math.cos(math.pi * passed) + 1.0)
     return config.min_lr + share * (config.lr - config.min_lr)
+
+
+# -- Select the parameters that weight decay applies to ------------------------------------------
+
+
+def split_by_weight_decay(module: Any) -> tuple[list[Any], list[Any]]:
+    """Return (decayed, not decayed) trainable parameters: none on biases and norms.
+
+    As megatron-core does by default (megatron/core/optimizer/__init__.py: names that end in
+    `.bias`, and one dimension).
+    """
+    decayed: list[Any] = []
+    plain: list[Any] = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # ds_shape: of ZeRO stage 3
+            small = len(shape) <= 1 or name.endswith(".bias")
+            (plain if small else decayed).append(parameter)
+    return decayed, plain

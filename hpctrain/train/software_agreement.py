@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -28,9 +27,8 @@ from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.train import software
 from hpctrain.train.device import gpu_ids, gpu_index
 from hpctrain.train.faults import RefusedElsewhereError
-from hpctrain.train.found_software import found_software
 from hpctrain.train.job import Job
-from hpctrain.train.software import LibraryFindings, LibraryProblem
+from hpctrain.train.software import LibraryFindings, LibraryProblem, found_software
 from hpctrain.train.spared_imports import UNUSED_LOGGERS, hidden
 from hpctrain.train.storage import outlast
 
@@ -88,38 +86,7 @@ class Refusal(BaseModel):
     everywhere: bool
 
 
-class _Judgement(BaseModel):
-    """What rank 0 answers to all ranks."""
-
-    refusals: tuple[Refusal, ...]
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a run needs of the software: `cuda` GPUs, and a library because of `engine_reason`.
-
-    `hpctrain`: the version of the supervisor, which reads the trainer's records; empty: any.
-    """
-
-    cuda: bool
-    world_size: int
-    compiles: bool = False
-    engine_reason: str | None = None
-    hpctrain: str = ""
-    settings: tuple[SoftwareNeed, ...] = ()
-
-
-def needs_of(config: TrainConfig, supervisor_version: str = "") -> Needs:
-    """Read from the trainer's configuration what the run needs."""
-    cuda = config.accelerator == "cuda"
-    return Needs(
-        cuda=cuda,
-        world_size=config.world_size,
-        compiles=cuda and config.compiles_kernels,
-        engine_reason=config.needs_transformer_engine,
-        hpctrain=supervisor_version,
-        settings=config.software_needs,
-    )
+_REFUSALS = TypeAdapter(tuple[Refusal, ...])
 
 
 def agree_on_software(job: Job) -> None:
@@ -139,15 +106,14 @@ def agree_on_software(job: Job) -> None:
         problems=findings.problems,
     )
     if job.launch.world_size == 1:
-        refuse(_judge_as_leader([own], job).refusals, job.launch.node)
+        refuse(_judge_as_leader([own], job), job.launch.node)
         return
     timeout = timedelta(seconds=job.config.startup_timeout_seconds)
     url = f"env://?rank={job.launch.rank}&world_size={job.launch.world_size}"
     store, _, _ = next(rendezvous(url, timeout=timeout))
     # the server of this store ends with the object, and init_process_group joins the same one
     _kept_stores.append(store)
-    judgement = _exchange(own, PrefixStore("hpctrain/software", store), job)
-    refuse(judgement.refusals, job.launch.node)
+    refuse(_exchange(own, PrefixStore("hpctrain/software", store), job), job.launch.node)
 
 
 def library_findings(engine: str) -> LibraryFindings:
@@ -163,31 +129,31 @@ def library_findings(engine: str) -> LibraryFindings:
 _kept_stores: list[Store] = []
 
 
-def _exchange(own: RankSoftware, store: Store, job: Job) -> _Judgement:
+def _exchange(own: RankSoftware, store: Store, job: Job) -> tuple[Refusal, ...]:
     """Send the facts to rank 0 and wait for its judgement.
 
     The server of the store is in rank 0: where it refuses it stays until all have read why.
     """
     store.set(f"rank/{own.rank}", own.model_dump_json())
     if not job.launch.leads:
-        judgement = _Judgement.model_validate_json(store.get("judgement"))
-        if judgement.refusals:
+        refusals = _REFUSALS.validate_json(store.get("judgement"))
+        if refusals:
             store.set(f"read/{own.rank}", "")
-        return judgement
+        return refusals
     keys = [f"rank/{rank}" for rank in range(job.launch.world_size)]
     ranks = [RankSoftware.model_validate_json(text) for text in map(store.get, keys)]
-    judgement = _judge_as_leader(ranks, job)
-    store.set("judgement", judgement.model_dump_json())
-    if judgement.refusals:
+    refusals = _judge_as_leader(ranks, job)
+    store.set("judgement", _REFUSALS.dump_json(refusals).decode())
+    if refusals:
         readers = [f"read/{rank}" for rank in range(1, job.launch.world_size)]
         with contextlib.suppress(RuntimeError):  # torch.distributed.DistError: a rank has gone
             store.wait(readers, timedelta(seconds=_READING_SECONDS))
-    return judgement
+    return refusals
 
 
-def _judge_as_leader(ranks: Sequence[RankSoftware], job: Job) -> _Judgement:
+def _judge_as_leader(ranks: Sequence[RankSoftware], job: Job) -> tuple[Refusal, ...]:
     """Record the facts of all ranks and judge them."""
-    refusals = tuple(judge(ranks, needs_of(job.config, job.launch.version)))
+    refusals = tuple(judge(ranks, job.config, job.launch.version))
     changed = _changes_of_run(ranks[0].facts, job) if not refusals else ()
     records = records_of(ranks, job.launch.epoch, changed)
     outlast(job.run, lambda: write_software(job.run, records))
@@ -196,10 +162,19 @@ def _judge_as_leader(ranks: Sequence[RankSoftware], job: Job) -> _Judgement:
     for message in unequal_nodes(ranks):
         print(f"warning: {message}", flush=True)
     if changed and job.config.software == "locked":
-        refusals = (_not_as_locked(changed, job.run.run_id),)
+        run_id = job.run.run_id
+        refusal = Refusal(
+            # Of a refusal of all nodes, only the message reaches `why`.
+            message=f"software has changed since the run began: {', '.join(changed)}; restore it, "
+            f"or accept it: `hpctrain upgrade {run_id}`, then `hpctrain resume {run_id}`",
+            hint="`supervise.software` of the spec is `locked`",
+            nodes=(),
+            everywhere=True,
+        )
+        refusals = (refusal,)
     elif changed and job.config.software == "warn":
         print(f"warning: software has changed: {', '.join(changed)}", flush=True)
-    return _Judgement(refusals=refusals)
+    return refusals
 
 
 def _changes_of_run(facts: SoftwareFacts, job: Job) -> tuple[str, ...]:
@@ -219,17 +194,6 @@ def _changes_of_run(facts: SoftwareFacts, job: Job) -> tuple[str, ...]:
         return ()
 
     return outlast(job.run, compared)
-
-
-def _not_as_locked(changed: Sequence[str], run_id: str) -> Refusal:
-    return Refusal(
-        # Of a refusal of all nodes, only the message reaches `why`.
-        message=f"software has changed since the run began: {', '.join(changed)}; restore it, or "
-        f"accept it: `hpctrain upgrade {run_id}`, then `hpctrain resume {run_id}`",
-        hint="`supervise.software` of the spec is `locked`",
-        nodes=(),
-        everywhere=True,
-    )
 
 
 def refuse(refusals: Sequence[Refusal], node: str) -> None:
@@ -278,12 +242,17 @@ def records_of(
 # -- judging: pure ---------------------------------------------------------------------------------
 
 
-def judge(ranks: Sequence[RankSoftware], needs: Needs) -> Iterator[Refusal]:
-    """Find what makes the launch impossible; a problem of all nodes is one refusal."""
+def judge(
+    ranks: Sequence[RankSoftware], config: TrainConfig, supervisor_version: str = ""
+) -> Iterator[Refusal]:
+    """Find what makes the launch impossible; a problem of all nodes is one refusal.
+
+    `supervisor_version`: of the hpctrain that reads the trainer's records; empty: any.
+    """
     nodes_of_all = {rank.node for rank in ranks}
     found: dict[tuple[str, str | None], dict[str, None]] = {}
     for rank in ranks:
-        for problem in (*_problems_of_rank(rank.facts, needs), *rank.problems):
+        for problem in (*_problems_of_rank(rank.facts, config, supervisor_version), *rank.problems):
             found.setdefault(problem, {})[rank.node] = None
     for (message, hint), nodes in found.items():
         yield Refusal(
@@ -293,47 +262,58 @@ def judge(ranks: Sequence[RankSoftware], needs: Needs) -> Iterator[Refusal]:
             everywhere=len(nodes) == len(nodes_of_all),
         )
     yield from _shared_gpus(ranks)
-    yield from _differences(ranks)
+    for message, nodes_of_few in _odd_nodes(ranks, _SAME):
+        yield Refusal(
+            message=message,
+            hint="install the same software on all nodes",
+            nodes=nodes_of_few,
+            everywhere=False,
+        )
 
 
-def _problems_of_rank(facts: SoftwareFacts, needs: Needs) -> Iterator[tuple[str, str | None]]:
+def _problems_of_rank(
+    facts: SoftwareFacts, config: TrainConfig, supervisor_version: str
+) -> Iterator[tuple[str, str | None]]:
     """Yield (message, hint) of everything that a rank lacks."""
-    if needs.hpctrain and facts.hpctrain not in (None, needs.hpctrain):
+    if supervisor_version and facts.hpctrain not in (None, supervisor_version):
         yield (
-            f"hpctrain {facts.hpctrain} trains, and hpctrain {needs.hpctrain} supervises the job",
+            f"hpctrain {facts.hpctrain} trains, and hpctrain {supervisor_version} supervises "
+            "the job",
             "install the same hpctrain into the container: `pip install --no-deps` of this one",
         )
-    if needs.cuda:
+    on_gpus = config.accelerator == "cuda"
+    if on_gpus:
         problem = _gpu_problem(facts)
         if problem is not None:
             yield problem
             return  # everything else follows from it: TransformerEngine needs CUDA, too
     engine = facts.transformer_engine
-    if needs.engine_reason is not None and not engine.imported:
+    if config.needs_transformer_engine is not None and not engine.imported:
         yield (
-            f"{needs.engine_reason} needs TransformerEngine: {engine}",
+            f"{config.needs_transformer_engine} needs TransformerEngine: {engine}",
             "install `transformer-engine[pytorch]` or train in a container that has it; without it "
             "set `software.transformer_engine: false` in the profile, and plan anew",
         )
-    for need in needs.settings:
+    for need in config.software_needs:
         problem = _unmet(facts, need)
         if problem is not None:
             yield problem
-    if needs.compiles and not facts.triton.imported:
+    compiles = on_gpus and config.compiles_kernels
+    if compiles and not facts.triton.imported:
         yield (
             f"torch compiles megatron-core's fused kernels with triton: {facts.triton}",
             "install the triton of this torch",
         )
-    elif needs.compiles and facts.compiler is None:
+    elif compiles and facts.compiler is None:
         yield (
             "triton needs a C compiler for megatron-core's fused kernels: none is in PATH",
             "load a module with gcc, or train in a container that has it",
         )
-    least = needs.world_size + _OTHER_FILES
+    least = config.world_size + _OTHER_FILES
     if facts.open_files < least:
         yield (
-            f"at most {facts.open_files} open files are allowed, and {needs.world_size} ranks need "
-            f"{least}",
+            f"at most {facts.open_files} open files are allowed, and {config.world_size} ranks "
+            f"need {least}",
             "raise the hard limit for Slurm's steps (LimitNOFILE of slurmd, limits.conf)",
         )
 
@@ -428,17 +408,6 @@ _ALIKE: Mapping[str, Callable[[SoftwareFacts], str | None]] = {
     "Python": lambda facts: facts.python,
     "driver": lambda facts: facts.driver,
 }
-
-
-def _differences(ranks: Sequence[RankSoftware]) -> Iterator[Refusal]:
-    """Find nodes whose libraries are not those of most nodes."""
-    for message, nodes in _odd_nodes(ranks, _SAME):
-        yield Refusal(
-            message=message,
-            hint="install the same software on all nodes",
-            nodes=nodes,
-            everywhere=False,
-        )
 
 
 def unequal_nodes(ranks: Sequence[RankSoftware]) -> Iterator[str]:

@@ -9,6 +9,7 @@ because it must take effect before torch is imported.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -93,18 +94,12 @@ def flight_recorder(
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(directory / "nccl-rank-"),
     }
-    newer = _newer_names()
+    newer: dict[str, str] = {}  # this torch would warn on every rank of the older names
+    with contextlib.suppress(PackageNotFoundError, ValueError):
+        major, minor = version("torch").split(".")[:2]
+        newer = _NEWER_NAMES if (int(major), int(minor)) >= (2, 8) else {}
     return {
         newer.get(name, name): value
         for name, value in wanted.items()
         if not {name, _NEWER_NAMES.get(name, name)} & environment.keys()
     }
-
-
-def _newer_names() -> dict[str, str]:
-    """Return what this torch calls the variables; it warns on every rank of the older names."""
-    try:
-        major, minor = version("torch").split(".")[:2]
-        return _NEWER_NAMES if (int(major), int(minor)) >= (2, 8) else {}
-    except (PackageNotFoundError, ValueError):
-        return {}

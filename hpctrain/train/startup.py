@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,14 +31,12 @@ from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engine import Position, Room, Snapshot
-from hpctrain.train.evaluation import evaluation_is_missing, is_evaluated
 from hpctrain.train.faults import blames_checkpoint
-from hpctrain.train.job import Job
-from hpctrain.train.loop import Loop
-from hpctrain.train.message_recording import recording_of
-from hpctrain.train.messages import MessageClock, known_groups
+from hpctrain.train.job import Job, Keeper
+from hpctrain.train.loop import Loop, is_evaluated
+from hpctrain.train.messages import MessageClock, recording_of
 from hpctrain.train.node_copies import CopyWords, SourceFile, copied_once, only_process
-from hpctrain.train.numerics import LossWindow, earlier_losses
+from hpctrain.train.numerics import LossWindow, earlier_losses, evaluation_is_missing
 from hpctrain.train.profiling import step_profiler
 from hpctrain.train.report import Reporter
 from hpctrain.train.saving.digest_check import DigestCheck
@@ -57,17 +55,6 @@ from hpctrain.train.times import RankClock
 
 # Every rank would warn at import that TransformerEngine or Apex are missing.
 warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
-
-
-class Keeper(Protocol):
-    """Who keeps what the record of how the rank ended needs: the last finished step, the step of
-    the checkpoint while it is being loaded, and whether the start is over."""
-
-    step: Callable[[], int]
-    loading_step: int | None
-
-    def begin(self) -> None:
-        """All ranks have started: from now on they agree on when to stop."""
 
 
 def room_of(config: TrainConfig) -> Room:
@@ -103,7 +90,23 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
     parts = room.build(job, mesh, control)
     position = _position(job, parts.snapshot, reporter, keeper, digests, control)
     limit_collectives(job.config.distributed_timeout_seconds)
-    nodes = tuple(control.everywhere(job.launch.node))
+    launch: dict[str, Any] = dict(
+        control=control,
+        rank=job.launch.rank,
+        nodes=tuple(control.everywhere(job.launch.node)),
+        epoch=job.launch.epoch,
+    )
+    # rank 0 reads the losses that led to the checkpoint, and whether the launch that saved it has
+    # skipped its last evaluation
+    limit, losses = job.config.loss_spike, ""
+    if limit is not None:
+        if job.launch.leads:
+            losses = " ".join(loss.hex() for loss in earlier_losses(job.run, position.step))
+        losses = control.from_leader(losses) or ""
+    pending = is_evaluated(job.config, position.step)
+    if pending:
+        missing = job.launch.leads and evaluation_is_missing(job.run, position.step)
+        pending = bool(control.from_leader(missing))
     interval = SaveInterval(job.config, job.launch.mttf_seconds, read_saves(job.run))
 
     def published(save: SaveRecord) -> None:
@@ -119,53 +122,26 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
         position=position,
         interval=interval,
         skips=skips,
-        losses=_losses(job, control, position),
+        losses=LossWindow(limit, [float.fromhex(loss) for loss in losses.split()]),
         clock=RankClock(
-            clock=parts.engine.clock,
-            control=control,
-            rank=job.launch.rank,
-            nodes=nodes,
-            epoch=job.launch.epoch,
+            parts.engine.clock,
             interval_steps=job.config.rank_times_interval_steps,
             tell=reporter.rank_times,
+            **launch,
         ),
         messages=MessageClock(
-            recording=recording_of({str(mesh.control.group_name)}),
+            recording_of({str(mesh.control.group_name)}),
             # a rank alone has no messages, and an engine for one rank may have no axes
-            known=known_groups(mesh.axes) if job.launch.world_size > 1 else (),
-            control=control,
-            rank=job.launch.rank,
-            nodes=nodes,
-            epoch=job.launch.epoch,
+            mesh.axes if job.launch.world_size > 1 else (),
             interval_steps=job.config.measured_messages_steps,
             tell=reporter.communication,
+            **launch,
         ),
         profiler=step_profiler(job, parts.engine.clock, reporter, control),
         request=SaveRequest(job.run, looks=job.launch.leads),
-        evaluation_pending=_evaluation_pending(job, control, position),
+        evaluation_pending=pending,
         on_begin=keeper.begin,
     )
-
-
-def _losses(job: Job, control: Control, position: Position) -> LossWindow:
-    """Broadcast the losses that led to the checkpoint, which rank 0 reads."""
-    limit = job.config.loss_spike
-    if limit is None:
-        return LossWindow(None)
-    text = None
-    if job.launch.leads:
-        text = " ".join(loss.hex() for loss in earlier_losses(job.run, position.step))
-    text = control.from_leader(text) or ""
-    return LossWindow(limit, [float.fromhex(loss) for loss in text.split()])
-
-
-def _evaluation_pending(job: Job, control: Control, position: Position) -> bool:
-    """Agree on whether the launch that saved the checkpoint skipped its last evaluation."""
-    if not is_evaluated(job.config, position.step):
-        return False
-    leads = job.launch.leads
-    missing = "missing" if leads and evaluation_is_missing(job.run, position.step) else None
-    return control.from_leader(missing) is not None
 
 
 def _position(
@@ -245,7 +221,11 @@ def staged_copies(job: Job, reads: bool, working: Callable[[], None]) -> dict[st
     config = job.config
     if not config.stage_data or not reads:
         return {}
-    place = _place(os.environ)
+    # the script has made TMPDIR one on this node's disk
+    if not os.environ.get("TMPDIR"):
+        message = "TMPDIR is not set, below which data is copied"
+        raise InvalidInputError([Problem(message, hint="start the run with its script")])
+    place = Path(os.environ["TMPDIR"], "hpctrain-data")
     identity = read_identity(job.run.data_identity)
     digests = {file.path: file.sha256 for file in identity.files} if identity else {}
     try:
@@ -261,14 +241,6 @@ def staged_copies(job: Job, reads: bool, working: Callable[[], None]) -> dict[st
         raise InvalidInputError([Problem(message, str(where), node_dependent=True)]) from error
 
 
-def _place(environment: Mapping[str, str]) -> Path:
-    """Find the directory of copies: the script has made TMPDIR one on this node's disk."""
-    if not environment.get("TMPDIR"):
-        message = "TMPDIR is not set, below which data is copied"
-        raise InvalidInputError([Problem(message, hint="start the run with its script")])
-    return Path(environment["TMPDIR"], "hpctrain-data")
-
-
 def _files_of(config: TrainConfig) -> Iterator[tuple[str, list[SourceFile]]]:
     """List the sources of a configuration, each with its files and, if it has one, its sidecar."""
     rows = isinstance(config, ModuleConfig) and config.data_format != "tokens"
@@ -281,10 +253,4 @@ def _files_of(config: TrainConfig) -> Iterator[tuple[str, list[SourceFile]]]:
         optional = sidecar_path(path)
         files = [*needed, optional] if optional.exists() else needed
         found = [(file, file.stat()) for file in files]
-        yield (
-            source,
-            [
-                SourceFile(file, file.name, status.st_size, status.st_mtime_ns)
-                for file, status in found
-            ],
-        )
+        yield source, [SourceFile(f, f.name, of.st_size, of.st_mtime_ns) for f, of in found]

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -33,24 +33,6 @@ _MEGATRON_PASSES = ("forward-compute", "backward-compute")
 WAITS_FOR_RANKS = ("_receive",)
 _UNMARKED = contextlib.nullcontext()
 Item = TypeVar("Item")
-
-
-class Stopwatch(Protocol):
-    """The part of megatron-core's timer interface (timers.py) that its schedules use."""
-
-    def start(self, barrier: bool = False) -> None: ...
-
-    def stop(self, barrier: bool = False) -> None: ...
-
-
-class _Ignored:
-    """A timer that measures nothing."""
-
-    def start(self, barrier: bool = False) -> None:
-        pass
-
-    def stop(self, barrier: bool = False) -> None:
-        pass
 
 
 class WallClock:
@@ -157,60 +139,92 @@ class StepClock:
         return {part: clock.take_seconds() for part, clock in self._clocks.items()}
 
 
-class _Passes:
-    """megatron-core's timer of forward and backward passes; both count as computing."""
+class _CoreTimer:
+    """The part of megatron-core's timer interface (timers.py) that its schedules use.
 
-    def __init__(self, clock: StepClock) -> None:
+    Forward and backward passes both count as computing. Without a clock it measures nothing.
+    """
+
+    def __init__(self, clock: StepClock | None) -> None:
         self._clock = clock
 
     def start(self, barrier: bool = False) -> None:
-        self._clock.start("compute")
+        if self._clock is not None:
+            self._clock.start("compute")
 
     def stop(self, barrier: bool = False) -> None:
-        self._clock.stop("compute")
+        if self._clock is not None:
+            self._clock.stop("compute")
 
 
 class ComputeTimers:
     """Replaces megatron-core's Timers: measures computing, ignores everything else."""
 
     def __init__(self, clock: StepClock) -> None:
-        self._passes = _Passes(clock)
-        self._ignored = _Ignored()
+        self._passes, self._ignored = _CoreTimer(clock), _CoreTimer(None)
 
-    def __call__(self, name: str, log_level: int | None = None) -> Stopwatch:
+    def __call__(self, name: str, log_level: int | None = None) -> _CoreTimer:
         return self._passes if name in _MEGATRON_PASSES else self._ignored
 
 
-@dataclass
-class _Window:
-    """A window of steps whose times are being gathered: a row per rank, see `_COLUMNS`."""
+class GatheringClock(ABC):
+    """Gathers a row of numbers of each rank beside training, and tells rank 0 of them.
 
-    first_step: int
-    last_step: int
-    vector: Any
-    work: Any
+    A row is sent after one step and received after the next, so that no rank waits for the slowest
+    one. `interval_steps` None: nothing is measured.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        rank: int,
+        nodes: tuple[str, ...],
+        epoch: int,
+        interval_steps: int | None,
+        tell: Callable[[Any], None],
+    ) -> None:
+        self.control, self.rank, self.nodes, self.epoch = control, rank, nodes, epoch
+        self.interval_steps, self.tell = interval_steps, tell
+        self._sent: tuple[Any, Any, Any] | None = None  # the table, its handle, what it is about
+
+    def _send(self, row: Sequence[float], about: Any) -> None:
+        table = torch.zeros(len(self.nodes), len(row), dtype=torch.float64)
+        table[self.rank] = torch.tensor(row, dtype=torch.float64)
+        self._sent = table, self.control.start_sum(table), about
+
+    def _receive(self) -> None:
+        if self._sent is not None:
+            (table, work, about), self._sent = self._sent, None
+            work.wait()
+            self._received(table.tolist(), about)
+
+    @abstractmethod
+    def _received(self, table: list[list[float]], about: Any) -> None:
+        """Report a table with a row per rank; called on all ranks."""
 
 
-@dataclass
-class RankClock:
+class RankClock(GatheringClock):
     """Gathers means per step of all ranks every `interval_steps` steps; `tell` runs on rank 0.
 
     The first step of a launch (warm-up) and steps without `counts` are in no window. All ranks must
     call `finished_step` after the same steps, with the same `counts`.
     """
 
-    clock: StepClock
-    control: Control
-    rank: int
-    nodes: tuple[str, ...]
-    epoch: int
-    interval_steps: int
-    tell: Callable[[RankTimes], None]
-    _warm: bool = False
-    _sums: dict[str, float] = field(default_factory=dict)
-    _steps: int = 0
-    _first_step: int = 0
-    _sent: _Window | None = field(default=None)
+    def __init__(
+        self,
+        clock: StepClock,
+        control: Control,
+        rank: int,
+        nodes: tuple[str, ...],
+        epoch: int,
+        interval_steps: int,
+        tell: Callable[[RankTimes], None],
+    ) -> None:
+        super().__init__(control, rank, nodes, epoch, interval_steps, tell)
+        self.clock = clock
+        self._warm = False
+        self._sums: dict[str, float] = {}
+        self._steps = self._first_step = 0
 
     def finished_step(self, step: int, step_seconds: float, *, counts: bool = True) -> None:
         """Add a step; at the end of a window start to gather, and report at the next step."""
@@ -224,31 +238,20 @@ class RankClock:
         self._sums = {name: self._sums.get(name, 0.0) + value for name, value in seconds.items()}
         self._steps += 1
         if self._steps == self.interval_steps:
-            self._send(step)
+            means = [self._sums[name] / self._steps for name in _TIMES]
+            memory = [float(peak_memory_bytes()), float(reserved_memory_bytes())]
+            self._send([*means, *memory], (self._first_step, step))
+            self._sums, self._steps = {}, 0
 
-    def _send(self, step: int) -> None:
-        vector = torch.zeros(len(self.nodes), len(_COLUMNS), dtype=torch.float64)
-        means = [self._sums[name] / self._steps for name in _TIMES]
-        memory = [float(peak_memory_bytes()), float(reserved_memory_bytes())]
-        vector[self.rank] = torch.tensor([*means, *memory], dtype=torch.float64)
-        work = self.control.start_sum(vector)
-        self._sent = _Window(self._first_step, step, vector, work)
-        self._sums, self._steps = {}, 0
-
-    def _receive(self) -> None:
-        """Finish gathering, one step later, so that no rank waits for the slowest one."""
-        if self._sent is None:
-            return
-        sent, self._sent = self._sent, None
-        sent.work.wait()
+    def _received(self, table: list[list[float]], about: tuple[int, int]) -> None:
         if self.rank != 0:
             return
-        columns = dict(zip(_COLUMNS, zip(*sent.vector.tolist(), strict=True), strict=True))
+        columns = dict(zip(_COLUMNS, zip(*table, strict=True), strict=True))
         self.tell(
             RankTimes(
                 epoch=self.epoch,
-                first_step=sent.first_step,
-                last_step=sent.last_step,
+                first_step=about[0],
+                last_step=about[1],
                 time=time.time(),
                 compute_seconds=columns["compute"],
                 nodes=self.nodes,

@@ -18,20 +18,20 @@ import os
 import sys
 
 from hpctrain.train.agent import leave
-from hpctrain.train.launchers.signal_forwarding import SignalForwarder
+from hpctrain.train.launchers.agent_ranks import SignalForwarder
 
 
 def main(arguments: list[str], forwarder: SignalForwarder) -> int:
     """Run the ranks of this node to their end. Returns their common exit code."""
     from hpctrain.base.errors import CheckpointError, InvalidInputError
     from hpctrain.records.run_records import TrainerExit
-    from hpctrain.train.launchers.unsupervised_environment import read_unsupervised_environment
+    from hpctrain.train.launchers.agent_environment import read_unsupervised_environment
 
     try:
-        node = read_unsupervised_environment(arguments, os.environ)
-        from hpctrain.train.launchers.unsupervised_agent import run  # imports torch
+        place = read_unsupervised_environment(arguments, os.environ)
+        from hpctrain.train.launchers.torchelastic_agent import run  # imports torch
 
-        return run(node, forwarder)
+        return run(place, forwarder)
     except (InvalidInputError, CheckpointError) as error:
         # another start would find the same; whoever starts this program must see that
         print(error, file=sys.stderr, flush=True)

@@ -22,12 +22,14 @@ from dataclasses import dataclass, field  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
+from fresh_process import place_of_call  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
+_ROOTS = ("/hpctrain/train/", "/megatron/core/", "/torch/distributed/", "/torch/optim/")
 
 
 class _Nothing:
@@ -237,7 +239,7 @@ class FakeGpu(TorchDispatchMode):
         return tree_map(_real_on_the_host, result)
 
     def _note(self, found: Counter[str], name: str) -> None:
-        found[f"{name} in {place()}"] += 1
+        found[f"{name} in {place_of_call(*_ROOTS)}"] += 1
 
 
 def _has_axes(one: Any) -> bool:
@@ -270,18 +272,6 @@ def _real_on_the_host(tensor: Any) -> Any:
     if isinstance(tensor, FakeTensor) and tensor.device.type == "cpu":
         return torch.ones(tensor.shape, dtype=tensor.dtype)
     return tensor
-
-
-def place() -> str:
-    """Return file and function of the innermost frame of hpctrain or of an engine's library."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        for root in ("/hpctrain/train/", "/megatron/core/", "/torch/distributed/", "/torch/optim/"):
-            if root in path:
-                return f"{path.rpartition(root)[2]} {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "elsewhere"
 
 
 @contextmanager

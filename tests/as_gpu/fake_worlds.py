@@ -28,9 +28,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.train.engines.megatron import assembly
+from hpctrain.train.engines.megatron.engine import build_optimizer
 from hpctrain.train.engines.megatron.mesh import MegatronMesh
 from hpctrain.train.engines.megatron.model import ModelChunks, build_model
-from hpctrain.train.engines.megatron.optimizer import build_optimizer
 from hpctrain.train.engines.megatron.snapshot import MegatronSnapshot, sharding_metadata
 from hpctrain.train.rank_environment import Launch
 

@@ -78,6 +78,18 @@ class FreshProcess:
         self._process.wait()
 
 
+def place_of_call(*roots: str) -> str:
+    """Return file and function of the innermost frame below one of the roots, two frames up."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        for root in roots:
+            if root in path:
+                return f"{path.rpartition(root)[2]} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "elsewhere"
+
+
 def _answer_in_fork(name: str, arguments: dict[str, Any]) -> str:
     """Return the JSON of the result, or of the traceback."""
     reading, writing = os.pipe()

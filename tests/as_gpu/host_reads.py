@@ -9,7 +9,6 @@ engine. Does not belong here: the bounds.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from unittest import mock
 
 import torch
 from fake_worlds import fake_groups, group_of_one
+from fresh_process import place_of_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.engines.documents import parse_train_config
@@ -43,6 +43,7 @@ _WAITING = {
     "aten::equal",
 }
 _METHODS = ("tolist", "numpy", "cpu")
+_ROOTS = ("/hpctrain/train/", "/megatron/core/", "/torch/distributed/fsdp/")
 # Tensors that lie on the host also with a GPU: samples before they are copied, and the state of the
 # CPU's generator, which megatron-core compares.
 _ON_THE_HOST = ("datasets/", "tensor_parallel/random.py fork")
@@ -67,19 +68,7 @@ class _Census(TorchDispatchMode):
         return func(*args, **(keywords or {}))
 
     def note(self, name: str) -> None:
-        self.found[f"{name} in {_place()}"] += 1
-
-
-def _place() -> str:
-    """Return file and function of the innermost frame of hpctrain or of an engine's library."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        for root in ("/hpctrain/train/", "/megatron/core/", "/torch/distributed/fsdp/"):
-            if root in path:
-                return f"{path.rpartition(root)[2]} {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "elsewhere"
+        self.found[f"{name} in {place_of_call(*_ROOTS)}"] += 1
 
 
 @contextmanager
@@ -135,12 +124,11 @@ def reads_of_a_step(document: str) -> dict[str, int]:
             engine.update(step * config.global_batch_size, lambda: None)
         with census() as found:
             engine.update(2 * config.global_batch_size, lambda: None)
-        kept = {place: count for place, count in found.items() if not _is_on_the_host(place)}
-        return kept
-
-
-def _is_on_the_host(place: str) -> bool:
-    return any(f" in {where}" in place for where in _ON_THE_HOST)
+        return {
+            place: count
+            for place, count in found.items()
+            if not any(f" in {where}" in place for where in _ON_THE_HOST)
+        }
 
 
 def reads_at(document: str, microbatches: list[int]) -> list[dict[str, int]]:

@@ -228,8 +228,8 @@ def build(config: MegatronConfig) -> str:
 
     from hpctrain.base.errors import InvalidInputError
     from hpctrain.train import software
+    from hpctrain.train.engines.megatron.engine import build_optimizer
     from hpctrain.train.engines.megatron.model import build_model
-    from hpctrain.train.engines.megatron.optimizer import build_optimizer
     from hpctrain.train.engines.megatron.preflight import engine_problems
 
     if problems := list(engine_problems(config, RunLayout(Path("/nowhere")))):

@@ -23,10 +23,8 @@ from variants import varied
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.train.engines.megatron import model
-from hpctrain.train.engines.native.engine import NativeEngine
-from hpctrain.train.engines.native.mesh import open_mesh
-from hpctrain.train.engines.native.optimizer import scale_and_clip
-from hpctrain.train.engines.native.wrapping import wrapped_module
+from hpctrain.train.engines.native.assembly import wrapped_module
+from hpctrain.train.engines.native.engine import NativeEngine, open_mesh, scale_and_clip
 from hpctrain.train.rank_environment import Launch
 
 LAYERS = 8

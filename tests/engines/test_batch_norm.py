@@ -12,7 +12,7 @@ import torch.distributed as dist
 from trial_runs import LIMIT_SECONDS
 
 from bench import prefork
-from hpctrain.train.engines.native.wrapping import SummedBatchNorm, synchronize_batch_norms
+from hpctrain.train.engines.native.assembly import SummedBatchNorm, synchronize_batch_norms
 
 TOLERANCE = 1e-12
 

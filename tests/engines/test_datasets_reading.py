@@ -30,9 +30,9 @@ from PIL import Image
 from torch.utils.data._utils import signal_handling
 
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.train.datasets.image_transforms import ImageTransform
 from hpctrain.train.datasets.npz_arrays import open_archive
 from hpctrain.train.datasets.row_samples import RowSamples
+from hpctrain.train.datasets.sample_rows import ImageTransform
 from hpctrain.train.faults import DataError
 
 FOLDER: dict[str, Any] = {**VIT, "data_format": "images", "augmentation": "crop_flip"}

@@ -44,7 +44,7 @@ from hpctrain.records.manifest import (
     what_is_wrong,
 )
 from hpctrain.records.run_records import TrainerExit
-from hpctrain.train.engines.deepspeed.universal_checkpoint import refuse_unreadable_layout
+from hpctrain.train.engines.deepspeed.snapshot import refuse_unreadable_layout
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs the deepspeed extra", allow_module_level=True)

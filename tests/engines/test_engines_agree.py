@@ -22,7 +22,7 @@ from torch.nn import functional
 from trial_runs import LIMIT_SECONDS, Trial, make_trial, once
 
 from hpctrain.train.data import open_data
-from hpctrain.train.datasets.share import Share
+from hpctrain.train.datasets.sample_order import Share
 from hpctrain.train.engines.models.transformers_library import class_named
 from hpctrain.train.initial_weights import Normal, fill, stream_key
 

@@ -19,7 +19,7 @@ from hpctrain.base.errors import InvalidInputError
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.train.engines.models.allocation import allocate, slice_offsets
 from hpctrain.train.engines.models.build import build_module, build_on_meta
-from hpctrain.train.engines.models.initialisers import initial_weight, recording
+from hpctrain.train.initial_weights import initial_weight, recording
 
 SIZE = (64, 96)
 

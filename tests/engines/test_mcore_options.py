@@ -56,7 +56,7 @@ def counting(calls: Path, place: str, name: str) -> Callable[[], None]:
     return prepare
 
 
-BEFORE_STEP = ("hpctrain.train.engines.megatron.cuda_graphs:LayerGraphs", "before_step")
+BEFORE_STEP = ("hpctrain.train.engines.megatron.engine:LayerGraphs", "before_step")
 ASSEMBLY = "hpctrain.train.engines.megatron.assembly"
 
 

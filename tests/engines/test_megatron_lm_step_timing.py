@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import RankTimes, read_record
-from hpctrain.train.engines.megatron_lm.import_hooks import patch_on_import
-from hpctrain.train.engines.megatron_lm.step_timing import measure_steps
+from hpctrain.train.engines.megatron_lm.program_hooks import measure_steps, patch_on_import
 
 TIMERS = """
 class Timer:

@@ -24,11 +24,13 @@ from hpctrain.plan.model.counts import count_model
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.run import ParallelSpec, RunSpec
 from hpctrain.spec.tuning import LoraSpec
-from hpctrain.train.engines.models.blocks import blocks_of
-from hpctrain.train.engines.models.build import build_module
-from hpctrain.train.engines.models.lora import adapted_layers, merge_adapters
-from hpctrain.train.engines.models.masking import masking_of
-from hpctrain.train.engines.models.tasks import loss_of
+from hpctrain.train.engines.models.build import (
+    adapted_layers,
+    blocks_of,
+    build_module,
+    merge_adapters,
+)
+from hpctrain.train.engines.models.tasks import loss_of, masking_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 TEXT: dict[str, Any] = dict(layers=2, hidden=32, heads=4, ffn=64, vocab=100, seq=16)

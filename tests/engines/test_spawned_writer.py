@@ -22,7 +22,7 @@ from variants import varied
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name, read_manifest
-from hpctrain.train.saving import spawned_writer, writer
+from hpctrain.train.saving import writer
 from hpctrain.train.saving.host_buffers import BufferReader, HostBuffers
 
 DP2 = dict(data_parallel_size=2)
@@ -42,13 +42,13 @@ def _copies() -> None:
 def _copies_sent_late() -> None:
     """The process gets the tensors when the rank has trained on for steps."""
     _copies()
-    send = spawned_writer.SpawnedWriter._send
+    send = writer.SpawnedWriter._send
 
     def late(self: Any, job: Any) -> None:
         time.sleep(1.0)
         send(self, job)
 
-    spawned_writer.SpawnedWriter._send = late
+    writer.SpawnedWriter._send = late
 
 
 def _copies_and_deaths() -> None:
@@ -59,7 +59,7 @@ def _copies_and_deaths() -> None:
         self._process.kill()
 
     if os.environ["RANK"] == "0":
-        spawned_writer.SpawnedWriter._send = dies
+        writer.SpawnedWriter._send = dies
 
 
 def content(run: Trial) -> dict[str, str]:
@@ -92,7 +92,7 @@ def test_a_rank_with_a_gpu_does_not_fork(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(writer, "on_cpu", lambda: False)
     assert writer.needs_copies()
     run = RunLayout(tmp_path)
-    assert isinstance(writer.open_writer(0, run, HostBuffers()), spawned_writer.SpawnedWriter)
+    assert isinstance(writer.open_writer(0, run, HostBuffers()), writer.SpawnedWriter)
     monkeypatch.setattr(writer, "on_cpu", lambda: True)
     assert not writer.needs_copies()
     assert isinstance(writer.open_writer(0, run, None), writer.ForkedWriter)

@@ -113,7 +113,7 @@ def _send_slowly() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.profiler import record_function
 
-    from hpctrain.train.engines.native import wrapping
+    from hpctrain.train.engines.native import assembly
 
     def send(state: Any, bucket: Any) -> Any:
         with record_function("gloo:all_reduce"):
@@ -121,7 +121,7 @@ def _send_slowly() -> None:
         return allreduce_hook(state, bucket)
 
     # DDP wants real types as annotations, or none
-    wrapping.register_hook = lambda config, wrapped: wrapped.register_comm_hook(
+    assembly.register_hook = lambda config, wrapped: wrapped.register_comm_hook(
         None, lambda state, bucket: send(state, bucket)
     )
 

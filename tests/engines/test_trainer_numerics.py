@@ -13,7 +13,7 @@ from trial_runs import Trial
 
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.records.run_records import ExitRecord, TrainerExit
-from hpctrain.train.engines.megatron import forward
+from hpctrain.train.engines.megatron import engine
 from hpctrain.train.engines.megatron.engine import MegatronEngine
 from hpctrain.train.loop import Loop
 from hpctrain.train.numerics import LEAST_STEPS, LossWindow
@@ -27,7 +27,7 @@ def _at_step(step: int, rank: int, change: Callable[[Any], Any]) -> Callable[[],
     """Change one rank's output of the model in one step, every microbatch."""
 
     def prepare() -> None:
-        real_one, real_step = Loop.one_step, forward.forward_step
+        real_one, real_step = Loop.one_step, engine.forward_step
         state = {"step": 0}
 
         def one_step(self: Loop) -> Any:
@@ -40,7 +40,7 @@ def _at_step(step: int, rank: int, change: Callable[[Any], Any]) -> Callable[[],
             return (change(output) if hit else output), loss
 
         Loop.one_step = one_step  # type: ignore[method-assign]
-        forward.forward_step = forward_step  # type: ignore[assignment]
+        engine.forward_step = forward_step  # type: ignore[assignment]
 
     return prepare
 

@@ -17,8 +17,7 @@ from trial_runs import DDP2, FSDP2, GPT, MODULE_GPT, Trial, trained
 from variants import varied
 
 from hpctrain.records.run_records import RankTimes, read_record
-from hpctrain.train.launchers.nsight import nsight_command
-from hpctrain.train.launchers.nsight_task import UNDER_NSIGHT
+from hpctrain.train.launchers.nsight import UNDER_NSIGHT, nsight_command
 
 TWO_STEPS = dict(steps=(3, 4, 6), ranks=(1,))
 

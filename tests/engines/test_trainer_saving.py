@@ -17,7 +17,7 @@ from hpctrain.checkpoints.publish import Retention, published_steps
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.records.manifest import checkpoint_name, partial_name, read_manifest
 from hpctrain.records.run_records import SaveRecord, read_saves
-from hpctrain.train.saving import save_interval, saver, write_job
+from hpctrain.train.saving import save_interval, saver, writer
 from hpctrain.train.saving.save_interval import SaveInterval
 
 DP2 = dict(data_parallel_size=2)
@@ -58,14 +58,14 @@ def _wait_for(path: Path) -> None:
 
 def _slow_writers(seconds: float, after: Path) -> None:
     """So many seconds late, counted from the moment when `after` is there."""
-    real = write_job.write_rank_digests
+    real = writer.write_rank_digests
 
     def slowly(directory: Path, rank: int, names: list[str]) -> None:
         _wait_for(after)
         time.sleep(seconds)
         real(directory, rank, names)
 
-    write_job.write_rank_digests = slowly
+    writer.write_rank_digests = slowly
 
 
 def _writes_until(path: Path) -> None:
@@ -115,7 +115,7 @@ def _waited_for(place: Path) -> None:
     """No save is written, nor then published, before rank 0 has waited for that for 0.4 s."""
     from hpctrain.train.saving.saver import Saver
 
-    real_wait, real_write = Saver._agree_or_rest, write_job.write_rank_digests
+    real_wait, real_write = Saver._agree_or_rest, writer.write_rank_digests
     real_publish = saver.publish
 
     def wait(self: Any) -> Any:
@@ -136,7 +136,7 @@ def _waited_for(place: Path) -> None:
         return real_publish(root, manifest, fence)
 
     Saver._agree_or_rest = wait  # type: ignore[method-assign]
-    write_job.write_rank_digests, saver.publish = write, publish
+    writer.write_rank_digests, saver.publish = write, publish
 
 
 @pytest.mark.variant("test_a_save_on_request")

@@ -14,7 +14,7 @@ from late_products import late_products
 from trial_runs import EVALUATING, GPT, MODULE_GPT, TP2_PP2, Trial, trained
 
 from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
-from hpctrain.train import speed_check, speed_measurements
+from hpctrain.train import speed_check
 
 SLOW_RANK = 2
 LLAMA_MODEL = PLAIN_LLAMA["model"]
@@ -123,7 +123,7 @@ def one_link_is_slow() -> None:
     on_two_nodes(slow=None)()
     if os.environ["RANK"] != str(SLOW_RANK):
         return
-    real: Any = speed_measurements.dist
+    real: Any = speed_check.dist
 
     def late(name: str) -> Any:
         def operation(*given: Any, **keywords: Any) -> Any:
@@ -139,7 +139,7 @@ def one_link_is_slow() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(real, name)
 
-    speed_measurements.dist = LateLink()  # type: ignore[assignment]
+    speed_check.dist = LateLink()  # type: ignore[assignment]
 
 
 @pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")

@@ -19,7 +19,7 @@ from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.run_records import TrainerExit
 from hpctrain.train import stacks
 from hpctrain.train.rank_environment import Launch
-from hpctrain.train.saving import write_job
+from hpctrain.train.saving import writer
 from hpctrain.train.stacks import flight_recorder
 
 DP2 = dict(data_parallel_size=2)
@@ -104,7 +104,7 @@ def _has_given_its_stack(loop: Any) -> bool:
 
 def _writer_waits(asked: Path) -> None:
     """It tells its process id, and goes on when it has been asked."""
-    real = write_job.write_rank_digests
+    real = writer.write_rank_digests
 
     def slowly(directory: Path, rank: int, names: list[str]) -> None:
         (directory / "digests").mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ def _writer_waits(asked: Path) -> None:
         (directory / "digests" / "pid").unlink()
         real(directory, rank, names)
 
-    write_job.write_rank_digests = slowly
+    writer.write_rank_digests = slowly
 
 
 def test_a_writer_does_not_answer_in_its_rank_s_file(trial: Callable[..., Trial]) -> None:

@@ -29,8 +29,9 @@ from bench import prefork
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.run_records import TrainerExit, append_metrics, read_metrics, read_saves
-from hpctrain.train import entry, evaluation
-from hpctrain.train.evaluation import EvaluationBatches, evaluation_is_missing
+from hpctrain.train import entry, loop
+from hpctrain.train.loop import EvaluationBatches
+from hpctrain.train.numerics import evaluation_is_missing
 
 YIELDED = TrainerExit.YIELDED
 DP2 = dict(data_parallel_size=2)
@@ -67,7 +68,7 @@ def stop_in_evaluation(number: int, batch: int, rank: int = 1) -> Callable[[], N
                     os.kill(os.getpid(), signal.SIGTERM)
                 yield one
 
-        evaluation.EvaluationBatches.__iter__ = noted  # type: ignore[method-assign]
+        loop.EvaluationBatches.__iter__ = noted  # type: ignore[method-assign]
 
     return prepare
 
@@ -177,7 +178,7 @@ def test_a_save_under_way_counts_during_an_evaluation(trial: Callable[..., Trial
                     break
             assert batches.count != 6 or published_steps(root) == [3]
 
-        evaluation.EvaluationBatches.__iter__ = until_published  # type: ignore[method-assign]
+        loop.EvaluationBatches.__iter__ = until_published  # type: ignore[method-assign]
 
     saving = trial(
         **DP2, eval_interval_steps=4, eval_batches=6, save_interval_steps=3, async_save=True

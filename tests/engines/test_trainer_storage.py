@@ -16,7 +16,7 @@ from trial_runs import LIMIT_SECONDS, Trial, held_at, trained
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.records.run_records import TrainerExit, read_saves
 from hpctrain.train import storage
-from hpctrain.train.saving import saver, write_job
+from hpctrain.train.saving import saver, writer
 
 DP2 = dict(data_parallel_size=2)
 
@@ -100,7 +100,7 @@ def test_rows_wait_while_training_goes_on(
 @pytest.mark.parametrize(
     ("module", "name", "changes"),
     [
-        pytest.param(write_job, "write_rank_digests", {}, id="writer"),
+        pytest.param(writer, "write_rank_digests", {}, id="writer"),
         pytest.param(saver, "publish", {"async_save": True}, id="publisher"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_save_whose_files_one_rank_has_lost_is_made_again_by_all(
     hurt = trial(save_interval_steps=2, async_save=True, **DP2)
     run = hurt.run.directory
     back = brings_back(run, missed(run))
-    ranks = hurt.start(prepare=once(write_job, "write_rank_digests", run, 1))
+    ranks = hurt.start(prepare=once(writer, "write_rank_digests", run, 1))
     assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
     back.join()
     assert_exact(hurt, trained(**DP2))

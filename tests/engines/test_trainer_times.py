@@ -14,7 +14,7 @@ from trial_runs import EVALUATING, GPT, MODULE_GPT, PP2, Trial, keep_quietest_wi
 
 from hpctrain.records.run_records import RankTimes, read_record
 from hpctrain.train.datasets.token_samples import TokenSamples
-from hpctrain.train.engines.megatron import forward
+from hpctrain.train.engines.megatron import engine
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import ComputeTimers, EventClock, RankClock, StepClock
 
@@ -27,14 +27,14 @@ WINDOWS = dict(rank_times_interval_steps=2, train_steps=8, lr_decay_steps=8)
 
 def _one_is_slow() -> None:
     keep_quietest_window()
-    real = forward.forward_step
+    real = engine.forward_step
     slow = os.environ["RANK"] == str(SLOW_RANK)
 
     def step(iterator: Any, model: Any) -> Any:
         time.sleep(SLOW_SECONDS if slow else USUAL_SECONDS)
         return real(iterator, model)
 
-    forward.forward_step = step
+    engine.forward_step = step
 
 
 @pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")

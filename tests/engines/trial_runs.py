@@ -253,17 +253,17 @@ def keep_quietest_window() -> None:
 def retire_in_turn() -> None:
     """A `prepare`: each deletion of old checkpoints waits for the earlier one, which it would leave
     alone, and the end of the launch waits for the last one."""
-    from hpctrain.train.saving import publisher
+    from hpctrain.train.saving import saver
 
-    real = publisher.Publisher._retire_old
+    real = saver.Publisher._retire_old
 
     def retire_old(self: Any) -> None:
         with self._retiring:
             pass
         real(self)
 
-    publisher.Publisher._retire_old = retire_old  # type: ignore[method-assign]
-    publisher._RETIRE_SECONDS = LIMIT_SECONDS
+    saver.Publisher._retire_old = retire_old  # type: ignore[method-assign]
+    saver._RETIRE_SECONDS = LIMIT_SECONDS
 
 
 @functools.cache

@@ -29,8 +29,8 @@ from hpctrain.plan.abilities.trainable import untrainable_fields
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import load_catalogue
-from hpctrain.train.engines.megatron import model, optimizer
-from hpctrain.train.engines.megatron.option_problems import option_problems
+from hpctrain.train.engines.megatron import engine, model
+from hpctrain.train.engines.megatron.preflight import option_problems
 
 HERE = Path(__file__).resolve().parent / "recipes"
 ROOT = HERE.parents[2]
@@ -103,7 +103,7 @@ def ours(recipe: dict[str, Any], directory: Path) -> Settings:
     return dict(
         transformer=_fields(model.transformer_settings(config)),
         ddp=_fields(model.ddp_settings(config)),
-        optimizer=_fields(optimizer.optimizer_settings(config)),
+        optimizer=_fields(engine.optimizer_settings(config)),
         model=dict(
             position_embedding_type=config.position_embedding_type,
             rotary_base=config.rotary_base if rotary else None,

@@ -15,7 +15,7 @@ PROGRAM = """
 import json, os, sys, time
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
 import torch, torch.distributed as dist
-from hpctrain.train.message_recording import NcclRecording
+from hpctrain.train.messages import NcclRecording
 dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
 weights = torch.ones(1_000_000, device="cuda")
 recording = NcclRecording(set())

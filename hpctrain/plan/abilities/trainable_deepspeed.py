@@ -66,7 +66,7 @@ def untrainable_in_a_pipeline(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield what excludes a pipeline with DeepSpeed.
 
     Its layers are those of GPT-2 and Llama, and its loss is the mean over all words
-    (`hpctrain.train.engines.deepspeed.pipeline`).
+    (`hpctrain.train.engines.deepspeed.engine`).
     """
     trains = "a pipeline of DeepSpeed's trains"
     if spec.model.family not in ("gpt", "llama"):

@@ -47,7 +47,7 @@ def _untrainable_options(spec: RunSpec) -> Problems:
     """List options of `engine.megatron` that the trainer would ignore or compute wrongly.
 
     The trainer has the same conditions with their reasons
-    (`hpctrain.train.engines.megatron.option_problems`); those of a layout that the planner chooses
+    (`hpctrain.train.engines.megatron.preflight`); those of a layout that the planner chooses
     are found there.
     """
     own = spec.engine.megatron

@@ -1,4 +1,4 @@
-"""Read arrays of .npz files by memory mapping, and write them piece by piece.
+"""Read arrays of .npz files by memory mapping, and write array files piece by piece or atomically.
 
 Belongs here: array data. Does not belong here: headers (see `hpctrain.records.archives`), the
 meaning of the arrays.
@@ -6,10 +6,14 @@ meaning of the arrays.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -93,3 +97,35 @@ class ArchiveTable:
         """Copy some rows of a column, in this order."""
         places = [self.place(int(row)) for row in rows]
         return np.stack([self._archives[number][column][row] for number, row in places])
+
+
+# -- Make megatron-core write its dataset index files atomically ---------------------------------
+# megatron-core caches indexes with `numpy.save`, which writes in place, and takes any existing
+# file for a complete one (gpt_dataset.py, blended_dataset.py). A launch that ends while writing
+# would leave a file that no later launch can read.
+
+
+@contextlib.contextmanager
+def complete_files() -> Iterator[None]:
+    """Within the block, make `numpy.save` to a path replace the file atomically."""
+    save = np.save
+
+    @functools.wraps(save)
+    def save_completely(file: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(file, str | os.PathLike):
+            save(file, *args, **kwargs)
+            return
+        path = Path(f"{os.fspath(file).removesuffix('.npy')}.npy")  # as numpy.save names it
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.npy")
+        try:
+            save(unfinished, *args, **kwargs)
+            os.replace(unfinished, path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    np.save = save_completely
+    try:
+        yield
+    finally:
+        np.save = save

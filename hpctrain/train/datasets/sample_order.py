@@ -1,19 +1,43 @@
-"""Map sample k of a run to a row of the data: a pure function, the same for every layout.
+"""Map the samples of a run to ranks and to rows of the data: pure functions, the same everywhere.
 
 As with torch's DistributedSampler and `set_epoch`, every epoch is a new permutation. Unlike there,
 the order is independent of ranks, so that a resume needs only the number of consumed samples, and
-the number of ranks may change. Belongs here: splits and permutations. Does not belong here: the
-content of a row.
+the number of ranks may change. Belongs here: shares of ranks, splits and permutations. Does not
+belong here: the content of a row.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from hpctrain.base.errors import InvalidInputError, Problem
+
+# -- Distribute the samples of a step over data-parallel ranks and microbatches ------------------
+
+
+@dataclass(frozen=True)
+class Share:
+    """The samples of data-parallel rank `rank` of `size`, for `device`."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def deal(self, consumed_samples: int, micro_batch: int, microbatches: int) -> Iterator[range]:
+        """Yield the sample numbers of each microbatch of the step that begins there.
+
+        Microbatch m of data rank d has samples m * (micro * dp) + d * micro + [0, micro), as in
+        Megatron-LM's MegatronPretrainingSampler: a step has the same samples for every layout.
+        """
+        for number in range(microbatches):
+            first = consumed_samples + (number * self.size + self.rank) * micro_batch
+            yield range(first, first + micro_batch)
+
 
 # Independent streams of random numbers.
 _SPLIT, _EPOCH, _SAMPLE = 1, 2, 3

@@ -1,11 +1,12 @@
 """Read an agent's arguments and environment: its node in the launch, and the logs of its ranks.
 
-Does not belong here: torch (see `torchelastic_agent`), signals (see `signal_forwarding`).
+Does not belong here: torch (see `torchelastic_agent`), signals (see `agent_ranks`).
 """
 
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from hpctrain.records.layout import RunLayout
 class AgentEnvironment:
     """This node within its launch; `node_rank` counts nodes in Slurm's order.
 
-    `logs_by_node`: ranks have no logs of their own (see `labelled_output`).
+    `logs_by_node`: ranks have no logs of their own (see `torchelastic_agent`). `settings`: without
+    a supervisor, the file that is to become `train.json` of the run.
     """
 
     run: RunLayout
@@ -34,6 +36,7 @@ class AgentEnvironment:
     restart_count: int
     step_id: int
     logs_by_node: bool = False
+    settings: Path | None = None
 
     def log_of(self, rank: int) -> Path:
         return self.run.rank_log(self.job_id, self.restart_count, self.step_id, rank)
@@ -85,3 +88,73 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not text.isdecimal():
         raise InvalidInputError([Problem(f"{name} is not a number: {text!r}")])
     return int(text)
+
+
+# -- Read the arguments and variables of a node that is started without Slurm and a supervisor ---
+
+
+# torch/distributed/argparse_util.py: torchrun's options have defaults in variables PET_OPTION.
+# `mpirun` of Open MPI numbers its processes in OMPI_COMM_WORLD_RANK.
+_VARIABLES = {
+    "nnodes": ("PET_NNODES",),
+    "nproc_per_node": ("PET_NPROC_PER_NODE",),
+    "node_rank": ("PET_NODE_RANK", "OMPI_COMM_WORLD_RANK"),
+    "master_addr": ("PET_MASTER_ADDR",),
+    "master_port": ("PET_MASTER_PORT",),
+}
+# torchrun's own.
+_DEFAULT_PORT = "29500"
+
+
+def read_unsupervised_environment(
+    arguments: list[str], environment: Mapping[str, str]
+) -> AgentEnvironment:
+    """Parse the arguments of `hpctrain.train.unsupervised`; variables fill in for options.
+
+    Raises InvalidInputError for what is missing, no number, or impossible together.
+    """
+    parser = argparse.ArgumentParser(prog="python -m hpctrain.train.unsupervised")
+    for name in _VARIABLES:
+        parser.add_argument(f"--{name.replace('_', '-')}")
+    parser.add_argument("--run-directory", help="default: the directory of train.json")
+    parser.add_argument("train_config", help="the trainer's settings, train.json")
+    options = parser.parse_args(arguments)
+    config = Path(options.train_config).absolute()
+    directory = Path(options.run_directory).absolute() if options.run_directory else config.parent
+    run = RunLayout(directory)
+
+    def text(name: str, default: str | None = None) -> str:
+        given = (getattr(options, name), *(environment.get(one) for one in _VARIABLES[name]))
+        found = next((one for one in given if one), default)
+        if found is None:
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidInputError([Problem(f"neither {option} nor {_VARIABLES[name][0]} is set")])
+        return found
+
+    def number(name: str, default: str | None = None) -> int:
+        found = text(name, default)
+        if not found.isdecimal():
+            raise InvalidInputError([Problem(f"{name} is not a number: {found!r}")])
+        return int(found)
+
+    nodes = number("nnodes")
+    node_rank = number("node_rank", "0" if nodes == 1 else None)
+    if node_rank >= nodes:
+        raise InvalidInputError([Problem(f"node rank {node_rank} of {nodes} nodes")])
+    return AgentEnvironment(
+        run=run,
+        train_config=str(run.train_config),
+        nodes=nodes,
+        ranks_per_node=number("nproc_per_node"),
+        node_rank=node_rank,
+        node=socket.gethostname(),
+        epoch=0,  # until the nodes have agreed on it
+        address=text("master_addr", "127.0.0.1" if nodes == 1 else None),
+        port=number("master_port", _DEFAULT_PORT),
+        # only names of logs of ranks have them, and here the node writes one log
+        job_id=0,
+        restart_count=0,
+        step_id=0,
+        logs_by_node=True,
+        settings=config,
+    )

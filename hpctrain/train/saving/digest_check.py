@@ -1,10 +1,10 @@
-"""Verify the digests of a checkpoint while it is loaded, each file on one rank, in a thread.
+"""Check a checkpoint while it is loaded: digests, each file on one rank, and the sample order.
 
 Reading a checkpoint of terabytes takes one process half an hour, but all its ranks seconds. They
 read it anyway, so the page cache serves both. Hashing releases Python's lock and runs beside
 start-up and loading. No rank makes a step before all ranks have verified their files. Belongs
-here: the thread and the agreement of ranks. Does not belong here: the assignment of files (see
-`hpctrain.checkpoints.digest_shares`).
+here: the thread, the agreement of ranks, and checks that all engines share. Does not belong here:
+the assignment of files (`hpctrain.checkpoints.digest_shares`), loading (the engines' rooms).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.digest_shares import files_of_rank
 from hpctrain.checkpoints.resume_shares import read_share
 from hpctrain.records.manifest import (
@@ -26,20 +27,21 @@ from hpctrain.records.manifest import (
     list_problem,
     read_manifest,
 )
-from hpctrain.train.faults import BadCheckpointError, UnreadableCheckpointError
+from hpctrain.train.faults import (
+    BadCheckpointError,
+    LoadFailedError,
+    UnreadableCheckpointError,
+    is_damage,
+)
 from hpctrain.train.storage import chain
+
+if TYPE_CHECKING:  # imports torch
+    from hpctrain.train.step_agreement import Control
 
 _POLL_SECONDS = 0.1
 # How long a rank that failed to load continues to verify, to learn whether the files are damaged.
 _AFTER_FAILURE_SECONDS = 60.0
 _NO_PROBLEM = ""
-
-
-class DigestAgreement(Protocol):
-    """The methods of `hpctrain.train.step_agreement.Control` that the check uses."""
-
-    def total(self, number: float) -> float: ...
-    def everywhere(self, text: str) -> list[str]: ...
 
 
 class DigestCheck:
@@ -74,7 +76,7 @@ class DigestCheck:
         if self._problem:
             raise BadCheckpointError(self._problem)
 
-    def agree(self, control: DigestAgreement, waiting: Callable[[], None] = lambda: None) -> None:
+    def agree(self, control: Control, waiting: Callable[[], None] = lambda: None) -> None:
         """Wait for the shares of all ranks; a collective call.
 
         `waiting` is called repeatedly meanwhile. Ranks poll each other, because a single collective
@@ -106,11 +108,9 @@ class DigestCheck:
     def _verify_share(self) -> None:
         try:
             for file in self._files:
-                if self._abandoned.is_set():
+                if self._abandoned.is_set() or self._problem:
                     return
                 self._verify_file(file)
-                if self._problem:
-                    return
         except Exception as error:  # raised in the main thread: an unread share is not verified
             self._error = error
 
@@ -195,3 +195,33 @@ def _missing_files(error: BaseException) -> Iterator[FileNotFoundError]:
             yield from _missing_files(failure[0])
         if isinstance(link, FileNotFoundError) and link.filename:
             yield link
+
+
+# -- Checks common to all engines when they resume from a checkpoint -----------------------------
+
+
+def check_sample_order(now: dict[str, Any], saved: dict[str, Any], directory: Path) -> None:
+    """Raise InvalidInputError with every setting that would change the order of the samples."""
+    problems = [
+        Problem(
+            f"{name} was {saved.get(name)} and is now {value}: the order of all samples "
+            "would change",
+            str(directory),
+            hint="submit a new run",
+        )
+        for name, value in now.items()
+        if saved.get(name) != value
+    ]
+    if problems:
+        raise InvalidInputError(problems)
+
+
+@contextlib.contextmanager
+def damage_named(directory: Path) -> Iterator[None]:
+    """Within the block, raise LoadFailedError for errors in decoding files; others pass."""
+    try:
+        yield
+    except BaseException as error:  # torch's CheckpointException is not an Exception
+        if is_damage(error):
+            raise LoadFailedError(f"cannot resume from {directory.name}: {error}") from error
+        raise

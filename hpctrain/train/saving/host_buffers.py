@@ -9,6 +9,7 @@ pickling tensors as places in it. Does not belong here: what is saved, processes
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import os
 import pickle
@@ -44,7 +45,7 @@ class HostBuffers:
         self._grow(end)
         copies = []
         for source, offset in zip(sources, offsets, strict=True):
-            target = self._view(offset, source.dtype, tuple(source.shape))
+            target = _tensor_at(self._memory, offset, source.dtype, tuple(source.shape))
             target.copy_(source, non_blocking=True)
             copies.append(target)
         if torch.cuda.is_available():
@@ -54,13 +55,8 @@ class HostBuffers:
     def dumps(self, value: Any) -> bytes:
         """Pickle a value; tensors of the buffers become places, which `loads` finds again."""
         stream = io.BytesIO()
-        pickler = _Pickler(stream, self._base, self.size_bytes)
-        pickler.dump(value)
+        _Pickler(stream, self._base, self.size_bytes).dump(value)
         return stream.getvalue()
-
-    def _view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        assert self._memory is not None or not _count(shape)
-        return _tensor_at(self._memory, offset, dtype, shape)
 
     def _grow(self, size_bytes: int) -> None:
         """Make room; mappings of the smaller size stay valid while tensors refer to them."""
@@ -117,14 +113,7 @@ def _tensor_at(
     memory: mmap.mmap | None, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
     """Make a tensor whose storage is exactly its part of the memory, as torch.save wants it."""
-    count = _count(shape)
+    count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

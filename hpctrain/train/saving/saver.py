@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from hpctrain.base.errors import CheckpointError, StorageError
+from hpctrain.base.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.checkpoints.publish import (
     Retention,
+    StaleEpochError,
     publish,
     published_steps,
 )
@@ -38,13 +40,22 @@ from hpctrain.train import storage
 from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.engine import Form, Position, Snapshot, Writing
 from hpctrain.train.faults import is_full
-from hpctrain.train.free_space import Need, NoSpaceError, check_room, exhausted, newest_size
 from hpctrain.train.job import Job
-from hpctrain.train.saving.evaluated_checkpoints import steps_to_evaluate
-from hpctrain.train.saving.save_problem import SaveProblem, SaveProblemKind
+from hpctrain.train.saving.save_interval import save_record, steps_to_evaluate
 from hpctrain.train.saving.writer import open_writer
 from hpctrain.train.step_agreement import Control, WriterState
-from hpctrain.train.storage import fence_of, is_away, lost_in, outlast, stale_or
+from hpctrain.train.storage import (
+    Need,
+    NoSpaceError,
+    check_room,
+    exhausted,
+    fence_of,
+    is_away,
+    lost_in,
+    newest_size,
+    outlast,
+    stale_or,
+)
 
 _POLL_SECONDS = 0.01
 _RETRY_SECONDS = 1.0
@@ -55,6 +66,20 @@ _MOST_POSTPONED = 5
 WAITS_FOR_RANKS = ("_agree_or_rest",)
 WAITS_FOR_OWN_WRITER = "_wait_for_own_writer"
 WAITS_FOR_OTHER_WRITERS = "_wait_for_other_writers"
+
+
+def save_error(error: Exception) -> HpctrainError:
+    """Return what every rank raises for an error that ended the publication of a checkpoint.
+
+    Rank 0 broadcasts it, so it holds a message only: the content of others may not be picklable.
+    """
+    known = isinstance(error, CheckpointError | OSError | ValueError)
+    message = str(error) if known else repr(error)
+    if isinstance(error, StaleEpochError):
+        return StaleEpochError(message)
+    if isinstance(error, StorageError):
+        return StorageError(message)
+    return NoSpaceError(message) if is_full(error) else CheckpointError(message)
 
 
 @dataclass
@@ -150,16 +175,8 @@ class Saver:
         if self._pending is None and self._job.launch.leads:
             manifest = self._publisher.published
             assert manifest is not None, "agreed on a checkpoint that is not published"
-            self._published(
-                SaveRecord(
-                    step=manifest.step,
-                    epoch=manifest.epoch,
-                    time=manifest.time,
-                    stall_seconds=pending.stall_seconds,
-                    publish_seconds=self._publisher.published_at - pending.started_at,
-                    size_bytes=manifest.total_bytes,
-                )
-            )
+            publish_seconds = self._publisher.published_at - pending.started_at
+            self._published(save_record(manifest, pending.stall_seconds, publish_seconds))
 
     def finish(self) -> None:
         """Wait until the pending checkpoint, if any, is published."""
@@ -185,7 +202,7 @@ class Saver:
         while self._pending is not None:
             began_at = time.monotonic()
             if self._pending.publishing:
-                agreed = self._wait_for_publisher()
+                agreed = self._agree_or_rest()
             elif self._writer.state() is WriterState.RUNNING:
                 agreed = self._wait_for_own_writer()
             else:
@@ -203,9 +220,6 @@ class Saver:
     def _wait_for_other_writers(self) -> WriterState:
         return self._agree_or_rest()
 
-    def _wait_for_publisher(self) -> WriterState:
-        return self._agree_or_rest()
-
     def _agree_or_rest(self) -> WriterState:
         agreed = self._control.worst_writer(self.writer_state)
         if agreed is WriterState.RUNNING:
@@ -220,22 +234,22 @@ class Saver:
             self._estimate_bytes = self._snapshot.estimated_bytes(self._control)
         deadline = time.monotonic() + storage.PATIENCE_SECONDS
         while True:
-            problem = None
+            problem: HpctrainError | Literal["retry"] | None = None
             if self._job.launch.leads:
                 problem = self._make_room(directory, self._estimate_bytes, deadline)
             problem = self._control.from_leader(problem)
             if problem is None:
                 return directory
-            if problem.kind is not SaveProblemKind.RETRY:
-                raise problem.error
+            if isinstance(problem, HpctrainError):
+                raise problem
             time.sleep(_RETRY_SECONDS)
 
     def _make_room(
         self, directory: Path, estimate_bytes: int, deadline: float
-    ) -> SaveProblem | None:
+    ) -> HpctrainError | Literal["retry"] | None:
         """Check the free space and make the directory on rank 0; returns what prevents that.
 
-        While the run directory is away that is RETRY until `deadline`.
+        While the run directory is away, all ranks try again until `deadline`.
         """
         run, world_size = self._job.run, self._job.launch.world_size
         first = Need(estimate_bytes, 2 * world_size, "estimated from the parameters")
@@ -245,19 +259,15 @@ class Saver:
             if root.is_dir():
                 problem = check_room(root, newest_size(root, world_size) or first)
                 if problem is not None:
-                    return SaveProblem(SaveProblemKind.FULL, str(problem))
+                    return NoSpaceError(problem)
             shutil.rmtree(directory, ignore_errors=True)
             run.make_directory(directory)
         except OSError as error:
             if is_full(error):
-                kind = SaveProblemKind.FULL
-            elif not is_away(error, run) and not lost_in(run.directory, error):
-                kind = SaveProblemKind.FAILED
-            elif time.monotonic() < deadline:
-                kind = SaveProblemKind.RETRY
-            else:
-                kind = SaveProblemKind.AWAY
-            return SaveProblem(kind, str(error))
+                return NoSpaceError(str(error))
+            if not is_away(error, run) and not lost_in(run.directory, error):
+                return CheckpointError(str(error))
+            return "retry" if time.monotonic() < deadline else StorageError(str(error))
         return None
 
     def _start_publishing(self, pending: _Pending) -> None:
@@ -301,7 +311,7 @@ class Saver:
             assert problem is not None, "the publisher failed without a problem"
             if agreed is WriterState.NO_SPACE:
                 self._clear(pending.directory)
-            raise problem.error
+            raise problem
         message = f"the writer of {checkpoint_name(pending.position.step)} failed on "
         if self._writer.state() in (WriterState.FAILED, WriterState.NO_SPACE):
             message += f"this rank: {self._writer.failure_reason()}"
@@ -340,7 +350,7 @@ class Publisher:
         self._retiring = threading.Lock()
         self._retention = Retention(job.run.checkpoints)
         self.state = WriterState.FINISHED
-        self.problem: SaveProblem | None = None
+        self.problem: HpctrainError | None = None
         self.published: Manifest | None = None
         self.published_at = 0.0
 
@@ -370,8 +380,8 @@ class Publisher:
             outlast(job.run, publish_once)
         except Exception as raised:
             # All ranks raise the problem; they learn of it by the state, so it is set first.
-            self.problem = SaveProblem.of(stale_or(raised, job.run, job.launch))
-            full = self.problem.kind is SaveProblemKind.FULL
+            self.problem = save_error(stale_or(raised, job.run, job.launch))
+            full = isinstance(self.problem, NoSpaceError)
             self.state = WriterState.NO_SPACE if full else WriterState.FAILED
             return
         self.published, self.published_at = manifests[0], time.monotonic()
@@ -381,25 +391,16 @@ class Publisher:
             self._retire_old()
 
     def _manifest(self, position: Position, directory: Path) -> Manifest:
-        config = self._job.config
         shards = read_rank_digests(directory)
         on_disk = {path.name for path in directory.glob(self._form.shards)}
         missing = on_disk - {file.name for file in shards}
         if missing:
             raise CheckpointError(f"no digest was written for {', '.join(sorted(missing))}")
-        own = tuple(digest_file(directory, name) for name in self._form.leader_files)
         writers = read_writers(directory)
-        return Manifest(
-            step=position.step,
-            epoch=self._job.launch.epoch,
-            engine=config.engine,
-            layout=config.layout_words,
-            world_size=self._job.launch.world_size,
-            consumed_samples=position.consumed_samples,
-            time=time.time(),
-            writers=(*(0 for _ in own), *(writers[file.name] for file in shards)),
-            files=own + shards,
-            library_version=self._form.library_version,
+        files = dict.fromkeys((digest_file(directory, name) for name in self._form.leader_files), 0)
+        files |= {file: writers[file.name] for file in shards}
+        return self._job.manifest(
+            position.step, position.consumed_samples, files, self._form.library_version
         )
 
     def _retire_old(self) -> None:

@@ -3,7 +3,7 @@
 A child of fork inherits a CUDA context that it must not touch, and on some drivers crashes for
 it. This process is started anew, never uses CUDA, and serves all saves of a launch. It reads jobs
 from a pipe and tensors from shared memory (see `host_buffers`). Belongs here: its loop. Does not
-belong here: the other end of the pipe (see `spawned_writer`), one job (see `write_job`).
+belong here: the other end of the pipe, and one job (see `writer`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
         return
     os.nice(5)  # training goes first
     from hpctrain.train.saving.host_buffers import BufferReader  # imports torch
-    from hpctrain.train.saving.write_job import run_job
+    from hpctrain.train.saving.writer import run_job
 
     connection, reader = Connection(pipe), BufferReader(memory)
     while True:

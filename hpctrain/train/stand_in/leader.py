@@ -13,13 +13,17 @@ import resource
 import shutil
 import socket
 import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from hpctrain.base.errors import CheckpointError
 from hpctrain.checkpoints.publish import Retention, publish
 from hpctrain.records.kept_code import own_code
+from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import (
-    Manifest,
     checkpoint_name,
     digest_file,
     partial_name,
@@ -35,7 +39,6 @@ from hpctrain.records.run_records import (
     DoneMarker,
     Outcome,
     RankTimes,
-    SaveRecord,
     TrainerExit,
     read_record,
     read_saves,
@@ -44,11 +47,10 @@ from hpctrain.records.software import SoftwareFacts, SoftwareRecord, write_softw
 from hpctrain.train.entry import Ending, mark_done
 from hpctrain.train.faults import BadCheckpointError
 from hpctrain.train.job import Job, read_config
+from hpctrain.train.rank_environment import read_launch
 from hpctrain.train.report import Reporter, StepResult
-from hpctrain.train.saving.evaluated_checkpoints import steps_to_evaluate
-from hpctrain.train.saving.save_interval import SaveInterval
+from hpctrain.train.saving.save_interval import SaveInterval, save_record, steps_to_evaluate
 from hpctrain.train.stacks import open_stack_dump
-from hpctrain.train.stand_in.failing import record_failures
 from hpctrain.train.stand_in.node import Tree, accept
 from hpctrain.train.stand_in.rank import (
     BY_SUPERVISOR,
@@ -63,6 +65,43 @@ from hpctrain.train.stand_in.rank import (
 from hpctrain.train.stop import StopSignals
 from hpctrain.train.storage import fence_of, outlast
 from hpctrain.version import __version__
+
+# -- Record that a rank of the stand-in failed, by the trainer's own code ------------------------
+# Imported only when something failed: most ranks never pay for it.
+
+
+def record_failure(train_json: str, error: Exception) -> int:
+    """Record the failure of this process; returns its exit code."""
+    launch = read_launch(os.environ)
+    return record_failures(RunLayout(Path(train_json).absolute().parent), {launch.rank: error})
+
+
+def record_failures(
+    run: RunLayout,
+    errors: Mapping[int, Exception],
+    *,
+    begun: bool = False,
+    loading_step: int | None = None,
+) -> int:
+    """Record how ranks of this node have failed; returns the exit code of the first.
+
+    `begun`: the launch has trained, so a lost connection is not the end of a stopped start.
+    `loading_step`: they were loading the checkpoint of this step.
+    """
+    launch = read_launch(os.environ)
+    codes = []
+    for rank, error in errors.items():
+        ending = Ending(run, replace(launch, rank=rank), StopSignals())
+        ending.loading_step = loading_step
+        if begun:
+            ending.begin()
+        codes.append(ending.of(partial(_raise, error)))
+    return codes[0]
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
 
 # Ranks agree this often, so that hundreds of them cost little: on several steps if steps are short.
 _ROUND_SECONDS = 1.0
@@ -264,39 +303,20 @@ class Leader:
         self._request.done()
         self._tree.everyone(SAVE, str(directory).encode())
         (directory / _LEADER_FILE).write_text(f"{step} {self._consumed_samples}\n")
-        manifest = self._manifest(directory)
+        shards, writers = read_rank_digests(directory), read_writers(directory)
+        world_size = job.launch.world_size
+        if len(shards) != world_size:
+            raise CheckpointError(f"{len(shards)} of {world_size} ranks have left digests")
+        files = {digest_file(directory, _LEADER_FILE): 0}
+        files |= {file: writers[file.name] for file in shards}
+        manifest = job.manifest(step, self._consumed_samples, files)
         stall_seconds = time.monotonic() - began_at
         outlast(job.run, lambda: publish(root, manifest, fence_of(job.run, job.launch)))
         self._newest_saved = step
-        record = SaveRecord(
-            step=step,
-            epoch=job.launch.epoch,
-            time=manifest.time,
-            stall_seconds=stall_seconds,
-            publish_seconds=time.monotonic() - began_at,
-            size_bytes=manifest.total_bytes,
-        )
+        record = save_record(manifest, stall_seconds, time.monotonic() - began_at)
         self._interval.published(record)
         self._reporter.published(record)
         config, pinned = job.config, job.launch.pinned_steps | steps_to_evaluate(job.run)
         remove_rank_digests(root / checkpoint_name(step))
         self._retention.retire(config.keep_checkpoints, config.keep_every_steps, pinned)
         self._reporter.phase("training")
-
-    def _manifest(self, directory: Path) -> Manifest:
-        launch, config = self._job.launch, self._job.config
-        shards, writers = read_rank_digests(directory), read_writers(directory)
-        if len(shards) != launch.world_size:
-            raise CheckpointError(f"{len(shards)} of {launch.world_size} ranks have left digests")
-        own = digest_file(directory, _LEADER_FILE)
-        return Manifest(
-            step=self._step,
-            epoch=launch.epoch,
-            engine=config.engine,
-            layout=config.layout_words,
-            world_size=launch.world_size,
-            consumed_samples=self._consumed_samples,
-            time=time.time(),
-            writers=(0, *(writers[file.name] for file in shards)),
-            files=(own, *shards),
-        )

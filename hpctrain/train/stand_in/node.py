@@ -211,7 +211,7 @@ def fail(tree: Tree, error: Exception) -> int:
 
     Returns the exit code of this rank.
     """
-    from hpctrain.train.stand_in.failing import record_failures
+    from hpctrain.train.stand_in.leader import record_failures
 
     tree.fail_locals(TrainerExit.CRASH)
     gone = ConnectionError(PEER_GONE)

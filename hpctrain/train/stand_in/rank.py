@@ -225,7 +225,7 @@ def main(arguments: list[str]) -> int:
     except (OSError, ValueError) as error:
         if _stop_signals and isinstance(error, ConnectionError):
             return _YIELDED
-        from hpctrain.train.stand_in.failing import record_failure
+        from hpctrain.train.stand_in.leader import record_failure
 
         return record_failure(arguments[1], error)
 

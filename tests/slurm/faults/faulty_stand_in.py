@@ -112,7 +112,7 @@ def _recorded(arguments: list[str]) -> int:
     try:
         return rank.main(arguments)
     except Exception as error:
-        from hpctrain.train.stand_in.failing import record_failure
+        from hpctrain.train.stand_in.leader import record_failure
 
         return record_failure(arguments[1], error)
 

@@ -28,15 +28,15 @@ def stop_writer(fault: Fault) -> None:
     """From now on the process that writes this rank's part of a checkpoint never ends it, as one
     does not whose storage client does not answer."""
     import_loop()
-    from hpctrain.train.saving import write_job
+    from hpctrain.train.saving import writer
 
-    real = write_job.write_rank_digests
+    real = writer.write_rank_digests
 
     def stopped(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGSTOP)
         return real(*arguments)
 
-    write_job.write_rank_digests = stopped
+    writer.write_rank_digests = stopped
 
 
 def settle(fault: Fault) -> None:
@@ -106,23 +106,23 @@ def compute_slowly(fault: Fault) -> None:
 def publish_slowly(fault: Fault) -> None:
     """From now on, wait between a checkpoint's last byte and its publication."""
     import_loop()
-    from hpctrain.train.saving import publisher
+    from hpctrain.train.saving import saver
 
-    real = publisher.publish
+    real = saver.publish
 
     def slow(*arguments: Any, **keywords: Any) -> Any:
         time.sleep(fault["seconds"])
         return real(*arguments, **keywords)
 
-    publisher.publish = slow
+    saver.publish = slow
 
 
 def die_unpublished(fault: Fault) -> None:
     """End between a checkpoint's last byte and its publication."""
     import_loop()
-    from hpctrain.train.saving import publisher
+    from hpctrain.train.saving import saver
 
-    publisher.publish = lambda *arguments, **keywords: os._exit(fault["code"])
+    saver.publish = lambda *arguments, **keywords: os._exit(fault["code"])
 
 
 def poison(fault: Fault) -> None:
@@ -143,7 +143,7 @@ def poison(fault: Fault) -> None:
 def evaluate_slowly(fault: Fault) -> None:
     """Each batch of the validation data takes so long, and is noted in the file `text`."""
     import_loop()
-    from hpctrain.train.evaluation import EvaluationBatches
+    from hpctrain.train.loop import EvaluationBatches
 
     real, note = EvaluationBatches.__iter__, PLAN.with_name(fault["text"])
 

@@ -87,7 +87,7 @@ OTHERS_AGREE = dump(
     f"{SAVER}:158 _agree_or_rest",
     f"{SAVER}:153 _wait_for_other_writers",
 )
-PUBLISHER = dump(f"{SAVER}:160 _agree_or_rest", f"{SAVER}:156 _wait_for_publisher")
+PUBLISHER = dump(f"{SAVER}:160 _agree_or_rest", f"{SAVER}:156 _wait")
 TIMES = dump("/src/hpctrain/train/times.py:150 _receive")
 NODES = {rank: f"n{rank // 2}" for rank in range(64)}
 

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="needs the megatron extra")
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.train import software
-from hpctrain.train.engines.megatron.core_versions import check, resume, supported
+from hpctrain.train.engines.megatron.core_versions import check, supported
 
 
 def test_older_versions_are_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,17 +67,17 @@ def test_resume_across_versions_is_exact_or_refused(
     saved: str, now: str, exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(software, "megatron_core", lambda: now)
-    monkeypatch.setattr(resume, "saving_version", lambda directory: saved)
+    monkeypatch.setattr(supported, "saving_version", lambda directory: saved)
     if exact:
-        remarks = resume.check_versions(tmp_path)
+        remarks = supported.check_versions(tmp_path)
         assert len(remarks) == (saved != now)
         return
     with pytest.raises(InvalidInputError) as refused:
-        resume.check_versions(tmp_path)
+        supported.check_versions(tmp_path)
     assert f"was saved by megatron-core {saved}, and this is {now}" in str(refused.value)
     (problem,) = refused.value.problems
     assert f"resume with megatron-core {saved}" in (problem.hint or "")
 
 
 def test_checkpoints_without_a_version_are_of_the_oldest(tmp_path: Path) -> None:
-    assert resume.saving_version(tmp_path) == "0.16.1"
+    assert supported.saving_version(tmp_path) == "0.16.1"

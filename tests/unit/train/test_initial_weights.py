@@ -14,7 +14,6 @@ from hpctrain.train.initial_weights import (
     TruncatedNormal,
     Uniform,
     fill,
-    fill_normal,
     global_places,
     normal,
     stream_key,
@@ -40,7 +39,7 @@ def test_the_numbers_are_those_of_splitmix64() -> None:
 
 def whole(shape: tuple[int, ...], key: int = 7, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     made = torch.empty(shape, dtype=dtype)
-    fill_normal(made, key, mean=0.0, std=0.02, global_shape=shape, offsets=[0] * len(shape))
+    fill(made, key, Normal(0.0, 0.02), global_shape=shape, offsets=[0] * len(shape))
     return made
 
 
@@ -56,7 +55,7 @@ def test_parts_are_cut_out_of_the_whole(dtype: torch.dtype) -> None:
             offsets = [0, 0, 0]
             offsets[axis] = number * size
             part = torch.empty(part_shape, dtype=dtype)
-            fill_normal(part, 7, mean=0.0, std=0.02, global_shape=shape, offsets=offsets)
+            fill(part, 7, Normal(0.0, 0.02), global_shape=shape, offsets=offsets)
             assert torch.equal(part, expected.narrow(axis, number * size, size))
 
 
@@ -66,10 +65,10 @@ def test_a_view_is_filled_in_place() -> None:
     first, second = both.chunk(2, dim=0)
     left = both[:, :3]
     for part, offsets in ((first, (0, 0)), (second, (4, 0))):
-        fill_normal(part, 7, mean=0.0, std=0.02, global_shape=(8, 6), offsets=offsets)
+        fill(part, 7, Normal(0.0, 0.02), global_shape=(8, 6), offsets=offsets)
     assert torch.equal(both, whole((8, 6)))
     left.zero_()
-    fill_normal(left, 7, mean=0.0, std=0.02, global_shape=(8, 6), offsets=(0, 0))
+    fill(left, 7, Normal(0.0, 0.02), global_shape=(8, 6), offsets=(0, 0))
     assert torch.equal(both, whole((8, 6)))
 
 

@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hpctrain.train import message_axes
-from hpctrain.train.message_axes import (
-    KnownGroup,
+from hpctrain.train import messages
+from hpctrain.train.engine import AxisGroup
+from hpctrain.train.messages import (
+    FAILED_ROW,
     Message,
-    all_measured,
+    RecordingError,
     axis_of,
-    failed_row,
+    entries_between,
+    handed_bytes,
+    nccl_messages,
     record_of,
     row_of,
     sent_bytes,
 )
-from hpctrain.train.message_recording import (
-    RecordingError,
-    entries_between,
-    handed_bytes,
-    nccl_messages,
-)
+
+
+def known_group(axis: Any, name: str, ranks: tuple[int, ...]) -> AxisGroup:
+    return AxisGroup(axis, SimpleNamespace(group_name=name), ranks)
+
 
 # Rank 0 of tp 2, cp 2, dp 2, pp 2, where experts are spread over dp.
 MEGATRON = (
-    KnownGroup("tp", "t", (0, 1)),
-    KnownGroup("cp", "c", (0, 2)),
-    KnownGroup("ep", "e", (0, 4)),
-    KnownGroup("dp", "d", (0, 2, 4, 6)),
-    KnownGroup("pp", "p", (0, 8)),
+    known_group("tp", "t", (0, 1)),
+    known_group("cp", "c", (0, 2)),
+    known_group("ep", "e", (0, 4)),
+    known_group("dp", "d", (0, 2, 4, 6)),
+    known_group("pp", "p", (0, 8)),
 )
-PIPELINE = (KnownGroup("pp", "0", (0, 1)),)  # of DeepSpeed: torch's group has all ranks
+PIPELINE = (known_group("pp", "0", (0, 1)),)  # of DeepSpeed: torch's group has all ranks
 
 
 @pytest.mark.parametrize(
@@ -55,13 +58,13 @@ PIPELINE = (KnownGroup("pp", "0", (0, 1)),)  # of DeepSpeed: torch's group has a
     ],
 )
 def test_axis_of_a_group(
-    group: str, ranks: tuple[int, ...], known: tuple[KnownGroup, ...], axis: str
+    group: str, ranks: tuple[int, ...], known: tuple[AxisGroup, ...], axis: str
 ) -> None:
     assert axis_of(group, ranks, 0, known) == axis
 
 
 def test_groups_of_the_same_ranks_are_told_apart_by_name() -> None:
-    known = (KnownGroup("ep", "e", (0, 1)), KnownGroup("dp", "d", (0, 1)))
+    known = (known_group("ep", "e", (0, 1)), known_group("dp", "d", (0, 1)))
     assert [axis_of(name, (0, 1), 0, known) for name in ("e", "d")] == ["ep", "dp"]
 
 
@@ -92,7 +95,6 @@ def test_what_rank_1_sends_to_whom(
 
 
 def record(rows: list[list[float]], nodes: tuple[str, ...]) -> Any:
-    assert all_measured(rows)
     return record_of(rows, epoch=2, step=7, time=1.0, nodes=nodes, source="test")
 
 
@@ -101,8 +103,8 @@ def test_a_record_has_sums_of_all_ranks() -> None:
     rows = []
     for rank in range(4):
         known = (
-            KnownGroup("tp", "t", groups[0][rank]),
-            KnownGroup("dp", "d", groups[1][rank % 2]),
+            known_group("tp", "t", groups[0][rank]),
+            known_group("dp", "d", groups[1][rank % 2]),
         )
         own = [
             message("all_reduce", known[0].ranks, group="t", begin=1.0, seconds=2.0),
@@ -129,7 +131,7 @@ def test_many_links_are_those_between_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     ring = message("all_reduce", (0, 1, 2, 3), group="0")
     rows = [row_of([ring], rank, (), 1.0) for rank in range(4)]
     assert len(record(rows, ("a", "a", "b", "b")).links) == 4
-    monkeypatch.setattr(message_axes, "MOST_LINKS", 3)
+    monkeypatch.setattr(messages, "MOST_LINKS", 3)
     links = record(rows, ("a", "a", "b", "b")).links
     assert [(link.source, link.target, link.bytes) for link in links] == [
         (0, 0, 600),
@@ -141,8 +143,8 @@ def test_many_links_are_those_between_nodes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_rank_that_could_not_measure_is_seen() -> None:
     good = row_of([message("all_reduce")], 0, (), 1.0)
-    assert len(good) == len(failed_row())
-    assert not all_measured([good, failed_row()])
+    assert len(good) == len(FAILED_ROW)
+    assert record([good, [*FAILED_ROW]], ("a", "b")) is None
 
 
 def entry(number: int, name: str, **fields: Any) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def test_entries_of_ncclls_recorder_have_durations_and_peers() -> None:
         ("receive", (4, 12), 0, 0.0),
         ("coalesced", (4, 12), 0, 0.003),
     ]
-    row = row_of(found, 4, (KnownGroup("pp", "p", (4, 12)),), 1.0)
+    row = row_of(found, 4, (known_group("pp", "p", (4, 12)),), 1.0)
     (_, stages) = record([row] + [row_of([], 0, (), 1.0)] * 12, ("a",) * 13).axes
     assert (stages.calls[0], stages.bytes[0], stages.seconds[0]) == (2, 200, 0.003)
 

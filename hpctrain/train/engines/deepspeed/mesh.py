@@ -1,27 +1,54 @@
-"""Join the process groups of one rank, and locate it among stages and replicas.
+"""Import deepspeed, join the process groups of one rank, and locate it among stages and replicas.
 
-Belongs here: torch.distributed, seeding, and what DeepSpeed reads from the environment. Does not
-belong here: what is computed.
+Belongs here: settings of the library as a whole, torch.distributed, seeding, and what DeepSpeed
+reads from the environment. Does not belong here: settings of a run (see
+`hpctrain.engines.deepspeed`), what is computed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hpctrain.train.device import backend, choose_device, on_cpu
+
+if on_cpu():
+    # accelerator/real_accelerator.py: otherwise it searches for one and prints the result
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import deepspeed.ops
 from deepspeed.utils import groups
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.records.speed_checks import AxisName
 from hpctrain.train.data import Share
-from hpctrain.train.device import backend, choose_device
 from hpctrain.train.engine import AxisGroup
-from hpctrain.train.engines.deepspeed import library
 from hpctrain.train.rank_environment import Launch
+
+# comm/torch.py, build_shm_op: on a CPU it would build an all-reduce over shared memory with a
+# compiler, for two minutes; gloo does it. Set before the first query: a query for any operator
+# tries out the compiler on all of them (ops/__init__.py).
+deepspeed.ops.__compatible_ops__ = {}
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module=r"deepspeed\b.*")
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Drop what DeepSpeed prints to standard output, bypassing its logger."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
 @dataclass(frozen=True)
@@ -82,7 +109,8 @@ def open_mesh(config: DeepSpeedConfig, launch: Launch) -> DeepSpeedMesh:
     os.environ["RANK"] = str(launch.rank)
     os.environ["WORLD_SIZE"] = str(launch.world_size)
     os.environ["LOCAL_RANK"] = str(launch.local_rank if device.index is None else device.index)
-    library.join(timeout)
+    # over the existing groups of torch.distributed
+    deepspeed.init_distributed(backend(), timeout=timeout, verbose=False)
     seed_dropout(config, config.seed, launch.rank)
     tensors, data = None, None
     if config.tensor_parallel > 1:

@@ -6,6 +6,7 @@ Belongs here: packages, tools and directories. Does not belong here: contradicti
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -35,8 +36,12 @@ def engine_problems(config: DeepSpeedConfig, run: RunLayout) -> Iterator[Problem
         yield from _nvme_problems(home, Path(config.nvme_path))
     # The trainer makes DeepSpeed's settings from `train.json`. A change in the rendered file would
     # be ignored, which must not happen silently.
-    documents = [_parsed(path.read_bytes()) for path in run.ds_configs if path.is_file()]
-    if documents and ds_config(config) not in documents:
+    written = [path.read_bytes() for path in run.ds_configs if path.is_file()]
+    documents = []
+    for text in written:
+        with contextlib.suppress(ValueError):
+            documents.append(json.loads(text))
+    if written and ds_config(config) not in documents:
         message = "differs from train.json, and would be ignored"
         yield Problem(message, str(run.ds_config), hint="change the spec, and submit a new run")
     yield from _layout_problems(config)
@@ -109,10 +114,3 @@ def has_libaio() -> bool:
     command = [os.environ.get("CXX", "c++"), "-E", "-x", "c++", "-"]
     done = subprocess.run(command, input=b"#include <libaio.h>\n", capture_output=True, timeout=60)
     return done.returncode == 0
-
-
-def _parsed(text: bytes) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None

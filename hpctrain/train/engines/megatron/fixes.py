@@ -41,11 +41,11 @@ def install() -> None:
         if correct.__name__ not in current().mended:
             correct()
     for logger, beginning in current().muted.items():
-        logging.getLogger(logger).addFilter(functools.partial(_is_other_message, beginning))
 
+        def is_other(record: logging.LogRecord, muted: str = beginning) -> bool:
+            return not record.getMessage().startswith(muted)
 
-def _is_other_message(beginning: str, record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(beginning)
+        logging.getLogger(logger).addFilter(is_other)
 
 
 def keep_bucket_padding() -> None:

@@ -1,4 +1,4 @@
-"""Join the process groups of one rank and seed it by its place in them.
+"""Join the process groups of one rank, seed it by its place in them, and keep its random state.
 
 Belongs here: torch.distributed and megatron-core's parallel state, device choice, seeding.
 Does not belong here: what is computed on them.
@@ -13,11 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import (
+    convert_cuda_rng_state,
+    is_graph_safe_cuda_rng_tracker,
+)
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.records.speed_checks import AxisName
 from hpctrain.train.data import Share
-from hpctrain.train.device import backend, choose_device
+from hpctrain.train.device import backend, choose_device, on_cpu
 from hpctrain.train.engine import AxisGroup
 from hpctrain.train.engines.megatron.option_settings import needs_te_generators
 from hpctrain.train.rank_environment import Launch
@@ -125,4 +130,58 @@ def seed_everything(config: MegatronConfig, added: int = 0) -> None:
         seed,
         te_rng_tracker=needs_te_generators(config),
         use_cudagraphable_rng=config.cuda_graph_impl != "none",
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Read and set the random number generators, so that dropout continues exactly after a resume.
+# Only dropout draws random numbers while training: torch's default generators and megatron-core's
+# trackers hold all of their state. Python's and NumPy's generators are not used. Data-parallel
+# replicas share their state, as in Megatron-LM.
+
+
+RNG_KEY = "rng_state"
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None and not on_cpu():
+        torch.cuda.set_rng_state(state["cuda"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    graphs = is_graph_safe_cuda_rng_tracker(tracker)
+    tracker.set_states(_converted(state["trackers"], to_graphable=graphs))
+
+
+def _converted(states: dict[str, Any], *, to_graphable: bool) -> dict[str, Any]:
+    """Convert states of generators: tensors to store, generators where CUDA graphs need them.
+
+    As Megatron-LM's checkpointing.py does; a run may start or stop using CUDA graphs at a resume.
+    """
+    return {
+        name: convert_cuda_rng_state(state, to_graphable=to_graphable)
+        for name, state in states.items()
+    }
+
+
+def sharded_rng_state() -> ShardedObject:
+    """Return one object per (pipeline, tensor) rank, as in Megatron-LM's checkpoints."""
+    state = {
+        "cpu": torch.get_rng_state(),
+        "cuda": None if on_cpu() else torch.cuda.get_rng_state(),
+        "trackers": _converted(
+            tensor_parallel.get_cuda_rng_tracker().get_states(), to_graphable=False
+        ),
+    }
+    return ShardedObject(
+        RNG_KEY,
+        state,
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        ),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )

@@ -1,4 +1,4 @@
-"""Build the model of one rank: megatron-core's configuration, layers, data-parallel wrapper.
+"""Build the model of one rank: megatron-core's configuration, layers, wrapper, first weights.
 
 Belongs here: from MegatronConfig to model chunks. Does not belong here: the optimizer, the data.
 """
@@ -8,19 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.bert.bert_layer_specs import (
+    bert_layer_local_spec,
+    get_bert_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -35,10 +42,13 @@ from megatron.core.transformer.transformer_config import (
     TransformerConfig,
 )
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.megatron import BALANCE_LOSS_WEIGHT, MegatronConfig
+from hpctrain.plan.model.parameters import BERT_SEGMENTS
 from hpctrain.train import software
+from hpctrain.train.data import Microbatch
 from hpctrain.train.device import on_cpu
-from hpctrain.train.engines.megatron.bert import build_bert
+from hpctrain.train.engines.megatron.core_versions.supported import current
 from hpctrain.train.engines.megatron.mesh import MegatronMesh
 from hpctrain.train.engines.megatron.option_settings import (
     dispatch_settings,
@@ -49,7 +59,83 @@ from hpctrain.train.engines.megatron.option_settings import (
     offload_settings,
     recompute_settings,
 )
-from hpctrain.train.initial_weights import fill_normal, stream_key
+from hpctrain.train.engines.models.tasks import Masking, masking_of
+from hpctrain.train.initial_weights import Normal, fill, stream_key
+
+# -- Build BERT on megatron-core and run one microbatch of masked language modeling --------------
+# The same tokens are masked as for the other engines' BERT. There is no next-sentence head (Liu et
+# al. 2019, arXiv 1907.11692, section 4.2: no loss without it). Norms come before attention and
+# MLP, as megatron-core has them.
+
+
+LossOf = Callable[[Any], Callable[[Any], tuple[Any, Any, Any]]]
+
+
+def build_bert(
+    config: MegatronConfig,
+    settings: TransformerConfig,
+    stage: int | None,
+    *,
+    fused: bool,
+    first: bool,
+    last: bool,
+) -> BertModel:
+    """Build one chunk; `stage` is its virtual stage, `first` embeds, `last` has the heads.
+
+    `fused`: with TransformerEngine's layers.
+    """
+    layers = get_bert_layer_with_transformer_engine_spec() if fused else bert_layer_local_spec
+    return BertModel(
+        settings,
+        num_tokentypes=BERT_SEGMENTS,
+        transformer_layer_spec=layers,
+        vocab_size=config.padded_vocab_size,
+        max_sequence_length=config.seq_length,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+        position_embedding_type=config.position_embedding_type,
+        add_binary_head=False,
+        vp_stage=stage,
+    )
+
+
+def run_bert(chunk: Any, tokens: Any, labels: Any, shape: tuple[int, int], device: Any) -> Any:
+    """Run one chunk; returns the losses [batch, sequence] of the last one, else its output.
+
+    `tokens` and `labels` are None where they are not needed. Every token attends to every token,
+    by a mask of ones of `shape` (batch, sequence) that the middle stages need too. All tokens are
+    of the first segment.
+    """
+    attended = torch.ones(shape, device=device)
+    zeros = torch.zeros(shape, dtype=torch.long, device=device)
+    if tokens is None:
+        tokens = zeros  # every chunk of the first stage reads their length
+    output = chunk(tokens, attended, zeros, lm_labels=labels)
+    return output[0] if isinstance(output, tuple) else output
+
+
+@dataclass(frozen=True)
+class MaskedTokensStep:
+    """The forward step of megatron-core's schedules; `loss_of` makes a loss of 0/1 weights."""
+
+    config: MegatronConfig
+    device: Any
+    loss_of: LossOf
+
+    @cached_property
+    def masking(self) -> Masking:
+        return masking_of(self.config)
+
+    def __call__(self, iterator: Iterator[Microbatch | None], model: Any) -> tuple[Any, Any]:
+        batch = next(iterator)
+        shape = (self.config.micro_batch_size, self.config.seq_length)
+        if batch is None:
+            return run_bert(model, None, None, shape, self.device), self.loss_of(None)
+        visible, masked = self.masking.apply(batch.tokens, batch.samples)
+        losses = run_bert(model, visible, batch.tokens, shape, self.device)
+        return losses, self.loss_of(masked.to(torch.float32))
+
 
 INITIAL_STD = 0.02
 
@@ -404,11 +490,10 @@ def draw_weights(seed: int, chunks: list[Any]) -> None:
                 continue
             drawn.add(storage)
             added = part.prepend_axis_num
-            fill_normal(
+            fill(
                 part.data.view((1,) * added + tuple(part.data.shape)),
                 stream_key(seed, part.key),
-                mean=0.0,
-                std=noted_by_storage[storage],
+                Normal(0.0, noted_by_storage[storage]),
                 global_shape=part.global_shape,
                 offsets=part.global_offset,
             )
@@ -428,3 +513,74 @@ def sharded_parts(state: Any) -> Iterator[ShardedTensor]:
     elif isinstance(state, list | tuple):
         for value in state:
             yield from sharded_parts(value)
+
+
+# -- Load megatron-core's weights of `model.pretrained` at the start of a run --------------------
+
+
+_POSITIONS = "embedding.position_embeddings.weight"
+
+
+def start_from_weights(config: MegatronConfig, model: ModelChunks, *, loads: bool) -> None:
+    """Load the weights and leave padded rows out of the loss.
+
+    `loads` False: do not load, because a checkpoint will be loaded. All ranks must call this.
+    Raises InvalidInputError if a weight is missing.
+    """
+    if config.pretrained is None:
+        return
+    for chunk in model.bare:
+        hide_padding(config, chunk)
+    if loads:
+        load_weights(config.pretrained, model.bare)
+
+
+def load_weights(directory: str, chunks: list[Any]) -> None:
+    """Load every rank's part; rows beyond a shorter sequence or vocabulary are cut off, and padded
+    rows are zero. Raises InvalidInputError if a weight is missing."""
+    metadata = {"singleton_local_shards": False}
+    state = {
+        f"model{number}": chunk.sharded_state_dict(metadata=metadata)
+        for number, chunk in enumerate(chunks)
+    }
+    for part in state.values():
+        if _POSITIONS in part:
+            part[_POSITIONS].allow_shape_mismatch = True  # sequences may be shorter
+    # the second value (what else the checkpoint holds) does not matter; the third is missing there
+    loaded, _, unknown = dist_checkpointing.load(
+        state,
+        directory,
+        strict=StrictHandling.RETURN_ALL,
+        **current().load_options(Path(directory)),
+    )
+    if missing := sorted(name for name in unknown if not name.endswith("_extra_state")):
+        message = f"has no weights {', '.join(missing[:3])}: it is of another model"
+        raise InvalidInputError([Problem(message, directory)])
+    for number, chunk in enumerate(chunks):
+        # converted weights have no states of 8 bit scales; TransformerEngine's layers expect some
+        different = chunk.load_state_dict(loaded.get(f"model{number}", {}), strict=False)
+        keys = (*different.missing_keys, *different.unexpected_keys)
+        assert all(key.endswith("_extra_state") for key in keys), different
+
+
+def hide_padding(config: MegatronConfig, chunk: Any) -> None:
+    """Make the logits of padded rows so small that their probability is zero.
+
+    The pretrained model has no such rows, and its logits may all be far below zero. GPT-2's are,
+    so rows of zeros would get nearly all probability.
+    """
+    layer = getattr(chunk, "output_layer", None)
+    if layer is None:
+        return
+    rows = config.padded_vocab_size // config.tensor_model_parallel_size
+    first = rows * parallel_state.get_tensor_model_parallel_rank()
+    known = max(0, config.vocab_size - first)
+    if known >= rows:
+        return
+
+    def hide(module: Any, inputs: Any, output: Any) -> Any:
+        logits, bias = output
+        logits[..., known:] = torch.finfo(logits.dtype).min / 2
+        return logits, bias
+
+    layer.register_forward_hook(hide)

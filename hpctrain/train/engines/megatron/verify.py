@@ -41,9 +41,8 @@ from hpctrain.engines.verification import BuiltModel, BuiltStage
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.train import software
 from hpctrain.train.engines.megatron import fixes
-from hpctrain.train.engines.megatron.bert import run_bert
 from hpctrain.train.engines.megatron.mesh import parallel_sizes, seed_everything
-from hpctrain.train.engines.megatron.model import build_chunks, transformer_settings
+from hpctrain.train.engines.megatron.model import build_chunks, run_bert, transformer_settings
 from hpctrain.train.engines.megatron.option_settings import without_gpu_options
 from hpctrain.train.engines.megatron.preflight import LATENT_NEEDS_ENGINE
 from hpctrain.train.job import read_config

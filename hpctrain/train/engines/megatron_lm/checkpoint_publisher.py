@@ -38,11 +38,10 @@ from hpctrain.records.manifest import (
     saving_name,
     write_rank_digests,
 )
-from hpctrain.records.run_records import SaveRecord
-from hpctrain.train.engines.megatron_lm.log_lines import read_save_begun, read_save_done
+from hpctrain.train.engines.megatron_lm.log_reporter import read_save_begun, read_save_done
 from hpctrain.train.job import Job
 from hpctrain.train.report import RecordFile
-from hpctrain.train.saving.evaluated_checkpoints import steps_to_evaluate
+from hpctrain.train.saving.save_interval import save_record, steps_to_evaluate
 from hpctrain.train.storage import fence_of, outlast, stale_or
 
 # torch's file_system writer names a rank's files `__RANK_NUMBER.distcp`.
@@ -79,7 +78,8 @@ class CheckpointPublisher:
         self._digested: set[str] = set()
         self._seen_sizes: dict[str, list[tuple[str, int]]] = {}
         self._digest_timeout_seconds = _DIGEST_TIMEOUT_SECONDS
-        self._stalls = _SaveStalls()
+        self._began_at: dict[int, float] = {}
+        self._stall_seconds: dict[int, float] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="saves", daemon=True)
         self._retiring: threading.Thread | None = None
@@ -100,7 +100,12 @@ class CheckpointPublisher:
 
     def handle_line(self, text: str) -> None:
         """Measure from one line of rank 0's output how long a save stalls training."""
-        self._stalls.handle_line(text)
+        begun, done = read_save_begun(text), read_save_done(text)
+        if begun is not None:
+            self._began_at[begun] = time.monotonic()
+        if done is not None and done in self._began_at:
+            # an asynchronous save prints it twice; training continued after the first time
+            self._stall_seconds.setdefault(done, time.monotonic() - self._began_at[done])
 
     def finish(self) -> None:
         """Wait, after the program has ended without an error, until its last save is published.
@@ -199,7 +204,10 @@ class CheckpointPublisher:
         run, launch, config = self._job.run, self._job.launch, self._job.config
         manifest = outlast(run, lambda: self._manifest(step, directory))
         outlast(run, lambda: publish(self._root, manifest, fence_of(run, launch)))
-        self._rows.append(self._stalls.record(manifest))
+        # 0 seconds if the program did not print when the save began
+        now, stall_seconds = time.monotonic(), self._stall_seconds.pop(step, 0.0)
+        publish_seconds = now - self._began_at.pop(step, now)
+        self._rows.append(save_record(manifest, stall_seconds, publish_seconds))
 
         def retire_old(earlier: threading.Thread | None) -> None:
             """Delete digests of ranks and old checkpoints, after what an earlier save deletes.
@@ -223,24 +231,13 @@ class CheckpointPublisher:
 
     def _manifest(self, step: int, directory: Path) -> Manifest:
         """Collect the digests of all files: rank 0's own, other ranks', and missing ones."""
-        config = self._job.config
         names = _files(directory)
         others = {name for name in names if _owner(name) not in (0, None)}
         known = {name: digest_file(directory, name) for name in names if name not in others}
         known |= _wait_for_digests(directory, others, self._digest_timeout_seconds)
         known |= {name: digest_file(directory, name) for name in others if name not in known}
-        files = tuple(known[name] for name in sorted(known))
-        return Manifest(
-            step=step,
-            epoch=self._job.launch.epoch,
-            engine=config.engine,
-            layout=config.layout_words,
-            world_size=self._job.launch.world_size,
-            consumed_samples=step * config.global_batch_size,
-            time=time.time(),
-            writers=tuple(_owner(file.name) or 0 for file in files),
-            files=files,
-        )
+        files = {known[name]: _owner(name) or 0 for name in sorted(known)}
+        return self._job.manifest(step, step * self._job.config.global_batch_size, files)
 
     # -- other ranks ---------------------------------------------------------------------------
 
@@ -254,34 +251,6 @@ class CheckpointPublisher:
             if own:
                 write_rank_digests(directory, rank, own)
             self._digested.add(directory.name)
-
-
-class _SaveStalls:
-    """How long each save has stalled training, by the lines that the program prints."""
-
-    def __init__(self) -> None:
-        self._began_at: dict[int, float] = {}
-        self._seconds: dict[int, float] = {}
-
-    def handle_line(self, text: str) -> None:
-        begun, done = read_save_begun(text), read_save_done(text)
-        if begun is not None:
-            self._began_at[begun] = time.monotonic()
-        if done is not None and done in self._began_at:
-            # an asynchronous save prints it twice; training continued after the first time
-            self._seconds.setdefault(done, time.monotonic() - self._began_at[done])
-
-    def record(self, manifest: Manifest) -> SaveRecord:
-        """Return the record of a save; 0 seconds if the program did not print when it began."""
-        step, now = manifest.step, time.monotonic()
-        return SaveRecord(
-            step=step,
-            epoch=manifest.epoch,
-            time=time.time(),
-            stall_seconds=self._seconds.pop(step, 0.0),
-            publish_seconds=now - self._began_at.pop(step, now),
-            size_bytes=manifest.total_bytes,
-        )
 
 
 def _files(directory: Path) -> list[str]:

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import Any, NoReturn, TextIO
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import TRACKER_NAME, point_tracker_to, published_steps
@@ -27,11 +27,13 @@ from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments
 from hpctrain.records.manifest import step_of
 from hpctrain.records.run_records import Outcome
 from hpctrain.train.engines.megatron_lm.checkpoint_publisher import CheckpointPublisher
-from hpctrain.train.engines.megatron_lm.import_hooks import patch_on_import
 from hpctrain.train.engines.megatron_lm.log_reporter import LogReporter, write_progress
-from hpctrain.train.engines.megatron_lm.stop_forwarding import StopForwarder
-from hpctrain.train.engines.megatron_lm.stop_hooks import StopHooks
-from hpctrain.train.job import Job
+from hpctrain.train.engines.megatron_lm.program_hooks import (
+    StopForwarder,
+    StopHooks,
+    patch_on_import,
+)
+from hpctrain.train.job import Job, Keeper
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.saving.digest_check import DigestCheck
 from hpctrain.train.storage import outlast
@@ -44,22 +46,7 @@ DETERMINISTIC_VARIABLES = {
 }
 
 
-class ProgramStatus(Protocol):
-    """What the exit record of the rank needs while the program runs.
-
-    `step` returns the last finished step. `loading_step` is the step of the checkpoint that is
-    being loaded. `asked` returns whether the program has received a stop by itself.
-    """
-
-    step: Callable[[], int]
-    loading_step: int | None
-    asked: Callable[[], bool]
-
-    def begin(self) -> None:
-        """The start is over: the program trains, or checks for stops itself."""
-
-
-def run(job: Job, status: ProgramStatus, digests: DigestCheck | None = None) -> tuple[Outcome, int]:
+def run(job: Job, status: Keeper, digests: DigestCheck | None = None) -> tuple[Outcome, int]:
     """Train until Megatron-LM ends; returns the outcome and the step of its last checkpoint.
 
     Raises InvalidInputError for a wrong checkout or wrong arguments, and BadCheckpointError if
@@ -148,7 +135,7 @@ def _install_cpu_stand_ins(config: MegatronLmConfig) -> bool:
 
 def _execute(
     job: Job,
-    status: ProgramStatus,
+    status: Keeper,
     publisher: CheckpointPublisher,
     program: Path,
     command_line: tuple[str, ...],
@@ -169,8 +156,8 @@ def _execute(
 
     sys.argv = [str(program), *command_line]
     gc.enable()  # `hpctrain.train.__main__` has disabled it for the start
-    from hpctrain.train.datasets.index_cache import complete_files  # imports NumPy
-    from hpctrain.train.engines.megatron_lm.step_timing import measure_steps  # imports torch
+    from hpctrain.train.datasets.npz_arrays import complete_files
+    from hpctrain.train.engines.megatron_lm.program_hooks import measure_steps
 
     hooks = StopHooks(lambda: forwarder.stop_requested, status.begin)
     status.asked = hooks.signal_received
@@ -208,7 +195,7 @@ def _execute(
                 child.kill()
 
 
-def _load_recorder(status: ProgramStatus, resume_step: int) -> Callable[[ModuleType], None]:
+def _load_recorder(status: Keeper, resume_step: int) -> Callable[[ModuleType], None]:
     """Return a patch that records in `status` when the program is loading the checkpoint.
 
     A fork without the function `load_checkpoint` loads as before.

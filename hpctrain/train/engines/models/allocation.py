@@ -2,7 +2,7 @@
 
 Belongs here: weights that are whole on this rank, or slices of whole meta tensors, and buffers.
 Does not belong here: weights that a library divides (see the engines), what is drawn (see
-`initialisers`).
+`hpctrain.train.initial_weights`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from hpctrain.train.engines.models.initialisers import initial_weight
+from hpctrain.train.initial_weights import initial_weight
 
 
 def allocate(module: nn.Module, device: torch.device, *, draw: bool) -> None:
@@ -66,3 +67,21 @@ def slice_offsets(storage_offset: int, shape: Sequence[int]) -> list[int]:
         storage_offset, offset = divmod(storage_offset, size)
         offsets.append(offset)
     return offsets[::-1]
+
+
+# -- Give every rank the buffers of rank 0, which are neither sharded nor in a state dict --------
+
+
+def broadcast_buffers(
+    module: Any, values: Mapping[str, Any], *, rank: int, group: Any, device: torch.device
+) -> None:
+    """Set all buffers of `module`, such as the angles of rotary positions, to rank 0's `values`.
+
+    `values` by name are needed on rank 0 only. `group`: a gloo group of all ranks, which must all
+    call this. The buffers end on `device`.
+    """
+    for name, buffer in module.named_buffers():
+        value = values[name].cpu() if rank == 0 else torch.empty_like(buffer, device="cpu")
+        dist.broadcast(value, src=0, group=group)
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, value.to(device))

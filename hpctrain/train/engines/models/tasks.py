@@ -1,19 +1,156 @@
 """Compute the loss of a batch for each task: the sum of its losses, and their number.
 
-Belongs here: the forward pass of each task. Does not belong here: sums over ranks and microbatches
-(see `global_batch`), which tokens are masked (see `masking`).
+The loss of a step is the mean over all labels of the global batch, however it is distributed over
+ranks and microbatches. Belongs here: the forward pass of each task, masking, and sums over ranks
+and microbatches. Does not belong here: gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.train.engines.models.masking import masking_of
+from hpctrain.engines.training import TrainConfig
+from hpctrain.train.data import Samples
+
+# ------------------------------------------------------------------------------------------------
+# Choose and mask tokens for masked language modeling, by the seed and the sample's number alone.
+
+
+# Devlin et al. 2018 (arXiv 1810.04805), section 3.1: 15% of all tokens are predicted; of these 80%
+# are masked, 10% become another token, and 10% stay.
+PREDICTED, MASKED, CHANGED = 0.15, 0.8, 0.1
+_MASK = "[MASK]"
+
+
+@dataclass(frozen=True)
+class Masking:
+    """`special` tokens are never predicted; `mask` replaces masked tokens."""
+
+    seed: int
+    vocab: int
+    mask: int
+    special: tuple[int, ...]
+
+    def apply(self, tokens: Any, samples: range) -> tuple[Any, Any]:
+        """Return (the model's input, True where it has to predict), [batch, sequence] each.
+
+        Numbers are drawn on the CPU, so that every device masks the same tokens.
+        """
+        draws = []
+        for sample in samples:
+            digest = hashlib.sha256(f"{self.seed} {sample}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            length = tokens.shape[1]
+            selection, action = torch.rand((2, length), generator=generator)
+            others = torch.randint(self.vocab, (length,), generator=generator)
+            draws.append((selection, action, others))
+        selection, action, others = (
+            torch.stack(part).to(tokens.device) for part in zip(*draws, strict=True)
+        )
+        special = torch.tensor(self.special, dtype=tokens.dtype, device=tokens.device)
+        predicted = (selection < PREDICTED) & ~torch.isin(tokens, special)
+        visible = torch.where(predicted & (action < MASKED), self.mask, tokens)
+        changed = predicted & (action >= MASKED) & (action < MASKED + CHANGED)
+        return torch.where(changed, others, visible), predicted
+
+
+def masking_of(config: TrainConfig) -> Masking:
+    """Return the masking by the run's tokenizer; without one (mock data) the last token is the
+    mask.
+
+    Raises InvalidInputError for a tokenizer that has no [MASK].
+    """
+    vocab = config.vocab_size
+    if config.tokenizer is None:
+        return Masking(config.seed, vocab, vocab - 1, (vocab - 1,))
+    special = special_tokens(Path(config.tokenizer))
+    if _MASK not in special:
+        raise InvalidInputError(
+            [
+                Problem(
+                    f"the tokenizer has no {_MASK}, which masked language modeling needs",
+                    config.tokenizer,
+                    hint=f"add {_MASK} to its special tokens, and prepare the data with it",
+                )
+            ]
+        )
+    return Masking(config.seed, vocab, special[_MASK], tuple(sorted(special.values())))
+
+
+def special_tokens(tokenizer: Path) -> dict[str, int]:
+    """Read the special tokens and their ids from a tokenizer.json. Raises InvalidInputError."""
+    try:
+        added = json.loads(tokenizer.read_bytes())["added_tokens"]
+        return {token["content"]: int(token["id"]) for token in added if token.get("special")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        missing = isinstance(error, OSError)
+        problem = Problem(f"cannot be read: {error}", str(tokenizer), node_dependent=missing)
+        raise InvalidInputError([problem]) from error
+
+
+# -- Sum losses over the microbatches and ranks of a global batch --------------------------------
+# The loss of a step is the mean over all labels of the global batch, however it is distributed
+# over ranks and microbatches.
+
+
+def nominal_labels(config: ModuleConfig) -> float:
+    """Return the number of labels in a global batch without padding.
+
+    Losses are divided by it before the actual number is known. In pretraining, where every token
+    has a label, both are the same.
+    """
+    return float(config.global_batch_size * config.labels_per_sample)
+
+
+class LossTotals:
+    """Sums [losses, labels] of one step's microbatches, and with the last one over all ranks.
+
+    `group`: the ranks to sum over; None: all ranks.
+    """
+
+    def __init__(self, microbatches: int, device: torch.device, group: Any = None) -> None:
+        self._remaining = microbatches
+        self._totals = torch.zeros(2, device=device)
+        self._group = group
+        self._sum: Any = None
+
+    def add(self, loss_sum: Any, count: Any) -> None:
+        """Add one microbatch; the last one starts the sum over ranks, beside its backward pass."""
+        self._totals += torch.stack([loss_sum.detach().float(), count.float()])
+        self._remaining -= 1
+        if self._remaining == 0:
+            self._sum = dist.all_reduce(self._totals, group=self._group, async_op=True)
+
+    def wait(self) -> Any:
+        """Return the sums over all ranks; call it after the last microbatch."""
+        self._sum.wait()
+        return self._totals
+
+
+def evaluation_totals(
+    samples: Samples,
+    batches: Iterable[int],
+    global_batch_size: int,
+    loss: Callable[[Any], tuple[Any, ...]],
+) -> Any:
+    """Sum the numbers that `loss` returns per microbatch over this rank's part of `batches`."""
+    totals: Any = 0  # of as many numbers as the task has
+    for number in batches:
+        for batch in samples.microbatches(number * global_batch_size):
+            totals = totals + torch.stack([value.float() for value in loss(batch)])
+    return totals
+
 
 Loss = Callable[[Any, Any], tuple[Any, ...]]
 # logits, labels, mask -> (sum of losses, number of them), as `masked_sum`

@@ -1,8 +1,8 @@
 """Make one training step and one evaluation with FSDP or DDP, for the training loop.
 
 The loss is the mean over all labels of the global batch, however it is distributed over ranks and
-microbatches. Belongs here: the order of work within a step. Does not belong here: how the module is
-wrapped and its optimizer built.
+microbatches. Belongs here: process groups, the optimizer, the order of work within a step. Does not
+belong here: how the module is wrapped.
 """
 
 from __future__ import annotations
@@ -10,26 +10,129 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hpctrain.engines.native import NativeConfig
-from hpctrain.train.data import Data
-from hpctrain.train.engine import Evaluation, Update, evaluated
-from hpctrain.train.engines.models.global_batch import (
-    LossTotals,
-    evaluation_totals,
-    nominal_labels,
-)
-from hpctrain.train.engines.models.tasks import Loss
-from hpctrain.train.engines.native.mesh import NativeMesh
-from hpctrain.train.engines.native.optimizer import scale_and_clip, set_rate
+from hpctrain.train.data import Data, Share
+from hpctrain.train.device import backend, choose_device
+from hpctrain.train.engine import AxisGroup, Evaluation, Update, evaluated
+from hpctrain.train.engines.models.tasks import Loss, LossTotals, evaluation_totals, nominal_labels
 from hpctrain.train.numerics import are_finite
-from hpctrain.train.schedule import learning_rate
+from hpctrain.train.rank_environment import Launch
+from hpctrain.train.schedule import learning_rate, split_by_weight_decay
 from hpctrain.train.times import StepClock
+
+# -- Join the process groups of one rank: copies of the model, and the ranks that share a copy ---
+
+
+@dataclass(frozen=True)
+class NativeMesh:
+    """The device and groups of this rank.
+
+    `shards`: the DeviceMesh that `fully_shard` takes; None for DDP. `control` is a gloo group of
+    all ranks for agreements, apart from the collectives on GPUs.
+    """
+
+    device: torch.device
+    rank: int
+    size: int
+    control: Any
+    shards: Any
+
+    @property
+    def axes(self) -> tuple[AxisGroup, ...]:
+        """All ranks sum gradients together, whether or not they share a copy of the model."""
+        return (AxisGroup("dp", dist.group.WORLD, tuple(range(self.size))),) * (self.size > 1)
+
+    @property
+    def reads(self) -> bool:
+        return True
+
+    @property
+    def share(self) -> Share:
+        """Every rank reads its own samples."""
+        return Share(self.rank, self.size, self.device)
+
+
+def open_mesh(config: NativeConfig, launch: Launch) -> NativeMesh:
+    """Join the launch's process groups; all ranks must call this."""
+    device = choose_device(launch)
+    timeout = timedelta(seconds=config.startup_timeout_seconds)
+    dist.init_process_group(
+        backend(host_tensors=config.cpu_offload),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+    )
+    seed_dropout(config.seed, launch.rank)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    shards = None
+    if config.engine == "fsdp":
+        # one axis, or two: copies of the model outside, the shards of a copy on adjacent ranks
+        copies = config.data_parallel_size // config.shard_size
+        axes = {"copy": copies} if copies > 1 else {}
+        axes["shard"] = config.shard_size
+        shards = init_device_mesh(device.type, (*axes.values(),), mesh_dim_names=(*axes,))
+    return NativeMesh(
+        device=device, rank=launch.rank, size=launch.world_size, control=control, shards=shards
+    )
+
+
+def seed_dropout(seed: int, rank: int) -> None:
+    """Seed each rank differently, because ranks read different samples."""
+    torch.manual_seed(seed + rank)
+
+
+# -- Build torch's AdamW, with the weight decay and the clipping of the other engines ------------
+
+
+def build_optimizer(config: NativeConfig, module: Any) -> torch.optim.AdamW:
+    """Build AdamW for the trainable parameters; no weight decay on biases and norms."""
+    decayed, plain = split_by_weight_decay(module)
+    groups: list[dict[str, Any]] = [dict(params=decayed), dict(params=plain, weight_decay=0.0)]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        # one pass over memory without copies: other variants need four more bytes per weight
+        fused=True,
+    )
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+@torch.no_grad()
+def scale_and_clip(optimizer: torch.optim.Optimizer, factor: Any, limit: float) -> Any:
+    """Multiply all gradients by `factor`, and clip their norm to `limit` (0: no clipping).
+
+    In one pass over memory and without waiting for the device. Returns the norm of all gradients
+    over all ranks, multiplied and not yet clipped.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    factor = factor.to(norm.device)
+    norm = norm * factor
+    if limit > 0:
+        # as torch/nn/utils/clip_grad.py, _clip_grads_with_norm_
+        factor = factor * torch.clamp(limit / (norm + 1e-6), max=1.0)
+    parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+    if parts:
+        torch._foreach_mul_(parts, factor.to(parts[0].device))
+    return norm
 
 
 @dataclass

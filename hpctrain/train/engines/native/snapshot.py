@@ -27,13 +27,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.train.device import random_state, set_random_state
 from hpctrain.train.engine import Form, Position, Writing
-from hpctrain.train.engines.models.random_state import random_state, set_random_state
-from hpctrain.train.engines.native.engine import NativeEngine
-from hpctrain.train.engines.native.mesh import seed_dropout
+from hpctrain.train.engines.native.engine import NativeEngine, seed_dropout
 from hpctrain.train.saving import writer as saving_writer
+from hpctrain.train.saving.digest_check import check_sample_order, damage_named
 from hpctrain.train.saving.host_buffers import HostBuffers
-from hpctrain.train.saving.resume_checks import check_sample_order, damage_named
 from hpctrain.train.saving.shard_files import ShardFile, WriteShards, copied
 from hpctrain.train.step_agreement import Control
 
@@ -45,10 +44,10 @@ class NativeSnapshot:
 
     form = Form(leader_files=(".metadata", _ABOUT), shards="*.distcp")
 
-    def __init__(self, engine: NativeEngine, order: dict[str, Any], control: Control) -> None:
+    def __init__(self, engine: NativeEngine, order: dict[str, Any]) -> None:
         self._engine = engine
         self._order = order
-        self._storage = CheckpointStorage(engine.mesh.control, control)
+        self._storage = CheckpointStorage(engine.mesh.control)
         self.buffers = self._storage.buffers
 
     def estimated_bytes(self, control: Control) -> int:
@@ -89,7 +88,12 @@ class NativeSnapshot:
         saved_ranks = about["world_size"]
         state = self._state(random=saved_ranks == mesh.size)
         with damage_named(directory):
-            _check_names(state, directory)
+            known = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+            missing = sorted({f"model.{name}" for name in state["model"]} - known.keys())
+            if missing:
+                few = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+                message = f"the checkpoint has no {few}: it is of another model"
+                raise InvalidInputError([Problem(message, str(directory), hint="submit a new run")])
             dcp.load(
                 state,
                 storage_reader=dcp.FileSystemReader(directory),
@@ -130,17 +134,6 @@ class NativeSnapshot:
         return f"random.{self._engine.mesh.rank}"
 
 
-def _check_names(state: dict[str, Any], directory: Path) -> None:
-    """Raise InvalidInputError if the checkpoint is of another model."""
-    known = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    expected = {f"model.{name}" for name in state["model"]}
-    missing = sorted(expected - known.keys())
-    if missing:
-        few = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
-        message = f"the checkpoint has no {few}: it is of another model"
-        raise InvalidInputError([Problem(message, str(directory), hint="submit a new run")])
-
-
 # -- Plan and write a checkpoint and its metadata with torch.distributed.checkpoint -------------
 # The steps of `dcp.save` (state_dict_saver.py, _save_state_dict), taken apart: the ranks agree on
 # the plan before training continues, each writes its files beside training, and rank 0 writes the
@@ -151,9 +144,8 @@ def _check_names(state: dict[str, Any], directory: Path) -> None:
 class CheckpointStorage:
     """The plan of one launch's checkpoints. `group`: a gloo group of all ranks."""
 
-    def __init__(self, group: Any, control: Control) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = group
-        self._control = control
         self._plan: Any = None
         self._metadata: Any = None
         self.buffers = HostBuffers() if saving_writer.needs_copies() else None
@@ -168,7 +160,15 @@ class CheckpointStorage:
         writer.set_up_storage_writer(leads)
         local = writer.prepare_local_plan(planner.create_local_plan())
         if self._plan is None:
-            self._distribute_plans(planner, writer, local)
+            # rank 0 assigns what several ranks have to one of them, and sends each its plan
+            plans: list[Any] | None = [None] * dist.get_world_size(self._group) if leads else None
+            dist.gather_object(local, plans, dst=0, group=self._group)
+            if leads:
+                plans, self._metadata = planner.create_global_plan(plans)
+                plans = writer.prepare_global_plan(plans)
+            received: list[Any] = [None]
+            dist.scatter_object_list(received, plans, src=0, group=self._group)
+            self._plan = dataclasses.replace(received[0])
         plan = planner.finish_plan(self._plan)
 
         def finish(results: Any) -> None:
@@ -185,16 +185,3 @@ class CheckpointStorage:
         items = tuple((item, planner.resolve_data(item)) for item in plan.items)
         files = (ShardFile(directory / name, name, items),)
         return Writing(WriteShards(copied(files, self.buffers)), finish)
-
-    def _distribute_plans(self, planner: Any, writer: Any, local: Any) -> None:
-        """Let rank 0 assign what several ranks have to one of them, and send each its plan."""
-        leads, size = dist.get_rank(self._group) == 0, dist.get_world_size(self._group)
-        local_plans: list[Any] | None = [None] * size if leads else None
-        dist.gather_object(local, local_plans, dst=0, group=self._group)
-        plans: list[Any] | None = None
-        if leads:
-            plans, self._metadata = planner.create_global_plan(local_plans)
-            plans = writer.prepare_global_plan(plans)
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, plans, src=0, group=self._group)
-        self._plan = dataclasses.replace(received[0])

@@ -1,28 +1,206 @@
 """Check megatron-core before any process group exists: its version, and the names that are used.
 
-Belongs here: what is refused and what is warned about. Does not belong here: the agreement of all
-ranks (see `hpctrain.train.software_agreement`), the names (see `names`).
+`tests/engines/test_core_names.py` compares the list of names with the imports of the package; names
+that only one version has stand in its row. Belongs here: the list, what is refused and what is
+warned about. Does not belong here: the agreement of all ranks (see
+`hpctrain.train.software_agreement`), options of the classes (a test builds them).
 """
 
 from __future__ import annotations
 
 import importlib
 import platform
-from collections.abc import Iterable, Iterator
-from types import ModuleType
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hpctrain.train import megatron_on_cpu, software
-from hpctrain.train.engines.megatron.core_versions.names import names_of_all_versions
-from hpctrain.train.engines.megatron.core_versions.record import CoreName
 from hpctrain.train.engines.megatron.core_versions.supported import (
     SUPPORTED,
+    CoreName,
     is_tested,
     release_numbers,
     row_of,
     tested_numbers,
 )
 from hpctrain.train.software import LibraryFindings, LibraryProblem
+
+# Documented, or used by Megatron-LM's own programs. An empty name: the module itself.
+_PUBLIC: Mapping[str, tuple[str, ...]] = {
+    "megatron.core.activations": ("squared_relu",),
+    "megatron.core.datasets.blended_megatron_dataset_builder": ("BlendedMegatronDatasetBuilder",),
+    "megatron.core.datasets.gpt_dataset": ("GPTDataset", "GPTDatasetConfig", "MockGPTDataset"),
+    "megatron.core.datasets.indexed_dataset": (
+        "DType",
+        "IndexedDataset",
+        "IndexedDatasetBuilder",
+        "get_bin_path",
+        "get_idx_path",
+    ),
+    "megatron.core.dist_checkpointing": ("load", "save"),
+    "megatron.core.dist_checkpointing.mapping": (
+        "ShardedObject",
+        "ShardedTensor",
+        "ShardedTensorFactory",
+    ),
+    "megatron.core.dist_checkpointing.serialization": (
+        "get_default_load_sharded_strategy",
+        "get_default_save_sharded_strategy",
+        "load_common_state_dict",
+        "load_content_metadata",
+        "load_tensors_metadata",
+    ),
+    "megatron.core.dist_checkpointing.strategies.async_utils": (
+        "AsyncRequest.async_fn",
+        "AsyncRequest.async_fn_args",
+        "AsyncRequest.finalize_fns",
+    ),
+    "megatron.core.dist_checkpointing.strategies.fully_parallel": (
+        "FullyParallelLoadStrategyWrapper",
+        "FullyParallelSaveStrategyWrapper",
+    ),
+    "megatron.core.dist_checkpointing.validation": ("StrictHandling.RETURN_ALL",),
+    "megatron.core.distributed": (
+        "DistributedDataParallel.broadcast_params",
+        "DistributedDataParallel.no_sync",
+        "DistributedDataParallel.start_param_sync",
+        "DistributedDataParallel.zero_grad_buffer",
+        "DistributedDataParallelConfig",
+        "finalize_model_grads",
+    ),
+    "megatron.core.models.bert.bert_layer_specs": (
+        "bert_layer_local_spec",
+        "get_bert_layer_with_transformer_engine_spec",
+    ),
+    "megatron.core.models.bert.bert_model": ("BertModel",),
+    "megatron.core.models.gpt": ("GPTModel",),
+    "megatron.core.models.gpt.gpt_layer_specs": (
+        "get_gpt_decoder_block_spec",
+        "get_gpt_decoder_layer_specs",
+        "get_gpt_layer_local_spec",
+        "get_gpt_layer_with_transformer_engine_spec",
+        "get_gpt_mtp_block_spec",
+    ),
+    "megatron.core.num_microbatches_calculator": (
+        "init_num_microbatches_calculator",
+        "unset_num_microbatches_calculator",
+    ),
+    "megatron.core.optimizer": ("OptimizerConfig", "get_megatron_optimizer"),
+    "megatron.core.optimizer.distrib_optimizer": ("DistributedOptimizer",),
+    "megatron.core.optimizer_param_scheduler": (
+        "OptimizerParamScheduler",
+        "get_canonical_lr_for_logging",
+    ),
+    "megatron.core.parallel_state": (
+        "destroy_model_parallel",
+        "get_context_parallel_group",
+        "get_context_parallel_world_size",
+        "get_data_parallel_group",
+        "get_data_parallel_rank",
+        "get_data_parallel_world_size",
+        "get_expert_data_parallel_world_size",
+        "get_expert_model_parallel_group",
+        "get_pipeline_model_parallel_group",
+        "get_pipeline_model_parallel_last_rank",
+        "get_pipeline_model_parallel_rank",
+        "get_pipeline_model_parallel_world_size",
+        "get_tensor_model_parallel_group",
+        "get_tensor_model_parallel_rank",
+        "get_tensor_model_parallel_world_size",
+        "initialize_model_parallel",
+        "is_pipeline_first_stage",
+        "is_pipeline_last_stage",
+    ),
+    "megatron.core.pipeline_parallel": ("get_forward_backward_func",),
+    "megatron.core.rerun_state_machine": (
+        "RerunMode.DISABLED",
+        "RerunStateMachine.validate_result",
+        "destroy_rerun_state_machine",
+    ),
+    "megatron.core.tensor_parallel": ("get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"),
+    "megatron.core.tokenizers": ("MegatronTokenizer.from_pretrained",),
+    "megatron.core.transformer.cuda_graphs": ("TECudaGraphHelper",),
+    "megatron.core.transformer.module": ("Float16Module",),
+    "megatron.core.transformer.moe.moe_utils": ("",),
+    "megatron.core.transformer.transformer_config": (
+        "MLATransformerConfig",
+        "TransformerConfig",
+    ),
+    "megatron.core.utils": ("get_batch_on_this_cp_rank",),
+}
+
+# Private by their name, or replaced by hpctrain: any release may rename or rewrite them.
+_PRIVATE: Mapping[str, tuple[str, ...]] = {
+    # compiled; a checkout has to build them first
+    "megatron.core.datasets.helpers": ("build_sample_idx",),
+    "megatron.core.datasets.gpt_dataset": ("GPTDataset.build_low_level_dataset",),
+    "megatron.core.dist_checkpointing.serialization": ("save_config",),
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": (
+        "FileSystemWriterAsync.finish",
+        "FileSystemWriterAsync.prepare_write_data",
+        "FileSystemWriterAsync.retrieve_write_results",
+    ),
+    "megatron.core.extensions.transformer_engine": ("HAVE_TE", "TELinear.__init__"),
+    "megatron.core.optimizer.distrib_optimizer": (
+        "DistributedOptimizer._set_main_param_and_optimizer_states",
+        "DistributedOptimizer.get_parameter_state_dp_reshardable",
+        "DistributedOptimizer.load_parameter_state_from_dp_reshardable",
+        "DistributedOptimizer.load_state_dict",
+        "DistributedOptimizer.sharded_param_state_fully_reshardable",
+        "DistributedOptimizer.sharded_state_dict",
+    ),
+    "megatron.core.rerun_state_machine": ("_set_rerun_state_machine",),
+    "megatron.core.tensor_parallel.random": (
+        "_get_cuda_rng_state",
+        "_set_cuda_rng_state",
+        "convert_cuda_rng_state",
+        "is_graph_safe_cuda_rng_tracker",
+    ),
+    "megatron.core.transformer.dot_product_attention": ("DotProductAttention.forward",),
+    "megatron.core.transformer.multi_latent_attention": ("TELinear", "build_module"),
+    "megatron.core.transformer.torch_norm": ("WrappedTorchNorm.__new__",),
+}
+
+# Attributes that only instances have: module, class, attributes that its `__init__` assigns.
+_ASSIGNED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "FileSystemWriterAsync",
+        ("checkpoint_dir", "results_queue", "write_buckets"),
+    ),
+    (
+        "megatron.core.dist_checkpointing.strategies.torch",
+        "TorchDistSaveShardedStrategy",
+        ("thread_count", "use_cached_ckpt_structure", "validated_cache_reuse"),
+    ),
+    (
+        "megatron.core.distributed.param_and_grad_buffer",
+        "_ParamAndGradBuffer",
+        ("buckets", "grad_data", "numel", "numel_unpadded"),
+    ),
+    (
+        "megatron.core.distributed.param_and_grad_buffer",
+        "_ParamAndGradBucket",
+        ("grad_data", "numel_unpadded"),
+    ),
+    (
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer",
+        ("buffers", "gbuf_ranges", "model_param_group_index_map"),
+    ),
+)
+
+
+def names_of_all_versions() -> Iterator[CoreName]:
+    """Yield every name that hpctrain uses with each supported version."""
+    for private, table in ((False, _PUBLIC), (True, _PRIVATE)):
+        for module, paths in table.items():
+            yield from (CoreName(module, path, private) for path in paths)
+    for module, owner, attributes in _ASSIGNED:
+        yield from (CoreName(module, owner, True, attribute) for attribute in attributes)
+
+
+# -- Checking them -------------------------------------------------------------------------------
+
 
 _MOST_NAMES = 5
 _HINT = f"containers with {tested_numbers()} are fine, too; see docs/engines.md"
@@ -73,30 +251,23 @@ def missing_names(names: Iterable[CoreName]) -> list[str]:
         megatron_on_cpu.import_core()
     except Exception as error:  # importing may raise anything
         return [f"megatron.core cannot be imported ({_in_one_line(error)})"]
-    return list(dict.fromkeys(_missing(names)))
-
-
-def _missing(names: Iterable[CoreName]) -> Iterator[str]:
+    missing = []
     for name in names:
         try:
-            found = _find(importlib.import_module(name.module), name.path)
+            found: Any = importlib.import_module(name.module)
+            for word in name.path.split(".") if name.path else ():
+                found = getattr(found, word)
         except AttributeError:
-            yield f"no {name}"
+            missing.append(f"no {name}")
             continue
         except Exception as error:
-            yield f"{name.module} cannot be imported ({_in_one_line(error)})"
+            missing.append(f"{name.module} cannot be imported ({_in_one_line(error)})")
             continue
         # the code of a function has the names of attributes that it assigns (Python's data model,
         # `co_names`)
         if name.attribute and name.attribute not in found.__init__.__code__.co_names:
-            yield f"no {name}"
-
-
-def _find(module: ModuleType, path: str) -> Any:
-    found: Any = module
-    for word in path.split(".") if path else ():
-        found = getattr(found, word)
-    return found
+            missing.append(f"no {name}")
+    return list(dict.fromkeys(missing))
 
 
 def _install_command() -> str:

@@ -1,7 +1,10 @@
-"""Measurements of all ranks are compared: a table of cases, and what each names."""
+"""Measurements of all ranks are compared, and what NVIDIA's driver and NCCL report."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,10 @@ from hpctrain.train.slow_parts import (
     slow_parts,
     suspects_of,
 )
+from hpctrain.train.speed_check import GpuState, NetworkLog, open_network_log, read_gpu_state
+
+# -- Measurements of all ranks are compared: a table of cases, and what each names ---------------
+
 
 LIMITS = Thresholds(slow_gpu=0.75, slow_link=0.5, fabric="infiniband")
 GB, TFLOP = 1e9, 1e12
@@ -248,3 +255,128 @@ def test_a_pipeline_measures_pairs_in_its_first_round_which_blame_no_node() -> N
 
 def test_nothing_is_suspected_without_a_reason() -> None:
     assert not suspects_of(check(axes=(axis(rates(40 * GB)),)), LIMITS)
+
+
+# -- What the driver says about a GPU. There is no GPU here: NVML is a stand-in with its calls ---
+
+
+class Nvml:
+    """The calls of libnvidia-ml, by their C signatures; `mask` holds the clock down."""
+
+    def __init__(self, mask: int = 0, known: str = "GPU-5f3a", works: bool = True) -> None:
+        self.mask, self.known, self.works = mask, known, works
+
+    def nvmlInit_v2(self) -> int:
+        return 0 if self.works else 9  # NVML_ERROR_DRIVER_NOT_LOADED
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: Any) -> int:
+        return 0 if name.decode() == self.known else 6  # NVML_ERROR_NOT_FOUND
+
+    def nvmlDeviceGetClockInfo(self, handle: Any, kind: int, value: Any) -> int:
+        return self._give(value, ctypes.c_uint, 1005, kind == 1)
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: Any, kind: int, value: Any) -> int:
+        return self._give(value, ctypes.c_uint, 1980, kind == 1)
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, mask: Any) -> int:
+        return self._give(mask, ctypes.c_ulonglong, self.mask)
+
+    def _give(self, place: Any, kind: Any, value: int, valid: bool = True) -> int:
+        ctypes.cast(place, ctypes.POINTER(kind))[0] = value
+        return 0 if valid else 2
+
+
+def test_clocks_are_in_hz_and_reasons_have_names() -> None:
+    state = read_gpu_state("5f3a", Nvml(mask=0x20 | 0x80))
+    assert state == GpuState(1.005e9, 1.98e9, "thermal, power brake")
+
+
+def test_the_limit_of_power_holds_down_every_gpu_at_full_load() -> None:
+    assert read_gpu_state("GPU-5f3a", Nvml(mask=0x4 | 0x2 | 0x1)).slowdown == ""
+
+
+def test_without_an_answer_of_the_driver_nothing_is_known() -> None:
+    for library in (Nvml(works=False), Nvml(known="GPU-other"), object()):
+        assert read_gpu_state("5f3a", library) == GpuState()
+    assert read_gpu_state("5f3a") == GpuState(), "no driver on this machine"
+
+
+# -- Which network NCCL has chosen, read from a log with the lines of NCCL 2.21 to 2.28 ----------
+
+
+NEW, OLD = (2, 27, 5), (2, 21, 5)
+IB = """\
+n1:924:1152 [5] NCCL INFO NET/Plugin: Could not find: libnccl-net.so.
+n1:924:1152 [5] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB ib0:10.1.0.7<0>
+n1:924:1152 [5] NCCL INFO Using network IB
+"""
+TCP = """\
+n1:924:1152 [5] NCCL INFO NET/IB : No device found.
+n1:924:1152 [5] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.7<0>
+n1:924:1152 [5] NCCL INFO Using network Socket
+"""
+EFA = "n1:924:1152 [5] NCCL INFO Using network AWS Libfabric\n"
+
+
+def opened(environment: dict[str, str], version: tuple[int, ...] = NEW) -> NetworkLog:
+    log = open_network_log(version, environment)
+    assert log is not None
+    return log
+
+
+@pytest.mark.parametrize(
+    ("text", "network"),
+    [(IB, "IB"), (TCP, "Socket"), (EFA, "AWS Libfabric"), (IB + TCP, "Socket"), ("", "")],
+)
+def test_the_network_of_the_newest_communicator(text: str, network: str) -> None:
+    environment: dict[str, str] = {}
+    log = opened(environment)
+    path = Path(environment["NCCL_DEBUG_FILE"])
+    path.write_text(text)
+    assert log.read() == network
+    log.close()
+    assert not path.exists() and log.read() == ""
+
+
+class Nccl:
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment, self.read_again = environment, dict[str, str]()
+
+    def ncclResetDebugInit(self) -> None:
+        self.read_again = dict(self.environment)
+
+
+def test_the_variables_of_the_site_come_back_and_nccl_reads_them() -> None:
+    environment = {"NCCL_DEBUG": "WARN", "PATH": "/bin"}
+    nccl = Nccl(environment)
+    log = opened(environment)
+    assert environment["NCCL_DEBUG"] == "INFO"
+    assert environment["NCCL_DEBUG_SUBSYS"] == "INIT,NET"
+    assert os.stat(environment["NCCL_DEBUG_FILE"]).st_mode & 0o777 == 0o600
+    log.close(nccl)
+    assert nccl.read_again == environment == {"NCCL_DEBUG": "WARN", "PATH": "/bin"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "version"),
+    [
+        ({"NCCL_DEBUG": "INFO"}, NEW),
+        ({"NCCL_DEBUG": "trace"}, NEW),
+        ({"NCCL_DEBUG_FILE": "/tmp/mine.%h"}, NEW),
+        ({"NCCL_DEBUG": "WARN"}, OLD),
+    ],
+)
+def test_no_output_is_taken_from_a_person(
+    environment: dict[str, str], version: tuple[int, ...]
+) -> None:
+    before = dict(environment)
+    assert open_network_log(version, environment) is None
+    assert environment == before
+
+
+def test_an_old_nccl_without_output_is_read_and_left_as_it_is() -> None:
+    environment: dict[str, str] = {}
+    log = opened(environment, OLD)
+    nccl = Nccl(environment)
+    log.close(nccl)
+    assert environment == {} and nccl.read_again == {}

@@ -1,17 +1,29 @@
-"""Comparing digests while loading: what one rank finds, and that all of them say it."""
+"""Checks of a checkpoint while it is loaded, problems of saving, and what retention leaves."""
 
 from __future__ import annotations
 
+import errno
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fabricated_runs import SUBMITTED, fabricate, published
 
+from hpctrain.base.errors import CheckpointError, HpctrainError, StorageError
+from hpctrain.checkpoints.publish import StaleEpochError
+from hpctrain.records.evaluations import EvaluationJob, EvaluationSettings, read_settings
+from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import FileDigest, digest_file
 from hpctrain.train.faults import BadCheckpointError, UnreadableCheckpointError
 from hpctrain.train.saving import digest_check
 from hpctrain.train.saving.digest_check import DigestCheck, start_digest_check
+from hpctrain.train.saving.save_interval import steps_to_evaluate
+from hpctrain.train.saving.saver import save_error
+from hpctrain.train.storage import NoSpaceError
+
+# -- Comparing digests while loading: what one rank finds, and that all of them say it -----------
 
 
 class Ranks:
@@ -131,3 +143,79 @@ def test_without_a_checkpoint_there_is_nothing_to_compare(tmp_path: Path) -> Non
     assert start_digest_check(None, 0, 1, "n0") is None
     with pytest.raises(UnreadableCheckpointError, match="no readable manifest"):
         start_digest_check(tmp_path, 0, 1, "n0")
+
+
+# -- A problem of rank 0 as a value that all ranks can raise -------------------------------------
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (StaleEpochError("epoch 3 owns the run"), StaleEpochError),
+        (StorageError("full: away"), StorageError),
+        (FULL, NoSpaceError),
+        (CheckpointError("retry: a digest is missing"), CheckpointError),
+        (ValueError("stale: no"), CheckpointError),
+    ],
+)
+def test_what_all_ranks_raise_follows_from_the_error_and_not_from_its_text(
+    error: Exception, raised: type[HpctrainError]
+) -> None:
+    sent = pickle.loads(pickle.dumps(save_error(error)))
+    assert type(sent) is raised and str(sent) == str(error)
+
+
+def test_an_error_of_the_program_is_shown_with_its_type() -> None:
+    assert str(save_error(KeyError("x"))) == "KeyError('x')"
+
+
+# ------------------------------------------------------------------------------------------------
+# Which checkpoints retention leaves for evaluation jobs where the file system answers errors.
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunLayout:
+    found = fabricate(tmp_path, "gpt-1234", SUBMITTED)
+    for step in (4, 8, 10):
+        published(found, step)
+    return found.layout
+
+
+@pytest.mark.parametrize("method", ["stat", "read_bytes"])
+@pytest.mark.parametrize("name", ["evaluation.json", "evaluations.jsonl"])
+def test_an_error_that_passes_deletes_nothing(
+    run: RunLayout, monkeypatch: pytest.MonkeyPatch, name: str, method: str
+) -> None:
+    assert steps_to_evaluate(run) == set(), "a run without evaluation jobs"
+    jobs = (EvaluationJob(name="score", every_steps=4),)
+    settings = EvaluationSettings(jobs=jobs, last_step=100)
+    run.evaluation_config.write_text(settings.model_dump_json())
+    run.evaluations.touch()
+    assert steps_to_evaluate(run) == {4, 8}
+    whole = getattr(Path, method)
+
+    def fails(path: Path, **options: object) -> object:
+        if path.name == name:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return whole(path, **options)
+
+    monkeypatch.setattr(Path, method, fails)
+    kept = steps_to_evaluate(run)
+    assert {4, 8} <= kept
+    if (name, method) == ("evaluation.json", "read_bytes"):
+        assert kept == {4, 8, 10}
+        with pytest.raises(OSError, match="Input/output"):
+            read_settings(run)
+
+
+def test_a_manifest_that_cannot_be_read_keeps_its_checkpoint(run: RunLayout) -> None:
+    jobs = (EvaluationJob(name="score", every_steps=100),)
+    settings = EvaluationSettings(jobs=jobs, last_step=100)
+    run.evaluation_config.write_text(settings.model_dump_json())
+    assert steps_to_evaluate(run) == set()
+    for path in (run.checkpoints / "iter_0000008").glob("*manifest*"):
+        path.unlink()
+    assert steps_to_evaluate(run) == {8}
