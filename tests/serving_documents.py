@@ -6,8 +6,7 @@ from pathlib import Path
 
 from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.serve.plan.documents import ReplicaPlan, ServicePlan
-from hpctrain.serve.replica_prototype import replica_documents, write_prototype
-from hpctrain.serve.service_job import ServiceInputs
+from hpctrain.serve.service_job import ServiceInputs, replica_documents, write_prototype
 from hpctrain.spec.loader import load_profile, load_service_spec, partition_profile
 
 SERVED_NAME = "tiny"

@@ -35,7 +35,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.part
 RATCHETS = {
     "pairs of classes that share five fields": 111,
     "lines that hand on a field": 706,
-    "small modules of one other": 89,
+    "small modules of one other": 80,
 }
 
 # Rooms that compute: what they are about is handed to them.
@@ -60,9 +60,8 @@ PURE_FILES = (
     *("sandbox/monitoring.py", "observe/alert_rules.py", "observe/families.py"),
     *("observe/samples.py", "observe/exposition.py", "observe/grafana_dashboard.py"),
     *("observe/panel_data.py", "observe/panel_needs.py", "telemetry/scraped_text.py"),
-    *("telemetry/serving_time.py", "serve/latency_windows.py"),
-    *("serve/load/summary.py", "serve/load/service_test.py", "serve/load/iteration_fit.py"),
-    *("serve/load/order_statistics.py", "serve/load/prompts.py", "serve/load/answers.py"),
+    "telemetry/serving_time.py",
+    *("serve/load/summary.py", "serve/load/measurement.py"),
     *("serve/router/decide.py", "serve/router/scaling.py"),
     *(
         "runs/state.py",
@@ -97,9 +96,9 @@ SPEAKERS = (*SPEAKERS, "serve/tiny_llama.py")
 # The load generator, another one.
 SPEAKERS = (*SPEAKERS, "serve/load/__main__.py")
 # An engine for rehearsals, a program of its own.
-SPEAKERS = (*SPEAKERS, "serve/stand_in/__main__.py", "serve/stand_in/http_server.py")
+SPEAKERS = (*SPEAKERS, "serve/stand_in.py")
 # The program of a replica: its lines in the log of its task, and its shield before exec.
-SPEAKERS = (*SPEAKERS, "serve/replica/__main__.py", "serve/replica/log.py")
+SPEAKERS = (*SPEAKERS, "serve/replica/__main__.py", "serve/replica/life.py")
 SPEAKERS = (*SPEAKERS, "serve/replica/shield.py")
 # The program of the router's job.
 SPEAKERS = (*SPEAKERS, "serve/router/__main__.py")
@@ -115,7 +114,7 @@ POPEN = (*POPEN, "train/saving/spawned_writer.py")
 # An engine that answers requests for as long as its replica lives.
 POPEN = (*POPEN, "serve/replica/engine_process.py")
 # The router of a service, which lives as long as its job; or without one, on a login node.
-POPEN = (*POPEN, "serve/router/programs.py", "serve/router_on_login_node.py")
+POPEN = (*POPEN, "serve/router/programs.py", "serve/start_router.py")
 # A profiler that lives as long as the rank below it.
 POPEN = (*POPEN, "train/launchers/nsight_task.py")
 
@@ -125,7 +124,7 @@ OWN_TIME = {
     "base/beside_training.py": "waits in select(2) for its stdin",
     "supervise/timeouts.py": "waits for a thread that may be stuck in a system call",
     "serve/load/": "a program that measures, in asyncio",
-    "serve/stand_in/": "a program for rehearsals, in asyncio and threads",
+    "serve/stand_in.py": "a program for rehearsals, in asyncio and threads",
     "train/": "programs with torch, which measure",
 }
 

@@ -2,7 +2,7 @@
 
 Belongs here: what is sent where, and the files of a test. Does not belong here: sending and
 counting (`hpctrain.serve.load`), deciding whether an objective is met
-(`hpctrain.serve.load.service_test`).
+(`hpctrain.serve.load.measurement`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from hpctrain.spec.loader import load_service_spec
 from hpctrain.spec.service import ServiceSpec
 
 if TYPE_CHECKING:
-    from hpctrain.serve.load.measurement import RequestRecord
-    from hpctrain.serve.load.prompts import PromptStyle
-    from hpctrain.serve.load.service_test import ServiceTest
+    from hpctrain.serve.load.measurement import RequestRecord, ServiceTest
+    from hpctrain.serve.load.sending import PromptStyle
 
 # Ids below are what tokenizers use for special tokens; few vocabularies are smaller.
 _LOWEST_TOKEN_ID, _HIGHEST_TOKEN_ID = 100, 30_000
@@ -56,8 +55,8 @@ def run_service_test(service: ServiceLayout, asked: TestRequest) -> tuple[Servic
     Also returns the path of the result; the records lie beside it, as JSON lines. Raises UsageError
     for a service without an address or without a token, HpctrainError where a package is missing.
     """
+    from hpctrain.serve.load.measurement import compare
     from hpctrain.serve.load.sending import LoadPlan, LoadTarget, run_load_test
-    from hpctrain.serve.load.service_test import compare
     from hpctrain.serve.load.trace_file import read_trace
     from hpctrain.serve.plan.traffic import Traffic
 
@@ -111,7 +110,7 @@ def read_plan(service: ServiceLayout) -> ServicePlan:
 
 def _style(spec: ServiceSpec, plan: ServicePlan, seed: int) -> PromptStyle:
     """Choose random token ids of the vocabulary where the engine takes them, else words."""
-    from hpctrain.serve.load.prompts import PromptStyle
+    from hpctrain.serve.load.sending import PromptStyle
 
     highest = _HIGHEST_TOKEN_ID
     if spec.model is not None:

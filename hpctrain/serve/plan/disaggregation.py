@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpctrain.serve.plan.kv_cache import sequence_bytes
-from hpctrain.serve.plan.promises import Objective
-from hpctrain.serve.plan.quantiles import quantile
+from hpctrain.serve.plan.promises import Objective, quantile
 from hpctrain.serve.plan.routing import SimulatedService, Window, simulate_open
 from hpctrain.serve.plan.search import SECOND_LOOK, Bounded, Demand, Verdict
+from hpctrain.serve.plan.step_time import sequence_bytes
 from hpctrain.serve.plan.traffic import Floats, Requests
 
 _MOST_SIMULATED = 8

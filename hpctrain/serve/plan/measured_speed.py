@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.plan.cost.case import Array
-from hpctrain.serve.plan.iteration_table import CostFunction
-from hpctrain.serve.plan.step_time import IterationLoad
+from hpctrain.serve.plan.step_time import CostFunction, IterationLoad
 from hpctrain.serve.plan.traffic import Floats
 
 _FEWEST = 8  # measured iterations that factors are fitted to

@@ -7,6 +7,7 @@ formats (`hpctrain.records`), what happens (`lifecycle`).
 from __future__ import annotations
 
 import contextlib
+import time
 
 from hpctrain.base import clock
 from hpctrain.records.exit_records import write_exit_record
@@ -20,8 +21,6 @@ from hpctrain.records.run_records import (
     write_record,
 )
 from hpctrain.records.service_records import DrainRecord
-from hpctrain.serve.replica.failures import ReplicaError
-from hpctrain.serve.replica.log import say
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.storage import outlast
 
@@ -124,3 +123,62 @@ class Life:
             )
         except OSError as error:
             say(f"the exit record could not be written: {error}")
+
+
+# -- The ways in which a replica fails, as exceptions with the supervisor's name of the cause ---
+
+
+class ReplicaError(Exception):
+    """A replica cannot go on. `cause`: one of the supervisor's, None where logs have to tell.
+
+    `tail`: the last lines of the engine. `node_dependent`: it may work on another node.
+    """
+
+    cause: str | None = None
+
+    def __init__(self, message: str, tail: str = "", *, node_dependent: bool = False) -> None:
+        super().__init__(message)
+        self.tail, self.node_dependent = tail, node_dependent
+
+
+class EngineCrashedError(ReplicaError):
+    """The engine has ended with an error: its last lines say why."""
+
+
+class EngineLeftError(ReplicaError):
+    """The engine has ended with exit code 0, and nobody has asked it to."""
+
+    cause = "engine_exit"
+
+
+class EngineHungError(ReplicaError):
+    """The engine runs and does not answer."""
+
+    cause = "hang"
+
+
+class PortTakenError(ReplicaError):
+    """No port could be had."""
+
+    cause = "port"
+
+
+class WeightsError(ReplicaError):
+    """The weights are not there, or cannot be read or copied."""
+
+    cause = "weights"
+
+
+class SupersededError(ReplicaError):
+    """A newer launch of the same job owns the replica."""
+
+    cause = "superseded"
+
+
+# -- Write lines of the replica program between those of its engine -----------------------------
+
+
+def say(text: str) -> None:
+    """Write one line with the time; a log that cannot be written ends nothing."""
+    with contextlib.suppress(OSError):
+        print(f"hpctrain {time.strftime('%H:%M:%S')} {text}", flush=True)

@@ -23,14 +23,13 @@ from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
 from hpctrain.records.service_records import Address, Rotation
 from hpctrain.records.service_settings import ServiceSettings
 from hpctrain.serve.engines.registry import SERVING_ENGINES
-from hpctrain.serve.replica.log import say
+from hpctrain.serve.jobs import SlurmReplicaJobs
+from hpctrain.serve.replica.life import say
 from hpctrain.serve.router.controller import Controller, claimant_of
-from hpctrain.serve.router.engine_figures import Engines
 from hpctrain.serve.router.haproxy import Haproxy, find_haproxy_before_router
 from hpctrain.serve.router.programs import Place, RouterProgram, find_program
-from hpctrain.serve.router.replica_jobs import ReplicaJobs
 from hpctrain.serve.router.rotation import RotationLoop
-from hpctrain.serve.router.traffic import TrafficWatch
+from hpctrain.serve.router.traffic import Engines, TrafficWatch
 from hpctrain.serve.router.vllm_router import VllmRouter
 
 POLL_SECONDS = 0.5
@@ -59,7 +58,7 @@ class RouterJob:
         service: ServiceLayout,
         settings: ServiceSettings,
         place: Place,
-        jobs: ReplicaJobs,
+        jobs: SlurmReplicaJobs,
     ) -> None:
         self._service, self._settings = service, settings
         self._place, self._jobs = place, jobs

@@ -4,7 +4,7 @@ In this order: a person's word, the table of hours, the engines' own figures, an
 all. A replica on Slurm costs a wait in the queue and minutes of loading, so the table looks ahead
 by as long, and the reaction to load is slow to take back what it has added. Belongs here: that
 choice. Does not belong here: which replica is started or drained (`decide`), where the figures come
-from (`engine_figures`).
+from (`traffic`).
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.serve.load.answers import AnswerError, StreamedAnswer
-from hpctrain.serve.load.prompts import PromptStyle, request_body
+from hpctrain.serve.load.sending import AnswerError, PromptStyle, StreamedAnswer, request_body
 from hpctrain.serve.load.trace_file import read_trace
 
 

@@ -16,8 +16,7 @@ from streaming_server import Behaviour, StreamingServer, streaming_server
 
 from hpctrain.serve.load.__main__ import main
 from hpctrain.serve.load.measurement import FailureKind, RequestRecord
-from hpctrain.serve.load.prompts import PromptStyle
-from hpctrain.serve.load.sending import LoadTarget, send_requests
+from hpctrain.serve.load.sending import LoadTarget, PromptStyle, send_requests
 from hpctrain.serve.plan.traffic import Lengths, Requests, Traffic, draw_requests
 
 pytest.importorskip("aiohttp", reason="NOT TRIED: load tests need aiohttp")

@@ -8,11 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpctrain.serve.load.measurement import ClientUse, Measurement, RequestRecord
-from hpctrain.serve.load.order_statistics import RankInterval, rank_interval, sample_quantile
+from hpctrain.serve.load.measurement import ClientUse, Measurement, RequestRecord, compare
 from hpctrain.serve.load.sending import LoadPlan, LoadResult, LoadTarget
-from hpctrain.serve.load.service_test import compare
-from hpctrain.serve.load.summary import summarize
+from hpctrain.serve.load.summary import RankInterval, rank_interval, sample_quantile, summarize
 from hpctrain.serve.plan.documents import Promise
 from hpctrain.serve.plan.traffic import Traffic
 

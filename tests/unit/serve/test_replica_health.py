@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.serve.replica.answers import EngineAnswers, EngineLoad
-from hpctrain.serve.replica.health import STUCK_SECONDS, HealthWatch
+from hpctrain.serve.replica.engine_process import (
+    STUCK_SECONDS,
+    EngineAnswers,
+    EngineLoad,
+    HealthWatch,
+)
 
 IDLE = EngineLoad(0, 10.0)
 

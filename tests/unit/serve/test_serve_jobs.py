@@ -11,8 +11,7 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import make_request
 from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
-from hpctrain.serve.jobs import _view
-from hpctrain.serve.router.replica_jobs import JobView
+from hpctrain.serve.jobs import JobView, _view
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 
@@ -67,7 +66,7 @@ def test_a_job_that_is_gone_has_failed_with_its_cause(replica: Replica) -> None:
     assert replica.look().problem == "its job is gone"
     replica.happened(EventKind.LAUNCH_ENDED, cause="gpu_oom", reason="out of memory")
     gone = replica.look()
-    assert (gone.state, gone.well, gone.problem) == ("over", False, "gpu_oom: out of memory")
+    assert (gone.state, gone.drain_asked, gone.problem) == ("over", False, "gpu_oom: out of memory")
 
 
 def test_an_interrupted_submission_counts_as_failed_in_the_end(replica: Replica) -> None:
@@ -100,10 +99,10 @@ def test_asked_to_leave_and_gone_is_well(replica: Replica) -> None:
     replica.run.layout.stop_request.unlink()  # the supervisor has followed it
     replica.happened(EventKind.ACTION, action="stop", cause="yielded")
     assert replica.look(RUNNING).drain_asked
-    assert replica.look().well
+    assert replica.look().drain_asked
 
 
 def test_a_job_that_was_cancelled_in_the_queue_is_well(replica: Replica) -> None:
     submitted(replica)
     replica.happened(EventKind.CONTROL, action="stop")
-    assert replica.look().well
+    assert replica.look().drain_asked

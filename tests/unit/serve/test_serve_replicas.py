@@ -17,7 +17,7 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import read_request
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
 from hpctrain.records.supervise_config import read_supervise_config
-from hpctrain.serve.replica.config import read_replica_config
+from hpctrain.serve.replica.config import ReplicaConfig, read_program_settings
 from hpctrain.serve.replicas import drain_replica, start_replica
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
@@ -58,7 +58,7 @@ def test_a_replica_is_a_complete_run_directory_of_its_name(service: ServiceLayou
     assert "--job-name=chat-7f3a-r003-g002" in slurm.scripts[job_id]
     settings, config = (
         read_supervise_config(run.supervise_config),
-        read_replica_config(run.replica_config),
+        read_program_settings(run.replica_config, ReplicaConfig),
     )
     assert (settings.run_id, settings.serves, settings.target_step) == (run.run_id, True, 1)
     assert (config.name, config.service) == ("r003-g002", str(service.directory))

@@ -23,19 +23,14 @@ from hpctrain.records.service_records import (
 from hpctrain.records.service_settings import read_service_settings
 from hpctrain.runs.service_status import service_status
 from hpctrain.runs.services import find_service
+from hpctrain.serve.control import request_restart, request_scale
 from hpctrain.serve.jobs import SlurmReplicaJobs
-from hpctrain.serve.restart import request_restart
 from hpctrain.serve.router import programs
 from hpctrain.serve.router.haproxy import find_haproxy_before_router
 from hpctrain.serve.router.job import RouterJob, place_of
-from hpctrain.serve.router_on_login_node import kills_user_processes
-from hpctrain.serve.scale import request_scale
-from hpctrain.serve.settings import (
-    require_router_files,
-    router_settings,
-    service_settings,
-)
-from hpctrain.serve.up import prepare_service
+from hpctrain.serve.service_job import router_settings, service_settings
+from hpctrain.serve.start_router import kills_user_processes
+from hpctrain.serve.up import prepare_service, require_router_files
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_service_spec
 from hpctrain.spec.profile import ClusterProfile, MetricsProfile

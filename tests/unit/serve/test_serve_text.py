@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from hpctrain.records.service_records import Address, Traffic
 from hpctrain.runs.service_status import ReplicaStatus, ServiceStatus
-from hpctrain.serve.load.measurement import Failures, MeasuredQuantile, Measurement
-from hpctrain.serve.load.service_test import ObjectiveResult, ServiceTest
+from hpctrain.serve.load.measurement import (
+    Failures,
+    MeasuredQuantile,
+    Measurement,
+    ObjectiveResult,
+    ServiceTest,
+)
 from hpctrain.serve.serve_text import measured_lines, status_lines
 
 REPLICAS = (

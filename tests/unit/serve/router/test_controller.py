@@ -24,12 +24,11 @@ from hpctrain.records.service_records import (
     Traffic,
 )
 from hpctrain.records.service_settings import RouterSettings, ScalingSettings, ServiceSettings
+from hpctrain.serve.jobs import JobView
 from hpctrain.serve.router import controller as module
 from hpctrain.serve.router.controller import Controller
-from hpctrain.serve.router.engine_figures import Engines
 from hpctrain.serve.router.programs import Counts
-from hpctrain.serve.router.replica_jobs import JobView
-from hpctrain.serve.router.traffic import TrafficWatch
+from hpctrain.serve.router.traffic import Engines, TrafficWatch
 
 SETTINGS = ServiceSettings(
     service_id="s",

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hpctrain.serve.engines.registry import SERVING_ENGINES
-from hpctrain.serve.router.engine_figures import (
+from hpctrain.serve.router.traffic import (
     WINDOW_SECONDS,
     ArrivalRate,
     Engines,

@@ -13,9 +13,8 @@ from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
 from hpctrain.records.service_records import Endpoint, Rotation
 from hpctrain.serve.router import rotation as module
-from hpctrain.serve.router.endpoints import EndpointReader
 from hpctrain.serve.router.programs import Counts
-from hpctrain.serve.router.rotation import RotationLoop
+from hpctrain.serve.router.rotation import EndpointReader, RotationLoop
 
 ONE, TWO = ReplicaName(1, 1), ReplicaName(2, 1)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.serve.router import decide, haproxy_config, rotation, scaling
+from hpctrain.serve.router import decide, haproxy, rotation, scaling
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "serving-router.md"
 
@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parents[4] / "docs" / "serving-router.md"
         ("calm for ten minutes", scaling.LEAST_CALM_SECONDS, 600),
         ("with 30 % to spare", 1 - scaling.CALM_SHARE, 0.3),
         ("four times a second", 1 / rotation.PASS_SECONDS, 4),
-        ("up to 512 KiB", haproxy_config.BUFFER_BYTES, 512 * 1024),
+        ("up to 512 KiB", haproxy.BUFFER_BYTES, 512 * 1024),
     ],
 )
 def test_a_number_of_the_page(words: str, number: float, expected: float) -> None:

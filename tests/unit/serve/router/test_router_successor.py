@@ -10,8 +10,8 @@ from hpctrain.base.errors import SlurmRefusedError
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.records.supervise_config import SuperviseConfig
-from hpctrain.serve.router import successor as module
-from hpctrain.serve.router.successor import Successor
+from hpctrain.serve import start_router as module
+from hpctrain.serve.start_router import Successor
 from hpctrain.slurm.records import JobRecord
 
 WARNING_SECONDS = 100.0
