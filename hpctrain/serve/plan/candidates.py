@@ -38,7 +38,6 @@ from hpctrain.spec.serving_calibration import ServingEngineCalibration
 BATCH_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 MOST_SEQUENCES = 1024
 _FEWEST_SEQUENCES = 8
-_LOW_PRECISIONS: dict[str, int] = {"fp8": 8, "int8": 8, "fp4": 4}
 
 
 @dataclass(frozen=True)

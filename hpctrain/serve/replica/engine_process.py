@@ -27,6 +27,7 @@ from hpctrain.serve.engines.contract import ServingEngine
 from hpctrain.serve.http_request import http_request
 from hpctrain.serve.replica.life import EngineCrashedError, EngineLeftError, ReplicaError
 from hpctrain.serve.replica.shield import DIRECTORY_VARIABLE
+from hpctrain.telemetry.scraped_text import ScrapedText
 
 _TAIL_LINES = 60
 _READ_SECONDS = 2.0
@@ -36,7 +37,6 @@ _ADDRESS_TAKEN = re.compile(r"(?i)address already in use|EADDRINUSE|errno 98")
 _ERROR = re.compile(r"(?:^|\s)(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b:?.*")
 _METRICS_TIMEOUT_SECONDS = 5.0
 _PROMPT = "The capital of France is"
-_SAMPLE = re.compile(rb"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 # Health checks in a row that may fail; the lease is not renewed from the first one on.
 _FAILED_CHECKS = 3
 # Requests in flight and no token for so long: longer than the prompt of any request takes.
@@ -188,17 +188,18 @@ class EngineAnswers:
         status, text = self._request("GET", names.path, _METRICS_TIMEOUT_SECONDS)
         if status != 200:
             return None
-        sums: dict[str, float] = {}
-        for name, value in _SAMPLE.findall(text):
-            with contextlib.suppress(ValueError):
-                sums[name.decode()] = sums.get(name.decode(), 0.0) + float(value)
-        waiting = (names.requests_running, names.requests_waiting)
-        if names.requests_running not in sums:
+        counted = (names.generation_tokens_total, names.prompt_tokens_total)
+        wanted = (names.requests_running, names.requests_waiting, *counted)
+        try:
+            shown = ScrapedText(text.decode(errors="replace"), wanted)
+        except ValueError:
+            return None
+        running = shown.total(names.requests_running)
+        if running is None:
             return None
         return EngineLoad(
-            in_flight=round(sum(sums.get(name, 0.0) for name in waiting)),
-            tokens=sums.get(names.generation_tokens_total, 0.0)
-            + sums.get(names.prompt_tokens_total, 0.0),
+            in_flight=round(running + (shown.total(names.requests_waiting) or 0.0)),
+            tokens=sum(shown.total(name) or 0.0 for name in counted),
         )
 
     def _request(

@@ -26,11 +26,6 @@ from hpctrain.train.storage import outlast
 
 _PROGRESS_SECONDS = 1.0
 _EXIT_RECORD_SECONDS = 10.0
-_CODES: dict[Outcome, TrainerExit] = {
-    "yielded": TrainerExit.YIELDED,
-    "config_error": TrainerExit.CONFIG_ERROR,
-    "crash": TrainerExit.CRASH,
-}
 
 
 class Life:
@@ -41,10 +36,6 @@ class Life:
         self._phase: Phase = "starting"
         self._ready_since: float | None = None
         self._written_at = 0.0
-
-    @property
-    def ready_since(self) -> float | None:
-        return self._ready_since
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase, and say so."""
@@ -78,29 +69,30 @@ class Life:
     def left(self, message: str, signal_name: str | None) -> int:
         """Record that this task has left because it was asked to; returns its exit code."""
         if self.launch.leads:
-            self._record("yielded", message, None, None, signal_name)
+            self._record("yielded", TrainerExit.YIELDED, message, signal_name)
         say(message)
-        return _CODES["yielded"]
+        return TrainerExit.YIELDED
 
     def refused(self, message: str) -> int:
         """Record settings that can never work; returns the exit code."""
-        self._record("config_error", message, None, None, None)
+        self._record("config_error", TrainerExit.CONFIG_ERROR, message)
         say(f"config_error: {message}")
-        return _CODES["config_error"]
+        return TrainerExit.CONFIG_ERROR
 
     def failed(self, error: ReplicaError, signal_name: str | None) -> int:
         """Record a failure with its cause and the engine's last lines; returns the exit code."""
-        self._record("crash", str(error), error.tail or None, error.cause, signal_name)
+        self._record("crash", TrainerExit.CRASH, str(error), signal_name, error.tail, error.cause)
         say(f"crash: {error}")
-        return _CODES["crash"]
+        return TrainerExit.CRASH
 
     def _record(
         self,
         outcome: Outcome,
+        exit_code: TrainerExit,
         message: str,
-        tail: str | None,
-        cause: str | None,
-        signal_name: str | None,
+        signal_name: str | None = None,
+        tail: str = "",
+        cause: str | None = None,
     ) -> None:
         record = ExitRecord(
             epoch=self.launch.epoch,
@@ -108,10 +100,10 @@ class Life:
             node=self.launch.node,
             outcome=outcome,
             step=int(self._ready_since is not None),
-            exit_code=_CODES[outcome],
+            exit_code=exit_code,
             time=clock.now(),
             message=message,
-            traceback=tail,
+            traceback=tail or None,
             cause=cause,
             signal=signal_name,
         )

@@ -63,7 +63,7 @@ class RouterJob:
         self._service, self._settings = service, settings
         self._place, self._jobs = place, jobs
         self._directory = Path(tempfile.mkdtemp(prefix="hpctrain-router-"))
-        self._router = self._program()
+        self._router = self._found()
         self._rotation: RotationLoop | None = None
         self._controller: Controller | None = None
         self._restarts: list[float] = []
@@ -142,7 +142,9 @@ class RouterJob:
         if self._controller is not None:
             self._controller.stop()
         with contextlib.suppress(OSError):
-            self._remove_address()
+            standing = read_record(self._service.address, Address)
+            if standing is not None and standing.epoch == self._epoch:  # not a newer router's
+                self._service.address.unlink(missing_ok=True)
         self._router.stop(seconds)
         if self._rotation is not None:
             self._rotation.stop()
@@ -155,25 +157,21 @@ class RouterJob:
             self._engines.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    # -- the router ------------------------------------------------------------------------
-
-    def _program(self) -> RouterProgram:
-        """Choose and find the router's program. Raises InvalidInputError."""
-        router = self._settings.router
-        program = find_program(router.name, router.program, router.python)
-        before = program if router.name == "haproxy" else find_haproxy_before_router(router)
-        if before is None:
-            say("no HAProxy here: clients reach vllm-router itself, with its commands")
-            return VllmRouter(program, self._settings, self._place, None)
-        haproxy = Haproxy(before, self._settings, self._place, self._directory)
-        if router.name == "haproxy":
-            return haproxy
-        return VllmRouter(program, self._settings, self._place, haproxy)
-
     def _is_newest(self) -> bool:
         return self._controller is None or not self._controller.superseded
 
-    # -- the address -----------------------------------------------------------------------
+    def _found(self) -> RouterProgram:
+        """Choose and find the router's program. Raises InvalidInputError."""
+        router, front = self._settings.router, None
+        program = find_program(router.name, router.program, router.python)
+        before = program if router.name == "haproxy" else find_haproxy_before_router(router)
+        if before is not None:
+            front = Haproxy(before, self._settings, self._place, self._directory)
+            if router.name == "haproxy":
+                return front
+        else:
+            say("no HAProxy here: clients reach vllm-router itself, with its commands")
+        return VllmRouter(program, self._settings, self._place, front)
 
     def _write_address(self) -> None:
         router, place = self._settings.router, self._place
@@ -197,12 +195,6 @@ class RouterJob:
             node=place.node,
             job_id=place.job_id,
         )
-
-    def _remove_address(self) -> None:
-        """Remove the address, unless a newer router has written its own. Raises OSError."""
-        standing = read_record(self._service.address, Address)
-        if standing is not None and standing.epoch == self._epoch:
-            self._service.address.unlink(missing_ok=True)
 
 
 def place_of(environment: Mapping[str, str], logs: Path) -> Place:

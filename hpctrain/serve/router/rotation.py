@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
@@ -107,20 +107,21 @@ class RotationLoop:
             if wanted.get(name) != url and (url in wanted.values() or self._router.remove(url)):
                 del self._asked[name]
         self._collect_added(wanted)
+
+        def add(url: str) -> bool:
+            return is_well(url, self._health_path) and self._router.add(url)
+
         for name, url in wanted.items():
             if name in self._asked or name in self._adding:
                 continue
             if url in self._asked.values():
                 self._asked[name] = url  # its next launch, at the same address
             else:
-                self._adding[name] = url, self._pool.submit(self._add, url)
+                self._adding[name] = url, self._pool.submit(add, url)
         self._write(now)
         if not self._adding:
             self._settled.set()
         self.passed_at = clock.monotonic()
-
-    def _add(self, url: str) -> bool:
-        return is_well(url, self._health_path) and self._router.add(url)
 
     def _collect_added(self, wanted: dict[ReplicaName, str]) -> None:
         """Take note of what the router has added; what was withdrawn meanwhile goes again."""
@@ -194,22 +195,24 @@ class EndpointReader:
         self._epochs: dict[ReplicaName, int] = {}
 
     def valid(self, now: float) -> dict[ReplicaName, Endpoint]:
-        """The endpoints that count at `now`, seconds since the epoch. Raises OSError."""
-        found = {}
-        for name, endpoint in self._all():
-            newest = max(self._epochs.get(name, 0), endpoint.epoch)
-            self._epochs[name] = newest
-            if endpoint.epoch == newest and endpoint.lease_until >= now:
-                found[name] = endpoint
-        return without_shared_addresses(found)
+        """The endpoints that count at `now`, seconds since the epoch. Raises OSError.
 
-    def _all(self) -> Iterable[tuple[ReplicaName, Endpoint]]:
-        paths = [path for path in self._directory.iterdir() if path.suffix == ".json"]
-        self._known = {path: known for path, known in self._known.items() if path in set(paths)}
+        Of several with one address the newest counts: a port was given away again.
+        """
+        paths = {path for path in self._directory.iterdir() if path.suffix == ".json"}
+        self._known = {path: known for path, known in self._known.items() if path in paths}
+        found: dict[ReplicaName, Endpoint] = {}
         for path in paths:
             name, endpoint = ReplicaName.parse(path.stem), self._read(path)
-            if name is not None and endpoint is not None:
-                yield name, endpoint
+            if name is None or endpoint is None:
+                continue
+            newest = self._epochs[name] = max(self._epochs.get(name, 0), endpoint.epoch)
+            if endpoint.epoch == newest and endpoint.lease_until >= now:
+                found[name] = endpoint
+        newest_at: dict[str, float] = {}
+        for one in found.values():
+            newest_at[one.url] = max(newest_at.get(one.url, 0.0), one.ready_since)
+        return {name: one for name, one in found.items() if one.ready_since == newest_at[one.url]}
 
     def _read(self, path: Path) -> Endpoint | None:
         try:
@@ -219,18 +222,5 @@ class EndpointReader:
         seen = status.st_mtime_ns, status.st_size, status.st_ino
         known = self._known.get(path)
         if known is None or known[0] != seen:
-            known = seen, read_record(path, Endpoint)
-            self._known[path] = known
+            known = self._known[path] = seen, read_record(path, Endpoint)
         return known[1]
-
-
-def without_shared_addresses(
-    endpoints: dict[ReplicaName, Endpoint],
-) -> dict[ReplicaName, Endpoint]:
-    """Of several endpoints with one address keep the newest: a port was given away again."""
-    newest: dict[str, ReplicaName] = {}
-    for name, endpoint in endpoints.items():
-        other = newest.get(endpoint.url)
-        if other is None or endpoints[other].ready_since < endpoint.ready_since:
-            newest[endpoint.url] = name
-    return {name: one for name, one in endpoints.items() if newest[one.url] == name}

@@ -22,6 +22,7 @@ from hpctrain.serve.engines.contract import EngineMetrics
 from hpctrain.serve.http_request import address_of, http_request
 from hpctrain.serve.router.programs import RouterProgram
 from hpctrain.serve.router.scaling import Load
+from hpctrain.telemetry.scraped_text import ScrapedText
 
 _ASK_SECONDS = 5.0
 # So long a refused request keeps a service awake that had gone to zero.
@@ -118,36 +119,23 @@ class EngineFigures:
 
 
 def figures_of(text: str, names: EngineMetrics) -> EngineFigures:
-    """Read the figures of one engine; its parts with labels of their own are added up."""
-    from prometheus_client.parser import text_string_to_metric_families
+    """Read the figures of one engine; its parts with labels of their own are added up.
 
-    wanted = {names.requests_running: 0.0, names.requests_waiting: 0.0}
-    kv_share = 0.0
-    buckets: dict[str, dict[float, float]] = {names.ttft_seconds: {}, names.e2e_seconds: {}}
-    lines = (line for line in text.split("\n") if _is_of(line, names))
-    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
-        for sample in family.samples:
-            base = sample.name.removesuffix("_bucket")
-            if sample.name in wanted:
-                wanted[sample.name] += sample.value
-            elif sample.name == names.kv_cache_used_fraction:
-                kv_share = max(kv_share, sample.value)
-            elif base in buckets and base != sample.name:
-                end = float(sample.labels["le"])
-                buckets[base][end] = buckets[base].get(end, 0.0) + sample.value
-    return EngineFigures(
-        running=wanted[names.requests_running],
-        waiting=wanted[names.requests_waiting],
-        kv_share=kv_share,
-        ttft=buckets[names.ttft_seconds],
-        e2e=buckets[names.e2e_seconds],
+    Raises ValueError for what is no such text.
+    """
+    wanted = (
+        *(names.requests_running, names.requests_waiting, names.kv_cache_used_fraction),
+        *(names.ttft_seconds, names.e2e_seconds),
     )
-
-
-def _is_of(line: str, names: EngineMetrics) -> bool:
-    """Whether a line is of interest: an engine shows thousands, and reading them costs a core."""
-    prefixes = (names.requests_running, names.requests_waiting, names.kv_cache_used_fraction)
-    return line.startswith((*prefixes, f"{names.ttft_seconds}_b", f"{names.e2e_seconds}_b"))
+    shown = ScrapedText(text, wanted)
+    ttft, e2e = shown.histogram(names.ttft_seconds), shown.histogram(names.e2e_seconds)
+    return EngineFigures(
+        running=shown.total(names.requests_running) or 0.0,
+        waiting=shown.total(names.requests_waiting) or 0.0,
+        kv_share=shown.largest(names.kv_cache_used_fraction) or 0.0,
+        ttft=dict(ttft.buckets) if ttft is not None else {},
+        e2e=dict(e2e.buckets) if e2e is not None else {},
+    )
 
 
 class Engines:
@@ -159,23 +147,25 @@ class Engines:
 
     def ask(self, urls: Iterable[str]) -> dict[str, EngineFigures]:
         """The figures by URL of those that answer."""
-        wanted = list(urls) if self._names is not None else []
-        found = self._pool.map(self._one, wanted)
-        return {url: one for url, one in zip(wanted, found, strict=True) if one is not None}
+        names = self._names
+        if names is None:
+            return {}
+
+        def one(url: str) -> EngineFigures | None:
+            status, text = http_request(
+                address_of(url), "GET", names.path, _TIMEOUT_SECONDS, most_bytes=_MOST_BYTES
+            )
+            with contextlib.suppress(ValueError):
+                if status == HTTPStatus.OK:
+                    return figures_of(text.decode(errors="replace"), names)
+            return None
+
+        wanted = list(urls)
+        found = zip(wanted, self._pool.map(one, wanted), strict=True)
+        return {url: figures for url, figures in found if figures is not None}
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _one(self, url: str) -> EngineFigures | None:
-        names = self._names
-        assert names is not None, "asked only then"
-        status, text = http_request(
-            address_of(url), "GET", names.path, _TIMEOUT_SECONDS, most_bytes=_MOST_BYTES
-        )
-        with contextlib.suppress(ValueError):
-            if status == HTTPStatus.OK:
-                return figures_of(text.decode(errors="replace"), names)
-        return None
 
 
 class Percentiles:
