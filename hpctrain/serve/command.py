@@ -285,12 +285,11 @@ def test_service(
     """
     from hpctrain.base.errors import ObjectiveMissedError
     from hpctrain.serve.serve_text import measured_lines
-    from hpctrain.serve.test import TestRequest, run_service_test
+    from hpctrain.serve.test import run_service_test
 
     found = _found(service, runs)
-    asked = TestRequest(rate, requests, warm_up, seed, ca, token_file)
     with busy("sending requests ..."):
-        result, path = run_service_test(found, asked)
+        result, path = run_service_test(found, rate, requests, warm_up, seed, ca, token_file)
     if as_json:
         json_out("service_test", result)
     else:

@@ -13,8 +13,7 @@ import asyncio
 import gc
 import ssl
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -109,21 +108,13 @@ def send_requests(
     Once `goes_on` is false no further request is sent; the result has those that were.
     """
     run = _LoadRun(target, style, requests, planned_seconds.tolist(), name, on_record, goes_on)
-    with _no_old_objects_searched():
-        return asyncio.run(run.run())
-
-
-@contextmanager
-def _no_old_objects_searched() -> Iterator[None]:
-    """Keep the search for reference cycles off what exists already, while answers are timed.
-
-    What a caller has frozen stays frozen: there is one set of frozen objects in a process.
-    """
+    # The search for reference cycles is kept off what exists already, while answers are timed. What
+    # a caller has frozen stays frozen: there is one set of frozen objects in a process.
     callers = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
-        yield
+        return asyncio.run(run.run())
     finally:
         if not callers:
             gc.unfreeze()
@@ -240,7 +231,10 @@ class _LoadRun:
             async with session.post(url, data=body, headers=headers) as response:
                 if response.status != 200:
                     text = (await response.content.read(200)).decode("utf-8", "replace")
-                    return _http_failure(response.status), f"{response.status} {text}"
+                    own = 400 <= response.status < 500
+                    kind: FailureKind = "http 4xx" if own else "http 5xx"
+                    kind = "http 429" if response.status == 429 else kind
+                    return kind, f"{response.status} {text}"
                 async for data in response.content.iter_any():
                     answer.feed(data, self._now())
         except AnswerError as error:
@@ -261,12 +255,6 @@ class _LoadRun:
             self._lags.append(time.monotonic() - begin - _HEARTBEAT_SECONDS)
 
 
-def _http_failure(status: int) -> FailureKind:
-    if status == 429:
-        return "http 429"
-    return "http 4xx" if 400 <= status < 500 else "http 5xx"
-
-
 def require_client() -> None:
     """Raise HpctrainError unless the HTTP library can be imported."""
     try:
@@ -276,7 +264,7 @@ def require_client() -> None:
         raise HpctrainError(message, hint="pip install 'hpctrain[serving]'") from error
 
 
-# -- Reading a streamed answer: server-sent events of OpenAI's completions and chat -------------
+# -- reading a streamed answer: server-sent events of OpenAI's completions and chat -------------
 
 
 class AnswerError(Exception):

@@ -200,7 +200,13 @@ def rank_interval(samples: int, share: float, confidence: float = CONFIDENCE) ->
     centre = samples * share
     reach = math.ceil(_REACH_DEVIATIONS * math.sqrt(centre * (1 - share))) + 20
     first, last = max(0, math.floor(centre) - reach), min(samples, math.ceil(centre) + reach)
-    chances = [_binomial(samples, share, count) for count in range(first, last + 1)]
+    # binomial probabilities, by logarithms of the gamma function
+    logs = math.log(share), math.log1p(-share)
+    chances = []
+    for count in range(first, last + 1):
+        others = samples - count
+        chosen = math.lgamma(samples + 1) - math.lgamma(count + 1) - math.lgamma(others + 1)
+        chances.append(math.exp(chosen + count * logs[0] + others * logs[1]))
     below, low = 0.0, first
     for low, chance in enumerate(chances, first):  # noqa: B007
         if below + chance > tail:
@@ -213,12 +219,6 @@ def rank_interval(samples: int, share: float, confidence: float = CONFIDENCE) ->
         above += chances[high - first]
     high += 1
     return RankInterval(low if low >= 1 else None, high if high <= samples else None)
-
-
-def _binomial(samples: int, share: float, count: int) -> float:
-    """Return the probability of `count` successes, by logarithms of the gamma function."""
-    chosen = math.lgamma(samples + 1) - math.lgamma(count + 1) - math.lgamma(samples - count + 1)
-    return math.exp(chosen + count * math.log(share) + (samples - count) * math.log1p(-share))
 
 
 @dataclass(frozen=True)

@@ -88,22 +88,15 @@ class MeasuredSpeed:
             return cost
 
         def seconds(load: IterationLoad) -> Array:
-            pure = cost(_without_prompts(load))
+            none = np.zeros_like(np.asarray(load.prefill_tokens, dtype=float))
+            decoding = (load.decode_sequences, load.decode_context_tokens)
+            pure = cost(IterationLoad(none, 0.0, *decoding))
             return self.decode_factor * pure + self.prompt_factor * (cost(load) - pure)
 
         return seconds
 
 
 AS_PREDICTED = MeasuredSpeed()
-
-
-def _without_prompts(load: IterationLoad) -> IterationLoad:
-    return IterationLoad(
-        np.zeros_like(np.asarray(load.prefill_tokens, dtype=float)),
-        0.0,
-        load.decode_sequences,
-        load.decode_context_tokens,
-    )
 
 
 def iterations_of(requests: RequestTimes, replicas: int = 1) -> list[MeasuredIteration]:

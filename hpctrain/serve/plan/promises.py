@@ -85,17 +85,13 @@ def latencies(outcome: Outcome, name: LatencyName) -> Floats:
 
 def tightness(outcome: Outcome, objectives: Sequence[Objective]) -> tuple[float, Objective]:
     """Return the objective that is nearest to its limit, or furthest above: seconds over limit."""
-    found = [
-        (_over(quantile(latencies(outcome, one.latency), one.share), one), index)
-        for index, one in enumerate(objectives)
-    ]
+    found = []
+    for index, one in enumerate(objectives):
+        value = quantile(latencies(outcome, one.latency), one.share).value
+        # requests of one token have no time per further token
+        found.append((0.0 if math.isnan(value) else value / one.limit_seconds, index))
     worst, index = max(found)
     return worst, objectives[index]
-
-
-def _over(found: Quantile, objective: Objective) -> float:
-    """Divide by the limit; requests of one token have no time per further token."""
-    return 0.0 if math.isnan(found.value) else found.value / objective.limit_seconds
 
 
 @dataclass(frozen=True)
@@ -114,28 +110,29 @@ def promises(simulated: Simulated, objectives: Sequence[Objective]) -> tuple[Pro
     The chance of the simulation and the error of the cost model are independent: distances to the
     bounds add up as squares.
     """
-    return tuple(_promise(simulated, objective) for objective in objectives)
+    found = []
+    for one in objectives:
+        usual, cautious, fast, slow = (
+            quantile(latencies(outcome, one.latency), one.share)
+            for outcome in (simulated.usual, simulated.cautious, simulated.fast, simulated.slow)
+        )
+        below = math.hypot(usual.value - usual.low, usual.value - fast.value)
+        above = math.hypot(usual.high - usual.value, slow.value - usual.value)
+        found.append(
+            Promise(
+                latency=one.latency,
+                percentile=one.percentile,
+                limit_seconds=one.limit_seconds,
+                predicted_seconds=usual.value,
+                low_seconds=usual.value - below,
+                high_seconds=usual.value + above,
+                holds=max(usual.value, cautious.value) <= one.limit_seconds,
+            )
+        )
+    return tuple(found)
 
 
-def _promise(simulated: Simulated, objective: Objective) -> Promise:
-    def found(outcome: Outcome) -> Quantile:
-        return quantile(latencies(outcome, objective.latency), objective.share)
-
-    usual, cautious = found(simulated.usual), found(simulated.cautious)
-    fast, slow = found(simulated.fast).value, found(simulated.slow).value
-    return Promise(
-        latency=objective.latency,
-        percentile=objective.percentile,
-        limit_seconds=objective.limit_seconds,
-        predicted_seconds=usual.value,
-        low_seconds=usual.value - math.hypot(usual.value - usual.low, usual.value - fast),
-        high_seconds=usual.value + math.hypot(usual.high - usual.value, slow - usual.value),
-        holds=max(usual.value, cautious.value) <= objective.limit_seconds,
-    )
-
-
-# -- Quantiles of simulated latencies, with the interval in which they lie ----------------------
-
+# -- quantiles of simulated latencies, with the interval in which they lie ----------------------
 
 _BATCHES = 20  # of consecutive requests; Law, "Simulation Modeling and Analysis", section 9.5.3
 

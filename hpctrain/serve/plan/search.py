@@ -329,7 +329,18 @@ def search(offer: Offer, model: ModelFacts, engine: EngineFacts, demand: Demand)
     Shapes that nobody has decided on (fewer bits) are looked at where they might be cheaper.
     """
     bounded, refused = bound(offer, model, engine, demand)
-    ordered = sorted(bounded, key=lambda one: _order(one[0], demand))
+
+    def least_cost(one: Bounded) -> float:
+        return demand.price(one.shape, one.least_replicas(demand))
+
+    # cheapest first; among equals the one with the least load at its number of replicas
+    ordered = sorted(
+        bounded,
+        key=lambda one: (
+            least_cost(one[0]),
+            demand.rate / (one[0].least_replicas(demand) * one[0].rate),
+        ),
+    )
     best: Verdict | None = None
     failing: list[Verdict] = []
     others: list[Verdict] = []
@@ -339,7 +350,7 @@ def search(offer: Offer, model: ModelFacts, engine: EngineFacts, demand: Demand)
             if choices[0].shape.decided != decided:
                 continue
             most = math.inf if best is None else best.hourly
-            if _least_cost(choices[0], demand) >= most:
+            if least_cost(choices[0]) >= most:
                 unseen.append(choices[0])
                 continue
             holding, below = smallest(choices, demand, most)
@@ -425,16 +436,6 @@ def _bounded(
         reason = f"{least_replicas} replicas are {needed} GPUs, there are {shape.offer.most_gpus}"
         return Unusable(shape, reason, needed / shape.offer.most_gpus)
     return tuple(found)
-
-
-def _least_cost(bounded: Bounded, demand: Demand) -> float:
-    return demand.price(bounded.shape, bounded.least_replicas(demand))
-
-
-def _order(bounded: Bounded, demand: Demand) -> tuple[float, float]:
-    """Cheapest first; among equals the one with the least load at its number of replicas."""
-    least = bounded.least_replicas(demand)
-    return _least_cost(bounded, demand), demand.rate / (least * bounded.rate)
 
 
 def smallest(
@@ -527,26 +528,20 @@ def simulated(
         demand.policy,
         engine.request_seconds(bounded.tables.traffic.prompt_tokens),
     )
+    sent = demand.requests.first(requests)
+    if not engine.shares_prefixes:
+        sent = replace(sent, shared_prefix_tokens=0)
     per_replica = demand.rate / count
     batch = steady_batch(table, bounded.limits, bounded.tables.traffic, per_replica)
     begun = bounded.limits.max_sequences if batch is None else math.ceil(batch.sequences)
     held = bounded.limits.kv_capacity_tokens / bounded.tables.traffic.context_tokens
     return simulate_open(
         service,
-        _first(demand.requests, requests, engine.shares_prefixes),
+        sent,
         per_replica * shown,
         Window(_WARM_UP, _COOL_DOWN, begun=min(begun, int(0.9 * held))),
         seed=demand.seed,
         patient=patient,
-    )
-
-
-def _first(requests: Requests, count: int, shares_prefixes: bool) -> Requests:
-    return Requests(
-        requests.arrival_units[:count],
-        requests.prompt_tokens[:count],
-        requests.output_tokens[:count],
-        requests.shared_prefix_tokens if shares_prefixes else 0,
     )
 
 

@@ -94,8 +94,8 @@ class EngineProcess:
         ended = self._process.poll() is not None
         return ended and _ADDRESS_TAKEN.search(self.tail) is not None
 
-    def end(self, seconds: float) -> bool:
-        """Ask it to end, wait, and kill what is left of its group; True if it left by itself."""
+    def end(self, seconds: float) -> None:
+        """Ask it to end, wait, and kill what is left of its group."""
         deadline = clock.monotonic() + seconds
         if self._process.poll() is None:
             # The engine and its own children, which do not hear SIGTERM. Not all: workers of a
@@ -106,13 +106,11 @@ class EngineProcess:
                     os.kill(pid, signal.SIGINT)
         while self._process.poll() is None and clock.monotonic() < deadline:
             clock.sleep(_POLL_SECONDS)
-        left = self._process.poll() is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         self._reader.join(_READ_SECONDS)
         self._place.cleanup()
-        return left
 
     def _read(self) -> None:
         """Copy its output line by line into this task's, which is the log of the rank."""

@@ -199,7 +199,7 @@ class EndpointReader:
 
         Of several with one address the newest counts: a port was given away again.
         """
-        paths = {path for path in self._directory.iterdir() if path.suffix == ".json"}
+        paths = [path for path in self._directory.iterdir() if path.suffix == ".json"]
         self._known = {path: known for path, known in self._known.items() if path in paths}
         found: dict[ReplicaName, Endpoint] = {}
         for path in paths:

@@ -52,9 +52,8 @@ class Played:
         ended = self._ends_after is not None and self._looks > self._ends_after
         return RuntimeError("ended") if ended else None
 
-    def end(self, _: float) -> bool:
+    def end(self, _: float) -> None:
         self.done.append("engine ended")
-        return True
 
 
 def drained(played: Played, seconds: float = 60.0) -> DrainRecord:

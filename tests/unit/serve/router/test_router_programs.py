@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pytest
 from router_programs import SERVED_NAME, Engine, ask, complete, engines, haproxy, vllm_router
+from serving_documents import SETTINGS
 from variants import varied
 from waiting import wait_until
 
 from hpctrain.base import reserved_ports
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.records.service_settings import RouterSettings, ScalingSettings, ServiceSettings
 from hpctrain.serve.router.haproxy import MOST_BODY_BYTES, Haproxy, configuration
 from hpctrain.serve.router.programs import (
     RETRY_AFTER_SECONDS,
@@ -35,14 +35,6 @@ from hpctrain.serve.router.programs import (
 from hpctrain.serve.router.vllm_router import VllmRouter
 
 Start = Callable[..., RouterProgram]
-SETTINGS = ServiceSettings(
-    service_id="s",
-    engine="vllm",
-    router=RouterSettings(name="vllm-router", policy="least_loaded", place="job", processes=2),
-    scaling=ScalingSettings(count=2, spare=0, least=1, most=4, capacity_rate=10.0),
-    load_seconds=60.0,
-    drain_seconds=20.0,
-)
 TOKEN = "s3cret-0f-one-client"
 OTHER = "t0ken-of-an0ther"
 # The name of each program, and what it calls its process.
