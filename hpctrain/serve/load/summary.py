@@ -8,7 +8,6 @@ promise (see `measurement`), drawing (`hpctrain.report.latency_picture`).
 from __future__ import annotations
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.serve.load.measurement import (
     ClientLoad,
-    ClientUse,
     FailureKind,
     Failures,
     MeasuredLatency,
@@ -51,8 +49,17 @@ def summarize(target: LoadTarget, plan: LoadPlan, result: LoadResult) -> Measure
     answered = [one for one in counted if one.failure is None]
     ends = [one.last_token_seconds or one.planned_seconds for one in counted]
     duration = max(ends, default=0.0) - plan.warm_up_seconds
+    output_tokens = sum(one.answered_tokens for one in answered)
     quantiles = tuple(_quantiles(counted))
-    client = _client_load(counted, result.use)
+    late = [one.sent_seconds - one.planned_seconds for one in counted]
+    client = ClientLoad(
+        cpu_share=result.use.cpu_share,
+        late_p50_seconds=sample_at(late, 0.5),
+        late_p99_seconds=sample_at(late, 0.99),
+        late_max_seconds=max(late, default=0.0),
+        lag_p99_seconds=sample_at(result.use.lag_seconds, 0.99),
+        most_outstanding=result.use.most_outstanding,
+    )
     return Measurement(
         url=target.url,
         model=target.model,
@@ -65,21 +72,14 @@ def summarize(target: LoadTarget, plan: LoadPlan, result: LoadResult) -> Measure
         warm_up_seconds=plan.warm_up_seconds,
         duration_seconds=max(0.0, duration),
         answered_rate=len(answered) / duration if duration > 0 else 0.0,
-        prompt_tokens_mean=_mean(one.prompt_tokens for one in counted),
-        output_tokens_mean=_mean(one.answered_tokens for one in answered),
-        output_tokens_rate=(
-            sum(one.answered_tokens for one in answered) / duration if duration > 0 else 0.0
-        ),
+        prompt_tokens_mean=sum(one.prompt_tokens for one in counted) / max(1, len(counted)),
+        output_tokens_mean=output_tokens / max(1, len(answered)),
+        output_tokens_rate=output_tokens / duration if duration > 0 else 0.0,
         quantiles=quantiles,
         failures=tuple(_failures(counted)),
         client=client,
         refused=tuple(_reasons_to_refuse(client, quantiles, len(counted))),
     )
-
-
-def _mean(numbers: Iterable[int]) -> float:
-    given = list(numbers)
-    return statistics.fmean(given) if given else 0.0
 
 
 def _quantiles(counted: Sequence[RequestRecord]) -> Iterable[MeasuredQuantile]:
@@ -132,18 +132,6 @@ def _failures(counted: Sequence[RequestRecord]) -> Iterable[Failures]:
             planned_seconds=tuple(one.planned_seconds for one in failed[:_NAMED_FAILURES]),
             detail=failed[0].detail,
         )
-
-
-def _client_load(counted: Sequence[RequestRecord], use: ClientUse) -> ClientLoad:
-    late = [one.sent_seconds - one.planned_seconds for one in counted]
-    return ClientLoad(
-        cpu_share=use.cpu_share,
-        late_p50_seconds=sample_at(late, 0.5),
-        late_p99_seconds=sample_at(late, 0.99),
-        late_max_seconds=max(late, default=0.0),
-        lag_p99_seconds=sample_at(use.lag_seconds, 0.99),
-        most_outstanding=use.most_outstanding,
-    )
 
 
 def _reasons_to_refuse(

@@ -64,7 +64,12 @@ _MEASURED = 3
 _MOST_COMPARISONS = 5
 # A wait in the queue that is longer than this says nothing about the next one.
 _LONGEST_QUEUE_SECONDS = 6 * 3600.0
-_HOUR_SECONDS = 3600.0
+
+_NOTED_PHASES = {
+    "ready": ServiceEventKind.REPLICA_READY,
+    "failed": ServiceEventKind.REPLICA_FAILED,
+    "ended": ServiceEventKind.REPLICA_ENDED,
+}
 
 
 class Controller:
@@ -210,7 +215,16 @@ class Controller:
             old, since = self._since.get(str(view.name), ("", now))
             if phase != old:
                 since = now
-                self._note_phase(view, phase, endpoint)
+                if phase in _NOTED_PHASES:
+                    self._ledger.append(
+                        _NOTED_PHASES[phase],
+                        epoch=self._epoch,
+                        replica=str(view.name),
+                        job_id=view.job_id,
+                        node=view.node,
+                        url=endpoint.url if endpoint is not None else None,
+                        reason=view.problem or None,
+                    )
             self._since[str(view.name)] = phase, since
             found.append(
                 ReplicaView(
@@ -226,24 +240,6 @@ class Controller:
                 )
             )
         return found
-
-    def _note_phase(self, view: JobView, phase: Phase, endpoint: Endpoint | None) -> None:
-        kinds = {
-            "ready": ServiceEventKind.REPLICA_READY,
-            "failed": ServiceEventKind.REPLICA_FAILED,
-            "ended": ServiceEventKind.REPLICA_ENDED,
-        }
-        if phase not in kinds:
-            return
-        self._ledger.append(
-            kinds[phase],
-            epoch=self._epoch,
-            replica=str(view.name),
-            job_id=view.job_id,
-            node=view.node,
-            url=endpoint.url if endpoint is not None else None,
-            reason=view.problem or None,
-        )
 
     # -- deciding --------------------------------------------------------------------------
 
