@@ -133,7 +133,7 @@ SLEEPERS = {
     "checkpoints/test_verify.py": "leaves other threads the time to come, if they may",
     "observe/test_service_metrics.py": "a server that answers slowly",
     "serve/router/test_router_programs.py": "clients that come one after the other",
-    "serve/streaming_server.py": "an engine that answers slowly",
+    "serve/test_load_sending.py": "an engine that answers slowly",
     "supervise/acting_rank.py": "a process that stands still",
     "supervise/acting_srun.py": "a process that takes its time",
     "supervise/test_supervise_probe.py": "would see a signal that comes afterwards",
