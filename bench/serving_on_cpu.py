@@ -30,16 +30,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.serve.load.iteration_fit import IterationFit, TimedIteration, fit_iterations
+from bench.serving_iteration_fit import IterationFit, TimedIteration, fit_iterations
 from hpctrain.serve.load.measurement import Measurement, RequestRecord
-from hpctrain.serve.load.order_statistics import sample_quantile
-from hpctrain.serve.load.prompts import PromptStyle
-from hpctrain.serve.load.sending import LoadPlan, LoadTarget, send_requests
-from hpctrain.serve.load.summary import summarize
+from hpctrain.serve.load.sending import LoadPlan, LoadTarget, PromptStyle, send_requests
+from hpctrain.serve.load.summary import sample_quantile, summarize
 from hpctrain.serve.plan.batching import BatchLimits
-from hpctrain.serve.plan.iteration_table import IterationTable
 from hpctrain.serve.plan.routing import SimulatedService, Window, simulate_arrivals
-from hpctrain.serve.plan.step_time import IterationLoad
+from hpctrain.serve.plan.step_time import IterationLoad, IterationTable
 from hpctrain.serve.plan.traffic import Floats, Lengths, Requests, Traffic, draw_requests
 from hpctrain.serve.tiny_llama import TinyShape
 from tests.serving_environment import RunningEngine, running_engine, serving_python, tiny_start

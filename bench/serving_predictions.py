@@ -21,11 +21,7 @@ from bench.serving_rows import (
     read_serving_rows,
     serving_case,
 )
-from hpctrain.plan.cost.case import Floats, stack
-from hpctrain.serve.plan.kv_cache import fits, largest_batch
-from hpctrain.serve.plan.served_model import stack_served
-from hpctrain.serve.plan.serving_machine import ReplicaCase, ServingMachine, serving_machine
-from hpctrain.serve.plan.steady_state import (
+from bench.serving_steady_state import (
     ClosedLoad,
     Latencies,
     OpenLoad,
@@ -33,6 +29,10 @@ from hpctrain.serve.plan.steady_state import (
     disaggregated,
     open_loop,
 )
+from hpctrain.plan.cost.case import Floats, stack
+from hpctrain.serve.plan.served_model import stack_served
+from hpctrain.serve.plan.serving_machine import ReplicaCase, ServingMachine, serving_machine
+from hpctrain.serve.plan.step_time import fits, largest_batch
 from hpctrain.spec.loader import load_calibration, load_catalogue, load_serving_calibration
 from hpctrain.spec.serving_calibration import (
     ServingCalibration,

@@ -24,14 +24,13 @@ from hpctrain.records.service_records import (
     ServiceState,
     Traffic,
 )
-from hpctrain.serve.load.measurement import ClientUse, FailureKind, RequestRecord
+from hpctrain.serve.load.measurement import ClientUse, FailureKind, RequestRecord, compare
 from hpctrain.serve.load.sending import LoadPlan, LoadResult, LoadTarget
-from hpctrain.serve.load.service_test import compare
 from hpctrain.serve.load.summary import summarize
 from hpctrain.serve.plan.documents import Promise, ReplicaPlan, ServicePlan
 from hpctrain.serve.plan.traffic import Traffic as PlannedTraffic
 from hpctrain.serve.service_files import ServiceFiles
-from hpctrain.serve.settings import service_settings
+from hpctrain.serve.service_job import service_settings
 from hpctrain.spec.loader import load_profile, load_service_spec
 
 NOW = 1_800_000_000.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine_process import SERVED_NAME
+from router_programs import SERVED_NAME
 from waiting import PATIENCE_SECONDS, wait_until
 
 from hpctrain.records.epochs import claim_epoch
@@ -24,7 +24,7 @@ from hpctrain.records.service_layout import ReplicaName, ServiceLayout
 from hpctrain.records.service_records import DrainRecord, Endpoint, Rotation
 from hpctrain.serve.engines.contract import EngineStart
 from hpctrain.serve.replica.config import ReplicaConfig
-from hpctrain.serve.stand_in.interpreter import write_engine_interpreter
+from hpctrain.serve.stand_in import write_engine_interpreter
 
 NAME = ReplicaName(1, 1)
 

@@ -1,7 +1,7 @@
-"""Real routers for tests: vllm-router of the serving environment, and HAProxy of Debian.
+"""Programs that serve, as processes of a test: real routers, and stand-in engines.
 
-Belongs here: having them, and stand-in engines for them to ask. Does not belong here: what is
-tested with them.
+Belongs here: having vllm-router of the serving environment and HAProxy of Debian, stand-in engines
+for them to ask, and requests to all of them. Does not belong here: what is tested with them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from waiting import PATIENCE_SECONDS, wait_until
@@ -62,6 +62,7 @@ class Engine:
 
     port: int
     process: subprocess.Popen[bytes]
+    log: Path
 
     @property
     def url(self) -> str:
@@ -74,31 +75,40 @@ class Engine:
 
 @contextlib.contextmanager
 def engines(
-    place: Path, count: int, settings: Mapping[str, Any] | None = None
+    place: Path, count: int, settings: Mapping[str, Any] | None = None, *words: str
 ) -> Iterator[list[Engine]]:
-    """Stand-in engines that answer; gone afterwards."""
-    place.mkdir(parents=True, exist_ok=True)
-    path = place / f"engines-{time.time_ns()}.json"
-    path.write_text(json.dumps(settings or {}))
-    environment = {**os.environ, "STAND_IN_ENGINE": str(path)}
-    running = []
-    try:
-        for _ in range(count):
-            port = free_port()
-            words = ["--model", str(place), "--served-model-name", SERVED_NAME]
-            words += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "64"]
-            command = [sys.executable, "-m", "hpctrain.serve.stand_in", *words]
-            with (place / f"engine-{port}.log").open("wb") as log:
-                process = subprocess.Popen(
-                    command, env=environment, stdout=log, stderr=subprocess.STDOUT
-                )
-            running.append(Engine(port, process))
+    """Stand-in engines that answer, with these settings and words; gone afterwards."""
+    told = {"answers": False, **(settings or {})}
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(stand_in(place, *words, **told)) for _ in range(count)]
         for engine in running:
             await_engine(engine)
         yield running
+
+
+@contextlib.contextmanager
+def stand_in(place: Path, *words: str, answers: bool = True, **settings: Any) -> Iterator[Engine]:
+    """Start a stand-in with weights in `place`; given once it answers, and gone afterwards."""
+    place.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    told = place / f"engine-{port}.json"
+    told.write_text(json.dumps(settings))
+    argv = [sys.executable, "-m", "hpctrain.serve.stand_in", "--model", str(place)]
+    argv += ["--served-model-name", SERVED_NAME, "--port", str(port), *words]
+    with (place / f"engine-{port}.log").open("wb") as log:
+        process = subprocess.Popen(
+            argv,
+            env={**os.environ, "STAND_IN_ENGINE": str(told)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    engine = Engine(port, process, place / f"engine-{port}.log")
+    try:
+        if answers:
+            await_engine(engine)
+        yield engine
     finally:
-        for engine in running:
-            engine.kill()
+        engine.kill()
 
 
 def await_engine(engine: Engine) -> None:
@@ -149,3 +159,12 @@ def complete(port: int, *, stream: bool = False, tokens: int = 4, **others: Any)
     asked = {"model": SERVED_NAME, "prompt": "hello", "max_tokens": tokens, "stream": stream}
     fields = {"Content-Type": "application/json", **others.pop("fields", {})}
     return ask(port, "POST", "/v1/completions", json.dumps(asked).encode(), fields, **others)
+
+
+def request(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
+    """Status and text of an answer; status 0 where there is none."""
+    parts = urlsplit(url)
+    sent = None if body is None else json.dumps(body).encode()
+    method, fields = "GET" if sent is None else "POST", {"Content-Type": "application/json"}
+    reply = ask(parts.port or 80, method, parts.path, sent, fields)
+    return reply.status, reply.body.decode()

@@ -1,16 +1,28 @@
-"""A small service as documents for tests: spec, plan, and what replicas are made of."""
+"""A small service as documents for tests: spec, plan, settings, endpoints, the prototype."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
-from hpctrain.records.service_layout import ServiceLayout
+from hpctrain.records.service_layout import ReplicaName, ServiceLayout
+from hpctrain.records.service_records import Endpoint
+from hpctrain.records.service_settings import RouterSettings, ScalingSettings, ServiceSettings
 from hpctrain.serve.plan.documents import ReplicaPlan, ServicePlan
-from hpctrain.serve.replica_prototype import replica_documents, write_prototype
-from hpctrain.serve.service_job import ServiceInputs
+from hpctrain.serve.service_job import ServiceInputs, replica_documents, write_prototype
 from hpctrain.spec.loader import load_profile, load_service_spec, partition_profile
 
 SERVED_NAME = "tiny"
+SETTINGS = ServiceSettings(
+    service_id="s",
+    engine="vllm",
+    router=RouterSettings(name="vllm-router", policy="least_loaded", place="job", processes=2),
+    scaling=ScalingSettings(count=2, spare=0, least=1, most=4, capacity_rate=10.0),
+    load_seconds=60.0,
+    drain_seconds=20.0,
+    poll_seconds=0.0,
+)
 
 _SPEC = """\
 kind: service
@@ -95,3 +107,22 @@ def write_service(
     inputs = ServiceInputs(loaded, site, plan, weights, python)
     write_prototype(service, replica_documents(service, inputs))
     return service
+
+
+def endpoint_of(name: ReplicaName, **changes: Any) -> Endpoint:
+    """The endpoint of a replica that is ready since now."""
+    now = time.time()
+    known: dict[str, Any] = {
+        "replica": str(name),
+        "epoch": 1,
+        "job_id": 1,
+        "node": "n1",
+        "url": f"http://n1:{8000 + name.number}",
+        "served_name": SERVED_NAME,
+        "engine": "vllm",
+        "weights_digest": "0",
+        "ready_since": now,
+        "load_seconds": 33.0,
+        "lease_until": now + 600,
+    }
+    return Endpoint(**known | changes)

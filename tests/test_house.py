@@ -61,9 +61,14 @@ PURE_FILES = (
     *("sandbox/monitoring.py", "observe/alert_rules.py", "observe/families.py"),
     *("observe/samples.py", "observe/exposition.py", "observe/grafana_dashboard.py"),
     *("observe/panel_data.py", "observe/panel_needs.py", "telemetry/scraped_text.py"),
+<<<<<<< HEAD
     *("serve/latency_windows.py"),
     *("serve/load/summary.py", "serve/load/service_test.py", "serve/load/iteration_fit.py"),
     *("serve/load/order_statistics.py", "serve/load/prompts.py", "serve/load/answers.py"),
+=======
+    "telemetry/serving_time.py",
+    *("serve/load/summary.py", "serve/load/measurement.py"),
+>>>>>>> land-serve
     *("serve/router/decide.py", "serve/router/scaling.py"),
     *(
         "runs/state.py",
@@ -96,9 +101,9 @@ SPEAKERS = (*SPEAKERS, "serve/tiny_llama.py")
 # The load generator, another one.
 SPEAKERS = (*SPEAKERS, "serve/load/__main__.py")
 # An engine for rehearsals, a program of its own.
-SPEAKERS = (*SPEAKERS, "serve/stand_in/__main__.py", "serve/stand_in/http_server.py")
+SPEAKERS = (*SPEAKERS, "serve/stand_in.py")
 # The program of a replica: its lines in the log of its task, and its shield before exec.
-SPEAKERS = (*SPEAKERS, "serve/replica/__main__.py", "serve/replica/log.py")
+SPEAKERS = (*SPEAKERS, "serve/replica/__main__.py", "serve/replica/life.py")
 SPEAKERS = (*SPEAKERS, "serve/replica/shield.py")
 # The program of the router's job.
 SPEAKERS = (*SPEAKERS, "serve/router/__main__.py")
@@ -114,7 +119,7 @@ POPEN = (*POPEN, "train/saving/writer.py")
 # An engine that answers requests for as long as its replica lives.
 POPEN = (*POPEN, "serve/replica/engine_process.py")
 # The router of a service, which lives as long as its job; or without one, on a login node.
-POPEN = (*POPEN, "serve/router/programs.py", "serve/router_on_login_node.py")
+POPEN = (*POPEN, "serve/router/programs.py", "serve/start_router.py")
 # A profiler that lives as long as the rank below it.
 POPEN = (*POPEN, "train/launchers/nsight.py")
 
@@ -124,7 +129,7 @@ OWN_TIME = {
     "base/beside_training.py": "waits in select(2) for its stdin",
     "supervise/timeouts.py": "waits for a thread that may be stuck in a system call",
     "serve/load/": "a program that measures, in asyncio",
-    "serve/stand_in/": "a program for rehearsals, in asyncio and threads",
+    "serve/stand_in.py": "a program for rehearsals, in asyncio and threads",
     "train/": "programs with torch, which measure",
 }
 
@@ -133,7 +138,7 @@ SLEEPERS = {
     "checkpoints/test_verify.py": "leaves other threads the time to come, if they may",
     "observe/test_service_metrics.py": "a server that answers slowly",
     "serve/router/test_router_programs.py": "clients that come one after the other",
-    "serve/streaming_server.py": "an engine that answers slowly",
+    "serve/test_load_sending.py": "an engine that answers slowly",
     "supervise/acting_rank.py": "a process that stands still",
     "supervise/acting_srun.py": "a process that takes its time",
     "supervise/test_node_probe.py": "would see a signal that comes afterwards",

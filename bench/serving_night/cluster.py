@@ -25,9 +25,9 @@ from bench.rehearsals import (
 from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, default_shape
-from hpctrain.serve.down import stop_service
+from hpctrain.serve.control import stop_service
 from hpctrain.serve.service_job import ServiceInputs
-from hpctrain.serve.stand_in.interpreter import write_engine_interpreter
+from hpctrain.serve.stand_in import write_engine_interpreter
 from hpctrain.serve.tiny_llama import write_tiny_llama
 from hpctrain.serve.up import service_weights, start_service
 from hpctrain.spec.loader import load_profile, load_service_spec, partition_profile

@@ -23,10 +23,9 @@ from hpctrain.records.supervise_config import known_supervise_config
 from hpctrain.runs.service_status import ReplicaStatus
 from hpctrain.sandbox.faults import crash_node, job_processes
 from hpctrain.sandbox.job_processes import JobProcess
+from hpctrain.serve.control import request_restart, request_scale
 from hpctrain.serve.engines.registry import SERVING_ENGINES
-from hpctrain.serve.replica.answers import EngineAnswers
-from hpctrain.serve.restart import request_restart
-from hpctrain.serve.scale import request_scale
+from hpctrain.serve.replica.engine_process import EngineAnswers
 
 _ENGINES = ("vllm", "hpctrain.serve.stand_in")
 _URGENT_SECONDS = 5

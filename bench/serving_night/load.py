@@ -18,8 +18,7 @@ from hpctrain.records.run_records import read_record
 from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.records.service_records import Rotation
 from hpctrain.serve.load.measurement import RequestRecord
-from hpctrain.serve.load.prompts import PromptStyle
-from hpctrain.serve.load.sending import LoadResult, LoadTarget, send_requests
+from hpctrain.serve.load.sending import LoadResult, LoadTarget, PromptStyle, send_requests
 from hpctrain.serve.plan.traffic import Lengths, Traffic, draw_requests
 
 _NAME = "night"

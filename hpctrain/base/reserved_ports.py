@@ -4,7 +4,7 @@ A port that was only found free may be another's by the time its program listens
 a UDP socket that is bound to the number: TCP does not mind it, and nobody else who reserves gets
 it. Belongs here: which numbers, and the reservation. Does not belong here: the block of a sandbox
 (`hpctrain.sandbox.ports`), what replicas of several jobs on one node agree on
-(`hpctrain.serve.replica.ports`).
+(`hpctrain.serve.replica.lifecycle`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One chart of a load test, and below it the lives of the replicas on the same axis of time. Belongs
 here: that picture, and the Gantt chart of replicas. Does not belong here: windows of requests
-(`hpctrain.serve.latency_windows`), other sections of the page (`service_page`).
+(`hpctrain.serve.load.summary`), other sections of the page (`service_page`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpctrain.page.charts import Axis, Entry, Level, Line, Part, Row, Rule, line
 from hpctrain.page.scales import clock
 from hpctrain.page.words import duration
 from hpctrain.report.service_report import MarkKind, ServiceMark, TestedLatency
-from hpctrain.serve.latency_windows import LatencyOverTime
+from hpctrain.serve.load.summary import LatencyOverTime
 from hpctrain.serve.replica_lives import LifePhase, ReplicaLife
 
 LATENCY_WORDS = {

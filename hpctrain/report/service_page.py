@@ -46,8 +46,7 @@ from hpctrain.report.latency_picture import (
     replica_chart,
 )
 from hpctrain.report.service_report import ServiceReport, TestedLatency
-from hpctrain.serve.load.measurement import MeasuredQuantile
-from hpctrain.serve.load.service_test import ObjectiveResult
+from hpctrain.serve.load.measurement import MeasuredQuantile, ObjectiveResult
 from hpctrain.serve.plan.documents import Promise
 from hpctrain.serve.replica_lives import ReplicaLife
 

@@ -2,7 +2,7 @@
 
 Belongs here: which facts the page has, each with the reason where it cannot be read; how much of
 its time a service had the replicas that it needs; what happened to it, as marks in time. Does not
-belong here: lives of replicas (`replica_lives`), windows of latencies (`latency_windows`), HTML
+belong here: lives of replicas (`replica_lives`), windows of latencies (`summary`), HTML
 (`hpctrain.report`).
 """
 
@@ -21,14 +21,13 @@ from hpctrain.records.run_records import read_record
 from hpctrain.records.service_ledger import ServiceEvent, ServiceEventKind
 from hpctrain.records.service_records import Address, ServiceState, Traffic
 from hpctrain.report.collect import Unread
-from hpctrain.serve.latency_windows import (
+from hpctrain.serve.load.measurement import RequestRecord, ServiceTest
+from hpctrain.serve.load.summary import (
     FailedRequest,
     LatencyOverTime,
     failed_requests,
     latencies_over_time,
 )
-from hpctrain.serve.load.measurement import RequestRecord
-from hpctrain.serve.load.service_test import ServiceTest
 from hpctrain.serve.plan.documents import Promise, ServicePlan
 from hpctrain.serve.replica_lives import (
     ASKED_FOR,

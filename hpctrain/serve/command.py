@@ -71,7 +71,7 @@ def plan(
     """
     from hpctrain.base.errors import InvalidInputError
     from hpctrain.serve.make_plan import plan_service
-    from hpctrain.serve.plan_text import planned_lines
+    from hpctrain.serve.serve_text import planned_lines
     from hpctrain.spec.loader import load_service_spec
     from hpctrain.spec.profiles import load_named_profile
 
@@ -183,7 +183,7 @@ def scale(service: str, replicas: str, runs: Path | None) -> None:
       hpctrain serve scale chat70b 5
       hpctrain serve scale chat70b auto
     """
-    from hpctrain.serve.scale import request_scale
+    from hpctrain.serve.control import request_scale
 
     if replicas != "auto" and not replicas.isdecimal():
         raise click.UsageError(f"`{replicas}` is neither a number of replicas nor `auto`")
@@ -210,7 +210,7 @@ def restart(service: str, reason: str, compare: bool, runs: Path | None) -> None
       hpctrain serve restart chat70b --reason "a node image with another driver"
       hpctrain serve restart chat70b --no-compare --reason "other weights"
     """
-    from hpctrain.serve.restart import request_restart
+    from hpctrain.serve.control import request_restart
 
     found = _found(service, runs)
     request_restart(found, reason, compare=compare)
@@ -230,7 +230,7 @@ def down(service: str, now: bool, runs: Path | None, yes: bool) -> None:
       hpctrain serve down chat70b
       hpctrain serve down chat70b --now -y
     """
-    from hpctrain.serve.down import stop_service
+    from hpctrain.serve.control import stop_service
     from hpctrain.serve.serve_text import ending_line
     from hpctrain.slurm.client import SlurmClient
 
@@ -285,12 +285,11 @@ def test_service(
     """
     from hpctrain.base.errors import ObjectiveMissedError
     from hpctrain.serve.serve_text import measured_lines
-    from hpctrain.serve.test import TestRequest, run_service_test
+    from hpctrain.serve.test import run_service_test
 
     found = _found(service, runs)
-    asked = TestRequest(rate, requests, warm_up, seed, ca, token_file)
     with busy("sending requests ..."):
-        result, path = run_service_test(found, asked)
+        result, path = run_service_test(found, rate, requests, warm_up, seed, ca, token_file)
     if as_json:
         json_out("service_test", result)
     else:

@@ -1,7 +1,7 @@
 """Plan a service on one cluster or on several: the model's shape, a trace, the GPU's constants.
 
 Belongs here: what is read from files for it, and which refusal belongs to which file. Does not
-belong here: decisions (`hpctrain.serve.plan`), printing (`hpctrain.serve.plan_text`).
+belong here: decisions (`hpctrain.serve.plan`), printing (`hpctrain.serve.serve_text`).
 """
 
 from __future__ import annotations
@@ -103,19 +103,19 @@ def plan_service(
             refused.append(RefusedCluster(profile=name, reason=str(error), hint=error.hint))
     if not plans:
         raise errors[0]
-    plans.sort(key=_price)
+    # by money, and plans without prices behind them by GPU-hours
+    plans.sort(
+        key=lambda plan: (
+            plan.cost_per_hour is None,
+            plan.cost_per_hour or plan.gpu_hours_per_hour or float(plan.gpus),
+        )
+    )
     return PlannedService(service=spec.document.name, plans=tuple(plans), refused=tuple(refused))
-
-
-def _price(plan: ServicePlan) -> tuple[bool, float]:
-    """Order by money, and plans without prices behind them by GPU-hours."""
-    gpus = plan.gpu_hours_per_hour or float(plan.gpus)
-    return plan.cost_per_hour is None, plan.cost_per_hour or gpus
 
 
 def service_request(
     spec: Loaded[ServiceSpec],
-    profile: Loaded[ClusterProfile],
+    cluster: Loaded[ClusterProfile],
     model: ModelFacts,
     trace: Trace | None = None,
     *,
@@ -128,24 +128,35 @@ def service_request(
     from hpctrain.plan.cost.constants import fabric_of
     from hpctrain.serve.plan.candidates import EngineFacts
     from hpctrain.serve.plan.measured_speed import AS_PREDICTED, MeasuredSpeed
-    from hpctrain.serve.plan.offers import offer_of
     from hpctrain.serve.plan.promises import ModelError
     from hpctrain.serve.plan.service_plan import ServiceRequest
-    from hpctrain.serve.plan.serving_machine import serving_machine
+    from hpctrain.serve.plan.serving_machine import offer_of, serving_machine
 
     service = spec.document
-    own = partition_profile(profile, service.resources.partition)
-    gpu = _emulated(own.document) if own.document.gpu.emulated else None
+    own = partition_profile(cluster, service.resources.partition)
+    profile = own.document
     knowledge = load_knowledge(own)
-    gpu = gpu or knowledge.gpu
+    gpu = knowledge.gpu
+    if profile.gpu.emulated:
+        # Slurm only counts such a GPU: processes compute on a core of a CPU.
+        gpu = Gpu(
+            name="emulated",
+            generation="other",
+            memory=profile.gpu.memory,
+            peak={"fp32": CORE_RATE, "bf16": CORE_RATE},
+            memory_bandwidth=CORE_BANDWIDTH,
+            nvlink_bandwidth=profile.nvlink.bandwidth,
+            nvlink_domain=profile.nvlink.domain,
+            network_bandwidth=profile.network.nic_bandwidth,
+            per_node=profile.gpu.per_node,
+            source="one core of a CPU, roughly",
+        )
     if gpu is None:
-        message = f"profile {own.document.name} has no speed of its GPUs: a service is not planned"
+        message = f"profile {profile.name} has no speed of its GPUs: a service is not planned"
         raise InvalidInputError([own.problem("gpu", message, "name the GPU in `gpu.model`")])
     serving, training = load_serving_calibration(), knowledge.calibration
-    machine = serving_machine(
-        gpu, serving, training, fabric_of(training, own.document.network.fabric)
-    )
-    speed, site = AS_PREDICTED, own.document.calibration
+    machine = serving_machine(gpu, serving, training, fabric_of(training, profile.network.fabric))
+    speed, site = AS_PREDICTED, profile.calibration
     if measured and isinstance(site, SiteCalibration) and service.engine.name in site.serving:
         found = site.serving[service.engine.name]
         speed = MeasuredSpeed(
@@ -157,11 +168,11 @@ def service_request(
     error = speed.log_deviation
     if error is None:
         unseen = serving.engine(service.engine.name).unseen_error
-        error = EMULATED_ERROR if own.document.gpu.emulated else unseen
+        error = EMULATED_ERROR if profile.gpu.emulated else unseen
     return ServiceRequest(
         spec=service,
-        profile=own.document,
-        offer=offer_of(own.document, gpu, machine, service.resources),
+        profile=profile,
+        offer=offer_of(profile, gpu, machine, service.resources),
         model=model,
         engine=EngineFacts(
             service.engine,
@@ -171,22 +182,6 @@ def service_request(
         ),
         error=ModelError(error),
         trace=trace,
-    )
-
-
-def _emulated(profile: ClusterProfile) -> Gpu:
-    """Describe a GPU that Slurm only counts: processes compute on a core of a CPU."""
-    return Gpu(
-        name="emulated",
-        generation="other",
-        memory=profile.gpu.memory,
-        peak={"fp32": CORE_RATE, "bf16": CORE_RATE},
-        memory_bandwidth=CORE_BANDWIDTH,
-        nvlink_bandwidth=profile.nvlink.bandwidth,
-        nvlink_domain=profile.nvlink.domain,
-        network_bandwidth=profile.network.nic_bandwidth,
-        per_node=profile.gpu.per_node,
-        source="one core of a CPU, roughly",
     )
 
 

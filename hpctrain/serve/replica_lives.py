@@ -173,7 +173,13 @@ def replica_life(
         _Mark(one.time, _OF_SERVICE[one.event]) for one in own if one.event in _OF_SERVICE
     )
     marks = sorted([*of_service, *_job_marks(job)], key=lambda mark: mark.event_time)
-    over_since = _over_since(marks)
+    # It ended for good at the first mark after which nothing has begun again.
+    over_since: float | None = None
+    for mark in marks:
+        if mark.phase not in (None, "failed"):
+            over_since = None
+        elif mark.phase is None and over_since is None:
+            over_since = mark.event_time
     if over_since is None and seen is not None and seen.phase in _GONE:
         over_since = seen.since
         marks.append(_Mark(seen.since, None))
@@ -184,7 +190,16 @@ def replica_life(
         if one.event in (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST) and one.cause
     ]
     reasons = [ends[-1].reason] if ends else [last[-1].reason] if last else []
-    failed = any(one.event is ServiceEventKind.REPLICA_FAILED for one in own)
+    kinds, record = {one.event for one in own}, job.drain
+    drain: DrainResult | None = None
+    broken_off = None
+    if over_since is not None and record is not None:
+        # Requests that were lost: those that were left, or those of a job that was killed before.
+        broken_off = record.in_flight if record.ended_at is None else record.broken_off
+    if over_since is not None and (record is not None or ServiceEventKind.DRAIN_REPLICA in kinds):
+        unfinished = ServiceEventKind.DRAIN_FAILED in kinds or bool(broken_off)
+        drain = "broken_off" if unfinished else "finished"
+    failed = ServiceEventKind.REPLICA_FAILED in kinds
     return ReplicaLife(
         name=str(name),
         spans=tuple(_spans(marks, now)),
@@ -194,8 +209,8 @@ def replica_life(
         or next((one.node for one in reversed(own) if one.node), None),
         instead_of=next((one.instead_of for one in own if one.instead_of), None),
         over_since=over_since,
-        drain=_drain(own, job.drain) if over_since is not None else None,
-        broken_off=_broken_off(job.drain) if over_since is not None else None,
+        drain=drain,
+        broken_off=broken_off,
         failed=failed or (seen is not None and seen.phase == "failed"),
         ends=tuple(str(one.cause) for one in ends),
         reason=next((one for one in reasons if one), "") or (seen.reason if seen else ""),
@@ -210,22 +225,6 @@ def held_timeline(life: ReplicaLife, events: Sequence[Event], now: float) -> Tim
     end = now if life.over_since is None else min(now, life.over_since)
     cut = timeline(marks_of(events), (), (), end, _NEVER_QUIET_SECONDS)
     return with_work(cut, life.working)
-
-
-def _drain(events: Sequence[ServiceEvent], record: DrainRecord | None) -> DrainResult | None:
-    """How a replica that has ended left; None if it did not leave on purpose."""
-    kinds = {one.event for one in events}
-    if record is None and ServiceEventKind.DRAIN_REPLICA not in kinds:
-        return None
-    failed = ServiceEventKind.DRAIN_FAILED in kinds or bool(_broken_off(record))
-    return "broken_off" if failed else "finished"
-
-
-def _broken_off(record: DrainRecord | None) -> int | None:
-    """Requests that were lost: those that were left, or those of a job that was killed before."""
-    if record is None:
-        return None
-    return record.in_flight if record.ended_at is None else record.broken_off
 
 
 class _Mark(NamedTuple):
@@ -248,17 +247,6 @@ def _job_marks(job: JobRecords) -> Iterable[_Mark]:
             yield _Mark(event.time, phase, event.cause or "", event.reason or "")
         elif event.event is EventKind.ACTION and event.action in _OF_ACTION:
             yield _Mark(event.time, _OF_ACTION[event.action])
-
-
-def _over_since(marks: Sequence[_Mark]) -> float | None:
-    """When the replica ended for good: the first mark after which nothing has begun again."""
-    since = None
-    for mark in marks:
-        if mark.phase not in (None, "failed"):
-            since = None
-        elif mark.phase is None and since is None:
-            since = mark.event_time
-    return since
 
 
 def _spans(marks: Sequence[_Mark], now: float) -> Iterable[LifeSpan]:

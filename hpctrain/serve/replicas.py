@@ -2,7 +2,7 @@
 
 The controller in the router's job does both, and so do people by `hpctrain serve`. Belongs here:
 making a run directory of the prototype, submitting it, its stop request. Does not belong here: what
-the prototype contains (`replica_prototype`), how many replicas there are (the controller), how a
+the prototype contains (`service_job`), how many replicas there are (the controller), how a
 replica leaves (`hpctrain.serve.replica.drain`).
 """
 
@@ -39,7 +39,13 @@ def start_replica(
     returned. Raises UsageError for a service without a prototype or a directory that cannot be
     written, SlurmRefusedError and SlurmUnreachableError as `submit_jobs`.
     """
-    run = RunFiles(_written(service, name))
+    layout = service.replica(name)
+    if not layout.ledger.exists():
+        if not service.prototype.script.exists():
+            words = f"{service.directory} has no prototype of its replicas: `serve up` first"
+            raise UsageError(words)
+        copy_job(service.prototype, layout, str(PROTOTYPE), str(name))
+    run = RunFiles(layout)
     events = run.ledger.events()
     recorded = submitted_ids(generation(events))
     if recorded:
@@ -78,17 +84,6 @@ def drain_replica(
         slurm.cancel_waiting(job.job_id)
 
 
-def _written(service: ServiceLayout, name: ReplicaName) -> RunLayout:
-    """Make the run directory of a replica, unless it is there."""
-    layout = service.replica(name)
-    if layout.ledger.exists():
-        return layout
-    if not service.prototype.script.exists():
-        raise UsageError(f"{service.directory} has no prototype of its replicas: `serve up` first")
-    copy_job(service.prototype, layout, str(PROTOTYPE), str(name))
-    return layout
-
-
 def copy_job(known: RunLayout, made: RunLayout, old: str, new: str) -> None:
     """Make the run directory of a job of a known one, with the word `new` in place of `old`.
 
@@ -104,21 +99,17 @@ def copy_job(known: RunLayout, made: RunLayout, old: str, new: str) -> None:
             if path.exists():
                 text = path.read_text().replace(old, new)
                 replace_text(made.directory / path.name, text, mode=0o600)
-        _share_code(known, made)
+        # its code is the same file where links are possible
+        archive = known.current_code.resolve(strict=True)
+        target = made.kept_software / archive.name
+        try:
+            os.link(archive, target)
+        except OSError:
+            shutil.copyfile(archive, target)
+            target.chmod(0o600)
+        use_archive(made, archive.name)
     except OSError as error:
         where = error.filename or made.directory
         raise UsageError(f"{where} cannot be written: {error.strerror}") from error
     digest = hashlib.sha256(made.script.read_bytes()).hexdigest()
     RunFiles(made).ledger.append(EventKind.RENDERED, script_sha256=digest)
-
-
-def _share_code(known: RunLayout, made: RunLayout) -> None:
-    """Give a job the code of another one: the same file where links are possible."""
-    archive = known.current_code.resolve(strict=True)
-    target = made.kept_software / archive.name
-    try:
-        os.link(archive, target)
-    except OSError:
-        shutil.copyfile(archive, target)
-        target.chmod(0o600)
-    use_archive(made, archive.name)

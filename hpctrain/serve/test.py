@@ -2,14 +2,13 @@
 
 Belongs here: what is sent where, and the files of a test. Does not belong here: sending and
 counting (`hpctrain.serve.load`), deciding whether an objective is met
-(`hpctrain.serve.load.service_test`).
+(`hpctrain.serve.load.measurement`).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,43 +24,41 @@ from hpctrain.spec.loader import load_service_spec
 from hpctrain.spec.service import ServiceSpec
 
 if TYPE_CHECKING:
-    from hpctrain.serve.load.measurement import RequestRecord
-    from hpctrain.serve.load.prompts import PromptStyle
-    from hpctrain.serve.load.service_test import ServiceTest
+    from hpctrain.serve.load.measurement import RequestRecord, ServiceTest
+    from hpctrain.serve.load.sending import PromptStyle
 
 # Ids below are what tokenizers use for special tokens; few vocabularies are smaller.
 _LOWEST_TOKEN_ID, _HIGHEST_TOKEN_ID = 100, 30_000
 _LONGEST_WAIT_SECONDS = 600.0
 
 
-@dataclass(frozen=True)
-class TestRequest:
-    """What to send: requests per second (None: the planned rate), how many, and the seed.
+def run_service_test(
+    service: ServiceLayout,
+    rate: float | None = None,
+    requests: int = 10_000,
+    warm_up_seconds: float = 30.0,
+    seed: int = 0,
+    ca: Path | None = None,
+    token_file: Path | None = None,
+) -> tuple[ServiceTest, Path]:
+    """Send requests, write result and records into the service, and return the result.
 
-    `warm_up_seconds` at the start are not counted. `ca`: certificates to trust instead of the
-    system's. `token_file`: its first line is the bearer token; None: that of the router's spec.
+    `rate`: requests per second, None: the planned rate. Those of the first `warm_up_seconds` are
+    not counted. `ca`: certificates to trust instead of the system's. `token_file`: its first line
+    is the bearer token; None: that of the router's spec. Also returns the path of the result; the
+    records lie beside it, as JSON lines. Raises UsageError for a service without an address or
+    without a token, HpctrainError where a package is missing.
     """
-
-    rate: float | None = None
-    requests: int = 10_000
-    warm_up_seconds: float = 30.0
-    seed: int = 0
-    ca: Path | None = None
-    token_file: Path | None = None
-
-
-def run_service_test(service: ServiceLayout, asked: TestRequest) -> tuple[ServiceTest, Path]:
-    """Send the requests, write result and records into the service, and return the result.
-
-    Also returns the path of the result; the records lie beside it, as JSON lines. Raises UsageError
-    for a service without an address or without a token, HpctrainError where a package is missing.
-    """
+    from hpctrain.serve.load.measurement import compare
     from hpctrain.serve.load.sending import LoadPlan, LoadTarget, run_load_test
-    from hpctrain.serve.load.service_test import compare
     from hpctrain.serve.load.trace_file import read_trace
     from hpctrain.serve.plan.traffic import Traffic
 
-    spec, plan = load_service_spec(service.spec).document, read_plan(service)
+    spec = load_service_spec(service.spec).document
+    try:
+        plan = ServicePlan.model_validate_json(service.plan.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{service.plan} cannot be read: {error}") from error
     address = read_record(service.address, Address)
     if address is None:
         raise UsageError(
@@ -71,17 +68,17 @@ def run_service_test(service: ServiceLayout, asked: TestRequest) -> tuple[Servic
     file = spec.traffic.trace
     load = LoadPlan(
         Traffic.of(spec.traffic, None if file is None else read_trace(Path(file))),
-        asked.rate or plan.rate,
-        asked.requests,
-        asked.warm_up_seconds,
-        asked.seed,
+        rate or plan.rate,
+        requests,
+        warm_up_seconds,
+        seed,
     )
-    style = _style(spec, plan, asked.seed)
+    style = _style(spec, plan, seed)
     target = LoadTarget(
         address.url,
         spec.served_name,
-        _token(spec, address, asked.token_file),
-        None if asked.ca is None else str(asked.ca),
+        _token(spec, address, token_file),
+        None if ca is None else str(ca),
         _LONGEST_WAIT_SECONDS,
     )
     name = time.strftime("%Y%m%dT%H%M%S")
@@ -101,17 +98,9 @@ def run_service_test(service: ServiceLayout, asked: TestRequest) -> tuple[Servic
     return found, path
 
 
-def read_plan(service: ServiceLayout) -> ServicePlan:
-    """Read the plan that a service was started with. Raises StorageError."""
-    try:
-        return ServicePlan.model_validate_json(service.plan.read_bytes())
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{service.plan} cannot be read: {error}") from error
-
-
 def _style(spec: ServiceSpec, plan: ServicePlan, seed: int) -> PromptStyle:
     """Choose random token ids of the vocabulary where the engine takes them, else words."""
-    from hpctrain.serve.load.prompts import PromptStyle
+    from hpctrain.serve.load.sending import PromptStyle
 
     highest = _HIGHEST_TOKEN_ID
     if spec.model is not None:

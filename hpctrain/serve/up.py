@@ -2,14 +2,15 @@
 
 Replicas and the router's job are submitted at once, because both may wait in the queue; from then
 on the controller in the router's job decides. Belongs here: these steps, for a new service and for
-one that is there. Does not belong here: planning (`serve_plan`), the jobs themselves
-(`serve_replicas`, `serve_router`), ending it (`serve_down`).
+one that is there, and what would end a job in the queue or at its start. Does not belong here:
+planning (`make_plan`), the documents of the jobs (`service_job`), ending it (`control`).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,23 +21,31 @@ from hpctrain.base.errors import InvalidInputError, Problem, SlurmRefusedError, 
 from hpctrain.checkpoints.discover import good_steps
 from hpctrain.checkpoints.staged import open_staged
 from hpctrain.convert.of_spec import convert_weights
-from hpctrain.job.preflight import Check
 from hpctrain.records.find import find_run, new_run_id
 from hpctrain.records.manifest import checkpoint_name
 from hpctrain.records.requests import user_name
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
 from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
+from hpctrain.records.service_settings import RouterSettings
 from hpctrain.runs.services import all_services
 from hpctrain.serve.engines.registry import SERVING_ENGINES
 from hpctrain.serve.make_plan import plan_service
-from hpctrain.serve.plan.documents import ServicePlan
-from hpctrain.serve.replica.config import ReplicaConfig
-from hpctrain.serve.replica_prototype import replica_documents, write_prototype
 from hpctrain.serve.replicas import start_replica
-from hpctrain.serve.router_on_login_node import start_router_here
-from hpctrain.serve.service_job import ServiceInputs
-from hpctrain.serve.settings import require_router_files, router_settings
-from hpctrain.serve.start_router import router_documents, start_router, write_router
+from hpctrain.serve.router.haproxy import (
+    find_haproxy_before_router,
+    require_certificate,
+    token_digests,
+)
+from hpctrain.serve.service_job import (
+    ServiceInputs,
+    engine_start,
+    replica_documents,
+    router_documents,
+    router_settings,
+    write_prototype,
+    write_router,
+)
+from hpctrain.serve.start_router import start_router, start_router_here
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import Loaded, load_service_spec, partition_profile
 from hpctrain.spec.profiles import load_named_profile
@@ -45,6 +54,7 @@ from hpctrain.spec.service import ServiceSpec
 
 _PYTHON_SECONDS = 30.0
 _FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 @dataclass(frozen=True)
@@ -78,8 +88,7 @@ def prepare_service(
         message = "a limit without the name of its latency: ttft, tpot or e2e"
         hint = f"`hpctrain serve plan -p {profile} {spec}` says what each would cost"
         raise InvalidInputError([loaded.problem("objectives.p99", message, hint)])
-    partition = loaded.document.resources.partition
-    site = partition_profile(cluster, partition)
+    site = partition_profile(cluster, loaded.document.resources.partition)
     return ServiceInputs(loaded, site, planned.chosen, weights)
 
 
@@ -88,74 +97,70 @@ def _with_absolute_paths(spec: Loaded[ServiceSpec]) -> Loaded[ServiceSpec]:
 
     A word without a slash is a program on PATH, and one with `$` is known in the job only.
     """
+
+    def absolute(path: str | None) -> str | None:
+        return None if path is None else os.path.abspath(os.path.expanduser(path))
+
+    def program(word: str | None) -> str | None:
+        return word if word is None or "/" not in word or "$" in word else absolute(word)
+
     service = spec.document
-    adapters = {name: _absolute(path) for name, path in service.weights.adapters.items()}
-    weights = service.weights.model_copy(
-        update={"path": _absolute(service.weights.path), "adapters": adapters}
-    )
-    tls = service.router.tls
+    weights, router, tls = service.weights, service.router, service.router.tls
+    adapters = {name: absolute(path) for name, path in weights.adapters.items()}
     if tls is not None:
-        both = {"certificate": _absolute(tls.certificate), "key": _absolute(tls.key)}
+        both = {"certificate": absolute(tls.certificate), "key": absolute(tls.key)}
         tls = tls.model_copy(update=both)
-    router = service.router.model_copy(
-        update={
-            "program": _absolute_program(service.router.program),
-            "token_file": _absolute(service.router.token_file),
-            "tls": tls,
-        }
-    )
-    engine = service.engine.model_copy(update={"python": _absolute_program(service.engine.python)})
-    traffic = service.traffic.model_copy(update={"trace": _absolute(service.traffic.trace)})
-    parts = {"weights": weights, "router": router, "engine": engine, "traffic": traffic}
-    return replace(spec, document=service.model_copy(update=parts))
+    changed = {
+        "weights": weights.model_copy(
+            update={"path": absolute(weights.path), "adapters": adapters}
+        ),
+        "router": router.model_copy(
+            update={
+                "program": program(router.program),
+                "token_file": absolute(router.token_file),
+                "tls": tls,
+            }
+        ),
+        "engine": service.engine.model_copy(update={"python": program(service.engine.python)}),
+        "traffic": service.traffic.model_copy(update={"trace": absolute(service.traffic.trace)}),
+    }
+    return replace(spec, document=service.model_copy(update=changed))
 
 
-def _absolute(path: str | None) -> str | None:
-    return None if path is None else os.path.abspath(os.path.expanduser(path))
+def require_router_files(router: RouterSettings) -> None:
+    """Check the files, the port and the HAProxy of a router before anything is submitted.
 
-
-def _absolute_program(word: str | None) -> str | None:
-    return word if word is None or "/" not in word or "$" in word else _absolute(word)
-
-
-def running_service(runs: Path, inputs: ServiceInputs) -> ServiceLayout | None:
-    """Find the service of the spec's name that is up; None if there is none.
-
-    Raises UsageError if there are several.
+    Raises InvalidInputError with what clients would find out later.
     """
-    name = inputs.spec.document.name
-    found = [one for one in all_services(runs) if _is_up(one, name)]
-    if len(found) > 1:
-        ids = ", ".join(f"`{one.service_id}`" for one in found)
-        raise UsageError(
-            f"several services are called `{name}`: {ids}",
-            hint="end all but one (`hpctrain serve down`), or start another one (`--new`)",
-        )
-    return found[0] if found else None
-
-
-def _is_up(service: ServiceLayout, name: str) -> bool:
-    named = service.service_id.rpartition("-")[0] == name
-    return named and service.settings.exists() and not service.down_request.exists()
-
-
-def service_scripts(inputs: ServiceInputs) -> tuple[str, str]:
-    """Render the scripts of a replica and of the router, as `start_service` would write them."""
-    service = ServiceLayout(Path(inputs.spec.document.name).absolute())
-    return (
-        replica_documents(service, inputs).script,
-        router_documents(service, inputs).script,
-    )
+    problems = []
+    if router.port is not None and router.ports is not None:
+        first, last = router.ports
+        if not first <= router.port <= last:
+            ports = f"{first}-{last}, which this site allows"
+            problems.append(Problem(f"router.port {router.port} is outside of {ports}"))
+    for path in filter(None, [router.token_file, router.key]):
+        # a missing file is told below
+        if os.path.exists(path) and os.stat(path).st_mode & (stat.S_IROTH | stat.S_IWOTH):
+            words = "every user of this machine can read it"
+            problems.append(Problem(words, path, hint="chmod 600"))
+    if problems:
+        raise InvalidInputError(problems)
+    if router.token_file is not None:
+        token_digests(Path(router.token_file))
+    if router.certificate is not None and router.key is not None:
+        require_certificate(Path(router.certificate), Path(router.key))
+    if router.name == "vllm-router" and "$" not in (router.python or ""):
+        find_haproxy_before_router(router)
 
 
 def service_weights(spec: Loaded[ServiceSpec], runs: Path) -> Path:
-    """Find the weights of a spec; of a run the directory to which they are converted at the start.
+    """Find the weights of a spec: a directory, or the newest good checkpoint of a run.
 
     Raises InvalidInputError for weights that are not there or not complete, NoSuchRunError.
     """
     weights = spec.document.weights
     if weights.path is not None:
-        path = Path(os.path.abspath(os.path.expanduser(weights.path)))
+        path = Path(weights.path)
         try:
             open_staged(path)
         except InvalidInputError as error:
@@ -167,12 +172,7 @@ def service_weights(spec: Loaded[ServiceSpec], runs: Path) -> Path:
             ) from error
         return path
     assert weights.run is not None, "the spec has one of the two"
-    return _checkpoint(spec, runs, weights.run)
-
-
-def _checkpoint(spec: Loaded[ServiceSpec], runs: Path, name: str) -> Path:
-    """The newest good checkpoint of a run. Raises InvalidInputError if it has none."""
-    run = find_run(runs, name)
+    run = find_run(runs, weights.run)
     steps = good_steps(run.layout.checkpoints)
     if not steps:
         message = f"`weights.run`: run `{run.run_id}` has no checkpoint to serve"
@@ -180,19 +180,34 @@ def _checkpoint(spec: Loaded[ServiceSpec], runs: Path, name: str) -> Path:
     return run.layout.checkpoints / checkpoint_name(steps[0])
 
 
-def service_checks(inputs: ServiceInputs, slurm: SlurmClient) -> tuple[Check, ...]:
-    """Look at everything that would end a replica in the queue or at its start.
+def running_service(runs: Path, inputs: ServiceInputs) -> ServiceLayout | None:
+    """Find the service of the spec's name that is up; None if there is none.
 
-    Asks Slurm whether it would take the job. Raises InvalidInputError for documents that cannot be
-    rendered, SlurmUnreachableError.
+    Raises UsageError if there are several.
     """
-    service = ServiceLayout(Path(inputs.spec.document.name))
-    documents = replica_documents(service, inputs)
+    name = inputs.spec.document.name
+    found = [
+        one
+        for one in all_services(runs)
+        if one.service_id.rpartition("-")[0] == name
+        and one.settings.exists()
+        and not one.down_request.exists()
+    ]
+    if len(found) > 1:
+        ids = ", ".join(f"`{one.service_id}`" for one in found)
+        raise UsageError(
+            f"several services are called `{name}`: {ids}",
+            hint="end all but one (`hpctrain serve down`), or start another one (`--new`)",
+        )
+    return found[0] if found else None
+
+
+def service_scripts(inputs: ServiceInputs) -> tuple[str, str]:
+    """Render the scripts of a replica and of the router, as `start_service` would write them."""
+    service = ServiceLayout(Path(inputs.spec.document.name).absolute())
     return (
-        *_plan_checks(inputs.plan),
-        *_adapter_checks(inputs.spec),
-        _engine_check(inputs, documents.own),
-        _slurm_check(documents.script, slurm),
+        replica_documents(service, inputs).script,
+        router_documents(service, inputs).script,
     )
 
 
@@ -206,55 +221,28 @@ def start_service(
     """Write a service directory and start the service; a given `service` is written anew.
 
     What runs of it goes on with what it began with until a rolling restart. Raises
-    InvalidInputError with all that `service_checks` finds, UsageError for a directory that cannot
-    be written, SlurmRefusedError when Slurm takes none of its jobs, and then a new service is gone;
-    SlurmUnreachableError when Slurm has not answered, and then the directory stays.
+    InvalidInputError with all that would end a replica in the queue or at its start, UsageError for
+    a directory that cannot be written, SlurmRefusedError when Slurm takes none of its jobs, and
+    then a new service is gone; SlurmUnreachableError when Slurm has not answered, and then the
+    directory stays.
     """
-    failed = [problem for check in service_checks(inputs, slurm) for problem in check.problems]
-    if failed:
-        raise InvalidInputError(failed)
-    is_new = service is None
+    problems = list(_problems(inputs, slurm))
+    if problems:
+        raise InvalidInputError(problems)
+    spec, is_new = inputs.spec.document, service is None
     if service is None:
-        service = _made(inputs, runs)
-    inputs = _with_own_weights(service, inputs)
-    _write_documents(service, inputs)
-    service.down_request.unlink(missing_ok=True)
-    ServiceLedger(service.ledger).append(
-        ServiceEventKind.UP_REQUESTED, user=user_name(), replicas=inputs.plan.count
-    )
-    try:
-        return _started(service, inputs, slurm, environment or os.environ, is_new)
-    except SlurmRefusedError:
-        if is_new:
-            shutil.rmtree(service.directory)
-        raise
-
-
-def _made(inputs: ServiceInputs, runs: Path) -> ServiceLayout:
-    """Make the directory of a new service. Raises UsageError."""
-    name = inputs.spec.document.name
-    service_id = new_run_id(runs, name, inputs.spec.digest, inputs.profile.digest)
-    service = ServiceLayout((runs / service_id).absolute())
-    try:
-        service.create()
-    except OSError as error:
-        raise UsageError(f"{service.directory} cannot be made: {error.strerror}") from error
-    return service
-
-
-def _with_own_weights(service: ServiceLayout, inputs: ServiceInputs) -> ServiceInputs:
-    """Convert the checkpoint of a run into the service directory, if that is what is served."""
-    if inputs.spec.document.weights.run is None:
-        return inputs
-    target = service.directory / f"weights-{inputs.weights.name}"
-    if not (target / "config.json").exists():
-        shutil.rmtree(target, ignore_errors=True)
-        convert_weights(inputs.weights, target, python=inputs.python)
-    return replace(inputs, weights=target)
-
-
-def _write_documents(service: ServiceLayout, inputs: ServiceInputs) -> None:
-    """Write everything that jobs and commands read of a service. Raises UsageError."""
+        service_id = new_run_id(runs, spec.name, inputs.spec.digest, inputs.profile.digest)
+        service = ServiceLayout((runs / service_id).absolute())
+        try:
+            service.create()
+        except OSError as error:
+            raise UsageError(f"{service.directory} cannot be made: {error.strerror}") from error
+    if spec.weights.run is not None:
+        target = service.directory / f"weights-{inputs.weights.name}"
+        if not (target / "config.json").exists():
+            shutil.rmtree(target, ignore_errors=True)
+            convert_weights(inputs.weights, target, python=inputs.python)
+        inputs = replace(inputs, weights=target)
     try:
         for path, text in (
             (service.spec, write_resolved(inputs.spec)),
@@ -267,69 +255,63 @@ def _write_documents(service: ServiceLayout, inputs: ServiceInputs) -> None:
         where = error.filename or service.directory
         raise UsageError(f"{where} cannot be written: {error.strerror}") from error
     write_router(service, inputs)
-
-
-def _started(
-    service: ServiceLayout,
-    inputs: ServiceInputs,
-    slurm: SlurmClient,
-    environment: Mapping[str, str],
-    is_new: bool,
-) -> StartedService:
-    """Submit the jobs: of a new service those of the replicas first, for they wait the longest."""
-    jobs = []
-    for number in range(1, inputs.plan.count + 1) if is_new else ():
-        name = ReplicaName(number, 1)
-        ServiceLedger(service.ledger).append(
-            ServiceEventKind.START_REPLICA, replica=str(name), user=user_name(), reason="serve up"
-        )
-        jobs.append(start_replica(service, name, slurm))
-    router_job, url = None, None
-    if inputs.spec.document.router.place == "login":
-        url = start_router_here(service, environment).url
-    else:
-        router_job = start_router(service, slurm)
+    service.down_request.unlink(missing_ok=True)
+    ledger = ServiceLedger(service.ledger)
+    ledger.append(ServiceEventKind.UP_REQUESTED, user=user_name(), replicas=inputs.plan.count)
+    jobs, router_job, url = [], None, None
+    try:
+        # The replicas of a new service first, because they wait the longest.
+        for number in range(1, inputs.plan.count + 1) if is_new else ():
+            name = ReplicaName(number, 1)
+            ledger.append(
+                ServiceEventKind.START_REPLICA,
+                replica=str(name),
+                user=user_name(),
+                reason="serve up",
+            )
+            jobs.append(start_replica(service, name, slurm))
+        if spec.router.place == "login":
+            url = start_router_here(service, environment or os.environ).url
+        else:
+            router_job = start_router(service, slurm)
+    except SlurmRefusedError:
+        if is_new:
+            shutil.rmtree(service.directory)
+        raise
     return StartedService(service.service_id, service.directory, router_job, url, tuple(jobs))
 
 
-# -- checks ------------------------------------------------------------------------------------
+def _problems(inputs: ServiceInputs, slurm: SlurmClient) -> Iterator[Problem]:
+    """Look at everything that would end a replica in the queue or at its start.
 
-
-def _plan_checks(plan: ServicePlan) -> Iterator[Check]:
-    replica = plan.replica
-    size = f"{replica.gpus} {replica.gpu}"
-    words = f"{plan.replicas} replicas and {plan.spare} spare ones, each of {size}"
-    yield Check(subject="plan", state="works", sentence=words)
-    for promise in plan.promises:
-        if not promise.holds:
-            late = f"{promise.latency} {promise.percentile} {promise.predicted_seconds:.3g} s"
-            sentence = f"{late} is predicted, beyond {promise.limit_seconds:.3g} s"
-            yield Check(subject="plan", state="limited", sentence=sentence)
-    for warning in plan.warnings:
-        yield Check(subject="plan", state="limited", sentence=warning)
-
-
-def _adapter_checks(spec: Loaded[ServiceSpec]) -> Iterator[Check]:
+    Asks Slurm whether it would take the job. Raises InvalidInputError for documents that cannot be
+    rendered, SlurmUnreachableError.
+    """
+    spec = inputs.spec
+    script = replica_documents(ServiceLayout(Path(spec.document.name)), inputs).script
     for name, path in spec.document.weights.adapters.items():
-        files = ("adapter_model.safetensors", "adapter_model.bin")
-        if any((Path(path) / file).is_file() for file in files):
-            yield Check(subject="weights", state="works", sentence=f"adapter {name} is there")
-            continue
-        field = f"weights.adapters.{name}"
-        problem = spec.problem(field, f"`{field}`: {path} has no {' and no '.join(files)}")
-        yield Check(subject="weights", state="fails", sentence=str(problem), problems=(problem,))
-
-
-def _engine_check(inputs: ServiceInputs, config: ReplicaConfig) -> Check:
-    """Look for the engine in the Python that will start it, where that is on this machine."""
-    start, engine = config.start, SERVING_ENGINES[config.engine]
-    words = engine.command(start).words
-    package = words[words.index("-m") + 1].partition(".")[0] if "-m" in words else None
-    python = start.python
+        if not any((Path(path) / file).is_file() for file in _ADAPTER_FILES):
+            field = f"weights.adapters.{name}"
+            missing = " and no ".join(_ADAPTER_FILES)
+            yield spec.problem(field, f"`{field}`: {path} has no {missing}")
+    # The engine has to be in the Python that will start it, where that is on this machine.
+    start, engine = engine_start(inputs), SERVING_ENGINES[inputs.plan.replica.engine]
+    words, python = engine.command(start).words, start.python
     in_image = inputs.profile.document.software.container is not None
-    if package is None or in_image or "$" in python or not os.access(python, os.X_OK):
-        sentence = f"{engine.title} is looked for at the start of a job, in {python}"
-        return Check(subject="engine", state="unknown", sentence=sentence)
+    if "-m" in words and not in_image and "$" not in python and os.access(python, os.X_OK):
+        package = words[words.index("-m") + 1].partition(".")[0]
+        if _lacks(python, package):
+            message = f"{python}, which is to start {engine.title}, has no {package}"
+            hint = f"install {engine.title} there, or name another Python: `engine.python`"
+            yield spec.problem("engine.python", message, hint)
+    try:
+        slurm.test_only(script)
+    except SlurmRefusedError as error:
+        yield Problem(f"Slurm would refuse a replica: {error}", hint=error.hint)
+
+
+def _lacks(python: str, package: str) -> bool:
+    """Whether an interpreter says that it has no such package."""
     try:
         found = subprocess.run(
             [python, "-P", "-c", _FIND, package],
@@ -338,22 +320,6 @@ def _engine_check(inputs: ServiceInputs, config: ReplicaConfig) -> Check:
             timeout=_PYTHON_SECONDS,
             check=False,
         )
-    except (OSError, subprocess.SubprocessError) as error:
-        sentence = f"{python} does not answer: {error}"
-        return Check(subject="engine", state="unknown", sentence=sentence)
-    if found.returncode == 0:
-        return Check(subject="engine", state="works", sentence=f"{python} has {package}")
-    hint = f"install {engine.title} there, or name another Python: `engine.python`"
-    message = f"{python}, which is to start {engine.title}, has no {package}"
-    problem = inputs.spec.problem("engine.python", message, hint)
-    return Check(subject="engine", state="fails", sentence=message, problems=(problem,))
-
-
-def _slurm_check(script: str, slurm: SlurmClient) -> Check:
-    """Have Slurm look at the script of a replica. Raises SlurmUnreachableError."""
-    try:
-        answer = slurm.test_only(script)
-    except SlurmRefusedError as error:
-        problem = Problem(f"Slurm would refuse a replica: {error}", hint=error.hint)
-        return Check(subject="Slurm", state="fails", sentence=str(error), problems=(problem,))
-    return Check(subject="Slurm", state="works", sentence=answer.text)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return found.returncode != 0

@@ -4,7 +4,7 @@ One process of a node copies, the others wait for its lock. A copy is complete o
 beside its place, compared with the size and the digest that are known, and renamed. Who follows on
 the same node finds it. The place is named after path, size and time of the source, so a source that
 has changed is copied again. Belongs here: copying. Does not belong here: which files
-(`startup`, `hpctrain.serve.replica.staging`), removing (the site empties its scratch
+(`startup`, `hpctrain.serve.replica.lifecycle`), removing (the site empties its scratch
 directories).
 """
 

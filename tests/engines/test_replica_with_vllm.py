@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import replica_process
-from engine_process import SERVED_NAME, request
 from replica_process import NAME, Task, config_of, make_service, task_of
+from router_programs import SERVED_NAME, request
 
 from hpctrain.records.run_records import TrainerExit
 from hpctrain.serve.engines.contract import CpuEngine

@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 from serving_environment import RunningEngine, running_engine, serving_python, tiny_start
 
-from hpctrain.serve.load.prompts import Interface, PromptStyle
-from hpctrain.serve.load.sending import LoadResult, LoadTarget, send_requests
+from hpctrain.serve.load.sending import (
+    Interface,
+    LoadResult,
+    LoadTarget,
+    PromptStyle,
+    send_requests,
+)
 from hpctrain.serve.plan.traffic import Lengths, Traffic, draw_requests
 
 pytest.importorskip("aiohttp", reason="NOT TRIED with real engines: load tests need aiohttp")

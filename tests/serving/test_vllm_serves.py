@@ -20,9 +20,8 @@ from serving_environment import RunningEngine, running_engine, serving_python, t
 from hpctrain.serve.engines.contract import EngineStart, LoraAdapter, NodeOfReplica, TlsFiles
 from hpctrain.serve.engines.registry import command_of
 from hpctrain.serve.load.measurement import RequestRecord
-from hpctrain.serve.load.order_statistics import SampleQuantile, sample_quantile
-from hpctrain.serve.load.prompts import PromptStyle
-from hpctrain.serve.load.sending import LoadResult, LoadTarget, send_requests
+from hpctrain.serve.load.sending import LoadResult, LoadTarget, PromptStyle, send_requests
+from hpctrain.serve.load.summary import SampleQuantile, sample_quantile
 from hpctrain.serve.plan.traffic import Lengths, Traffic, draw_requests
 
 pytest.importorskip("aiohttp", reason="NOT TRIED with real engines: load tests need aiohttp")

@@ -29,7 +29,7 @@ from hpctrain.records.service_records import DrainRecord, Endpoint, Rotation
 from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.serve.replicas import start_replica
-from hpctrain.serve.stand_in.interpreter import write_engine_interpreter
+from hpctrain.serve.stand_in import write_engine_interpreter
 
 NAME = ReplicaName(1, 1)
 

@@ -30,9 +30,9 @@ from hpctrain.runs.service_status import ServiceStatus, service_status
 from hpctrain.sandbox.faults import job_processes
 from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.serve.service_job import ServiceInputs
-from hpctrain.serve.stand_in.interpreter import write_engine_interpreter
-from hpctrain.serve.start_router import start_router, write_router
+from hpctrain.serve.service_job import ServiceInputs, write_router
+from hpctrain.serve.stand_in import write_engine_interpreter
+from hpctrain.serve.start_router import start_router
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_profile, load_service_spec, partition_profile
 

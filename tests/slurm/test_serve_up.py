@@ -19,9 +19,9 @@ from staged_weights import write_safetensors
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.serve.down import stop_service
+from hpctrain.serve.control import stop_service
 from hpctrain.serve.service_job import ServiceInputs
-from hpctrain.serve.stand_in.interpreter import write_engine_interpreter
+from hpctrain.serve.stand_in import write_engine_interpreter
 from hpctrain.serve.up import service_weights, start_service
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_profile, load_service_spec, partition_profile

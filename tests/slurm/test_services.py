@@ -17,9 +17,8 @@ from variants import varied
 from hpctrain.base.errors import UsageError
 from hpctrain.records.service_ledger import ServiceEventKind
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.serve.restart import request_restart
-from hpctrain.serve.router_on_login_node import start_router_here
-from hpctrain.serve.scale import request_scale
+from hpctrain.serve.control import request_restart, request_scale
+from hpctrain.serve.start_router import start_router_here
 
 
 def router_text(name: str, *others: str) -> str:

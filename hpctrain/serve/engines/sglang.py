@@ -36,6 +36,21 @@ def _command(start: EngineStart) -> EngineCommand:
     kv_cache = None
     if start.kv_precision is not None and start.kv_precision != start.precision:
         kv_cache = _KV_DTYPES.get(start.kv_precision)
+    adapters: tuple[str, ...] = ()
+    if start.adapters:
+        adapters = (
+            "--enable-lora",
+            # One batch may also contain requests to the base model.
+            *("--max-loras-per-batch", str(len(start.adapters) + 1)),
+            *("--max-lora-rank", str(max(adapter.rank for adapter in start.adapters))),
+            *("--lora-paths", *(f"{adapter.name}={adapter.path}" for adapter in start.adapters)),
+        )
+    node: tuple[str, ...] = ()
+    if start.node is not None:
+        node = (
+            *("--nnodes", str(start.node.nodes), "--node-rank", str(start.node.rank)),
+            *("--dist-init-addr", f"{start.node.leader_host}:{start.node.leader_port}"),
+        )
     words = (
         *(start.python, "-m", "sglang.launch_server", "--model-path", start.model_path),
         *("--served-model-name", start.served_name),
@@ -48,35 +63,14 @@ def _command(start: EngineStart) -> EngineCommand:
         *option("--max-running-requests", start.max_sequences),
         *option("--chunked-prefill-size", start.max_batched_tokens),
         *option("--mem-fraction-static", start.memory_fraction),
-        *_adapter_words(start),
+        *adapters,
         "--enable-metrics",
         *option("--ssl-certfile", start.tls and start.tls.certificate_path),
         *option("--ssl-keyfile", start.tls and start.tls.key_path),
-        *_node_words(start),
+        *node,
         *start.extra_arguments,
     )
     return EngineCommand(words, {"HF_HUB_OFFLINE": "1"}, {})
-
-
-def _adapter_words(start: EngineStart) -> tuple[str, ...]:
-    if not start.adapters:
-        return ()
-    return (
-        "--enable-lora",
-        # One batch may also contain requests to the base model.
-        *("--max-loras-per-batch", str(len(start.adapters) + 1)),
-        *("--max-lora-rank", str(max(adapter.rank for adapter in start.adapters))),
-        *("--lora-paths", *(f"{adapter.name}={adapter.path}" for adapter in start.adapters)),
-    )
-
-
-def _node_words(start: EngineStart) -> tuple[str, ...]:
-    if start.node is None:
-        return ()
-    return (
-        *("--nnodes", str(start.node.nodes), "--node-rank", str(start.node.rank)),
-        *("--dist-init-addr", f"{start.node.leader_host}:{start.node.leader_port}"),
-    )
 
 
 def _refusals(start: EngineStart) -> tuple[str, ...]:

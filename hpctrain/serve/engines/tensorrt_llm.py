@@ -47,11 +47,7 @@ def _command(start: EngineStart) -> EngineCommand:
         *option("--config", start.settings_path),
         *start.extra_arguments,
     )
-    return EngineCommand(words, {"HF_HUB_OFFLINE": "1"}, {}, _settings(start))
-
-
-def _settings(start: EngineStart) -> str:
-    """Write what has no option: JSON, which is YAML."""
+    # What has no option, in a file: JSON, which is YAML.
     settings: dict[str, object] = {
         # without these two, nothing is shown to Prometheus
         "enable_iter_perf_stats": True,
@@ -62,7 +58,8 @@ def _settings(start: EngineStart) -> str:
         settings["dtype"] = _DTYPES[start.precision]
     if start.kv_precision == "fp8":
         settings["kv_cache_config"] = {"dtype": "fp8"}
-    return json.dumps(settings, indent=2) + "\n"
+    text = json.dumps(settings, indent=2) + "\n"
+    return EngineCommand(words, {"HF_HUB_OFFLINE": "1"}, {}, text)
 
 
 def _refusals(start: EngineStart) -> tuple[str, ...]:

@@ -8,7 +8,13 @@ hpctrain knows about it. Does not belong here: the model classes themselves.
 
 from __future__ import annotations
 
-from hpctrain.serve.engines.contract import EngineCommand, EngineDrain, EngineStart, ServingEngine
+from hpctrain.serve.engines.contract import (
+    EngineCommand,
+    EngineDrain,
+    EngineStart,
+    ServingEngine,
+    option,
+)
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # `--quantization` by bitsandbytes while weights are loaded.
@@ -23,37 +29,30 @@ _OWN_OPTIONS = frozenset(
 
 
 def _command(start: EngineStart) -> EngineCommand:
+    precision: tuple[str, ...] = ()
+    if start.precision in _DTYPES:
+        precision = ("--dtype", _DTYPES[start.precision])
+    elif start.precision in _ONLINE and not start.quantized_checkpoint:
+        precision = ("--quantization", _ONLINE[start.precision])
+    # Requests are batched on GPUs; on a processor paged attention has no kernel.
+    batching: tuple[str, ...] = ("--device", "cpu")
+    if start.cpu is None:
+        batching = (
+            "--continuous-batching",
+            *option("--cb-max-batch-tokens", start.max_batched_tokens),
+            *option("--cb-max-memory-percent", start.memory_fraction),
+        )
     words = (
         *(start.python, "-m", "transformers.cli.transformers", "serve", start.served_name),
         *("--host", start.host, "--port", str(start.port)),
-        *_precision_words(start),
-        *_batching_words(start),
+        *precision,
+        *batching,
         *start.extra_arguments,
     )
     environment = {"HF_HUB_OFFLINE": "1"}
     if start.cpu is not None:
         environment["OMP_NUM_THREADS"] = str(start.cpu.threads)
     return EngineCommand(words, environment, {}, model_link=start.served_name)
-
-
-def _precision_words(start: EngineStart) -> tuple[str, ...]:
-    if start.precision in _DTYPES:
-        return ("--dtype", _DTYPES[start.precision])
-    if start.precision in _ONLINE and not start.quantized_checkpoint:
-        return ("--quantization", _ONLINE[start.precision])
-    return ()
-
-
-def _batching_words(start: EngineStart) -> tuple[str, ...]:
-    """Batch requests on GPUs; on a processor paged attention has no kernel."""
-    if start.cpu is not None:
-        return ("--device", "cpu")
-    words: tuple[str, ...] = ("--continuous-batching",)
-    if start.max_batched_tokens is not None:
-        words += ("--cb-max-batch-tokens", str(start.max_batched_tokens))
-    if start.memory_fraction is not None:
-        words += ("--cb-max-memory-percent", str(start.memory_fraction))
-    return words
 
 
 def _refusals(start: EngineStart) -> tuple[str, ...]:

@@ -37,25 +37,56 @@ _OWN_OPTIONS = frozenset(
 
 
 def _command(start: EngineStart) -> EngineCommand:
+    online = None if start.quantized_checkpoint else _ONLINE.get(start.precision or "")
+    kv_cache = None
+    if start.kv_precision is not None and start.kv_precision != start.precision:
+        kv_cache = _KV_DTYPES.get(start.kv_precision)
     words = (
         *(start.python, "-m", "vllm.entrypoints.cli.main", "serve", start.model_path),
         *("--served-model-name", start.served_name),
         *("--host", start.host, "--port", str(start.port)),
         *("--tensor-parallel-size", str(start.tensor_parallel)),
         *("--pipeline-parallel-size", str(start.pipeline_parallel)),
-        *_precision_words(start),
+        *option("--dtype", _DTYPES.get(start.precision or "")),
+        *option("--quantization", online),
+        *option("--kv-cache-dtype", kv_cache),
         *option("--max-model-len", start.max_model_tokens),
         *option("--max-num-seqs", start.max_sequences),
         *option("--max-num-batched-tokens", start.max_batched_tokens),
-        *_memory_words(start),
-        *_adapter_words(start),
+    )
+    if start.cpu is None:
+        words += option("--gpu-memory-utilization", start.memory_fraction)
+    else:
+        # Nothing to compile or capture for a processor in a demo: it would take a minute more. The
+        # model runs in the scheduler's process: in one of its own, both would spin on shared memory
+        # for a second after each iteration (shm_broadcast.SpinCondition), on cores that others
+        # need.
+        words += ("--enforce-eager", "--distributed-executor-backend", "uni")
+    if start.adapters:
+        rank = max(adapter.rank for adapter in start.adapters)
+        words += (
+            "--enable-lora",
+            *("--max-loras", str(len(start.adapters))),
+            *("--max-lora-rank", str(next(known for known in _LORA_RANKS if known >= rank))),
+            *("--lora-modules", *(f"{adapter.name}={adapter.path}" for adapter in start.adapters)),
+        )
+    words += (
         *("--shutdown-timeout", str(start.drain_seconds)),
         *("--disable-access-log-for-endpoints", "/health,/metrics"),
         *option("--ssl-certfile", start.tls and start.tls.certificate_path),
         *option("--ssl-keyfile", start.tls and start.tls.key_path),
-        *_node_words(start),
-        *start.extra_arguments,
     )
+    if start.node is not None:
+        # docs/serving/parallelism_scaling.md, "Running vLLM with MultiProcessing": the same command
+        # on each node, and `--headless` on all but the first, which answers requests.
+        node = start.node
+        words += (
+            *("--distributed-executor-backend", "mp"),
+            *("--nnodes", str(node.nodes), "--node-rank", str(node.rank)),
+            *("--master-addr", node.leader_host, "--master-port", str(node.leader_port)),
+            *(("--headless",) if node.rank else ()),
+        )
+    words += start.extra_arguments
     # vllm/envs.py: no report of usage to its makers; no look-ups of local directories on the hub
     environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     if start.cpu is not None:
@@ -69,56 +100,6 @@ def _command(start: EngineStart) -> EngineCommand:
         }
     secrets = {} if start.api_key_path is None else {"VLLM_API_KEY": start.api_key_path}
     return EngineCommand(words, environment, secrets)
-
-
-def _precision_words(start: EngineStart) -> tuple[str, ...]:
-    dtype = _DTYPES.get(start.precision or "")
-    online = None if start.quantized_checkpoint else _ONLINE.get(start.precision or "")
-    kv_cache = None
-    if start.kv_precision is not None and start.kv_precision != start.precision:
-        kv_cache = _KV_DTYPES.get(start.kv_precision)
-    return (
-        *option("--dtype", dtype),
-        *option("--quantization", online),
-        *option("--kv-cache-dtype", kv_cache),
-    )
-
-
-def _memory_words(start: EngineStart) -> tuple[str, ...]:
-    if start.cpu is None:
-        return option("--gpu-memory-utilization", start.memory_fraction)
-    # Nothing to compile or capture for a processor in a demo: it would take a minute more. The
-    # model runs in the scheduler's process: in one of its own, both would spin on shared memory for
-    # a second after each iteration (shm_broadcast.SpinCondition), on cores that others need.
-    return ("--enforce-eager", "--distributed-executor-backend", "uni")
-
-
-def _adapter_words(start: EngineStart) -> tuple[str, ...]:
-    if not start.adapters:
-        return ()
-    rank = max(adapter.rank for adapter in start.adapters)
-    return (
-        "--enable-lora",
-        *("--max-loras", str(len(start.adapters))),
-        *("--max-lora-rank", str(next(known for known in _LORA_RANKS if known >= rank))),
-        *("--lora-modules", *(f"{adapter.name}={adapter.path}" for adapter in start.adapters)),
-    )
-
-
-def _node_words(start: EngineStart) -> tuple[str, ...]:
-    """Return the words of a node of several.
-
-    docs/serving/parallelism_scaling.md, "Running vLLM with MultiProcessing": the same command on
-    each node, and `--headless` on all but the first, which answers requests.
-    """
-    if start.node is None:
-        return ()
-    return (
-        *("--distributed-executor-backend", "mp"),
-        *("--nnodes", str(start.node.nodes), "--node-rank", str(start.node.rank)),
-        *("--master-addr", start.node.leader_host, "--master-port", str(start.node.leader_port)),
-        *(("--headless",) if start.node.rank else ()),
-    )
 
 
 def _refusals(start: EngineStart) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 A closed loop waits for a slow service and so leaves out the requests that would have waited with
 it (G. Tene, "How NOT to Measure Latency": coordinated omission). Here each request has a planned
 time, latencies count from it, and how late the client itself was is recorded. Belongs here:
-connections, timers, kinds of failure. Does not belong here: what is asked (see `prompts`), what an
-answer means (see `answers`), quantiles (see `summary`). aiohttp is imported where it is used.
+connections, timers, kinds of failure. Does not belong here: what is asked (see `sending`), what an
+answer means (see `sending`), quantiles (see `summary`). aiohttp is imported where it is used.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import asyncio
 import gc
 import ssl
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hpctrain.base.errors import HpctrainError
-from hpctrain.serve.load.answers import AnswerError, StreamedAnswer
 from hpctrain.serve.load.measurement import ClientUse, FailureKind, Measurement, RequestRecord
-from hpctrain.serve.load.prompts import PromptStyle, request_body
 from hpctrain.serve.load.summary import summarize
 from hpctrain.serve.plan.traffic import Floats, Requests, Traffic, draw_requests
 
 if TYPE_CHECKING:
     import aiohttp
+import json
+from typing import Any, Literal
+
+import numpy as np
 
 # Servers close idle connections after 5 seconds (uvicorn) or more: the client has to be first,
 # or a request may meet a connection that is just being closed.
@@ -107,21 +108,13 @@ def send_requests(
     Once `goes_on` is false no further request is sent; the result has those that were.
     """
     run = _LoadRun(target, style, requests, planned_seconds.tolist(), name, on_record, goes_on)
-    with _no_old_objects_searched():
-        return asyncio.run(run.run())
-
-
-@contextmanager
-def _no_old_objects_searched() -> Iterator[None]:
-    """Keep the search for reference cycles off what exists already, while answers are timed.
-
-    What a caller has frozen stays frozen: there is one set of frozen objects in a process.
-    """
+    # The search for reference cycles is kept off what exists already, while answers are timed. What
+    # a caller has frozen stays frozen: there is one set of frozen objects in a process.
     callers = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
-        yield
+        return asyncio.run(run.run())
     finally:
         if not callers:
             gc.unfreeze()
@@ -238,7 +231,10 @@ class _LoadRun:
             async with session.post(url, data=body, headers=headers) as response:
                 if response.status != 200:
                     text = (await response.content.read(200)).decode("utf-8", "replace")
-                    return _http_failure(response.status), f"{response.status} {text}"
+                    own = 400 <= response.status < 500
+                    kind: FailureKind = "http 4xx" if own else "http 5xx"
+                    kind = "http 429" if response.status == 429 else kind
+                    return kind, f"{response.status} {text}"
                 async for data in response.content.iter_any():
                     answer.feed(data, self._now())
         except AnswerError as error:
@@ -259,12 +255,6 @@ class _LoadRun:
             self._lags.append(time.monotonic() - begin - _HEARTBEAT_SECONDS)
 
 
-def _http_failure(status: int) -> FailureKind:
-    if status == 429:
-        return "http 429"
-    return "http 4xx" if 400 <= status < 500 else "http 5xx"
-
-
 def require_client() -> None:
     """Raise HpctrainError unless the HTTP library can be imported."""
     try:
@@ -272,3 +262,135 @@ def require_client() -> None:
     except ImportError as error:
         message = "a load test needs the package aiohttp"
         raise HpctrainError(message, hint="pip install 'hpctrain[serving]'") from error
+
+
+# -- reading a streamed answer: server-sent events of OpenAI's completions and chat -------------
+
+
+class AnswerError(Exception):
+    """The stream has an event that says the request failed."""
+
+
+class StreamedAnswer:
+    """The pieces of one answer as they come; feed it bytes and the time at which they came."""
+
+    def __init__(self) -> None:
+        self.finish_reason: str | None = None
+        self.reported_tokens: int | None = None
+        self._event_seconds: list[float] = []
+        self._last_is_empty = False
+        self._rest = b""
+
+    @property
+    def piece_seconds(self) -> list[float]:
+        """Return when each piece came, which is one token where the engine sends each by itself.
+
+        The event that says why the answer ended may have a last token, even one without visible
+        text, or none: it counts unless the engine reports fewer tokens.
+        """
+        reported = self.reported_tokens
+        extra = reported is not None and len(self._event_seconds) > reported
+        return self._event_seconds[:-1] if extra and self._last_is_empty else self._event_seconds
+
+    @property
+    def tokens(self) -> int:
+        """Return what the engine counted; the pieces, if it does not say."""
+        return len(self._event_seconds) if self.reported_tokens is None else self.reported_tokens
+
+    @property
+    def complete(self) -> bool:
+        """True once the engine has said that the answer ended by itself: a stream may break off."""
+        return self.finish_reason not in (None, "abort", "error")
+
+    def feed(self, data: bytes, seconds: float) -> None:
+        """Read what has come. Raises AnswerError for an event that reports a failure."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), seconds)
+
+    def _event(self, text: bytes, seconds: float) -> None:
+        if text == b"[DONE]":
+            return
+        try:
+            event: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise AnswerError(f"no JSON: {text[:200]!r}") from error
+        if "error" in event:
+            raise AnswerError(str(event["error"])[:200])
+        usage = event.get("usage")
+        if usage:
+            self.reported_tokens = usage.get("completion_tokens")
+        for choice in event.get("choices") or ():
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            delta = choice.get("delta")
+            if delta is not None and "role" in delta:
+                continue  # chat begins with whose turn it is, before the first token
+            self._event_seconds.append(seconds)
+            self._last_is_empty = not (delta if delta is not None else choice.get("text"))
+
+
+# -- What is asked: bodies of requests whose lengths in tokens are exact where engines allow it -
+
+
+Interface = Literal["completions", "chat"]
+
+
+@dataclass(frozen=True)
+class PromptStyle:
+    """How prompts are made.
+
+    `exact`: random token ids between `lowest_id` and `highest_id`, and answers that go on after the
+    end-of-text token; otherwise words, of which each is about one token, and answers that may be
+    shorter than asked. Chat has words always: its template adds tokens of its own.
+    """
+
+    interface: Interface = "completions"
+    exact: bool = True
+    lowest_id: int = 100
+    highest_id: int = 30_000
+    seed: int = 0
+    shared_prefix_tokens: int = 0
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.interface == "chat" else "/v1/completions"
+
+    @property
+    def exact_lengths(self) -> bool:
+        return self.exact and self.interface == "completions"
+
+
+def request_body(
+    style: PromptStyle, model: str, number: int, prompt_tokens: int, output_tokens: int
+) -> bytes:
+    """Build the body of request `number`; the same style and number give the same bytes."""
+    ids = _token_ids(style, number, prompt_tokens)
+    fields: dict[str, object] = {
+        "model": model,
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if style.exact:
+        # vLLM, SGLang and TensorRT-LLM take both; others ignore or refuse them
+        fields |= {"ignore_eos": True, "min_tokens": output_tokens}
+    if style.exact_lengths:
+        fields["prompt"] = ids
+    else:
+        words = " ".join(f"w{one}" for one in ids)
+        if style.interface == "chat":
+            fields["messages"] = [{"role": "user", "content": words}]
+        else:
+            fields["prompt"] = words
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _token_ids(style: PromptStyle, number: int, count: int) -> list[int]:
+    """Draw ids: first those that all requests share, then this request's own."""
+    shared = min(style.shared_prefix_tokens, count)
+    bounds = style.lowest_id, style.highest_id + 1
+    prefix = np.random.default_rng([style.seed, 0]).integers(*bounds, shared)
+    own = np.random.default_rng([style.seed, 1, number]).integers(*bounds, count - shared)
+    return [*prefix.tolist(), *own.tolist()]

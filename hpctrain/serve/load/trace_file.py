@@ -21,15 +21,13 @@ def read_trace(path: Path) -> Trace:
     """Read a trace. Raises InvalidInputError with all lines that are wrong."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            return _parse(list(csv.reader(file)), str(path))
+            rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidInputError([Problem(f"cannot be read: {error}", file=str(path))]) from error
-
-
-def _parse(rows: list[list[str]], file: str) -> Trace:
+    name = str(path)
     if not rows or any(column not in rows[0] for column in COLUMNS):
         message = f"the first line must name the columns {', '.join(COLUMNS)}"
-        raise InvalidInputError([Problem(message, file=file, line=1)])
+        raise InvalidInputError([Problem(message, file=name, line=1)])
     places = [rows[0].index(column) for column in COLUMNS]
     problems: list[Problem] = []
     arrivals: list[float] = []
@@ -41,16 +39,16 @@ def _parse(rows: list[list[str]], file: str) -> Trace:
             arrival = float(row[places[0]])
             prompt, output = (int(row[place]) for place in places[1:])
         except (ValueError, IndexError):
-            problems.append(Problem("is not three numbers", file=file, line=line))
+            problems.append(Problem("is not three numbers", file=name, line=line))
             continue
         if not math.isfinite(arrival) or prompt < 1 or output < 1:
-            problems.append(Problem("needs lengths of at least 1 token", file=file, line=line))
+            problems.append(Problem("needs lengths of at least 1 token", file=name, line=line))
         elif arrivals and arrival < arrivals[-1]:
-            problems.append(Problem("comes before the line above it", file=file, line=line))
+            problems.append(Problem("comes before the line above it", file=name, line=line))
         arrivals.append(arrival)
         lengths.append((prompt, output))
     if not problems and (len(arrivals) < 2 or arrivals[-1] <= arrivals[0]):
-        problems.append(Problem("needs two requests at different times", file=file))
+        problems.append(Problem("needs two requests at different times", file=name))
     if problems:
         raise InvalidInputError(problems)
     # A trace may be repeated: its first request then comes as long after the last as in the mean.

@@ -7,8 +7,8 @@ when its keys fit. If the keys of decoding sequences no longer fit, the sequence
 last gives up its memory, waits in front of the others, and is computed again.
 
 Belongs here: what is in each iteration, and when requests begin and end. Does not belong here: how
-long an iteration takes (`iteration_table`), which replica gets a request (`routing`), quantiles
-(`quantiles`). Times are seconds, and only differ where an iteration ends.
+long an iteration takes (`step_time`), which replica gets a request (`routing`), quantiles
+(`promises`). Times are seconds, and only differ where an iteration ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from hpctrain.serve.plan.iteration_table import IterationTable
+from hpctrain.serve.plan.step_time import IterationTable
 
 BLOCK_TOKENS = 16  # of a block of the KV cache (vLLM's --block-size); half of the last one is empty
 _NEVER = math.inf

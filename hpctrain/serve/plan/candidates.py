@@ -13,10 +13,7 @@ from functools import cached_property
 
 from hpctrain.plan.cost.case import Array, Shape
 from hpctrain.serve.plan.batching import BatchLimits
-from hpctrain.serve.plan.iteration_table import IterationTable
-from hpctrain.serve.plan.kv_cache import activation_bytes, free_bytes, sequence_bytes
 from hpctrain.serve.plan.measured_speed import AS_PREDICTED, MeasuredSpeed
-from hpctrain.serve.plan.offers import Offer
 from hpctrain.serve.plan.served_model import (
     PartFormats,
     ReplicaLayout,
@@ -24,8 +21,15 @@ from hpctrain.serve.plan.served_model import (
     served_model,
     weight_bytes,
 )
-from hpctrain.serve.plan.serving_machine import ReplicaCase
-from hpctrain.serve.plan.step_time import IterationLoad, iteration_seconds
+from hpctrain.serve.plan.serving_machine import Offer, ReplicaCase
+from hpctrain.serve.plan.step_time import (
+    IterationLoad,
+    IterationTable,
+    activation_bytes,
+    free_bytes,
+    iteration_seconds,
+    sequence_bytes,
+)
 from hpctrain.spec.service import KvPrecision, ServingEngineSpec, WeightPrecision
 from hpctrain.spec.serving_calibration import ServingEngineCalibration
 
@@ -34,7 +38,6 @@ from hpctrain.spec.serving_calibration import ServingEngineCalibration
 BATCH_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 MOST_SEQUENCES = 1024
 _FEWEST_SEQUENCES = 8
-_LOW_PRECISIONS: dict[str, int] = {"fp8": 8, "int8": 8, "fp4": 4}
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpctrain.serve.plan.kv_cache import sequence_bytes
-from hpctrain.serve.plan.promises import Objective
-from hpctrain.serve.plan.quantiles import quantile
+from hpctrain.serve.plan.promises import Objective, quantile
 from hpctrain.serve.plan.routing import SimulatedService, Window, simulate_open
 from hpctrain.serve.plan.search import SECOND_LOOK, Bounded, Demand, Verdict
+from hpctrain.serve.plan.step_time import sequence_bytes
 from hpctrain.serve.plan.traffic import Floats, Requests
 
 _MOST_SIMULATED = 8
@@ -42,7 +41,7 @@ def disaggregated(together: Verdict, demand: Demand) -> Pools | None:
     first = [one for one in demand.objectives if one.latency == "ttft"]
     further = [one for one in demand.objectives if one.latency == "tpot"]
     bounded, shape = together.bounded, together.bounded.shape
-    requests = _head(demand.requests)
+    requests = demand.requests.first(SECOND_LOOK)
     each = transfer_seconds(bounded, requests.prompt_tokens.astype(float))
     most = min(_MOST_TIMES * together.count, shape.offer.most_gpus // shape.gpus)
     prompts = _least(lambda count: _prompts_hold(bounded, requests, demand, first, count), most)
@@ -60,15 +59,6 @@ def transfer_seconds(bounded: Bounded, prompt_tokens: Floats) -> Floats:
     shape = bounded.shape
     size = sequence_bytes(shape.served, shape.layout, prompt_tokens)
     return np.asarray(size) / shape.offer.network_bandwidth
-
-
-def _head(requests: Requests) -> Requests:
-    return Requests(
-        requests.arrival_units[:SECOND_LOOK],
-        requests.prompt_tokens[:SECOND_LOOK],
-        requests.output_tokens[:SECOND_LOOK],
-        requests.shared_prefix_tokens,
-    )
 
 
 def _least(holds: Callable[[int], bool], most: int) -> int | None:

@@ -1,7 +1,7 @@
 """The plan of a service, as `serve plan` prints it and `serve up` keeps it.
 
-Belongs here: these documents. Does not belong here: how they come about (the other modules of this
-folder).
+Belongs here: these documents, and how their latencies are shown. Does not belong here: how they
+come about (the other modules of this folder).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.base.units import short_duration
 from hpctrain.spec.service import (
     KvPrecision,
     LatencyName,
@@ -134,3 +135,10 @@ class ServicePlan(_Part):
     @property
     def gpus(self) -> int:
         return self.count * self.replica.gpus
+
+
+def seconds_text(seconds: float) -> str:
+    """Format a latency with three digits: `36.1 ms`, `378 ms`, `6.54 s`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else short_duration(seconds)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.plan.cost.case import Array
-from hpctrain.serve.plan.iteration_table import CostFunction
-from hpctrain.serve.plan.step_time import IterationLoad
+from hpctrain.serve.plan.step_time import CostFunction, IterationLoad
 from hpctrain.serve.plan.traffic import Floats
 
 _FEWEST = 8  # measured iterations that factors are fitted to
@@ -89,22 +88,15 @@ class MeasuredSpeed:
             return cost
 
         def seconds(load: IterationLoad) -> Array:
-            pure = cost(_without_prompts(load))
+            none = np.zeros_like(np.asarray(load.prefill_tokens, dtype=float))
+            decoding = (load.decode_sequences, load.decode_context_tokens)
+            pure = cost(IterationLoad(none, 0.0, *decoding))
             return self.decode_factor * pure + self.prompt_factor * (cost(load) - pure)
 
         return seconds
 
 
 AS_PREDICTED = MeasuredSpeed()
-
-
-def _without_prompts(load: IterationLoad) -> IterationLoad:
-    return IterationLoad(
-        np.zeros_like(np.asarray(load.prefill_tokens, dtype=float)),
-        0.0,
-        load.decode_sequences,
-        load.decode_context_tokens,
-    )
 
 
 def iterations_of(requests: RequestTimes, replicas: int = 1) -> list[MeasuredIteration]:

@@ -1,7 +1,7 @@
-"""Simulate replicas behind a router: who gets each request, in open and in closed loops.
+"""Simulate replicas behind a router: who gets each request.
 
 Belongs here: the router's policies and the order of events over all replicas. Does not belong here:
-what a replica does with its requests (`batching`), quantiles (`quantiles`).
+what a replica does with its requests (`batching`), quantiles (`promises`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from hpctrain.serve.plan.batching import BatchLimits, Journal, Replica
-from hpctrain.serve.plan.iteration_table import IterationTable
+from hpctrain.serve.plan.step_time import IterationTable
 from hpctrain.serve.plan.traffic import Floats, Requests
 
 Policy: TypeAlias = Literal["least_loaded", "round_robin", "cache_aware"]
@@ -143,39 +142,6 @@ def simulate_arrivals(
         for replica in replicas:
             replica.advance(math.inf)
     return _outcome(service, journal, replicas, arrival_seconds, counted)
-
-
-def simulate_closed(
-    service: SimulatedService,
-    requests: Requests,
-    clients: int,
-    window: Window = Window(),
-    *,
-    seed: int = 0,
-) -> Outcome:
-    """Let each of `clients` send its next request when its last one is answered."""
-    journal, replicas, loads = _begin(service, requests, window.begun, seed)
-    choose = _chooser(service.policy, loads, journal, seed)
-    count = requests.count
-    sent = [0.0] * count
-    arrivals = [(0.0, number) for number in range(min(clients, count))]
-    following = len(arrivals)
-    while True:
-        earliest = min(replicas, key=lambda replica: replica.next_event)
-        if arrivals and arrivals[0][0] <= earliest.next_event:
-            seconds, request = heappop(arrivals)
-            sent[request] = seconds
-            replicas[choose(request)].submit(request, seconds)
-            continue
-        if earliest.next_event == math.inf:
-            break
-        moment = earliest.next_event
-        answered = earliest.advance(moment) or earliest.advance(math.nextafter(moment, math.inf))
-        for _ in answered[: count - following]:
-            heappush(arrivals, (earliest.clock + service.request_seconds, following))
-            following += 1
-    counted = window.counted(count)
-    return _outcome(service, journal, replicas, np.asarray(sent), counted)
 
 
 def _begin(

@@ -1,10 +1,11 @@
 """Search for the replicas that keep the objectives of a service at the least cost.
 
-First every shape is bounded by its means (`capacity`), which needs no simulation. Then shapes are
+First every shape is bounded by its means, which needs no simulation. Then shapes are
 simulated in the order of their least possible cost, until that is above the cost of one that holds.
 
-Belongs here: the order in which candidates are looked at, and how many replicas one needs. Does not
-belong here: which candidates there are (`candidates`), the plan as a document (`service_plan`).
+Belongs here: these bounds, the order in which candidates are looked at, and how many replicas one
+needs. Does not belong here: which candidates there are (`candidates`), the plan as a document
+(`service_plan`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,6 @@ from hpctrain.serve.plan.candidates import (
     replica_shapes,
     unusable,
 )
-from hpctrain.serve.plan.capacity import MeanTraffic, alone, most_rate, steady_batch
-from hpctrain.serve.plan.iteration_table import IterationTable
-from hpctrain.serve.plan.offers import Offer
 from hpctrain.serve.plan.promises import (
     EXACT,
     ModelError,
@@ -37,7 +35,191 @@ from hpctrain.serve.plan.promises import (
     tightness,
 )
 from hpctrain.serve.plan.routing import Outcome, Policy, SimulatedService, Window, simulate_open
-from hpctrain.serve.plan.traffic import Requests, Traffic, draw_requests
+from hpctrain.serve.plan.serving_machine import Offer
+from hpctrain.serve.plan.step_time import IterationTable
+from hpctrain.serve.plan.traffic import Floats, Requests, Traffic, draw_requests
+
+# -- Bound what one replica can do from means, without simulating a request ---------------------
+
+
+_BISECTIONS, _ROUNDS = 10, 25
+
+
+@dataclass(frozen=True)
+class MeanTraffic:
+    """Means of requests, and what shares of them do not exceed, in tokens.
+
+    `prompt_tokens` are those that are computed; `shared_tokens` come from the prefix cache.
+    """
+
+    prompt_tokens: float
+    shared_tokens: float
+    output_tokens: float
+    context_tokens: float  # of a sequence in the middle of its answer
+    prompts: Floats  # sorted
+    outputs: Floats  # sorted
+
+    @classmethod
+    def of(cls, requests: Requests, *, shares_prefixes: bool) -> MeanTraffic:
+        prompts = requests.prompt_tokens.astype(float)
+        outputs = requests.output_tokens.astype(float)
+        shared = float(requests.shared_prefix_tokens if shares_prefixes else 0)
+        own = (prompts - shared).clip(1)
+        # a long answer is there for longer than a short one: mean over iterations
+        context = float((outputs * (prompts + outputs / 2)).sum() / outputs.sum())
+        prompts.sort()
+        outputs.sort()
+        return cls(
+            prompt_tokens=float(own.mean()),
+            shared_tokens=shared,
+            output_tokens=float(outputs.mean()),
+            context_tokens=context,
+            prompts=prompts,
+            outputs=outputs,
+        )
+
+    def prompt_at(self, share: float) -> float:
+        return max(
+            1.0, float(self.prompts[int(share * (len(self.prompts) - 1))]) - self.shared_tokens
+        )
+
+    def output_at(self, share: float) -> float:
+        return float(self.outputs[int(share * (len(self.outputs) - 1))])
+
+
+@dataclass(frozen=True)
+class SteadyBatch:
+    """The mean iteration at a rate of requests per replica."""
+
+    iteration_seconds: float
+    sequences: float
+
+
+def alone(
+    table: IterationTable, traffic: MeanTraffic, batch_tokens: int, objective: Objective
+) -> float:
+    """Return the seconds of a latency without any other request, at its percentile."""
+    prompt = traffic.prompt_at(objective.share)
+    shared = traffic.shared_tokens
+    if objective.latency == "tpot":
+        return table.seconds(0, 0.0, 1, traffic.context_tokens)
+    first = _prompt_seconds(table, prompt, shared, batch_tokens, 0, 0.0)
+    if objective.latency == "ttft":
+        return first
+    usual = _prompt_seconds(table, traffic.prompt_at(0.5), shared, batch_tokens, 0, 0.0)
+    each = table.seconds(0, 0.0, 1, traffic.context_tokens)
+    return usual + (traffic.output_at(objective.share) - 1) * each
+
+
+def most_rate(
+    table: IterationTable,
+    limits: BatchLimits,
+    traffic: MeanTraffic,
+    objectives: Sequence[Objective],
+    request_seconds: float,
+) -> float:
+    """Return the requests per second of one replica up to which its mean iteration keeps limits.
+
+    By bisection; 0 where a single request is too slow.
+    """
+
+    def possible(rate: float) -> bool:
+        batch = steady_batch(table, limits, traffic, rate)
+        if batch is None:
+            return False
+        return all(
+            _mean_keeps(table, limits, traffic, batch, one, request_seconds) for one in objectives
+        )
+
+    low, high = 1e-6, 1e-6
+    if not possible(low):
+        return 0.0
+    while possible(high) and high < 1e6:
+        low, high = high, high * 8
+    for _ in range(_BISECTIONS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if possible(middle) else (low, middle)
+    return low
+
+
+def steady_batch(
+    table: IterationTable, limits: BatchLimits, traffic: MeanTraffic, rate: float
+) -> SteadyBatch | None:
+    """Find the mean iteration at a rate; None where a replica does not keep up with it.
+
+    In t seconds rate x t requests come: so many prompts have to be computed, and by Little's law
+    rate x t x output tokens sequences decode. Prompts come in chunks of whole ones, up to the
+    budget, and the other iterations have none.
+    """
+    most = limits.max_sequences
+    held = min(float(most), limits.kv_capacity_tokens / traffic.context_tokens)
+    seconds, sequences = table.seconds(0, 0.0, 1, traffic.context_tokens), 1.0
+    for _ in range(_ROUNDS):
+        before = seconds
+        sequences = max(1.0, rate * seconds * (traffic.output_tokens - 1))
+        prompt_tokens = rate * seconds * traffic.prompt_tokens
+        if sequences > held or prompt_tokens + sequences > limits.batch_tokens:
+            return None
+        count = int(sequences)
+        keys = sequences * traffic.context_tokens
+        chunk = int(max(1, min(limits.batch_tokens - count, traffic.prompt_tokens)))
+        share = prompt_tokens / chunk
+        if share > 1:
+            chunk, share = int(min(limits.batch_tokens - count, prompt_tokens)), 1.0
+        pairs = chunk * (traffic.shared_tokens + traffic.prompt_tokens / 2)
+        mixed = table.seconds(chunk, pairs, count, keys)
+        seconds = share * mixed + (1 - share) * table.seconds(0, 0.0, count, keys)
+        if abs(seconds - before) < 1e-4 * seconds:
+            break
+    return SteadyBatch(seconds, sequences)
+
+
+def _mean_keeps(
+    table: IterationTable,
+    limits: BatchLimits,
+    traffic: MeanTraffic,
+    batch: SteadyBatch,
+    objective: Objective,
+    request_seconds: float,
+) -> bool:
+    """Whether the mean iteration leaves an objective possible."""
+    if objective.latency == "tpot":
+        return batch.iteration_seconds <= objective.limit_seconds
+    keys = batch.sequences * traffic.context_tokens
+    share = objective.share if objective.latency == "ttft" else 0.5
+    first = request_seconds + _prompt_seconds(
+        table,
+        traffic.prompt_at(share),
+        traffic.shared_tokens,
+        limits.batch_tokens,
+        int(batch.sequences),
+        keys,
+    )
+    if objective.latency == "e2e":
+        first += (traffic.output_at(objective.share) - 1) * batch.iteration_seconds
+    return first <= objective.limit_seconds
+
+
+def _prompt_seconds(
+    table: IterationTable,
+    tokens: float,
+    shared: float,
+    batch_tokens: int,
+    sequences: int,
+    keys: float,
+) -> float:
+    """Price a prompt that is computed beside decoding sequences, in chunks."""
+    room = max(1, batch_tokens - sequences)
+    whole, rest = divmod(max(1, int(tokens)), room)
+    pairs = room * (shared + tokens / 2)
+    seconds = whole * table.seconds(room, pairs, sequences, keys)
+    if rest:
+        seconds += table.seconds(rest, rest * (shared + tokens - rest / 2), sequences, keys)
+    return seconds
+
+
+# ----------------------------------------------------------------------------------------------
+
 
 # Requests of a first look, of a second one where the first is near the limit, and of the plan.
 FIRST_LOOK, SECOND_LOOK, LAST_LOOK = 500, 1500, 3600
@@ -147,7 +329,18 @@ def search(offer: Offer, model: ModelFacts, engine: EngineFacts, demand: Demand)
     Shapes that nobody has decided on (fewer bits) are looked at where they might be cheaper.
     """
     bounded, refused = bound(offer, model, engine, demand)
-    ordered = sorted(bounded, key=lambda one: _order(one[0], demand))
+
+    def least_cost(one: Bounded) -> float:
+        return demand.price(one.shape, one.least_replicas(demand))
+
+    # cheapest first; among equals the one with the least load at its number of replicas
+    ordered = sorted(
+        bounded,
+        key=lambda one: (
+            least_cost(one[0]),
+            demand.rate / (one[0].least_replicas(demand) * one[0].rate),
+        ),
+    )
     best: Verdict | None = None
     failing: list[Verdict] = []
     others: list[Verdict] = []
@@ -157,7 +350,7 @@ def search(offer: Offer, model: ModelFacts, engine: EngineFacts, demand: Demand)
             if choices[0].shape.decided != decided:
                 continue
             most = math.inf if best is None else best.hourly
-            if _least_cost(choices[0], demand) >= most:
+            if least_cost(choices[0]) >= most:
                 unseen.append(choices[0])
                 continue
             holding, below = smallest(choices, demand, most)
@@ -243,16 +436,6 @@ def _bounded(
         reason = f"{least_replicas} replicas are {needed} GPUs, there are {shape.offer.most_gpus}"
         return Unusable(shape, reason, needed / shape.offer.most_gpus)
     return tuple(found)
-
-
-def _least_cost(bounded: Bounded, demand: Demand) -> float:
-    return demand.price(bounded.shape, bounded.least_replicas(demand))
-
-
-def _order(bounded: Bounded, demand: Demand) -> tuple[float, float]:
-    """Cheapest first; among equals the one with the least load at its number of replicas."""
-    least = bounded.least_replicas(demand)
-    return _least_cost(bounded, demand), demand.rate / (least * bounded.rate)
 
 
 def smallest(
@@ -345,26 +528,20 @@ def simulated(
         demand.policy,
         engine.request_seconds(bounded.tables.traffic.prompt_tokens),
     )
+    sent = demand.requests.first(requests)
+    if not engine.shares_prefixes:
+        sent = replace(sent, shared_prefix_tokens=0)
     per_replica = demand.rate / count
     batch = steady_batch(table, bounded.limits, bounded.tables.traffic, per_replica)
     begun = bounded.limits.max_sequences if batch is None else math.ceil(batch.sequences)
     held = bounded.limits.kv_capacity_tokens / bounded.tables.traffic.context_tokens
     return simulate_open(
         service,
-        _first(demand.requests, requests, engine.shares_prefixes),
+        sent,
         per_replica * shown,
         Window(_WARM_UP, _COOL_DOWN, begun=min(begun, int(0.9 * held))),
         seed=demand.seed,
         patient=patient,
-    )
-
-
-def _first(requests: Requests, count: int, shares_prefixes: bool) -> Requests:
-    return Requests(
-        requests.arrival_units[:count],
-        requests.prompt_tokens[:count],
-        requests.output_tokens[:count],
-        requests.shared_prefix_tokens if shares_prefixes else 0,
     )
 
 

@@ -1,7 +1,7 @@
 """Describe a model as inference sees it: its shape, and bytes and operand width of each part.
 
 Belongs here: formats of weights and of the KV cache, and counts of weights per GPU. Does not
-belong here: seconds (`step_time`), bytes of the cache (`kv_cache`).
+belong here: seconds (`step_time`), bytes of the cache (`step_time`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Plan a service on one cluster, or refuse it with a reason for each way that was looked at.
 
-Belongs here: the order of decisions, and the plan as a document. Does not belong here: arithmetic
-(the other modules of this folder), sentences (`sentences`), files.
+Belongs here: the order of decisions, and the plan as a document, with words for
+its figures. Does not belong here: arithmetic
+(the other modules of this folder), the columns of the command line (`serve_text`), files.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpctrain.base.errors import DoesNotFitError, LimitError, Refusal
+from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.plan.limits import resource_problems
-from hpctrain.serve.plan import sentences
 from hpctrain.serve.plan.availability import (
+    ENGINE_START_SECONDS,
+    OVERLAP_OF_LOAD,
     Drained,
     Outages,
     availability,
@@ -34,10 +37,9 @@ from hpctrain.serve.plan.documents import (
     Reading,
     ReplicaPlan,
     ServicePlan,
+    seconds_text,
 )
-from hpctrain.serve.plan.kv_cache import kv_bytes_per_token
 from hpctrain.serve.plan.measured_speed import AS_PREDICTED
-from hpctrain.serve.plan.offers import Offer
 from hpctrain.serve.plan.promises import (
     ModelError,
     Objective,
@@ -54,9 +56,13 @@ from hpctrain.serve.plan.search import (
     promised,
     search,
 )
+from hpctrain.serve.plan.serving_machine import Offer
+from hpctrain.serve.plan.step_time import kv_bytes_per_token
 from hpctrain.serve.plan.traffic import Trace, Traffic
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.service import LATENCY_NAMES, LatencyName, ServiceSpec
+
+_MANY_TIMES = 2.0  # above which a multiple is read more easily than a percentage
 
 
 @dataclass(frozen=True)
@@ -149,8 +155,8 @@ def plan_on_cluster(request: ServiceRequest) -> ServicePlan:
         raise LimitError(_job_problems(request, shape, least))
     if chosen is None:
         raise DoesNotFitError(
-            [Refusal(line, "objectives") for line in sentences.refusals(found, request.demand)],
-            sentences.refusal_hint(request.demand, nearest),
+            [Refusal(line, "objectives") for line in _refusals(found, request.demand)],
+            _refusal_hint(request.demand, nearest),
         )
     chosen, fewer, simulated = promised(*confirmed(chosen, request.demand), request.demand)
     shape = chosen.bounded.shape
@@ -285,55 +291,41 @@ def _alternatives(
     request: ServiceRequest, found: Found, chosen: Verdict, fewer: Verdict | None
 ) -> tuple[Alternative, ...]:
     """List what else was looked at: the next cheaper plan first, then by cost."""
-    demand, priced = request.demand, request.offer.price is not None
-    shape = chosen.bounded.shape
+    demand, priced, shape = request.demand, request.offer.price is not None, chosen.bounded.shape
+    listed: list[tuple[float, Alternative]] = []
 
-    def money(amount: float) -> float | None:
-        return amount if priced and math.isfinite(amount) else None
+    def add(cost: float, summary: str, holds: bool, reason: str) -> None:
+        money = cost if priced and math.isfinite(cost) else None
+        listed.append(
+            (cost, Alternative(summary=summary, cost_per_hour=money, holds=holds, reason=reason))
+        )
 
     failing = [one for one in found.failing if one.bounded.shape is not shape]
-    failing += [
-        fewer or one for one in found.failing if one.bounded.shape is shape and not one.holds
-    ][:1]
-    listed = [
-        (
-            one.hourly,
-            Alternative(
-                summary=sentences.replicas_of(one),
-                cost_per_hour=money(one.hourly),
-                holds=False,
-                reason=sentences.failure(one, demand),
-            ),
-        )
-        for one in failing
-        if one.count != chosen.count or one.bounded.shape is not shape
-    ]
-    listed += [
-        (
-            one.hourly,
-            Alternative(
-                summary=sentences.replicas_of(one),
-                cost_per_hour=money(one.hourly),
-                holds=True,
-                reason=sentences.not_chosen(one, chosen),
-            ),
-        )
-        for one in found.others
-    ]
+    same = [one for one in found.failing if one.bounded.shape is shape and not one.holds]
+    failing += [fewer or same[0]] if same else []
+    for one in failing:
+        if one.count != chosen.count or one.bounded.shape is not shape:
+            add(one.hourly, _replicas_of(one), False, _failure(one, demand))
+    for one in found.others:
+        reason = f"it holds, and costs {one.hourly / chosen.hourly - 1:.1%} more"
+        other = one.bounded.shape
+        if not other.decided:
+            fields = []
+            if other.precision != shape.precision:
+                fields.append(f"--set engine.precision={other.precision}")
+            if other.kv_precision != shape.kv_precision:
+                fields.append(f"--set engine.kv_precision={other.kv_precision}")
+            reason = "it holds, but fewer bits change the answers: decide by "
+            reason += f"`{' '.join(fields)}`"
+        add(one.hourly, _replicas_of(one), True, reason)
     for bounded in found.bounds:
         least = bounded.least_replicas(demand)
-        amount = demand.price(bounded.shape, least)
-        text = f"at least {least} x {bounded.shape}"
         reason = "no cheaper, even with as few as means allow"
-        listed.append(
-            (
-                amount,
-                Alternative(summary=text, cost_per_hour=money(amount), holds=False, reason=reason),
-            )
-        )
+        cost = demand.price(bounded.shape, least)
+        add(cost, f"at least {least} x {bounded.shape}", False, reason)
     listed.sort(key=lambda one: one[0])
-    cheaper = [one for amount, one in reversed(listed) if amount < chosen.hourly]
-    dearer = [one for amount, one in listed if amount >= chosen.hourly]
+    cheaper = [one for cost, one in reversed(listed) if cost < chosen.hourly]
+    dearer = [one for cost, one in listed if cost >= chosen.hourly]
     impossible = [
         Alternative(summary=str(one.shape), cost_per_hour=None, holds=False, reason=one.reason)
         for one in found.unusable
@@ -345,22 +337,59 @@ def _alternatives(
 def _reasons(
     request: ServiceRequest, chosen: Verdict, simulated: Simulated, spare: int
 ) -> tuple[str, ...]:
-    demand, shape = request.demand, chosen.bounded.shape
-    outages = request.outages(shape)
-    load = request.load_seconds(shape)
+    """Say why the plan is so, one sentence for each decision."""
+    demand, shape, limits = request.demand, chosen.bounded.shape, chosen.bounded.limits
+    outages, load = request.outages(shape), request.load_seconds(shape)
+    usual, profile = simulated.usual, request.profile
+
+    count = f"{chosen.count} replica{'s' if chosen.count > 1 else ''}"
+    least = chosen.bounded.least_replicas(demand)
+    if demand.count is not None:
+        count += ", as `replicas.count` says"
+    elif least >= chosen.count:
+        count += ": as few as mean iterations without any queue allow"
+    else:
+        count += f": means without any queue would allow {least}, the rest is for percentiles"
+
+    share = usual.most_kv_tokens / limits.kv_capacity_tokens
+    mean = max(1.0, usual.requests_in_service / usual.replicas)
+    iteration = (
+        f"an iteration holds {limits.batch_tokens:,} tokens and {limits.max_sequences} sequences; "
+        f"a replica has {mean:,.0f} requests at a time in the mean, and at most {share:.0%} of its "
+        "memory for keys and values is in use"
+    )
+    if usual.preemptions:
+        iteration += f"; {usual.preemptions} sequences gave theirs up"
+
+    together = ""
+    if outages.replicas_per_node > 1:
+        together = f"; up to {outages.replicas_per_node} of them are on one node and fail with it"
     found = [
-        sentences.count(chosen, demand),
-        sentences.caution(chosen, demand),
-        sentences.iteration(chosen, simulated.usual),
-        *sentences.spares(outages, chosen.count, spare, request.spec.availability),
+        count,
+        _caution(chosen, demand),
+        iteration,
+        *outages.reasons,
+        f"a replica is away {100 * outages.away_share:.2g}% of the time: {spare} "
+        f"spare{'s' if spare != 1 else ''} beside {chosen.count} for an availability of "
+        f"{request.spec.availability:g}{together}",
     ]
     if spec_load := request.spec.load_time:
         found.append(f"loading takes {float(spec_load):,.0f} s (`load_time`)")
     else:
-        found.append(sentences.loading(request.profile, shape, load))
+        size = short_bytes(shape.weight_bytes * shape.gpus)
+        found.append(
+            f"loading takes about {short_duration(load)}: {size} from "
+            f"{profile.filesystems[0].name}, then {ENGINE_START_SECONDS:.0f} s for the engine's "
+            "own start (assumed; measured once the service has run)"
+        )
     walltime = request.walltime_seconds
     if walltime is not None:
-        found.append(sentences.overlap(walltime, load))
+        lasting = OVERLAP_OF_LOAD * load
+        found.append(
+            f"jobs last {short_duration(walltime)}, and each successor begins "
+            f"{short_duration(lasting)} before that: {lasting / (walltime - lasting):.1%} more "
+            "replica-hours"
+        )
     if request.spec.replicas.hours:
         found.append(_daily(request, chosen, spare))
     found.append(pools_sentence(chosen, demand))
@@ -369,16 +398,18 @@ def _reasons(
 
 def _daily(request: ServiceRequest, chosen: Verdict, spare: int) -> str:
     """Compare a day by the table of hours with a day of the busiest hour."""
-    hours, fewest = request.spec.replicas.hours, request.spec.replicas.min
-    shares = shares_of_day(hours)
-    counts = [
-        (lasting, max(fewest, math.ceil(share * chosen.count) + (spare if share else 0)))
-        for lasting, share in shares
-    ]
-    replica_hours = sum(lasting * count for lasting, count in counts)
-    all_day = 24 * (chosen.count + spare)
-    gpus = request.offer.billed_gpus(chosen.bounded.shape.gpus)
-    return sentences.day(replica_hours * gpus, all_day * gpus, request.offer)
+    offer, fewest = request.offer, request.spec.replicas.min
+    replica_hours = sum(
+        lasting * max(fewest, math.ceil(share * chosen.count) + (spare if share else 0))
+        for lasting, share in shares_of_day(request.spec.replicas.hours)
+    )
+    gpus = offer.billed_gpus(chosen.bounded.shape.gpus)
+    by_table, all_day = replica_hours * gpus, 24 * (chosen.count + spare) * gpus
+    saved = 1 - by_table / all_day
+    text = f"by `replicas.hours` a day takes {by_table:,.0f} GPU-hours instead of {all_day:,.0f}"
+    if offer.price is None or offer.currency is None:
+        return f"{text} ({saved:.0%} fewer)"
+    return f"{text}: {by_table * offer.price:,.0f} {offer.currency}, {saved:.0%} less"
 
 
 def _warnings(
@@ -426,13 +457,73 @@ def _reading(request: ServiceRequest, name: LatencyName, limit: float) -> Readin
             summary="cannot be kept",
             cost_per_hour=None,
             holds=False,
-            reason=sentences.refusals(found, demand)[0],
+            reason=_refusals(found, demand)[0],
         )
     best, _ = confirmed(found.best, demand)
     return Reading(
         latency=name,
-        summary=sentences.replicas_of(best),
+        summary=_replicas_of(best),
         cost_per_hour=best.hourly if request.offer.price is not None else None,
         holds=True,
-        reason=sentences.caution(best, demand),
+        reason=_caution(best, demand),
     )
+
+
+# -- sentences: why a plan is so, and why others are not ------------------------------------------
+
+
+def _replicas_of(verdict: Verdict) -> str:
+    """`11 x H100-80GB SXM, tp 4, bf16 weights`"""
+    return f"{verdict.count} x {verdict.bounded.shape}"
+
+
+def _failure(verdict: Verdict, demand: Demand) -> str:
+    """Tell which limit a plan breaks, and by how much."""
+    objective = verdict.objective
+    if verdict.tightness == float("inf"):
+        return f"requests come faster than they are answered, so {objective} grows without end"
+    reached = seconds_text(verdict.tightness * objective.limit_seconds)
+    limit = seconds_text(objective.limit_seconds)
+    over = f"{verdict.tightness - 1:.1%} above its limit of {limit}"
+    if verdict.tightness >= _MANY_TIMES:
+        over = f"{verdict.tightness:.1f} times its limit of {limit}"
+    return f"{objective} would be {reached}{_allowance(demand)}, {over}"
+
+
+def _allowance(demand: Demand) -> str:
+    slower = demand.error.cautious - 1
+    return f" with iterations {slower:.0%} slower than predicted" if slower >= 0.005 else ""
+
+
+def _caution(chosen: Verdict, demand: Demand) -> str:
+    """Tell which limit is the nearest, and for which error there is room."""
+    objective = chosen.objective
+    return (
+        f"{objective} is the nearest to its limit: {chosen.tightness:.0%} of "
+        f"{seconds_text(objective.limit_seconds)}{_allowance(demand)}"
+        + (", which 9 of 10 measured ones do not exceed" if _allowance(demand) else "")
+    )
+
+
+def _refusals(found: Found, demand: Demand) -> list[str]:
+    """List why no shape keeps the objectives, those with the nearest miss first."""
+    failing = sorted(found.failing, key=lambda one: one.tightness)
+    lines = [f"{_replicas_of(one)}: {_failure(one, demand)}" for one in failing]
+    refused = sorted(found.unusable, key=lambda one: one.tightness)
+    lines += [f"{one.shape}: {one.reason}" for one in refused if one.shape.decided]
+    return lines or ["the engine and this cluster leave no shape of a replica"]
+
+
+def _refusal_hint(demand: Demand, nearest: Verdict | None) -> str:
+    """Say what would help."""
+    ends = [one for one in demand.objectives if one.latency == "e2e"]
+    if ends:
+        tokens = demand.traffic.mean_output_tokens
+        return (
+            f"e2e includes {tokens:,.0f} tokens of the answer: limits of ttft and tpot are what "
+            "streaming clients notice (MLPerf's interactive scenario: 450 ms and 40 ms)"
+        )
+    if nearest is None:
+        return "a higher limit, shorter requests, faster or more GPUs"
+    reached = nearest.tightness * nearest.objective.limit_seconds * 1.02
+    return f"a limit of {seconds_text(reached)} for {nearest.objective} would hold"

@@ -1,22 +1,27 @@
 """Compute the seconds of one iteration of an engine: some prompt tokens, some decoding sequences.
 
-Belongs here: rooflines of products that read their weights once per iteration, attention over the
-KV cache, messages, and the least time of a block. Does not belong here: which requests an
-iteration holds (`batching`), what waits for what (`steady_state`).
-
 Products and messages have the bandwidths of the training cost model (`hpctrain.plan.cost`); what
 differs at small batches has constants of its own, which `bench/calibrate_serving.py` fits.
+
+Belongs here: rooflines of products that read their weights once per iteration, attention over the
+KV cache, messages, and the least time of a block; bytes of the KV cache, and what fits beside the
+weights; these seconds as a table, so that a simulation can look up millions of them. Does not
+belong here: which requests an iteration holds (`batching`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from hpctrain.plan.cost import links
-from hpctrain.plan.cost.case import Array
-from hpctrain.serve.plan.kv_cache import block_token_bytes
+from hpctrain.plan.cost.case import Array, Mask
 from hpctrain.serve.plan.served_model import (
     EIGHT_BLOCKS,
     NO_SHAPE,
@@ -25,6 +30,7 @@ from hpctrain.serve.plan.served_model import (
     ServedModel,
     block_weights,
     layout_case,
+    weight_bytes,
 )
 from hpctrain.serve.plan.serving_machine import ReplicaCase, ServingMachine
 
@@ -360,3 +366,218 @@ def head_seconds(case: ReplicaCase, load: IterationLoad) -> Array:
     rows = np.maximum(1.0, load.decode_sequences / case.layout.dp)
     weights = block_weights(case.served, case.layout).table
     return product_seconds(case, rows, weights, case.served.head_bytes, WIDE)
+
+
+# -- Count the bytes of the KV cache, and what fits beside the weights --------------------------
+
+
+WHOLE_MEMORY = 0.98  # of a GPU's memory: what vLLM and SGLang can be told to take at most
+INDEXER_BYTES = 132.0  # DeepSeek-V3.2's indexer keeps 128 FP8 numbers and a scale per token
+
+
+def block_token_bytes(served: ServedModel, layout: ReplicaLayout) -> Array:
+    """Return the bytes that one token takes in one attention block on one GPU.
+
+    Ranks share the KV heads; more ranks than heads keep copies. Latent attention keeps one latent
+    vector and one rotary key (DeepSeek-V2, arXiv 2405.04434, section 2.1), on every rank.
+    """
+    shape = served.shape
+    heads = np.maximum(1.0, shape.kv_heads / layout.tp)
+    plain = heads * (shape.qk_dim + shape.value_dim) * served.cache_bytes
+    latent = (shape.kv_rank + shape.rope_dim) * served.cache_bytes
+    indexed = np.where(np.asarray(served.sparse_keys) > 0, INDEXER_BYTES, 0.0)
+    return np.where(np.asarray(shape.mla) > 0, latent, plain) + indexed
+
+
+def kv_bytes_per_token(served: ServedModel, layout: ReplicaLayout) -> Array:
+    """Return the bytes that one more token takes on one GPU that holds its sequence.
+
+    Blocks with a sliding window are left out: see `window_bytes`. Pipeline stages share blocks.
+    """
+    growing = served.shape.attention_blocks * (1 - served.shape.window_share)
+    return block_token_bytes(served, layout) * growing / layout.pp
+
+
+def sequence_bytes(served: ServedModel, layout: ReplicaLayout, tokens: Array) -> Array:
+    """Return the bytes that a sequence of `tokens` takes on one GPU that holds it."""
+    shape = served.shape
+    windowed = shape.attention_blocks * shape.window_share / layout.pp
+    kept = np.minimum(tokens, np.where(np.asarray(shape.window) > 0, shape.window, tokens))
+    state = served.recurrent_blocks * served.recurrent_state / layout.tp / layout.pp
+    inner = shape.mamba_inner * shape.mamba_state * 4.0  # fp32 state of a Mamba-2 block
+    state = state + shape.mamba_blocks * inner / layout.tp / layout.pp
+    own = block_token_bytes(served, layout)
+    return kv_bytes_per_token(served, layout) * tokens + own * windowed * kept + state
+
+
+def activation_bytes(case: ReplicaCase) -> Array:
+    """Return the bytes of activations at the peak of an iteration on one GPU.
+
+    Copies of [token budget, hidden], the widest MLP inside, and fp32 logits of all sequences.
+    """
+    shape, layout, engine = case.served.shape, case.layout, case.engine
+    tokens = engine.token_budget
+    widest = np.maximum(shape.ffn * (shape.mlp_blocks > np.asarray(0)), 0) / layout.group
+    routed = shape.top_k * shape.expert_ffn / layout.group * (np.asarray(shape.moe_blocks) > 0)
+    inside = shape.mlp_width * np.maximum(widest, routed)
+    logits: Array = 4.0 * np.minimum(engine.max_sequences, 256) * shape.vocab / layout.tp
+    return 2.0 * tokens * (engine.activation_copies * shape.hidden + inside) + logits
+
+
+def free_bytes(case: ReplicaCase) -> Array:
+    """Return the bytes that remain for the KV cache on one GPU; negative: weights do not fit."""
+    used = weight_bytes(case.served, case.layout) + activation_bytes(case)
+    return case.gpu.memory * case.engine.memory_share - used - case.engine.overhead_bytes
+
+
+def largest_batch(case: ReplicaCase, tokens: Array) -> Array:
+    """Return how many sequences of `tokens` a replica holds at once (a real number).
+
+    Attention data parallel ranks hold different sequences, tensor parallel ones the same. At most
+    the engine's own limit of sequences, which each attention data parallel rank has for itself;
+    below 1 a single one does not fit.
+    """
+    each = np.maximum(sequence_bytes(case.served, case.layout, tokens), 1e-9)
+    room = np.maximum(0.0, free_bytes(case)) / each * case.layout.dp
+    return np.minimum(room, case.engine.max_sequences * case.layout.dp)
+
+
+def fits(case: ReplicaCase, tokens: Array) -> Mask:
+    """Tell whether a replica can run at all: weights, activations and one sequence of `tokens`.
+
+    Engines can be given more than their default share of the memory, so the whole of it counts.
+    """
+    everything = case.engine.model_copy(update={"memory_share": WHOLE_MEMORY})
+    rest = free_bytes(replace(case, engine=everything))
+    return np.asarray(rest >= sequence_bytes(case.served, case.layout, tokens))
+
+
+# ----------------------------------------------------------------------------------------------
+
+
+CostFunction: TypeAlias = Callable[[IterationLoad], Array]
+_Grid: TypeAlias = npt.NDArray[np.float64]
+_NODES_PER_DOUBLING = 4  # of prompt tokens and of sequences
+
+
+class IterationTable:
+    """Seconds of iterations of up to `most_prompt_tokens` and `most_sequences`.
+
+    Between four sampled loads they are `start + per_prompt p + per_sequence n + both p n`, and
+    beside that `per_key` for each key that decoding sequences read, `per_pair` for each pair of a
+    prompt's token and a key that it sees: cost functions are linear in both. `cells[i][j]` has
+    these six numbers, `prompt_cell[p]` and `sequence_cell[n]` are the indices.
+    """
+
+    def __init__(
+        self,
+        cost: CostFunction,
+        most_prompt_tokens: int,
+        most_sequences: int,
+        usual_context_tokens: float,
+    ) -> None:
+        """Sample `cost`; what it takes per key is that at `usual_context_tokens`."""
+        prompt_nodes, sequence_nodes = _nodes(most_prompt_tokens), _nodes(most_sequences)
+        self.prompt_cell = _cell_indices(prompt_nodes)
+        self.sequence_cell = _cell_indices(sequence_nodes)
+        self._grid = _cells(cost, prompt_nodes, sequence_nodes, max(1.0, usual_context_tokens))
+        self.cells: list[list[list[float]]] = self._grid.tolist()
+
+    def slower(self, factor: float) -> IterationTable:
+        """Return the table in which every iteration takes `factor` times as long."""
+        other = object.__new__(IterationTable)
+        other.prompt_cell, other.sequence_cell = self.prompt_cell, self.sequence_cell
+        other._grid = self._grid * factor
+        other.cells = other._grid.tolist()
+        return other
+
+    def seconds(
+        self, prompt_tokens: int, pairs: float, sequences: int, context_tokens: float
+    ) -> float:
+        """Look up one iteration.
+
+        `pairs`: of prompt tokens and the keys that they see; `context_tokens`: of all decoding
+        sequences together.
+        """
+        row = self.cells[self.prompt_cell[prompt_tokens]]
+        start, per_prompt, per_sequence, both, per_key, per_pair = row[
+            self.sequence_cell[sequences]
+        ]
+        return (
+            start
+            + per_prompt * prompt_tokens
+            + (per_sequence + both * prompt_tokens) * sequences
+            + per_key * context_tokens
+            + per_pair * pairs
+        )
+
+
+@cache
+def _nodes(most: int) -> tuple[int, ...]:
+    """Choose the sampled numbers from 0 to `most`."""
+    step = 1 / _NODES_PER_DOUBLING
+    spaced = np.unique(np.rint(2.0 ** np.arange(0, np.log2(max(most, 2)), step)))
+    return (0, *(int(node) for node in spaced if node < most), most)
+
+
+@cache
+def _cell_indices(nodes: tuple[int, ...]) -> list[int]:
+    """Return the index of the cell of each number from 0 to the last node.
+
+    Cell 0 is 0 alone: an iteration with a single token of a prompt costs more than one without (no
+    CUDA graph), so that nothing lies between them.
+    """
+    last = max(1, len(nodes) - 2)
+    return [0] + [min(bisect_right(nodes, number) - 1, last) for number in range(1, nodes[-1] + 1)]
+
+
+def _cells(
+    cost: CostFunction,
+    prompt_nodes: tuple[int, ...],
+    sequence_nodes: tuple[int, ...],
+    context_tokens: float,
+) -> _Grid:
+    """Compute the six numbers of all cells from samples at their corners."""
+    prompts = np.asarray(prompt_nodes, dtype=float)[:, None]
+    sequences = np.asarray(sequence_nodes, dtype=float)[None, :]
+    shape = (len(prompt_nodes), len(sequence_nodes))
+
+    def sample(prompt_keys: float, context: float) -> _Grid:
+        load = IterationLoad(prompts, prompt_keys, sequences, context)
+        return np.broadcast_to(np.asarray(cost(load), dtype=float), shape)
+
+    bare = sample(0.0, 0.0)
+    per_key = (sample(0.0, context_tokens) - bare) / np.maximum(1, sequences * context_tokens)
+    per_pair = (sample(context_tokens, 0.0) - bare) / np.maximum(1, prompts * context_tokens)
+    p0, p1 = _corners(shape[0])
+    n0, n1 = _corners(shape[1])
+    left, low = prompts[p0], sequences[:, n0]
+    wide = np.maximum(prompts[p1] - left, 1)
+    tall = np.maximum(sequences[:, n1] - low, 1)
+    at = bare[np.ix_(p0, n0)]
+    right, above, far = bare[np.ix_(p1, n0)], bare[np.ix_(p0, n1)], bare[np.ix_(p1, n1)]
+    by_prompt, by_sequence = (right - at) / wide, (above - at) / tall
+    both = (far - right - above + at) / (wide * tall)
+
+    def mean(grid: _Grid) -> _Grid:
+        pairs = grid[np.ix_(p0, n0)] + grid[np.ix_(p1, n0)] + grid[np.ix_(p0, n1)]
+        return (pairs + grid[np.ix_(p1, n1)]) / 4
+
+    return np.stack(
+        [
+            at - by_prompt * left - by_sequence * low + both * left * low,
+            by_prompt - both * low,
+            by_sequence - both * left,
+            both,
+            mean(per_key),
+            mean(per_pair),
+        ],
+        axis=-1,
+    )
+
+
+def _corners(count: int) -> tuple[list[int], list[int]]:
+    """Return lower and upper node of each cell; cell 0 has node 0 only."""
+    if count == 2:
+        return [0, 1], [0, 1]
+    return [0, *range(1, count - 1)], [0, *range(2, count)]

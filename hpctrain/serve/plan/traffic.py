@@ -131,6 +131,15 @@ class Requests:
     def count(self) -> int:
         return len(self.arrival_units)
 
+    def first(self, count: int) -> Requests:
+        """Return the first `count` of them."""
+        return Requests(
+            self.arrival_units[:count],
+            self.prompt_tokens[:count],
+            self.output_tokens[:count],
+            self.shared_prefix_tokens,
+        )
+
     def arrivals(self, rate: float) -> Floats:
         """Return the times of arrival in seconds at `rate` requests per second."""
         return self.arrival_units / rate

@@ -13,10 +13,9 @@ from pathlib import Path
 from hpctrain.base.errors import HpctrainError, InvalidInputError
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import TrainerExit
-from hpctrain.serve.replica.config import read_replica_config
-from hpctrain.serve.replica.life import Life
+from hpctrain.serve.replica.config import ReplicaConfig, read_program_settings
+from hpctrain.serve.replica.life import Life, say
 from hpctrain.serve.replica.lifecycle import Replica
-from hpctrain.serve.replica.log import say
 from hpctrain.train.rank_environment import read_launch
 from hpctrain.train.stacks import open_stack_dump
 from hpctrain.train.stop import StopSignals
@@ -43,7 +42,7 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         say(f"stacks cannot be written: {error}")
     try:
-        config = outlast(run, lambda: read_replica_config(path))
+        config = outlast(run, lambda: read_program_settings(path, ReplicaConfig))
         code = Replica(config, life, stop, os.environ).run()
     except HpctrainError as error:
         code = life.refused(str(error))

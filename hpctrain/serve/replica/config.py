@@ -1,12 +1,13 @@
-"""The settings of one replica's job (`replica.json`), written before it is submitted.
+"""The settings of the programs in the jobs of a service, written before these are submitted.
 
-Belongs here: the document and its reader. Does not belong here: where its values come from
-(`hpctrain.serve.replicas`).
+Belongs here: `replica.json`, `router.json` and their reader. Does not belong here: where the
+values come from (`hpctrain.serve.service_job`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -14,6 +15,8 @@ from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.formats import refuse_newer
 from hpctrain.serve.engines.contract import EngineStart
 from hpctrain.spec.service import ServingEngineName
+
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class ReplicaConfig(BaseModel):
@@ -53,12 +56,24 @@ class ReplicaConfig(BaseModel):
     canary_seconds: float = 60.0
 
 
-def read_replica_config(path: Path) -> ReplicaConfig:
-    """Read the settings. Raises OSError, InvalidInputError when it is no such file."""
+class RouterJobSettings(BaseModel):
+    """The settings of one job of the router (`router.json`), besides those of its service.
+
+    `service`: the service directory. Slurm waits `term_seconds` between SIGTERM and the end.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    service: str
+    term_seconds: float
+
+
+def read_program_settings(path: Path, kind: type[Settings]) -> Settings:
+    """Read the settings of a program. Raises OSError, InvalidInputError if it is no such file."""
     text = path.read_bytes()
     try:
-        return ReplicaConfig.model_validate_json(text)
+        return kind.model_validate_json(text)
     except ValidationError as error:
-        refuse_newer(path, text, ReplicaConfig)
+        refuse_newer(path, text, kind)
         problem = Problem(f"cannot be read: not a {path.name}: {error}", str(path))
         raise InvalidInputError([problem]) from error

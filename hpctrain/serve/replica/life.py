@@ -7,6 +7,7 @@ formats (`hpctrain.records`), what happens (`lifecycle`).
 from __future__ import annotations
 
 import contextlib
+import time
 
 from hpctrain.base import clock
 from hpctrain.records.exit_records import write_exit_record
@@ -20,18 +21,11 @@ from hpctrain.records.run_records import (
     write_record,
 )
 from hpctrain.records.service_records import DrainRecord
-from hpctrain.serve.replica.failures import ReplicaError
-from hpctrain.serve.replica.log import say
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.storage import outlast
 
 _PROGRESS_SECONDS = 1.0
 _EXIT_RECORD_SECONDS = 10.0
-_CODES: dict[Outcome, TrainerExit] = {
-    "yielded": TrainerExit.YIELDED,
-    "config_error": TrainerExit.CONFIG_ERROR,
-    "crash": TrainerExit.CRASH,
-}
 
 
 class Life:
@@ -42,10 +36,6 @@ class Life:
         self._phase: Phase = "starting"
         self._ready_since: float | None = None
         self._written_at = 0.0
-
-    @property
-    def ready_since(self) -> float | None:
-        return self._ready_since
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase, and say so."""
@@ -79,29 +69,30 @@ class Life:
     def left(self, message: str, signal_name: str | None) -> int:
         """Record that this task has left because it was asked to; returns its exit code."""
         if self.launch.leads:
-            self._record("yielded", message, None, None, signal_name)
+            self._record("yielded", TrainerExit.YIELDED, message, signal_name)
         say(message)
-        return _CODES["yielded"]
+        return TrainerExit.YIELDED
 
     def refused(self, message: str) -> int:
         """Record settings that can never work; returns the exit code."""
-        self._record("config_error", message, None, None, None)
+        self._record("config_error", TrainerExit.CONFIG_ERROR, message)
         say(f"config_error: {message}")
-        return _CODES["config_error"]
+        return TrainerExit.CONFIG_ERROR
 
     def failed(self, error: ReplicaError, signal_name: str | None) -> int:
         """Record a failure with its cause and the engine's last lines; returns the exit code."""
-        self._record("crash", str(error), error.tail or None, error.cause, signal_name)
+        self._record("crash", TrainerExit.CRASH, str(error), signal_name, error.tail, error.cause)
         say(f"crash: {error}")
-        return _CODES["crash"]
+        return TrainerExit.CRASH
 
     def _record(
         self,
         outcome: Outcome,
+        exit_code: TrainerExit,
         message: str,
-        tail: str | None,
-        cause: str | None,
-        signal_name: str | None,
+        signal_name: str | None = None,
+        tail: str = "",
+        cause: str | None = None,
     ) -> None:
         record = ExitRecord(
             epoch=self.launch.epoch,
@@ -109,10 +100,10 @@ class Life:
             node=self.launch.node,
             outcome=outcome,
             step=int(self._ready_since is not None),
-            exit_code=_CODES[outcome],
+            exit_code=exit_code,
             time=clock.now(),
             message=message,
-            traceback=tail,
+            traceback=tail or None,
             cause=cause,
             signal=signal_name,
         )
@@ -124,3 +115,62 @@ class Life:
             )
         except OSError as error:
             say(f"the exit record could not be written: {error}")
+
+
+# -- The ways in which a replica fails, as exceptions with the supervisor's name of the cause ---
+
+
+class ReplicaError(Exception):
+    """A replica cannot go on. `cause`: one of the supervisor's, None where logs have to tell.
+
+    `tail`: the last lines of the engine. `node_dependent`: it may work on another node.
+    """
+
+    cause: str | None = None
+
+    def __init__(self, message: str, tail: str = "", *, node_dependent: bool = False) -> None:
+        super().__init__(message)
+        self.tail, self.node_dependent = tail, node_dependent
+
+
+class EngineCrashedError(ReplicaError):
+    """The engine has ended with an error: its last lines say why."""
+
+
+class EngineLeftError(ReplicaError):
+    """The engine has ended with exit code 0, and nobody has asked it to."""
+
+    cause = "engine_exit"
+
+
+class EngineHungError(ReplicaError):
+    """The engine runs and does not answer."""
+
+    cause = "hang"
+
+
+class PortTakenError(ReplicaError):
+    """No port could be had."""
+
+    cause = "port"
+
+
+class WeightsError(ReplicaError):
+    """The weights are not there, or cannot be read or copied."""
+
+    cause = "weights"
+
+
+class SupersededError(ReplicaError):
+    """A newer launch of the same job owns the replica."""
+
+    cause = "superseded"
+
+
+# -- Write lines of the replica program between those of its engine -----------------------------
+
+
+def say(text: str) -> None:
+    """Write one line with the time; a log that cannot be written ends nothing."""
+    with contextlib.suppress(OSError):
+        print(f"hpctrain {time.strftime('%H:%M:%S')} {text}", flush=True)

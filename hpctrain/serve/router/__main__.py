@@ -22,12 +22,10 @@ from hpctrain.records.run_records import TrainerExit
 from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.records.service_settings import read_service_settings
 from hpctrain.serve.jobs import SlurmReplicaJobs
-from hpctrain.serve.replica.failures import ReplicaError, SupersededError
-from hpctrain.serve.replica.life import Life
-from hpctrain.serve.replica.log import say
+from hpctrain.serve.replica.config import RouterJobSettings, read_program_settings
+from hpctrain.serve.replica.life import Life, ReplicaError, SupersededError, say
 from hpctrain.serve.router.job import POLL_SECONDS, RouterJob, place_of
-from hpctrain.serve.router.job_settings import read_router_job_settings
-from hpctrain.serve.router.successor import Successor
+from hpctrain.serve.start_router import Successor
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.train.rank_environment import read_launch
 from hpctrain.train.stacks import open_stack_dump
@@ -71,7 +69,7 @@ def main(arguments: list[str]) -> int:
 def _run_task(path: Path, life: Life, stop: StopSignals) -> int:
     """Run the task of a Slurm job until it is asked to leave. Raises HpctrainError, OSError."""
     run = life.run
-    own = outlast(run, lambda: read_router_job_settings(path))
+    own = outlast(run, lambda: read_program_settings(path, RouterJobSettings))
     service = ServiceLayout(Path(own.service))
     settings = outlast(run, lambda: read_service_settings(service.settings))
     life.enter("loading")

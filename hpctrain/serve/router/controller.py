@@ -4,17 +4,19 @@ There is one at a time: it takes an epoch of the service and gives up when a hig
 Each action has a line in the service's ledger before it is carried out. What a controller knows is
 in the service directory, so that the next one goes on where it was. Belongs here: the order of
 these steps. Does not belong here: how many replicas (`scaling`) and which ones (`decide`), what the
-router asks (`rotation`), jobs (`replica_jobs`).
+router asks (`rotation`), jobs (`jobs`).
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
+from http import HTTPStatus
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
@@ -33,7 +35,9 @@ from hpctrain.records.service_records import (
     ServiceState,
 )
 from hpctrain.records.service_settings import ServiceSettings
-from hpctrain.serve.replica.log import say
+from hpctrain.serve.http_request import address_of, http_request
+from hpctrain.serve.jobs import JobView, SlurmReplicaJobs
+from hpctrain.serve.replica.life import say
 from hpctrain.serve.router.decide import (
     Action,
     Drain,
@@ -46,9 +50,7 @@ from hpctrain.serve.router.decide import (
     Timing,
     decide,
 )
-from hpctrain.serve.router.endpoints import EndpointReader
-from hpctrain.serve.router.greedy_answers import NoAnswerError, difference_of
-from hpctrain.serve.router.replica_jobs import JobView, ReplicaJobs
+from hpctrain.serve.router.rotation import EndpointReader
 from hpctrain.serve.router.scaling import Load, Replicas, Wanted, wanted_now
 from hpctrain.serve.router.traffic import TrafficWatch
 
@@ -62,7 +64,12 @@ _MEASURED = 3
 _MOST_COMPARISONS = 5
 # A wait in the queue that is longer than this says nothing about the next one.
 _LONGEST_QUEUE_SECONDS = 6 * 3600.0
-_HOUR_SECONDS = 3600.0
+
+_NOTED_PHASES = {
+    "ready": ServiceEventKind.REPLICA_READY,
+    "failed": ServiceEventKind.REPLICA_FAILED,
+    "ended": ServiceEventKind.REPLICA_ENDED,
+}
 
 
 class Controller:
@@ -72,7 +79,7 @@ class Controller:
         self,
         service: ServiceLayout,
         settings: ServiceSettings,
-        jobs: ReplicaJobs,
+        jobs: SlurmReplicaJobs,
         traffic: TrafficWatch,
         asked: Callable[[], dict[ReplicaName, str]],
         epoch: int,
@@ -92,7 +99,7 @@ class Controller:
         )
         self._wanted = Wanted(before.wanted, before.reason) if before is not None else None
         self._loads: dict[ReplicaName, tuple[float, float]] = {}
-        self._not_before: dict[str, float] = {}
+        self._not_before: dict[ReplicaName, float] = {}
         self._comparisons: dict[ReplicaName, Future[str]] = {}
         self._differences: dict[ReplicaName, str] = {}
         self._failed_comparisons: dict[ReplicaName, int] = {}
@@ -149,13 +156,27 @@ class Controller:
         for action in decision.actions:
             if self._gives_up():
                 return
-            if clock.monotonic() >= self._not_before.get(_subject(action), 0.0):
+            name = action.name if isinstance(action, Start | Drain) else None
+            # one that has failed is not tried again at once
+            if name is None or clock.monotonic() >= self._not_before.get(name, 0.0):
                 self._carry_out(action)
                 self._next_look = 0.0  # what was done is to be seen
         down = self._service.down_request.exists()
         gone = all(one.phase in ("ended", "failed") for one in replicas)
         self.is_over = down and gone and not decision.actions
-        self._write_state(now, self._states(replicas), decision.waits, timing)
+        views = {view.name: view for view in self._views}
+        states = (
+            ReplicaState(
+                name=str(one.name),
+                phase=one.phase,
+                job_id=views[one.name].job_id,
+                node=views[one.name].node,
+                since=one.since,
+                reason=one.problem,
+            )
+            for one in replicas
+        )
+        self._write_state(now, tuple(states), decision.waits, timing)
 
     def _gives_up(self) -> bool:
         """Whether another controller has taken over. Raises OSError."""
@@ -194,7 +215,16 @@ class Controller:
             old, since = self._since.get(str(view.name), ("", now))
             if phase != old:
                 since = now
-                self._note_phase(view, phase, endpoint)
+                if phase in _NOTED_PHASES:
+                    self._ledger.append(
+                        _NOTED_PHASES[phase],
+                        epoch=self._epoch,
+                        replica=str(view.name),
+                        job_id=view.job_id,
+                        node=view.node,
+                        url=endpoint.url if endpoint is not None else None,
+                        reason=view.problem or None,
+                    )
             self._since[str(view.name)] = phase, since
             found.append(
                 ReplicaView(
@@ -210,24 +240,6 @@ class Controller:
                 )
             )
         return found
-
-    def _note_phase(self, view: JobView, phase: Phase, endpoint: Endpoint | None) -> None:
-        kinds = {
-            "ready": ServiceEventKind.REPLICA_READY,
-            "failed": ServiceEventKind.REPLICA_FAILED,
-            "ended": ServiceEventKind.REPLICA_ENDED,
-        }
-        if phase not in kinds:
-            return
-        self._ledger.append(
-            kinds[phase],
-            epoch=self._epoch,
-            replica=str(view.name),
-            job_id=view.job_id,
-            node=view.node,
-            url=endpoint.url if endpoint is not None else None,
-            reason=view.problem or None,
-        )
 
     # -- deciding --------------------------------------------------------------------------
 
@@ -313,35 +325,27 @@ class Controller:
 
     def _carry_out(self, action: Action) -> None:
         """Announce one action in the ledger, then do it; a failure is noted and tried again."""
-        if isinstance(action, Start):
-            self._start(action)
-        elif isinstance(action, Drain):
-            self._drain(action)
-        elif isinstance(action, StopRestart):
+        if isinstance(action, StopRestart):
             self._end_restart(ServiceEventKind.RESTART_STOPPED, f"stopped: {action.reason}")
-        elif isinstance(action, FinishRestart):
+            return
+        if isinstance(action, FinishRestart):
             self._end_restart(ServiceEventKind.RESTART_DONE, "done")
-
-    def _start(self, action: Start) -> None:
-        instead_of = str(action.instead_of) if action.instead_of is not None else None
-        self._note(ServiceEventKind.START_REPLICA, action.name, action.reason, instead_of)
-        try:
-            job_id = self._jobs.start(action.name)
-        except HpctrainError as error:
-            self._note(ServiceEventKind.START_FAILED, action.name, str(error))
-            self._not_before[str(action.name)] = clock.monotonic() + _RETRY_SECONDS
             return
-        say(f"{action.name} is job {job_id}: {action.reason}")
-
-    def _drain(self, action: Drain) -> None:
-        self._note(ServiceEventKind.DRAIN_REPLICA, action.name, action.reason)
+        name, reason, failed = action.name, action.reason, ServiceEventKind.DRAIN_FAILED
         try:
-            self._jobs.drain(action.name)
+            if isinstance(action, Start):
+                failed = ServiceEventKind.START_FAILED
+                self._note(ServiceEventKind.START_REPLICA, name, reason, action.instead_of)
+                words = f"is job {self._jobs.start(name)}"
+            else:
+                self._note(ServiceEventKind.DRAIN_REPLICA, name, reason)
+                self._jobs.drain(name)
+                words = "is to leave"
         except HpctrainError as error:
-            self._note(ServiceEventKind.DRAIN_FAILED, action.name, str(error))
-            self._not_before[str(action.name)] = clock.monotonic() + _RETRY_SECONDS
+            self._note(failed, name, str(error))
+            self._not_before[name] = clock.monotonic() + _RETRY_SECONDS
             return
-        say(f"{action.name} is to leave: {action.reason}")
+        say(f"{name} {words}: {reason}")
 
     def _end_restart(self, kind: ServiceEventKind, words: str) -> None:
         self._ledger.append(kind, epoch=self._epoch, reason=words)
@@ -350,27 +354,21 @@ class Controller:
         say(f"rolling restart: {words}")
 
     def _note(
-        self, kind: ServiceEventKind, name: ReplicaName, reason: str, instead_of: str | None = None
+        self,
+        kind: ServiceEventKind,
+        name: ReplicaName,
+        reason: str,
+        instead_of: ReplicaName | None = None,
     ) -> None:
         self._ledger.append(
-            kind, epoch=self._epoch, replica=str(name), reason=reason, instead_of=instead_of
+            kind,
+            epoch=self._epoch,
+            replica=str(name),
+            reason=reason,
+            instead_of=None if instead_of is None else str(instead_of),
         )
 
     # -- telling ---------------------------------------------------------------------------
-
-    def _states(self, replicas: list[ReplicaView]) -> tuple[ReplicaState, ...]:
-        jobs = {view.name: view for view in self._views or ()}
-        return tuple(
-            ReplicaState(
-                name=str(one.name),
-                phase=one.phase,
-                job_id=jobs[one.name].job_id,
-                node=jobs[one.name].node,
-                since=one.since,
-                reason=one.problem,
-            )
-            for one in replicas
-        )
 
     def _write_state(
         self,
@@ -395,24 +393,17 @@ class Controller:
         )
         last = self._written
         if last is not None and now - last.time < _STATE_SECONDS:
-            same = (last.wanted, last.replicas, last.restart) == (
-                *(state.wanted, state.replicas, state.restart),
-            )
-            if same:
+            seen = (state.wanted, state.replicas, state.restart)
+            if seen == (last.wanted, last.replicas, last.restart):
                 return
         write_record(self._service.state, state, durable=False)
         self._written = state
 
 
-def _subject(action: Action) -> str:
-    """What an action is about: one that has failed is not tried again at once."""
-    return str(action.name) if isinstance(action, Start | Drain) else ""
-
-
 def _phase(view: JobView, endpoint: Endpoint | None) -> Phase:
     """What a replica is doing, as its job and its endpoint show it."""
     if view.state == "over":
-        return "ended" if view.drain_asked or view.well else "failed"
+        return "ended" if view.drain_asked else "failed"
     if view.drain_asked:
         return "draining"
     if view.state != "running":
@@ -423,3 +414,46 @@ def _phase(view: JobView, endpoint: Endpoint | None) -> Phase:
 def claimant_of(job_id: str | None, node: str, directory: Path) -> str:
     """The name under which a controller takes an epoch; unique among controllers."""
     return f"{job_id or 'login'} on {node} of {directory.name}, at {time.time_ns()}"
+
+
+# -- Compare what an old and a new replica answer to the same prompts, greedily -----------------
+# Greedy answers of one model on the same engine are equal but for rounding, which changes with the
+# batch; so prompts are short, asked one at a time, and the first tokens are compared.
+
+
+PROMPTS = ("The capital of France is", "1 2 3 4 5 6 7", "def add(a, b):\n    return")
+TOKENS = 16
+# Rounding may turn one token in a near tie, and all that follow it; two prompts that agree are
+# enough to know the weights, the tokenizer and the engine's settings for the same.
+MOST_DIFFERENT_PROMPTS = 1
+_ANSWER_SECONDS = 120.0
+
+
+class NoAnswerError(Exception):
+    """A replica that did not answer; nothing is known about its tokens."""
+
+
+def difference_of(old_url: str, new_url: str, model: str) -> str:
+    """What differs between the answers of two replicas; empty if they agree.
+
+    Raises NoAnswerError if one of them does not answer.
+    """
+    different = []
+    for prompt in PROMPTS:
+        old, new = _answer(old_url, model, prompt), _answer(new_url, model, prompt)
+        if old != new:
+            different.append(f"`{prompt[:24]}` was continued by {old[:40]!r}, now by {new[:40]!r}")
+    return different[0] if len(different) > MOST_DIFFERENT_PROMPTS else ""
+
+
+def _answer(url: str, model: str, prompt: str) -> str:
+    asked = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "seed": 0}
+    status, text = http_request(address_of(url), "POST", "/v1/completions", _ANSWER_SECONDS, asked)
+    if status not in (0, HTTPStatus.OK):
+        raise NoAnswerError(f"{url} answered with {status}")
+    try:
+        if not status:
+            raise ValueError(text.decode())
+        return str(json.loads(text)["choices"][0]["text"])
+    except (ValueError, KeyError, IndexError) as error:
+        raise NoAnswerError(f"{url} did not answer: {error}") from error

@@ -2,7 +2,7 @@
 
 It has TLS, tokens and rates. Tried with 2.6 of Debian 12. Belongs here: its process, its places,
 its counts, and whether the files that it is given can work. Does not belong here: its configuration
-(`haproxy_config`).
+(`haproxy`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import csv
 import hashlib
 import io
+import math
 import os
 import signal
 import socket
@@ -24,16 +25,15 @@ from hpctrain.base import clock
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.records.service_settings import RouterSettings, ServiceSettings
-from hpctrain.serve.replica.log import say
-from hpctrain.serve.router.haproxy_config import (
-    BACKEND,
-    LIMITED,
-    REFUSED,
-    HaproxyFiles,
-    configuration,
-    place_names,
+from hpctrain.serve.replica.life import say
+from hpctrain.serve.router.programs import (
+    RETRY_AFTER_SECONDS,
+    Child,
+    Counts,
+    Place,
+    find_program,
+    listen,
 )
-from hpctrain.serve.router.programs import Child, Counts, Place, find_program, listen
 
 _CALL_SECONDS = 5.0
 _START_SECONDS = 30.0
@@ -96,6 +96,7 @@ class Haproxy:
     ) -> None:
         self._program, self._router = program, settings.router
         self._place, self._directory = place, directory
+        self._digests_path, self._tls_path = directory / DIGESTS_NAME, directory / TLS_NAME
         self._child: Child | None = None
         self._listener: socket.socket | None = None
         self._places: dict[str, str] = {}
@@ -143,7 +144,8 @@ class Haproxy:
             return False
         deadline = clock.monotonic() + _ADD_SECONDS
         while clock.monotonic() < deadline:
-            if self._statuses().get(name, "").startswith("UP"):
+            rows = [row for row in self._stats() if row["pxname"] == BACKEND]
+            if any(row["svname"] == name and row["status"].startswith("UP") for row in rows):
                 return True
             clock.sleep(0.05)
         return self.remove(url) and False
@@ -229,18 +231,6 @@ class Haproxy:
 
     # -- the process -----------------------------------------------------------------------
 
-    @property
-    def _socket(self) -> Path:
-        return self._directory / "haproxy.sock"
-
-    @property
-    def _digests_path(self) -> Path:
-        return self._directory / "token-digests"
-
-    @property
-    def _tls_path(self) -> Path:
-        return self._directory / "tls.pem"
-
     def _stamps(self) -> tuple[object, ...]:
         """What changes when tokens or certificate are replaced."""
         found: list[object] = []
@@ -262,13 +252,7 @@ class Haproxy:
             self._digests = token_digests(Path(router.token_file))
             self._write_digests(self._digests)
         assert self._listener is not None, "listens before"
-        files = HaproxyFiles(
-            descriptor=self._listener.fileno(),
-            socket=str(self._socket),
-            tls=None if router.certificate is None else str(self._tls_path),
-            token_digests=None if router.token_file is None else str(self._digests_path),
-        )
-        text = configuration(files, router)
+        text = configuration(router, self._directory, self._listener.fileno())
         replace_text(self._directory / "haproxy.cfg", text, mode=0o600, durable=False)
 
     def _write_digests(self, digests: Sequence[str]) -> None:
@@ -300,7 +284,7 @@ class Haproxy:
             try:
                 with socket.socket(socket.AF_UNIX) as link:
                     link.settimeout(_CALL_SECONDS)
-                    link.connect(str(self._socket))
+                    link.connect(str(self._directory / SOCKET_NAME))
                     link.sendall(command.encode() + b"\n")
                     parts = []
                     while part := link.recv(65536):
@@ -313,9 +297,6 @@ class Haproxy:
     def _stats(self) -> list[dict[str, str]]:
         text = (self._say("show stat") or "").lstrip("# ")
         return list(csv.DictReader(io.StringIO(text))) if "pxname" in text else []
-
-    def _statuses(self) -> dict[str, str]:
-        return {row["svname"]: row["status"] for row in self._stats() if row["pxname"] == BACKEND}
 
 
 def _number(row: Mapping[str, str], name: str) -> int:
@@ -332,3 +313,164 @@ def _address(url: str) -> tuple[str, int] | None:
         return None
     address = found[0][4]
     return str(address[0]), int(address[1])
+
+
+# -- The configuration of HAProxy for one service, as text. Pure --------------------------------
+# It needs HAProxy 2.2 or newer (`http-request return`), which Debian has since 11 and Red Hat since
+# 9. Replicas are places that exist from the start and are given addresses through the runtime API,
+# so nothing is ever reloaded.
+
+
+BACKEND = "replicas"
+# What was not given to a replica: none was ready, or the client was too fast.
+REFUSED, LIMITED = "unready", "too-fast"
+# `cache_aware` is vllm-router's, which is the only server behind HAProxy then.
+_BALANCE = {
+    "least_loaded": "leastconn",
+    "round_robin": "roundrobin",
+    "cache_aware": "roundrobin",
+}
+# By what is behind. vllm-router's /health fails for one replica that is not healthy, its /readiness
+# when none is; and it retries what replicas refuse itself.
+_CHECKED_PATH = {"haproxy": "/health", "vllm-router": "/readiness"}
+_RETRIED = {
+    "haproxy": "conn-failure empty-response 500 502 503 504",
+    "vllm-router": "conn-failure empty-response",
+}
+_PATHS = "/v1/ /tokenize /detokenize /rerank /score /pooling"
+_CLOSED_PATHS = "/v1/load_lora_adapter /v1/unload_lora_adapter"
+# Requests up to this size can be sent to another replica: they are kept until an answer begins.
+BUFFER_BYTES = 512 * 1024
+MOST_BODY_BYTES = 64 * 2**20
+_CLIENT_PLACES = 32768
+# How many replicas there may be at a time.
+MOST_REPLICAS = 64
+# In the directory of the process.
+SOCKET_NAME, TLS_NAME, DIGESTS_NAME = "haproxy.sock", "tls.pem", "token-digests"
+
+
+def place_names() -> list[str]:
+    """The names of the places for replicas, as `server-template` makes them."""
+    return [f"replica{number}" for number in range(1, MOST_REPLICAS + 1)]
+
+
+def configuration(router: RouterSettings, directory: Path, descriptor: int) -> str:
+    """Write the configuration; `descriptor` is that of the socket that listens already.
+
+    `directory` has the certificate, with its key beside it, and the digests of tokens.
+    """
+    tls = "" if router.certificate is None else f" ssl crt {_quoted(directory / TLS_NAME)}"
+    front = [
+        "frontend clients",
+        f"    bind fd@{descriptor}{tls}",
+        # The replicas' own view of a client is of no use to them; a client's word even less.
+        "    http-request set-header X-Forwarded-For %[src]",
+        "    acl dotted path -m sub /. // \\\\ %2e %2E",
+        f"    acl api path_beg {_PATHS}",
+        f"    acl closed path_beg {_CLOSED_PATHS}",
+        "    acl health path /health",
+        f"    acl ready nbsrv({BACKEND}) gt 0",
+        _answer(200, "health ready", body='{"ready": true}'),
+        _answer(503, "health", "no replica is ready yet"),
+        _answer(405, "!METH_GET !METH_POST !METH_OPTIONS", "only GET and POST"),
+        _answer(404, "dotted or closed or !api", "not a path of this service"),
+        f"    acl too_long req.hdr_val(content-length) gt {MOST_BODY_BYTES}",
+        _answer(413, "too_long", f"more than {MOST_BODY_BYTES} bytes"),
+    ]
+    if router.token_file is None:
+        front.append("    http-request set-var(txn.client) src")
+    else:
+        # Digests are compared, so that the time of a comparison says nothing about a token.
+        denied = "WWW-Authenticate Bearer"
+        front += [
+            "    http-request set-var(txn.client) req.hdr(authorization),"
+            "regsub(^[Bb]earer[[:space:]]+,),sha2(256),hex,lower",
+            f"    acl known var(txn.client) -m str -f {_quoted(directory / DIGESTS_NAME)}",
+            '    acl bearer req.hdr(authorization) -m beg -i "bearer "',
+            _answer(401, "!known or !bearer", "a valid token is needed", denied),
+            "    http-request del-header Authorization",
+        ]
+    # Backends that answer themselves, so that HAProxy counts what they get.
+    again = f"Retry-After {RETRY_AFTER_SECONDS}"
+    answering = [f"backend {REFUSED}", _answer(503, "", "no replica is ready yet", again)]
+    if router.rate_limit is not None:
+        period_seconds = max(1, math.ceil(1 / router.rate_limit))
+        most = max(1, math.floor(router.rate_limit * period_seconds))
+        front += [
+            f"    stick-table type string len 64 size {_CLIENT_PLACES} "
+            f"expire {60 + period_seconds}s store gpc0,gpc0_rate({period_seconds}s)",
+            "    http-request track-sc0 var(txn.client)",
+            # Only what is let through counts, or a client that insists would never get any.
+            f"    http-request set-var(txn.too_fast) bool(true) if {{ sc_gpc0_rate(0) ge {most} }}",
+            "    acl too_fast var(txn.too_fast) -m bool",
+            "    http-request sc-inc-gpc0(0) if !too_fast",
+            f"    use_backend {LIMITED} if too_fast",
+        ]
+        words = f"more than {router.rate_limit:g} requests per second"
+        after = f"Retry-After {period_seconds}"
+        answering += ["", f"backend {LIMITED}", _answer(429, "", words, after)]
+    front += [f"    use_backend {REFUSED} if !ready", f"    default_backend {BACKEND}"]
+    sections = [
+        [
+            "global",
+            f"    stats socket {_quoted(directory / SOCKET_NAME)} mode 600 level admin",
+            "    stats timeout 1h",
+            f"    nbthread {router.processes}",
+            f"    tune.bufsize {BUFFER_BYTES}",
+            "    ssl-default-bind-options ssl-min-ver TLSv1.2",
+        ],
+        [
+            "defaults",
+            "    mode http",
+            "    timeout connect 2s",
+            "    timeout http-request 60s",
+            "    timeout http-keep-alive 180s",
+            "    timeout client 30m",
+            "    timeout server 30m",
+            "    timeout queue 60s",
+            "    option http-keep-alive",
+            "    option abortonclose",
+            # HAProxy's own answers when no replica has one.
+            *(
+                f"    http-error status {status} content-type application/json string "
+                f"{_error_text(status, 'no replica has answered')} hdr Retry-After 1"
+                for status in (502, 503, 504)
+            ),
+        ],
+        front,
+        [
+            f"backend {BACKEND}",
+            f"    balance {_BALANCE[router.policy]}",
+            "    option httpchk",
+            f"    http-check send meth GET uri {_CHECKED_PATH[router.name]}",
+            "    option redispatch 1",
+            f"    retries {router.retries}",
+            f"    retry-on {_RETRIED[router.name]}",
+            f"    http-request disable-l7-retry if {{ req.body_size gt {BUFFER_BYTES - 16384} }}",
+            "    default-server check inter 2s fall 2 rise 1 init-addr none",
+            f"    server-template replica {MOST_REPLICAS} 127.0.0.1:1 disabled",
+        ],
+        answering,
+    ]
+    return "\n".join("\n".join(lines) + "\n" for lines in sections)
+
+
+def _answer(status: int, condition: str, message: str = "", field: str = "", body: str = "") -> str:
+    """One line that answers instead of a replica, with an error as the OpenAI API has them."""
+    text = _escaped(body) if body else _error_text(status, message)
+    line = f"    http-request return status {status} content-type application/json string {text}"
+    return line + (f" hdr {field}" if field else "") + (f" if {condition}" if condition else "")
+
+
+def _error_text(status: int, message: str) -> str:
+    text = f'{{"error": {{"message": "{message}", "type": "hpctrain_router", "code": {status}}}}}'
+    return _escaped(text)
+
+
+def _escaped(text: str) -> str:
+    return text.replace(" ", "\\ ").replace('"', '\\"')
+
+
+def _quoted(path: Path) -> str:
+    """A word of the configuration (Configuration Manual, 2.2: quoting and escaping)."""
+    return '"' + "".join("\\" + c if c in '\\"$' else c for c in str(path)) + '"'

@@ -23,14 +23,13 @@ from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
 from hpctrain.records.service_records import Address, Rotation
 from hpctrain.records.service_settings import ServiceSettings
 from hpctrain.serve.engines.registry import SERVING_ENGINES
-from hpctrain.serve.replica.log import say
+from hpctrain.serve.jobs import SlurmReplicaJobs
+from hpctrain.serve.replica.life import say
 from hpctrain.serve.router.controller import Controller, claimant_of
-from hpctrain.serve.router.engine_figures import Engines
 from hpctrain.serve.router.haproxy import Haproxy, find_haproxy_before_router
 from hpctrain.serve.router.programs import Place, RouterProgram, find_program
-from hpctrain.serve.router.replica_jobs import ReplicaJobs
 from hpctrain.serve.router.rotation import RotationLoop
-from hpctrain.serve.router.traffic import TrafficWatch
+from hpctrain.serve.router.traffic import Engines, TrafficWatch
 from hpctrain.serve.router.vllm_router import VllmRouter
 
 POLL_SECONDS = 0.5
@@ -59,12 +58,12 @@ class RouterJob:
         service: ServiceLayout,
         settings: ServiceSettings,
         place: Place,
-        jobs: ReplicaJobs,
+        jobs: SlurmReplicaJobs,
     ) -> None:
         self._service, self._settings = service, settings
         self._place, self._jobs = place, jobs
         self._directory = Path(tempfile.mkdtemp(prefix="hpctrain-router-"))
-        self._router = self._program()
+        self._router = self._found()
         self._rotation: RotationLoop | None = None
         self._controller: Controller | None = None
         self._restarts: list[float] = []
@@ -143,7 +142,9 @@ class RouterJob:
         if self._controller is not None:
             self._controller.stop()
         with contextlib.suppress(OSError):
-            self._remove_address()
+            standing = read_record(self._service.address, Address)
+            if standing is not None and standing.epoch == self._epoch:  # not a newer router's
+                self._service.address.unlink(missing_ok=True)
         self._router.stop(seconds)
         if self._rotation is not None:
             self._rotation.stop()
@@ -156,25 +157,21 @@ class RouterJob:
             self._engines.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    # -- the router ------------------------------------------------------------------------
-
-    def _program(self) -> RouterProgram:
-        """Choose and find the router's program. Raises InvalidInputError."""
-        router = self._settings.router
-        program = find_program(router.name, router.program, router.python)
-        before = program if router.name == "haproxy" else find_haproxy_before_router(router)
-        if before is None:
-            say("no HAProxy here: clients reach vllm-router itself, with its commands")
-            return VllmRouter(program, self._settings, self._place, None)
-        haproxy = Haproxy(before, self._settings, self._place, self._directory)
-        if router.name == "haproxy":
-            return haproxy
-        return VllmRouter(program, self._settings, self._place, haproxy)
-
     def _is_newest(self) -> bool:
         return self._controller is None or not self._controller.superseded
 
-    # -- the address -----------------------------------------------------------------------
+    def _found(self) -> RouterProgram:
+        """Choose and find the router's program. Raises InvalidInputError."""
+        router, front = self._settings.router, None
+        program = find_program(router.name, router.program, router.python)
+        before = program if router.name == "haproxy" else find_haproxy_before_router(router)
+        if before is not None:
+            front = Haproxy(before, self._settings, self._place, self._directory)
+            if router.name == "haproxy":
+                return front
+        else:
+            say("no HAProxy here: clients reach vllm-router itself, with its commands")
+        return VllmRouter(program, self._settings, self._place, front)
 
     def _write_address(self) -> None:
         router, place = self._settings.router, self._place
@@ -198,12 +195,6 @@ class RouterJob:
             node=place.node,
             job_id=place.job_id,
         )
-
-    def _remove_address(self) -> None:
-        """Remove the address, unless a newer router has written its own. Raises OSError."""
-        standing = read_record(self._service.address, Address)
-        if standing is not None and standing.epoch == self._epoch:
-            self._service.address.unlink(missing_ok=True)
 
 
 def place_of(environment: Mapping[str, str], logs: Path) -> Place:

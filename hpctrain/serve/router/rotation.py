@@ -2,25 +2,25 @@
 
 A replica leaves by removing its endpoint and waiting until `rotation.json` no longer names it, so
 that file is written after the router was told, never before. Belongs here: the loop and the health
-checks. Does not belong here: the router (`programs`), reading endpoints (`endpoints`).
+checks. Does not belong here: the router (`programs`), reading endpoints (`rotation`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from urllib.parse import urlsplit
+from http import HTTPStatus
+from pathlib import Path
 
 from hpctrain.base import clock
-from hpctrain.records.run_records import write_record
+from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
 from hpctrain.records.service_records import Endpoint, Rotation
-from hpctrain.serve.replica.log import say
-from hpctrain.serve.router.endpoints import EndpointReader
+from hpctrain.serve.http_request import address_of, http_request
+from hpctrain.serve.replica.life import say
 from hpctrain.serve.router.programs import RouterProgram
 
 PASS_SECONDS = 0.25
@@ -107,20 +107,21 @@ class RotationLoop:
             if wanted.get(name) != url and (url in wanted.values() or self._router.remove(url)):
                 del self._asked[name]
         self._collect_added(wanted)
+
+        def add(url: str) -> bool:
+            return is_well(url, self._health_path) and self._router.add(url)
+
         for name, url in wanted.items():
             if name in self._asked or name in self._adding:
                 continue
             if url in self._asked.values():
                 self._asked[name] = url  # its next launch, at the same address
             else:
-                self._adding[name] = url, self._pool.submit(self._add, url)
+                self._adding[name] = url, self._pool.submit(add, url)
         self._write(now)
         if not self._adding:
             self._settled.set()
         self.passed_at = clock.monotonic()
-
-    def _add(self, url: str) -> bool:
-        return is_well(url, self._health_path) and self._router.add(url)
 
     def _collect_added(self, wanted: dict[ReplicaName, str]) -> None:
         """Take note of what the router has added; what was withdrawn meanwhile goes again."""
@@ -176,14 +177,50 @@ class RotationLoop:
 
 def is_well(url: str, path: str) -> bool:
     """Whether a replica answers its health check with 200."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(
-        parts.hostname or "", parts.port, timeout=_CHECK_TIMEOUT_SECONDS
-    )
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    status, _ = http_request(address_of(url), "GET", path, _CHECK_TIMEOUT_SECONDS)
+    return status == HTTPStatus.OK
+
+
+# -- Which replicas may be asked, by the files that their jobs have written ---------------------
+# An endpoint counts while its lease runs and no record of a higher epoch of the same generation was
+# seen.
+
+
+class EndpointReader:
+    """Reads the endpoints of one service again and again; an unchanged file is not parsed again."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._known: dict[Path, tuple[tuple[int, int, int], Endpoint | None]] = {}
+        self._epochs: dict[ReplicaName, int] = {}
+
+    def valid(self, now: float) -> dict[ReplicaName, Endpoint]:
+        """The endpoints that count at `now`, seconds since the epoch. Raises OSError.
+
+        Of several with one address the newest counts: a port was given away again.
+        """
+        paths = [path for path in self._directory.iterdir() if path.suffix == ".json"]
+        self._known = {path: known for path, known in self._known.items() if path in paths}
+        found: dict[ReplicaName, Endpoint] = {}
+        for path in paths:
+            name, endpoint = ReplicaName.parse(path.stem), self._read(path)
+            if name is None or endpoint is None:
+                continue
+            newest = self._epochs[name] = max(self._epochs.get(name, 0), endpoint.epoch)
+            if endpoint.epoch == newest and endpoint.lease_until >= now:
+                found[name] = endpoint
+        newest_at: dict[str, float] = {}
+        for one in found.values():
+            newest_at[one.url] = max(newest_at.get(one.url, 0.0), one.ready_since)
+        return {name: one for name, one in found.items() if one.ready_since == newest_at[one.url]}
+
+    def _read(self, path: Path) -> Endpoint | None:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return None  # withdrawn since the directory was listed
+        seen = status.st_mtime_ns, status.st_size, status.st_ino
+        known = self._known.get(path)
+        if known is None or known[0] != seen:
+            known = self._known[path] = seen, read_record(path, Endpoint)
+        return known[1]

@@ -4,7 +4,7 @@ In this order: a person's word, the table of hours, the engines' own figures, an
 all. A replica on Slurm costs a wait in the queue and minutes of loading, so the table looks ahead
 by as long, and the reaction to load is slow to take back what it has added. Belongs here: that
 choice. Does not belong here: which replica is started or drained (`decide`), where the figures come
-from (`engine_figures`).
+from (`traffic`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def wanted_now(
     if policy.react:
         lowest = floor.count if policy.hours else policy.least
         wanted, memory = _reaction(policy, load, replicas, memory, now, lead_seconds, lowest)
-    wanted = _bounded(policy, wanted)
+    count = min(max(wanted.count, policy.least), policy.most)
+    if count != wanted.count:
+        bound = f"at least {count}" if count > wanted.count else f"at most {count}"
+        wanted = Wanted(count, f"{wanted.reason}; {bound}")
     if policy.idle_seconds is not None and not load.refused_lately:
         idle_seconds = now - load.idle_since if load.idle_since is not None else 0.0
         if idle_seconds >= policy.idle_seconds:
@@ -122,14 +125,6 @@ def _share_at(policy: ScalingSettings, minute: float) -> float:
     return before[-1] if before else policy.hours[-1][1]
 
 
-def _bounded(policy: ScalingSettings, wanted: Wanted) -> Wanted:
-    count = min(max(wanted.count, policy.least), policy.most)
-    if count == wanted.count:
-        return wanted
-    bound = f"at least {count}" if count > wanted.count else f"at most {count}"
-    return Wanted(count, f"{wanted.reason}; {bound}")
-
-
 def _reaction(
     policy: ScalingSettings,
     load: Load,
@@ -141,16 +136,26 @@ def _reaction(
 ) -> tuple[Wanted, ScalingMemory]:
     """Add replicas at once when engines are behind, take one back after it was calm for long."""
     target = max(memory.target if memory.target is not None else policy.count, lowest)
-    by_rate = _needed(policy, load.arrival_rate)
-    busy = _why_busy(load, replicas)
+    rate, waiting, by_rate = load.arrival_rate, load.waiting, None
+    if rate is not None and policy.capacity_rate > 0:
+        needed = math.ceil(round(rate / policy.capacity_rate, 6))
+        by_rate = needed + policy.spare if needed else 0
+    busy = ""
+    if replicas.ready and (waiting or 0.0) / replicas.ready >= WAITING_PER_REPLICA:
+        busy = f"{waiting:.0f} requests wait in the engines"
+    elif (load.kv_share or 0.0) >= FULL_KV_SHARE:
+        busy = f"keys and values of an engine are {load.kv_share:.0%} full"
+    # Calm: one replica fewer than the target would do; with unknown figures it would not.
+    borne = CALM_SHARE * policy.capacity_rate * max(target - 1 - policy.spare, 0)
+    calm = rate is not None and (rate <= borne or rate == 0) and waiting == 0
     arriving = replicas.kept - replicas.ready
     if by_rate is not None and by_rate > target:
-        words = f"{load.arrival_rate:.3g} requests/s need {by_rate} replicas"
+        words = f"{rate:.3g} requests/s need {by_rate} replicas"
         target, memory = by_rate, ScalingMemory(target=by_rate, changed_at=now)
     elif busy and not arriving and now - (memory.changed_at or 0.0) >= lead_seconds:
         target, words = min(target + 1, policy.most), busy
         memory = ScalingMemory(target=target, changed_at=now)
-    elif busy or not _is_calm(policy, load, target):
+    elif busy or not calm:
         words = busy or "the load needs what there is"
         memory = ScalingMemory(target=target, changed_at=memory.changed_at)
     else:
@@ -160,28 +165,3 @@ def _reaction(
             target, changed_at, calm_since = target - 1, now, now
         memory = ScalingMemory(target=target, changed_at=changed_at, calm_since=calm_since)
     return Wanted(target, words), memory
-
-
-def _needed(policy: ScalingSettings, rate: float | None) -> int | None:
-    if rate is None or policy.capacity_rate <= 0:
-        return None
-    count = math.ceil(round(rate / policy.capacity_rate, 6))
-    return count + policy.spare if count else 0
-
-
-def _why_busy(load: Load, replicas: Replicas) -> str:
-    waiting = load.waiting or 0.0
-    if replicas.ready and waiting / replicas.ready >= WAITING_PER_REPLICA:
-        return f"{waiting:.0f} requests wait in the engines"
-    if (load.kv_share or 0.0) >= FULL_KV_SHARE:
-        return f"keys and values of an engine are {load.kv_share:.0%} full"
-    return ""
-
-
-def _is_calm(policy: ScalingSettings, load: Load, target: int) -> bool:
-    """Whether one replica fewer than `target` would do; with unknown figures it would not."""
-    if load.arrival_rate is None or load.waiting is None:
-        return False
-    carriers = target - 1 - policy.spare
-    room = load.arrival_rate <= CALM_SHARE * policy.capacity_rate * max(carriers, 0)
-    return (room or load.arrival_rate == 0) and load.waiting == 0

@@ -13,15 +13,16 @@ way. Belongs here: its words, its commands and its own counts. Does not belong h
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import signal
 import socket
+from http import HTTPStatus
 from urllib.parse import quote
 
 from hpctrain.base import clock, reserved_ports
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.records.service_settings import ServiceSettings
+from hpctrain.serve.http_request import http_request
 from hpctrain.serve.router.haproxy import Haproxy
 from hpctrain.serve.router.programs import Child, Counts, Place, PortTakenError, listen
 from hpctrain.telemetry.scraped_text import ScrapedText
@@ -95,13 +96,13 @@ class VllmRouter:
     def add(self, url: str) -> bool:
         # 400 with these words for one that it has; it says so of one that is no longer healthy, too
         status, words = self._call("POST", f"/add_worker?url={quote(url, safe='')}")
-        added = status == http.client.OK or "already exists" in words
+        added = status == HTTPStatus.OK or "already exists" in words
         return self._open_or_close() and added
 
     def remove(self, url: str) -> bool:
         status, _ = self._call("POST", f"/remove_worker?url={quote(url, safe='')}")
         self._open_or_close()
-        return status == http.client.OK
+        return status == HTTPStatus.OK
 
     def replicas(self) -> frozenset[str] | None:
         known = self._listed()
@@ -114,7 +115,7 @@ class VllmRouter:
     def _listed(self) -> frozenset[str] | None:
         """The replicas that vllm-router itself has; None if it does not answer."""
         status, words = self._call("GET", "/list_workers")
-        if status != http.client.OK:
+        if status != HTTPStatus.OK:
             return None
         with contextlib.suppress(ValueError):
             urls = json.loads(words)
@@ -266,12 +267,5 @@ class VllmRouter:
     def _call(self, method: str, path: str, metrics_port: int | None = None) -> tuple[int, str]:
         """Ask vllm-router; the status is 0 if it does not answer."""
         at = (self._host, self._port) if metrics_port is None else (_LOOPBACK, metrics_port)
-        connection = http.client.HTTPConnection(*at, timeout=_CALL_SECONDS)
-        try:
-            connection.request(method, path)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
-            return 0, str(error)
-        finally:
-            connection.close()
+        status, text = http_request(at, method, path, _CALL_SECONDS)
+        return status, text.decode(errors="replace")

@@ -18,8 +18,8 @@ from hpctrain.report.service_report import (
     coverage,
     marks_of_service,
 )
-from hpctrain.serve.latency_windows import failed_requests, latencies_over_time
 from hpctrain.serve.load.measurement import FailureKind, RequestRecord
+from hpctrain.serve.load.summary import failed_requests, latencies_over_time
 from hpctrain.serve.service_files import ServiceFiles
 from tests.fabricated_runs import fabricate
 from tests.fabricated_services import (

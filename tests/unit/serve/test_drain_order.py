@@ -9,8 +9,8 @@ from virtual_clock import VirtualClock
 
 from hpctrain.base import clock
 from hpctrain.records.service_records import DrainRecord
-from hpctrain.serve.replica.answers import EngineLoad
-from hpctrain.serve.replica.drain import Drain, DrainTimes
+from hpctrain.serve.replica.drain import Drain
+from hpctrain.serve.replica.engine_process import EngineLoad
 
 
 class Played:
@@ -52,14 +52,13 @@ class Played:
         ended = self._ends_after is not None and self._looks > self._ends_after
         return RuntimeError("ended") if ended else None
 
-    def end(self, _: float) -> bool:
+    def end(self, _: float) -> None:
         self.done.append("engine ended")
-        return True
 
 
 def drained(played: Played, seconds: float = 60.0) -> DrainRecord:
     parts: Any = played
-    drain = Drain(DrainTimes(3.0, seconds, 2 * seconds), parts, parts, parts, parts)
+    drain = Drain(3.0, seconds, 2 * seconds, parts, parts, parts, parts)
     with clock.replaced(VirtualClock()):
         return drain.run("a test")
 

@@ -19,7 +19,7 @@ from hpctrain.serve.make_plan import (
 from hpctrain.serve.plan.candidates import replica_shapes
 from hpctrain.serve.plan.documents import ServicePlan
 from hpctrain.serve.plan.service_plan import plan_on_cluster
-from hpctrain.serve.plan_text import planned_lines
+from hpctrain.serve.serve_text import planned_lines
 from hpctrain.spec.loader import load_serving_calibration
 from hpctrain.spec.profiles import load_named_profile
 

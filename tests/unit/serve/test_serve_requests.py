@@ -7,13 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from serving_documents import service_plan, service_spec_text
+from serving_documents import endpoint_of, service_plan, service_spec_text
 
 from hpctrain.base.errors import InvalidInputError, NoSuchRunError, UsageError
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
 from hpctrain.records.service_records import (
-    Endpoint,
     ReplicaState,
     RestartRequest,
     Rotation,
@@ -23,19 +22,14 @@ from hpctrain.records.service_records import (
 from hpctrain.records.service_settings import read_service_settings
 from hpctrain.runs.service_status import service_status
 from hpctrain.runs.services import find_service
+from hpctrain.serve.control import request_restart, request_scale
 from hpctrain.serve.jobs import SlurmReplicaJobs
-from hpctrain.serve.restart import request_restart
 from hpctrain.serve.router import programs
 from hpctrain.serve.router.haproxy import find_haproxy_before_router
 from hpctrain.serve.router.job import RouterJob, place_of
-from hpctrain.serve.router_on_login_node import kills_user_processes
-from hpctrain.serve.scale import request_scale
-from hpctrain.serve.settings import (
-    require_router_files,
-    router_settings,
-    service_settings,
-)
-from hpctrain.serve.up import prepare_service
+from hpctrain.serve.service_job import router_settings, service_settings
+from hpctrain.serve.start_router import kills_user_processes
+from hpctrain.serve.up import prepare_service, require_router_files
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_service_spec
 from hpctrain.spec.profile import ClusterProfile, MetricsProfile
@@ -205,21 +199,9 @@ def test_status_of_files(service: ServiceLayout) -> None:
     state = ServiceState(epoch=1, time=now, wanted=2, reason="why", replicas=replicas)
     write_record(service.state, state)
     write_record(service.rotation, Rotation(epoch=1, time=now, replicas=("r001-g001",)))
-    endpoint = Endpoint(
-        replica="r001-g001",
-        epoch=1,
-        job_id=1,
-        node="n1",
-        url="http://n1:1",
-        served_name="m",
-        engine="vllm",
-        weights_digest="0",
-        ready_since=now,
-        load_seconds=33.0,
-        lease_until=now + 10,
-        walltime_ends=now + 3600,
-    )
-    write_record(service.endpoint(ReplicaName(1, 1)), endpoint)
+    first_name = ReplicaName(1, 1)
+    endpoint = endpoint_of(first_name, lease_until=now + 10, walltime_ends=now + 3600)
+    write_record(service.endpoint(first_name), endpoint)
     found = service_status(service, now + 1)
     first = found.replicas[0]
     assert (found.state, found.ready, found.wanted, found.reason) == ("serving", 1, 2, "why")

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from hpctrain.plan.cost.from_spec import shape_of
 from hpctrain.serve.plan.candidates import EngineFacts, ModelFacts
-from hpctrain.serve.plan.offers import Offer
 from hpctrain.serve.plan.promises import ModelError, Objective
 from hpctrain.serve.plan.search import Demand
-from hpctrain.serve.plan.serving_machine import serving_machine
+from hpctrain.serve.plan.serving_machine import Offer, serving_machine
 from hpctrain.serve.plan.traffic import Lengths, Traffic
 from hpctrain.spec.catalogue import match_gpu
 from hpctrain.spec.loader import (

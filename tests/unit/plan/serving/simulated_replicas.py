@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from hpctrain.serve.plan.batching import BatchLimits
-from hpctrain.serve.plan.iteration_table import IterationTable
 from hpctrain.serve.plan.routing import Policy, SimulatedService, Window
-from hpctrain.serve.plan.step_time import IterationLoad
+from hpctrain.serve.plan.step_time import IterationLoad, IterationTable
 from hpctrain.serve.plan.traffic import Requests
 
 PLENTY = 1e12

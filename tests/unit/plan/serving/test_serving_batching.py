@@ -9,7 +9,7 @@ import pytest
 from simulated_replicas import PLENTY, all_of, requests_of, service, table, typical
 
 from hpctrain.serve.plan.batching import BLOCK_TOKENS, BatchLimits, Journal, Replica
-from hpctrain.serve.plan.routing import Window, simulate_arrivals, simulate_closed, simulate_open
+from hpctrain.serve.plan.routing import Window, simulate_arrivals, simulate_open
 from hpctrain.serve.plan.step_time import IterationLoad
 from hpctrain.serve.plan.traffic import Lengths, Requests, Traffic, draw_requests
 
@@ -86,18 +86,6 @@ def test_as_many_are_inside_as_little_says() -> None:
         for moment in moments
     ]
     assert got.requests_in_service == pytest.approx(float(np.mean(counted)), rel=0.05)
-
-
-def test_clients_of_a_closed_loop_are_always_served() -> None:
-    got = simulate_closed(service(), poisson(2000, 200, 50), 24)
-    assert got.requests_in_service == pytest.approx(24, rel=0.02)
-    assert got.busy_share == pytest.approx(1, abs=1e-9)
-
-
-def test_closed_loops_over_several_replicas_are_as_fast_as_over_each() -> None:
-    one = simulate_closed(service(), poisson(1500, 200, 50), 8)
-    three = simulate_closed(service(replicas=3), poisson(4500, 200, 50), 24)
-    assert float(three.e2e_seconds.mean()) == pytest.approx(float(one.e2e_seconds.mean()), rel=0.05)
 
 
 @pytest.mark.parametrize(("kv_tokens", "tolerance"), [(PLENTY, 1e-9), (4000, 0.01)])

@@ -14,14 +14,14 @@ from serving_specimens import (
     served,
 )
 
-from hpctrain.serve.plan.kv_cache import (
+from hpctrain.serve.plan.served_model import ReplicaLayout, weight_bytes
+from hpctrain.serve.plan.step_time import (
     fits,
     free_bytes,
     kv_bytes_per_token,
     largest_batch,
     sequence_bytes,
 )
-from hpctrain.serve.plan.served_model import ReplicaLayout, weight_bytes
 
 
 def test_a_token_of_llama_70b_takes_320_kib() -> None:

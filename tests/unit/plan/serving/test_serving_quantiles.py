@@ -7,8 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from hpctrain.serve.plan.promises import ModelError, Objective, objectives_of
-from hpctrain.serve.plan.quantiles import quantile, variance_ratio
+from hpctrain.serve.plan.promises import (
+    ModelError,
+    Objective,
+    objectives_of,
+    quantile,
+    variance_ratio,
+)
 from hpctrain.spec.service import ObjectivesSpec
 
 

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from serving_specimens import ENGINE, GPU, replica
 
-from hpctrain.serve.plan.kv_cache import largest_batch
-from hpctrain.serve.plan.served_model import ReplicaLayout
-from hpctrain.serve.plan.steady_state import (
+from bench.serving_steady_state import (
     ClosedLoad,
     OpenLoad,
     closed_loop,
@@ -20,7 +18,8 @@ from hpctrain.serve.plan.steady_state import (
     open_loop,
     prompt_seconds,
 )
-from hpctrain.serve.plan.step_time import IterationLoad, iteration_seconds
+from hpctrain.serve.plan.served_model import ReplicaLayout
+from hpctrain.serve.plan.step_time import IterationLoad, iteration_seconds, largest_batch
 
 BIG = replica(gpu=replace(GPU, memory=288e9))
 

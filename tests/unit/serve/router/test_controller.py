@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from serving_documents import SETTINGS, endpoint_of
 from virtual_clock import ShiftedClock
 from waiting import wait_until
 
@@ -17,29 +18,17 @@ from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
 from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
 from hpctrain.records.service_records import (
-    Endpoint,
     RestartRequest,
     ScaleRequest,
     ServiceState,
     Traffic,
 )
-from hpctrain.records.service_settings import RouterSettings, ScalingSettings, ServiceSettings
+from hpctrain.records.service_settings import ServiceSettings
+from hpctrain.serve.jobs import JobView
 from hpctrain.serve.router import controller as module
 from hpctrain.serve.router.controller import Controller
-from hpctrain.serve.router.engine_figures import Engines
 from hpctrain.serve.router.programs import Counts
-from hpctrain.serve.router.replica_jobs import JobView
-from hpctrain.serve.router.traffic import TrafficWatch
-
-SETTINGS = ServiceSettings(
-    service_id="s",
-    engine="vllm",
-    router=RouterSettings(name="vllm-router", policy="least_loaded", place="job"),
-    scaling=ScalingSettings(count=2, spare=0, least=1, most=4, capacity_rate=10.0),
-    load_seconds=60.0,
-    drain_seconds=10.0,
-    poll_seconds=0.0,
-)
+from hpctrain.serve.router.traffic import Engines, TrafficWatch
 
 
 class CountingRouter:
@@ -113,20 +102,8 @@ class Steered:
     def ready(self, *names: ReplicaName) -> None:
         for name in names:
             self.jobs.run(name)
-            now = time.time()
-            endpoint = Endpoint(
-                replica=str(name),
-                epoch=1,
-                job_id=1,
-                node="n1",
-                url=f"http://127.0.0.1:{name.number}{name.generation:02d}",
-                served_name="tiny",
-                engine="vllm",
-                weights_digest="0",
-                ready_since=now,
-                load_seconds=33.0,
-                lease_until=now + 600,
-            )
+            url = f"http://127.0.0.1:{name.number}{name.generation:02d}"
+            endpoint = endpoint_of(name, url=url)
             write_record(self.layout.endpoint(name), endpoint)
             self.asked[name] = endpoint.url
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hpctrain.serve.engines.registry import SERVING_ENGINES
-from hpctrain.serve.router.engine_figures import (
+from hpctrain.serve.router.traffic import (
     WINDOW_SECONDS,
     ArrivalRate,
     Engines,
@@ -32,6 +32,7 @@ vllm:time_to_first_token_seconds_bucket{engine="1",le="0.1",model_name="m"} 1.0
 vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} 8.0
 vllm:time_to_first_token_seconds_bucket{engine="1",le="+Inf",model_name="m"} 2.0
 vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 8.0
+vllm:time_to_first_token_seconds_count{engine="1",model_name="m"} 2.0
 vllm:time_to_first_token_seconds_sum{engine="0",model_name="m"} 3.0
 """
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from serving_documents import endpoint_of
 from waiting import wait_until
 
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
-from hpctrain.records.service_records import Endpoint, Rotation
+from hpctrain.records.service_records import Rotation
 from hpctrain.serve.router import rotation as module
-from hpctrain.serve.router.endpoints import EndpointReader
 from hpctrain.serve.router.programs import Counts
-from hpctrain.serve.router.rotation import RotationLoop
+from hpctrain.serve.router.rotation import EndpointReader, RotationLoop
 
 ONE, TWO = ReplicaName(1, 1), ReplicaName(2, 1)
 
@@ -70,21 +70,7 @@ class Service:
         self.loop = RotationLoop(self.layout, router, 7, lambda: self.newest)
 
     def publish(self, name: ReplicaName, **changes: object) -> None:
-        now = time.time()
-        endpoint = Endpoint(
-            replica=str(name),
-            epoch=1,
-            job_id=1,
-            node="n1",
-            url=f"http://n1:{8000 + name.number}",
-            served_name="tiny",
-            engine="vllm",
-            weights_digest="0",
-            ready_since=now,
-            load_seconds=1.0,
-            lease_until=now + 60,
-        )
-        write_record(self.layout.endpoint(name), endpoint.model_copy(update=changes))
+        write_record(self.layout.endpoint(name), endpoint_of(name, **changes))
 
     def withdraw(self, name: ReplicaName) -> None:
         self.layout.endpoint(name).unlink()

@@ -19,14 +19,13 @@ from pathlib import Path
 
 import pytest
 from router_programs import SERVED_NAME, Engine, ask, complete, engines, haproxy, vllm_router
+from serving_documents import SETTINGS
 from variants import varied
 from waiting import wait_until
 
 from hpctrain.base import reserved_ports
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.records.service_settings import RouterSettings, ScalingSettings, ServiceSettings
-from hpctrain.serve.router.haproxy import Haproxy
-from hpctrain.serve.router.haproxy_config import MOST_BODY_BYTES, HaproxyFiles, configuration
+from hpctrain.serve.router.haproxy import MOST_BODY_BYTES, Haproxy, configuration
 from hpctrain.serve.router.programs import (
     RETRY_AFTER_SECONDS,
     Place,
@@ -36,14 +35,6 @@ from hpctrain.serve.router.programs import (
 from hpctrain.serve.router.vllm_router import VllmRouter
 
 Start = Callable[..., RouterProgram]
-SETTINGS = ServiceSettings(
-    service_id="s",
-    engine="vllm",
-    router=RouterSettings(name="vllm-router", policy="least_loaded", place="job", processes=2),
-    scaling=ScalingSettings(count=2, spare=0, least=1, most=4, capacity_rate=10.0),
-    load_seconds=60.0,
-    drain_seconds=20.0,
-)
 TOKEN = "s3cret-0f-one-client"
 OTHER = "t0ken-of-an0ther"
 # The name of each program, and what it calls its process.
@@ -567,15 +558,16 @@ def test_counts_of_vllm_router_alone_are_those_of_haproxy(
 def test_haproxy_takes_the_configuration(
     name: str, policy: str, certificate: Path, tmp_path: Path
 ) -> None:
-    digests = tmp_path / "digests"
-    digests.write_text(64 * "0" + "\n")
-    both = tmp_path / "both.pem"
-    both.write_text(certificate.read_text() + certificate.with_name("key.pem").read_text())
-    router = SETTINGS.router.model_copy(update={"name": name, "policy": policy, "rate_limit": 0.5})
+    (tmp_path / "token-digests").write_text(64 * "0" + "\n")
+    both = certificate.read_text() + certificate.with_name("key.pem").read_text()
+    (tmp_path / "tls.pem").write_text(both)
+    changes = {"name": name, "policy": policy, "rate_limit": 0.5}
+    router = SETTINGS.router.model_copy(
+        update={**changes, "certificate": "given", "key": "given", "token_file": "given"}
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         descriptor = listener.fileno()
-        files = HaproxyFiles(descriptor, str(tmp_path / "socket"), str(both), str(digests))
-        (tmp_path / "haproxy.cfg").write_text(configuration(files, router))
+        (tmp_path / "haproxy.cfg").write_text(configuration(router, tmp_path, descriptor))
         words = [haproxy(), "-c", "-f", str(tmp_path / "haproxy.cfg")]
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=60, pass_fds=[descriptor]

@@ -1,11 +1,19 @@
-"""When an engine counts as hung: by its health check, by tokens, by a request for one."""
+"""An engine below its task: watched for its health, and shielded from signals of Slurm."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-from hpctrain.serve.replica.answers import EngineAnswers, EngineLoad
-from hpctrain.serve.replica.health import STUCK_SECONDS, HealthWatch
+from hpctrain.serve.replica.engine_process import (
+    STUCK_SECONDS,
+    EngineAnswers,
+    EngineLoad,
+    HealthWatch,
+)
 
 IDLE = EngineLoad(0, 10.0)
 
@@ -68,3 +76,46 @@ def test_an_idle_engine_is_asked_for_a_token_now_and_then() -> None:
 def test_an_engine_without_metrics_is_asked_too() -> None:
     played = Played(now=None)
     assert watched(HealthWatch(played, 2.0, 60.0), 130.0) is None and played.canaries == 2
+
+
+# As multiprocessing does before it starts its first process.
+_MASK = """
+import signal, sys
+from multiprocessing import resource_tracker
+resource_tracker.ensure_running()
+blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+signal.pthread_sigmask(signal.SIG_SETMASK, [])
+still = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+print(*(name for name in ("SIGTERM", "SIGUSR2", "SIGINT") if getattr(signal, name) in blocked))
+print(*(name for name in ("SIGTERM", "SIGUSR2", "SIGINT") if getattr(signal, name) in still))
+"""
+
+
+def shielded(directory: Path, code: str, **variables: str) -> str:
+    """What a Python prints that is started behind the shield."""
+    shield = (sys.executable, "-m", "hpctrain.serve.replica.shield", str(os.getpid()))
+    directory.mkdir(exist_ok=True)
+    found = subprocess.run(
+        [*shield, sys.executable, "-c", code],
+        env={**os.environ, **variables, "HPCTRAIN_SHIELD": str(directory)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return found.stdout
+
+
+def test_multiprocessing_does_not_open_it(tmp_path: Path) -> None:
+    lines = shielded(tmp_path / "shield", _MASK).splitlines()
+    assert lines == ["SIGTERM SIGUSR2", "SIGTERM SIGUSR2"]
+
+
+def test_what_a_site_does_at_the_start_of_python_is_done_too(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('of the site')\n")
+    path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    code = "import sitecustomize; print(sitecustomize.__file__)"
+    lines = shielded(tmp_path / "shield", code, PYTHONPATH=path).splitlines()
+    # Once when the shield itself starts, and once when the engine does.
+    assert lines[-2:] == ["of the site", str(tmp_path / "site" / "sitecustomize.py")]

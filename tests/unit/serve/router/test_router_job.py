@@ -1,4 +1,4 @@
-"""When the router's next job is submitted, and what it is made of."""
+"""The router's next job in time, and numbers of docs/serving-router.md."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hpctrain.base.errors import SlurmRefusedError
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.records.supervise_config import SuperviseConfig
-from hpctrain.serve.router import successor as module
-from hpctrain.serve.router.successor import Successor
+from hpctrain.serve import start_router as module
+from hpctrain.serve.router import decide, haproxy, rotation, scaling
+from hpctrain.serve.start_router import Successor
 from hpctrain.slurm.records import JobRecord
 
 WARNING_SECONDS = 100.0
@@ -101,3 +102,25 @@ def test_names_of_the_router_s_jobs(tmp_path: Path, service: ServiceLayout) -> N
     ids = [service.router_generation(number).run_id for number in (1, 2, 12)]
     assert ids == ["s-router", "s-router-g002", "s-router-g012"]
     assert RunLayout(tmp_path / "my-router-7f3a").run_id == "my-router-7f3a"
+
+
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "serving-router.md"
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "expected"),
+    [
+        ("after 15 s", decide.FIRST_DELAY_SECONDS, 15),
+        ("at most 10 min", decide.LONGEST_DELAY_SECONDS, 600),
+        ("after six failures in an hour", decide.MOST_FAILURES, 6),
+        ("more than half of its time", decide.MOST_OVERLAP_SHARE, 0.5),
+        ("half as long again", decide.LOAD_MARGIN, 1.5),
+        ("calm for ten minutes", scaling.LEAST_CALM_SECONDS, 600),
+        ("with 30 % to spare", 1 - scaling.CALM_SHARE, 0.3),
+        ("four times a second", 1 / rotation.PASS_SECONDS, 4),
+        ("up to 512 KiB", haproxy.BUFFER_BYTES, 512 * 1024),
+    ],
+)
+def test_a_number_of_the_page(words: str, number: float, expected: float) -> None:
+    assert words in " ".join(PAGE.read_text().split())
+    assert number == pytest.approx(expected)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bench.serving_iteration_fit import IterationFit, TimedIteration, fit_iterations
 from hpctrain.base.errors import HpctrainError
-from hpctrain.serve.load.iteration_fit import IterationFit, TimedIteration, fit_iterations
-from hpctrain.serve.plan.iteration_table import IterationTable
-from hpctrain.serve.plan.step_time import IterationLoad
+from hpctrain.serve.plan.step_time import IterationLoad, IterationTable
 
 MADE = IterationFit(0.005, 0.002, 1e-5, 3e-4, 1e-7, 0.0)
 
