@@ -44,8 +44,9 @@ PURE = (*PURE, "page", "trials", "report", "export", "serve/plan", "serve/engine
 # Of those rooms, the files around that read, beside their commands.
 READING = (
     *("spec/loader.py", "spec/examples.py", "spec/profiles.py", "diagnose/of_run.py"),
-    *("export/metrics.py", "export/of_spec.py", "report/collect.py", "report/service_report.py"),
-    *("report/team_report.py", "site/calibrate.py", "site/calibrate_service.py", "site/init.py"),
+    *("export/metrics.py", "export/exported_run.py", "report/collect.py"),
+    *("report/service_report.py", "report/team_report.py"),
+    *("site/calibrate.py", "site/calibrate_service.py", "site/init.py"),
     *("site/node_survey.py", "site/read_site.py", "site/site_calibration.py", "site/survey.py"),
     *("trials/compare.py", "trials/sweep.py", "trials/sweep_plans.py", "trials/sweep_table.py"),
     *("trials/trial_results.py", "trials/run_trials.py", "page/options.py", "page/output.py"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from hpctrain.export.of_spec import PodOptions, export_pods
+from hpctrain.export.kubernetes import PodOptions, export_pods
 from hpctrain.job.prepare import Prepared, prepare
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,7 +13,8 @@ import pytest
 from exported_specs import planned
 
 from hpctrain.base.errors import UsageError
-from hpctrain.export.of_spec import export_hosts, write_files
+from hpctrain.export.exported_run import write_files
+from hpctrain.export.host_files import export_hosts
 from hpctrain.job.prepare import Prepared
 
 SAYS_ITS_WORDS = (

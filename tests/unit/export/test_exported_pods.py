@@ -12,10 +12,8 @@ import yaml
 from exported_specs import IMAGE, OPTIONS, documents, job_of, planned
 
 from hpctrain.base.errors import InvalidInputError, LimitError, UsageError
-from hpctrain.export import pod
-from hpctrain.export.of_spec import PodOptions, export_pods
-from hpctrain.export.pod_settings import run_label
-from hpctrain.export.yaml_text import yaml_documents
+from hpctrain.export import kubernetes
+from hpctrain.export.kubernetes import PodOptions, export_pods, run_label, yaml_documents
 from hpctrain.job.prepare import Prepared
 from hpctrain.records.run_records import TrainerExit
 
@@ -191,7 +189,7 @@ def test_images(tmp_path: Path, two_nodes: Prepared) -> None:
 def test_settings_that_no_config_map_holds(
     two_nodes: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pod, "_MOST_SETTINGS_BYTES", 1000)
+    monkeypatch.setattr(kubernetes, "_MOST_SETTINGS_BYTES", 1000)
     with pytest.raises(LimitError, match="a ConfigMap holds 1 MiB"):
         documents(two_nodes, "jobset")
 
