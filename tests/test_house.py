@@ -49,7 +49,7 @@ READING = (
     *("site/calibrate.py", "site/calibrate_service.py", "site/init.py"),
     *("site/node_survey.py", "site/read_site.py", "site/site_calibration.py", "site/survey.py"),
     *("trials/compare.py", "trials/sweep.py", "trials/sweep_plans.py", "trials/sweep_table.py"),
-    *("trials/trial_results.py", "trials/run_trials.py", "page/options.py", "page/output.py"),
+    *("trials/run_trials.py", "trials/run_trials.py", "page/options.py", "page/output.py"),
     "page/private_file.py",
 )
 # Modules of ours that do what a pure room does not. Records are data, whoever reads them.

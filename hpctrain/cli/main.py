@@ -26,11 +26,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "Count files, metadata operations and RPCs before submitting",
         ),
         "compare": (
-            "trials.compare",
+            "trials",
             "Run variants of a spec for a few steps each, and recommend one",
         ),
         "scale": (
-            "trials.compare",
+            "trials",
             "Run a spec on several numbers of GPUs: speed-up, shares of time",
         ),
         "simulate": ("job.simulate", "Play a run with failures: choose interval, spares, budgets"),

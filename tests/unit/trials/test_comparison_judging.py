@@ -7,16 +7,20 @@ from made_trials import MEMORY_BYTES, predicted, trial
 from step_rows import trained_step
 
 from hpctrain.records.run_records import RankTimes, StepMetrics
-from hpctrain.trials.agreement import agreement, bound_of
 from hpctrain.trials.documents import StepShares, TrialResult
-from hpctrain.trials.measure import (
+from hpctrain.trials.judging import (
+    agreement,
+    bound_of,
     counted_steps,
+    is_tie,
+    lost_time,
     measure,
+    recommend,
+    recommend_size,
+    scale_points,
     spread_of,
     warm_up_steps,
 )
-from hpctrain.trials.recommend import is_tie, recommend
-from hpctrain.trials.scaling import lost_time, recommend_size, scale_points
 
 # -- agreement -------------------------------------------------------------------------------
 
