@@ -49,7 +49,7 @@ READING = (
     *("site/calibrate.py", "site/calibrate_service.py", "site/init.py"),
     *("site/node_survey.py", "site/read_site.py", "site/site_calibration.py", "site/survey.py"),
     *("trials/compare.py", "trials/sweep.py", "trials/sweep_plans.py", "trials/sweep_table.py"),
-    *("trials/run_trials.py", "trials/run_trials.py", "page/options.py", "page/output.py"),
+    *("trials/run_trials.py", "page/options.py", "page/output.py"),
     "page/private_file.py",
 )
 # Modules of ours that do what a pure room does not. Records are data, whoever reads them.
@@ -58,9 +58,8 @@ DOING = (*DOING, "records.find", "checkpoints")
 PURE_FILES = (
     *("notify/message_text.py", "notify/notices.py", "notify/send_times.py"),
     *("judge/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "records/jobs.py"),
-    *("sandbox/monitoring.py", "observe/alert_rules.py", "observe/families.py"),
-    *("observe/samples.py", "observe/exposition.py", "observe/grafana_dashboard.py"),
-    *("observe/panel_data.py", "observe/panel_needs.py", "telemetry/scraped_text.py"),
+    *("sandbox/monitoring.py", "observe/families.py", "observe/samples.py"),
+    *("observe/grafana_dashboard.py", "observe/dashboard_page.py", "telemetry/scraped_text.py"),
     *("telemetry/serving_time.py", "serve/latency_windows.py"),
     *("serve/load/summary.py", "serve/load/service_test.py", "serve/load/iteration_fit.py"),
     *("serve/load/order_statistics.py", "serve/load/prompts.py", "serve/load/answers.py"),

@@ -159,9 +159,12 @@ def _write_dashboards(
 ) -> None:
     """Write the page of dashboards; fail for a refused query, and for an empty panel if wished."""
 
+    from hpctrain.observe.dashboard_data import (
+        PrometheusServer,
+        collect_dashboards,
+        packaged_dashboards,
+    )
     from hpctrain.observe.dashboard_page import write_dashboards
-    from hpctrain.observe.dashboards import collect_dashboards, packaged_dashboards
-    from hpctrain.observe.prometheus_api import PrometheusServer
 
     with busy("Asking Prometheus"):
         found = collect_dashboards(

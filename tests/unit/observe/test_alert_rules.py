@@ -16,8 +16,8 @@ from ruamel.yaml import YAML
 
 from hpctrain.cli.main import cli
 from hpctrain.judge.causes import FAILURE_CAUSES
-from hpctrain.observe.alert_rules import RULES, with_delays
 from hpctrain.observe.families import FAMILIES
+from hpctrain.observe.monitoring import RULES, with_delays
 from hpctrain.runs.state import RunState
 from hpctrain.serve.replica_lives import ASKED_FOR
 

@@ -11,7 +11,7 @@ from command_line import hpctrain
 from fetched_prometheus import fetched_prometheus
 from ruamel.yaml import YAML
 
-from hpctrain.observe.dashboards import DASHBOARD_NAMES
+from hpctrain.observe.dashboard_data import DASHBOARD_NAMES
 
 
 def names_below(directory: Path) -> set[str]:

@@ -20,7 +20,9 @@ from hpctrain.base.errors import UsageError
 from hpctrain.job.prepare import prepare
 from hpctrain.job.run_directory import write_run_directory
 from hpctrain.observe import exporter as module
-from hpctrain.observe.exporter import AttemptExporter, Exporter, ExporterSlurm
+from hpctrain.observe import run_metrics
+from hpctrain.observe.attempt_exporter import AttemptExporter
+from hpctrain.observe.exporter import Exporter, ExporterSlurm
 from hpctrain.observe.metrics_outlets import (
     MetricsServer,
     Textfile,
@@ -281,9 +283,9 @@ def test_a_run_that_is_over_is_not_read_again(
     exporter, fake = exporter_of(run.layout.directory.parent)
     first = exporter.samples(NOW)
     reads: list[object] = []
-    real = module.RunMetrics._collected
+    real = run_metrics._collected
     monkeypatch.setattr(
-        module.RunMetrics, "_collected", lambda *given: reads.append(given) or real(*given)
+        run_metrics, "_collected", lambda *given: reads.append(given) or real(*given)
     )
     again = exporter.samples(NOW + 30)
     assert not reads and fake.queries == 0

@@ -24,13 +24,17 @@ from fabricated_services import (
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hpctrain.base.durable import append_line, replace_text
-from hpctrain.observe import metrics_scraper
+from hpctrain.observe import service_metrics
 from hpctrain.observe.exporter import Exporter, ExporterSlurm
-from hpctrain.observe.exposition import exposed
 from hpctrain.observe.families import PHASES, SERVICE_FAMILIES
-from hpctrain.observe.metrics_scraper import MetricsScraper, MetricsTarget, fetch_metrics
-from hpctrain.observe.samples import Sample
-from hpctrain.observe.service_metrics import ServiceMetrics, slow_share
+from hpctrain.observe.samples import Sample, exposed
+from hpctrain.observe.service_metrics import (
+    MetricsScraper,
+    MetricsTarget,
+    ServiceMetrics,
+    fetch_metrics,
+    slow_share,
+)
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName
@@ -327,7 +331,7 @@ def test_a_redirect_is_not_followed() -> None:
 
 
 def test_an_answer_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_scraper, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(service_metrics, "_MOST_BYTES", 1000)
     endless = Engine("x" * 100_000)
     with pytest.raises(ValueError, match="does not end"):
         fetch_metrics(MetricsTarget(endless.url, "/metrics"))

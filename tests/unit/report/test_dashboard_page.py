@@ -6,8 +6,17 @@ import math
 
 import pytest
 
+from hpctrain.observe.dashboard_data import (
+    AnnotationData,
+    Answer,
+    DashboardData,
+    PanelData,
+    PrometheusServer,
+    Series,
+    collect_dashboards,
+    packaged_dashboards,
+)
 from hpctrain.observe.dashboard_page import shown, write_dashboards
-from hpctrain.observe.dashboards import collect_dashboards, packaged_dashboards
 from hpctrain.observe.families import FAMILIES
 from hpctrain.observe.grafana_dashboard import (
     Annotation,
@@ -20,8 +29,6 @@ from hpctrain.observe.grafana_dashboard import (
     Threshold,
     ValueMapping,
 )
-from hpctrain.observe.panel_data import AnnotationData, Answer, DashboardData, PanelData, Series
-from hpctrain.observe.prometheus_api import PrometheusServer
 
 END = 1_800_000_000.0
 STEP_SECONDS = 60.0
