@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from hpctrain.report.collect import collect_reports
-from hpctrain.report.page import write_page
+from hpctrain.report.run_page import write_page
 from tests.chromium import Chromium
 from tests.reported_runs import LARGE, reported
 

@@ -3,7 +3,7 @@
 The picture of a test has to show single requests as well: what one preemption costs is lost in the
 percentile of an hour. Belongs here: windows and which requests are shown by themselves. Does not
 belong here: percentiles of the whole test (`hpctrain.serve.load.summary`), drawing
-(`hpctrain.report.latency_picture`).
+(`hpctrain.report.service_page`).
 """
 
 from __future__ import annotations

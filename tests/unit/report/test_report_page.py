@@ -19,7 +19,7 @@ from hpctrain.report.collect import (
     Unread,
     collect_reports,
 )
-from hpctrain.report.page import write_page
+from hpctrain.report.run_page import write_page
 from tests.fabricated_runs import LAUNCHED, STARTED, SUBMITTED, Said, ended, fabricate, said
 from tests.unit.page.markup_reader import Page, read
 from tests.unit.report.conftest import collected
