@@ -34,8 +34,8 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.part
 # What stays as it is or becomes less; a class that mirrors another one is that one.
 RATCHETS = {
     "pairs of classes that share five fields": 111,
-    "lines that hand on a field": 706,
-    "small modules of one other": 89,
+    "lines that hand on a field": 696,
+    "small modules of one other": 78,
 }
 
 # Rooms that compute: what they are about is handed to them.
@@ -147,7 +147,6 @@ SLEEPERS = {
 BEFORE_A_PLAN = {
     "job/preflight.py": "looks at inputs of runs that cannot be planned, too",
     "job/prepare.py": "plans, and makes the job",
-    "trials/sweep_plans.py": "names a sweep by the documents of its first point",
     "report/team_report.py": "reads runs of which any document may be missing",
 }
 
@@ -316,6 +315,34 @@ def test_no_command_runs_without_a_time_limit() -> None:
             if called.endswith("Popen") and name(path) not in POPEN:
                 found.append(f"{where(path, node)} Popen outside of {POPEN}")
     assert not found, found
+
+
+# Elements of HTML and SVG, whole or as the beginning of one with attributes.
+ELEMENT = re.compile(
+    r"(?<!\(\?P)</?(?:p|a|i|b|div|span|table|t[rhd]|ul|ol|li|h[1-6]|code|pre|br|svg|g|path|rect|line|text|small)"
+    r"(?:>| [a-z-]+=)"
+)
+# Rooms that know how things are shown, and the screen of `top`, which is made of rich's text.
+SHOWING = ("page/", "cli/", "observe/top_text.py", "observe/top_screen.py")
+
+
+def test_only_the_room_of_pages_writes_markup_and_colours() -> None:
+    found = []
+    for path, tree in trees().items():
+        if name(path).startswith(SHOWING):
+            continue
+        docs = {id(one) for node in nodes(tree) if (one := _docstring(node)) is not None}
+        for node in nodes(tree):
+            text = node.value if isinstance(node, ast.Constant) and id(node) not in docs else None
+            if isinstance(text, str) and ELEMENT.search(text):
+                found.append(f"{where(path, node)} {text[:60]!r}")
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            if any(f"{one}.".startswith("rich.") for one in modules):
+                found.append(f"{where(path, node)} imports rich")
+            if isinstance(node, ast.Attribute) and dotted(node) in ("click.style", "click.secho"):
+                found.append(f"{where(path, node)} {dotted(node)}")
+    assert not found, f"`hpctrain.page` has elements, tables and colours: {found}"
 
 
 def test_the_pure_rooms_touch_nothing() -> None:

@@ -99,7 +99,7 @@ def predicted_record(subject: Subject, request: TrialRequest) -> ComparisonRecor
             refuse_untrainable(own, untrainable_fields(own.document))
             plan = make_plan(own.document, site.document, load_knowledge(site))
             refuse_untrainable(own, untrainable_layout(plan))
-            trials.append(trial_record(variant, own.document, plan=plan))
+            trials.append(trial_record(variant, own.document, predicted=predicted_of(plan)))
         except REFUSALS as error:
             document = own.document if own else subject.run
             trials.append(trial_record(variant, document, refusal=error))
@@ -126,7 +126,8 @@ def prepared_trial(
         check_inputs(prepared.spec)
     except REFUSALS as error:
         return trial_record(variant, own.document if own else subject.run, refusal=error), None
-    record = trial_record(variant, document, plan=prepared.plan, run_id=prepared.run_id)
+    predicted = predicted_of(prepared.plan)
+    record = trial_record(variant, document, predicted=predicted, run_id=prepared.run_id)
     # Two windows of rank times: the first step is in none, and rank 0 gets the times of a window
     # one step after its end.
     window_steps = max(1, (request.steps - 2) // 2)
@@ -144,38 +145,40 @@ def _overrides(subject: Subject, variant: Variant) -> tuple[str, ...]:
     return (*subject.overrides, "profile=", *variant.overrides)
 
 
+def predicted_of(plan: Plan) -> Predicted:
+    """Record what a plan promises of a trial."""
+    sure = plan.certainty
+    return Predicted(
+        layout=str(plan.layout),
+        zero=plan.zero,
+        offload=plan.offload,
+        recompute=plan.recompute,
+        micro_batch=plan.batch.micro_batch,
+        peak_bytes=plan.memory[plan.peak_stage].total_bytes,
+        step_seconds=plan.step_seconds,
+        parts=plan.prediction.parts if plan.prediction else None,
+        low_step_seconds=sure.low_step_seconds if sure else None,
+        high_step_seconds=sure.high_step_seconds if sure else None,
+        step_deviation=sure.step_deviation if sure else None,
+        layout_deviation=sure.layout_deviation if sure else None,
+        fit_probability=sure.fit_probability if sure else None,
+    )
+
+
 def trial_record(
     variant: Variant,
     spec: RunSpec,
     *,
-    plan: Plan | None = None,
+    predicted: Predicted | None = None,
     run_id: str | None = None,
     refusal: Exception | None = None,
 ) -> TrialRecord:
-    """Record one variant and what its plan promises; `spec` is that of the whole run."""
+    """Record one variant; `spec` is that of the whole run."""
     first_problem = None  # for a cell of a table; `hpctrain plan` shows all of them
     if isinstance(refusal, InvalidInputError):
         first_problem = str(refusal.problems[0]).splitlines()[0]
     elif refusal is not None:
         first_problem = str(refusal).splitlines()[0]
-    predicted = None
-    if plan is not None:
-        sure = plan.certainty
-        predicted = Predicted(
-            layout=str(plan.layout),
-            zero=plan.zero,
-            offload=plan.offload,
-            recompute=plan.recompute,
-            micro_batch=plan.batch.micro_batch,
-            peak_bytes=plan.memory[plan.peak_stage].total_bytes,
-            step_seconds=plan.step_seconds,
-            parts=plan.prediction.parts if plan.prediction else None,
-            low_step_seconds=sure.low_step_seconds if sure else None,
-            high_step_seconds=sure.high_step_seconds if sure else None,
-            step_deviation=sure.step_deviation if sure else None,
-            layout_deviation=sure.layout_deviation if sure else None,
-            fit_probability=sure.fit_probability if sure else None,
-        )
     return TrialRecord(
         name=variant.name,
         overrides=variant.overrides,
