@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from exported_specs import planned
+from test_exported_pods import planned
 
 from hpctrain.base.errors import UsageError
 from hpctrain.export.exported_run import write_files
