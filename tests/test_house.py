@@ -50,7 +50,6 @@ READING = (
     *("site/node_survey.py", "site/read_site.py", "site/site_calibration.py", "site/survey.py"),
     *("trials/compare.py", "trials/sweep.py", "trials/sweep_plans.py", "trials/sweep_table.py"),
     *("trials/run_trials.py", "page/options.py", "page/output.py"),
-    "page/private_file.py",
 )
 # Modules of ours that do what a pure room does not. Records are data, whoever reads them.
 DOING = ("base.clock", "base.durable", "base.reserved_ports", "slurm.client", "slurm.process")

@@ -10,8 +10,7 @@ import click
 from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.page.options import RunName, Seconds, json_option
-from hpctrain.page.output import busy, json_out
-from hpctrain.page.private_file import write_private
+from hpctrain.page.output import busy, json_out, write_private
 
 # The value of `--week` without one.
 _LAST_WEEK = "last"
