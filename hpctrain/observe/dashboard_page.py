@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from markupsafe import Markup
@@ -45,46 +44,6 @@ _MOST_NAMED = 6
 _GRID_PIXELS = 26  # of one cell of Grafana's grid, less the heading
 
 
-@dataclass(frozen=True)
-class PanelBox:
-    """One panel on the page, `width` of 24 columns wide."""
-
-    title: str
-    note: Markup
-    body: Markup
-    width: int
-    is_figure: bool
-
-
-@dataclass(frozen=True)
-class BarLine:
-    """One bar: its name, its value as text, its length in percent of the longest, its class."""
-
-    name: str
-    value: str
-    percent: str
-    style: str
-
-
-@dataclass(frozen=True)
-class RowBox:
-    """Panels under one heading."""
-
-    title: str
-    panels: Sequence[PanelBox]
-
-
-@dataclass(frozen=True)
-class DashboardBox:
-    """One dashboard on the page."""
-
-    anchor: str
-    title: str
-    description: str
-    chosen: Sequence[str]
-    rows: Sequence[RowBox]
-
-
 def write_dashboards(dashboards: Sequence[DashboardData]) -> str:
     """Write the page of dashboards, one below the other."""
     boxes = []
@@ -96,11 +55,19 @@ def write_dashboards(dashboards: Sequence[DashboardData]) -> str:
             named = ", ".join(values[:_MOST_NAMED]) or "none"
             chosen.append(f"{variable.title}: {named}{more}")
         rows = [
-            RowBox(row.title, [_box(one, data) for one in panels])
+            {"title": row.title, "panels": [_box(one, data) for one in panels]}
             for row, panels in zip(data.dashboard.rows, data.rows, strict=True)
         ]
         one = data.dashboard
-        boxes.append(DashboardBox(one.short_name, one.title, one.description, chosen, rows))
+        boxes.append(
+            {
+                "anchor": one.short_name,
+                "title": one.title,
+                "description": one.description,
+                "chosen": chosen,
+                "rows": rows,
+            }
+        )
     return str(fill("dashboards.html.j2", dashboards=boxes, version=__version__))
 
 
@@ -108,7 +75,8 @@ def _moment(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def _box(data: PanelData, dashboard: DashboardData) -> PanelBox:
+def _box(data: PanelData, dashboard: DashboardData) -> dict[str, object]:
+    """Draw a panel, `width` of 24 columns wide."""
     panel = data.panel
     if data.refusals:
         body = paragraph(f"Prometheus refuses the query: {data.refusals[0]}", "nothing")
@@ -127,8 +95,13 @@ def _box(data: PanelData, dashboard: DashboardData) -> PanelBox:
                 body = _table(data)
             case "state-timeline":
                 body = _states(data, dashboard)
-    is_figure = panel.kind == "stat"
-    return PanelBox(panel.title, prose(panel.description), body, panel.width, is_figure)
+    return {
+        "title": panel.title,
+        "note": prose(panel.description),
+        "body": body,
+        "width": panel.width,
+        "is_figure": panel.kind == "stat",
+    }
 
 
 # -- numbers -------------------------------------------------------------------------------------
@@ -222,12 +195,12 @@ def _bars(data: PanelData) -> Markup:
     return fill(
         "dashboard_bars.html.j2",
         bars=[
-            BarLine(
-                legend_of(query.legend, one.labels) or "all",
-                shown(one.last, panel.unit),
-                f"{100 * abs(one.last) / longest:.1f}",
-                _class_of(one.last, panel.thresholds) or "c1",
-            )
+            {
+                "name": legend_of(query.legend, one.labels) or "all",
+                "value": shown(one.last, panel.unit),
+                "percent": f"{100 * abs(one.last) / longest:.1f}",
+                "style": _class_of(one.last, panel.thresholds) or "c1",
+            }
             for one in known
         ],
     )

@@ -37,7 +37,7 @@ from hpctrain.records.run_records import (
     tail_metrics,
 )
 from hpctrain.records.supervise_config import SuperviseConfig, known_supervise_config
-from hpctrain.runs.goodput import goodput
+from hpctrain.runs.goodput import goodput, gpus_held
 from hpctrain.runs.policy_preview import budgets
 from hpctrain.runs.run_documents import known_plan, known_train_config
 from hpctrain.runs.state import RunState
@@ -146,8 +146,7 @@ def _collected(
             for node in nodes:
                 out.put_info("node", job=str(job.job_id), node=node)
             out.put("nodes", len(nodes) or None)
-        if plan is not None and config is not None:  # spares included
-            out.put("gpus", (plan.nodes.nodes + config.spare_nodes) * plan.nodes.gpus_per_node)
+        out.put("gpus", gpus_held(plan, config))
 
     # -- progress: a sign of life comes at most once a second, a row with each step
     rows = tail_metrics(layout, _RECENT_STEPS)
