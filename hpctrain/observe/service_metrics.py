@@ -249,7 +249,9 @@ class ServiceMetrics:
                 labels = {"latency": promise.latency, "percentile": promise.percentile}
                 out.put("promised_seconds", promise.limit_seconds, **labels)
                 out.put("predicted_seconds", promise.predicted_seconds, **labels)
-                out.put("promised_slow_ratio", slow_share(promise.percentile), **labels)
+                # of the requests, 0.01 for `p99`
+                share = round(1 - float(promise.percentile.removeprefix("p")) / 100, 6)
+                out.put("promised_slow_ratio", share, **labels)
 
         # -- router and engines
         traffic = read_record(service.layout.traffic, Traffic)
@@ -328,8 +330,3 @@ def _put_engine(
         if (histogram := measured[one.latency]) is not None:
             labels = {"latency": one.latency, "percentile": one.percentile, "replica": replica}
             out.put("slow_requests", histogram.above(one.limit_seconds), **labels)
-
-
-def slow_share(percentile: str) -> float:
-    """Return the share of requests that may be slower: 0.01 for `p99`."""
-    return round(1 - float(percentile.removeprefix("p")) / 100, 6)

@@ -500,14 +500,6 @@ def test_one_squeue_for_all(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -
     assert len(calls) == 1
 
 
-def test_a_run_that_was_removed_is_a_row_all_the_same(slurm: FakeSlurm) -> None:
-    layout = submitted(planned(), slurm)
-    gone = layout.read().points[0].run_id
-    shutil.rmtree(RUNS / str(gone))
-    rows = sweep_table(layout, slurm).rows  # type: ignore[arg-type]
-    assert next(row.state for row in rows if row.run_id == gone) == "REMOVED"
-
-
 # Cancelling, and the rest of the command line -----------------------------------------------------
 
 
