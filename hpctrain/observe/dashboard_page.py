@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from markupsafe import Markup
 
 from hpctrain.observe.dashboard_data import DashboardData, PanelData, Series, legend_of
-from hpctrain.observe.grafana_dashboard import Column, Threshold, ValueMapping
+from hpctrain.observe.grafana_dashboard import Threshold, ValueMapping
 from hpctrain.page.charts import (
     Axis,
     Entry,
@@ -141,9 +141,7 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
 }
 
 
-def _axis(unit: str, *, from_zero: bool = False) -> Axis:
-    quantity: Quantity = {"s": "seconds", "bytes": "bytes"}.get(unit, "number")  # type: ignore[assignment]
-    return Axis("", _FORMATS[unit], from_zero=from_zero, quantity=quantity)
+_QUANTITIES: Mapping[str, Quantity] = {"s": "seconds", "bytes": "bytes"}
 
 
 def shown(value: float, unit: str, values: Sequence[ValueMapping] = ()) -> str:
@@ -256,7 +254,12 @@ def _lines(data: PanelData, dashboard: DashboardData) -> Markup:
             for time, _ in series.points:
                 place = (time - dashboard.end) / unit_seconds
                 rules.append(Rule(place, f"{text}, {_moment(time)}", colour=colour))
-    y_axis = _axis(panel.unit, from_zero=panel.lowest == 0)
+    y_axis = Axis(
+        "",
+        _FORMATS[panel.unit],
+        quantity=_QUANTITIES.get(panel.unit, "number"),
+        from_zero=panel.lowest == 0,
+    )
     height = _GRID_PIXELS * panel.height - 40
     chart = line_chart(drawn, label=panel.title, x=x_axis, y=y_axis, rules=rules, height=height)
     more = paragraph(f"{left_out} more are not drawn.", "nothing") if left_out else ""
@@ -338,16 +341,14 @@ def _table(data: PanelData) -> Markup:
                 rows.setdefault(row, {})[column.name] = series.last
     styles = dict.fromkeys(panel.labels.values(), "name")
     styles |= {column.name: "number" for column in named}
-    cells = [
-        [*row, *(_cell(column, values.get(column.name)) for column in named)]
-        for row, values in sorted(rows.items())
-    ]
+    cells = []
+    for row, values in sorted(rows.items()):
+        line = [*row]
+        for column in named:
+            text = style = ""
+            if (value := values.get(column.name)) is not None:
+                text = shown(value, column.unit, column.mappings)
+                style = _class_of(value, column.thresholds, column.mappings)
+            line.append(styled(f"tone {style}", text) if style else text)
+        cells.append(line)
     return Table(styles, cells).__html__()
-
-
-def _cell(column: Column, value: float | None) -> str:
-    if value is None:
-        return ""
-    text = shown(value, column.unit, column.mappings)
-    style = _class_of(value, column.thresholds, column.mappings)
-    return styled(f"tone {style}", text) if style else text
