@@ -45,12 +45,12 @@ PURE = (*PURE, "page", "trials", "report", "export", "serve/plan", "serve/engine
 # Of those rooms, the files around that read, beside their commands.
 READING = (
     *("spec/loader.py", "spec/examples.py", "spec/profiles.py", "diagnose/of_run.py"),
-    *("export/metrics.py", "export/of_spec.py", "report/collect.py", "report/service_report.py"),
-    *("report/team_report.py", "site/calibrate.py", "site/calibrate_service.py", "site/init.py"),
+    *("export/metrics.py", "export/exported_run.py", "report/collect.py"),
+    *("report/service_report.py", "report/team_report.py"),
+    *("site/calibrate.py", "site/calibrate_service.py", "site/init.py"),
     *("site/node_survey.py", "site/read_site.py", "site/site_calibration.py", "site/survey.py"),
     *("trials/compare.py", "trials/sweep.py", "trials/sweep_plans.py", "trials/sweep_table.py"),
-    *("trials/trial_results.py", "trials/run_trials.py", "page/options.py", "page/output.py"),
-    "page/private_file.py",
+    *("trials/run_trials.py", "page/options.py", "page/output.py"),
 )
 # Modules of ours that do what a pure room does not. Records are data, whoever reads them.
 DOING = ("base.clock", "base.durable", "base.reserved_ports", "slurm.client", "slurm.process")
@@ -58,11 +58,17 @@ DOING = (*DOING, "records.find", "checkpoints")
 PURE_FILES = (
     *("notify/message_text.py", "notify/notices.py"),
     *("judge/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "records/jobs.py"),
+<<<<<<< HEAD
     *("sandbox/monitoring.py", "observe/alert_rules.py", "observe/families.py"),
     *("observe/samples.py", "observe/exposition.py", "observe/grafana_dashboard.py"),
     *("observe/panel_data.py", "observe/panel_needs.py", "telemetry/scraped_text.py"),
 <<<<<<< HEAD
     *("serve/latency_windows.py"),
+=======
+    *("sandbox/monitoring.py", "observe/families.py", "observe/samples.py"),
+    *("observe/grafana_dashboard.py", "observe/dashboard_page.py", "telemetry/scraped_text.py"),
+    *("telemetry/serving_time.py", "serve/latency_windows.py"),
+>>>>>>> land-report
     *("serve/load/summary.py", "serve/load/service_test.py", "serve/load/iteration_fit.py"),
     *("serve/load/order_statistics.py", "serve/load/prompts.py", "serve/load/answers.py"),
 =======
@@ -151,7 +157,6 @@ SLEEPERS = {
 BEFORE_A_PLAN = {
     "job/preflight.py": "looks at inputs of runs that cannot be planned, too",
     "job/prepare.py": "plans, and makes the job",
-    "trials/sweep_plans.py": "names a sweep by the documents of its first point",
     "report/team_report.py": "reads runs of which any document may be missing",
 }
 
@@ -321,6 +326,34 @@ def test_no_command_runs_without_a_time_limit() -> None:
             if called.endswith("Popen") and name(path) not in POPEN:
                 found.append(f"{where(path, node)} Popen outside of {POPEN}")
     assert not found, found
+
+
+# Elements of HTML and SVG, whole or as the beginning of one with attributes.
+ELEMENT = re.compile(
+    r"(?<!\(\?P)</?(?:p|a|i|b|div|span|table|t[rhd]|ul|ol|li|h[1-6]|code|pre|br|svg|g|path|rect|line|text|small)"
+    r"(?:>| [a-z-]+=)"
+)
+# Rooms that know how things are shown, and the screen of `top`, which is made of rich's text.
+SHOWING = ("page/", "cli/", "observe/top_text.py", "observe/top_screen.py")
+
+
+def test_only_the_room_of_pages_writes_markup_and_colours() -> None:
+    found = []
+    for path, tree in trees().items():
+        if name(path).startswith(SHOWING):
+            continue
+        docs = {id(one) for node in nodes(tree) if (one := _docstring(node)) is not None}
+        for node in nodes(tree):
+            text = node.value if isinstance(node, ast.Constant) and id(node) not in docs else None
+            if isinstance(text, str) and ELEMENT.search(text):
+                found.append(f"{where(path, node)} {text[:60]!r}")
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            if any(f"{one}.".startswith("rich.") for one in modules):
+                found.append(f"{where(path, node)} imports rich")
+            if isinstance(node, ast.Attribute) and dotted(node) in ("click.style", "click.secho"):
+                found.append(f"{where(path, node)} {dotted(node)}")
+    assert not found, f"`hpctrain.page` has elements, tables and colours: {found}"
 
 
 def test_the_pure_rooms_touch_nothing() -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.page.options import ProfileName, RunName, runs_option, set_option
 from hpctrain.page.output import busy, line_width, say, warn
-
-if TYPE_CHECKING:
-    from hpctrain.export.of_spec import Export, PodOptions
 
 _METRICS = ("tensorboard", "wandb", "as_csv", "project", "entity")
 # Options with which `--to` they go; all others of a spec go with each.
@@ -118,64 +114,50 @@ def export(
       hpctrain export llama7b.yaml -p h100x16 --to jobset --run-claim runs
       hpctrain export llama7b.yaml -p h100x16 --to hostfile --hosts n[1-4] -o out
     """
-    _refuse_mixture(context, to)
-    if to is not None:
-        _export_spec(context, subject, to, output, runs)
-        return
-    if [tensorboard, wandb, as_csv].count(True) != 1:
-        _refuse_spec(subject)
-        raise click.UsageError("choose one of --tensorboard, --wandb and --csv, or --to of a spec")
-    if wandb and output is not None:
-        raise click.UsageError("--output does not go with --wandb")
-    if not wandb and (project or entity):
-        raise click.UsageError("--project and --entity go with --wandb")
-    _refuse_spec(subject)
-    _export_metrics(context, subject, output, runs)
-
-
-def _refuse_mixture(context: click.Context, to: str | None) -> None:
-    """Refuse options of metrics with those of a spec, and of pods with those of hosts."""
     flags = {one.name: one.opts[0] for one in context.command.params}
     given = [name for name, value in context.params.items() if value not in (None, False, ())]
-    metrics = [flags[name] for name in given if name in _METRICS]
-    if to is not None and metrics:
-        raise click.UsageError(f"--to exports a spec, and {metrics[0]} the metrics of a run")
+    of_metrics = [flags[name] for name in given if name in _METRICS]
+    if to is not None and of_metrics:
+        raise click.UsageError(f"--to exports a spec, and {of_metrics[0]} the metrics of a run")
     for name in given:
         homes = _DESTINATIONS.get(name)
         if homes is not None and to not in homes:
             raise click.UsageError(f"{flags[name]} goes with --to {' or '.join(homes)}")
-
-
-def _refuse_spec(subject: str) -> None:
-    """Tell somebody who has named a spec that it needs `--to`."""
-    if subject.endswith((".yaml", ".yml")) or subject == "-":
-        raise click.UsageError(
-            f"`{subject}` is a spec and no run: --to jobset, trainjob or hostfile exports it"
-        )
-
-
-def _export_metrics(
-    context: click.Context, name: str, output: Path | None, runs: Path | None
-) -> None:
+    if to is not None:
+        _export_spec(context, subject, to, output, runs)
+        return
+    is_spec = subject.endswith((".yaml", ".yml")) or subject == "-"
+    without_to = click.UsageError(
+        f"`{subject}` is a spec and no run: --to jobset, trainjob or hostfile exports it"
+        if is_spec
+        else "choose one of --tensorboard, --wandb and --csv, or --to of a spec"
+    )
+    if [tensorboard, wandb, as_csv].count(True) != 1:
+        raise without_to
+    if wandb and output is not None:
+        raise click.UsageError("--output does not go with --wandb")
+    if not wandb and (project or entity):
+        raise click.UsageError("--project and --entity go with --wandb")
+    if is_spec:
+        raise without_to
     from hpctrain.export import metrics as action
     from hpctrain.records.find import find_run, runs_directory
     from hpctrain.records.tracking import tracking_commands
 
-    wanted = context.params
-    found = find_run(runs_directory(runs), name)
-    if wanted["as_csv"]:
+    found = find_run(runs_directory(runs), subject)
+    if as_csv:
         text = action.csv_text(found)
         if output is None:
             click.echo(text, nl=False)
         else:
             output.write_text(text)
         return
-    if wanted["wandb"] or output is None:
+    if wandb or output is None:
         found.refuse_unless_writable("export")
-    if wanted["tensorboard"]:
+    if tensorboard:
         click.echo(action.export_tensorboard(found, output))
         return
-    segments = action.export_wandb(found, project=wanted["project"], entity=wanted["entity"])
+    segments = action.export_wandb(found, project=project, entity=entity)
     if not segments:
         say(f"Run `{found.run_id}` has nothing to upload")
     for command in tracking_commands(found.layout):
@@ -186,7 +168,9 @@ def _export_metrics(
 def _export_spec(
     context: click.Context, subject: str, to: str, output: Path | None, runs: Path | None
 ) -> None:
-    from hpctrain.export import of_spec as action
+    from hpctrain.export.exported_run import write_files
+    from hpctrain.export.host_files import export_hosts
+    from hpctrain.export.kubernetes import PodOptions, export_pods
     from hpctrain.job.plan_text import plan_lines
     from hpctrain.job.prepare import prepare
     from hpctrain.records.find import runs_directory
@@ -210,25 +194,15 @@ def _export_spec(
         warn(warning)
     if to in _HOSTS:
         assert output is not None
-        made = action.export_hosts(prepared, wanted["hosts"], output, directory, wanted["name"])
+        made = export_hosts(prepared, wanted["hosts"], output, directory, wanted["name"])
     else:
-        made = action.export_pods(prepared, to, _pod_options(context))
-    _tell(made)
-    if output is None:
-        click.echo(made.files[0].text, nl=False)
-        return
-    for path in action.write_files(made, output):
-        click.echo(path)
-
-
-def _pod_options(context: click.Context) -> PodOptions:
-    from hpctrain.export.of_spec import PodOptions
-
-    names = PodOptions.__dataclass_fields__
-    return PodOptions(**{name: context.params[name] for name in names})
-
-
-def _tell(made: Export) -> None:
+        pods = {name: wanted[name] for name in PodOptions.__dataclass_fields__}
+        made = export_pods(prepared, to, PodOptions(**pods))
     say("Lost, compared with `hpctrain submit` to Slurm:")
     for setting in made.lost:
         say(f"- {setting.sentence}")
+    if output is None:
+        click.echo(made.files[0].text, nl=False)
+        return
+    for path in write_files(made, output):
+        click.echo(path)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpctrain.plan.job import TrainingJob
-from hpctrain.spec.run import ResourcesSpec, RunSpec
+from hpctrain.spec.run import ResourcesSpec
 from hpctrain.version import __version__
 
 Destination = Literal["kubernetes", "hosts"]
@@ -52,18 +52,9 @@ class LostSetting:
         )
 
 
-def lost_settings(job: TrainingJob, destination: Destination) -> tuple[LostSetting, ...]:
+def lost_settings(job: TrainingJob, destination: Destination) -> Iterator[LostSetting]:
     """List the losses of this run: those of every run first, then those of its own settings."""
-    return (
-        *_of_the_supervisor(destination),
-        *_of_resources(job.spec, destination),
-        *_of_the_spec(job.spec),
-        *_of_the_site(job, destination),
-    )
-
-
-def _of_the_supervisor(destination: Destination) -> Iterator[LostSetting]:
-    pods = destination == "kubernetes"
+    spec, profile, pods = job.spec, job.profile, destination == "kubernetes"
     yield LostSetting(
         "supervisor",
         "nobody finds out why a launch ended, so causes, budgets and the wait between launches "
@@ -89,19 +80,13 @@ def _of_the_supervisor(destination: Destination) -> Iterator[LostSetting]:
         "the image has to have it" if pods else "the interpreter of each host has to have it",
     )
 
-
-def _of_resources(spec: RunSpec, destination: Destination) -> Iterator[LostSetting]:
+    # Settings of the spec.
     for name, field in ResourcesSpec.model_fields.items():
         value = getattr(spec.resources, name)
         if name in CARRIED_RESOURCES or value == field.default:
             continue
         reason, instead = LOST_RESOURCES[name]
-        yield LostSetting(
-            f"resources.{name} {value}", reason, instead if destination == "kubernetes" else ""
-        )
-
-
-def _of_the_spec(spec: RunSpec) -> Iterator[LostSetting]:
+        yield LostSetting(f"resources.{name} {value}", reason, instead if pods else "")
     if spec.evaluation.jobs:
         names = ", ".join(job.name for job in spec.evaluation.jobs)
         yield LostSetting("evaluation.jobs", f"the supervisor submits them to Slurm: {names}")
@@ -120,9 +105,7 @@ def _of_the_spec(spec: RunSpec) -> Iterator[LostSetting]:
             "optimizer.offload nvme", "the files name a directory of the site's nodes", "mount one"
         )
 
-
-def _of_the_site(job: TrainingJob, destination: Destination) -> Iterator[LostSetting]:
-    spec, profile = job.spec, job.profile
+    # Settings of the site.
     software, options = profile.software, profile.slurm.options
     given = [*(f"sbatch --{name}" for name in options.sbatch)]
     given += [f"srun --{name}" for name in options.srun]
@@ -133,13 +116,13 @@ def _of_the_site(job: TrainingJob, destination: Destination) -> Iterator[LostSet
     if profile.metrics.textfile is not None and spec.metrics.textfile:
         yield LostSetting("metrics.textfile", "a process beside the supervisor exports metrics")
     if software.modules is not None or software.setup is not None or software.prologue:
-        what = "an image has no modules" if destination == "kubernetes" else "hosts may differ"
+        what = "an image has no modules" if pods else "hosts may differ"
         yield LostSetting(
             "software.modules, setup, prologue",
             f"commands of the job script, which is not used: {what}",
-            "build the software into the image" if destination == "kubernetes" else "",
+            "build the software into the image" if pods else "",
         )
-    if software.container is not None and destination == "hosts":
+    if software.container is not None and not pods:
         yield LostSetting("software.container", "the commands start no container around ranks")
     elif spec.container is not None and spec.container.mounts:
         yield LostSetting("container.mounts", "directories of the site's nodes", "`--volume`")
@@ -149,6 +132,6 @@ def _of_the_site(job: TrainingJob, destination: Destination) -> Iterator[LostSet
             "network.switches, network.islands",
             "Slurm places neighbouring ranks near each other, and nobody does so here",
             "topology-aware scheduling of Kueue"
-            if destination == "kubernetes"
+            if pods
             else "the order of `--hosts` is the order of the nodes",
         )

@@ -3,7 +3,7 @@
 It runs beside training until its stdin is closed, which also happens when whoever started it is
 killed, and asks Slurm nothing. Where metrics go is in `supervise.json`: a file for the
 node_exporter of this node, an endpoint, or both. What it cannot do is one line on stderr. Belongs
-here: the process. Does not belong here: metrics (`hpctrain.observe.exporter`), outlets
+here: the process. Does not belong here: metrics (`hpctrain.observe.run_metrics`), outlets
 (`hpctrain.observe.metrics_outlets`).
 """
 
@@ -12,24 +12,62 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpctrain.base import clock
 from hpctrain.base.beside_training import give_way, stdin_closed_within
 from hpctrain.base.errors import HpctrainError
-from hpctrain.observe.exporter import AttemptExporter
+from hpctrain.base.formats import NewerFormatError
 from hpctrain.observe.metrics_outlets import (
     MetricsServer,
     Textfile,
     host_name,
     published_endpoint,
 )
+from hpctrain.observe.run_metrics import RunMetrics
+from hpctrain.observe.samples import Sample
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
+from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.supervise_config import MetricsSettings, read_supervise_config
+from hpctrain.runs.status import ObservedRun, status_row
+from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
 
 # So often the run directory is read; plan/footprint/footprint.yaml counts by it.
 PASS_SECONDS = 15.0
+
+
+class AttemptExporter:
+    """Collects the samples of one run from inside its job, without asking Slurm anything.
+
+    `account_share`: of the time, for the account of all steps.
+    """
+
+    account_share = 0.02
+
+    def __init__(self, run: RunFiles, environment: Mapping[str, str]) -> None:
+        self._metrics = RunMetrics(run)
+        self._job = JobRecord(
+            job_id=int(environment["SLURM_JOB_ID"]),
+            state=JobState.RUNNING,
+            node_list=environment.get("SLURM_JOB_NODELIST"),
+            account=environment.get("SLURM_JOB_ACCOUNT"),
+        )
+
+    def samples(self, now: float | None = None) -> list[Sample]:
+        """Collect the samples; an error of reading leaves the run out."""
+        now = clock.now() if now is None else now
+        run = self._metrics.run
+        with contextlib.suppress(OSError, NewerFormatError):
+            run.layout.require()
+            events, jobs = run.ledger.events(), RunJobs((self._job,))
+            row = status_row(run, events, jobs)
+            return list(
+                self._metrics.samples(ObservedRun(run, row, events, jobs), now, self.account_share)
+            )
+        return []
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,10 +75,9 @@ def main(argv: Sequence[str]) -> int:
     run = RunLayout(Path(argv[argv.index("--run-directory") + 1]).absolute())
     try:
         settings = read_supervise_config(run.supervise_config).metrics
-        if settings is None:
-            return 0
-        give_way()
-        _export(run, settings)
+        if settings is not None:
+            give_way()
+            _export(run, settings)
     except ImportError as error:
         print(f"the Python package {error.name or error} is not installed", file=sys.stderr)
         return 1
@@ -58,12 +95,25 @@ def _export(run: RunLayout, settings: MetricsSettings) -> None:
     source = AttemptExporter(RunFiles(run), os.environ)
     problem: OSError | None = None
     with contextlib.ExitStack() as outlets:
-        file = None
+        file = server = None
         if settings.textfile is not None:
             file = Textfile(Path(settings.textfile), run.run_id)
             outlets.callback(file.remove)
             file.remove_abandoned()
-        server = _opened(run, settings, outlets)
+        if settings.endpoint:  # on the first free port of its range
+            first, last = settings.ports or (0, 0)
+            for port in range(first, last + 1):
+                with contextlib.suppress(HpctrainError):
+                    server = MetricsServer(settings.address or "", port)
+                    break
+            else:
+                where = f"{settings.address or '*'}:{first}"
+                raise HpctrainError(
+                    f"no port from {where} to {last} is free for the endpoint of metrics"
+                )
+            outlets.callback(server.close)
+            host = settings.address or host_name(os.environ)
+            outlets.enter_context(published_endpoint(run, f"{host}:{server.port}"))
         over = False
         while not over:
             samples = source.samples()
@@ -78,26 +128,6 @@ def _export(run: RunLayout, settings: MetricsSettings) -> None:
             over = stdin_closed_within(PASS_SECONDS)
     if problem is not None:
         raise problem
-
-
-def _opened(
-    run: RunLayout, settings: MetricsSettings, outlets: contextlib.ExitStack
-) -> MetricsServer | None:
-    """Open the endpoint, if the run has one, on the first free port of its range."""
-    if not settings.endpoint:
-        return None
-    first, last = settings.ports or (0, 0)
-    for port in range(first, last + 1):
-        with contextlib.suppress(HpctrainError):
-            server = MetricsServer(settings.address or "", port)
-            break
-    else:
-        where = f"{settings.address or '*'}:{first}"
-        raise HpctrainError(f"no port from {where} to {last} is free for the endpoint of metrics")
-    outlets.callback(server.close)
-    host = settings.address or host_name(os.environ)
-    outlets.enter_context(published_endpoint(run, f"{host}:{server.port}"))
-    return server
 
 
 if __name__ == "__main__":

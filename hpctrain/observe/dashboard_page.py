@@ -1,20 +1,19 @@
 """The dashboards as one HTML page: the same panels, from the answers of Prometheus. Pure.
 
 Belongs here: how each kind of panel is drawn. Does not belong here: panels and queries
-(`hpctrain/observe/dashboards`), asking (`hpctrain.observe.dashboards`), marks and axes (`charts`).
+(`hpctrain/observe/dashboards`), asking (`dashboard_data`), marks and axes (`charts`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from markupsafe import Markup
 
-from hpctrain.observe.grafana_dashboard import Column, Threshold, ValueMapping
-from hpctrain.observe.panel_data import Answer, DashboardData, PanelData, Series, legend_of
+from hpctrain.observe.dashboard_data import DashboardData, PanelData, Series, legend_of
+from hpctrain.observe.grafana_dashboard import Threshold, ValueMapping
 from hpctrain.page.charts import (
     Axis,
     Entry,
@@ -25,7 +24,7 @@ from hpctrain.page.charts import (
     line_chart,
     timeline,
 )
-from hpctrain.page.elements import Table, fill, paragraph, prose, styled
+from hpctrain.page.elements import Table, figure, fill, paragraph, prose, styled
 from hpctrain.page.scales import Quantity, clock, compact_number, percent
 from hpctrain.version import __version__
 
@@ -41,93 +40,43 @@ _CLASSES = {
 _CURVES = tuple(f"c{number}" for number in range(1, 9))
 # More curves cannot be told apart; Grafana draws all of them, and shows the nearest.
 _MOST_CURVES = 12
+_MOST_NAMED = 6
 _GRID_PIXELS = 26  # of one cell of Grafana's grid, less the heading
-
-
-@dataclass(frozen=True)
-class PanelBox:
-    """One panel on the page, `width` of 24 columns wide."""
-
-    title: str
-    note: Markup
-    body: Markup
-    width: int
-    is_figure: bool
-
-
-@dataclass(frozen=True)
-class BarLine:
-    """One bar: its name, its value as text, its length in percent of the longest, its class."""
-
-    name: str
-    value: str
-    percent: str
-    style: str
-
-
-@dataclass(frozen=True)
-class _Curve:
-    """One curve before it has a colour."""
-
-    name: str
-    dashed: bool
-    series: Series
-
-
-@dataclass(frozen=True)
-class RowBox:
-    """Panels under one heading."""
-
-    title: str
-    panels: Sequence[PanelBox]
-
-
-@dataclass(frozen=True)
-class DashboardBox:
-    """One dashboard on the page."""
-
-    anchor: str
-    title: str
-    description: str
-    chosen: Sequence[str]
-    rows: Sequence[RowBox]
 
 
 def write_dashboards(dashboards: Sequence[DashboardData]) -> str:
     """Write the page of dashboards, one below the other."""
-    return str(
-        fill(
-            "dashboards.html.j2",
-            dashboards=[_dashboard(one) for one in dashboards],
-            version=__version__,
+    boxes = []
+    for data in dashboards:
+        chosen = [f"{_moment(data.begin)} to {_moment(data.end)} UTC"]
+        for variable in data.dashboard.variables:
+            values = data.chosen[variable.name]
+            more = f" and {len(values) - _MOST_NAMED} more" if len(values) > _MOST_NAMED else ""
+            named = ", ".join(values[:_MOST_NAMED]) or "none"
+            chosen.append(f"{variable.title}: {named}{more}")
+        rows = [
+            {"title": row.title, "panels": [_box(one, data) for one in panels]}
+            for row, panels in zip(data.dashboard.rows, data.rows, strict=True)
+        ]
+        one = data.dashboard
+        boxes.append(
+            {
+                "anchor": one.short_name,
+                "title": one.title,
+                "description": one.description,
+                "chosen": chosen,
+                "rows": rows,
+            }
         )
-    )
-
-
-def _dashboard(data: DashboardData) -> DashboardBox:
-    rows = [
-        RowBox(row.title, [_box(one, data) for one in panels])
-        for row, panels in zip(data.dashboard.rows, data.rows, strict=True)
-    ]
-    chosen = [
-        f"{variable.title}: {_listed(data.chosen[variable.name])}"
-        for variable in data.dashboard.variables
-    ]
-    span = f"{_moment(data.begin)} to {_moment(data.end)} UTC"
-    one = data.dashboard
-    return DashboardBox(one.short_name, one.title, one.description, [span, *chosen], rows)
-
-
-def _listed(values: Sequence[str], most: int = 6) -> str:
-    more = f" and {len(values) - most} more" if len(values) > most else ""
-    return (", ".join(values[:most]) or "none") + more
+    return str(fill("dashboards.html.j2", dashboards=boxes, version=__version__))
 
 
 def _moment(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def _box(data: PanelData, dashboard: DashboardData) -> PanelBox:
+def _box(data: PanelData, dashboard: DashboardData) -> dict[str, object]:
+    """Draw a panel, `width` of 24 columns wide."""
     panel = data.panel
     if data.refusals:
         body = paragraph(f"Prometheus refuses the query: {data.refusals[0]}", "nothing")
@@ -135,23 +84,24 @@ def _box(data: PanelData, dashboard: DashboardData) -> PanelBox:
         needs = f" Needs {panel.needs}." if panel.needs else ""
         body = paragraph(f"No data.{needs}", "nothing")
     else:
-        body = _body(data, dashboard)
-    is_figure = panel.kind == "stat"
-    return PanelBox(panel.title, prose(panel.description), body, panel.width, is_figure)
-
-
-def _body(data: PanelData, dashboard: DashboardData) -> Markup:
-    match data.panel.kind:
-        case "stat":
-            return _figures(data)
-        case "bargauge":
-            return _bars(data)
-        case "timeseries":
-            return _lines(data, dashboard)
-        case "table":
-            return _table(data)
-        case "state-timeline":
-            return _states(data, dashboard)
+        match panel.kind:
+            case "stat":
+                body = _figures(data)
+            case "bargauge":
+                body = _bars(data)
+            case "timeseries":
+                body = _lines(data, dashboard)
+            case "table":
+                body = _table(data)
+            case "state-timeline":
+                body = _states(data, dashboard)
+    return {
+        "title": panel.title,
+        "note": prose(panel.description),
+        "body": body,
+        "width": panel.width,
+        "is_figure": panel.kind == "stat",
+    }
 
 
 # -- numbers -------------------------------------------------------------------------------------
@@ -163,14 +113,6 @@ def _sized(value: float, words: Sequence[str], base: float) -> str:
     while abs(value) >= base and number < len(words) - 1:
         value, number = value / base, number + 1
     return f"{value:.3g} {words[number]}"
-
-
-def _bytes(value: float) -> str:
-    return _sized(value, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024)
-
-
-def _bytes_per_second(value: float) -> str:
-    return _sized(value, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"), 1000)
 
 
 def _seconds(value: float) -> str:
@@ -186,8 +128,8 @@ def _seconds(value: float) -> str:
 # Formats of Grafana's units.
 _FORMATS: Mapping[str, Callable[[float], str]] = {
     "s": _seconds,
-    "bytes": _bytes,
-    "Bps": _bytes_per_second,
+    "bytes": lambda value: _sized(value, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024),
+    "Bps": lambda value: _sized(value, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"), 1000),
     "reqps": lambda value: f"{compact_number(value)} req/s",
     "percentunit": percent,
     "percent": lambda value: f"{value:.3g}%",
@@ -199,9 +141,7 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
 }
 
 
-def _axis(unit: str, *, from_zero: bool = False) -> Axis:
-    quantity: Quantity = {"s": "seconds", "bytes": "bytes"}.get(unit, "number")  # type: ignore[assignment]
-    return Axis("", _FORMATS[unit], from_zero=from_zero, quantity=quantity)
+_QUANTITIES: Mapping[str, Quantity] = {"s": "seconds", "bytes": "bytes"}
 
 
 def shown(value: float, unit: str, values: Sequence[ValueMapping] = ()) -> str:
@@ -235,14 +175,14 @@ def _colour_class(colour: str) -> str:
 
 def _figures(data: PanelData) -> Markup:
     panel = data.panel
-    figures = Markup("")
-    for series in data.answers[0].series[:4]:
-        text = shown(series.last, panel.unit, panel.mappings)
-        style = _class_of(series.last, panel.thresholds, panel.mappings)
-        name = legend_of(panel.queries[0].legend, series.labels)
-        more = Markup(" <small>{}</small>").format(name) if name else Markup("")
-        figures += Markup('<p class="figure tone {}">{}{}</p>').format(style, text, more)
-    return figures
+    return Markup("").join(
+        figure(
+            shown(series.last, panel.unit, panel.mappings),
+            _class_of(series.last, panel.thresholds, panel.mappings),
+            legend_of(panel.queries[0].legend, series.labels),
+        )
+        for series in data.answers[0].series[:4]
+    )
 
 
 def _bars(data: PanelData) -> Markup:
@@ -253,12 +193,12 @@ def _bars(data: PanelData) -> Markup:
     return fill(
         "dashboard_bars.html.j2",
         bars=[
-            BarLine(
-                legend_of(query.legend, one.labels) or "all",
-                shown(one.last, panel.unit),
-                f"{100 * abs(one.last) / longest:.1f}",
-                _class_of(one.last, panel.thresholds) or "c1",
-            )
+            {
+                "name": legend_of(query.legend, one.labels) or "all",
+                "value": shown(one.last, panel.unit),
+                "percent": f"{100 * abs(one.last) / longest:.1f}",
+                "style": _class_of(one.last, panel.thresholds) or "c1",
+            }
             for one in known
         ],
     )
@@ -280,51 +220,50 @@ def _ago(begin: float, end: float) -> tuple[float, Axis]:
 def _lines(data: PanelData, dashboard: DashboardData) -> Markup:
     panel = data.panel
     unit_seconds, x_axis = _ago(dashboard.begin, dashboard.end)
-    curves = [
-        _Curve(legend_of(query.legend, series.labels) or panel.title, query.dashed, series)
-        for query, answer in zip(panel.queries, data.answers, strict=True)
-        for series in _largest(answer, _MOST_CURVES)
-    ]
+    curves = []  # those with the largest newest values, in the order of the answer
+    for query, answer in zip(panel.queries, data.answers, strict=True):
+        by_size = sorted(answer.series, key=lambda one: one.last, reverse=True)
+        largest = by_size[:_MOST_CURVES]
+        curves += [(query, one) for one in answer.series if one in largest]
+    # What is planned or limits has the colour of what is measured, but where a single measured
+    # curve leaves grey to the other one.
+    solid = [series for query, series in curves if not query.dashed]
+    colours = {id(one): _CURVES[number % len(_CURVES)] for number, one in enumerate(solid)}
+    of_labels = {tuple(one.labels.items()): colours[id(one)] for one in solid if len(solid) > 1}
     begin = (dashboard.begin - dashboard.end) / unit_seconds
-    drawn = [
-        Line(
-            one.name,
-            # The axis shows the whole of the chosen time.
-            [(begin, None), *_with_gaps(one.series, dashboard, unit_seconds), (0.0, None)],
-            colour,
-            one.dashed,
+    drawn = []
+    for query, series in curves:
+        labels = tuple(series.labels.items())
+        colour = "" if query.dashed else colours[id(series)]
+        # The axis shows the whole of the chosen time.
+        points = [(begin, None), *_with_gaps(series, dashboard, unit_seconds), (0.0, None)]
+        drawn.append(
+            Line(
+                legend_of(query.legend, series.labels) or panel.title,
+                points,
+                colour or of_labels.get(labels, "neutral"),
+                query.dashed,
+            )
         )
-        for one, colour in zip(curves, _colours(curves), strict=True)
-    ]
     left_out = sum(len(one.series) for one in data.answers) - len(curves)
-    rules = _rules(dashboard, unit_seconds)
-    y_axis = _axis(panel.unit, from_zero=panel.lowest == 0)
+    rules = []
+    for annotated in dashboard.annotations:
+        colour = _colour_class(annotated.annotation.colour)
+        for series in annotated.answer.series:
+            text = legend_of(annotated.annotation.text, series.labels)
+            for time, _ in series.points:
+                place = (time - dashboard.end) / unit_seconds
+                rules.append(Rule(place, f"{text}, {_moment(time)}", colour=colour))
+    y_axis = Axis(
+        "",
+        _FORMATS[panel.unit],
+        quantity=_QUANTITIES.get(panel.unit, "number"),
+        from_zero=panel.lowest == 0,
+    )
     height = _GRID_PIXELS * panel.height - 40
     chart = line_chart(drawn, label=panel.title, x=x_axis, y=y_axis, rules=rules, height=height)
     more = paragraph(f"{left_out} more are not drawn.", "nothing") if left_out else ""
     return chart + more
-
-
-def _largest(answer: Answer, most: int) -> list[Series]:
-    """Keep the series with the largest newest values, in the order of the answer."""
-    chosen = sorted(answer.series, key=lambda one: one.last, reverse=True)[:most]
-    return [one for one in answer.series if one in chosen]
-
-
-def _colours(curves: Sequence[_Curve]) -> list[str]:
-    """Choose a class for each curve: what is planned or limits has the colour of what is measured.
-
-    A single measured curve leaves grey to the other one.
-    """
-    solid = [one for one in curves if not one.dashed]
-    chosen = {id(one): _CURVES[number % len(_CURVES)] for number, one in enumerate(solid)}
-    of_labels = {tuple(one.series.labels.items()): chosen[id(one)] for one in solid}
-    if len(solid) == 1:
-        of_labels = {}
-    return [
-        chosen.get(id(one)) or of_labels.get(tuple(one.series.labels.items()), "neutral")
-        for one in curves
-    ]
 
 
 def _with_gaps(
@@ -340,18 +279,6 @@ def _with_gaps(
         points.append((place, value))
         before = time
     return points
-
-
-def _rules(dashboard: DashboardData, unit_seconds: float) -> list[Rule]:
-    rules = []
-    for data in dashboard.annotations:
-        for series in data.answer.series:
-            text = legend_of(data.annotation.text, series.labels)
-            for time, _ in series.points:
-                place = (time - dashboard.end) / unit_seconds
-                tooltip = f"{text}, {_moment(time)}"
-                rules.append(Rule(place, tooltip, colour=_colour_class(data.annotation.colour)))
-    return rules
 
 
 def _states(data: PanelData, dashboard: DashboardData) -> Markup:
@@ -398,39 +325,30 @@ def _stretches(series: Series, step_seconds: float) -> list[tuple[float, float, 
 
 
 def _table(data: PanelData) -> Markup:
-    """Write a table: series of all columns with equal labels are one row."""
+    """Write a table: series of all columns with equal labels are one row.
+
+    A series without one of the labels belongs to all rows with its other ones.
+    """
     panel = data.panel
     labels = list(panel.labels)
     named = [column for column in panel.columns if column.name]
     rows: dict[tuple[str, ...], dict[str, float]] = {}
     for column, answer in zip(panel.columns, data.answers, strict=True):
         for series in answer.series:
-            for row in _rows_of(series, labels, rows):
-                rows[row][column.name] = series.last
+            has = [(n, series.labels[one]) for n, one in enumerate(labels) if one in series.labels]
+            found = [row for row in rows if all(row[number] == value for number, value in has)]
+            for row in found or [tuple(series.labels.get(label, "") for label in labels)]:
+                rows.setdefault(row, {})[column.name] = series.last
     styles = dict.fromkeys(panel.labels.values(), "name")
     styles |= {column.name: "number" for column in named}
-    cells = [
-        [*row, *(_cell(column, values.get(column.name)) for column in named)]
-        for row, values in sorted(rows.items())
-    ]
+    cells = []
+    for row, values in sorted(rows.items()):
+        line = [*row]
+        for column in named:
+            text = style = ""
+            if (value := values.get(column.name)) is not None:
+                text = shown(value, column.unit, column.mappings)
+                style = _class_of(value, column.thresholds, column.mappings)
+            line.append(styled(f"tone {style}", text) if style else text)
+        cells.append(line)
     return Table(styles, cells).__html__()
-
-
-def _rows_of(
-    series: Series, labels: Sequence[str], rows: dict[tuple[str, ...], dict[str, float]]
-) -> list[tuple[str, ...]]:
-    """Find the rows with the labels that a series has; make one if there are none."""
-    has = {number: series.labels[one] for number, one in enumerate(labels) if one in series.labels}
-    found = [row for row in rows if all(row[number] == value for number, value in has.items())]
-    if not found:
-        found = [tuple(series.labels.get(label, "") for label in labels)]
-        rows[found[0]] = {}
-    return found
-
-
-def _cell(column: Column, value: float | None) -> str:
-    if value is None:
-        return ""
-    text = shown(value, column.unit, column.mappings)
-    style = _class_of(value, column.thresholds, column.mappings)
-    return styled(f"tone {style}", text) if style else text

@@ -9,29 +9,25 @@ about itself. Does not belong here: the metrics of one run or service (`run_metr
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError, InvalidInputError
-from hpctrain.base.formats import NewerFormatError
 from hpctrain.job.supervisor_settings import NODE_LEDGER_NAME
-from hpctrain.observe.metrics_scraper import ANSWER_SECONDS, MetricsScraper
 from hpctrain.observe.run_metrics import RunMetrics
 from hpctrain.observe.samples import Sample, own_sample
-from hpctrain.observe.service_metrics import ServiceMetrics
+from hpctrain.observe.service_metrics import ANSWER_SECONDS, MetricsScraper, ServiceMetrics
 from hpctrain.records.find import RunFiles, all_runs
-from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.watch_heartbeat import WatchHeartbeat, heartbeat_path
 from hpctrain.runs.node_evidence import node_rows
 from hpctrain.runs.services import all_services
-from hpctrain.runs.status import ObservedRun, observe, status_row
+from hpctrain.runs.status import observe
 from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.process import Command, CommandResult, run_command
 from hpctrain.slurm.records import JobRecord
-from hpctrain.slurm.states import JobState
 from hpctrain.version import __version__
 
 # How long what accounting has said about jobs that are gone stays true enough.
@@ -87,16 +83,32 @@ class Exporter:
         """Make one pass at the time `now` (default: the present); at most one squeue."""
         now, began = clock.now() if now is None else now, clock.monotonic()
         runs = self._runs(now)
-        services, lost = self._begun_services(now)
+        lost = self._begin_services(now)
         observed = observe(runs, self._slurm)
         self._known = {
             run.layout.directory: self._known.get(run.layout.directory) or RunMetrics(run)
             for run in runs
         }
-        samples, unreadable = _of_runs(observed, self._known, now)
-        asked = [one.jobs for one in observed if one.jobs is not None]
-        of_services, unread = self._of_services(services, now)
-        own = [
+        samples: list[Sample] = []
+
+        def is_unreadable(collect: Callable[[], Sequence[Sample]]) -> bool:
+            try:
+                samples.extend(collect())
+            except (OSError, HpctrainError):
+                return True
+            return False
+
+        share = _ACCOUNTS_SHARE / max(1, len(observed))
+        unreadable = 0
+        for one in observed:
+            metrics = self._known[one.run.layout.directory]
+            unreadable += not one.row.readable or is_unreadable(
+                partial(metrics.samples, one, now, share)
+            )
+        answers = self._scraper.answers()
+        services = self._services.values()
+        unread = sum(is_unreadable(partial(one.samples, now, answers)) for one in services)
+        samples += [
             own_sample("hpctrain_exporter", 1, version=__version__),
             own_sample("hpctrain_exporter_runs", len(runs)),
             own_sample("hpctrain_exporter_unreadable_runs", unreadable),
@@ -104,14 +116,25 @@ class Exporter:
             own_sample("hpctrain_exporter_unreadable_services", unread + lost),
             own_sample("hpctrain_exporter_timestamp_seconds", now),
             own_sample("hpctrain_exporter_slurm_queries", self._slurm.queries),
-            *self._of_directories(now),
         ]
+        # The heartbeat of `watch` and the evidence against nodes lie beside the runs.
+        passes, suspects = [], 0
+        for directory in self._directories:
+            with contextlib.suppress(OSError, ValueError):
+                beat = WatchHeartbeat.model_validate_json(heartbeat_path(directory).read_bytes())
+                passes.append(beat.pass_time)
+            with contextlib.suppress(InvalidInputError):
+                rows = node_rows(directory / NODE_LEDGER_NAME, now=now)
+                suspects += sum(row.avoided for row in rows)
+        samples.append(own_sample("hpctrain_suspect_nodes", suspects))
+        if passes:  # of several directories the one that is looked after least
+            samples.append(own_sample("hpctrain_watch_timestamp_seconds", min(passes)))
+        asked = [one.jobs.answered for one in observed if one.jobs is not None]
         if asked:
-            up = any(jobs.answered for jobs in asked)
-            own.append(own_sample("hpctrain_exporter_slurm_up", up))
+            samples.append(own_sample("hpctrain_exporter_slurm_up", any(asked)))
         took_seconds = clock.monotonic() - began
-        own.append(own_sample("hpctrain_exporter_collection_seconds", took_seconds))
-        return [*samples, *of_services, *own]
+        samples.append(own_sample("hpctrain_exporter_collection_seconds", took_seconds))
+        return samples
 
     def _runs(self, now: float) -> list[RunFiles]:
         """List the runs to export; of two with the same id the one written to last."""
@@ -125,8 +148,8 @@ class Exporter:
                 found[run.run_id] = run
         return list(found.values())
 
-    def _begun_services(self, now: float) -> tuple[list[ServiceMetrics], int]:
-        """List the services to export, ask their engines, and count those that cannot be read."""
+    def _begin_services(self, now: float) -> int:
+        """Find the services to export, ask their engines, and count those that cannot be read."""
         known: dict[Path, ServiceMetrics] = {}
         targets, lost = [], 0
         for directory in self._directories:
@@ -145,82 +168,4 @@ class Exporter:
                     lost += 1
         self._services = known
         self._scraper.begin(targets)
-        return list(known.values()), lost
-
-    def _of_services(
-        self, services: Sequence[ServiceMetrics], now: float
-    ) -> tuple[list[Sample], int]:
-        """Collect the samples of all services, and count those that cannot be read."""
-        samples: list[Sample] = []
-        unread, answers = 0, self._scraper.answers()
-        for service in services:
-            try:
-                samples += service.samples(now, answers)
-            except (OSError, HpctrainError):
-                unread += 1
-        return samples, unread
-
-    def _of_directories(self, now: float) -> Iterable[Sample]:
-        """Read the heartbeat of `watch` and the evidence against nodes, beside the runs."""
-        passes, suspects = [], 0
-        for directory in self._directories:
-            with contextlib.suppress(OSError, ValueError):
-                beat = WatchHeartbeat.model_validate(
-                    json.loads(heartbeat_path(directory).read_bytes())
-                )
-                passes.append(beat.pass_time)
-            with contextlib.suppress(InvalidInputError):
-                rows = node_rows(directory / NODE_LEDGER_NAME, now=now)
-                suspects += sum(row.avoided for row in rows)
-        yield own_sample("hpctrain_suspect_nodes", suspects)
-        if passes:  # of several directories the one that is looked after least
-            yield own_sample("hpctrain_watch_timestamp_seconds", min(passes))
-
-
-class AttemptExporter:
-    """Collects the samples of one run from inside its job, without asking Slurm anything.
-
-    `account_share`: of the time, for the account of all steps.
-    """
-
-    account_share = 0.02
-
-    def __init__(self, run: RunFiles, environment: Mapping[str, str]) -> None:
-        self._metrics = RunMetrics(run)
-        self._job = JobRecord(
-            job_id=int(environment["SLURM_JOB_ID"]),
-            state=JobState.RUNNING,
-            node_list=environment.get("SLURM_JOB_NODELIST"),
-            account=environment.get("SLURM_JOB_ACCOUNT"),
-        )
-
-    def samples(self, now: float | None = None) -> list[Sample]:
-        """Collect the samples; an error of reading leaves the run out."""
-        now = clock.now() if now is None else now
-        run = self._metrics.run
-        with contextlib.suppress(OSError, NewerFormatError):
-            run.layout.require()
-            events, jobs = run.ledger.events(), RunJobs((self._job,))
-            row = status_row(run, events, jobs)
-            return list(
-                self._metrics.samples(ObservedRun(run, row, events, jobs), now, self.account_share)
-            )
-        return []
-
-
-def _of_runs(
-    observed: Sequence[ObservedRun], known: Mapping[Path, RunMetrics], now: float
-) -> tuple[list[Sample], int]:
-    """Collect the samples of all runs, and count those that cannot be read."""
-    samples: list[Sample] = []
-    unreadable = 0
-    share = _ACCOUNTS_SHARE / max(1, len(observed))
-    for one in observed:
-        if not one.row.readable:
-            unreadable += 1
-            continue
-        try:
-            samples += known[one.run.layout.directory].samples(one, now, share)
-        except (OSError, HpctrainError):
-            unreadable += 1
-    return samples, unreadable
+        return lost

@@ -2,9 +2,8 @@
 
 People edit dashboards in Grafana and export them into `dashboards/`; no code writes them. What only
 Grafana's own drawing needs is not read: places, legends, stacks of lines.
-Belongs here: the records of a dashboard, and their one reader. Does not belong here: finding the
-files and asking Prometheus (`hpctrain.observe.dashboards`), drawing
-(`hpctrain.observe.dashboard_page`).
+Belongs here: the records of a dashboard, their one reader, and what panels need for any data.
+Does not belong here: asking Prometheus (`dashboard_data`), drawing (`dashboard_page`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,66 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.observe.panel_needs import description_end, panel_needs
+_DCGM, _NODE = "DCGM exporter", "node_exporter"
+_PLAN = "a plan that predicts speed: GPUs of a known type"
+_EARLY_END = "a launch that ended early"
+
+# Titles of panels by dashboard and by what they need.
+PANEL_NEEDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "hpctrain-fleet": {
+        "`hpctrain watch --act` from cron": ("Last watch",),
+        "an alert that fires": ("Alerts that fire",),
+        _PLAN: ("Step time over plan",),
+        _EARLY_END: ("Time lost, by cause", "Ends of launches, by cause"),
+        "a service": ("Every service",),
+    },
+    "hpctrain-run": {
+        _PLAN: ("MFU of plan", "Model FLOPs utilization"),
+        _EARLY_END: (
+            *("Ends of launches, by cause", "Time lost, by cause"),
+            "Retries left, by cause",
+        ),
+        "a budget or a plan with a price": ("Money so far", "Budget used"),
+    },
+    "hpctrain-communication": {
+        "a measured step": (
+            *("Share, longest", "Bytes of a step, most", "Bandwidth, lowest"),
+            *("Share of a step in messages", "Share of a step, by axis"),
+            *("Seconds of a step in messages", "Bytes of a step", "Bandwidth"),
+            *("Measured over planned", "Measured and planned"),
+        ),
+        _PLAN: ("Share as planned, longest",),
+    },
+    "hpctrain-nodes": {
+        _DCGM: (
+            *("GPU utilization", "Tensor cores active", "GPU memory used"),
+            *("Memory bandwidth active", "NVLink sent", "Temperature", "Power"),
+        ),
+        f"{_DCGM}, and a GPU with an XID error": ("Last XID",),
+        _NODE: ("CPUs busy", "Host memory used", "InfiniBand sent"),
+        f"{_DCGM} and {_NODE}": ("Every node",),
+    },
+    "hpctrain-service": {
+        "an engine that answers the exporter": (
+            *("Worst of what is promised", "In queues", "Fullest KV cache"),
+            *("Time to the first token", "Time per further token", "Time of a request"),
+            *("Slow requests", "Requests in engines", "Time in the queue", "Tokens per second"),
+            *("KV cache and prefix cache", "Requests put back"),
+        ),
+        "a replica that has ended": ("Ends of replicas, by cause",),
+        "a profile with prices": ("Money so far", "Money per hour", "Planned per hour"),
+    },
+}
+
+
+def panel_needs(uid: str) -> dict[str, str]:
+    """Return what panels of a dashboard need, by their titles; others need nothing."""
+    grouped = PANEL_NEEDS.get(uid, {})
+    return {title: need for need, titles in grouped.items() for title in titles}
+
+
+# -- Read Grafana's JSON of a dashboard: what a page of the same panels asks and draws ----------
+
 
 DIRECTORY = Path(__file__).with_name("dashboards")
 # Grafana's own names. "stat" and "bargauge" are about now; "table" has one row per run or node and
@@ -23,6 +81,11 @@ DIRECTORY = Path(__file__).with_name("dashboards")
 PanelKind = Literal["timeseries", "stat", "bargauge", "table", "state-timeline"]
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _CHOICES = re.compile(r"label_values\((.+), *(\w+)\)")
+
+
+def description_end(need: str) -> str:
+    """Write what follows a panel's description in Grafana; nothing for a panel without a need."""
+    return f" Needs {need}; empty without." if need else ""
 
 
 @dataclass(frozen=True)
@@ -157,49 +220,51 @@ def read_dashboard(document: Mapping[str, Any]) -> Dashboard:
             rows.append((panel["title"], []))
         else:
             rows[-1][1].append(_panel(panel, needs.get(panel["title"], "")))
+    variables = []
+    for one in document["templating"]["list"]:
+        if one["type"] == "query":
+            choices = _CHOICES.fullmatch(one["query"]["query"])
+            if choices is None:
+                raise ValueError(f"variable {one['name']} has no label_values(selector, label)")
+            selector, label = choices.groups()
+            variables.append(
+                DashboardVariable(one["name"], one["label"], selector, label, one["multi"])
+            )
     return Dashboard(
         uid,
         document["title"],
         document["description"],
-        tuple(_variable(one) for one in _list(document, "templating") if one["type"] == "query"),
+        tuple(variables),
         tuple(PanelRow(title, tuple(panels)) for title, panels in rows),
         tuple(
             Annotation(one["expr"], one["textFormat"], one["iconColor"], _seconds(one["step"]))
-            for one in _list(document, "annotations")
+            for one in document["annotations"]["list"]
             if not one.get("builtIn")  # Grafana's own, which it adds to all that it saves
         ),
         _seconds(document["time"]["from"].removeprefix("now-")),
     )
 
 
-def _list(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = document[key]["list"]
-    return found
-
-
 def _seconds(text: str) -> int:
     return int(text[:-1]) * _UNIT_SECONDS[text[-1]]
-
-
-def _variable(written: Mapping[str, Any]) -> DashboardVariable:
-    choices = _CHOICES.fullmatch(written["query"]["query"])
-    if choices is None:
-        raise ValueError(f"variable {written['name']} has no label_values(selector, label)")
-    selector, label = choices.groups()
-    return DashboardVariable(
-        written["name"], written["label"], selector, label, several=written["multi"]
-    )
 
 
 def _panel(written: Mapping[str, Any], need: str) -> Panel:
     kind: PanelKind = written["type"]
     defaults = written["fieldConfig"]["defaults"]
     columns, labels = _table(written) if kind == "table" else ((), {})
+    queries = []
+    if kind != "table":
+        own = _overrides(written, "byFrameRefID")
+        for target in written["targets"]:
+            legend = "" if target["legendFormat"] == "__auto" else target["legendFormat"]
+            style = own.get(target["refId"], {}).get("custom.lineStyle", {})
+            queries.append(Query(target["expr"], legend, style.get("fill") == "dash"))
     return Panel(
         written["title"],
         written["description"].removesuffix(description_end(need)),
         kind,
-        () if kind == "table" else _queries(written),
+        tuple(queries),
         columns,
         labels,
         defaults.get("unit", "short"),
@@ -235,17 +300,6 @@ def _overrides(written: Mapping[str, Any], matcher: str) -> dict[str, dict[str, 
             properties = {one["id"]: one["value"] for one in override["properties"]}
             found.setdefault(override["matcher"]["options"], {}).update(properties)
     return found
-
-
-def _queries(written: Mapping[str, Any]) -> tuple[Query, ...]:
-    own = _overrides(written, "byFrameRefID")
-    found = []
-    for target in written["targets"]:
-        legend = target["legendFormat"]
-        style = own.get(target["refId"], {}).get("custom.lineStyle", {})
-        dashed = style.get("fill") == "dash"
-        found.append(Query(target["expr"], "" if legend == "__auto" else legend, dashed))
-    return tuple(found)
 
 
 def _table(written: Mapping[str, Any]) -> tuple[tuple[Column, ...], dict[str, str]]:

@@ -13,7 +13,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,7 +115,11 @@ class LiveRuns:
         """
         runs = [one for one in all_runs(self._runs) if not self._names or one.run_id in self._names]
         versions = {run.run_id: _version(run.layout.ledger) for run in runs}
-        changed = [run for run in runs if not self._is_known(run, versions[run.run_id])]
+        # Runs that were over, and whose ledgers are as they were, are not read again.
+        over = {
+            run_id: row for run_id, (at, row) in self._over.items() if at == versions.get(run_id)
+        }
+        changed = [run for run in runs if run.run_id not in over]
         observed = observe(changed, self._slurm if ask_slurm else None)
         answered = all(one.jobs is None or one.jobs.answered for one in observed)
         if ask_slurm:
@@ -125,18 +128,17 @@ class LiveRuns:
                 self._slurm_time = clock.now()
         rows: dict[str, LiveRow] = {}
         for one in observed:
+            run_id = one.run.run_id
             if one.jobs is not None and one.jobs.answered:
-                self._jobs[one.run.run_id] = one.jobs
-                self._alerts[one.run.run_id] = _problems(one)
-        for one in observed:
-            row = self._row(self._as_last_known(one))
-            rows[one.run.run_id] = row
+                self._jobs[run_id] = one.jobs
+                self._alerts[run_id] = _problems(one)
+            row = rows[run_id] = self._row(one)
             # Unless only Slurm says so: then `watch` may find it orphaned, and submit it again. Or
             # only the ledger: its job has not ended yet, and the row still says RUNNING.
             judged = judge(one.events, done=one.jobs is None, queued=None, answered=False)
             if one.row.readable and judged.state.over and row.status.state.over:
-                self._over[one.run.run_id] = (versions[one.run.run_id], row)
-        newest_first = [rows.get(run.run_id) or self._over[run.run_id][1] for run in reversed(runs)]
+                self._over[run_id] = (versions[run_id], row)
+        newest_first = [rows.get(run.run_id) or over[run.run_id] for run in reversed(runs)]
         return LiveView(
             rows=tuple(sorted(newest_first, key=_place)),
             poll_seconds=poll_interval(changed),
@@ -146,43 +148,43 @@ class LiveRuns:
             cluster=next((one.here for one in self._jobs.values() if one.here), None),
         )
 
-    def _is_known(self, run: RunFiles, version: tuple[int, ...]) -> bool:
-        """Whether the run was over, and nothing was written into its ledger since."""
-        known = self._over.get(run.run_id)
-        return known is not None and known[0] == version
-
-    def _as_last_known(self, one: ObservedRun) -> ObservedRun:
-        """Judge a run by the last answer of Slurm where there is no new one."""
-        known = self._jobs.get(one.run.run_id)
-        if one.jobs is None or one.jobs.answered or known is None or not one.row.readable:
-            return one
-        with contextlib.suppress(NewerFormatError):
-            return replace(one, row=status_row(one.run, one.events, known), jobs=known)
-        return one
-
     def _row(self, one: ObservedRun) -> LiveRow:
+        """Judge a run, by the last answer of Slurm where there is no new one."""
         run, status = one.run, one.row
+        known = self._jobs.get(run.run_id)
         if not status.readable:
             return LiveRow(status=status)
-        planned = self._planned_seconds(run)
-        alerts = self._alerts.get(run.run_id, ())
-        return LiveRow(
-            status=status,
-            planned_step_seconds=planned,
-            saved_seconds_ago=_checkpoint_age_seconds(run.layout, status.checkpoint_step),
-            alerts=(*alerts, *_slow_or_silent(status, planned, alerts)),
-        )
-
-    def _planned_seconds(self, run: RunFiles) -> float | None:
+        if one.jobs is not None and not one.jobs.answered and known is not None:
+            with contextlib.suppress(NewerFormatError):
+                status = status_row(run, one.events, known)
         version = _version(run.layout.plan)
-        known = self._plans.get(run.run_id)
-        if known is None or known[0] != version:
+        if run.run_id not in self._plans or self._plans[run.run_id][0] != version:
             plan = None
             with contextlib.suppress(NewerFormatError):
                 plan = known_plan(run.layout)
-            known = (version, None if plan is None else plan.step_seconds)
-            self._plans[run.run_id] = known
-        return known[1]
+            self._plans[run.run_id] = (version, None if plan is None else plan.step_seconds)
+        planned_seconds = self._plans[run.run_id][1]
+        saved_seconds_ago = None
+        if status.checkpoint_step is not None:
+            name = checkpoint_name(status.checkpoint_step)
+            with contextlib.suppress(OSError):
+                saved = (run.layout.checkpoints / name / MANIFEST_NAME).stat().st_mtime
+                saved_seconds_ago = max(0.0, clock.now() - saved)
+        alerts = [*self._alerts.get(run.run_id, ())]
+        if status.stale and Symptom.STALLED not in {alert.name for alert in alerts}:
+            ago = short_duration(status.updated_seconds_ago or 0.0)
+            alerts.append(RunAlert(name="silent", message=f"no sign of life for {ago}"))
+        if status.state is RunState.RUNNING and status.step_seconds and planned_seconds:
+            ratio = status.step_seconds / planned_seconds
+            if ratio >= _BEHIND_PLAN:
+                message = f"steps take {ratio - 1:.0%} longer than planned; `hpctrain diagnose` "
+                alerts.append(RunAlert(name="behind plan", message=f"{message}explains it"))
+        return LiveRow(
+            status=status,
+            planned_step_seconds=planned_seconds,
+            saved_seconds_ago=saved_seconds_ago,
+            alerts=tuple(alerts),
+        )
 
 
 class ChosenRun:
@@ -258,32 +260,6 @@ def _problems(one: ObservedRun) -> tuple[RunAlert, ...]:
         for found in (find_problems(watched) if watched is not None else ())
         if found.symptom not in _SAID_BY_STATE
     )
-
-
-def _slow_or_silent(
-    status: RunStatus, planned_seconds: float | None, known: Collection[RunAlert]
-) -> Iterable[RunAlert]:
-    if status.stale and Symptom.STALLED not in {one.name for one in known}:
-        ago = short_duration(status.updated_seconds_ago or 0.0)
-        yield RunAlert(name="silent", message=f"no sign of life for {ago}")
-    if status.state is RunState.RUNNING and status.step_seconds and planned_seconds:
-        ratio = status.step_seconds / planned_seconds
-        if ratio >= _BEHIND_PLAN:
-            yield RunAlert(
-                name="behind plan",
-                message=f"steps take {ratio - 1:.0%} longer than planned; `hpctrain diagnose` "
-                "explains it",
-            )
-
-
-def _checkpoint_age_seconds(layout: RunLayout, step: int | None) -> float | None:
-    if step is None:
-        return None
-    manifest = layout.checkpoints / checkpoint_name(step) / MANIFEST_NAME
-    try:
-        return max(0.0, clock.now() - manifest.stat().st_mtime)
-    except OSError:
-        return None
 
 
 def _version(path: Path) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 A scrape gets what the last pass has collected, so that it costs nothing, however often it comes.
 Belongs here: the server, the text file, the address of an endpoint inside a job. Does not belong
-here: what is measured (`exporter`), text formats (`hpctrain.observe.exposition`).
+here: what is measured (`exporter`), text formats (`hpctrain.observe.samples`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base import clock
 from hpctrain.base.durable import replace_bytes, replace_text
 from hpctrain.base.errors import UsageError
-from hpctrain.observe.exposition import SampleCollector, exposed
+from hpctrain.observe.samples import SampleCollector, exposed
 from hpctrain.records.layout import RunLayout
 
 if TYPE_CHECKING:

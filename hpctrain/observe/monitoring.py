@@ -1,18 +1,35 @@
 """What an administrator installs to watch runs: rules, dashboards, provisioning, examples.
 
-Belongs here: which files there are and where they are written. Does not belong here: their
-contents (`hpctrain/observe`), installing them.
+Belongs here: which files there are, variants of the rules for rehearsals, writing the files. Does
+not belong here: their contents, what each alert means (docs/alerts.md), a Prometheus that loads
+them (`hpctrain.sandbox.monitoring`).
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import UsageError
+
+RULES = Path(__file__).with_name("rules") / "hpctrain-rules.yaml"
+_WAIT = re.compile(r"^( +for: )(\d+)([smh])$", re.MULTILINE)
+_UNIT_MILLISECONDS = {"s": 1_000, "m": 60_000, "h": 3_600_000}
+
+
+def with_delays(rules: str, factor: float) -> str:
+    """Multiply the time that each condition has to last before its alert fires."""
+
+    def scaled(match: re.Match[str]) -> str:
+        milliseconds = int(match[2]) * _UNIT_MILLISECONDS[match[3]] * factor
+        return f"{match[1]}{round(milliseconds)}ms"
+
+    return _WAIT.sub(scaled, rules)
+
+
+# -- What an administrator installs to watch runs: rules, dashboards, provisioning, examples ----
 
 
 @dataclass(frozen=True)
@@ -25,32 +42,28 @@ class MonitoringFile:
 
 def monitoring_files() -> list[MonitoringFile]:
     """Collect the packaged files: examples, alert rules, dashboards and their provisioning."""
-    observe = resources.files("hpctrain.observe")
-    files = _below(observe / "monitoring_files", PurePosixPath())
-    for directory, suffix, place in (
-        ("rules", ".yaml", PurePosixPath("rules")),
-        ("dashboards", ".json", PurePosixPath("grafana/dashboards")),
+    files = []
+    for directory, pattern, place in (
+        ("monitoring_files", "**/*", ""),
+        ("rules", "*.yaml", "rules"),
+        ("dashboards", "*.json", "grafana/dashboards"),
     ):
-        source = observe / directory
-        if source.is_dir():
-            files += [one for one in _below(source, place) if one.path.suffix == suffix]
+        source = Path(__file__).with_name(directory)
+        for path in source.glob(pattern):
+            if path.is_file():
+                below = PurePosixPath(place, path.relative_to(source).as_posix())
+                files.append(MonitoringFile(below, path.read_text()))
     return sorted(files, key=lambda one: one.path)
-
-
-def _below(directory: Traversable, place: PurePosixPath) -> list[MonitoringFile]:
-    found = []
-    for entry in directory.iterdir():
-        if entry.is_dir():
-            found += _below(entry, place / entry.name)
-        else:
-            found.append(MonitoringFile(place / entry.name, entry.read_text()))
-    return found
 
 
 def write_monitoring(directory: Path, *, force: bool) -> list[MonitoringFile]:
     """Write the files; without `force` nothing is written if one would replace another text."""
     files = monitoring_files()
-    changed = [str(one.path) for one in files if _differs(directory / one.path, one.text)]
+    changed = []
+    for one in files:
+        path = directory / one.path
+        if path.exists() and (not path.is_file() or path.read_bytes() != one.text.encode()):
+            changed.append(str(one.path))
     if changed and not force:
         raise UsageError(
             f"{directory} has other files of these names: {', '.join(changed)}",
@@ -61,10 +74,3 @@ def write_monitoring(directory: Path, *, force: bool) -> list[MonitoringFile]:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, one.text)
     return files
-
-
-def _differs(path: Path, text: str) -> bool:
-    """Whether something else stands there."""
-    if not path.exists():
-        return False
-    return not path.is_file() or path.read_bytes() != text.encode()

@@ -14,7 +14,6 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hpctrain.base import clock
 from hpctrain.base.errors import InvalidInputError
@@ -23,30 +22,27 @@ from hpctrain.diagnose.facts import stage_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.job.prepare import load_inputs
 from hpctrain.judge.launch_history import history
-from hpctrain.observe.samples import RunSamples, Sample
+from hpctrain.observe.samples import Sample, Samples
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.gpu_price import gpu_price
 from hpctrain.records.communication import read_communication
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import cluster_of
-from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_records import (
     Progress,
     RankTimes,
-    SaveRecord,
-    StepMetrics,
     read_record,
     read_saves,
     tail_metrics,
 )
 from hpctrain.records.supervise_config import SuperviseConfig, known_supervise_config
-from hpctrain.runs.goodput import goodput
+from hpctrain.runs.goodput import goodput, gpus_held
 from hpctrain.runs.policy_preview import budgets
 from hpctrain.runs.run_documents import known_plan, known_train_config
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import ObservedRun
 from hpctrain.slurm.host_lists import expand_hosts
-from hpctrain.slurm.records import JobRecord
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.telemetry.goodput import Goodput
@@ -58,22 +54,23 @@ _ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
 _UNKNOWN_CAUSE = "unknown"
 
 
-@dataclass(frozen=True)
 class _Submitted:
     """What does not change while a run lives; None for what cannot be read."""
 
-    spec: RunSpec | None
-    profile: ClusterProfile | None
-    plan: Plan | None
-    config: SuperviseConfig | None
-    trainer: TrainConfig | None
-
-    @property
-    def gpus(self) -> int | None:
-        """GPUs that the run holds while it has nodes, spares included."""
-        if self.plan is None or self.config is None:
-            return None
-        return (self.plan.nodes.nodes + self.config.spare_nodes) * self.plan.nodes.gpus_per_node
+    def __init__(self, run: RunFiles) -> None:
+        layout = run.layout
+        self.spec: RunSpec | None = None
+        self.profile: ClusterProfile | None = None
+        self.plan: Plan | None = None
+        self.config: SuperviseConfig | None = None
+        self.trainer: TrainConfig | None = None
+        with contextlib.suppress(OSError, InvalidInputError):
+            spec, profile = load_inputs(layout.spec, str(layout.profile.absolute()))
+            self.spec, self.profile = spec.document, profile.document
+        with contextlib.suppress(NewerFormatError):
+            self.plan = known_plan(layout)
+            self.config = known_supervise_config(layout.supervise_config)
+            self.trainer = known_train_config(layout)
 
 
 class RunMetrics:
@@ -96,130 +93,64 @@ class RunMetrics:
         the time. A run that is over and has not been written to since the last call is not read
         again. Raises OSError or NewerFormatError if the run cannot be read.
         """
-        stamp = self._stamp_of(observed)
+        stamp: object = None  # what changes when a run that is over is written to
+        if observed.row.state.over:
+            with contextlib.suppress(OSError):
+                found = self.run.layout.ledger.stat()
+                stamp = observed.row.state, found.st_mtime_ns, found.st_size
         if stamp is not None and stamp == self._stamp:
             return self._samples
         if self._submitted is None:
-            self._submitted = _submitted(self.run)
+            self._submitted = _Submitted(self.run)
         if clock.monotonic() >= self._account_due_at or stamp is not None:
             began = clock.monotonic()
             self._account = goodput(self.run, now)
             took_seconds = clock.monotonic() - began
             self._account_due_at = clock.monotonic() + took_seconds / account_share
-        self._samples = tuple(self._collected(observed, self._submitted, now))
+        self._samples = tuple(_collected(observed, self._submitted, self._account, now))
         self._stamp = stamp
         return self._samples
 
-    def _stamp_of(self, observed: ObservedRun) -> object:
-        """What changes when a run that is over is written to; None for any other run."""
-        if not observed.row.state.over:
-            return None
-        with contextlib.suppress(OSError):
-            found = self.run.layout.ledger.stat()
-            return observed.row.state, found.st_mtime_ns, found.st_size
-        return None
 
-    def _collected(
-        self, observed: ObservedRun, submitted: _Submitted, now: float
-    ) -> Sequence[Sample]:
-        layout, row, events = self.run.layout, observed.row, observed.events
-        out = RunSamples(self.run.run_id)
-        job = _active(observed)
-        _put_identity(out, observed, submitted, job)
-        rows = tail_metrics(layout, _RECENT_STEPS)
-        progress = read_record(layout.progress, Progress)
-        _put_progress(out, observed, submitted, rows, progress)
-        _put_learning(out, rows)
-        _put_speed(out, observed, submitted)
-        times = read_record(layout.rank_times, RankTimes)
-        if times is not None and row.state is RunState.RUNNING:
-            _put_ranks(out, times, submitted)
-        messages = read_communication(layout)
-        if messages is not None and row.state is RunState.RUNNING:
-            for axis in messages.axes:
-                if ranks := [rank for rank, group in enumerate(axis.groups) if group >= 0]:
-                    seconds = statistics.fmean(axis.seconds[rank] for rank in ranks)
-                    out.put("message_seconds", seconds, axis=axis.axis)
-                    size = statistics.fmean(axis.bytes[rank] for rank in ranks)
-                    out.put("message_bytes", size, axis=axis.axis)
-        saves = read_saves(layout)
-        _put_checkpoints(out, observed, submitted, saves)
-        with contextlib.suppress(OSError):
-            found = os.statvfs(layout.checkpoints)
-            out.put("disk_free_bytes", found.f_bavail * found.f_frsize)
-        _put_ends(out, events, submitted.config)
-        if self._account is not None:
-            _put_account(out, self._account, submitted)
-        if job is not None and job.state.is_pending and job.submit_time is not None:
-            out.put("pending_seconds", max(0.0, now - job.submit_time))
-        signs = [event.time for event in events if event.event is not EventKind.WATCH]
-        signs += [progress.time] if progress is not None else []
-        out.put("supervisor_timestamp_seconds", max(signs, default=None))
-        return out.samples
+def _collected(
+    observed: ObservedRun, submitted: _Submitted, account: Goodput | None, now: float
+) -> Sequence[Sample]:
+    layout, row, events = observed.run.layout, observed.row, observed.events
+    spec, profile = submitted.spec, submitted.profile
+    plan, config = submitted.plan, submitted.config
+    is_running = row.state is RunState.RUNNING
+    out = Samples("run", observed.run.run_id)
 
-
-def _submitted(run: RunFiles) -> _Submitted:
-    """Read the documents of the submission."""
-    layout = run.layout
-    spec = profile = None
-    with contextlib.suppress(OSError, InvalidInputError):
-        loaded, site = load_inputs(layout.spec, str(layout.profile.absolute()))
-        spec, profile = loaded.document, site.document
-    plan = config = trainer = None
-    with contextlib.suppress(NewerFormatError):
-        plan = known_plan(layout)
-        config = known_supervise_config(layout.supervise_config)
-        trainer = known_train_config(layout)
-    return _Submitted(spec, profile, plan, config, trainer)
-
-
-def _active(observed: ObservedRun) -> JobRecord | None:
-    """The job that has nodes, or else the first that waits for some."""
-    if observed.jobs is None:
-        return None
-    return observed.jobs.active or next(iter(observed.jobs.waiting), None)
-
-
-def _put_identity(
-    out: RunSamples, observed: ObservedRun, submitted: _Submitted, job: JobRecord | None
-) -> None:
-    spec, profile, plan = submitted.spec, submitted.profile, submitted.plan
-    account = job.account if job is not None else None
-    if account is None and spec is not None and profile is not None:
-        account = spec.resources.account or profile.slurm.account
+    # -- which run
+    job = None  # the one that has nodes, or else the first that waits for some
+    if observed.jobs is not None:
+        job = observed.jobs.active or next(iter(observed.jobs.waiting), None)
+    slurm_account = job.account if job is not None else None
+    if slurm_account is None and spec is not None and profile is not None:
+        slurm_account = spec.resources.account or profile.slurm.account
     out.put_info(
-        user=observed.row.owner,
-        account=account,
-        cluster=cluster_of(observed.events)
-        or (submitted.config.cluster if submitted.config else None),
+        user=row.owner,
+        account=slurm_account,
+        cluster=cluster_of(events) or (config.cluster if config else None),
         engine=plan.engine if plan else None,
         model=plan.run_name if plan else None,
         layout=str(plan.layout) if plan else None,
         gpu=profile.gpu.type if profile else None,
     )
-    out.put_state(observed.row.state, RunState)
-    if job is None:
-        return
-    out.put_info("job", job=str(job.job_id))
-    if not job.state.is_active:
-        return
-    with contextlib.suppress(ValueError):
-        nodes = expand_hosts(job.node_list or "")
-        for node in nodes:
-            out.put_info("node", job=str(job.job_id), node=node)
-        out.put("nodes", len(nodes) or None)
-    out.put("gpus", submitted.gpus)
+    out.put_state(row.state, RunState)
+    if job is not None:
+        out.put_info("job", job=str(job.job_id))
+    if job is not None and job.state.is_active:
+        with contextlib.suppress(ValueError):
+            nodes = expand_hosts(job.node_list or "")
+            for node in nodes:
+                out.put_info("node", job=str(job.job_id), node=node)
+            out.put("nodes", len(nodes) or None)
+        out.put("gpus", gpus_held(plan, config))
 
-
-def _put_progress(
-    out: RunSamples,
-    observed: ObservedRun,
-    submitted: _Submitted,
-    rows: Sequence[StepMetrics],
-    progress: Progress | None,
-) -> None:
-    row, config = observed.row, submitted.config
-    # A sign of life comes at most once a second, a row with each step.
+    # -- progress: a sign of life comes at most once a second, a row with each step
+    rows = tail_metrics(layout, _RECENT_STEPS)
+    progress = read_record(layout.progress, Progress)
     newest = rows[-1] if rows else None
     epoch = progress.epoch if progress is not None else 0
     out.put("step", row.step if newest is None or newest.epoch < epoch else newest.step)
@@ -227,42 +158,118 @@ def _put_progress(
     out.put("eta_seconds", row.eta_seconds)
     if newest is not None:
         out.put("last_step_timestamp_seconds", newest.time)
-    if progress is not None and row.state is RunState.RUNNING:
+    if progress is not None and is_running:
         out.put("sign_of_life_timestamp_seconds", progress.time)
         if config is not None:
             trains = progress.phase not in ("starting", "loading")
             limit = config.stall_seconds if trains else config.setup_stall_seconds
             out.put("stall_limit_seconds", limit)
 
+    # -- learning
+    if newest is not None:
+        out.put("loss", math.nan if newest.loss is None else newest.loss)
+        out.put("gradient_norm", newest.grad_norm)
+        out.put("learning_rate", newest.learning_rate)
+        evaluated = (row.eval_loss for row in reversed(rows) if row.eval_loss is not None)
+        out.put("evaluation_loss", next(evaluated, None))
 
-def _put_learning(out: RunSamples, rows: Sequence[StepMetrics]) -> None:
-    if not rows:
-        return
-    newest = rows[-1]
-    out.put("loss", math.nan if newest.loss is None else newest.loss)
-    out.put("gradient_norm", newest.grad_norm)
-    out.put("learning_rate", newest.learning_rate)
-    evaluated = (row.eval_loss for row in reversed(rows) if row.eval_loss is not None)
-    out.put("evaluation_loss", next(evaluated, None))
-
-
-def _put_speed(out: RunSamples, observed: ObservedRun, submitted: _Submitted) -> None:
-    row, plan = observed.row, submitted.plan
-    if row.state is RunState.RUNNING:
+    # -- speed
+    if is_running:
         out.put("step_seconds", row.step_seconds)
         out.put("tokens_per_second", row.tokens_per_second)
         out.put("mfu_ratio", row.mfu)
-    if plan is None or plan.step_seconds is None:
-        return
-    out.put("planned_step_seconds", plan.step_seconds)
-    if plan.prediction is not None:
-        out.put("planned_mfu_ratio", plan.prediction.mfu)
-        for axis, seconds in plan.prediction.parts.message_seconds.items():
-            if seconds:
-                out.put("planned_message_seconds", seconds, axis=axis)
+    if plan is not None and plan.step_seconds is not None:
+        out.put("planned_step_seconds", plan.step_seconds)
+        if plan.prediction is not None:
+            out.put("planned_mfu_ratio", plan.prediction.mfu)
+            for axis_name, seconds in plan.prediction.parts.message_seconds.items():
+                if seconds:
+                    out.put("planned_message_seconds", seconds, axis=axis_name)
+    times = read_record(layout.rank_times, RankTimes)
+    if times is not None and is_running:
+        _put_ranks(out, times, submitted)
+    messages = read_communication(layout)
+    if messages is not None and is_running:
+        for axis in messages.axes:
+            if ranks := [rank for rank, group in enumerate(axis.groups) if group >= 0]:
+                seconds = statistics.fmean(axis.seconds[rank] for rank in ranks)
+                out.put("message_seconds", seconds, axis=axis.axis)
+                size = statistics.fmean(axis.bytes[rank] for rank in ranks)
+                out.put("message_bytes", size, axis=axis.axis)
+
+    # -- checkpoints
+    saves = read_saves(layout)
+    out.put("checkpoint_step", row.checkpoint_step)
+    out.put("checkpoints", len(saves))
+    out.put("at_risk_seconds", row.at_risk_seconds)
+    if saves:
+        out.put("checkpoint_timestamp_seconds", saves[-1].time)
+        out.put("checkpoint_bytes", saves[-1].size_bytes)
+        out.put("checkpoint_stall_seconds", saves[-1].stall_seconds)
+        out.put("checkpoint_publish_seconds", saves[-1].publish_seconds)
+    if (trainer := submitted.trainer) is not None:
+        # The interval as it is set, or for `auto` as the last checkpoints had it.
+        step_seconds = row.step_seconds or (plan and plan.step_seconds)
+        intervals = [trainer.save_interval_seconds]
+        if trainer.save_interval_steps and step_seconds:
+            intervals.append(trainer.save_interval_steps * step_seconds)
+        if trainer.save_interval_auto:
+            intervals += [
+                later.time - earlier.time
+                for earlier, later in itertools.pairwise(saves[-_SAVES_FOR_INTERVAL:])
+                if later.epoch == earlier.epoch
+            ]
+        known = [one for one in intervals if one is not None]
+        out.put("checkpoint_interval_seconds", max(known, default=None))
+    with contextlib.suppress(OSError):
+        found = os.statvfs(layout.checkpoints)
+        out.put("disk_free_bytes", found.f_bavail * found.f_frsize)
+
+    # -- attempts, and how they have ended
+    kinds = Counter(event.event for event in events)
+    out.put("attempts", kinds[EventKind.ATTEMPT_STARTED])
+    out.put("launches", kinds[EventKind.LAUNCH_STARTED])
+    ends = [event for event in events if event.event in _ENDS]
+    counts = Counter(event.cause or _UNKNOWN_CAUSE for event in ends)
+    out.put_each("launch_ends", "cause", counts)
+    last = {event.cause or _UNKNOWN_CAUSE: event.time for event in ends}
+    out.put_each("last_end_timestamp_seconds", "cause", last)
+    if config is not None:
+        for budget in budgets(history(events, config.storm_window_seconds), config):
+            if budget.cause in counts and budget.allowed is not None:
+                left = max(0, budget.allowed - budget.used)
+                out.put("retries_left", left, cause=budget.cause)
+
+    # -- time and money
+    if account is not None:
+        out.put_each("time_seconds", "category", account.seconds)
+        for loss in account.causes:
+            out.put("lost_seconds", loss.lost_seconds, cause=loss.cause)
+            out.put("lost_steps", loss.lost_steps, cause=loss.cause)
+        out.put("goodput_ratio", account.ettr, window="run")
+        out.put("goodput_ratio", account.hour.last, window="hour")
+        out.put("goodput_ratio", account.day.last, window="day")
+    if account is not None and account.gpu_hours is not None:
+        out.put("gpu_seconds", account.gpu_hours * 3600)
+        if plan is not None and plan.step_seconds is not None:
+            gpu_seconds = plan.step_seconds * plan.batch.train_steps * plan.layout.world_size
+            out.put("planned_gpu_seconds", gpu_seconds)
+        if spec is not None and spec.budget.gpu_hours is not None:
+            out.put("budget_used_ratio", account.gpu_hours / spec.budget.gpu_hours)
+        price = gpu_price(spec, profile) if profile and spec else None
+        if price is not None:
+            out.put("cost", account.gpu_hours * price.per_gpu_hour, currency=price.currency)
+    if job is not None and job.state.is_pending and job.submit_time is not None:
+        out.put("pending_seconds", max(0.0, now - job.submit_time))
+
+    # -- who looks after it
+    signs = [event.time for event in events if event.event is not EventKind.WATCH]
+    signs += [progress.time] if progress is not None else []
+    out.put("supervisor_timestamp_seconds", max(signs, default=None))
+    return out.samples
 
 
-def _put_ranks(out: RunSamples, times: RankTimes, submitted: _Submitted) -> None:
+def _put_ranks(out: Samples, times: RankTimes, submitted: _Submitted) -> None:
     """Add means over ranks, the slowdown of nodes, and the memory of pipeline stages."""
     backward = times.backward_seconds or (0.0,) * len(times.compute_seconds)
     passes = tuple(f + b for f, b in zip(times.compute_seconds, backward, strict=True))
@@ -296,80 +303,3 @@ def _put_ranks(out: RunSamples, times: RankTimes, submitted: _Submitted) -> None
     if submitted.plan is not None:
         planned = {str(n): m.total_bytes for n, m in enumerate(submitted.plan.memory)}
         out.put_each("planned_memory_bytes", "stage", planned)
-
-
-def _put_checkpoints(
-    out: RunSamples, observed: ObservedRun, submitted: _Submitted, saves: Sequence[SaveRecord]
-) -> None:
-    out.put("checkpoint_step", observed.row.checkpoint_step)
-    out.put("checkpoints", len(saves))
-    out.put("at_risk_seconds", observed.row.at_risk_seconds)
-    if saves:
-        newest = saves[-1]
-        out.put("checkpoint_timestamp_seconds", newest.time)
-        out.put("checkpoint_bytes", newest.size_bytes)
-        out.put("checkpoint_stall_seconds", newest.stall_seconds)
-        out.put("checkpoint_publish_seconds", newest.publish_seconds)
-    out.put("checkpoint_interval_seconds", _interval_seconds(observed, submitted, saves))
-
-
-def _interval_seconds(
-    observed: ObservedRun, submitted: _Submitted, saves: Sequence[SaveRecord]
-) -> float | None:
-    """Find the time between checkpoints: as it is set, or for `auto` as the last ones had it."""
-    trainer, planned = submitted.trainer, submitted.plan and submitted.plan.step_seconds
-    if trainer is None:
-        return None
-    step_seconds = observed.row.step_seconds or planned
-    choices = [trainer.save_interval_seconds]
-    if trainer.save_interval_steps and step_seconds:
-        choices.append(trainer.save_interval_steps * step_seconds)
-    if trainer.save_interval_auto:
-        recent = saves[-_SAVES_FOR_INTERVAL:]
-        choices += [
-            later.time - earlier.time
-            for earlier, later in itertools.pairwise(recent)
-            if later.epoch == earlier.epoch
-        ]
-    return max((one for one in choices if one is not None), default=None)
-
-
-def _put_ends(out: RunSamples, events: Sequence[Event], config: SuperviseConfig | None) -> None:
-    """Add how attempts and launches have ended."""
-    kinds = Counter(event.event for event in events)
-    out.put("attempts", kinds[EventKind.ATTEMPT_STARTED])
-    out.put("launches", kinds[EventKind.LAUNCH_STARTED])
-    ends = [event for event in events if event.event in _ENDS]
-    counts = Counter(event.cause or _UNKNOWN_CAUSE for event in ends)
-    out.put_each("launch_ends", "cause", counts)
-    last = {event.cause or _UNKNOWN_CAUSE: event.time for event in ends}
-    out.put_each("last_end_timestamp_seconds", "cause", last)
-    if config is not None:
-        past = history(events, config.storm_window_seconds)
-        for budget in budgets(past, config):
-            if budget.cause in counts and budget.allowed is not None:
-                left = max(0, budget.allowed - budget.used)
-                out.put("retries_left", left, cause=budget.cause)
-
-
-def _put_account(out: RunSamples, account: Goodput, submitted: _Submitted) -> None:
-    """Add where the time went, and what it has cost."""
-    out.put_each("time_seconds", "category", account.seconds)
-    for loss in account.causes:
-        out.put("lost_seconds", loss.lost_seconds, cause=loss.cause)
-        out.put("lost_steps", loss.lost_steps, cause=loss.cause)
-    out.put("goodput_ratio", account.ettr, window="run")
-    out.put("goodput_ratio", account.hour.last, window="hour")
-    out.put("goodput_ratio", account.day.last, window="day")
-    if account.gpu_hours is None:
-        return
-    out.put("gpu_seconds", account.gpu_hours * 3600)
-    spec, profile, plan = submitted.spec, submitted.profile, submitted.plan
-    if plan is not None and plan.step_seconds is not None:
-        gpu_seconds = plan.step_seconds * plan.batch.train_steps * plan.layout.world_size
-        out.put("planned_gpu_seconds", gpu_seconds)
-    if spec is not None and spec.budget.gpu_hours is not None:
-        out.put("budget_used_ratio", account.gpu_hours / spec.budget.gpu_hours)
-    price = gpu_price(spec, profile) if profile and spec else None
-    if price is not None:
-        out.put("cost", account.gpu_hours * price.per_gpu_hour, currency=price.currency)

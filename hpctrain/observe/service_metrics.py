@@ -1,29 +1,36 @@
-"""Collects the metrics of one service from its directory, and from what its engines answered.
+"""Collects the metrics of one service from its directory, and from what its engines answer.
 
-Nothing here asks Slurm or an engine: answers are those that `metrics_scraper` was given. Belongs
-here: which record and which engine's number has which metric. Does not belong here: the table of
-metrics (`hpctrain.observe.families`), requests, passes (`exporter`).
+What does not answer in time is counted and not waited for, so that a dead node delays no metrics
+of anything else. Addresses come from files that other users may have written: only http and https
+are spoken, a redirect is not followed, no credential is sent, and an answer has a largest size.
+Belongs here: requests to engines, and which record and which engine's number has which metric.
+Does not belong here: the table of metrics (`families`), what answers mean
+(`hpctrain.telemetry.scraped_text`), passes (`exporter`).
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import http.client
+import urllib.parse
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError
 from hpctrain.observe.families import DRAIN_RESULTS, PHASES
-from hpctrain.observe.metrics_scraper import MetricsTarget
-from hpctrain.observe.samples import Sample, ServiceSamples
-from hpctrain.plan.gpu_price import GpuPrice, gpu_price
-from hpctrain.records.ledger import Event, EventKind
+from hpctrain.observe.samples import Sample, Samples
+from hpctrain.plan.gpu_price import gpu_price
+from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_records import read_record
 from hpctrain.records.service_layout import ReplicaName
 from hpctrain.records.service_records import Endpoint, ServiceState, Traffic
 from hpctrain.serve.engines.contract import EngineMetrics
 from hpctrain.serve.engines.registry import SERVING_ENGINES
-from hpctrain.serve.plan.documents import Promise, ServicePlan
+from hpctrain.serve.plan.documents import Promise
 from hpctrain.serve.replica_lives import (
     ReplicaLife,
     held_timeline,
@@ -38,23 +45,103 @@ from hpctrain.telemetry.goodput import OCCUPYING
 from hpctrain.telemetry.scraped_text import Histogram, ScrapedText
 from hpctrain.telemetry.timeline import seconds
 
+# One answer of a replica that is alive takes milliseconds, also under load.
+ANSWER_SECONDS = 2.0
+_AT_ONCE = 32
+_MOST_BYTES = 8 * 2**20
+_PIECE_BYTES = 2**16
+_ACCEPT = {"Accept": "text/plain;version=0.0.4"}
+
+
+@dataclass(frozen=True)
+class MetricsTarget:
+    """Whose metrics are asked for: the scheme, host and port of `url`, and a path."""
+
+    url: str
+    path: str
+
+
+def fetch_metrics(target: MetricsTarget, seconds: float = ANSWER_SECONDS) -> str:
+    """Ask one target. Raises OSError or ValueError, at the latest after twice the seconds."""
+    deadline = clock.monotonic() + seconds
+    parts = urllib.parse.urlsplit(target.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{target.url!r} is no address of HTTP")
+    kind = http.client.HTTPConnection if parts.scheme == "http" else http.client.HTTPSConnection
+    connection = kind(parts.hostname, parts.port, timeout=seconds)
+    try:
+        connection.request("GET", target.path, headers=_ACCEPT)
+        answer = connection.getresponse()
+        if answer.status != http.client.OK:
+            raise ValueError(f"status {answer.status}")
+        text = b""
+        while piece := answer.read1(_PIECE_BYTES):
+            text += piece
+            if len(text) > _MOST_BYTES or clock.monotonic() > deadline:
+                raise ValueError("an answer that does not end")
+        return text.decode()
+    except http.client.HTTPException as error:
+        raise ValueError(f"no HTTP: {type(error).__name__}") from error
+    finally:
+        connection.close()
+
+
+class MetricsScraper:
+    """Asks targets again and again; one that still owes an answer is not asked a second time."""
+
+    def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
+        self._seconds = seconds
+        self._pool: ThreadPoolExecutor | None = None
+        self._owed: dict[MetricsTarget, Future[str]] = {}
+        self._asked: dict[MetricsTarget, Future[str]] = {}
+        self._deadline = 0.0
+
+    def begin(self, targets: Collection[MetricsTarget]) -> None:
+        """Ask all targets in the background."""
+        if self._pool is None and targets:
+            self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="metrics")
+        before = {**self._owed, **self._asked}
+        # A request that has not even begun is taken back, and so owes nothing.
+        self._owed = {
+            one: asked for one, asked in before.items() if not asked.done() and not asked.cancel()
+        }
+        self._asked = {}
+        if self._pool is not None:
+            for target in dict.fromkeys(targets):
+                if target not in self._owed:
+                    self._asked[target] = self._pool.submit(fetch_metrics, target, self._seconds)
+        self._deadline = clock.monotonic() + self._seconds
+
+    def answers(self) -> Mapping[MetricsTarget, str]:
+        """Return the answers that come in time after `begin`."""
+        left_seconds = max(0.0, self._deadline - clock.monotonic())
+        concurrent.futures.wait(self._asked.values(), timeout=left_seconds)
+        return {
+            target: asked.result()
+            for target, asked in self._asked.items()
+            if asked.done() and asked.exception() is None
+        }
+
+
+# -- Collects the metrics of one service from its directory, and from what its engines answered -
+
+
 # What is over for so long stays so: a launch that ends is started again within seconds, if at all.
 _OVER_SECONDS = 300.0
 # By the name that the spec gives an engine, which an endpoint repeats.
 _METRICS = {str(name): engine.metrics for name, engine in SERVING_ENGINES.items()}
 
 
-@dataclass(frozen=True)
 class _Started:
     """What does not change while a service lives; None for what cannot be read."""
 
-    plan: ServicePlan | None
-    spec: ServiceSpec | None
-    profile: ClusterProfile | None
-
-    @property
-    def price(self) -> GpuPrice | None:
-        return gpu_price(self.spec, self.profile) if self.spec and self.profile else None
+    def __init__(self, service: ServiceFiles) -> None:
+        self.plan = service.plan()
+        self.spec: ServiceSpec | None = None
+        self.profile: ClusterProfile | None = None
+        with contextlib.suppress(HpctrainError, OSError):
+            self.spec = load_service_spec(service.layout.spec).document
+            self.profile = load_profile(service.layout.profile).document
 
 
 @dataclass(frozen=True)
@@ -79,11 +166,16 @@ class ServiceMetrics:
     def targets(self, now: float) -> list[MetricsTarget]:
         """Read the endpoints, and list what is to be asked for its metrics.
 
-        Raises OSError or NewerFormatError.
+        Engines that show no metrics are asked nothing. Raises OSError or NewerFormatError.
         """
         self._endpoints = self.service.endpoints(now)
-        targets = (_target(endpoint) for endpoint in self._endpoints.values())
-        return [target for target in targets if target is not None]
+        return [target for _, target, _ in self._asked()]
+
+    def _asked(self) -> Iterator[tuple[ReplicaName, MetricsTarget, EngineMetrics]]:
+        for name, endpoint in self._endpoints.items():
+            metrics = _METRICS.get(endpoint.engine)
+            if metrics is not None:
+                yield name, MetricsTarget(endpoint.url, metrics.path), metrics
 
     def samples(self, now: float, answers: Mapping[MetricsTarget, str]) -> Sequence[Sample]:
         """Collect the samples with what the endpoints have answered since `targets`.
@@ -91,34 +183,16 @@ class ServiceMetrics:
         Raises OSError or NewerFormatError if the service cannot be read.
         """
         if self._started is None:
-            self._started = _read_started(self.service)
-        out = ServiceSamples(self.service.service_id)
-        state = self.service.state
-        self._put_identity(out, self._started)
-        self._put_replicas(out, self._started, state)
-        self._put_lives(out, self._started, state, now)
-        _put_promises(out, self._started.plan)
-        self._put_traffic(out)
-        promises = self._started.plan.promises if self._started.plan else ()
-        for name, endpoint in self._endpoints.items():
-            target, names = _target(endpoint), _METRICS.get(endpoint.engine)
-            if target is None or names is None:
-                continue
-            text = answers.get(target)
-            found = None
-            if text is not None:
-                with contextlib.suppress(ValueError, KeyError):
-                    found = ScrapedText(text, _names_of(names))
-            out.put("replica_answers", found is not None, replica=str(name))
-            if found is not None:
-                _put_engine(out, str(name), found, names, promises)
-        return out.samples
+            self._started = _Started(self.service)
+        plan, spec, profile = self._started.plan, self._started.spec, self._started.profile
+        service, state = self.service, self.service.state
+        out = Samples("service", service.service_id)
+        address, rotation = service.address, service.rotation
 
-    def _put_identity(self, out: ServiceSamples, started: _Started) -> None:
-        plan, spec, address = started.plan, started.spec, self.service.address
+        # -- which service
         out.put_info(
-            user=self.service.owner_name,
-            cluster=started.profile.name if started.profile else None,
+            user=service.owner_name,
+            cluster=profile.name if profile else None,
             engine=plan.replica.engine if plan else None,
             model=spec.served_name if spec else None,
             gpu=plan.replica.gpu if plan else None,
@@ -126,16 +200,12 @@ class ServiceMetrics:
             url=address.url if address else None,
         )
 
-    def _put_replicas(
-        self, out: ServiceSamples, started: _Started, state: ServiceState | None
-    ) -> None:
-        """Add how many replicas there are, and what is known of those that are ready."""
-        plan, rotation = started.plan, self.service.rotation
+        # -- how many replicas there are, and what is known of those that are ready
         if state is not None:
             phases = Counter(str(one.phase) for one in state.replicas)
             out.put("controller_epoch", state.epoch)
             out.put("controller_timestamp_seconds", state.time)
-            out.put("replicas_wanted", 0 if self.service.asked_down else state.wanted)
+            out.put("replicas_wanted", 0 if service.asked_down else state.wanted)
             out.put_each("replicas", "phase", {phase: phases[phase] for phase in PHASES})
         if plan is not None:
             out.put("replicas_needed", plan.replicas)
@@ -146,16 +216,13 @@ class ServiceMetrics:
             asked = set(rotation.replicas) & {str(name) for name in self._endpoints}
             out.put("replicas_in_rotation", len(asked))
             out.put("rotation_timestamp_seconds", rotation.time)
-        for name, one in self._endpoints.items():
-            replica = str(name)
-            out.put("replica_ready_timestamp_seconds", one.ready_since, replica=replica)
-            out.put("replica_load_seconds", one.load_seconds, replica=replica)
-            out.put("replica_walltime_end_timestamp_seconds", one.walltime_ends, replica=replica)
+        for ready_name, ready in self._endpoints.items():
+            replica = str(ready_name)
+            out.put("replica_ready_timestamp_seconds", ready.ready_since, replica=replica)
+            out.put("replica_load_seconds", ready.load_seconds, replica=replica)
+            out.put("replica_walltime_end_timestamp_seconds", ready.walltime_ends, replica=replica)
 
-    def _put_lives(
-        self, out: ServiceSamples, started: _Started, state: ServiceState | None, now: float
-    ) -> None:
-        """Add how replicas began and ended, and what they have cost."""
+        # -- how replicas began and ended, and what they have cost
         spent = self._spent(state, now)
         out.put("replica_starts", sum(one.starts for one in spent))
         causes = Counter(cause for one in spent for cause in one.life.causes)
@@ -163,18 +230,49 @@ class ServiceMetrics:
         drains = Counter(str(one.life.drain) for one in spent)
         out.put_each("drains", "result", {result: drains[result] for result in DRAIN_RESULTS})
         out.put("broken_off_requests", sum(one.life.broken_off or 0 for one in spent))
-        if started.plan is None:
-            return
-        gpus = started.plan.replica.gpus
-        held_seconds = sum(one.held_seconds for one in spent)
-        out.put("gpus", gpus * sum(one.is_held for one in spent))
-        out.put("gpu_seconds", gpus * held_seconds)
-        if started.price is not None:
-            cost = gpus * held_seconds / 3600 * started.price.per_gpu_hour
-            out.put("cost", cost, currency=started.price.currency)
-        if started.plan.currency is not None:
-            hourly = started.plan.cost_per_hour
-            out.put("planned_cost_per_hour", hourly, currency=started.plan.currency)
+        if plan is not None:
+            gpus = plan.replica.gpus
+            held_seconds = sum(one.held_seconds for one in spent)
+            out.put("gpus", gpus * sum(one.is_held for one in spent))
+            out.put("gpu_seconds", gpus * held_seconds)
+            price = gpu_price(spec, profile) if spec and profile else None
+            if price is not None:
+                cost = gpus * held_seconds / 3600 * price.per_gpu_hour
+                out.put("cost", cost, currency=price.currency)
+            if plan.currency is not None:
+                out.put("planned_cost_per_hour", plan.cost_per_hour, currency=plan.currency)
+
+            # -- promise
+            out.put("planned_requests_per_second", plan.rate)
+            out.put("capacity_requests_per_second", plan.capacity_rate)
+            for promise in plan.promises:
+                labels = {"latency": promise.latency, "percentile": promise.percentile}
+                out.put("promised_seconds", promise.limit_seconds, **labels)
+                out.put("predicted_seconds", promise.predicted_seconds, **labels)
+                # of the requests, 0.01 for `p99`
+                share = round(1 - float(promise.percentile.removeprefix("p")) / 100, 6)
+                out.put("promised_slow_ratio", share, **labels)
+
+        # -- router and engines
+        traffic = read_record(service.layout.traffic, Traffic)
+        if traffic is not None:
+            out.put("router_requests", traffic.requests)
+            failures = {
+                reason: getattr(traffic, reason) for reason in ("failed", "refused", "limited")
+            }
+            out.put_each("router_failed_requests", "reason", failures)
+        for name, target, metrics in self._asked():
+            text, found = answers.get(target), None
+            if text is not None:
+                with contextlib.suppress(ValueError, KeyError):
+                    found = ScrapedText(
+                        text,
+                        [name for field, name in vars(metrics).items() if name and field != "path"],
+                    )
+            out.put("replica_answers", found is not None, replica=str(name))
+            if found is not None:
+                _put_engine(out, str(name), found, metrics, plan.promises if plan else ())
+        return out.samples
 
     def _spent(self, state: ServiceState | None, now: float) -> list[_Spent]:
         """Tell all lives; those that are over are read once."""
@@ -185,99 +283,40 @@ class ServiceMetrics:
             if spent is None:
                 job = job_records(self.service, name)
                 life = replica_life(job, events, state, now)
-                spent = _spent_by(life, job.events, now)
+                cut = held_timeline(life, job.events, now).segments
+                held = [one for one in cut if one.category in OCCUPYING]
+                spent = _Spent(
+                    life=life,
+                    held_seconds=seconds(sum(one.end - one.start for one in held)),
+                    starts=sum(one.event is EventKind.ATTEMPT_STARTED for one in job.events),
+                    is_held=life.over_since is None and bool(cut) and cut[-1].category in OCCUPYING,
+                )
                 if life.over_since is not None and now - life.over_since > _OVER_SECONDS:
                     self._over[name] = spent
             found.append(spent)
         return found
 
-    def _put_traffic(self, out: ServiceSamples) -> None:
-        traffic = read_record(self.service.layout.traffic, Traffic)
-        if traffic is not None:
-            out.put("router_requests", traffic.requests)
-            failures = {
-                "failed": traffic.failed,
-                "refused": traffic.refused,
-                "limited": traffic.limited,
-            }
-            out.put_each("router_failed_requests", "reason", failures)
-
-
-def _read_started(service: ServiceFiles) -> _Started:
-    spec = profile = None
-    with contextlib.suppress(HpctrainError, OSError):
-        spec = load_service_spec(service.layout.spec).document
-        profile = load_profile(service.layout.profile).document
-    return _Started(service.plan(), spec, profile)
-
-
-def _spent_by(life: ReplicaLife, events: Sequence[Event], now: float) -> _Spent:
-    cut = held_timeline(life, events, now)
-    held = [one for one in cut.segments if one.category in OCCUPYING]
-    last = cut.segments[-1] if cut.segments else None
-    return _Spent(
-        life=life,
-        held_seconds=seconds(sum(one.end - one.start for one in held)),
-        starts=sum(one.event is EventKind.ATTEMPT_STARTED for one in events),
-        is_held=life.over_since is None and last is not None and last.category in OCCUPYING,
-    )
-
-
-def _put_promises(out: ServiceSamples, plan: ServicePlan | None) -> None:
-    if plan is None:
-        return
-    out.put("planned_requests_per_second", plan.rate)
-    out.put("capacity_requests_per_second", plan.capacity_rate)
-    for one in plan.promises:
-        labels = {"latency": one.latency, "percentile": one.percentile}
-        out.put("promised_seconds", one.limit_seconds, **labels)
-        out.put("predicted_seconds", one.predicted_seconds, **labels)
-        out.put("promised_slow_ratio", slow_share(one.percentile), **labels)
-
-
-def slow_share(percentile: str) -> float:
-    """Return the share of requests that may be slower: 0.01 for `p99`."""
-    return round(1 - float(percentile.removeprefix("p")) / 100, 6)
-
-
-def _target(endpoint: Endpoint) -> MetricsTarget | None:
-    """What an endpoint is asked; None for an engine that shows no metrics."""
-    names = _METRICS.get(endpoint.engine)
-    return None if names is None else MetricsTarget(endpoint.url, names.path)
-
-
-def _names_of(names: EngineMetrics) -> list[str]:
-    """List the names of an engine's metrics that are exported."""
-    return [
-        name
-        for name in (
-            *(names.requests_running, names.requests_waiting, names.kv_cache_used_fraction),
-            *(names.prompt_tokens_total, names.generation_tokens_total),
-            *(names.ttft_seconds, names.tpot_seconds, names.e2e_seconds, names.queue_seconds),
-            names.preemptions_total,
-            *(names.prefix_cache_hits_total, names.prefix_cache_queries_total),
-        )
-        if name is not None
-    ]
-
 
 def _put_engine(
-    out: ServiceSamples,
+    out: Samples,
     replica: str,
     found: ScrapedText,
     names: EngineMetrics,
     promises: Sequence[Promise],
 ) -> None:
     """Add what one engine has counted, by our names for it."""
-    out.put("running_requests", found.total(names.requests_running), replica=replica)
-    out.put("waiting_requests", found.total(names.requests_waiting), replica=replica)
+    totals = {
+        "running_requests": names.requests_running,
+        "waiting_requests": names.requests_waiting,
+        "prompt_tokens": names.prompt_tokens_total,
+        "output_tokens": names.generation_tokens_total,
+        "recomputed_requests": names.preemptions_total,
+        "prefix_cache_hit_tokens": names.prefix_cache_hits_total,
+        "prefix_cache_queried_tokens": names.prefix_cache_queries_total,
+    }
+    for family, name in totals.items():
+        out.put(family, found.total(name), replica=replica)
     out.put("kv_cache_used_ratio", found.largest(names.kv_cache_used_fraction), replica=replica)
-    out.put("prompt_tokens", found.total(names.prompt_tokens_total), replica=replica)
-    out.put("output_tokens", found.total(names.generation_tokens_total), replica=replica)
-    out.put("recomputed_requests", found.total(names.preemptions_total), replica=replica)
-    hits, queried = names.prefix_cache_hits_total, names.prefix_cache_queries_total
-    out.put("prefix_cache_hit_tokens", found.total(hits), replica=replica)
-    out.put("prefix_cache_queried_tokens", found.total(queried), replica=replica)
     measured: dict[str, Histogram | None] = {
         "ttft": found.histogram(names.ttft_seconds),
         "tpot": found.histogram(names.tpot_seconds),

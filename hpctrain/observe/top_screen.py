@@ -36,15 +36,16 @@ from hpctrain.observe.live_view import (
     RunDetails,
     shown_rows,
 )
-from hpctrain.observe.top_pages import (
+from hpctrain.observe.top_text import (
     TextPage,
+    TopState,
     errors_page,
     help_page,
     history_page,
     log_page,
+    screen_lines,
     why_page,
 )
-from hpctrain.observe.top_text import TopState, screen_lines
 from hpctrain.records.find import RunFiles, find_run
 from hpctrain.records.requests import user_name
 from hpctrain.runs import control
@@ -129,10 +130,13 @@ class TopApp(App[None]):
             "pagedown": partial(self._move, 10),
             "home": partial(self._move, -(10**9)),
             "end": partial(self._move, 10**9),
-            **dict.fromkeys(("enter", "w"), self._show_why),
-            "l": self._show_log,
-            "d": self._show_history,
-            "e": self._show_errors,
+            **dict.fromkeys(
+                ("enter", "w"),
+                partial(self._show, "why", lambda run: partial(why_page, run, slurm)),
+            ),
+            "l": partial(self._show, "log of", log_page, follows=True),
+            "d": partial(self._show, "history of", lambda run: partial(history_page, run)),
+            "e": partial(self._show, "errors of", lambda run: partial(errors_page, run)),
             "s": self._ask_to_save,
             "S": partial(self._ask_for_reason, "stop", control.stop),
             "h": partial(self._ask_for_reason, "hold", control.hold),
@@ -141,7 +145,7 @@ class TopApp(App[None]):
             "a": self._switch_users,
             "f": self._switch_over,
             "r": self._look_soon,
-            "?": self._show_help,
+            "?": lambda: self._open(TextPage("hpctrain top", help_page)),
             "q": self.exit,
         }
 
@@ -387,18 +391,6 @@ class TopApp(App[None]):
 
     # -- pages ---------------------------------------------------------------------------------
 
-    def _show_why(self) -> None:
-        self._show("why", lambda run: partial(why_page, run, self._slurm))
-
-    def _show_history(self) -> None:
-        self._show("history of", lambda run: partial(history_page, run))
-
-    def _show_errors(self) -> None:
-        self._show("errors of", lambda run: partial(errors_page, run))
-
-    def _show_log(self) -> None:
-        self._show("log of", log_page, follows=True)
-
     def _show(
         self,
         what: str,
@@ -417,9 +409,6 @@ class TopApp(App[None]):
             return readers[0]()
 
         self._open(TextPage(f"{what} {run_id}", read, follows=follows))
-
-    def _show_help(self) -> None:
-        self._open(TextPage("hpctrain top", help_page))
 
     def _open(self, page: TextPage) -> None:
         self._page, self._reading_page = page, False

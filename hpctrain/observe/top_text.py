@@ -1,8 +1,8 @@
-"""Lays out the screen of `top`: lines of text with styles for a terminal of any size.
+"""Lays out the screen of `top`, and the pages of text inside it, for a terminal of any size.
 
 Every text from a run is made printable here, and no markup is interpreted anywhere. Belongs here:
-columns, lines, colours. Does not belong here: keys and threads (`top_screen`), pages of text
-(`top_pages`), any number that is not in the documents (`hpctrain.observe.live_view`).
+columns, lines, colours, keys and what they do, scrolling. Does not belong here: threads and events
+(`top_screen`), sentences about runs, any number that is not in the documents (`live_view`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ import re
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.style import Style
 from rich.text import Text
 
+from hpctrain.base import clock
 from hpctrain.base.units import short_duration
 from hpctrain.observe.live_view import LiveRow, LiveView, RunDetails
 from hpctrain.page.text import is_numeric, paragraph
+from hpctrain.records.find import RunFiles
+from hpctrain.runs.log_tail import LogTail
 from hpctrain.runs.notify_text import state_words
 from hpctrain.runs.page_text import curve_lines
 from hpctrain.runs.status_text import COLOURS, sentences
+from hpctrain.slurm.client import SlurmClient
 
 # Colours and positions of a cursor in logs (ECMA-48, CSI); other controls become `?`.
 _CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -93,7 +97,6 @@ def printable(text: str) -> str:
 
 def screen_lines(state: TopState, width: int, height: int) -> list[Text]:
     """Lay out the whole screen in exactly `height` lines of at most `width` columns."""
-    header = [_header(state, width)]
     table = _table(state, width)
     bottom = [*_message(state, width), footer(FOOTER, _LESS_NEEDED, width)]
     room = max(0, height - len(bottom) - 3)  # header, names of columns, title of the chosen run
@@ -103,17 +106,27 @@ def screen_lines(state: TopState, width: int, height: int) -> list[Text]:
     # Rows first, as long as facts and the smallest curve have room; what is left is the curve's.
     wanted = min(len(facts), 4) + (_LEAST_CURVE + 3 if points else 0)
     rows_shown = min(max(1, len(table) - 1), max(_LEAST_ROWS, room - wanted))
-    body = _window(table, state, rows_shown)
+    # The names of columns and so many rows, the chosen one among them.
+    ids = [one.status.run_id for one in state.shown]
+    place = ids.index(state.chosen) if state.chosen in ids else 0
+    first = max(0, min(place - rows_shown // 2, len(table) - 1 - rows_shown))
+    lines = [_header(state, width), table[0], *table[1 + first : 1 + first + rows_shown]]
+    if row is not None:
+        rule = "\N{BOX DRAWINGS LIGHT HORIZONTAL}" if state.dots else "-"
+        name = shortened(printable(row.status.run_id), max(8, width - 8))
+        title = Text(f"{rule * 2} ")
+        title.append(name, _BOLD)
+        title.append(f" {rule * max(0, width - 4 - cell_len(name))}")
+        lines.append(_cut(title, width))
     below = max(0, room - rows_shown)
-    curve: list[Text] = []
-    facts_shown = min(len(facts), below)
+    facts_shown, curve_rows = min(len(facts), below), 0
     if points and below - min(len(facts), 3) > _LEAST_CURVE:
         facts_shown = min(len(facts), max(3, below - _LEAST_CURVE - 3))
-        height_left = min(_MOST_CURVE, below - facts_shown - 1)
-        drawn = curve_lines(points, max(20, width - 12), height_left, dots=state.dots)
-        curve = [_fitted(line, width) for line in drawn]
-    title = [] if row is None else [_title(row, state, width)]
-    lines = [*header, *body, *title, *facts[:facts_shown], *curve]
+        curve_rows = min(_MOST_CURVE, below - facts_shown - 1)
+    lines += facts[:facts_shown]
+    if curve_rows:
+        drawn = curve_lines(points, max(20, width - 12), curve_rows, dots=state.dots)
+        lines += [_cut(Text(line), width) for line in drawn]
     space = height - len(bottom)
     lines = [*lines[:space], *([Text()] * (space - len(lines)))] if space > 0 else []
     return [*lines, *bottom][-height:]
@@ -169,42 +182,33 @@ def shortened(text: str, width: int) -> str:
 
 
 def _header(state: TopState, width: int) -> Text:
-    clock = time.strftime("%H:%M:%S", time.localtime(state.now))
-    style, age = _PLAIN, "first look ..."
-    if state.view is not None:
-        age_seconds = max(0.0, state.now - state.view.look_time)
+    clock_time = time.strftime("%H:%M:%S", time.localtime(state.now))
+    style, age, place = _PLAIN, "first look ...", state.directory
+    counts: list[str] = []
+    if (view := state.view) is not None:
+        age_seconds = max(0.0, state.now - view.look_time)
         age = f"{_whole_seconds(age_seconds)} old"
-        if state.view.slurm_silent:
-            style, age = _ALARM, _silence(state.view, state.now)
+        if view.slurm_silent:
+            style, age = _ALARM, "SLURM DOES NOT ANSWER"
+            if view.slurm_time is not None:
+                age = f"SLURM SILENT, states {_whole_seconds(state.now - view.slurm_time)} old"
         elif age_seconds > _LATE_INTERVALS * state.every_seconds:
             style, age = _ALARM, f"OLD DATA: {_whole_seconds(age_seconds)}"
-    counts = [] if state.view is None else _counts(state.view)
+        found = Counter(row.status.state.value for row in view.rows)
+        counts = [f"{found[name]} {name.lower()}" for name in _COUNTED if found[name]]
+        place = f"{view.cluster} {place}" if view.cluster else place
     line = Text("hpctrain", _BOLD)
-    room = width - cell_len(f"{line.plain}{age}{clock}") - 4
+    room = width - cell_len(f"{line.plain}{age}{clock_time}") - 4
     while counts and len(", ".join(counts)) + 2 > room:
         counts.pop()
     room -= len(", ".join(counts)) + 2 * bool(counts) + 2
-    place = state.directory
-    if state.view is not None and state.view.cluster:
-        place = f"{state.view.cluster} {place}"
     if room >= 8:
         line.append(f"  {shortened(printable(place), room)}")
     line.append("  " * bool(counts) + ", ".join(counts))
-    line.append(" " * max(1, width - cell_len(f"{line.plain}{age}  {clock}")))
+    line.append(" " * max(1, width - cell_len(f"{line.plain}{age}  {clock_time}")))
     line.append(age, style)
-    line.append(f"  {clock}")
+    line.append(f"  {clock_time}")
     return _cut(line, width)
-
-
-def _silence(view: LiveView, now: float) -> str:
-    if view.slurm_time is None:
-        return "SLURM DOES NOT ANSWER"
-    return f"SLURM SILENT, states {_whole_seconds(now - view.slurm_time)} old"
-
-
-def _counts(view: LiveView) -> list[str]:
-    found = Counter(row.status.state.value for row in view.rows)
-    return [f"{found[name]} {name.lower()}" for name in _COUNTED if found[name]]
 
 
 def _message(state: TopState, width: int) -> list[Text]:
@@ -217,15 +221,6 @@ def _message(state: TopState, width: int) -> list[Text]:
     return [_cut(Text(line, style), width) for line in lines[:_MOST_MESSAGE_LINES]]
 
 
-def _title(row: LiveRow, state: TopState, width: int) -> Text:
-    rule = "\N{BOX DRAWINGS LIGHT HORIZONTAL}" if state.dots else "-"
-    name = shortened(printable(row.status.run_id), max(8, width - 8))
-    line = Text(f"{rule * 2} ")
-    line.append(name, _BOLD)
-    line.append(f" {rule * max(0, width - 4 - cell_len(name))}")
-    return _cut(line, width)
-
-
 # -- the table ---------------------------------------------------------------------------------
 
 
@@ -234,7 +229,7 @@ def _table(state: TopState, width: int) -> list[Text]:
     if not state.shown:
         none = "no runs here" if not state.view or not state.view.rows else "no run is shown"
         return [Text(), Text(f"  {none if state.view else ''}")]
-    body = [_cells(row, state.now) for row in state.shown]
+    body = [_cells(row) for row in state.shown]
     others = len({row.status.owner for row in state.shown}) > 1
     used = [
         name
@@ -244,40 +239,27 @@ def _table(state: TopState, width: int) -> list[Text]:
         or (name == "USER" and others)
     ]
     widths = {name: max(len(name), *(cell_len(one[name]) for one in body)) for name in used}
-    shown, gap, name_width = _columns(used, widths, width)
-    widths["RUN"] = name_width
+    shown, gap, widths["RUN"] = _columns(used, widths, width)
     right = {name: name in _RIGHT or is_numeric([one[name] for one in body]) for name in shown}
     head = gap.join(_padded(name, widths[name], right[name]) for name in shown)
     lines = [_cut(Text(f"  {head}", _BOLD), width)]
-    for row, one in zip(state.shown, body, strict=True):
-        lines.append(_row_line(row, one, shown, widths, right, gap, state, width))
+    for row, cells in zip(state.shown, body, strict=True):
+        chosen = row.status.run_id == state.chosen
+        line = Text(">" if chosen else " ")
+        line.append("!" if row.alerts else " ", _BOLD)
+        for number, name in enumerate(shown):
+            line.append(gap if number else "")
+            cell = shortened(cells[name], widths[name]) if name == "RUN" else cells[name]
+            coloured = name == "STATE" and state.colours and not chosen
+            colour = COLOURS.get(row.status.state.value) if coloured else None
+            style = Style(color=colour) if colour else _PLAIN
+            line.append(_padded(cell, widths[name], right[name]), style)
+        line = _cut(line, width)
+        if chosen:
+            line.pad_right(max(0, width - cell_len(line.plain)))
+            line.stylize(_CHOSEN)
+        lines.append(line)
     return lines
-
-
-def _row_line(
-    row: LiveRow,
-    one: dict[str, str],
-    shown: Sequence[str],
-    widths: dict[str, int],
-    right: dict[str, bool],
-    gap: str,
-    state: TopState,
-    width: int,
-) -> Text:
-    chosen = row.status.run_id == state.chosen
-    line = Text(">" if chosen else " ")
-    line.append("!" if row.alerts else " ", _BOLD)
-    for number, name in enumerate(shown):
-        line.append(gap if number else "")
-        cell = shortened(one[name], widths[name]) if name == "RUN" else one[name]
-        colour = COLOURS.get(row.status.state.value) if name == "STATE" and state.colours else None
-        style = Style(color=colour) if colour and not chosen else _PLAIN
-        line.append(_padded(cell, widths[name], right[name]), style)
-    line = _cut(line, width)
-    if chosen:
-        line.pad_right(max(0, width - cell_len(line.plain)))
-        line.stylize(_CHOSEN)
-    return line
 
 
 def _columns(used: list[str], widths: dict[str, int], width: int) -> tuple[list[str], str, int]:
@@ -294,7 +276,7 @@ def _columns(used: list[str], widths: dict[str, int], width: int) -> tuple[list[
     return shown, " ", max(4, min(widths["RUN"], width - others - len(shown)))
 
 
-def _cells(row: LiveRow, now: float) -> dict[str, str]:
+def _cells(row: LiveRow) -> dict[str, str]:
     """Format one row; `-` for what is not known."""
     one = row.status
     step = "-"
@@ -306,6 +288,10 @@ def _cells(row: LiveRow, now: float) -> dict[str, str]:
     if one.step_seconds and row.planned_step_seconds:
         ratio = one.step_seconds / row.planned_step_seconds
         plan = f"{ratio - 1:+.0%}" if ratio < 10 else f"x{ratio:.3g}"
+
+    def age(seconds: float | None) -> str:
+        return "-" if seconds is None else _whole_seconds(seconds).replace(" ", "")
+
     over = one.state.over
     return {
         "RUN": printable(one.run_id),
@@ -319,19 +305,11 @@ def _cells(row: LiveRow, now: float) -> dict[str, str]:
         "PLAN": plan,
         "MFU": "-" if one.mfu is None else f"{one.mfu:.0%}",
         "TOK/S": "-" if one.tokens_per_second is None else _count(round(one.tokens_per_second)),
-        "LEFT": _age(one.eta_seconds),
-        "SAVED": _age(None if over else row.saved_seconds_ago),
-        "RISK": _age(one.at_risk_seconds or None),
-        "SEEN": _age(None if over else one.updated_seconds_ago),
+        "LEFT": age(one.eta_seconds),
+        "SAVED": age(None if over else row.saved_seconds_ago),
+        "RISK": age(one.at_risk_seconds or None),
+        "SEEN": age(None if over else one.updated_seconds_ago),
     }
-
-
-def _window(table: list[Text], state: TopState, count: int) -> list[Text]:
-    """Take the names of columns and so many rows, the chosen one among them."""
-    ids = [row.status.run_id for row in state.shown]
-    place = ids.index(state.chosen) if state.chosen in ids else 0
-    first = max(0, min(place - count // 2, len(table) - 1 - count))
-    return [table[0], *table[1 + first : 1 + first + count]]
 
 
 # -- the chosen run ----------------------------------------------------------------------------
@@ -372,10 +350,6 @@ def _paragraph(first: str, words: str, width: int, style: Style) -> Iterator[Tex
 # -- cells -------------------------------------------------------------------------------------
 
 
-def _fitted(line: str, width: int) -> Text:
-    return _cut(Text(line), width)
-
-
 def _cut(line: Text, width: int) -> Text:
     line.truncate(max(0, width), overflow="crop")
     return line
@@ -397,10 +371,127 @@ def _count(number: int) -> str:
     return f"{number / 1000:.3g}k"
 
 
-def _age(seconds: float | None) -> str:
-    """Format a time of whole seconds without a blank; `-` if unknown."""
-    return "-" if seconds is None else _whole_seconds(seconds).replace(" ", "")
-
-
 def _whole_seconds(seconds: float) -> str:
     return short_duration(round(seconds)) if seconds >= 1 else "0 s"
+
+
+# -- Pages of text inside `top`: what `why`, `describe`, `logs` and `logs --errors` print -------
+
+
+# Key -> what it does, in the order of the page of help.
+KEYS = (
+    ("up, down, j, k", "choose a run; PgUp, PgDn, Home and End go further"),
+    ("Enter, w", "why: its state, what happened and what happens next (asks Slurm)"),
+    ("l", "the newest log of its job, followed as it grows"),
+    ("d", "its history: attempts, launches, why each ended"),
+    ("e", "the first errors of its ranks"),
+    ("s", "make it save a checkpoint and continue; asks first"),
+    ("S", "make it save, release its nodes and stop; asks for a reason, and again"),
+    ("h", "make it save and wait in the queue until `hpctrain resume`; asks as S does"),
+    ("/", "show only runs with these words in name, state, user or reason; Esc ends it"),
+    ("a", "everybody's runs, or only your own"),
+    ("f", "all finished runs, or only the newest"),
+    ("r", "look now; Slurm is asked no more often than the site allows"),
+    ("?", "this page"),
+    ("q, Ctrl-C", "quit"),
+)
+_COLUMNS = (
+    ("> !", "the chosen run; a run that something is wrong with: the reason is below"),
+    ("STEP", "last step, target, share"),
+    ("S/STEP", "seconds of a step, the median of the last 20"),
+    ("PLAN", "how much longer (+) or shorter (-) a step takes than planned"),
+    ("LEFT", "the time of the steps that are left, without waiting in the queue"),
+    ("SAVED", "age of the newest checkpoint"),
+    ("RISK", "training that a failure now would lose"),
+    ("SEEN", "age of the trainer's last sign of life"),
+)
+_PAGE_KEYS = (
+    *(("q", "back"), ("up, down", "line"), ("PgUp, PgDn", "page"), ("Home, End", "first, last")),
+)
+
+
+class TextPage:
+    """A text to scroll through; one that `follows` is read again and again and shows its end."""
+
+    def __init__(self, title: str, read: Callable[[], list[str]], *, follows: bool = False) -> None:
+        self.title, self.read, self.follows = title, read, follows
+        self.text = ["reading ..."]
+        self._first, self._room, self._last = 0, 1, 0
+        self._at_end = follows
+
+    def lines(self, width: int, height: int) -> list[Text]:
+        """Lay out the title, as much of the text as fits, and the keys."""
+        lines = [part for line in self.text for part in folded(line, width)]
+        self._room = max(1, height - 2)
+        self._last = max(0, len(lines) - self._room)
+        self._first = self._last if self._at_end else min(self._first, self._last)
+        shown = lines[self._first : self._first + self._room]
+        place = f"lines {self._first + 1}-{self._first + len(shown)} of {len(lines)}"
+        if self.follows:
+            place += ", followed" if self._at_end else ", not followed (End: follow)"
+        name = shortened(printable(self.title), max(8, width - len(place) - 2))
+        title = Text(folded(f"{name}  {place}", width)[0], "bold")
+        body = [title, *(Text(line) for line in shown)]
+        body += [Text()] * (height - 1 - len(body))
+        return [*body, footer(_PAGE_KEYS, ("Home, End", "PgUp, PgDn"), width)][: max(0, height)]
+
+    def closes_by(self, key: str) -> bool:
+        """Scroll, or tell that this key closes the page."""
+        if key in ("q", "escape"):
+            return True
+        moves = {
+            **dict.fromkeys(("up", "k"), -1),
+            **dict.fromkeys(("down", "j", "enter"), 1),
+            **dict.fromkeys(("pageup", "b"), -self._room),
+            **dict.fromkeys(("pagedown", " ", "space"), self._room),
+            **dict.fromkeys(("home", "g"), -self._last),
+            **dict.fromkeys(("end", "G"), self._last),
+        }
+        if key in moves:
+            self._first = max(0, min(self._first + moves[key], self._last))
+            self._at_end = self.follows and self._first == self._last
+        return False
+
+
+def why_page(run: RunFiles, slurm: SlurmClient) -> list[str]:
+    """Explain the state of a run; asks Slurm."""
+    from hpctrain.runs.why import why
+    from hpctrain.runs.why_text import why_lines
+
+    now = clock.now()
+    return list(why_lines(why(run, slurm, now), now))
+
+
+def history_page(run: RunFiles) -> list[str]:
+    from hpctrain.runs.describe import describe
+    from hpctrain.runs.story_text import story_lines
+
+    return story_lines(describe(run))
+
+
+def errors_page(run: RunFiles) -> list[str]:
+    from hpctrain.runs.log_errors import launch_errors
+    from hpctrain.runs.logs_text import error_lines
+
+    return list(error_lines(launch_errors(run)))
+
+
+def log_page(run: RunFiles) -> Callable[[], list[str]]:
+    """Return what reads the newest log again and again."""
+    tail = LogTail(run)
+
+    def read() -> list[str]:
+        return list(tail.read()) or ["no log yet"]
+
+    return read
+
+
+def help_page() -> list[str]:
+    """List keys and columns."""
+    lines = []
+    for title, pairs in (
+        ("Keys", KEYS),
+        ("Columns; a wider terminal has more of them", _COLUMNS),
+    ):
+        lines += ["", title, *(f"  {name:<14}  {what}" for name, what in pairs)]
+    return lines[1:]

@@ -196,11 +196,7 @@ def _share(fraction: float) -> str:
 def legend(entries: Iterable[Entry]) -> Markup:
     """Write the legend of a chart, each label once; nothing without entries."""
     items = Markup("").join(
-        _tag(
-            "li",
-            _tag("i", class_=one.style),
-            one.label,
-        )
+        _tag("li", _tag("i", class_=one.style), one.label)
         for one in {one.label: one for one in entries}.values()
     )
     return _tag("ul", items, class_="legend") if items else Markup("")
@@ -370,6 +366,42 @@ def _label_pixels(labels: Iterable[str]) -> int:
     return min(150, max(40, 16 + round(6.2 * max((len(one) for one in labels), default=0))))
 
 
+def _fill(
+    tooltip: str, first: float, last: float, y: int, height: int, style: str, **more: object
+) -> Markup:
+    """Write a bar between two shares of the width."""
+    return _tag(
+        "rect",
+        _title(tooltip),
+        x=_share(first),
+        y=y,
+        width=_share(last - first),
+        height=height,
+        **more,
+        class_=f"fill {style}",
+    )
+
+
+def _row_plot(
+    labels: Sequence[str],
+    drawn: Iterable[Markup],
+    scale: Scale,
+    axis: Axis,
+    label: str,
+    left: int | None = None,
+) -> Markup:
+    """Write rows below each other, with ticks below all, and room for labels beside them."""
+    height = _ROW_PIXELS * len(labels)
+    return _plot(
+        _x_ticks(scale, axis, height, grid=True),
+        *drawn,
+        label=label,
+        height=height,
+        left=left or _label_pixels(labels),
+        top=4,
+    )
+
+
 def bar_chart(bars: Sequence[Bar], *, label: str, x: Axis) -> Markup:
     """Draw one bar per row from zero, with its value at its end, and marks such as a prediction."""
     if not bars:
@@ -380,46 +412,22 @@ def bar_chart(bars: Sequence[Bar], *, label: str, x: Axis) -> Markup:
         ticks=6,
         quantity=x.quantity,
     )
-    height = _ROW_PIXELS * len(bars)
     zero = scale.place(0.0)
-    drawn = [_x_ticks(scale, x, height, grid=True)]
+    drawn = []
     for number, bar in enumerate(bars):
         top = number * _ROW_PIXELS
         drawn.append(_row_label(bar.label, top + 17))
         if bar.value is None or not is_drawable(bar.value):
             drawn.append(_tag("text", "unknown", x=6, y=top + 17, class_="label"))
         else:
-            end = scale.place(bar.value)
-            low, high = min(zero, end), max(zero, end)
-            shown = x.format(bar.value)
-            drawn.append(
-                _tag(
-                    "rect",
-                    _title(bar.detail or f"{bar.label}: {shown}"),
-                    x=_share(low),
-                    y=top + 5,
-                    width=_share(high - low),
-                    height=_ROW_PIXELS - 10,
-                    rx=2,
-                    class_=f"fill {bar.colour}",
-                )
-            )
+            low, high = sorted((zero, scale.place(bar.value)))
+            tooltip = bar.detail or f"{bar.label}: {x.format(bar.value)}"
+            drawn.append(_fill(tooltip, low, high, top + 5, _ROW_PIXELS - 10, bar.colour, rx=2))
         if bar.mark is not None and is_drawable(bar.mark):
-            place = _share(scale.place(bar.mark))
-            drawn.append(
-                _tag(
-                    "line",
-                    _title(f"{bar.label}: {x.format(bar.mark)}"),
-                    x1=place,
-                    x2=place,
-                    y1=top + 2,
-                    y2=top + _ROW_PIXELS - 2,
-                    class_="mark",
-                )
-            )
-    return _plot(
-        *drawn, label=label, height=height, left=_label_pixels(bar.label for bar in bars), top=4
-    )
+            at, tooltip = _share(scale.place(bar.mark)), f"{bar.label}: {x.format(bar.mark)}"
+            ends = {"y1": top + 2, "y2": top + _ROW_PIXELS - 2}
+            drawn.append(_tag("line", _title(tooltip), x1=at, x2=at, **ends, class_="mark"))
+    return _row_plot([bar.label for bar in bars], drawn, scale, x, label)
 
 
 def stacked_bar(
@@ -430,21 +438,13 @@ def stacked_bar(
     total = sum(value for _, value in shown)
     if not shown or not is_drawable(total):
         return nothing(f"{label}: no values are known.")
-    drawn, start = [], 0.0
+    drawn, start, entries = [], 0.0, []
     for entry, value in shown:
-        drawn.append(
-            _tag(
-                "rect",
-                _title(f"{entry.label}: {format(value)}"),
-                x=_share(start / total),
-                y=0,
-                width=_share(value / total),
-                height=22,
-                class_=f"fill gap {entry.colour}",
-            )
-        )
+        first, last = start / total, (start + value) / total
+        tooltip = f"{entry.label}: {format(value)}"
+        drawn.append(_fill(tooltip, first, last, 0, 22, f"gap {entry.colour}"))
+        entries.append(Entry(f"{entry.label} {format(value)}", entry.colour))
         start += value
-    entries = (Entry(f"{entry.label} {format(value)}", entry.colour) for entry, value in shown)
     return _plot(*drawn, label=label, height=22, left=0, bottom=4, top=4) + legend(entries)
 
 
@@ -465,39 +465,19 @@ def stacked_rows(stacks: Sequence[Stack], *, label: str, x: Axis) -> Markup:
         quantity=x.quantity,
         whole_ticks=False,
     )
-    height = _ROW_PIXELS * len(stacks)
-    drawn = [_x_ticks(scale, x, height, grid=True)]
+    drawn = []
     for number, (stack, parts) in enumerate(zip(stacks, known, strict=True)):
         top, reached = number * _ROW_PIXELS, 0.0
         drawn.append(_row_label(stack.label, top + 17))
         for entry, value in parts:
             first, last = scale.place(reached), scale.place(reached + value)
-            drawn.append(
-                _tag(
-                    "rect",
-                    _title(f"{stack.label}: {entry.label} {x.format(value)}"),
-                    x=_share(first),
-                    y=top + 5,
-                    width=_share(last - first),
-                    height=_ROW_PIXELS - 10,
-                    class_=f"fill {entry.colour}",
-                )
-            )
+            tooltip = f"{stack.label}: {entry.label} {x.format(value)}"
+            drawn.append(_fill(tooltip, first, last, top + 5, _ROW_PIXELS - 10, entry.colour))
             reached += value
         if stack.end:
-            drawn.append(
-                _tag(
-                    "text",
-                    stack.end,
-                    x=_share(scale.place(reached)),
-                    dx=6,
-                    y=top + 17,
-                    class_="label",
-                )
-            )
-    frame = _plot(
-        *drawn, label=label, height=height, left=_label_pixels(one.label for one in stacks), top=4
-    )
+            at = _share(scale.place(reached))
+            drawn.append(_tag("text", stack.end, x=at, dx=6, y=top + 17, class_="label"))
+    frame = _row_plot([one.label for one in stacks], drawn, scale, x, label)
     return frame + legend(entry for parts in known for entry, _ in parts)
 
 
@@ -517,85 +497,48 @@ def timeline(
     if not rows:
         return nothing(f"{label}: nothing has happened yet.")
     scale = time_scale(end)
-    height = _ROW_PIXELS * len(rows)
     axis = Axis(unit or "time since the first submission", clock)
-    drawn = [_x_ticks(scale, axis, height, grid=True)]
+    drawn = []
     for number, row in enumerate(rows):
         top = number * _ROW_PIXELS
         drawn.append(_row_label(row.label, top + 17, row.detail))
         for part in sorted(row.parts, key=lambda part: part.always):
-            if not (is_drawable(part.start) and is_drawable(part.length)):
-                continue
-            first, last = scale.place(part.start), scale.place(part.start + part.length)
-            drawn.append(
-                _tag(
-                    "rect",
-                    _title(part.tooltip),
-                    x=_share(first),
-                    y=top + 4,
-                    width=_share(max(last - first, 0.0015 if part.always else 0.0)),
-                    height=_ROW_PIXELS - 8,
-                    class_=f"fill {part.colour}",
-                )
-            )
-    room = left or _label_pixels(row.label for row in rows)
-    return _plot(*drawn, label=label, height=height, left=room, top=4) + legend(entries)
+            if is_drawable(part.start) and is_drawable(part.length):
+                first, last = scale.place(part.start), scale.place(part.start + part.length)
+                last = first + max(last - first, 0.0015 if part.always else 0.0)
+                height = _ROW_PIXELS - 8
+                drawn.append(_fill(part.tooltip, first, last, top + 4, height, part.colour))
+    return _row_plot([row.label for row in rows], drawn, scale, axis, label, left) + legend(entries)
 
 
 def waterfall(steps: Sequence[Step], *, label: str, x: Axis) -> Markup:
     """Draw how a total becomes what is left of it: each step begins where the one before ended."""
     if not steps or not all(is_drawable(step.value) for step in steps):
         return nothing(f"{label}: no values are known.")
-    scale = scale_of(
-        [step.value for step in steps if step.is_total],
-        from_zero=True,
-        ticks=6,
-        quantity=x.quantity,
-    )
-    height = _ROW_PIXELS * len(steps)
-    drawn = [_x_ticks(scale, x, height, grid=True)]
+    totals = [step.value for step in steps if step.is_total]
+    scale = scale_of(totals, from_zero=True, ticks=6, quantity=x.quantity)
+    drawn = []
     level = 0.0
     for number, step in enumerate(steps):
-        top = number * _ROW_PIXELS
+        top, shown = number * _ROW_PIXELS, x.format(step.value)
         before = level
         level = step.value if step.is_total else level - step.value
         low = scale.place(0.0 if step.is_total else min(before, level))
         high = scale.place(max(before, level) if not step.is_total else level)
         drawn.append(_row_label(step.label, top + 17))
         if number:
-            place = _share(scale.place(before))
-            drawn.append(
-                _tag("line", x1=place, x2=place, y1=top - 5, y2=top + 5, class_="connector")
-            )
-        drawn.append(
-            _tag(
-                "rect",
-                _title(step.detail or f"{step.label}: {x.format(step.value)}"),
-                x=_share(low),
-                y=top + 5,
-                width=_share(max(high - low, 0.002)),
-                height=_ROW_PIXELS - 10,
-                rx=2,
-                class_=f"fill {step.colour}",
-            )
-        )
+            at = _share(scale.place(before))
+            drawn.append(_tag("line", x1=at, x2=at, y1=top - 5, y2=top + 5, class_="connector"))
+        tooltip, height = step.detail or f"{step.label}: {shown}", _ROW_PIXELS - 10
+        last = low + max(high - low, 0.002)
+        drawn.append(_fill(tooltip, low, last, top + 5, height, step.colour, rx=2))
         # Beside the bar on the side with room, or inside a bar that leaves none.
-        outside = ("end", low, -6) if low > 0.5 else ("", high, 6)
+        side, beside, dx = (" end", low, -6) if low > 0.5 else ("", high, 6)
         if low <= 0.5 and high > 0.75:
-            outside = ("end inside", high, -6)
-        drawn.append(
-            _tag(
-                "text",
-                x.format(step.value),
-                x=_share(outside[1]),
-                y=top + 17,
-                dx=outside[2],
-                class_=f"label {outside[0]}".strip(),
-            )
-        )
-    return _plot(
-        *drawn, label=label, height=height, left=_label_pixels(step.label for step in steps), top=4
-    )
+            side, beside, dx = " end inside", high, -6
+        at = _share(beside)
+        drawn.append(_tag("text", shown, x=at, y=top + 17, dx=dx, class_=f"label{side}"))
+    return _row_plot([step.label for step in steps], drawn, scale, x, label)
 
 
 def heat_map(cells: Cells, *, label: str, row_pixels: int | None = None) -> Markup:

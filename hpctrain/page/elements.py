@@ -215,6 +215,12 @@ def styled(style: str, text: str | None) -> str:
     return Markup('<span class="{}">{}</span>').format(style, text) if text else ""
 
 
+def figure(text: str, style: str, name: str = "") -> Markup:
+    """Write one large number in a tone, with its name in small letters if it has one."""
+    more = Markup(" <small>{}</small>").format(name) if name else Markup("")
+    return Markup('<p class="figure tone {}">{}{}</p>').format(style, text, more)
+
+
 def key(colour: str, text: str) -> Markup:
     """Write a text behind the colour that a chart uses for it."""
     return Markup('<i class="key {}"></i>{}').format(colour, text)

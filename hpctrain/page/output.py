@@ -1,4 +1,4 @@
-"""Prints tables, messages and JSON.
+"""Prints tables, messages and JSON, and writes what a command made into a private file.
 
 Tables are plain columns like squeue's, so that they can be grepped; in a pipe they are never cut.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 import click
@@ -118,3 +120,23 @@ def warn(text: str) -> None:
     first = "warning: "
     lines = paragraph(text, first, hang=len(first)) if sys.stderr.isatty() else [first + text]
     say("\n".join(lines))
+
+
+def write_private(path: Path, text: str, *, name_on_stderr: bool = False) -> None:
+    """Replace a file that only its owner may read, and print its name; `-` is stdout.
+
+    `name_on_stderr`: stdout is for something else. The file is private also where a directory
+    shares its files with a group. Raises OSError.
+    """
+    if str(path) == "-":
+        click.echo(text, nl=False)
+        return
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    click.echo(path, err=name_on_stderr)

@@ -92,23 +92,21 @@ def script_versions(layout: RunLayout, events: Sequence[Event]) -> tuple[ScriptV
         text = read_kept_script(layout, sha256)
         if text is None and sha256 == digest:
             text = current.decode(errors="replace")
-        before = versions[-1] if versions else None
+        before = versions[-1].text if versions else None
+        changes: list[str] = []
+        if before is not None and text is not None:
+            old, new = before.splitlines(), text.splitlines()
+            lines = difflib.unified_diff(old, new, lineterm="", n=2)
+            changes = list(lines)[2:_MOST_LINES]  # without the names of files
         versions.append(
             ScriptVersion(
                 sha256=sha256,
                 job_ids=tuple(jobs),
                 text=text,
-                changes=_changes(before.text, text) if before else (),
+                changes=tuple(changes),
             )
         )
     return tuple(versions)
-
-
-def _changes(before: str | None, now: str | None) -> tuple[str, ...]:
-    if before is None or now is None:
-        return ()
-    lines = difflib.unified_diff(before.splitlines(), now.splitlines(), lineterm="", n=2)
-    return tuple(list(lines)[2:_MOST_LINES])  # without the names of files
 
 
 # ----------------------------------------------------------------------------------------------
@@ -185,6 +183,12 @@ class RunReport(_Frozen):
     software: SoftwareLock | None = None
     unread: tuple[Unread, ...] = ()
 
+    @property
+    def fullest_bytes(self) -> int | None:
+        """What PyTorch has allocated on the fullest GPU."""
+        stages = self.window.stages if self.window else ()
+        return max((one.allocated_bytes for one in stages if one.allocated_bytes), default=None)
+
     def why_not(self, part: str) -> str | None:
         """Return why a part cannot be shown; None if it can, or if there is nothing to show."""
         return next((one.reason for one in self.unread if one.part == part), None)
@@ -209,94 +213,85 @@ def collect_reports(
             else row
             for row in rows
         ]
-    return tuple(_Collector(run, row, now).report() for run, row in zip(runs, rows, strict=True))
+    return tuple(_collected(run, row, now) for run, row in zip(runs, rows, strict=True))
 
 
-class _Collector:
-    """Reads the parts of one run; a part that cannot be read takes no other one with it."""
+class PartReader:
+    """Reads the parts of a page; one that cannot be read takes no other one with it."""
 
-    def __init__(self, run: RunFiles, row: RunStatus, now: float) -> None:
-        self._run, self._row, self._now = run, row, now
-        self._unread: list[Unread] = []
+    def __init__(self) -> None:
+        self.unread: list[Unread] = []
 
-    def _part(self, name: str, read: Callable[[], _PartT]) -> _PartT | None:
-        """Read one part; records why it cannot be read."""
+    def read(self, name: str, part: Callable[[], _PartT]) -> _PartT | None:
+        """Read one part, or note why it cannot be read."""
         try:
-            return read()
-        except (HpctrainError, OSError, ValueError) as error:
+            return part()
+        except (HpctrainError, OSError, ValueError, TypeError, KeyError) as error:
             reason = error.strerror if type(error) is OSError and error.strerror else str(error)
-            self._unread.append(Unread(part=name, reason=reason))
+            self.unread.append(Unread(part=name, reason=reason))
             return None
 
-    def report(self) -> RunReport:
-        """Read everything."""
-        run, layout = self._run, self._run.layout
-        events = self._part("ledger", run.ledger.events) or []
-        plan = self._part("plan", lambda: known_plan(layout))
-        if plan is None and not any(one.part == "plan" for one in self._unread):
-            self._unread.append(Unread(part="plan", reason="plan.json cannot be read"))
-        spec = self._part("spec", lambda: load_run_spec(layout.spec).document)
-        update: dict[str, Any] = {}
-        rows = self._part("time", lambda: read_metrics(layout))
-        history = self._part("time", lambda: read_history(run, self._now, rows))
-        if rows is not None and history is not None:
-            counted = lineage(rows)
-            update["goodput"] = self._part("time", lambda: goodput(run, self._now, history))
-            update["spans"] = spans_of(history.timeline, events)
-            update["curves"] = curves_of(rows, counted)
-            update["speed"] = speed_of(counted, plan)
-            update["diagnosis"] = self._part("diagnosis", lambda: self._diagnosis(rows))
-        times = self._part("ranks", lambda: read_record(layout.rank_times, RankTimes))
-        measured = self._part("messages", lambda: read_communication(layout))
-        return RunReport(
-            run_id=run.run_id,
-            directory=str(layout.directory),
-            made_time=self._now,
-            status=self._row,
-            cluster=cluster_of(events),
-            account=spec.resources.account if spec else None,
-            partition=spec.resources.partition if spec else None,
-            spec=_values(spec.model_dump(mode="json", by_alias=True)) if spec else (),
-            plan=plan,
-            story=self._part("story", lambda: describe(run)),
-            window=window_of(times, plan) if times else None,
-            messages=messages_of(measured, plan) if measured else None,
-            checkpoints=self._part("checkpoints", lambda: report_checkpoints(run, now=self._now)),
-            errors=self._part("errors", self._errors),
-            happenings=_happenings(events),
-            scripts=self._part("script", lambda: script_versions(layout, events)) or (),
-            software=self._part("software", lambda: read_lock(layout)),
-            unread=tuple(self._unread),
-            **update,
+
+def _collected(run: RunFiles, row: RunStatus, now: float) -> RunReport:
+    layout, parts = run.layout, PartReader()
+    events = parts.read("ledger", run.ledger.events) or []
+    plan = parts.read("plan", lambda: known_plan(layout))
+    if plan is None and not any(one.part == "plan" for one in parts.unread):
+        parts.unread.append(Unread(part="plan", reason="plan.json cannot be read"))
+    spec = parts.read("spec", lambda: load_run_spec(layout.spec).document)
+    update: dict[str, Any] = {}
+    rows = parts.read("time", lambda: read_metrics(layout))
+    history = parts.read("time", lambda: read_history(run, now, rows))
+    if rows is not None and history is not None:
+        counted = lineage(rows)
+        update["goodput"] = parts.read("time", lambda: goodput(run, now, history))
+        update["spans"] = spans_of(history.timeline, events)
+        update["curves"] = curves_of(rows, counted)
+        update["speed"] = speed_of(counted, plan)
+        update["diagnosis"] = parts.read(
+            "diagnosis", lambda: _unless_early(lambda: diagnose(run, price=False, rows=rows))
         )
-
-    def _diagnosis(self, rows: Sequence[Any]) -> Diagnosis | None:
-        """Judge the run; None before its first step."""
-        try:
-            return diagnose(self._run, price=False, rows=rows)
-        except UsageError:
-            return None
-
-    def _errors(self) -> LaunchErrors | None:
-        """Read the errors of the newest launch; None before the first."""
-        try:
-            return launch_errors(self._run)
-        except UsageError:
-            return None
-
-
-def _happenings(events: Sequence[Event]) -> tuple[Happening, ...]:
-    return tuple(
-        Happening(
-            event_time=event.time,
-            kind=_REMARKABLE[event.event],
-            words=": ".join(
-                word for word in (event.symptom, event.node, event.reason) if word is not None
-            ),
-        )
-        for event in events
-        if event.event in _REMARKABLE
+    times = parts.read("ranks", lambda: read_record(layout.rank_times, RankTimes))
+    measured = parts.read("messages", lambda: read_communication(layout))
+    return RunReport(
+        run_id=run.run_id,
+        directory=str(layout.directory),
+        made_time=now,
+        status=row,
+        cluster=cluster_of(events),
+        account=spec.resources.account if spec else None,
+        partition=spec.resources.partition if spec else None,
+        spec=_values(spec.model_dump(mode="json", by_alias=True)) if spec else (),
+        plan=plan,
+        story=parts.read("story", lambda: describe(run)),
+        window=window_of(times, plan) if times else None,
+        messages=messages_of(measured, plan) if measured else None,
+        checkpoints=parts.read("checkpoints", lambda: report_checkpoints(run, now=now)),
+        errors=parts.read("errors", lambda: _unless_early(lambda: launch_errors(run))),
+        happenings=tuple(
+            Happening(
+                event_time=event.time,
+                kind=_REMARKABLE[event.event],
+                words=": ".join(
+                    word for word in (event.symptom, event.node, event.reason) if word is not None
+                ),
+            )
+            for event in events
+            if event.event in _REMARKABLE
+        ),
+        scripts=parts.read("script", lambda: script_versions(layout, events)) or (),
+        software=parts.read("software", lambda: read_lock(layout)),
+        unread=tuple(parts.unread),
+        **update,
     )
+
+
+def _unless_early(read: Callable[[], _PartT]) -> _PartT | None:
+    """Read a part; None before the run has a launch or a step that it is about."""
+    try:
+        return read()
+    except UsageError:
+        return None
 
 
 def _values(document: object, name: str = "") -> tuple[SpecValue, ...]:

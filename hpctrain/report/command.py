@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.page.options import RunName, Seconds, json_option
-from hpctrain.page.output import busy
-from hpctrain.page.private_file import write_private
-from hpctrain.report.week_command import LAST_WEEK, WeekRequest, show_week
+from hpctrain.page.output import busy, json_out, write_private
 
-if TYPE_CHECKING:
-    from hpctrain.serve.service_files import ServiceFiles
-
+# The value of `--week` without one.
+_LAST_WEEK = "last"
 _FILE = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 
 
@@ -32,7 +29,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 @click.option(
     "--week",
     is_flag=False,
-    flag_value=LAST_WEEK,
+    flag_value=_LAST_WEEK,
     metavar="[WEEK]",
     help="All runs in an ISO week such as 2026-W47, or in the last seven full days.",
 )
@@ -107,7 +104,7 @@ def report(
     if not of_team and len(runs) > 1:
         raise UsageError("several --runs go with --week, --since or --until")
     if of_team:
-        show_week(WeekRequest(week, since, until, runs, output, csv, as_json))
+        _write_week(week, since, until, runs, output, csv, as_json)
     elif url is not None:
         file = output or Path("dashboards.html")
         _write_dashboards(url, names, file, range_seconds, require_data)
@@ -123,7 +120,9 @@ def _write_runs(
     """Write the page about one run, about several side by side, or about one service."""
     from hpctrain.records.find import find_run, runs_directory
     from hpctrain.report.collect import collect_reports
-    from hpctrain.report.page import write_page
+    from hpctrain.report.run_page import write_page
+    from hpctrain.report.service_page import write_service_page
+    from hpctrain.report.service_report import collect_service_report
     from hpctrain.runs.services import find_service
     from hpctrain.serve.service_files import ServiceFiles, is_meant_as_service
     from hpctrain.slurm.client import SlurmClient
@@ -132,7 +131,10 @@ def _write_runs(
     if any(is_meant_as_service(directory, name) for name in names):
         if len(names) > 1:
             raise UsageError("a page is about one service alone, or about runs")
-        _write_service(ServiceFiles(find_service(directory, names[0])), output)
+        service = ServiceFiles(find_service(directory, names[0]))
+        with busy("Reading the service"):
+            page = write_service_page(collect_service_report(service))
+        write_private(output or Path(f"{service.service_id}.html"), page)
         return
     found = [find_run(directory, name) for name in dict.fromkeys(names)]
     with busy("Reading the run" if len(found) == 1 else "Reading the runs"):
@@ -140,14 +142,43 @@ def _write_runs(
     write_private(output or Path(f"{found[0].run_id}.html"), page)
 
 
-def _write_service(service: ServiceFiles, output: Path | None) -> None:
-    """Write the page about a service."""
-    from hpctrain.report.service_page import write_service_page
-    from hpctrain.report.service_report import collect_service_report
+def _write_week(
+    week: str | None,
+    since: str | None,
+    until: str | None,
+    runs: Sequence[Path],
+    output: Path | None,
+    csv: Path | None,
+    as_json: bool,
+) -> None:
+    """Write tables about a window, or JSON, CSV and a page as they are asked for."""
+    from hpctrain.records.find import runs_directory
+    from hpctrain.report.report_windows import between_dates, iso_week, last_days
+    from hpctrain.report.team_report import team_report
+    from hpctrain.report.week_page import csv_text, team_lines, write_week_page
 
-    with busy("Reading the service"):
-        page = write_service_page(collect_service_report(service))
-    write_private(output or Path(f"{service.service_id}.html"), page)
+    wanted = {"--json": as_json, "--csv -": str(csv) == "-", "-o -": str(output) == "-"}
+    to_stdout = [name for name, is_wanted in wanted.items() if is_wanted]
+    if len(to_stdout) > 1:
+        raise UsageError(f"{' and '.join(to_stdout)} both write to standard output")
+    now = clock.now()
+    if since is not None or until is not None:
+        if week is not None:
+            raise UsageError("--week and --since or --until are two windows")
+        window = between_dates(since, until, now)
+    else:
+        window = last_days(now) if week in (None, _LAST_WEEK) else iso_week(str(week), now)
+    with busy("Reading the runs"):
+        report = team_report([*runs] or [runs_directory()], window, now)
+    if csv is not None:
+        write_private(csv, csv_text(report), name_on_stderr=True)
+    if output is not None:
+        write_private(output, write_week_page(report), name_on_stderr=True)
+    if as_json:
+        json_out("team_report", report)
+    elif csv is None and output is None:
+        for line in team_lines(report):
+            click.echo(line)
 
 
 def _write_dashboards(
@@ -159,9 +190,12 @@ def _write_dashboards(
 ) -> None:
     """Write the page of dashboards; fail for a refused query, and for an empty panel if wished."""
 
+    from hpctrain.observe.dashboard_data import (
+        PrometheusServer,
+        collect_dashboards,
+        packaged_dashboards,
+    )
     from hpctrain.observe.dashboard_page import write_dashboards
-    from hpctrain.observe.dashboards import collect_dashboards, packaged_dashboards
-    from hpctrain.observe.prometheus_api import PrometheusServer
 
     with busy("Asking Prometheus"):
         found = collect_dashboards(

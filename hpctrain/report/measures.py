@@ -223,13 +223,14 @@ def spans_of(timeline: Timeline, events: Sequence[Event]) -> tuple[Span, ...]:
 
 def window_of(times: RankTimes, plan: Plan | None) -> RankWindow:
     """Summarize the times and the memory of all ranks by node and by pipeline stage."""
+    # A record of an older version has no backward passes.
+    backward = times.backward_seconds or (0.0,) * len(times.compute_seconds)
     parts = {
-        "passes": [sum(of_rank) for of_rank in _columns(times.compute_seconds,
-                                                        times.backward_seconds)],
-        "data": list(times.data_seconds),
-        "optimizer": list(times.optimizer_seconds),
-        "rest": list(times.rest_seconds),
-    }  # fmt: skip
+        "passes": [sum(both) for both in zip(times.compute_seconds, backward, strict=True)],
+        "data": times.data_seconds,
+        "optimizer": times.optimizer_seconds,
+        "rest": times.rest_seconds,
+    }
     of_node: dict[str, list[int]] = defaultdict(list)
     for rank, node in enumerate(times.nodes):
         of_node[node].append(rank)
@@ -259,11 +260,6 @@ def window_of(times: RankTimes, plan: Plan | None) -> RankWindow:
         nodes=nodes,
         stages=_stages(times, plan),
     )
-
-
-def _columns(first: Sequence[float], second: Sequence[float]) -> Sequence[tuple[float, ...]]:
-    """Pair two columns; a record of an older version has only the first."""
-    return list(zip(first, second, strict=True)) if second else [(value,) for value in first]
 
 
 def _stages(times: RankTimes, plan: Plan | None) -> tuple[StageMemory, ...]:

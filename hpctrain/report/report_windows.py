@@ -8,7 +8,6 @@ what somebody asks for to moments. Does not belong here: what happened in the wi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, tzinfo
 
@@ -109,8 +108,11 @@ def _window(
     title: str, first: date, after: date, now: float, zone: tzinfo | None, option: str = ""
 ) -> ReportWindow:
     """Make the window from the begin of one date to the begin of another, or to now."""
+
+    def midnight(day: date) -> float:
+        return datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()
+
     try:
-        midnight = _midnights(zone)
         begin = midnight(first)
         previous = midnight(first - (after - first))
         end = min(midnight(after), now)
@@ -123,31 +125,20 @@ def _window(
     step = 1 if (after - first).days <= _MOST_SINGLE_DAYS else 7
     days = [first + timedelta(n) for n in range(0, (after - first).days, step)]
     days = [day for day in days if midnight(day) < end]
-    part = end < midnight(after)
+    # The time zone with its offset, both if clocks change in the window: `CET (+01:00)`.
+    ends = [_local(begin, zone), _local(end - 1, zone)]
+    offsets = [(one.tzname(), one.strftime("%z")) for one in ends]
+    zones = dict.fromkeys(f"{name} ({offset[:3]}:{offset[3:5]})" for name, offset in offsets)
     return ReportWindow(
         title=title,
-        zone=_zone_words(begin, end, zone),
+        zone=" and ".join(zones),
         bounds=(*(midnight(day) for day in days), end),
         days=tuple(days),
         previous=(previous, begin - (midnight(after) - end)),
-        part=part,
+        part=end < midnight(after),
         local_zone=zone,
     )
 
 
-def _midnights(zone: tzinfo | None) -> Callable[[date], float]:
-    """Return the function from a date to its first moment, in seconds since the epoch."""
-    return lambda day: datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()
-
-
 def _local(moment: float, zone: tzinfo | None) -> datetime:
     return datetime.fromtimestamp(moment, zone).astimezone(zone)
-
-
-def _zone_words(begin: float, end: float, zone: tzinfo | None) -> str:
-    """Name the time zone with its offset, both if clocks change in the window: `CET (+01:00)`."""
-    words = []
-    for moment in (begin, end - 1):
-        offset = _local(moment, zone).strftime("%z")
-        words.append(f"{_local(moment, zone).tzname()} ({offset[:3]}:{offset[3:5]})")
-    return " and ".join(dict.fromkeys(words))

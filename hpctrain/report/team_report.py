@@ -45,8 +45,9 @@ from hpctrain.spec.loader import load_profile, load_run_spec, load_service_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.spec.service import ServiceSpec
-from hpctrain.telemetry.goodput import WindowAccount, needless_epochs, window_accounts
-from hpctrain.telemetry.timeline import Mark, MarkKind, ticks, timeline
+from hpctrain.telemetry.clock_repair import ticks
+from hpctrain.telemetry.timeline import Mark, MarkKind, timeline
+from hpctrain.telemetry.window_account import needless_epochs, window_accounts
 
 ProjectSource = Literal["account", "wandb"]
 NO_PROJECT = "(none)"
@@ -145,7 +146,20 @@ def team_report(
     """
     now = clock.now() if now is None else now
     reader = _Reader(window, now)
-    found: list[RunFiles | ServiceFiles] = [*_runs_of(directories), *_services_of(directories)]
+    runs: dict[Path, RunFiles] = {}
+    services: dict[Path, ServiceFiles] = {}
+    for directory in directories:
+        if not directory.is_dir():
+            raise UsageError(
+                f"--runs: {directory} is no directory",
+                hint="runs are in $HPCTRAIN_RUNS, ./runs, or where `--runs` points to",
+            )
+        # What two directories lead to is there once.
+        for run in all_runs(directory):
+            runs.setdefault(run.layout.directory.resolve(), run)
+        for layout in all_services(directory):
+            services.setdefault(layout.directory.resolve(), ServiceFiles(layout))
+    found: list[RunFiles | ServiceFiles] = [*runs.values(), *services.values()]
     if not found:
         where = ", ".join(map(str, directories))
         raise NoSuchRunError(f"no runs in {where}", hint="no run has been submitted here yet")
@@ -198,30 +212,6 @@ def team_report(
         quiet_runs=quiet_runs,
         unreadable=tuple(unreadable),
     )
-
-
-def _runs_of(directories: Sequence[Path]) -> list[RunFiles]:
-    """List the runs of all directories, each once."""
-    found: dict[Path, RunFiles] = {}
-    for directory in directories:
-        if not directory.is_dir():
-            raise UsageError(
-                f"--runs: {directory} is no directory",
-                hint="runs are in $HPCTRAIN_RUNS, ./runs, or where `--runs` points to",
-            )
-        for run in all_runs(directory):
-            found.setdefault(run.layout.directory.resolve(), run)
-    return list(found.values())
-
-
-def _services_of(directories: Sequence[Path]) -> list[ServiceFiles]:
-    """List the services of all directories, each once."""
-    found = {
-        layout.directory.resolve(): ServiceFiles(layout)
-        for directory in directories
-        for layout in all_services(directory)
-    }
-    return list(found.values())
 
 
 @contextmanager
@@ -303,10 +293,18 @@ class _Reader:
         quiet_seconds = quiet_seconds_of(config)
         if self._is_elsewhere(layout, marks, quiet_seconds):
             return None
-        accounts = self._accounts(layout, marks, quiet_seconds)
+        # The time before, what is left between, and each period of the window.
+        steps = read_step_times(layout)
+        if needless := needless_epochs(marks, steps, self._bounds[0]):
+            steps = [step for step in steps if step.epoch not in needless]
+        cut = timeline(marks, steps, read_saves(layout), self._now, quiet_seconds)
+        accounts = window_accounts(cut, steps, self._bounds)
         if not any(one.spent or one.kept_steps or one.redone_steps for one in accounts):
             return None
-        spec, profile = self._documents(layout)
+        spec = profile = None
+        with contextlib.suppress(HpctrainError, OSError):  # such as of an older version
+            spec = load_run_spec(layout.spec).document
+            profile = self._profile(layout.profile)
         gpus = gpus_held(plan, config)
         price = gpu_price(spec, profile) if spec and profile else None
         images = plan is not None and plan.unit == "images"
@@ -315,12 +313,16 @@ class _Reader:
             tally = Tally()
             tally.count(str(layout.directory), account, gpus or 0, price, images=images)
             tallies.append(tally)
-        project, project_from = _project(spec, profile)
+        # Its Slurm account, else its project of W&B.
+        project = _account_of(spec, profile)
+        project_from: ProjectSource | None = "account" if project else None
+        if not project and spec is not None and spec.tracking.wandb is not None:
+            project, project_from = spec.tracking.wandb.project, "wandb"
         return _Member.of(
             run,
             tallies,
             price,
-            project=project,
+            project=project or (NO_PROJECT if spec else UNKNOWN),
             project_from=project_from,
             cluster=cluster_of(events) or (profile.name if profile else UNKNOWN),
             engine=plan.engine if plan else spec.engine.name if spec else UNKNOWN,
@@ -374,44 +376,11 @@ class _Reader:
         except FileNotFoundError:
             return True
 
-    def _accounts(
-        self, layout: RunLayout, marks: Sequence[Mark], quiet_seconds: float
-    ) -> tuple[WindowAccount, ...]:
-        """Account for the time before, what is left between, and each period of the window."""
-        steps = read_step_times(layout)
-        if needless := needless_epochs(marks, steps, self._bounds[0]):
-            steps = [step for step in steps if step.epoch not in needless]
-        cut = timeline(marks, steps, read_saves(layout), self._now, quiet_seconds)
-        return window_accounts(cut, steps, self._bounds)
-
-    def _documents(self, layout: RunLayout) -> tuple[RunSpec | None, ClusterProfile | None]:
-        """Read spec and profile; None for what cannot be read, such as of an older version."""
-        spec = profile = None
-        try:
-            spec = load_run_spec(layout.spec).document
-            profile = self._profile(layout.profile)
-        except (HpctrainError, OSError):
-            pass
-        return spec, profile
-
     def _profile(self, path: Path) -> ClusterProfile:
         text = path.read_bytes()
         if text not in self._profiles:
             self._profiles[text] = load_profile(path).document
         return self._profiles[text]
-
-
-def _project(
-    spec: RunSpec | None, profile: ClusterProfile | None
-) -> tuple[str, ProjectSource | None]:
-    """Name what a run is charged to: its Slurm account, else its project of W&B."""
-    if spec is None:
-        return UNKNOWN, None
-    if account := _account_of(spec, profile):
-        return account, "account"
-    if spec.tracking.wandb is not None:
-        return spec.tracking.wandb.project, "wandb"
-    return NO_PROJECT, None
 
 
 def _account_of(spec: RunSpec | ServiceSpec | None, profile: ClusterProfile | None) -> str | None:

@@ -2,7 +2,7 @@
 
 Belongs here: the text, and sums over what one process shows apart (its engines, its models). Does
 not belong here: which name means what (`hpctrain.serve`), asking for the text
-(`hpctrain.observe.metrics_scraper`).
+(`hpctrain.observe.service_metrics`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     print(found.recommendation.sentences)
 
 Belongs here: the two verbs as functions. Does not belong here: how trials are planned
-(`trial_plans`), run (`trials`) and read (`trial_results`).
+(`trial_plans`), run and read (`run_trials`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.base.errors import UsageError
 from hpctrain.base.units import Duration
 from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.find import runs_directory
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.trials.documents import Comparison
-from hpctrain.trials.run_trials import TrialRunner, look, start
-from hpctrain.trials.trial_plans import Subject, TrialRequest, predicted_record, subject_of
-from hpctrain.trials.trial_results import predicted_comparison
-from hpctrain.trials.trial_spec import FEWEST_STEPS, sizes
-from hpctrain.trials.variants import parse_variants
+from hpctrain.trials.run_trials import TrialRunner, look, predict, start
+from hpctrain.trials.trial_plans import Subject, TrialRequest, subject_of
+from hpctrain.trials.variants import parse_variants, sizes
 
 DEFAULT_STEPS = 20
 
@@ -36,7 +33,7 @@ def engines_request(
 ) -> TrialRequest:
     """Build the request of `--engines` and `--variant`. Raises UsageError."""
     parsed = parse_variants(engines, variants, subject.run.engine.name)
-    return TrialRequest("engines", parsed, _steps(steps), walltime=walltime)
+    return TrialRequest("engines", parsed, steps, walltime=walltime)
 
 
 def sizes_request(
@@ -48,19 +45,7 @@ def sizes_request(
     weak: bool = False,
 ) -> TrialRequest:
     """Build the request of `--gpus` and `--weak`. Raises UsageError."""
-    return TrialRequest("sizes", sizes(subject.run, gpus, weak=weak), _steps(steps), weak, walltime)
-
-
-def _steps(steps: int) -> int:
-    """Return `steps`; raises UsageError if they are too few."""
-    if steps < FEWEST_STEPS:
-        raise UsageError(f"{steps} steps are too few to measure a rate", hint="20 is the default")
-    return steps
-
-
-def predict(subject: Subject, request: TrialRequest) -> Comparison:
-    """Predict every variant; no job, no file."""
-    return predicted_comparison(predicted_record(subject, request))
+    return TrialRequest("sizes", sizes(subject.run, gpus, weak=weak), steps, weak, walltime)
 
 
 def compare(

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from hpctrain.job.plan_text import wrapped
 from hpctrain.page.text import or_dash
-from hpctrain.trials.documents import Comparison, ComparisonRecord, Predicted, TrialResult
-from hpctrain.trials.recommend import short_number
+from hpctrain.trials.documents import Comparison, ComparisonRecord, TrialResult
+from hpctrain.trials.judging import short_number
 
 _VERDICTS = {
     "other run": "LOSSES `other run`: another model, batch, optimizer, seed or data, or first "
@@ -31,6 +31,15 @@ def heading(found: Comparison) -> str:
     return f"{what}, {record.steps} steps each ({record.comparison_id})"
 
 
+def tables(found: Comparison) -> list[Rows]:
+    """Tabulate trials as far as they are known: as they were predicted, or measured and ended."""
+    if found.record.kind == "sizes":
+        return [scale_rows(found), *([share_rows(found)] if found.measured else [])]
+    return (
+        [measured_rows(found), outcome_rows(found)] if found.measured else [predicted_rows(found)]
+    )
+
+
 def predicted_rows(found: Comparison) -> Rows:
     """Tabulate memory and time as the planner predicts them."""
     headers = ["VARIANT", "ZERO", "REC", "MICRO", "GIB", "S/STEP", "80%"]
@@ -41,7 +50,11 @@ def predicted_rows(found: Comparison) -> Rows:
         if prediction is not None:
             zero, recompute = str(prediction.zero), prediction.recompute[:4]
             plan = [zero, recompute, str(prediction.micro_batch)]
-        pace = [_gib(trial.peak_bytes), _seconds(trial.step_seconds), _range(prediction)]
+        interval = "-"  # where 80 of 100 sites would measure the step
+        if prediction is not None and prediction.low_step_seconds is not None:
+            low, high = prediction.low_step_seconds, prediction.high_step_seconds
+            interval = f"{_seconds(low)}-{_seconds(high)}"
+        pace = [_gib(trial.peak_bytes), _seconds(trial.step_seconds), interval]
         rows.append([trial.name, *plan, *pace, _cost(trial)])
     return [*headers, _cost_header(found.record)], rows
 
@@ -54,11 +67,11 @@ def measured_rows(found: Comparison) -> Rows:
         prediction = trial.record.predicted
         planned = _gib(prediction.peak_bytes if prediction else None)
         measured = _gib(trial.measured.peak_bytes if trial.measured else None)
-        rows.append([trial.name, measured, planned, *_times(trial), _cost(trial)])
+        rows.append([trial.name, measured, planned, *_measured_times(trial), _cost(trial)])
     return [*headers, _cost_header(found.record)], rows
 
 
-def _times(trial: TrialResult) -> list[str]:
+def _measured_times(trial: TrialResult) -> list[str]:
     if trial.measured is None:
         return ["-", "-", "-"]
     spread = trial.measured.step_seconds
@@ -71,27 +84,27 @@ def outcome_rows(found: Comparison) -> Rows:
     last = last_common_step(found.trials)
     loss = "LOSS" if last is None else f"LOSS@{last}"
     headers = ["VARIANT", "STATE", "STEPS", loss, "DIFF%", "LOSSES", "STARTS", "AGAIN"]
-    return headers, [_outcome(trial, found.trials, last) for trial in found.trials]
-
-
-def _outcome(trial: TrialResult, trials: Sequence[TrialResult], last: int | None) -> list[str]:
-    agreed, stable, difference = trial.agreement, trial.stability, "-"
-    if agreed is not None:
-        percent = 100 * agreed.largest
-        difference = f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"
-    verdict = str(agreed.verdict) if agreed else None
-    if trial.losses and trial is next(one for one in trials if one.losses):
-        verdict = "reference"
-    return [
-        trial.name,
-        trial.state,
-        str(len(trial.losses)) if trial.losses else "-",
-        or_dash(_loss_at(trial, last)),
-        difference,
-        or_dash(verdict),
-        "-" if stable is None else str(stable.launches),
-        "-" if stable is None else str(stable.steps_again),
-    ]
+    reference = next((trial for trial in found.trials if trial.losses), None)
+    rows = []
+    for trial in found.trials:
+        agreed, stable, difference = trial.agreement, trial.stability, "-"
+        verdict = str(agreed.verdict) if agreed else None
+        if agreed is not None:
+            percent = 100 * agreed.largest
+            difference = f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"
+        rows.append(
+            [
+                trial.name,
+                trial.state,
+                str(len(trial.losses)) if trial.losses else "-",
+                or_dash(_loss_at(trial, last)),
+                difference,
+                or_dash("reference" if trial is reference else verdict),
+                "-" if stable is None else str(stable.launches),
+                "-" if stable is None else str(stable.steps_again),
+            ]
+        )
+    return headers, rows
 
 
 def _loss_at(trial: TrialResult, step: int | None) -> str | None:
@@ -113,7 +126,11 @@ def scale_rows(found: Comparison) -> Rows:
     rows = []
     for trial in found.trials:
         point = next((one for one in found.points if one.gpus == trial.record.gpus), None)
-        times = _times(trial) if found.measured else [_pace(trial), _seconds(trial.step_seconds)]
+        times = (
+            _measured_times(trial)
+            if found.measured
+            else [_pace(trial), _seconds(trial.step_seconds)]
+        )
         shares = [_percent(point.efficiency if point else None)]
         if found.measured:
             shares.append(_percent(point.predicted_efficiency if point else None))
@@ -192,13 +209,6 @@ def _gib(count: int | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def _range(predicted: Predicted | None) -> str:
-    """Format where 80 of 100 sites would measure the step."""
-    if predicted is None or predicted.low_step_seconds is None:
-        return "-"
-    return f"{_seconds(predicted.low_step_seconds)}-{_seconds(predicted.high_step_seconds)}"
 
 
 def _percent(share: float | None) -> str:

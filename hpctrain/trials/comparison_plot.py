@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.errors import UsageError
 from hpctrain.trials.documents import Comparison, StepShares, TrialResult
-from hpctrain.trials.scaling import gpu_count
+from hpctrain.trials.judging import gpu_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

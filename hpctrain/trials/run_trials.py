@@ -1,9 +1,10 @@
-"""Runs the trials of a comparison: writes them once, submits them as jobs, and waits.
+"""Runs the trials of a comparison: writes them once, submits them as jobs, waits, reads results.
 
 The run directories of all trials are complete before the record is written, and the record before
 the first sbatch. A later `hpctrain compare DIRECTORY` submits only what has not been submitted
-according to the ledgers, so that nothing runs twice. Belongs here: that
-order. Does not belong here: planning trials (`trial_plans`), reading results (`trial_results`).
+according to the ledgers, so that nothing runs twice. Belongs here: that order, and the results of
+the trials from their run directories. Does not belong here: planning trials (`trial_plans`),
+judging them (`judging`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,18 +24,40 @@ from hpctrain.base.errors import InvalidInputError, NoSuchRunError, Problem, Slu
 from hpctrain.job.job_queries import find_jobs, record_found
 from hpctrain.job.job_submission import submit_jobs
 from hpctrain.job.run_directory import write_run_directory
+from hpctrain.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES
 from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.find import RunFiles, new_run_id
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_jobs import RunJobs
+from hpctrain.records.run_records import RankTimes, lineage, read_metrics, read_record
 from hpctrain.runs.poll_interval import poll_interval
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import RunStatus, statuses
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.trials.documents import Comparison, ComparisonRecord
-from hpctrain.trials.trial_plans import Subject, TrialRequest, comparison_record, prepared_trial
-from hpctrain.trials.trial_results import read_comparison
+from hpctrain.trials.documents import (
+    Comparison,
+    ComparisonRecord,
+    Stability,
+    TrialRecord,
+    TrialResult,
+)
+from hpctrain.trials.judging import (
+    agreement,
+    bound_of,
+    measure,
+    recommend,
+    recommend_size,
+    scale_points,
+    warm_up_steps,
+)
+from hpctrain.trials.trial_plans import (
+    Subject,
+    TrialRequest,
+    comparison_record,
+    predicted_record,
+    prepared_trial,
+)
 
 # A job that Slurm does not know and whose supervisor is silent for so long has ended.
 _FORGOTTEN_SECONDS = 600.0
@@ -54,6 +77,11 @@ def start(subject: Subject, request: TrialRequest, runs: Path) -> ComparisonLayo
     record = comparison_record(subject, request, tuple(one for one, _ in found), comparison_id)
     replace_text(layout.record, record.model_dump_json(indent=1) + "\n", mode=0o600)
     return layout
+
+
+def predict(subject: Subject, request: TrialRequest) -> Comparison:
+    """Predict every variant; no job, no file."""
+    return read_comparison(predicted_record(subject, request), Path(), {})
 
 
 def read_record_of(directory: Path) -> ComparisonRecord:
@@ -181,3 +209,83 @@ class TrialRunner:
         reason = f": {row.reason}" if row.reason and self._is_over(row) else ""
         job = f" (job {row.job_id}, {row.run_id})" if row.job_id else ""
         self.report(f"{name}: {state}{job}{reason}")
+
+
+# -- Reads the results of the trials of a comparison from their run directories -----------------
+
+
+def read_comparison(
+    record: ComparisonRecord, runs: Path, rows: Mapping[str, RunStatus]
+) -> Comparison:
+    """Build a comparison from the run directories, or from the predictions of one without runs.
+
+    `rows` maps run ids to statuses.
+    """
+    trials = []
+    for one in record.trials:
+        if one.run_id is None:
+            state = "REFUSED" if one.refusal or record.comparison_id is not None else "PREDICTED"
+            seconds = one.predicted.step_seconds if one.predicted else None
+            result = TrialResult(record=one, state=state, reason=one.refusal or "", over=True)
+        else:
+            run = RunFiles(RunLayout((runs / one.run_id).absolute()))
+            result = _read_trial(one, record.steps, run, rows[one.run_id])
+            seconds = result.measured.step_seconds.mean if result.measured else None
+        if seconds is not None:
+            # the whole budget at this pace, training alone
+            gpu_hours = one.train_steps * seconds * one.gpus / 3600
+            price = record.price_per_gpu_hour
+            cost = (gpu_hours * price[0], price[1]) if price else None
+            result = result.model_copy(update={"gpu_hours": gpu_hours, "cost": cost})
+        trials.append(result)
+    return judged(record, trials)
+
+
+def _read_trial(one: TrialRecord, steps: int, run: RunFiles, row: RunStatus) -> TrialResult:
+    written = read_metrics(run.layout)
+    kept = lineage(written)
+    events = run.ledger.events()
+    ranks = read_record(run.layout.rank_times, RankTimes)
+    refused = any(event.event is EventKind.SUBMIT_FAILED for event in events)
+    waits = row.state.without_job and not refused
+    ends = [str(e.cause) for e in events if e.event is EventKind.LAUNCH_ENDED]
+    return TrialResult(
+        record=one,
+        state=row.state.value,
+        reason=row.reason,
+        over=row.state.over and not waits,
+        measured=measure(kept, warm_up_steps(steps), one.global_batch, ranks),
+        stability=Stability(
+            launches=sum(e.event is EventKind.LAUNCH_STARTED for e in events),
+            failures=tuple(cause for cause in ends if cause in FAILURE_CAUSES | FINAL_CAUSES),
+            preemptions=sum(cause in SCHEDULER_CAUSES for cause in ends),
+            steps_again=len(written) - len(kept),
+        ),
+        losses=tuple((step.step, step.loss) for step in kept if step.loss is not None),
+        step_times=tuple((step.step, step.step_seconds) for step in kept),
+    )
+
+
+def judged(record: ComparisonRecord, trials: Sequence[TrialResult]) -> Comparison:
+    """Add the agreement with the first trial that has trained, and the recommendation."""
+    measured = record.comparison_id is not None
+    first = next((trial for trial in trials if trial.losses), None)
+    agreed = []
+    for trial in trials:
+        found = None
+        if first is not None and trial is not first:
+            found = agreement(
+                first.name,
+                dict(first.losses),
+                dict(trial.losses),
+                bound_of(first.record.precision, trial.record.precision),
+                same=first.record.training == trial.record.training,
+            )
+        agreed.append(trial.model_copy(update={"agreement": found}))
+    if record.kind == "sizes":
+        points = scale_points(agreed, measured=measured)
+        advice = recommend_size(agreed, points, weak=record.weak)
+    else:
+        points = ()
+        advice = recommend(agreed, record.gpu_memory_bytes, measured=measured)
+    return Comparison(record=record, trials=tuple(agreed), recommendation=advice, points=points)

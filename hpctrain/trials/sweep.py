@@ -37,10 +37,9 @@ from hpctrain.job.run_directory import (
     write_run_directory,
 )
 from hpctrain.job.submit import refuse_unsubmittable
-from hpctrain.records.find import RunFiles, runs_directory
+from hpctrain.records.find import runs_directory
 from hpctrain.records.jobs import generation, submitted_ids
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.sweeps import SweepLayout, SweepRecord, find_sweep
 from hpctrain.runs.cancel import cancel
 from hpctrain.runs.state import RunState
@@ -149,8 +148,7 @@ def submit_sweep(
         if at_a_time is not None:
             record = record.model_copy(update={"at_a_time": at_a_time})
         layout.write(record)
-        record = _write_runs(plan, record, begun=begun)
-        return _submit(layout, record, slurm, report)
+        return _submit(layout, _write_runs(plan, record, begun=begun), slurm, report)
     finally:
         os.close(lock)
 
@@ -188,18 +186,20 @@ def _write_runs(plan: SweepPlan, record: SweepRecord, *, begun: bool) -> SweepRe
 def _submit(
     layout: SweepLayout, record: SweepRecord, slurm: SlurmClient, report: Report
 ) -> SubmittedSweep:
-    runs = {
-        run_id: run
-        for run_id, run in runs_of_sweep(layout, record).items()
-        if is_written(layout, run_id)
-    }
+    every = runs_of_sweep(layout, record)
+    runs = {run_id: run for run_id, run in every.items() if is_written(layout, run_id)}
     found = find_jobs(list(runs.values()), slurm)
     if not all(one.answered for one in found.values()):
         raise SlurmUnreachableError(
             "Slurm does not answer, so it is unknown which points have jobs: nothing was submitted",
             hint="the same command continues",
         )
-    needed = {run_id for run_id, run in runs.items() if _needs_job(run, found[run_id])}
+    needed = set()
+    for run_id, run in runs.items():
+        if found[run_id].unrecorded:  # sbatch had accepted it, but its client died before recording
+            record_found(run, found[run_id])
+        if not generation(run.ledger.events()):
+            needed.add(run_id)
     record = _with_submitted(layout, record, runs.keys() - needed)
     after: tuple[JobsBefore, ...] = ()
     if needed:
@@ -250,16 +250,6 @@ def _with_submitted(
     return changed
 
 
-def _needs_job(run: RunFiles, found: RunJobs) -> bool:
-    """Return True for a run that nobody has given to Slurm yet.
-
-    A job whose client died before it could record it is recorded now.
-    """
-    if found.unrecorded:
-        record_found(run, found)
-    return not generation(run.ledger.events())
-
-
 # Cancelling --------------------------------------------------------------------------------------
 
 
@@ -283,44 +273,37 @@ def cancel_sweep(layout: SweepLayout, slurm: SlurmClient) -> CancelledSweep:
     if not os.access(layout.directory, os.W_OK):
         raise UsageError(f"you cannot cancel sweep `{record.sweep_id}`, which you may only read")
     layout.cancel_request.touch(mode=0o600)
-    lock = _lock_of_submitter(layout)
+    lock, waited_seconds = layout.try_lock(), 0
+    while lock is None:
+        if waited_seconds == _SECONDS_TO_STOP:
+            raise UsageError(
+                f"another process submits a run of sweep `{layout.directory.name}`, and has not "
+                f"ended within {_SECONDS_TO_STOP} s: nothing was cancelled, and no further run is "
+                "submitted",
+                hint="the same command tries again",
+            )
+        clock.sleep(1.0)
+        waited_seconds += 1
+        lock = layout.try_lock()
     try:
-        return _cancel(layout, slurm)
+        record = layout.read()
+        rows = sweep_table(layout, slurm).rows
+        if record.cancelled_time is None:
+            layout.write(record.model_copy(update={"cancelled_time": clock.now()}))
+        runs = runs_of_sweep(layout, record)
+        states = {row.run_id: row.state for row in rows if row.run_id is not None}
+        cancelled, over, failed = [], [], []
+        for run_id in reversed(list(runs)):  # else the end of one would start the next of its lane
+            if states[run_id] in _OVER:
+                over.append(run_id)
+                continue
+            try:
+                cancel(runs[run_id], slurm)
+                cancelled.append(run_id)
+            except UsageError:  # it has just ended
+                over.append(run_id)
+            except SlurmError as error:
+                failed.append((run_id, str(error)))
+        return CancelledSweep(tuple(cancelled), tuple(over), tuple(failed))
     finally:
         os.close(lock)
-
-
-def _lock_of_submitter(layout: SweepLayout) -> int:
-    """Wait until nobody submits points of the sweep. Raises UsageError when that takes long."""
-    for _ in range(_SECONDS_TO_STOP):
-        lock = layout.try_lock()
-        if lock is not None:
-            return lock
-        clock.sleep(1.0)
-    raise UsageError(
-        f"another process submits a run of sweep `{layout.directory.name}`, and has not ended "
-        f"within {_SECONDS_TO_STOP} s: nothing was cancelled, and no further run is submitted",
-        hint="the same command tries again",
-    )
-
-
-def _cancel(layout: SweepLayout, slurm: SlurmClient) -> CancelledSweep:
-    record = layout.read()
-    rows = sweep_table(layout, slurm).rows
-    if record.cancelled_time is None:
-        layout.write(record.model_copy(update={"cancelled_time": clock.now()}))
-    runs = runs_of_sweep(layout, record)
-    states = {row.run_id: row.state for row in rows if row.run_id is not None}
-    cancelled, over, failed = [], [], []
-    for run_id in reversed(list(runs)):  # else the end of one would start the next of its lane
-        if states[run_id] in _OVER:
-            over.append(run_id)
-            continue
-        try:
-            cancel(runs[run_id], slurm)
-            cancelled.append(run_id)
-        except UsageError:  # it has just ended
-            over.append(run_id)
-        except SlurmError as error:
-            failed.append((run_id, str(error)))
-    return CancelledSweep(tuple(cancelled), tuple(over), tuple(failed))

@@ -38,6 +38,8 @@ _KNOWN = {
     "budget.steps": "steps",
     "budget.tokens": "tokens",
 }
+# What may not be in a run's name.
+_UNNAMED = re.compile(r"[^A-Za-z0-9.-]")
 _OPENED, _CLOSED = "[{(", "]})"
 Point = tuple[int, ...]
 
@@ -141,7 +143,9 @@ def grid_points(axes: Sequence[GridAxis], run_name: str) -> tuple[GridPoint, ...
     words = short_fields([axis.field for axis in axes])
     combinations = list(itertools.product(*(axis.values for axis in axes)))
     ends = [
-        "-".join(f"{word}{_plain(value)}" for word, value in zip(words, values, strict=True))
+        "-".join(
+            f"{word}{_UNNAMED.sub('', value)}" for word, value in zip(words, values, strict=True)
+        )
         for values in combinations
     ]
     longest = max(map(len, ends))
@@ -162,22 +166,14 @@ def grid_points(axes: Sequence[GridAxis], run_name: str) -> tuple[GridPoint, ...
 
 def short_fields(fields: Sequence[str]) -> list[str]:
     """Abbreviate fields: a few letters, distinct from each other."""
-    words = [_KNOWN.get(field) or _last_word(field) for field in fields]
+    plain = [re.sub(r"\[\d+\]", "", field) for field in fields]
+    last = [re.sub(r"[^A-Za-z0-9]", "", field.rpartition(".")[2]) for field in plain]
+    words = [_KNOWN.get(field) or word for field, word in zip(fields, last, strict=True)]
     if len(set(words)) < len(words):
         words = [re.sub(r"[^A-Za-z0-9]", "", field) for field in fields]
     if len(set(words)) < len(words):
         words = [f"f{number}_" for number in range(1, len(words) + 1)]
     return words
-
-
-def _last_word(field: str) -> str:
-    last = re.sub(r"\[\d+\]", "", field).rpartition(".")[2]
-    return re.sub(r"[^A-Za-z0-9]", "", last)
-
-
-def _plain(value: str) -> str:
-    """Keep of a value what may be in a run's name."""
-    return re.sub(r"[^A-Za-z0-9.-]", "", value)
 
 
 def nearest_smaller(

@@ -8,6 +8,7 @@ submitting (`sweep`), states (`sweep_table`).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,14 +33,11 @@ from hpctrain.job.prepare import Prepared, load_inputs, prepare
 from hpctrain.plan.forecast.facts import run_facts
 from hpctrain.records.sweeps import SweepLayout, SweepPoint, SweepRecord
 from hpctrain.simulate.forecasts import forecast_run
-from hpctrain.spec.loader import Loaded
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
 from hpctrain.trials.sweep_grid import (
     OPTION,
     GridAxis,
     GridPoint,
-    Point,
     grid_points,
     nearest_smaller,
     parse_grid,
@@ -98,7 +96,6 @@ class SweepPlan:
     axes: tuple[GridAxis, ...]
     points: tuple[PlannedPoint, ...]
     partition: str
-    group: bool = False
 
     @property
     def refused(self) -> tuple[PlannedPoint, ...]:
@@ -134,62 +131,60 @@ def plan_sweep(request: SweepRequest, runs: Path) -> SweepPlan:
     if str(request.spec) == "-":
         raise UsageError("a spec on standard input can be read only once", hint="give a file")
     axes = parse_grid(request.grid)
-    first, site, errors = _first_that_loads(request, axes)
-    if first is None or site is None:
+    # The first point whose documents are valid names the sweep.
+    errors: dict[str, HpctrainError] = {}
+    for candidate in grid_points(axes, "run"):
+        try:
+            first, site = load_inputs(
+                request.spec, request.profile, (*request.overrides, *candidate.overrides)
+            )
+            break
+        except InvalidInputError as error:
+            errors[label(axes, candidate.values)] = error
+    else:
         raise _all_problems(errors, len(errors), 0)
-    points = grid_points(axes, first.document.name)
-    layout, record = _layout_and_record(request, axes, first, site, runs)
+    digest = hashlib.sha256(
+        "\n".join((first.digest, site.digest, *map(str, axes))).encode()
+    ).hexdigest()
+    name = request.name or f"sweep-{first.document.name}-{digest[:4]}"
+    layout, record = _layout_and_record(name, digest, runs)
     known = {one.name: one for one in record.points} if record else {}
     shared = _Shared()
-    planned = (
-        tuple(
-            _known_point(point, known[point.name], layout)
-            or _planned_point(request, point, runs, shared)
-            for point in points
+    planned = tuple(
+        (_known_point(point, known[point.name], layout) if record else None)
+        or _planned_point(request, point, runs, shared)
+        for point in grid_points(axes, first.document.name)
+    )
+    if record is None:
+        record = SweepRecord(
+            sweep_id=layout.directory.name,
+            digest=digest,
+            begun_time=clock.now(),
+            run_name=first.document.name,
+            profile_name=site.document.name,
+            fields=tuple(axis.field for axis in axes),
+            points=tuple(
+                SweepPoint(
+                    values=one.point.values,
+                    name=one.point.name,
+                    run_id=one.run_id,
+                    gpu_hours=one.gpu_hours,
+                    refusal=None if one.error is None else str(one.error).splitlines()[0],
+                )
+                for one in planned
+            ),
+            at_a_time=request.at_a_time,
         )
-        if record
-        else tuple(_planned_point(request, point, runs, shared) for point in points)
-    )
     partition = site.document.slurm.partition(first.document.resources.partition)
-    plan = SweepPlan(
-        layout=layout,
-        record=record or _new_record(request, axes, first, site, layout, planned),
-        axes=axes,
-        points=planned,
-        partition=partition.name if partition else "",
-        group=site.document.run_access != "private",
-    )
+    plan = SweepPlan(layout, record, axes, planned, partition.name if partition else "")
     _refuse(plan, request, site.document, runs)
     return plan
 
 
-def _first_that_loads(
-    request: SweepRequest, axes: Sequence[GridAxis]
-) -> tuple[Loaded[RunSpec] | None, Loaded[ClusterProfile] | None, dict[str, HpctrainError]]:
-    """Load the first point whose documents are valid, with the errors of those before it."""
-    errors: dict[str, HpctrainError] = {}
-    for point in grid_points(axes, "run"):
-        try:
-            spec, site = load_inputs(
-                request.spec, request.profile, (*request.overrides, *point.overrides)
-            )
-        except InvalidInputError as error:
-            errors[label(axes, point.values)] = error
-            continue
-        return spec, site, errors
-    return None, None, errors
-
-
 def _layout_and_record(
-    request: SweepRequest,
-    axes: Sequence[GridAxis],
-    first: Loaded[RunSpec],
-    site: Loaded[ClusterProfile],
-    runs: Path,
+    name: str, digest: str, runs: Path
 ) -> tuple[SweepLayout, SweepRecord | None]:
-    """Name the sweep, and read its record if an earlier call has begun it."""
-    digest = _digest(request, axes, first, site)
-    name = request.name or f"sweep-{first.document.name}-{digest[:4]}"
+    """Open a sweep, and read its record if an earlier call has begun it."""
     if "/" in name or name.startswith("."):
         raise UsageError(f"--name {name}: a sweep is named like a directory")
     layout = SweepLayout((runs / name).absolute())
@@ -212,16 +207,6 @@ def _layout_and_record(
             hint="`hpctrain resume RUN` continues one of its runs; `--name` makes another sweep",
         )
     return layout, record
-
-
-def _digest(
-    request: SweepRequest,
-    axes: Sequence[GridAxis],
-    first: Loaded[RunSpec],
-    site: Loaded[ClusterProfile],
-) -> str:
-    parts = (first.digest, site.digest, *map(str, axes))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _known_point(point: GridPoint, known: SweepPoint, layout: SweepLayout) -> PlannedPoint | None:
@@ -253,7 +238,7 @@ def is_written(layout: SweepLayout, run_id: str) -> bool:
 def _planned_point(
     request: SweepRequest, point: GridPoint, runs: Path, shared: _Shared
 ) -> PlannedPoint:
-    """Prepare and check one point, as `submit` does."""
+    """Prepare and check one point, as `submit` does, and forecast its GPU-hours."""
     overrides = (*request.overrides, *point.overrides, f"name={point.name}")
     try:
         prepared = prepare(
@@ -271,55 +256,18 @@ def _planned_point(
         Examined(checks_of(prepared, runs, shared.checks[inputs]), prepared).refuse()
     except (InvalidInputError, DoesNotFitError, LimitError) as error:
         return PlannedPoint(point, error=error)
-    hours = _gpu_hours(prepared, shared)
-    return PlannedPoint(point, prepared, hours, run_id=prepared.run_id)
-
-
-def _gpu_hours(prepared: Prepared, shared: _Shared) -> float | None:
-    """Forecast the GPU-hours of a point; points that differ in numbers only share one forecast."""
-    job = prepared.job
+    job, hours = prepared.job, None
     facts = run_facts(job)
-    if facts is None:
-        return None
-    sections = job.spec.model_dump_json(
-        include={"checkpoint", "evaluation", "supervise", "resources"}
-    )
-    key = facts.model_dump_json() + sections
-    if key not in shared.hours:
-        try:
-            shared.hours[key] = forecast_run(job, facts).gpu_hours
-        except DoesNotFitError:
-            shared.hours[key] = None
-    return shared.hours[key]
-
-
-def _new_record(
-    request: SweepRequest,
-    axes: Sequence[GridAxis],
-    first: Loaded[RunSpec],
-    site: Loaded[ClusterProfile],
-    layout: SweepLayout,
-    planned: Sequence[PlannedPoint],
-) -> SweepRecord:
-    return SweepRecord(
-        sweep_id=layout.directory.name,
-        digest=_digest(request, axes, first, site),
-        begun_time=clock.now(),
-        run_name=first.document.name,
-        profile_name=site.document.name,
-        fields=tuple(axis.field for axis in axes),
-        points=tuple(
-            SweepPoint(
-                values=one.point.values,
-                name=one.point.name,
-                run_id=one.run_id,
-                gpu_hours=one.gpu_hours,
-                refusal=None if one.error is None else str(one.error).splitlines()[0],
-            )
-            for one in planned
-        ),
-        at_a_time=request.at_a_time,
-    )
+    if facts is not None:  # points that differ in numbers only share one forecast
+        sections = {"checkpoint", "evaluation", "supervise", "resources"}
+        key = facts.model_dump_json() + job.spec.model_dump_json(include=sections)
+        if key not in shared.hours:
+            try:
+                shared.hours[key] = forecast_run(job, facts).gpu_hours
+            except DoesNotFitError:
+                shared.hours[key] = None
+        hours = shared.hours[key]
+    return PlannedPoint(point, prepared, hours, run_id=prepared.run_id)
 
 
 def label(axes: Sequence[GridAxis], values: Sequence[str]) -> str:
@@ -337,7 +285,17 @@ def _refuse(plan: SweepPlan, request: SweepRequest, site: ClusterProfile, runs: 
         for one in plan.refused
         if one.error is not None and not isinstance(one.error, UsageError)
     }
-    _refuse_equal(plan)
+    # Points whose values are the same, however they are written.
+    new = {label(plan.axes, one.point.values): one.prepared for one in plan.new if one.prepared}
+    seen: dict[str, str] = {}
+    for here, prepared in new.items():
+        spec = prepared.spec.document.model_dump_json(exclude={"name"})
+        if spec in seen:
+            raise UsageError(
+                f"{OPTION}: {seen[spec]} and {here} are the same point",
+                hint="leave one of them out",
+            )
+        seen[spec] = here
     runnable = sum(one.runs for one in plan.points)
     if new_refusals and not (request.skip_refused and runnable):
         raise _all_problems(new_refusals, len(plan.points), runnable)
@@ -348,24 +306,52 @@ def _refuse(plan: SweepPlan, request: SweepRequest, site: ClusterProfile, runs: 
             "so Slurm knows no job whose end is the end of the run",
             hint="leave --at-a-time out, or another `continuation` in the profile",
         )
-    _refuse_space(plan, runs)
-    if request.most_gpu_hours is not None:
-        _refuse_budget(plan, request.most_gpu_hours)
-
-
-def _refuse_equal(plan: SweepPlan) -> None:
-    """Raise UsageError for two points whose values are the same, however they are written."""
-    seen: dict[str, str] = {}
-    for one in plan.new:
-        assert one.prepared is not None
-        spec = one.prepared.spec.document.model_dump_json(exclude={"name"})
-        here = label(plan.axes, one.point.values)
-        if spec in seen:
-            raise UsageError(
-                f"{OPTION}: {seen[spec]} and {here} are the same point",
-                hint="leave one of them out",
+    # Each run may fit into its file system, and all together do not.
+    left = directory_facts(runs)
+    if left.free_bytes is not None and left.free_inodes is not None and len(new) > 1:
+        try:
+            needed = [footprint_of(prepared) for prepared in new.values()]
+        except DoesNotFitError:  # a run that makes no progress by forecast has no footprint
+            needed = []
+        size_bytes = sum(one.bytes.peak_checkpoints for one in needed)
+        files = sum(one.inodes.at_end for one in needed)
+        if size_bytes > left.free_bytes or (files > left.free_inodes and left.inodes != 0):
+            message = (
+                f"{short_bytes(left.free_bytes)} and {left.free_inodes:,} files are left for "
+                f"{runs}; the {len(needed)} runs take {short_bytes(size_bytes)} for checkpoints "
+                f"and {files:,} files"
             )
-        seen[spec] = here
+            hint = "fewer checkpoints (`checkpoint.keep`), fewer points, or another directory: "
+            raise InvalidInputError([Problem(message, hint=f"{hint}`--runs`")])
+    limit_hours = request.most_gpu_hours
+    if limit_hours is None:
+        return
+    total = plan.gpu_hours
+    if total is None:
+        raise UsageError(
+            "--max-gpu-hours needs a predicted step time, and there is none",
+            hint="add `gpu.peak` and `gpu.memory_bandwidth` to the profile",
+        )
+    if total <= limit_hours:
+        return
+    positions = itertools.product(*(range(len(axis.values)) for axis in plan.axes))
+    hours = {
+        at: one.gpu_hours
+        for at, one in zip(positions, plan.points, strict=True)
+        if one.runs and one.gpu_hours is not None
+    }
+    smaller = nearest_smaller(plan.axes, hours, limit_hours)
+    if smaller is None:
+        least = min(one.gpu_hours for one in plan.points if one.gpu_hours is not None)
+        hint = f"not even one run is within it: the smallest takes {short_hours(least)} GPU-hours"
+    else:
+        axes, sum_ = smaller
+        hint = f"{' '.join(map(str, axes))} takes {short_hours(sum_)} GPU-hours"
+    message = (
+        f"{runnable} runs are forecast to take {short_hours(total)} GPU-hours, and "
+        f"`--max-gpu-hours` is {short_hours(limit_hours)}"
+    )
+    raise RefusedPlanError(message, hint)
 
 
 def _all_problems(
@@ -398,61 +384,3 @@ def _all_problems(
         last = named[-1]
         named[-1] = replace(last, hint=f"{last.hint}; {skip}" if last.hint else skip)
     return InvalidInputError(named)
-
-
-def _refuse_space(plan: SweepPlan, runs: Path) -> None:
-    """Raise InvalidInputError where each run fits into its file system, and all together do not."""
-    left = directory_facts(runs)
-    if left.free_bytes is None or left.free_inodes is None or len(plan.new) < 2:
-        return
-    try:
-        needed = [footprint_of(one.prepared) for one in plan.new if one.prepared is not None]
-    except DoesNotFitError:  # a run that makes no progress by forecast has no footprint
-        return
-    size_bytes = sum(one.bytes.peak_checkpoints for one in needed)
-    files = sum(one.inodes.at_end for one in needed)
-    if size_bytes <= left.free_bytes and (files <= left.free_inodes or left.inodes == 0):
-        return
-    message = (
-        f"{short_bytes(left.free_bytes)} and {left.free_inodes:,} files are left for {runs}; the "
-        f"{len(needed)} runs take {short_bytes(size_bytes)} for checkpoints and {files:,} files"
-    )
-    hint = "fewer checkpoints (`checkpoint.keep`), fewer points, or another directory: `--runs`"
-    raise InvalidInputError([Problem(message, hint=hint)])
-
-
-def _refuse_budget(plan: SweepPlan, limit_hours: float) -> None:
-    """Raise RefusedPlanError where the forecasts add up to more, with the nearest smaller grid."""
-    total = plan.gpu_hours
-    if total is None:
-        raise UsageError(
-            "--max-gpu-hours needs a predicted step time, and there is none",
-            hint="add `gpu.peak` and `gpu.memory_bandwidth` to the profile",
-        )
-    if total <= limit_hours:
-        return
-    hours = dict(zip(_positions(plan.axes), plan.points, strict=True))
-    smaller = nearest_smaller(
-        plan.axes,
-        {at: one.gpu_hours for at, one in hours.items() if one.runs and one.gpu_hours is not None},
-        limit_hours,
-    )
-    count = sum(one.runs for one in plan.points)
-    message = (
-        f"{count} runs are forecast to take {short_hours(total)} GPU-hours, and "
-        f"`--max-gpu-hours` is {short_hours(limit_hours)}"
-    )
-    if smaller is None:
-        least = min(one.gpu_hours for one in plan.points if one.gpu_hours is not None)
-        hint = f"not even one run is within it: the smallest takes {short_hours(least)} GPU-hours"
-    else:
-        axes, sum_ = smaller
-        hint = f"{' '.join(map(str, axes))} takes {short_hours(sum_)} GPU-hours"
-    raise RefusedPlanError(message, hint)
-
-
-def _positions(axes: Sequence[GridAxis]) -> list[Point]:
-    """List the positions of the points' values on their axes, in the order of the points."""
-    import itertools
-
-    return list(itertools.product(*(range(len(axis.values)) for axis in axes)))

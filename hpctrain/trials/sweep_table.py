@@ -1,19 +1,25 @@
-"""Collects the table of a sweep: state, results and cost of every point, the best first.
+"""Collects the table of a sweep: state, results and cost of every point, the best first; its text.
 
-Belongs here: one query of Slurm for all runs, reading their directories, the order of the rows.
-Does not belong here: submitting (`sweep`), columns (`hpctrain.trials.sweep_text`).
+Belongs here: one query of Slurm for all runs, reading their directories, the order of the rows,
+columns and sentences. Does not belong here: submitting (`sweep`), planning (`sweep_plans`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base import clock
 from hpctrain.base.errors import InvalidInputError
+from hpctrain.base.units import short_hours
 from hpctrain.judge.documents import ActionKind
+from hpctrain.page.text import columns_text, paragraph
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import Event, EventKind
@@ -26,6 +32,10 @@ from hpctrain.runs.state import RunState
 from hpctrain.runs.status import RunStatus, statuses
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.trials.sweep_grid import short_fields
+
+if TYPE_CHECKING:
+    from hpctrain.trials.sweep_plans import SweepPlan
+
 
 _REFUSED = "REFUSED"
 REMOVED = "REMOVED"
@@ -111,7 +121,15 @@ def sweep_table(layout: SweepLayout, slurm: SlurmClient) -> SweepTable:
         )
         rows.append(row if run is None or status is None else _filled(row, run, status))
     evaluated = any(row.eval_loss is not None for row in rows)
-    rows.sort(key=_rank)
+    # by the best evaluation, those without one behind by their training loss
+    rows.sort(
+        key=lambda row: (
+            row.eval_loss is None,
+            row.eval_loss or 0.0,
+            row.loss is None,
+            row.loss or 0.0,
+        )
+    )
     forecasts = [point.gpu_hours for point in record.points if point.run_id is not None]
     known = [hours for hours in forecasts if hours is not None]
     return SweepTable(
@@ -141,23 +159,20 @@ def sweep_summaries(runs: Path, slurm: SlurmClient) -> list[SweepSummary]:
     for layout, record in records:
         every |= _present(runs_of_sweep(layout, record))
     states = {row.run_id: row.state.value for row in statuses(list(every.values()), slurm)}
-    found = []
-    for _, record in records:
-        counts: dict[str, int] = {}
-        for point in record.points:
-            state = _REFUSED
-            if point.run_id is not None:
-                state = states.get(point.run_id, _without_directory(point))
-            counts[state] = counts.get(state, 0) + 1
-        found.append(
-            SweepSummary(
-                sweep_id=record.sweep_id,
-                points=len(record.points),
-                fields=record.fields,
-                states=counts,
-            )
+    return [
+        SweepSummary(
+            sweep_id=record.sweep_id,
+            points=len(record.points),
+            fields=record.fields,
+            states=Counter(
+                _REFUSED
+                if point.run_id is None
+                else states.get(point.run_id, _without_directory(point))
+                for point in record.points
+            ),
         )
-    return found
+        for _, record in records
+    ]
 
 
 def _without_directory(point: SweepPoint) -> str:
@@ -170,16 +185,6 @@ def _present(runs: dict[str, RunFiles]) -> dict[str, RunFiles]:
     return {run_id: run for run_id, run in runs.items() if run.layout.ledger.exists()}
 
 
-def _rank(row: SweepRow) -> tuple[bool, float, bool, float]:
-    """Order rows: by the best evaluation, those without one behind by their training loss."""
-    return (
-        row.eval_loss is None,
-        row.eval_loss or 0.0,
-        row.loss is None,
-        row.loss or 0.0,
-    )
-
-
 def _filled(row: SweepRow, run: RunFiles, status: RunStatus) -> SweepRow:
     """Add what the run directory and Slurm say about the run of a point."""
     best = min(
@@ -187,6 +192,15 @@ def _filled(row: SweepRow, run: RunFiles, status: RunStatus) -> SweepRow:
         key=lambda one: float("inf") if one.eval_loss is None else one.eval_loss,
         default=None,
     )
+    metrics, gpu_hours = {}, None
+    if status.readable:
+        metrics = newest_metrics(evaluation_rows(run))
+        plan, config = known_plan(run.layout), known_supervise_config(run.layout.supervise_config)
+        if plan is not None:  # the time in which jobs held nodes, spare nodes included
+            nodes = plan.nodes.nodes + (config.spare_nodes if config else 0)
+            until = clock.now() if status.state is RunState.RUNNING else None
+            seconds = held_seconds(run.ledger.events(), until)
+            gpu_hours = nodes * plan.nodes.gpus_per_node * seconds / 3600
     return row.model_copy(
         update={
             "state": status.state.value,
@@ -197,22 +211,10 @@ def _filled(row: SweepRow, run: RunFiles, status: RunStatus) -> SweepRow:
             "loss": status.loss,
             "eval_loss": best.eval_loss if best else None,
             "eval_step": best.step if best else None,
-            "metrics": newest_metrics(evaluation_rows(run)) if status.readable else {},
-            "gpu_hours": _used_gpu_hours(run, running=status.state is RunState.RUNNING)
-            if status.readable
-            else None,
+            "metrics": metrics,
+            "gpu_hours": gpu_hours,
         }
     )
-
-
-def _used_gpu_hours(run: RunFiles, *, running: bool) -> float | None:
-    """Multiply the time in which jobs held nodes by the GPUs of these, spare nodes included."""
-    plan, config = known_plan(run.layout), known_supervise_config(run.layout.supervise_config)
-    if plan is None:
-        return None
-    nodes = plan.nodes.nodes + (config.spare_nodes if config else 0)
-    seconds = held_seconds(run.ledger.events(), clock.now() if running else None)
-    return nodes * plan.nodes.gpus_per_node * seconds / 3600
 
 
 def held_seconds(events: Sequence[Event], now: float | None) -> float:
@@ -236,3 +238,116 @@ def held_seconds(events: Sequence[Event], now: float | None) -> float:
     if began is not None:
         held += (last if now is None else now) - began
     return held
+
+
+# -- Formats sweeps: the points before they are submitted, and the table of results -------------
+
+
+def plan_lines(plan: SweepPlan, at_a_time: int | None, width: int) -> Iterator[str]:
+    """List the points, why some cannot run, and what the others are forecast to take."""
+    rows = []
+    for one in plan.points:
+        name = one.run_id or one.point.name
+        hours = "-" if one.gpu_hours is None else short_hours(one.gpu_hours)
+        if one.prepared is not None:
+            rows.append([name, f"{one.prepared.plan.layout} on {one.prepared.plan.nodes}", hours])
+        elif one.existing:
+            rows.append([name, "there already", hours])
+        else:
+            rows.append([name, "removed" if one.removed else "cannot run", "-"])
+    yield from columns_text(("RUN", "LAYOUT", "GPU-H"), rows)
+    for one in plan.refused:
+        text = f"{one.point.name}: left out: {str(one.error).splitlines()[0]}"
+        yield from paragraph(text, "", hang=2, width=width)
+    runnable = [one for one in plan.points if one.runs]
+    total = plan.gpu_hours
+    forecast = (
+        "GPU-hours unknown" if total is None else f"{short_hours(total)} GPU-hours by forecast"
+    )
+    limit = at_a_time or plan.record.at_a_time
+    pace = f", {limit} at a time" if limit is not None and limit < len(runnable) else ""
+    text = f"sweep `{plan.layout.directory.name}`: {len(runnable)} runs{pace}, {forecast}"
+    yield from paragraph(text, "", hang=2, width=width)
+
+
+def table_lines(shown: SweepTable, width: int) -> Iterator[str]:
+    """Show the table on so many columns. Names of runs are never cut.
+
+    Where it is too wide, the values are left out, because the names of the runs contain them;
+    where that is not enough, each run has two lines.
+    """
+    metrics = metric_names(shown)
+    fields = tuple(name.upper() for name in shown.short_fields)
+    heads = ("STATE", "STEP", "LOSS", "EVAL", "GPU-H")
+    names = [row.run_id or row.name for row in shown.rows]
+    results = [_results(row, metrics) for row in shown.rows]
+    rows = [
+        [name, *row.values, *cells]
+        for name, row, cells in zip(names, shown.rows, results, strict=True)
+    ]
+    lines = columns_text(("RUN", *fields, *heads, *metrics), rows)
+    named = all(value in row.name for row in shown.rows for value in row.values)
+    if max(map(len, lines)) > width and named:
+        rows = [[name, *cells] for name, cells in zip(names, results, strict=True)]
+        lines = columns_text(("RUN", *heads, *metrics), rows)
+    while max(map(len, lines)) > width:
+        rows = [[*row.values, *_results(row, metrics)] for row in shown.rows]
+        body = columns_text((*fields, *heads, *metrics), rows)
+        lines = ["RUN", f"  {body[0]}"]
+        for name, line in zip(names, body[1:], strict=True):
+            lines += [name, f"  {line}"]
+        if not metrics:
+            break
+        metrics = metrics[:-1]
+    yield from lines
+    for name, row in zip(names, shown.rows, strict=True):
+        if row.reason and row.state not in ("RUNNING", "PENDING", "DONE"):
+            text = f"{name}: {row.state}: {row.reason}"
+            yield from paragraph(text, "", hang=2, width=width)
+    forecast = shown.forecast_gpu_hours
+    of = "" if forecast is None else f" of {short_hours(forecast)} by forecast"
+    text = (
+        f"{states_text(Counter(row.state for row in shown.rows))}; "
+        f"{short_hours(shown.gpu_hours)} GPU-hours used{of}; sorted by {shown.sorted_by}"
+    )
+    yield from paragraph(text, "", hang=2, width=width)
+
+
+def states_text(states: Mapping[str, int]) -> str:
+    """Write how many points have which state."""
+    return ", ".join(f"{count} {state.lower()}" for state, count in states.items())
+
+
+def _results(row: SweepRow, metrics: Sequence[str]) -> list[str]:
+    used = "-" if row.gpu_hours is None else short_hours(row.gpu_hours)
+    if row.forecast_gpu_hours is not None and row.gpu_hours is not None:
+        used = f"{used}/{short_hours(row.forecast_gpu_hours)}"
+    measured = [row.metrics.get(name) for name in metrics]
+    return [
+        row.state,
+        "-" if row.step is None else f"{row.step:,}/{row.target_step or 0:,}",
+        "-" if row.loss is None else f"{row.loss:.4f}",
+        "-" if row.eval_loss is None else f"{row.eval_loss:.4f}",
+        used,
+        *("-" if value is None else f"{value:.5g}" for value in measured),
+    ]
+
+
+def metric_names(shown: SweepTable) -> tuple[str, ...]:
+    """List the metrics of all evaluation jobs of the sweep."""
+    return tuple(sorted({name for row in shown.rows for name in row.metrics}))
+
+
+def csv_text(shown: SweepTable) -> str:
+    """Write the table as comma-separated values, with all columns and full numbers."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    others = ("values", "metrics")
+    columns = [name for name in type(shown.rows[0]).model_fields if name not in others]
+    metrics = metric_names(shown)
+    writer.writerow([*shown.fields, *columns, *metrics])
+    for row in shown.rows:
+        cells = [getattr(row, name) for name in columns]
+        cells += [row.metrics.get(name) for name in metrics]
+        writer.writerow([*row.values, *("" if cell is None else cell for cell in cells)])
+    return text.getvalue()

@@ -31,8 +31,13 @@ from hpctrain.trials.documents import (
     Predicted,
     TrialRecord,
 )
-from hpctrain.trials.trial_spec import training_digest, trial_name, trial_overrides
-from hpctrain.trials.variants import Variant
+from hpctrain.trials.variants import (
+    FEWEST_STEPS,
+    Variant,
+    training_digest,
+    trial_name,
+    trial_overrides,
+)
 
 # Errors of one variant that do not end the comparison.
 REFUSALS = (InvalidInputError, DoesNotFitError, LimitError)
@@ -60,13 +65,19 @@ class Subject:
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """How the trials are run."""
+    """How the trials are run. Raises UsageError for too few steps."""
 
     kind: Kind
     variants: tuple[Variant, ...]
     steps: int
     weak: bool = False
     walltime: Duration | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < FEWEST_STEPS:
+            raise UsageError(
+                f"{self.steps} steps are too few to measure a rate", hint="20 is the default"
+            )
 
 
 def subject_of(spec: Path, profile: str, overrides: Sequence[str] = ()) -> Subject:
@@ -84,10 +95,9 @@ def predicted_record(subject: Subject, request: TrialRequest) -> ComparisonRecor
     for variant in request.variants:
         own = None
         try:
-            given = _given(subject, variant)
-            own, loaded_profile = load_inputs(subject.spec, subject.profile, given)
+            own, site = load_inputs(subject.spec, subject.profile, _overrides(subject, variant))
             refuse_untrainable(own, untrainable_fields(own.document))
-            plan = make_plan(own.document, subject.site, load_knowledge(loaded_profile))
+            plan = make_plan(own.document, site.document, load_knowledge(site))
             refuse_untrainable(own, untrainable_layout(plan))
             trials.append(trial_record(variant, own.document, predicted=predicted_of(plan)))
         except REFUSALS as error:
@@ -102,12 +112,12 @@ def prepared_trial(
     """Prepare one trial for submission, or record its refusal."""
     own = None
     try:
-        given = _given(subject, variant)
-        own = load_inputs(subject.spec, subject.profile, given)[0]
+        given = _overrides(subject, variant)
+        own, site = load_inputs(subject.spec, subject.profile, given)
         document = own.document
         name = trial_name(subject.run.name, variant.name)
         # Short jobs start early: half an hour, or less if spec or partition allow less.
-        partition = subject.site.slurm.partition(document.resources.partition)
+        partition = site.document.slurm.partition(document.resources.partition)
         limits = (document.resources.walltime, partition.max_walltime if partition else None)
         shortest = min([DEFAULT_WALLTIME, *(limit for limit in limits if limit)])
         walltime = request.walltime or shortest
@@ -116,8 +126,8 @@ def prepared_trial(
         check_inputs(prepared.spec)
     except REFUSALS as error:
         return trial_record(variant, own.document if own else subject.run, refusal=error), None
-    predicted, run_id = predicted_of(prepared.plan), prepared.run_id
-    record = trial_record(variant, document, predicted=predicted, run_id=run_id)
+    predicted = predicted_of(prepared.plan)
+    record = trial_record(variant, document, predicted=predicted, run_id=prepared.run_id)
     # Two windows of rank times: the first step is in none, and rank 0 gets the times of a window
     # one step after its end.
     window_steps = max(1, (request.steps - 2) // 2)
@@ -127,7 +137,7 @@ def prepared_trial(
     return record, replace(prepared, train=train)
 
 
-def _given(subject: Subject, variant: Variant) -> tuple[str, ...]:
+def _overrides(subject: Subject, variant: Variant) -> tuple[str, ...]:
     """Combine the overrides of one variant, without profiling unless it sets that.
 
     Traces would slow some steps, and the FLOPs of one engine are refused for another.

@@ -19,7 +19,9 @@ import yaml
 from trial_runs import LIMIT_SECONDS, Trial, make_trial
 
 from bench.free_ports import free_port
-from hpctrain.export.of_spec import PodOptions, export_hosts, export_pods, write_files
+from hpctrain.export.exported_run import write_files
+from hpctrain.export.host_files import export_hosts
+from hpctrain.export.kubernetes import PodOptions, export_pods
 from hpctrain.job.prepare import Prepared, prepare
 from hpctrain.records.epochs import current_epoch
 from hpctrain.records.layout import RunLayout

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.observe.dashboards import DASHBOARD_NAMES
+from hpctrain.observe.dashboard_data import DASHBOARD_NAMES
 from hpctrain.observe.grafana_dashboard import DIRECTORY
 
 pytestmark = pytest.mark.nightly("type definitions of Grafana, which npm fetches")

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from golden_files import Golden
 
-from hpctrain.export.of_spec import Export, PodOptions, export_hosts, export_pods
+from hpctrain.export.exported_run import Export
+from hpctrain.export.host_files import export_hosts
+from hpctrain.export.kubernetes import PodOptions, export_pods
 from hpctrain.job.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[2]

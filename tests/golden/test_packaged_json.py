@@ -8,6 +8,7 @@ import pytest
 
 from hpctrain.job.footprint import PACKAGED_FOOTPRINT
 from hpctrain.judge.catalogue import PACKAGED
+from hpctrain.observe.families import PACKAGED_FAMILIES
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.loader import (
     PACKAGED_CALIBRATION,
@@ -27,6 +28,7 @@ DOCUMENTS = (
     PACKAGED_UNCERTAINTY,
     PACKAGED_PRESETS,
     PACKAGED_FOOTPRINT,
+    PACKAGED_FAMILIES,
     PACKAGED / "signatures.yaml",
     PACKAGED / "xids.yaml",
 )

@@ -20,8 +20,8 @@ def metric_families_page() -> str:
     lines = [
         "# Metric families",
         "",
-        "Written by `make golden` from `hpctrain/observe/families.py`. Each family of runs has the "
-        "label `run`,",
+        "Written by `make golden` from `hpctrain/observe/families.yaml`. Each family of runs has "
+        "the label `run`,",
         "and none has one for ranks; each family of services has the label `service`. More:",
         "[metrics.md](metrics.md).",
         "",

@@ -14,8 +14,11 @@ from command_line import hpctrain
 from fetched_prometheus import fetched_prometheus
 from rehearsal import PATIENCE_SECONDS, PlannedFault, Rehearsal, Stage
 
-from hpctrain.observe.dashboards import collect_dashboards, packaged_dashboards
-from hpctrain.observe.prometheus_api import PrometheusServer
+from hpctrain.observe.dashboard_data import (
+    PrometheusServer,
+    collect_dashboards,
+    packaged_dashboards,
+)
 from hpctrain.sandbox.monitoring import Monitoring
 
 pytestmark = pytest.mark.nightly("a real Prometheus, which is fetched")

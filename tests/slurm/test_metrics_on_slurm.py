@@ -12,7 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rehearsal import Rehearsal, Stage, held, waits_for
 
 from hpctrain.observe.exporter import Exporter, ExporterSlurm
-from hpctrain.observe.exposition import exposed
+from hpctrain.observe.samples import exposed
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
 

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from exported_specs import planned
+from test_exported_pods import planned
 
 from hpctrain.base.errors import UsageError
-from hpctrain.export.of_spec import export_hosts, write_files
+from hpctrain.export.exported_run import write_files
+from hpctrain.export.host_files import export_hosts
 from hpctrain.job.prepare import Prepared
 
 SAYS_ITS_WORDS = (

@@ -1,4 +1,4 @@
-"""What the documents for Kubernetes say about a run: the same plan, all pods or none."""
+"""What the documents for Kubernetes say about a run, and what Kubernetes would say to them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,48 @@ from typing import Any
 
 import pytest
 import yaml
-from exported_specs import IMAGE, OPTIONS, documents, job_of, planned
 
 from hpctrain.base.errors import InvalidInputError, LimitError, UsageError
-from hpctrain.export import pod
-from hpctrain.export.of_spec import PodOptions, export_pods
-from hpctrain.export.pod_settings import run_label
-from hpctrain.export.yaml_text import yaml_documents
-from hpctrain.job.prepare import Prepared
+from hpctrain.export import kubernetes
+from hpctrain.export.kubernetes import PodOptions, export_pods, run_label, yaml_documents
+from hpctrain.export.lost_settings import (
+    CARRIED_RESOURCES,
+    LOST_RESOURCES,
+    Destination,
+    lost_settings,
+)
+from hpctrain.job.prepare import Prepared, prepare
 from hpctrain.records.run_records import TrainerExit
+from hpctrain.spec.run import ResourcesSpec
+
+ROOT = Path(__file__).resolve().parents[3]
+PYTHON = "/opt/hpctrain/bin/python3"
+IMAGE = "ghcr.io/example/train:1"
+OPTIONS = PodOptions(image=IMAGE, run_claim="runs")
+
+
+def planned(
+    runs: Path, *overrides: str, profile: str = "h100x16", spec: str = "llama7b.yaml"
+) -> Prepared:
+    """Plan an example, with some fields of its spec changed."""
+    return prepare(ROOT / "examples" / spec, profile, overrides, runs=runs, python=PYTHON)
+
+
+def documents(prepared: Prepared, kind: str, options: PodOptions = OPTIONS) -> list[dict[str, Any]]:
+    """Return the documents of an export, read by YAML 1.1 as Kubernetes reads them."""
+    return list(yaml.safe_load_all(export_pods(prepared, kind, options).files[0].text))
+
+
+def job_of(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the Job template of a JobSet or of a TrainingRuntime."""
+    spec = document["spec"]
+    jobs = spec["template"]["spec"] if document["kind"] == "TrainingRuntime" else spec
+    (only,) = jobs["replicatedJobs"]
+    template: dict[str, Any] = only["template"]
+    return template
+
+
+# -- What the documents for Kubernetes say about a run: the same plan, all pods or none ---------
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +224,7 @@ def test_images(tmp_path: Path, two_nodes: Prepared) -> None:
 def test_settings_that_no_config_map_holds(
     two_nodes: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pod, "_MOST_SETTINGS_BYTES", 1000)
+    monkeypatch.setattr(kubernetes, "_MOST_SETTINGS_BYTES", 1000)
     with pytest.raises(LimitError, match="a ConfigMap holds 1 MiB"):
         documents(two_nodes, "jobset")
 
@@ -269,3 +302,49 @@ def test_texts_stay_texts_in_yaml_1_1(value: str) -> None:
     )
     (read,) = yaml.safe_load_all(written)
     assert read == {"key": [value, {"b": value, "c": 3}], value or "x": {}}
+
+
+# -- Nothing of a spec disappears without a word when it leaves Slurm ---------------------------
+
+
+def test_every_field_of_resources_is_carried_or_lost() -> None:
+    """A new field has to be put into one of the two tables."""
+    fields = set(ResourcesSpec.model_fields)
+    assert fields == CARRIED_RESOURCES | LOST_RESOURCES.keys()
+    assert not CARRIED_RESOURCES & LOST_RESOURCES.keys()
+
+
+ASKED = (
+    ("resources.spare_nodes=1", "resources.spare_nodes 1"),
+    ("resources.qos=high", "resources.qos high"),
+    ("resources.exclude=n7", "resources.exclude n7"),
+    ("tracking.tensorboard=true", "tracking"),
+    ("metrics.endpoint=true", "metrics.endpoint"),
+    ("after=base-1a2b", "after base-1a2b"),
+)
+
+
+@pytest.mark.parametrize(("override", "name"), ASKED)
+@pytest.mark.parametrize("destination", ["kubernetes", "hosts"])
+def test_what_a_spec_asks_of_slurm(
+    override: str, name: str, destination: Destination, tmp_path: Path
+) -> None:
+    def names(*overrides: str) -> set[str]:
+        job = planned(tmp_path, *overrides).job
+        return {one.name for one in lost_settings(job, destination)}
+
+    assert name in names(override) - names()
+
+
+def test_sections_that_the_supervisor_carries_out(tmp_path: Path) -> None:
+    text = (ROOT / "examples" / "llama7b.yaml").read_text()
+    job = "  jobs: [{name: mmlu, command: [eval, '{checkpoint}', '{output}']}]\n"
+    assert "\nevaluation:\n" in text
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(
+        text.replace("\nevaluation:\n", f"\nevaluation:\n{job}")
+        + "\nnotify: {channels: [{kind: slurm}]}\n"
+    )
+    job = planned(tmp_path, spec=str(changed)).job
+    found = {one.name for one in lost_settings(job, "hosts")}
+    assert {"evaluation.jobs", "notify"} <= found

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exported_specs import OPTIONS, documents, job_of, planned
+from test_exported_pods import OPTIONS, documents, job_of, planned
 
 api = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
 validator = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")

@@ -10,18 +10,25 @@ from typing import Any, get_args
 
 import pytest
 
+from hpctrain.observe.dashboard_data import (
+    ALIVE,
+    DASHBOARD_NAMES,
+    filled_in,
+    legend_of,
+    packaged_dashboards,
+)
 from hpctrain.observe.dashboard_page import shown
-from hpctrain.observe.dashboards import ALIVE, DASHBOARD_NAMES, packaged_dashboards
 from hpctrain.observe.families import FAMILIES
 from hpctrain.observe.grafana_dashboard import (
     DIRECTORY,
+    PANEL_NEEDS,
     Dashboard,
     Panel,
     PanelKind,
+    description_end,
+    panel_needs,
     read_dashboard,
 )
-from hpctrain.observe.panel_data import filled_in, legend_of
-from hpctrain.observe.panel_needs import PANEL_NEEDS, description_end, panel_needs
 from hpctrain.runs.state import RunState
 
 # Metrics that panels read and hpctrain does not export, by who does, with the labels that are used.

@@ -19,9 +19,13 @@ from waiting import wait_until
 
 from bench.free_ports import free_port
 from hpctrain.base.errors import NoSuchRunError, UsageError
-from hpctrain.observe.dashboards import collect_dashboards, packaged_dashboards
+from hpctrain.observe.dashboard_data import (
+    PrometheusServer,
+    QueryRefusedError,
+    collect_dashboards,
+    packaged_dashboards,
+)
 from hpctrain.observe.grafana_dashboard import Dashboard, Panel, PanelRow, Query
-from hpctrain.observe.prometheus_api import PrometheusServer, QueryRefusedError
 from hpctrain.runs.state import RunState
 
 pytestmark = pytest.mark.nightly("a real Prometheus, which is fetched")

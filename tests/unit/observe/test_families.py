@@ -9,9 +9,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as older_families
 
-from hpctrain.observe.exposition import exposed
 from hpctrain.observe.families import BY_NAME, FAMILIES, RUN_FAMILIES, SERVICE_FAMILIES
-from hpctrain.observe.samples import RunSamples, ServiceSamples, own_sample
+from hpctrain.observe.samples import Samples, exposed, own_sample
 from hpctrain.telemetry.scraped_text import Histogram
 
 # Base units of OpenMetrics that we use; a rate of tokens has none.
@@ -37,9 +36,9 @@ def test_no_family_has_a_label_for_ranks() -> None:
     assert {label for family in RUN_FAMILIES for label in family.labels} <= allowed
 
 
-def samples() -> RunSamples:
+def samples() -> Samples:
     """Hostile values in every kind of family."""
-    out = RunSamples('bad"run\\\n')
+    out = Samples("run", 'bad"run\\\n')
     out.put_info(
         user="<script>",
         account=None,
@@ -93,7 +92,7 @@ def test_node_exporter_can_read_the_older_text() -> None:
 
 def test_every_family_can_be_written() -> None:
     """prometheus_client checks units, types and names of samples as OpenMetrics wants them."""
-    everything, serving = RunSamples("one"), ServiceSamples("two")
+    everything, serving = Samples("run", "one"), Samples("service", "two")
     for family in RUN_FAMILIES:
         everything._put(family, 1.0, dict.fromkeys(family.labels, "x"))
     for family in SERVICE_FAMILIES:
@@ -116,4 +115,4 @@ def test_every_family_can_be_written() -> None:
 @pytest.mark.parametrize("labels", [{}, {"cause": "hang", "rank": "3"}])
 def test_labels_that_a_family_does_not_have_are_a_bug(labels: dict[str, str]) -> None:
     with pytest.raises(AssertionError):
-        RunSamples("one").put("launch_ends", 1, **labels)
+        Samples("run", "one").put("launch_ends", 1, **labels)

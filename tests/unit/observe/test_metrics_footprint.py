@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import sys
 from pathlib import Path
-from hpctrain.observe.exporter import AttemptExporter
+from hpctrain.observe.attempt_exporter import AttemptExporter
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 

@@ -20,7 +20,9 @@ from hpctrain.base.errors import UsageError
 from hpctrain.job.prepare import prepare
 from hpctrain.job.run_directory import write_run_directory
 from hpctrain.observe import exporter as module
-from hpctrain.observe.exporter import AttemptExporter, Exporter, ExporterSlurm
+from hpctrain.observe import run_metrics
+from hpctrain.observe.attempt_exporter import AttemptExporter
+from hpctrain.observe.exporter import Exporter, ExporterSlurm
 from hpctrain.observe.metrics_outlets import (
     MetricsServer,
     Textfile,
@@ -281,9 +283,9 @@ def test_a_run_that_is_over_is_not_read_again(
     exporter, fake = exporter_of(run.layout.directory.parent)
     first = exporter.samples(NOW)
     reads: list[object] = []
-    real = module.RunMetrics._collected
+    real = run_metrics._collected
     monkeypatch.setattr(
-        module.RunMetrics, "_collected", lambda *given: reads.append(given) or real(*given)
+        run_metrics, "_collected", lambda *given: reads.append(given) or real(*given)
     )
     again = exporter.samples(NOW + 30)
     assert not reads and fake.queries == 0
@@ -389,18 +391,13 @@ def test_a_taken_port_is_one_error(server: MetricsServer) -> None:
         MetricsServer("127.0.0.1", server.port)
 
 
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [("127.0.0.1:9", ("127.0.0.1", 9)), (":9847", ("", 9847)), ("[::1]:9847", ("::1", 9847))],
-)
-def test_addresses(text: str, address: tuple[str, int]) -> None:
-    assert parse_address(text) == address
-
-
-@pytest.mark.parametrize("text", ["", "9847", "host:", "host:http", "host:70000"])
-def test_wrong_addresses(text: str) -> None:
-    with pytest.raises(UsageError, match="is no address"):
-        parse_address(text)
+def test_addresses() -> None:
+    assert parse_address("127.0.0.1:9") == ("127.0.0.1", 9)
+    assert parse_address(":9847") == ("", 9847)
+    assert parse_address("[::1]:9847") == ("::1", 9847)
+    for text in ("", "9847", "host:", "host:http", "host:70000"):
+        with pytest.raises(UsageError, match="is no address"):
+            parse_address(text)
 
 
 def test_the_text_file_is_readable_by_others_and_goes_away(tmp_path: Path) -> None:

@@ -24,20 +24,20 @@ def test_without_a_terminal_it_names_what_needs_none() -> None:
     assert "`hpctrain status`" in outcome.stderr
 
 
-def test_a_terminal_without_a_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    shown = on_terminal(100, "top")
-    assert "cannot move its cursor" in shown and shown.endswith("exit code 2\n")
-
-
-def test_looks_that_are_too_frequent_are_refused() -> None:
-    shown = on_terminal(100, "top", "--every", "1s")
-    assert "too often for this site" in shown and shown.endswith("exit code 2\n")
-
-
-def test_a_run_that_is_not_there() -> None:
-    shown = on_terminal(100, "top", "nobody")
-    assert "no run `nobody`" in shown and shown.endswith("exit code 6\n")
+@pytest.mark.parametrize(
+    ("term", "arguments", "words", "code"),
+    [
+        ("dumb", (), "cannot move its cursor", 2),
+        ("xterm", ("--every", "1s"), "too often for this site", 2),
+        ("xterm", ("nobody",), "no run `nobody`", 6),
+    ],
+)
+def test_what_it_refuses(
+    term: str, arguments: tuple[str, ...], words: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    shown = on_terminal(100, "top", *arguments)
+    assert words in shown and shown.endswith(f"exit code {code}\n")
 
 
 def test_without_textual_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

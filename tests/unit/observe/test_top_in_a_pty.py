@@ -56,11 +56,6 @@ class Terminal:
     def types(self, keys: str) -> None:
         os.write(self._leader, keys.encode())
 
-    def resize(self, columns: int, lines: int) -> None:
-        fcntl.ioctl(self.follower, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        self.screen = TerminalScreen(columns, lines)
-        self.process.send_signal(signal.SIGWINCH)
-
     def leaves(self) -> int:
         """Wait for the end; the terminal is as it was before."""
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -162,18 +157,6 @@ def test_it_ends_when_its_terminal_is_gone(runs: Path) -> None:
         seat.sees("> gpt-1111")
         seat.hang_up()
         assert seat.process.wait(PATIENCE_SECONDS) in (0, 1)
-
-
-@pytest.mark.variant("test_rows_keys_and_the_way_out")
-def test_a_window_of_60_by_15_and_back(runs: Path) -> None:
-    with terminal(runs) as seat:
-        seat.sees("> gpt-1111", "step 1")
-        for columns, lines in ((60, 15), (10, 3), (132, 43)):
-            seat.resize(columns, lines)
-            if columns > 10:
-                seat.sees("> gpt-1111", "20/60 33%", "q quit")
-        seat.types("q")
-        assert seat.leaves() == 0
 
 
 @pytest.mark.variant("test_rows_keys_and_the_way_out")

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.records.find import RunFiles
 from hpctrain.report.collect import RunReport
-from hpctrain.report.page import write_page
+from hpctrain.report.run_page import write_page
 from hpctrain.report.service_page import write_service_page
 from hpctrain.report.service_report import collect_service_report
 from tests.chromium import PROGRAM, Chromium

@@ -1,15 +1,21 @@
-"""The page about a run: what it shows, and that nothing in it can act or load."""
+"""The page about a run: what it shows, that nothing in it can act or load, and who may read it."""
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from hpctrain.base.durable import append_line
+from hpctrain.base.errors import NoSuchRunError
+from hpctrain.cli.main import cli
 from hpctrain.records.find import RunFiles
+from hpctrain.records.kept_scripts import keep_script
 from hpctrain.records.ledger import EventKind
 from hpctrain.report.collect import (
     Happening,
@@ -18,8 +24,9 @@ from hpctrain.report.collect import (
     SpecValue,
     Unread,
     collect_reports,
+    script_versions,
 )
-from hpctrain.report.page import write_page
+from hpctrain.report.run_page import write_page
 from tests.fabricated_runs import LAUNCHED, STARTED, SUBMITTED, Said, ended, fabricate, said
 from tests.unit.page.markup_reader import Page, read
 from tests.unit.report.conftest import collected
@@ -209,3 +216,113 @@ def test_speed_is_that_of_usual_steps(report: RunReport) -> None:
     slowest = max(value for _, value in report.curves.step_seconds if value is not None)
     assert slowest < 1.2 * report.speed.step_seconds
     assert report.speed.steps == 600 - 3
+
+
+# -- Which scripts the jobs of a run had: one copy of each text, and the lines that differ ------
+
+
+FIRST = "#!/bin/bash\n#SBATCH --nodes=2\nsrun train\n"
+
+
+def submit(run: RunFiles, text: str, job_id: int) -> None:
+    run.layout.script.write_text(text)
+    run.ledger.append(EventKind.SUBMITTED, job_id=job_id, script_sha256=keep_script(run.layout))
+
+
+def made(runs: Path) -> RunFiles:
+    return fabricate(runs, entries=(said(EventKind.SUBMITTING),))
+
+
+def test_the_same_script_is_kept_once(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    submit(run, FIRST, 1)
+    submit(run, FIRST, 2)
+    kept = list((run.layout.directory / "scripts").iterdir())
+    assert [path.stat().st_mode & 0o777 for path in kept] == [0o600]
+    (one,) = script_versions(run.layout, run.ledger.events())
+    assert (one.job_ids, one.text, one.changes) == ((1, 2), FIRST, ())
+
+
+def test_an_edited_script_is_another_version(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    submit(run, FIRST, 1)
+    submit(run, FIRST.replace("=2", "=3"), 2)
+    run.layout.script.write_text(FIRST)
+    first, second, edited = script_versions(run.layout, run.ledger.events())
+    assert (first.job_ids, second.job_ids, edited.job_ids) == ((1,), (2,), ())
+    assert second.changes[1:4] == (" #!/bin/bash", "-#SBATCH --nodes=2", "+#SBATCH --nodes=3")
+    assert edited.sha256 == first.sha256 and "+#SBATCH --nodes=2" in edited.changes
+
+
+def test_a_run_of_an_older_hpctrain_has_kept_none(tmp_path: Path) -> None:
+    run = fabricate(tmp_path)  # its ledger has the digest of another text
+    old, now = script_versions(run.layout, run.ledger.events())
+    assert (old.text, now.text, now.changes) == (None, "#!/bin/bash\n", ())
+
+
+def test_a_submission_does_not_fail_for_its_copy(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    (run.layout.directory / "scripts").write_text("in the way")
+    assert keep_script(run.layout) is None
+    run.layout.script.unlink()
+    assert keep_script(run.layout) is None
+
+
+# -- `hpctrain report`: where the page goes, and who may read it --------------------------------
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> Path:
+    directory = tmp_path / "runs"
+    directory.mkdir()
+    fabricate(directory, "gpt-a", entries=(*SUBMITTED, STARTED, LAUNCHED), steps=5)
+    fabricate(directory, "gpt-b", entries=(*SUBMITTED, STARTED, LAUNCHED), steps=7)
+    return directory
+
+
+def written(*words: str, runs: Path) -> str:
+    result = CliRunner().invoke(cli, ["report", *words, "--runs", str(runs), "--offline"],
+                                catch_exceptions=False)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_page_is_a_private_file_with_the_name_of_the_run(
+    two_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o2770)  # what is made here belongs to a group, and mostly may be read by it
+    monkeypatch.chdir(tmp_path)
+    old = os.umask(0)
+    try:
+        assert written("gpt-a", runs=two_runs) == "gpt-a.html\n"
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "gpt-a.html").stat().st_mode) == 0o600
+
+
+def test_several_runs_go_into_one_file(two_runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "both.html"
+    assert written("gpt-a", "gpt-b", "-o", str(page), runs=two_runs) == f"{page}\n"
+    assert "2 runs side by side" in page.read_text()
+
+
+def test_a_run_that_is_named_twice_is_one_run(two_runs: Path) -> None:
+    assert "side by side" not in written("gpt-a", "gpt-a", "-o", "-", runs=two_runs)
+
+
+def test_a_dash_is_stdout(two_runs: Path) -> None:
+    output = written("gpt-b", "-o", "-", runs=two_runs)
+    assert output.startswith("<!doctype html>") and output.rstrip().endswith("</html>")
+
+
+def test_slurm_is_not_asked_offline(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("Slurm was asked")
+
+    monkeypatch.setattr("hpctrain.slurm.client.run_command", refuse)
+    assert "Slurm was not asked" in written("gpt-a", "-o", "-", runs=two_runs)
+
+
+def test_a_run_that_is_not_there(two_runs: Path) -> None:
+    with pytest.raises(NoSuchRunError, match="no run `gpt-c`"):
+        written("gpt-c", runs=two_runs)

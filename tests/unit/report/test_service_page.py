@@ -244,18 +244,24 @@ def test_the_command_writes_the_page_of_a_service(service: ServiceFiles, tmp_pat
     assert page.stat().st_mode & 0o077 == 0
 
 
-def test_a_service_and_a_run_have_no_page_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("report", "chat-7f3a", "gpt-0001"), 2, ["one service alone"]),
+        (
+            ("why", "chat-7f3a"),
+            6,
+            ["is a service, not a run", "hpctrain serve status chat-7f3a"],
+        ),
+    ],
+)
+def test_commands_about_runs_say_that_it_is_a_service(
+    words: tuple[str, ...], code: int, told: list[str], tmp_path: Path
+) -> None:
     fabricate_service(tmp_path)
     fabricate(tmp_path, "gpt-0001")
-    outcome = hpctrain("report", "chat-7f3a", "gpt-0001", "--runs", str(tmp_path))
-    assert outcome.exit_code == 2 and "one service alone" in outcome.stderr
-
-
-def test_commands_about_runs_say_that_it_is_a_service(tmp_path: Path) -> None:
-    fabricate_service(tmp_path)
-    outcome = hpctrain("why", "chat-7f3a", "--runs", str(tmp_path))
-    assert outcome.exit_code == 6 and "is a service, not a run" in outcome.stderr
-    assert "hpctrain serve status chat-7f3a" in outcome.stderr
+    outcome = hpctrain(*words, "--runs", str(tmp_path))
+    assert outcome.exit_code == code and not [one for one in told if one not in outcome.stderr]
 
 
 def test_a_name_that_begins_a_run_and_a_service_is_the_runs(tmp_path: Path) -> None:

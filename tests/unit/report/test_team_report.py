@@ -18,9 +18,9 @@ from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
 from hpctrain.report import team_report as module
 from hpctrain.report.report_windows import ReportWindow, between_dates, last_days
-from hpctrain.report.team_csv import COLUMNS, csv_text
 from hpctrain.report.team_report import NO_PROJECT, TeamReport, team_report
 from hpctrain.report.team_tally import Spending
+from hpctrain.report.week_page import COLUMNS, csv_text
 from hpctrain.runs.goodput import goodput
 from hpctrain.telemetry.goodput import OCCUPYING
 from tests.team_runs import A100, DAY, H100, NOW, TeamRun, make, team

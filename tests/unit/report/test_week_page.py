@@ -14,8 +14,7 @@ from hpctrain.base.errors import UsageError
 from hpctrain.cli.main import cli
 from hpctrain.report.report_windows import last_days
 from hpctrain.report.team_report import TeamReport, UnreadRun, team_report
-from hpctrain.report.week_page import write_week_page
-from hpctrain.report.week_text import team_lines
+from hpctrain.report.week_page import team_lines, write_week_page
 from tests.chromium import PROGRAM, Chromium
 from tests.team_runs import NOW, team
 from tests.unit.page.markup_reader import read

@@ -12,7 +12,7 @@ from fetched_prometheus import fetched_prometheus
 
 from hpctrain.base.errors import SlurmUnreachableError, UsageError
 from hpctrain.cli.main import cli
-from hpctrain.observe.alert_rules import RULES
+from hpctrain.observe.monitoring import RULES
 from hpctrain.sandbox import debian_prometheus
 from hpctrain.sandbox.debian_packages import is_complete
 from hpctrain.sandbox.debian_prometheus import fetch_prometheus

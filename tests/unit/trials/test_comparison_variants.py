@@ -12,12 +12,15 @@ from hpctrain.job.prepare import load_inputs
 from hpctrain.spec.engines.registry import ENGINES
 from hpctrain.spec.loader import load_run_spec
 from hpctrain.spec.run import RunSpec
-from hpctrain.trials.trial_spec import sizes, training_digest, trial_name, trial_overrides
 from hpctrain.trials.variants import (
     Variant,
     engine_overrides,
     parse_variant,
     parse_variants,
+    sizes,
+    training_digest,
+    trial_name,
+    trial_overrides,
 )
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import hpctrain as command
@@ -357,9 +358,14 @@ def test_the_sum_of_the_forecasts_and_the_nearest_smaller_grid(
 ) -> None:
     hours = {"lr1e-4": 1.0, "lr3e-4": 3.0}
     monkeypatch.setattr(
+        sweep_plans, "run_facts", lambda job: SimpleNamespace(model_dump_json=lambda: job.spec.name)
+    )
+    monkeypatch.setattr(
         sweep_plans,
-        "_gpu_hours",
-        lambda prepared, shared: hours[prepared.run_id.split("-seed")[0].removeprefix("tiny-")],
+        "forecast_run",
+        lambda job, facts: SimpleNamespace(
+            gpu_hours=hours[job.spec.name.split("-seed")[0].removeprefix("tiny-")]
+        ),
     )
     assert planned().gpu_hours == 8.0
     assert planned(most_gpu_hours=8.0).gpu_hours == 8.0
@@ -492,14 +498,6 @@ def test_one_squeue_for_all(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(slurm, "jobs_of_users", lambda ids: calls.append(ids) or real(ids))
     sweep_table(layout, slurm)  # type: ignore[arg-type]
     assert len(calls) == 1
-
-
-def test_a_run_that_was_removed_is_a_row_all_the_same(slurm: FakeSlurm) -> None:
-    layout = submitted(planned(), slurm)
-    gone = layout.read().points[0].run_id
-    shutil.rmtree(RUNS / str(gone))
-    rows = sweep_table(layout, slurm).rows  # type: ignore[arg-type]
-    assert next(row.state for row in rows if row.run_id == gone) == "REMOVED"
 
 
 # Cancelling, and the rest of the command line -----------------------------------------------------

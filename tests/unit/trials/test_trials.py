@@ -30,6 +30,7 @@ from hpctrain.trials.run_trials import TrialRunner, start
 from hpctrain.trials.trial_plans import Subject, TrialRequest, subject_of
 
 ENGINES = "ddp,fsdp"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 @pytest.fixture
@@ -201,6 +202,21 @@ def test_a_prediction_leaves_no_file(subject: Subject) -> None:
     found = compare("tiny.yaml", "a100x1", engines=ENGINES, predicted=True)
     assert not Path("runs").exists() and found.over
     assert all(trial.step_seconds and trial.gpu_hours for trial in found.trials)
+
+
+def test_a_variant_is_predicted_for_the_partition_that_it_names(subject: Subject) -> None:
+    """Partitions may have GPUs of their own."""
+    Path("two.yaml").write_text(
+        "extends: a100x1\nname: two\nslurm:\n  partitions:\n"
+        "    - {name: spot, default: true}\n"
+        "    - {name: new, gpu: {type: h100, per_node: 8, memory: 81559MiB}}\n"
+    )
+    spec = EXAMPLES / "gpt1300m.yaml"
+    found = compare(
+        spec, "two.yaml", variants=["old: seed=1", "new: resources.partition=new"], predicted=True
+    )
+    old, new = (trial.step_seconds for trial in found.trials)
+    assert old and new and new < old
 
 
 def test_mistakes_of_the_spec_itself_end_it(subject: Subject) -> None:

@@ -1,13 +1,16 @@
-"""Charts of small data, number by number, and of data that no chart can show."""
+"""Charts of small data number by number, their axes, and colours that can be told apart."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
+import hpctrain.page
 from hpctrain.page.charts import (
     Axis,
     Bar,
@@ -27,6 +30,7 @@ from hpctrain.page.charts import (
     timeline,
     waterfall,
 )
+from hpctrain.page.scales import clock, compact_number, log_scale, percent, scale_of, time_scale
 from tests.unit.page.markup_reader import Element, read
 
 STEPS, LOSS = Axis("step"), Axis("loss")
@@ -203,3 +207,135 @@ def test_texts_are_escaped_wherever_they_stand() -> None:
         texts = [one.text for one in found.elements]
         texts += [value for one in found.elements for value in one.attributes.values()]
         assert any(EVIL in text for text in texts)
+
+
+# -- Ranges, ticks and numbers of axes ----------------------------------------------------------
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    "values, ticks",
+    [
+        ([0.3, 9.7], (0, 2, 4, 6, 8, 10)),
+        ([5.0], (4.4, 4.6, 4.8, 5.0, 5.2, 5.4, 5.6)),
+        ([], (0, 0.2, 0.4, 0.6, 0.8, 1.0)),
+        ([None, float("nan")], (0, 0.2, 0.4, 0.6, 0.8, 1.0)),
+        ([-1.0, 1.0], (-1, -0.5, 0, 0.5, 1)),
+    ],
+)
+def test_ticks_are_round_numbers_around_the_data(values: list[float | None],
+                                                 ticks: tuple[float, ...]) -> None:  # fmt: skip
+    assert scale_of(values).ticks == pytest.approx(ticks)
+
+
+def test_a_constant_has_a_place_in_the_middle() -> None:
+    scale = scale_of([5.0, 5.0])
+    assert scale.low < 5 < scale.high and 0.2 < scale.place(5.0) < 0.8
+
+
+def test_ticks_of_bytes_and_of_time_are_round_in_their_units() -> None:
+    bytes_ticks = scale_of([70 * GIB], from_zero=True, quantity="bytes").ticks
+    assert [tick / GIB for tick in bytes_ticks] == [0, 20, 40, 60, 80]
+    hours = scale_of([9 * 3600], from_zero=True, quantity="seconds").ticks
+    assert [tick / 3600 for tick in hours] == [0, 2, 4, 6, 8, 10]
+
+
+def test_elapsed_time_has_ticks_at_whole_units() -> None:
+    assert time_scale(90).ticks == (0, 15, 30, 45, 60, 75, 90)
+    assert [tick / 3600 for tick in time_scale(20 * 3600).ticks] == [0, 6, 12, 18]
+    assert [tick / 86400 for tick in time_scale(40 * 86400).ticks] == [0, 10, 20, 30, 40]
+    assert time_scale(0).high > 0 and time_scale(float("nan")).high > 0
+
+
+def test_a_logarithmic_axis_has_powers_of_ten() -> None:
+    scale = log_scale([0.02, 300.0, -1.0, 0.0])
+    assert scale.ticks == pytest.approx((0.01, 0.1, 1, 10, 100, 1000))
+    assert scale.place(1.0) == pytest.approx(0.4) and scale.place(0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    "number, text",
+    [(0, "0"), (0.5, "0.5"), (999, "999"), (12_500, "12.5k"), (3e6, "3M"), (1.8e11, "180B"),
+     (8e-05, "8e-5"), (1.2e20, "1.2e20"), (-2000, "-2k")],
+)  # fmt: skip
+def test_numbers_of_axes_are_short(number: float, text: str) -> None:
+    assert compact_number(number) == text
+
+
+def test_elapsed_time_and_shares_are_written_for_people() -> None:
+    assert [clock(s) for s in (0, 0.25, 45, 300, 5400, 194_400)] == [
+        *("0 s", "0.25 s", "45 s", "5 min", "1 h 30 min", "2 d 6 h"),
+    ]
+    assert [percent(v) for v in (0.005, 0.42, 0.992)] == ["0.5%", "42%", "99.2%"]
+
+
+# -- Colours of charts can be told apart, in both themes and with each kind of colour blindness -
+
+
+CSS = Path(hpctrain.page.__file__).parent / "templates" / "charts.css"
+EYES = {
+    "normal": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "deuteranopia": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.011820, 0.042940, 0.968881),
+    ),
+    "tritanopia": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.303900),
+    ),
+}
+TO_CONES = (
+    (0.4122214708, 0.5363325363, 0.0514459929),
+    (0.2119034982, 0.6806995451, 0.1073969566),
+    (0.0883024619, 0.2817188376, 0.6299787005),
+)
+TO_LAB = (
+    (0.2104542553, 0.7936177850, -0.0040720468),
+    (1.9779984951, -2.4285922050, 0.4505937099),
+    (0.0259040371, 0.7827717662, -0.8086757660),
+)
+
+
+def times(matrix: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    return [sum(a * b for a, b in zip(row, values, strict=True)) for row in matrix]
+
+
+def seen(colour: str, eyes: str) -> list[float]:
+    """A colour such as `#465cdd` in OKLab, as these eyes see it."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    found = [min(1.0, max(0.0, value)) for value in times(EYES[eyes], linear)]
+    return times(TO_LAB, [value ** (1 / 3) for value in times(TO_CONES, found)])
+
+
+def themes() -> list[dict[str, str]]:
+    blocks = re.findall(r":root \{([^}]*)\}", CSS.read_text())
+    return [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks]
+
+
+@pytest.mark.parametrize("eyes", EYES)
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_any_two_colours_are_far_apart(theme: int, eyes: str) -> None:
+    colours = {name: value for name, value in themes()[theme].items() if re.match(r"c\d", name)}
+    assert len(colours) == 8
+    near = {
+        (one, other): math.dist(seen(colours[one], eyes), seen(colours[other], eyes))
+        for one, other in itertools.combinations(colours, 2)
+    }
+    assert min(near.values()) >= 0.09, sorted(near.items(), key=lambda item: item[1])[:3]
+
+
+def test_paper_has_the_colours_of_the_light_theme() -> None:
+    light, _, paper = themes()
+    assert {name: paper[name] for name in paper if re.match(r"c\d", name)} == {
+        name: light[name] for name in light if re.match(r"c\d", name)
+    }
