@@ -58,34 +58,12 @@ DOING = (*DOING, "records.find", "checkpoints")
 PURE_FILES = (
     *("notify/message_text.py", "notify/notices.py"),
     *("judge/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "records/jobs.py"),
-<<<<<<< HEAD
-    *("sandbox/monitoring.py", "observe/alert_rules.py", "observe/families.py"),
-    *("observe/samples.py", "observe/exposition.py", "observe/grafana_dashboard.py"),
-    *("observe/panel_data.py", "observe/panel_needs.py", "telemetry/scraped_text.py"),
-<<<<<<< HEAD
-    *("serve/latency_windows.py"),
-=======
     *("sandbox/monitoring.py", "observe/families.py", "observe/samples.py"),
     *("observe/grafana_dashboard.py", "observe/dashboard_page.py", "telemetry/scraped_text.py"),
-    *("telemetry/serving_time.py", "serve/latency_windows.py"),
->>>>>>> land-report
-    *("serve/load/summary.py", "serve/load/service_test.py", "serve/load/iteration_fit.py"),
-    *("serve/load/order_statistics.py", "serve/load/prompts.py", "serve/load/answers.py"),
-=======
-    "telemetry/serving_time.py",
     *("serve/load/summary.py", "serve/load/measurement.py"),
->>>>>>> land-serve
     *("serve/router/decide.py", "serve/router/scaling.py"),
-    *(
-        "runs/state.py",
-        "runs/run_problems.py",
-        "runs/watch_rules.py",
-    ),
-    *(
-        "telemetry/rates.py",
-        "telemetry/goodput.py",
-    ),
-    *("telemetry/launch_segments.py", "telemetry/timeline.py", "telemetry/rolling_goodput.py"),
+    *("runs/state.py", "runs/run_problems.py", "runs/watch_rules.py"),
+    *("telemetry/rates.py", "telemetry/goodput.py", "telemetry/timeline.py"),
 )
 # Rooms that run as processes of their own, with torch: they print, exit and unpickle.
 PROGRAMS = ("train/", "data/making/", "convert/")
