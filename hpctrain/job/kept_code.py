@@ -113,14 +113,10 @@ def _modules_in(directory: Path | str, *, deep: bool) -> Iterator[os.DirEntry[st
                 yield from _modules_in(entry.path, deep=True)
 
 
-def _sources(package: Path) -> list[Path]:
-    """List the same in an order that does not depend on the file system."""
-    return sorted(Path(entry.path) for entry in _entries(package))
-
-
 def _texts(package: Path) -> Iterator[tuple[str, bytes]]:
     """Read the modules, by their paths in the package."""
-    for path in _sources(package):
+    # List the same in an order that does not depend on the file system
+    for path in sorted(Path(entry.path) for entry in _entries(package)):
         yield path.relative_to(package).as_posix(), path.read_bytes()
 
 

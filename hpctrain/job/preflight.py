@@ -257,21 +257,17 @@ def _packages(subject: str, python: str, packages: Sequence[str], names: str) ->
     if "$" in python or not os.access(python, os.X_OK):
         return _check(subject, "unknown", f"{python} is not on this machine")
     try:
-        missing = _missing_packages(python, packages)
+        answer = subprocess.run(
+            [python, "-P", "-c", _FIND, *packages],
+            capture_output=True,
+            text=True,
+            timeout=_PYTHON_SECONDS,
+            check=True,
+        )
+        missing = [str(name) for name in json.loads(answer.stdout)]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         return _check(subject, "unknown", f"{python} does not answer: {error}")
     return missing or _check(subject, "works", f"{python} has {names}")
-
-
-def _missing_packages(python: str, packages: Sequence[str]) -> list[str]:
-    answer = subprocess.run(
-        [python, "-P", "-c", _FIND, *packages],
-        capture_output=True,
-        text=True,
-        timeout=_PYTHON_SECONDS,
-        check=True,
-    )
-    return [str(name) for name in json.loads(answer.stdout)]
 
 
 def _image(container: ContainerProfile | None) -> Iterator[Check]:

@@ -18,7 +18,9 @@ def ready_sentence(spec: Path, profile: str, overrides: Sequence[str]) -> str:
     checks = examine(spec, profile, overrides, runs=runs_directory(None)).checks
     words = input_words(spec, profile, overrides)
     failing = [check for check in checks if check.state == "fails"]
-    notes = [check.sentence for check in checks if check.state == "limited" and _is_input(check)]
+    notes = [
+        check.sentence for check in checks if check.state == "limited" and (check.subject != "plan")
+    ]
     if failing:
         listed = ", ".join(_counted(check) for check in failing)
         return f"no: {listed}; `hpctrain validate {words}` lists them"
@@ -30,11 +32,6 @@ def input_words(spec: Path, profile: str, overrides: Sequence[str]) -> str:
     """Join the words that give the same documents to another command."""
     settings = [word for one in overrides for word in ("--set", one)]
     return shlex.join(["-p", profile, str(spec), *settings])
-
-
-def _is_input(check: Check) -> bool:
-    """Tell what the spec leaves out from warnings of the plan, which are printed below."""
-    return check.subject != "plan"
 
 
 def _counted(check: Check) -> str:

@@ -32,22 +32,6 @@ class RunExistsError(UsageError):
     """Somebody has made the run directory already."""
 
 
-def _create(layout: RunLayout, group: int | None, *, controls: bool) -> None:
-    try:
-        layout.create(group, group_controls=controls)
-    except FileExistsError as error:
-        raise RunExistsError(f"run directory {layout.directory} exists already") from error
-    except OSError as error:
-        if group is None or not layout.directory.is_dir():
-            raise UsageError(f"{layout.directory} cannot be made: {error.strerror}") from error
-        shutil.rmtree(layout.directory)  # ours, and made a moment ago
-        raise UsageError(
-            f"{layout.directory.parent} is of group {_group_name(group)}, to which no directory of "
-            f"yours can be given: {error.strerror} (`run_access` in the profile)",
-            hint="become a member of the group, or name another directory of runs (`--runs`)",
-        ) from None
-
-
 def _group_name(group: int) -> str:
     try:
         return grp.getgrgid(group).gr_name
@@ -79,7 +63,21 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
             hint="choose another directory: `--runs` or $HPCTRAIN_RUNS",
         )
     access = prepared.profile.document.run_access
-    _create(layout, reading_group(prepared, runs), controls=access == "group-control")
+    group = reading_group(prepared, runs)
+    controls = access == "group-control"
+    try:
+        layout.create(group, group_controls=controls)
+    except FileExistsError as error:
+        raise RunExistsError(f"run directory {layout.directory} exists already") from error
+    except OSError as error:
+        if group is None or not layout.directory.is_dir():
+            raise UsageError(f"{layout.directory} cannot be made: {error.strerror}") from error
+        shutil.rmtree(layout.directory)  # ours, and made a moment ago
+        raise UsageError(
+            f"{layout.directory.parent} is of group {_group_name(group)}, to which no directory of "
+            f"yours can be given: {error.strerror} (`run_access` in the profile)",
+            hint="become a member of the group, or name another directory of runs (`--runs`)",
+        ) from None
     try:
         stripe(layout.checkpoints, prepared.profile.document)
     except UsageError:

@@ -165,7 +165,15 @@ def simulate(
     from hpctrain.job.simulate_text import simulation_lines
 
     given = {name: number for name, number in numbers.items() if number is not None}
-    _check_inputs(spec, profile, overrides, gpus, given)
+    if (spec is None) == (gpus is None):
+        raise click.UsageError("give either a spec with --profile, or --gpus")
+    if (spec is None) != (profile is None):
+        raise click.UsageError("a spec and --profile go together")
+    if spec is None and overrides:
+        raise click.UsageError("--set changes a spec, and there is none")
+    if spec is not None and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(f"{names}: with a spec, these come from spec and profile")
     prices = None
     if spec is not None and profile is not None:
         scenario, prices, notes = action.scenario_of_spec(
@@ -188,22 +196,3 @@ def simulate(
         return
     for line in simulation_lines(simulation):
         click.echo(line)
-
-
-def _check_inputs(
-    spec: Path | None,
-    profile: str | None,
-    overrides: tuple[str, ...],
-    gpus: int | None,
-    given: dict[str, float | int],
-) -> None:
-    """Raise UsageError unless there is either a spec with a profile, or GPUs and numbers."""
-    if (spec is None) == (gpus is None):
-        raise click.UsageError("give either a spec with --profile, or --gpus")
-    if (spec is None) != (profile is None):
-        raise click.UsageError("a spec and --profile go together")
-    if spec is None and overrides:
-        raise click.UsageError("--set changes a spec, and there is none")
-    if spec is not None and given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise click.UsageError(f"{names}: with a spec, these come from spec and profile")

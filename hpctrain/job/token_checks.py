@@ -99,15 +99,7 @@ def _foreign_ids(path: Path, found: DatasetDescription, vocab: int) -> str | Non
             f"{path} was made with a vocabulary of {found.sidecar.vocab_size:,} tokens, the model "
             f"has {vocab:,}"
         )
-    ids = _sampled_ids(path, found)
-    wrong = next((one for one in (max(ids), min(ids)) if not 0 <= one < vocab), None)
-    if wrong is None:
-        return None
-    return f"{path} has token id {wrong:,}, and the model has 0 to {vocab - 1:,}"
-
-
-def _sampled_ids(path: Path, found: DatasetDescription) -> array[int]:
-    """Read tokens from all over the file: all of a small one."""
+    # Read tokens from all over the file: all of a small one
     ids: array[int] = array(_TYPE_CODES[found.dtype])
     last = max(0, found.tokens - _TOKENS_EACH)
     starts = sorted({last * place // (_PLACES - 1) for place in range(_PLACES)})
@@ -116,4 +108,7 @@ def _sampled_ids(path: Path, found: DatasetDescription) -> array[int]:
             stream.seek(start * ids.itemsize)
             raw = stream.read(min(_TOKENS_EACH, found.tokens) * ids.itemsize)
             ids.frombytes(raw[: len(raw) - len(raw) % ids.itemsize])
-    return ids
+    wrong = next((one for one in (max(ids), min(ids)) if not 0 <= one < vocab), None)
+    if wrong is None:
+        return None
+    return f"{path} has token id {wrong:,}, and the model has 0 to {vocab - 1:,}"

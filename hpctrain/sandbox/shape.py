@@ -110,7 +110,20 @@ class SandboxShape:
         _refuse_duplicates("partition", (partition.name for partition in self.partitions))
         if sum(partition.default for partition in self.partitions) != 1:
             raise UsageError("exactly one partition of a sandbox is the default one")
-        _check_switches(self.switches, self.node_names)
+        switches = self.switches
+        _refuse_duplicates("switch", (switch.name for switch in switches))
+        known = set(self.node_names) | {switch.name for switch in switches}
+        for switch in switches:
+            below = switch.nodes + switch.switches
+            if bool(switch.nodes) == bool(switch.switches):
+                raise UsageError(f"switch {switch.name} needs either nodes or switches below it")
+            if unknown := [name for name in below if name not in known]:
+                raise UsageError(f"switch {switch.name} leads to unknown {', '.join(unknown)}")
+        if switches:
+            leaves = [name for switch in switches for name in switch.nodes]
+            _refuse_duplicates("node below two switches:", leaves)
+            if missing := sorted(set(self.node_names) - set(leaves)):
+                raise UsageError(f"no switch leads to {', '.join(missing)}")
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -150,22 +163,6 @@ def default_shape(
 def bracket(first: int, count: int) -> str:
     """Format `count` consecutive numbers as Slurm does: `[3-5]`, or `3` for one number."""
     return f"[{first}-{first + count - 1}]" if count > 1 else str(first)
-
-
-def _check_switches(switches: tuple[SwitchShape, ...], node_names: tuple[str, ...]) -> None:
-    _refuse_duplicates("switch", (switch.name for switch in switches))
-    known = set(node_names) | {switch.name for switch in switches}
-    for switch in switches:
-        below = switch.nodes + switch.switches
-        if bool(switch.nodes) == bool(switch.switches):
-            raise UsageError(f"switch {switch.name} needs either nodes or switches below it")
-        if unknown := [name for name in below if name not in known]:
-            raise UsageError(f"switch {switch.name} leads to unknown {', '.join(unknown)}")
-    if switches:
-        leaves = [name for switch in switches for name in switch.nodes]
-        _refuse_duplicates("node below two switches:", leaves)
-        if missing := sorted(set(node_names) - set(leaves)):
-            raise UsageError(f"no switch leads to {', '.join(missing)}")
 
 
 def _refuse_duplicates(what: str, names: Iterable[str]) -> None:

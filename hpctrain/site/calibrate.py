@@ -127,13 +127,20 @@ def calibrate(
     fabric = packaged_fabric(packaged.calibration, loaded.document.network.fabric)
     problems = [read.problem(*one) for one in _other_gpus(read.measurements, gpu)]
     found, suspects = measured_shares(read.measurements, gpu, own)
-    problems += [_positioned(read, suspect) for suspect in suspects]
+    problems += [read.problem(suspect.path, suspect.message, suspect.hint) for suspect in suspects]
     if not found and not problems:
         message = "has no rate that a calibration is made of"
         problems.append(read.problem("", message, "run rung 3 of `make gpu` (docs/gpu.md)"))
     if problems:
         raise InvalidInputError(problems)
-    site = _site(found, gpu, _provenance(read, result))
+    provenance = _provenance(read, result)
+    values: dict[str, float] = {
+        share.name: Bandwidth(float(f"{share.value:.4g}"))
+        if share.name.endswith("_bandwidth")
+        else float(f"{share.value:.4g}")
+        for share in found
+    }
+    site = SiteCalibration.model_validate({"gpu": gpu.name, "provenance": provenance, **values})
     site, remarks = _learned_from_steps(site, read.steps, loaded, packaged, gpu)
     calibrated = _at_site(packaged, site, gpu)
     if target.before is not None:
@@ -232,20 +239,6 @@ def _other_gpus(measurements: Measurements, gpu: Gpu) -> list[tuple[str, str, st
             message = f"measured on `{what}`, and the profile's GPU is `{gpu.name}`"
             found.append((path, message, "give the profile of the cluster that was measured"))
     return found
-
-
-def _positioned(read: _Read, suspect: Suspect) -> Problem:
-    return read.problem(suspect.path, suspect.message, suspect.hint)
-
-
-def _site(shares: Sequence[Share], gpu: Gpu, provenance: str) -> SiteCalibration:
-    values: dict[str, float] = {
-        share.name: Bandwidth(float(f"{share.value:.4g}"))
-        if share.name.endswith("_bandwidth")
-        else float(f"{share.value:.4g}")
-        for share in shares
-    }
-    return SiteCalibration.model_validate({"gpu": gpu.name, "provenance": provenance, **values})
 
 
 def _provenance(read: _Read, result: Path) -> str:

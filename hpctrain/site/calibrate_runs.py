@@ -174,19 +174,14 @@ def _profile_name(directories: Sequence[Path]) -> str:
         file = RunLayout(directory).profile
         if file.is_file():
             name = load_profile(file).document.name
-            _check_known(name, directory)
+            try:
+                find_profile(name, profile_search_path())
+            except InvalidInputError:
+                message = f"was submitted with profile `{name}`, which is not found by its name"
+                problem = Problem(message, str(directory), hint="give its file: --profile FILE")
+                raise InvalidInputError([problem]) from None
             return name
     raise InvalidInputError([Problem("no run has a profile", hint="--profile NAME")])
-
-
-def _check_known(name: str, directory: Path) -> None:
-    """Raise InvalidInputError for a profile that a name does not find."""
-    try:
-        find_profile(name, profile_search_path())
-    except InvalidInputError:
-        message = f"was submitted with profile `{name}`, which is not found by its name"
-        problem = Problem(message, str(directory), hint="give its file: --profile FILE")
-        raise InvalidInputError([problem]) from None
 
 
 def _rates(layouts: Sequence[RunLayout], knowledge: Knowledge, fabric: str) -> dict[str, float]:

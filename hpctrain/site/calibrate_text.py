@@ -57,12 +57,11 @@ def accuracy_line(engine: str, learned: SiteLearning) -> str:
 
 def _run_line(run: OwnRun) -> str:
     measured = run.measured_seconds
-    cells = [_against(f"{value:.4g} s", value / measured - 1) for value in _planned(run)]
+    cells = [
+        _against(f"{value:.4g} s", value / measured - 1)
+        for value in (run.before_seconds, run.after_seconds)
+    ]
     return f"{run.run[:35]:36}{f'{measured:.4g} s':>10}{cells[0]:>17}{cells[1]:>17}"
-
-
-def _planned(run: OwnRun) -> tuple[float, float]:
-    return run.before_seconds, run.after_seconds
 
 
 def _memory_line(run: OwnRun) -> str:

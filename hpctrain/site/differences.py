@@ -111,7 +111,17 @@ def _partitions(profile: ClusterProfile, facts: SiteFacts) -> Iterator[Differenc
                 f"{path}.default", one.name, default.name if default else "none", PARTITION_SHOWN,
                 "harmless", "scripts name their partition",
             )  # fmt: skip
-        yield from _successors(profile, path, real, facts)
+        nodes = {node.name for node in facts.cluster.nodes_of(real.name)}
+        if (
+            profile.continuation == "chain"
+            and real.submit_hosts
+            and not nodes & set(real.submit_hosts)
+        ):
+            yield _differs(
+                "continuation", "chain", f"{', '.join(real.submit_hosts[:3])} only may submit",
+                f"AllocNodes of {real.name}, {PARTITION_SHOWN}", "refused",
+                "a job cannot submit the next one: use requeue or singleton",
+            )  # fmt: skip
 
 
 def _partition_limits(
@@ -184,18 +194,6 @@ def _preemption(path: str, one: PartitionProfile, real: Preemption) -> Iterator[
             "loses work" if told.user_signal else "harmless",
             "the supervisor learns of a preemption from its ranks only" if told.user_signal
             else "the supervisor is told as well",
-        )  # fmt: skip
-
-
-def _successors(
-    profile: ClusterProfile, path: str, real: PartitionFacts, facts: SiteFacts
-) -> Iterator[Difference]:
-    nodes = {node.name for node in facts.cluster.nodes_of(real.name)}
-    if profile.continuation == "chain" and real.submit_hosts and not nodes & set(real.submit_hosts):
-        yield _differs(
-            "continuation", "chain", f"{', '.join(real.submit_hosts[:3])} only may submit",
-            f"AllocNodes of {real.name}, {PARTITION_SHOWN}", "refused",
-            "a job cannot submit the next one: use requeue or singleton",
         )  # fmt: skip
 
 

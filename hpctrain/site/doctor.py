@@ -64,7 +64,8 @@ def judge_site(
     """Answer all questions; without a cluster only those about this machine."""
     if cluster is None:
         return tuple(_machine(login))
-    partition = _partition_of(cluster, profile)
+    default = profile.slurm.partition(None) if profile is not None else None
+    partition = cluster.partition(default.name if default is not None else None)
     return (
         *_controller(cluster),
         *_requeue(cluster, profile),
@@ -80,11 +81,6 @@ def judge_site(
         *_machine(login),
         *_clock(cluster),
     )
-
-
-def _partition_of(cluster: ClusterFacts, profile: ClusterProfile | None) -> PartitionFacts | None:
-    default = profile.slurm.partition(None) if profile is not None else None
-    return cluster.partition(default.name if default is not None else None)
 
 
 def _controller(cluster: ClusterFacts) -> Iterator[SiteFinding]:

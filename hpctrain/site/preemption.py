@@ -40,7 +40,8 @@ def preemption_of(cluster: ClusterFacts, partition: PartitionFacts) -> Preemptio
     higher = tuple(
         other.name
         for other in cluster.partitions
-        if other.priority_tier > partition.priority_tier and _share_nodes(cluster, other, partition)
+        if other.priority_tier > partition.priority_tier
+        and any({other.name, partition.name} <= set(node.partitions) for node in cluster.nodes)
     )
     if partition.preemption == "off" or not higher:
         reason = f"PreemptMode of {_PARTITION_SHOWN}"
@@ -88,7 +89,3 @@ def _qos_of(cluster: ClusterFacts, partition: PartitionFacts) -> Qos | None:
     )
     name = default or partition.qos
     return next((one for one in accounting.qos if one.name == name), None)
-
-
-def _share_nodes(cluster: ClusterFacts, one: PartitionFacts, other: PartitionFacts) -> bool:
-    return any({one.name, other.name} <= set(node.partitions) for node in cluster.nodes)

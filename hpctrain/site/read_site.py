@@ -111,7 +111,11 @@ def detect(
     facts = SiteFacts(cluster, login, looked)
     catalogue = load_catalogue(profile_search_path())
     found = detected_profile(facts, catalogue, partition=partition, model=model)
-    _refuse_invalid(found)
+    # Load the text like any profile: what this command writes must be valid
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / f"{found.name}.yaml"
+        path.write_text(found.text, encoding="utf-8")
+        load_profile(path)
     if output is not None:
         replace_text(output, found.text)
     return Detection(found, cluster.queries, output)
@@ -178,14 +182,6 @@ def _survey_partition(
 def _whole_node(group: NodeGroup) -> str:
     """Name all GPUs of a node, with their type: a partition may have several."""
     return f"gpu:{group.type}:{group.per_node}" if group.type else f"gpu:{group.per_node}"
-
-
-def _refuse_invalid(found: DetectedProfile) -> None:
-    """Load the text like any profile: what this command writes must be valid."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / f"{found.name}.yaml"
-        path.write_text(found.text, encoding="utf-8")
-        load_profile(path)
 
 
 def _user() -> str:

@@ -110,18 +110,15 @@ class ClusterQueries:
         """
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return self._asked_once(argv)
+                self.count += 1
+                answer = self._run(Command(argv, self._environment, self._timeout_seconds))
+                return accepted(argv, answer).stdout
             except SlurmUnreachableError:
                 if attempt == ATTEMPTS:
                     raise
             # jitter: many users begin to ask again when a controller comes back
             clock.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
         raise AssertionError("the last attempt returns or raises")
-
-    def _asked_once(self, argv: tuple[str, ...]) -> str:
-        self.count += 1
-        answer = self._run(Command(argv, self._environment, self._timeout_seconds))
-        return accepted(argv, answer).stdout
 
 
 def step_output(

@@ -51,14 +51,10 @@ def complete_partitions(parsed: Parsed) -> None:
             merged = Parsed()
             merger = _Merger(merged, parsed, parsed, skipped=skipped)
             merger.merge(place, place, (section,))
-            _replace_below(parsed, place, merged)
+            parsed.keys |= merged.keys
+            parsed.values |= merged.values
+            parsed.broken |= {path for path in merged.broken if path[: len(place)] == place}
             partition[section] = merged.data
-
-
-def _replace_below(parsed: Parsed, place: Path, merged: Parsed) -> None:
-    parsed.keys |= merged.keys
-    parsed.values |= merged.values
-    parsed.broken |= {path for path in merged.broken if path[: len(place)] == place}
 
 
 class _Merger:

@@ -427,12 +427,12 @@ def _profiles(search_path: Sequence[Path]) -> dict[str, Path]:
     for directory in (PACKAGED_PROFILES, *reversed(search_path)):
         if directory.is_dir():
             files = sorted(directory.glob("*.yaml"))
-            found |= {file.stem: file for file in files if _is_profile(file)}
+            found |= {
+                file.stem: file
+                for file in files
+                if (file.name not in _NO_PROFILES and not file.name.endswith(CALIBRATION_SUFFIX))
+            }
     return found
-
-
-def _is_profile(file: Path) -> bool:
-    return file.name not in _NO_PROFILES and not file.name.endswith(CALIBRATION_SUFFIX)
 
 
 @cache
@@ -570,11 +570,6 @@ def _read_pipe(path: Path | str) -> bytes:
     return _READ_ONCE[key]
 
 
-def _example_names() -> set[str]:
-    """Names of the packaged examples of one file, which `--help` names with their folder."""
-    return {example.stem for example in _EXAMPLES.glob("*.yaml")}
-
-
 def _unreadable(path: Path, error: OSError) -> Problem:
     from hpctrain.spec.fields import did_you_mean
 
@@ -586,7 +581,8 @@ def _unreadable(path: Path, error: OSError) -> Problem:
             beside = []
         hint = did_you_mean(path.name, beside)
         name = path.stem
-        if hint is None and name in _example_names():
+        # Names of the packaged examples of one file, which `--help` names with their folder
+        if hint is None and name in {example.stem for example in _EXAMPLES.glob("*.yaml")}:
             hint = f"`hpctrain examples {name} > {path.name}` writes the example of that name"
         return place.problem("no such file", hint)
     if isinstance(error, IsADirectoryError):

@@ -279,20 +279,16 @@ def _shape_problems(model: ModelSpec) -> Iterator[str]:
     if model.ffn is None and model.gated and (moe is None or moe.dense_layers > 0):
         yield "ffn is required with swiglu (Llama-7B: 11008 at hidden 4096)"
     if model.family == "vit":
-        yield from _vit_problems(model)
-
-
-def _vit_problems(model: ModelSpec) -> Iterator[str]:
-    if model.image % model.patch:
-        yield f"image {model.image} is not divisible by patch {model.patch}"
-    side, tokens = model.image // model.patch, _patches(model.image, model.patch)
-    if model.seq != tokens:
-        yield (
-            f"seq {model.seq} does not fit {side} x {side} patches and one class token: remove "
-            f"it, it is {tokens}"
-        )
-    if model.positions != "learned":
-        yield "a ViT has learned positions: remove `positions`"
+        if model.image % model.patch:
+            yield f"image {model.image} is not divisible by patch {model.patch}"
+        side, tokens = model.image // model.patch, _patches(model.image, model.patch)
+        if model.seq != tokens:
+            yield (
+                f"seq {model.seq} does not fit {side} x {side} patches and one class token: remove "
+                f"it, it is {tokens}"
+            )
+        if model.positions != "learned":
+            yield "a ViT has learned positions: remove `positions`"
 
 
 def _resnet_problems(model: ModelSpec) -> Iterator[str]:

@@ -128,7 +128,15 @@ class Learned(Document):
             raise ValueError("the covariance has a negative variance")
         for one in range(size):
             for other in range(one):
-                self._check_pair(one, other)
+                # Refuse a covariance that no two quantities can have. Raises ValueError
+                value, mirrored = self.covariance[one][other], self.covariance[other][one]
+                limit = sqrt(self.covariance[one][one] * self.covariance[other][other])
+                if abs(value - mirrored) > _ROUNDED * limit:
+                    raise ValueError(f"the covariance is not symmetric in row {one + 1}")
+                if abs(value) > (1 + _ROUNDED) * limit:
+                    raise ValueError(
+                        f"the covariance in row {one + 1} exceeds what its variances allow"
+                    )
         if self.rest is not None and any(
             len(place) != len(self.rest.axes) for place in self.rest.places
         ):
@@ -139,15 +147,6 @@ class Learned(Document):
     def multipliers(self) -> tuple[str, ...]:
         """The names without those of places, which are the last ones."""
         return self.names[: len(self.names) - len(self.rest.places if self.rest else ())]
-
-    def _check_pair(self, one: int, other: int) -> None:
-        """Refuse a covariance that no two quantities can have. Raises ValueError."""
-        value, mirrored = self.covariance[one][other], self.covariance[other][one]
-        limit = sqrt(self.covariance[one][one] * self.covariance[other][other])
-        if abs(value - mirrored) > _ROUNDED * limit:
-            raise ValueError(f"the covariance is not symmetric in row {one + 1}")
-        if abs(value) > (1 + _ROUNDED) * limit:
-            raise ValueError(f"the covariance in row {one + 1} exceeds what its variances allow")
 
 
 class SiteLearning(Document):

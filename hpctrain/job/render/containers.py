@@ -98,35 +98,31 @@ def container_words(
     if container is None:
         return ContainerWords()
     if container.launcher == "pyxis":
-        return _pyxis(container, variables)
+        image, image_import = container.image, None
+        if container.cache is not None and container.registry_image:
+            file = f"{container.cache}/{_file_name(container.image)}"
+            address = image if "://" in image else f"docker://{image}"
+            image, image_import = file, (address, file)
+        options = container.options
+        home = any("container-mount-home" in option for option in options)
+        return ContainerWords(
+            srun=(
+                f"--container-image={image}",
+                f"--container-mounts={','.join(('$PWD:$PWD', *container.mounts))}",
+                "--container-workdir=$PWD",
+                # variables of the image would override those of the job otherwise (pyxis README)
+                f"--container-env={','.join(variables)}",
+                *(() if home else ("--no-container-mount-home",)),
+                *options,
+            ),
+            image_import=image_import,
+        )
     if container.launcher == "edf":
         # The definition has a working directory of its own. env(1) of coreutils 8.28.
         return ContainerWords((f"--environment={container.image}",), ("env", "--chdir=$PWD"))
     if container.launcher == "uenv":
         return ContainerWords((f"--uenv={container.image}", *container.options))
     return ContainerWords(command=_apptainer(container, profile, variables))
-
-
-def _pyxis(container: ContainerProfile, variables: tuple[str, ...]) -> ContainerWords:
-    image, image_import = container.image, None
-    if container.cache is not None and container.registry_image:
-        file = f"{container.cache}/{_file_name(container.image)}"
-        address = image if "://" in image else f"docker://{image}"
-        image, image_import = file, (address, file)
-    options = container.options
-    home = any("container-mount-home" in option for option in options)
-    return ContainerWords(
-        srun=(
-            f"--container-image={image}",
-            f"--container-mounts={','.join(('$PWD:$PWD', *container.mounts))}",
-            "--container-workdir=$PWD",
-            # variables of the image would override those of the job otherwise (pyxis README)
-            f"--container-env={','.join(variables)}",
-            *(() if home else ("--no-container-mount-home",)),
-            *options,
-        ),
-        image_import=image_import,
-    )
 
 
 def _apptainer(

@@ -62,7 +62,29 @@ def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradicti
     yield from _of_activations(engine, choices)
     yield from _of_messages(engine, choices)
     if choices.model is not None:
-        yield from _of_the_model(engine, choices)
+        own, model = engine.megatron, choices.model
+        assert model is not None
+        if own.defer_embedding_wgrad_compute and model.family == "bert":
+            # gpt_model.py has the buffers of inputs and gradients; bert_model.py has none
+            message = "megatron-core's BERT computes the output layer's weight gradient at once"
+            yield Contradiction(_own("defer_embedding_wgrad_compute"), message, "remove it")
+        given = {
+            "moe_token_dispatcher_type": own.moe_token_dispatcher_type != "alltoall",
+            "moe_permute_fusion": own.moe_permute_fusion,
+            "moe_shared_expert_overlap": own.moe_shared_expert_overlap,
+        }
+        if model.moe is None:
+            for field in (name for name, chosen in given.items() if chosen):
+                message = "this is for experts, and the model has none"
+                yield Contradiction(_own(field), message, "remove it, or give `model.moe`")
+        elif own.moe_shared_expert_overlap and not model.moe.shared_ffn:
+            # moe_layer.py: shared experts exist with moe_shared_expert_intermediate_size only
+            message = "the model has no shared expert"
+            yield Contradiction(
+                _own("moe_shared_expert_overlap"),
+                message,
+                "remove it, or give `model.moe.shared_ffn`",
+            )
 
 
 def _of_precision(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
@@ -163,27 +185,3 @@ def _of_messages(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction
         message = "without a pipeline there is no gap to compute the weight gradient in"
         hint = "remove it, or set `parallel.pp` above 1"
         yield Contradiction(_own("defer_embedding_wgrad_compute"), message, hint)
-
-
-def _of_the_model(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
-    own, model = engine.megatron, choices.model
-    assert model is not None
-    if own.defer_embedding_wgrad_compute and model.family == "bert":
-        # gpt_model.py has the buffers of inputs and gradients; bert_model.py has none
-        message = "megatron-core's BERT computes the output layer's weight gradient at once"
-        yield Contradiction(_own("defer_embedding_wgrad_compute"), message, "remove it")
-    given = {
-        "moe_token_dispatcher_type": own.moe_token_dispatcher_type != "alltoall",
-        "moe_permute_fusion": own.moe_permute_fusion,
-        "moe_shared_expert_overlap": own.moe_shared_expert_overlap,
-    }
-    if model.moe is None:
-        for field in (name for name, chosen in given.items() if chosen):
-            message = "this is for experts, and the model has none"
-            yield Contradiction(_own(field), message, "remove it, or give `model.moe`")
-    elif own.moe_shared_expert_overlap and not model.moe.shared_ffn:
-        # moe_layer.py: shared experts exist with moe_shared_expert_intermediate_size only
-        message = "the model has no shared expert"
-        yield Contradiction(
-            _own("moe_shared_expert_overlap"), message, "remove it, or give `model.moe.shared_ffn`"
-        )
