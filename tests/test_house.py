@@ -56,7 +56,7 @@ DOING = ("base.clock", "base.durable", "base.reserved_ports", "slurm.client", "s
 DOING = (*DOING, "records.find", "checkpoints")
 PURE_FILES = (
     *("notify/message_text.py", "notify/notices.py", "notify/send_times.py"),
-    *("judge/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "records/jobs.py"),
+    *("judge/blame.py", "sandbox/shape.py", "sandbox/shape.py", "records/jobs.py"),
     *("sandbox/monitoring.py", "observe/alert_rules.py", "observe/families.py"),
     *("observe/samples.py", "observe/exposition.py", "observe/grafana_dashboard.py"),
     *("observe/panel_data.py", "observe/panel_needs.py", "telemetry/scraped_text.py"),

@@ -32,7 +32,7 @@ from hpctrain.export.pod_settings import (
 from hpctrain.export.trainjob import trainjob_text
 from hpctrain.job.prepare import Prepared, input_paths
 from hpctrain.job.render.containers import run_container
-from hpctrain.slurm.host_lists import expand_hosts
+from hpctrain.slurm.parse import expand_hosts
 from hpctrain.version import __version__
 
 # The same as `name` of a spec.

@@ -45,7 +45,7 @@ from hpctrain.runs.policy_preview import budgets
 from hpctrain.runs.run_documents import known_plan, known_train_config
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import ObservedRun
-from hpctrain.slurm.host_lists import expand_hosts
+from hpctrain.slurm.parse import expand_hosts
 from hpctrain.slurm.records import JobRecord
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec

@@ -51,9 +51,9 @@ class Programs:
 def find_programs(unpacked: Path | None = None, *, accounting: bool = False) -> Programs:
     """Look up every program that a sandbox needs, in `unpacked` or on this machine's search path.
 
-    `accounting`: also those of slurmdbd and its database.
+    `daemons`: also those of slurmdbd and its database.
 
-    `unpacked` is a directory made by `debian_slurm`; it goes first on the search path.
+    `unpacked` is a directory made by `debian`; it goes first on the search path.
     Raises SlurmUnreachableError when a program is missing, UsageError when `unpacked` holds no
     Slurm.
     """

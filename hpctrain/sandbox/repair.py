@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 from hpctrain.base.errors import SlurmError, SlurmUnreachableError
-from hpctrain.sandbox.daemons import slurmd_name
+from hpctrain.sandbox.daemons import find_job_processes, slurmd_name
 from hpctrain.sandbox.faults import (
     mend_prolog,
     restart_controller,
@@ -17,7 +17,6 @@ from hpctrain.sandbox.faults import (
     resume_node,
     thaw_node,
 )
-from hpctrain.sandbox.job_processes import find_job_processes
 from hpctrain.sandbox.monitoring import MONITORS
 from hpctrain.sandbox.processes import await_condition, kill
 from hpctrain.sandbox.sandbox import Sandbox

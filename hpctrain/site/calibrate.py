@@ -23,9 +23,14 @@ from hpctrain.plan.request import Knowledge
 from hpctrain.records.gpu_report import GpuReport, StepTime
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.speed_checks import SpeedCheck
-from hpctrain.site.engine_learning import engine_learning, planned_again, unexplained
-from hpctrain.site.measured_rates import Measurements, Share, Suspect, measured_shares
-from hpctrain.site.own_runs import MeasuredRun, measured_job
+from hpctrain.site.measured_rates import Measurements, Share, measured_shares
+from hpctrain.site.own_runs import (
+    MeasuredRun,
+    engine_learning,
+    measured_job,
+    planned_again,
+    unexplained,
+)
 from hpctrain.site.site_calibration import (
     calibration_target,
     how_plans_use,

@@ -21,14 +21,16 @@ from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.speed_checks import read_speed_checks
 from hpctrain.site.calibrate import packaged_fabric, packaged_shares
-from hpctrain.site.engine_learning import (
+from hpctrain.site.measured_rates import Measurements, measured_shares
+from hpctrain.site.own_runs import (
     EngineLearning,
+    MeasuredRun,
+    cpu_problems,
     engine_learning,
     planned_again,
+    readable,
     unexplained,
 )
-from hpctrain.site.measured_rates import Measurements, measured_shares
-from hpctrain.site.own_runs import MeasuredRun, cpu_problems, readable
 from hpctrain.site.site_calibration import (
     CalibrationTarget,
     calibration_target,

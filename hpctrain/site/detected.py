@@ -15,14 +15,17 @@ from dataclasses import dataclass, replace
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.printable_text import printable_line
-from hpctrain.site.detected_hardware import emulated_gpus, gpu_section, nodes_section
-from hpctrain.site.detected_network import network, nvlink
-from hpctrain.site.detected_partitions import partition_sections, usable_partitions
-from hpctrain.site.detected_slurm import slurm_section
-from hpctrain.site.facts import SiteFacts
+from hpctrain.site.detected_hardware import (
+    emulated_gpus,
+    gpu_section,
+    network,
+    nodes_section,
+    nvlink,
+)
+from hpctrain.site.detected_slurm import partition_sections, slurm_section, usable_partitions
+from hpctrain.site.facts import Mount, SiteFacts, StorageKind, mount_of
 from hpctrain.site.hardware import NODES_SHOWN, KnownGpu, NodeGroup, groups_of, known_gpu
 from hpctrain.site.profile_text import Stated, Tree, guess, guesses, profile_text
-from hpctrain.site.survey_texts import Mount, StorageKind, mount_of
 from hpctrain.spec.catalogue import GpuCatalogue
 
 CONFIG_SHOWN = "scontrol show config"

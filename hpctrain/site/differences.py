@@ -13,11 +13,15 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.units import ByteSize, Duration
-from hpctrain.site.detected_partitions import CONFIG_SHOWN, PARTITION_SHOWN, refusal
-from hpctrain.site.facts import SiteFacts
+from hpctrain.site.detected_slurm import (
+    CONFIG_SHOWN,
+    PARTITION_SHOWN,
+    Preemption,
+    preemption_of,
+    refusal,
+)
+from hpctrain.site.facts import SiteFacts, mount_of
 from hpctrain.site.hardware import NODES_SHOWN, NodeGroup, groups_of
-from hpctrain.site.preemption import Preemption, preemption_of
-from hpctrain.site.survey_texts import mount_of
 from hpctrain.slurm.cluster_records import PartitionFacts
 from hpctrain.slurm.settings import seconds_of, words_of
 from hpctrain.spec.profile import ClusterProfile

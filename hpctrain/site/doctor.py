@@ -13,9 +13,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.units import short_bytes, short_duration
-from hpctrain.site.detected_partitions import PARTITION_SHOWN, refusal
+from hpctrain.site.detected_slurm import PARTITION_SHOWN, preemption_of, refusal
 from hpctrain.site.facts import LoginFacts
-from hpctrain.site.preemption import preemption_of
 from hpctrain.slurm.cluster_records import ClusterFacts, PartitionFacts
 from hpctrain.slurm.settings import (
     minutes_beyond_limit,

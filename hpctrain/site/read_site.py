@@ -1,7 +1,7 @@
 """Read a site: its Slurm in one pass, this machine, and a node if wanted; detect, check, judge.
 
 Belongs here: collecting the facts, and handing them to `hpctrain.site`. Does not belong here:
-judging them, the texts of commands (`hpctrain.slurm`, `survey_texts`), tables (`command`).
+judging them, the texts of commands (`hpctrain.slurm`, `facts`), tables (`command`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from hpctrain.base.errors import HpctrainError, SlurmError, UsageError
 from hpctrain.site import survey
 from hpctrain.site import survey as survey_program
 from hpctrain.site.detected import DetectedProfile, detected_profile
-from hpctrain.site.detected_partitions import refusal
+from hpctrain.site.detected_slurm import refusal
 from hpctrain.site.differences import Difference, differences
 from hpctrain.site.doctor import SiteFinding, judge_site
-from hpctrain.site.facts import LoginFacts, SiteFacts
-from hpctrain.site.hardware import NodeGroup, groups_of
-from hpctrain.site.survey_texts import (
+from hpctrain.site.facts import (
+    LoginFacts,
     NodeSurvey,
+    SiteFacts,
     default_interface,
     mounts,
     node_survey,
     rdma_ports,
     survey_line,
 )
+from hpctrain.site.hardware import NodeGroup, groups_of
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.cluster_queries import ClusterQueries, step_output
 from hpctrain.slurm.cluster_records import ClusterFacts, PartitionFacts

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.base.errors import HpctrainError, SlurmRefusedError, SlurmUnreachableError
-from hpctrain.slurm.environment import with_only
+from hpctrain.slurm.process import with_only
 
 
 @dataclass(frozen=True)

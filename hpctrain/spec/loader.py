@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hpctrain.base import clock
 from hpctrain.base.errors import InvalidInputError, Problem, RefusedPlanError
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from hpctrain.spec.service import ServiceSpec
     from hpctrain.spec.serving_calibration import ServingCalibration
     from hpctrain.spec.uncertainty import Uncertainty
-from typing import Any
 
 DocumentT = TypeVar("DocumentT", bound="BaseModel")
 MAX_FILE_BYTES = 2**20

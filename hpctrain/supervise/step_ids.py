@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from hpctrain.base import clock
 from hpctrain.records.ledger import EventKind
-from hpctrain.slurm.environment import for_queries
+from hpctrain.slurm.process import for_queries
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.log_scan import newest_step
 from hpctrain.supervise.evidence.probe import STEP_NAME

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hpctrain.base import clock
 from hpctrain.base.errors import SlurmError
-from hpctrain.slurm.backoff import Backoff
-from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.client import Backoff, SlurmClient
 from hpctrain.slurm.reasons import JobEnd
 from hpctrain.slurm.records import RequeueAnswer, RequeueResult
 from hpctrain.slurm.states import JobState

@@ -31,7 +31,7 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_jobs import RunJobs, identity_of, select_jobs
 from hpctrain.records.run_records import Progress, read_record
-from hpctrain.slurm.backoff import Backoff
+from hpctrain.slurm.client import Backoff
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.act.requeue import exclude

@@ -8,7 +8,7 @@ from __future__ import annotations
 from hpctrain.base import clock
 from hpctrain.base.errors import SlurmError
 from hpctrain.judge.documents import JobFacts
-from hpctrain.slurm.backoff import Backoff
+from hpctrain.slurm.client import Backoff
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.context import AttemptContext
 

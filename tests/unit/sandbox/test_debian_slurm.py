@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.base.errors import SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.sandbox import debian_slurm
-from hpctrain.sandbox.debian_slurm import default_cache, fetch_slurm, slurm_directory
+from hpctrain.sandbox.debian import default_cache, fetch_slurm, slurm_directory
 
 
 def acting(monkeypatch: pytest.MonkeyPatch, place: Path, text: str) -> None:

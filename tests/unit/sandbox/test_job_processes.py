@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.sandbox.job_processes import find_job_processes
+from hpctrain.sandbox.daemons import find_job_processes
 from hpctrain.sandbox.paths import SandboxPaths
 
 SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(900)"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.sandbox.from_profile import shape_from_profile
-from hpctrain.sandbox.shape import FeatureShape, SandboxShape
+from hpctrain.sandbox.shape import FeatureShape, SandboxShape, shape_from_profile
 from hpctrain.spec.loader import find_profile, load_profile
 
 

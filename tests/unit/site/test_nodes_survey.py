@@ -12,7 +12,7 @@ import pytest
 from foreign_clusters import DGX_SURVEY, PAIRS, ROCM, joined_matrix, survey
 
 from hpctrain.site import survey as program
-from hpctrain.site.survey_texts import (
+from hpctrain.site.facts import (
     amd_gpus,
     mount_of,
     mounts,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.slurm.backoff import Backoff
+from hpctrain.slurm.client import Backoff
 
 
 def test_pauses_double_up_to_the_longest() -> None:

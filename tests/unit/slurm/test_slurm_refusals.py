@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
-from hpctrain.slurm.answers import accepted, hint_about
-from hpctrain.slurm.process import CommandResult
+from hpctrain.slurm.process import CommandResult, accepted, hint_about
 
 _FAILED = "sbatch: error: Batch job submission failed: "
 

@@ -13,7 +13,7 @@ from supervise_stage import Stage
 
 from hpctrain.judge import policy
 from hpctrain.judge.silence_limits import SilenceMonitor
-from hpctrain.slurm.backoff import Backoff
+from hpctrain.slurm.client import Backoff
 from hpctrain.supervise import loop, storage_retry
 from hpctrain.supervise.act import requeue
 from hpctrain.supervise.evidence import job_facts, launch_watch

@@ -15,7 +15,7 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
 from hpctrain.base import reserved_ports
-from hpctrain.sandbox.ports import HIGHEST
+from hpctrain.sandbox.paths import HIGHEST
 from hpctrain.supervise.srun_process import Signals, SrunProcess, reserve_port
 
 
