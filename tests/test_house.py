@@ -43,7 +43,7 @@ PURE = ("plan", "simulate", "engines", "job/render", "spec", "judge", "diagnose"
 PURE = (*PURE, "page", "trials", "report", "export", "serve/plan", "serve/engines")
 # Of those rooms, the files around that read, beside their commands.
 READING = (
-    *("spec/loader.py", "spec/examples.py", "spec/profiles.py", "diagnose/of_run.py"),
+    *("spec/loader.py", "spec/reference.py", "spec/loader.py", "diagnose/of_run.py"),
     *("export/metrics.py", "export/of_spec.py", "report/collect.py", "report/service_report.py"),
     *("report/team_report.py", "site/calibrate.py", "site/calibrate_service.py", "site/init.py"),
     *("site/node_survey.py", "site/read_site.py", "site/site_calibration.py", "site/survey.py"),

@@ -14,7 +14,7 @@ from hpctrain.base.errors import InvalidInputError, Problem, UsageError
 from hpctrain.job.render.containers import has_amd_gpus
 from hpctrain.spec.job_text import literal_text
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.container import ContainerProfile
+from hpctrain.spec.profile.software import ContainerProfile
 
 RUNS_PATH = "/runs"
 # RFC 1123, section 2.1, and RFC 1035 for the service of the pods, which begins with a letter.

@@ -16,9 +16,8 @@ from hpctrain.job.render.job_environment import submit_variables
 from hpctrain.job.render.script import build_script
 from hpctrain.records.evaluations import EvaluationJob, EvaluationSettings
 from hpctrain.records.layout import RunLayout
-from hpctrain.spec.loader import partition_profile
+from hpctrain.spec.loader import load_named_profile, partition_profile
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profiles import load_named_profile
 
 if TYPE_CHECKING:
     from hpctrain.job.prepare import Prepared

@@ -15,7 +15,7 @@ from hpctrain.page.text import marked, or_dash
 if TYPE_CHECKING:
     from hpctrain.base.errors import Problem
     from hpctrain.spec.profile import ClusterProfile
-    from hpctrain.spec.schema import Kind
+    from hpctrain.spec.reference import Kind
 
 SPEC_ARGUMENT = click.Path(path_type=Path, allow_dash=True)
 
@@ -131,8 +131,7 @@ def profiles(name: str | None, as_json: bool) -> None:
       hpctrain profiles
       hpctrain profiles a100x64
     """
-    from hpctrain.spec.loader import profile_names
-    from hpctrain.spec.profiles import load_named_profile, profile_search_path
+    from hpctrain.spec.loader import load_named_profile, profile_names, profile_search_path
     from hpctrain.spec.resolved import write_resolved
 
     if name is not None:
@@ -168,7 +167,7 @@ def profiles(name: str | None, as_json: bool) -> None:
 def _readable_profiles(names: list[str]) -> tuple[list[ClusterProfile], list[Problem]]:
     """Read every profile; one that is wrong hides no other."""
     from hpctrain.base.errors import InvalidInputError
-    from hpctrain.spec.profiles import load_named_profile
+    from hpctrain.spec.loader import load_named_profile
 
     documents: list[ClusterProfile] = []
     problems: list[Problem] = []
@@ -189,6 +188,6 @@ def schema(kind: Kind) -> None:
     Examples:
       hpctrain schema spec > schemas/spec.json
     """
-    from hpctrain.spec.schema import json_schema
+    from hpctrain.spec.reference import json_schema
 
     click.echo(json_schema(kind), nl=False)

@@ -39,7 +39,7 @@ from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.notify import joined_notify
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.container import ContainerProfile
+from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import RunSpec
 
 State = Literal["works", "limited", "fails", "unknown"]

@@ -46,6 +46,8 @@ from hpctrain.records.jobs import run_comment
 from hpctrain.spec.calibration import (
     Calibration,
     SiteCalibration,
+    SiteLearning,
+    Uncertainty,
     constants_digest,
     measured_rates,
 )
@@ -53,19 +55,19 @@ from hpctrain.spec.loader import (
     Loaded,
     load_calibration,
     load_catalogue,
+    load_named_profile,
     load_run_spec,
     load_uncertainty,
     partition_profile,
+    profile_search_path,
 )
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profiles import load_named_profile, profile_search_path
 from hpctrain.spec.run import DataSource, RunSpec
-from hpctrain.spec.uncertainty import SiteLearning, Uncertainty
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
+    from hpctrain.spec.calibration import SiteLearning, Uncertainty
     from hpctrain.spec.catalogue import Gpu, GpuVariable
-    from hpctrain.spec.uncertainty import SiteLearning, Uncertainty
 
 
 @dataclass(frozen=True)

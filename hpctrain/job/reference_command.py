@@ -12,8 +12,7 @@ from hpctrain.page.output import table
 from hpctrain.page.text import paragraph
 
 if TYPE_CHECKING:
-    from hpctrain.spec.reference import Field
-    from hpctrain.spec.schema import Kind
+    from hpctrain.spec.reference import Field, Kind
 
 _INDENT = 10
 
@@ -86,8 +85,8 @@ def examples(name: str | None) -> None:
       hpctrain examples
       hpctrain examples gpt175b > mine.yaml
     """
-    from hpctrain.spec.examples import examples as all_examples
-    from hpctrain.spec.examples import find_example
+    from hpctrain.spec.reference import examples as all_examples
+    from hpctrain.spec.reference import find_example
 
     if name is not None:
         click.echo(find_example(name).read_text(encoding="utf-8"), nl=False)

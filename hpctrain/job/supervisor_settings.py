@@ -27,7 +27,7 @@ from hpctrain.records.supervise_config import (
     TopologySettings,
 )
 from hpctrain.spec.notify import NotifySpec
-from hpctrain.spec.profile.network import port_range
+from hpctrain.spec.profile.hardware import port_range
 
 NODE_LEDGER_NAME = "nodes.jsonl"
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpctrain.spec.loader import Loaded
+    from hpctrain.spec.reference import Kind
     from hpctrain.spec.run import RunSpec
-    from hpctrain.spec.schema import Kind
     from hpctrain.spec.service import ServiceSpec
 
 
@@ -21,9 +21,13 @@ def validate_file(path: Path, kind: Kind | None = None) -> str:
     """
     from hpctrain.base.errors import InvalidInputError, Problem
     from hpctrain.job.render.continuation import continuation_problems
-    from hpctrain.spec.loader import load_profile, load_run_spec, load_service_spec
-    from hpctrain.spec.profiles import profile_search_path
-    from hpctrain.spec.schema import TITLES
+    from hpctrain.spec.loader import (
+        load_profile,
+        load_run_spec,
+        load_service_spec,
+        profile_search_path,
+    )
+    from hpctrain.spec.reference import TITLES
 
     if kind is None:
         kind = kind_of_file(path)

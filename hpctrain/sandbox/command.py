@@ -119,7 +119,7 @@ def up(
     from hpctrain.sandbox.monitoring import alerts_page
     from hpctrain.sandbox.sandbox import Sandbox
     from hpctrain.sandbox.shape import shape_from_profile
-    from hpctrain.spec.profiles import load_named_profile
+    from hpctrain.spec.loader import load_named_profile
 
     began = clock.monotonic()
     if webhook is not None and not prometheus:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from hpctrain.base.errors import UsageError
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.partition import PartitionProfile
+from hpctrain.spec.profile.slurm import PartitionProfile
 
 # With more slurmds on one machine, replies exceed Slurm's timeouts.
 MAX_NODES = 1024

@@ -32,7 +32,7 @@ from hpctrain.serve.service_job import (
 )
 from hpctrain.serve.service_tasks import replica_task
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.network import port_range
+from hpctrain.spec.profile.hardware import port_range
 from hpctrain.spec.service import ServiceSpec
 
 # How long loading may take, as a multiple of what is expected, and at least.

@@ -29,9 +29,8 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.records.supervise_config import LaunchShape
 from hpctrain.serve.plan.documents import ServicePlan
-from hpctrain.spec.loader import Loaded
+from hpctrain.spec.loader import Loaded, profile_search_path
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profiles import profile_search_path
 from hpctrain.spec.service import ServiceSpec
 from hpctrain.spec.supervision import SuperviseSpec
 

@@ -19,7 +19,7 @@ from hpctrain.serve.router.haproxy import (
     token_digests,
 )
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.network import port_range
+from hpctrain.spec.profile.hardware import port_range
 from hpctrain.spec.service import ServiceSpec
 
 # HAProxy takes no more threads (Configuration Manual, 3.1: nbthread).

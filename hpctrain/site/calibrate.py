@@ -44,9 +44,8 @@ from hpctrain.spec.calibration import (
     constants_digest,
 )
 from hpctrain.spec.catalogue import Gpu, match_gpu
-from hpctrain.spec.loader import Loaded, load_catalogue, load_document
+from hpctrain.spec.loader import Loaded, load_catalogue, load_document, profile_search_path
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profiles import profile_search_path
 from hpctrain.spec.run import RunSpec
 
 if TYPE_CHECKING:

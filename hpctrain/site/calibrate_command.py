@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.site.calibrate_runs import LearningResult
     from hpctrain.site.calibrate_service import ServiceCalibrationResult
     from hpctrain.site.own_runs import EngineLearning
-    from hpctrain.spec.uncertainty import LearnedMultiplier, OwnRun, SiteLearning
+    from hpctrain.spec.calibration import LearnedMultiplier, OwnRun, SiteLearning
 
 
 _NAMES = {

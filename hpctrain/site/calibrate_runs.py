@@ -40,12 +40,17 @@ from hpctrain.site.site_calibration import (
 from hpctrain.spec.calibration import (
     RATE_MULTIPLIERS,
     SiteCalibration,
+    SiteLearning,
     constants_digest,
     measured_rates,
 )
-from hpctrain.spec.loader import find_profile, load_catalogue, load_document, load_profile
-from hpctrain.spec.profiles import profile_search_path
-from hpctrain.spec.uncertainty import SiteLearning
+from hpctrain.spec.loader import (
+    find_profile,
+    load_catalogue,
+    load_document,
+    load_profile,
+    profile_search_path,
+)
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge

@@ -25,7 +25,7 @@ from hpctrain.site.hardware import NODES_SHOWN, NodeGroup, groups_of
 from hpctrain.slurm.cluster_records import PartitionFacts
 from hpctrain.slurm.settings import seconds_of, words_of
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.partition import PartitionProfile
+from hpctrain.spec.profile.slurm import PartitionProfile
 
 Severity = Literal["refused", "loses work", "slower", "harmless"]
 _TOPOLOGY_SHOWN = "scontrol show topology"

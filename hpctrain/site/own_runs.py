@@ -34,13 +34,13 @@ from hpctrain.records.run_records import (
 from hpctrain.records.software import SoftwareRecord, read_software
 from hpctrain.records.speed_checks import read_speed_checks
 from hpctrain.runs.run_documents import known_plan
+from hpctrain.spec.calibration import LearnedMultiplier, OwnRun, SiteLearning
 from hpctrain.spec.catalogue import Gpu, GpuCatalogue, cluster_gpu, match_gpu
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.loader import load_profile, load_run_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.spec.uncertainty import LearnedMultiplier, OwnRun, SiteLearning
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge

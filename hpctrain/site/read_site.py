@@ -42,9 +42,14 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.cluster_queries import ClusterQueries, step_output
 from hpctrain.slurm.cluster_records import ClusterFacts, PartitionFacts
 from hpctrain.slurm.records import JobRecord
-from hpctrain.spec.loader import Loaded, load_catalogue, load_profile
+from hpctrain.spec.loader import (
+    Loaded,
+    load_catalogue,
+    load_named_profile,
+    load_profile,
+    profile_search_path,
+)
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profiles import load_named_profile, profile_search_path
 
 # Variables that sites set to directories of a user; their mounts are file systems of runs.
 _DIRECTORIES = ("HOME", "SCRATCH", "WORK", "PROJECT", "PSCRATCH", "SCRATCHDIR")

@@ -22,10 +22,11 @@ from hpctrain.spec.loader import (
     calibrated_profile,
     calibration_file,
     find_profile,
+    load_named_profile,
     load_plain_profile,
+    profile_search_path,
 )
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profiles import load_named_profile, profile_search_path
 
 _HEADER = """\
 # Measured on this cluster; written by `hpctrain calibrate`. Beside its profile it is used, else

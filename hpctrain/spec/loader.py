@@ -23,22 +23,24 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hpctrain.base import clock
 from hpctrain.base.errors import InvalidInputError, Problem, RefusedPlanError
-from hpctrain.spec.inheritance import PARTITION_SECTIONS, complete_partitions, merge
-from hpctrain.spec.overrides import OPTION, apply_overrides
-from hpctrain.spec.positions import Parsed, dotted, parse_yaml
-from hpctrain.spec.syntax import SourcePlace
+from hpctrain.spec.merging import (
+    OPTION,
+    PARTITION_SECTIONS,
+    apply_overrides,
+    complete_partitions,
+    merge,
+)
+from hpctrain.spec.positions import Parsed, SourcePlace, dotted, parse_yaml
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from hpctrain.spec.calibration import Calibration
-    from hpctrain.spec.catalogue import GpuCatalogue
-    from hpctrain.spec.presets import ModelPresets
+    from hpctrain.spec.calibration import Calibration, ServingCalibration, Uncertainty
+    from hpctrain.spec.catalogue import GpuCatalogue, ModelPresets
     from hpctrain.spec.profile import ClusterProfile
     from hpctrain.spec.run import RunSpec
     from hpctrain.spec.service import ServiceSpec
-    from hpctrain.spec.serving_calibration import ServingCalibration
-    from hpctrain.spec.uncertainty import Uncertainty
+
 
 DocumentT = TypeVar("DocumentT", bound="BaseModel")
 MAX_FILE_BYTES = 2**20
@@ -104,7 +106,7 @@ def load_run_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Run
         message, hint = "this is the spec of a service, not of a run", "`hpctrain serve plan FILE`"
         raise InvalidInputError([parsed.values["kind",].problem(message, hint)])
     if _names_a_preset(parsed):
-        from hpctrain.spec.presets import expand_preset
+        from hpctrain.spec.catalogue import expand_preset
 
         expand_preset(parsed, load_presets())
     apply_overrides(parsed, overrides)
@@ -124,7 +126,7 @@ def load_service_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded
         hint = "runs are planned by `hpctrain plan` and started by `hpctrain submit`"
         raise InvalidInputError([SourcePlace(_shown_name(path), 1, 1).problem(message, hint)])
     if _names_a_preset(parsed):
-        from hpctrain.spec.presets import expand_preset
+        from hpctrain.spec.catalogue import expand_preset
 
         expand_preset(parsed, load_presets())
     apply_overrides(parsed, overrides)
@@ -377,7 +379,7 @@ def load_calibration() -> Calibration:
 @cache
 def load_uncertainty() -> Uncertainty:
     """Load how far the cost model may be off on an unknown site, once per process."""
-    from hpctrain.spec.uncertainty import Uncertainty
+    from hpctrain.spec.calibration import Uncertainty
 
     return load_packaged(Uncertainty, PACKAGED_UNCERTAINTY)
 
@@ -385,7 +387,7 @@ def load_uncertainty() -> Uncertainty:
 @cache
 def load_serving_calibration() -> ServingCalibration:
     """Load the packaged constants of inference, once per process."""
-    from hpctrain.spec.serving_calibration import ServingCalibration
+    from hpctrain.spec.calibration import ServingCalibration
 
     return load_packaged(ServingCalibration, PACKAGED_SERVING)
 
@@ -437,7 +439,7 @@ def _profiles(search_path: Sequence[Path]) -> dict[str, Path]:
 @cache
 def load_presets() -> ModelPresets:
     """Load the published models, once per process."""
-    from hpctrain.spec.presets import CATALOGUE, ModelPresets
+    from hpctrain.spec.catalogue import CATALOGUE, ModelPresets
 
     return load_packaged(ModelPresets, CATALOGUE)
 
@@ -649,3 +651,21 @@ def rename_former_fields(parsed: Parsed) -> None:
         parsed.problems.append(place.problem("`slurm.all_memory` is `slurm.memory` now: remove it"))
     parsed.values["slurm", "memory"] = place
     slurm["memory"] = "auto" if slurm.pop("all_memory") else "none"
+
+
+# -- Finds cluster profiles by name: those of $HPCTRAIN_PROFILE_PATH, then the packaged ones ----
+
+
+PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
+
+
+def profile_search_path() -> list[Path]:
+    """List the directories of $HPCTRAIN_PROFILE_PATH; packaged profiles come after them."""
+    entries = os.environ.get(PROFILE_PATH_VARIABLE, "").split(os.pathsep)
+    return [Path(entry) for entry in entries if entry]
+
+
+def load_named_profile(name: str) -> Loaded[ClusterProfile]:
+    """Read a profile by its name or path. Raises InvalidInputError with all problems."""
+    search_path = profile_search_path()
+    return load_profile(find_profile(name, search_path), search_path)

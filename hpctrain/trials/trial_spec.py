@@ -1,6 +1,6 @@
 """Derive the short run of a spec: a few steps, otherwise unchanged.
 
-Belongs here: the overrides. Does not belong here: applying them (`hpctrain.spec.overrides`).
+Belongs here: the overrides. Does not belong here: applying them (`hpctrain.spec.merging`).
 """
 
 from __future__ import annotations

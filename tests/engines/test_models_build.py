@@ -22,8 +22,8 @@ from hpctrain.plan.mesh.layout import layout_of
 from hpctrain.plan.mesh.stages import build_stages
 from hpctrain.plan.model.counts import count_model
 from hpctrain.plan.model.parameters import total_parameters
+from hpctrain.spec.model import LoraSpec
 from hpctrain.spec.run import ParallelSpec, RunSpec
-from hpctrain.spec.tuning import LoraSpec
 from hpctrain.train.engines.models.blocks import blocks_of
 from hpctrain.train.engines.models.build import build_module
 from hpctrain.train.engines.models.lora import adapted_layers, merge_adapters

@@ -2,7 +2,7 @@
 
 Belongs here: options of srun for pyxis, EDF and uenv, the command of apptainer and singularity, and
 the import of an image. Does not belong here: which options a site may add
-(`hpctrain.spec.profile.container`), all other options of srun (`script`).
+(`hpctrain.spec.profile.software`), all other options of srun (`script`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hpctrain.plan.job import JobSpec
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.container import ContainerProfile
+from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import ContainerSpec
 
 # Slurm's name of AMD's accelerators: mi100, mi250x, mi300a.

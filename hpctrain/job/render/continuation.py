@@ -13,7 +13,7 @@ Does not belong here: other options.
 from __future__ import annotations
 
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.partition import PartitionProfile
+from hpctrain.spec.profile.slurm import PartitionProfile
 
 
 def continuation_options(profile: ClusterProfile) -> dict[str, str | None]:

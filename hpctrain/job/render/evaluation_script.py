@@ -18,8 +18,8 @@ from hpctrain.job.render.script import Script, directive_lines
 from hpctrain.job.render.site_options import job_constraint
 from hpctrain.job.render.template import PACKAGED, render_template
 from hpctrain.plan.job import Job, TrainingJob
-from hpctrain.spec.evaluation import PLACEHOLDERS, EvaluationJobSpec
 from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import PLACEHOLDERS, EvaluationJobSpec
 
 TEMPLATE = "evaluation.sbatch.j2"
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")

@@ -16,8 +16,7 @@ from typing import Literal, Self, get_args
 from pydantic import model_validator
 from pydantic_core import core_schema
 
-from hpctrain.spec.contradiction import Contradiction
-from hpctrain.spec.document import Document
+from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.fields import did_you_mean
 
 # What these words mean is explained at the head of `footprint.yaml`.

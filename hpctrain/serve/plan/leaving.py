@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hpctrain.base.units import short_duration
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.partition import PartitionProfile
+from hpctrain.spec.profile.slurm import PartitionProfile
 from hpctrain.spec.service import DrainSpec
 
 # How long an engine without requests takes to end, at most. vLLM 0.32 on a CPU: 3 to 5 s.

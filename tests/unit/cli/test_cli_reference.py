@@ -10,7 +10,7 @@ from command_line import hpctrain
 
 from hpctrain.cli.main import cli
 from hpctrain.job.validate import load_spec
-from hpctrain.spec.examples import examples
+from hpctrain.spec.reference import examples
 
 ROOT = Path(__file__).resolve().parents[3]
 

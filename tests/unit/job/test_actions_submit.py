@@ -31,8 +31,7 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import SubmittedJob
-from hpctrain.spec.loader import load_profile, load_run_spec
-from hpctrain.spec.profiles import profile_search_path
+from hpctrain.spec.loader import load_profile, load_run_spec, profile_search_path
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "examples/gpt-tiny.yaml"

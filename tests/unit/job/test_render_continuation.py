@@ -9,7 +9,7 @@ from hpctrain.base.errors import InvalidInputError
 from hpctrain.job.render.continuation import continuation_line, continuation_problems
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.partition import PartitionProfile, PreemptionProfile
+from hpctrain.spec.profile.slurm import PartitionProfile, PreemptionProfile
 from hpctrain.spec.run import RunSpec
 
 DIRECTIVE = "#SBATCH "

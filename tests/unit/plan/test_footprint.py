@@ -35,7 +35,7 @@ from hpctrain.records.old_launches import pack_old_launches
 from hpctrain.records.supervise_config import TopologySettings
 from hpctrain.slurm import client
 from hpctrain.spec.loader import load_document
-from hpctrain.spec.profile.limits import LimitsProfile
+from hpctrain.spec.profile.hardware import LimitsProfile
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = load_footprint_table()

@@ -14,9 +14,8 @@ from hpctrain.base.errors import UsageError
 from hpctrain.spec.loader import load_profile, load_run_spec, load_service_spec
 from hpctrain.spec.positions import parse_yaml
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.reference import fields_of, find_field, names_below
+from hpctrain.spec.reference import Kind, fields_of, find_field, names_below
 from hpctrain.spec.run import RunSpec
-from hpctrain.spec.schema import Kind
 from hpctrain.spec.service import ServiceSpec
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,8 +11,8 @@ from wrong_specs import VALID, problems_of, shown
 
 from hpctrain.spec.loader import load_run_spec
 from hpctrain.spec.model import RESNET_FEATURES, ModelSpec
+from hpctrain.spec.reference import json_schema
 from hpctrain.spec.resolved import write_resolved
-from hpctrain.spec.schema import json_schema
 
 OLD = next(line for line in VALID.splitlines() if line.startswith("model:"))
 TEXT = "layers: 4, hidden: 64, heads: 4, vocab: 512, seq: 128"

@@ -11,8 +11,8 @@ import pytest
 
 from hpctrain.spec.fields import known_paths
 from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.reference import TITLES, json_schema
 from hpctrain.spec.run import RunSpec
-from hpctrain.spec.schema import TITLES, json_schema
 from hpctrain.spec.service import ServiceSpec
 
 
@@ -67,7 +67,7 @@ def test_schema_states_types_and_choices() -> None:
 
 
 def test_schema_is_the_same_in_another_process() -> None:
-    code = "from hpctrain.spec.schema import json_schema; print(json_schema('profile'), end='')"
+    code = "from hpctrain.spec.reference import json_schema; print(json_schema('profile'), end='')"
     command = [sys.executable, "-c", code]
     again = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
     assert again.stdout == json_schema("profile")

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.spec.tuning import LoraSpec
+from hpctrain.spec.model import LoraSpec
 from hpctrain.train.engines.models.blocks import blocks_of
 from hpctrain.train.engines.models.transformers_library import hide_optional_packages
 

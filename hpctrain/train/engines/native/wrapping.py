@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.engines.native import NativeConfig
-from hpctrain.spec.engines.ddp import POWERSGD_RANK
+from hpctrain.spec.engines.native import POWERSGD_RANK
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engines.models.allocation import set_buffers
 from hpctrain.train.engines.models.blocks import blocks_of
