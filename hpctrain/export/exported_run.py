@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.export.lost_settings import Destination, LostSetting, lost_settings
-from hpctrain.job.render.job_environment import Variable, inherited_names
+from hpctrain.job.render.environment import Variable, inherited_names
 from hpctrain.plan.job import TrainingJob
 
 if TYPE_CHECKING:
     from hpctrain.spec.catalogue import GpuVariable
 from typing import TYPE_CHECKING
 
-from hpctrain.job.render.job_environment import script_variables
-from hpctrain.job.render.software import cache_directories, per_rank_variables
+from hpctrain.job.render.environment import cache_directories, per_rank_variables, script_variables
 from hpctrain.spec.job_text import expanded_names, literal_text
 from hpctrain.spec.profile import INTERFACE_VARIABLES
 

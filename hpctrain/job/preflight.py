@@ -2,7 +2,7 @@
 
 `validate SPEC -p PROFILE` and `plan` show the list, `submit` refuses what fails, all at once.
 Belongs here: which checks there are, and in which order. Does not belong here: how data is checked
-(`token_checks`, `hpctrain.records.dataset_checks`), planning, what nodes find when a launch begins
+(`input_checks`, `hpctrain.records.dataset_checks`), planning, what nodes find when a launch begins
 (`hpctrain.supervise.evidence.node_checks`, `hpctrain.train.preflight`).
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ from hpctrain.job.prepare import Prepared, load_inputs, prepare
 from hpctrain.job.render.containers import run_container
 from hpctrain.job.supervisor_settings import notify_settings
 from hpctrain.notify.channels import channel_problems
+from hpctrain.records.find import runs_directory
 from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.notify import joined_notify
@@ -372,3 +374,33 @@ def _refused(error: HpctrainError, spec: Loaded[RunSpec]) -> Check:
     if isinstance(error, InvalidInputError):
         return _failed(_PLAN, *error.problems)
     return _failed(_PLAN, Problem(str(error), hint=error.hint))
+
+
+# -- Formats what would end a run in the queue or at its start: the sentence of `plan` ----------
+
+
+def ready_sentence(spec: Path, profile: str, overrides: Sequence[str]) -> str:
+    """Say whether the run could be submitted, and the command that follows."""
+    checks = examine(spec, profile, overrides, runs=runs_directory(None)).checks
+    words = input_words(spec, profile, overrides)
+    failing = [check for check in checks if check.state == "fails"]
+    notes = [
+        check.sentence for check in checks if check.state == "limited" and (check.subject != "plan")
+    ]
+    if failing:
+        listed = ", ".join(_counted(check) for check in failing)
+        return f"no: {listed}; `hpctrain validate {words}` lists them"
+    said = "".join(f"; {note}" for note in notes)
+    return f"yes: `hpctrain submit {words}`{said}"
+
+
+def input_words(spec: Path, profile: str, overrides: Sequence[str]) -> str:
+    """Join the words that give the same documents to another command."""
+    settings = [word for one in overrides for word in ("--set", one)]
+    return shlex.join(["-p", profile, str(spec), *settings])
+
+
+def _counted(check: Check) -> str:
+    if len(check.problems) == 1:
+        return f"{check.subject} (1 problem)"
+    return f"{check.subject} ({len(check.problems)} problems)"

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from hpctrain.base.durable import is_temporary, replace_text
 from hpctrain.base.errors import UsageError
-from hpctrain.job.evaluation_files import evaluation_files
 from hpctrain.job.kept_code import keep_checkout_changes, keep_code
-from hpctrain.job.prepare import Prepared
-from hpctrain.job.tracking_settings import tracking_settings
+from hpctrain.job.prepare import Prepared, evaluation_files
+from hpctrain.job.supervisor_settings import tracking_settings
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind

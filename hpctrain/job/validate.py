@@ -20,7 +20,7 @@ def validate_file(path: Path, kind: Kind | None = None) -> str:
     InvalidInputError with every problem.
     """
     from hpctrain.base.errors import InvalidInputError, Problem
-    from hpctrain.job.render.continuation import continuation_problems
+    from hpctrain.job.render.job_options import continuation_problems
     from hpctrain.spec.loader import (
         load_profile,
         load_run_spec,

@@ -179,12 +179,11 @@ def _monitoring(runs: Path | None, webhook: str | None, alert_delays: float) -> 
                 f"the webhook of a sandbox is one of this machine, not {url.hostname or webhook}",
                 "as in --webhook http://127.0.0.1:9099/alerts",
             )
-    if not is_complete(prometheus_cache()):
-        say(
-            f"Fetching Prometheus of Debian {PROMETHEUS_SUITE} into {prometheus_cache()} (some 75 MB)"
-        )
+    cache = prometheus_cache()
+    if not is_complete(cache):
+        say(f"Fetching Prometheus of Debian {PROMETHEUS_SUITE} into {cache} (some 75 MB)")
     watched = runs_directory(runs).absolute()
-    programs = fetch_prometheus(prometheus_cache())
+    programs = fetch_prometheus(cache)
     return Monitoring(
         programs.directory,
         watched,

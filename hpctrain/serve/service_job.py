@@ -16,11 +16,15 @@ from typing import Generic, Literal, TypeVar
 from pydantic import BaseModel
 
 from hpctrain.base.units import Duration, short_duration
-from hpctrain.job.job_documents import JobDocuments
-from hpctrain.job.render.script import JobTask, ScriptFacts, job_script
-from hpctrain.job.render.software import prologue_text
-from hpctrain.job.render.template import ServiceWords, render_service_script
-from hpctrain.job.site_files import setup_file, site_templates, templates_digest
+from hpctrain.job.prepare import JobDocuments, setup_file, site_templates, templates_digest
+from hpctrain.job.render.environment import prologue_text
+from hpctrain.job.render.script import (
+    JobTask,
+    ScriptFacts,
+    ServiceWords,
+    job_script,
+    render_service_script,
+)
 from hpctrain.job.supervisor_settings import supervise_config
 from hpctrain.judge.catalogue import load_signatures
 from hpctrain.plan.job import Job

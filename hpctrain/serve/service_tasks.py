@@ -11,9 +11,8 @@ from __future__ import annotations
 import textwrap
 
 from hpctrain.base.printable_text import printable_line
-from hpctrain.job.render.continuation import continuation_clause, continuation_sentence
-from hpctrain.job.render.script import JobTask
-from hpctrain.job.render.srun_tasks import SrunTasks
+from hpctrain.job.render.job_options import continuation_clause, continuation_sentence
+from hpctrain.job.render.script import JobTask, SrunTasks
 from hpctrain.plan.job import Job
 from hpctrain.serve.plan.documents import ReplicaPlan
 from hpctrain.serve.plan.leaving import LeaveTimes

@@ -235,7 +235,7 @@ def _against(text: str, error: float) -> str:
 
 
 def _multiplier_line(one: LearnedMultiplier) -> str:
-    from hpctrain.job.explain_text import MULTIPLIERS
+    from hpctrain.job.plan_text import MULTIPLIERS
 
     before, after = _range(1.0, one.before), _range(one.factor, one.after)
     return (

@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.base.errors import Refusal
+from hpctrain.job.render.job_options import (
+    exclusive_option,
+    gpu_request,
+    job_constraint,
+    memory_options,
+)
 from hpctrain.job.render.quoting import sh
-from hpctrain.job.render.resource_options import exclusive_option, gpu_request, memory_options
-from hpctrain.job.render.script import Script, directive_lines
-from hpctrain.job.render.site_options import job_constraint
-from hpctrain.job.render.template import PACKAGED, render_template
+from hpctrain.job.render.script import PACKAGED, Script, directive_lines, render_template
 from hpctrain.plan.job import Job, TrainingJob
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import PLACEHOLDERS, EvaluationJobSpec

@@ -232,7 +232,7 @@ def _unknown(
 # -- Published models by name: `model: llama-3-8b` instead of a dozen fields --------------------
 
 
-CATALOGUE = FilePath(__file__).resolve().parent / "catalogue" / "models.yaml"
+CATALOGUE = FilePath(__file__).resolve().with_name("models.yaml")
 MODEL, PRESET = "model", "preset"
 
 

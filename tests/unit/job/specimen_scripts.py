@@ -6,8 +6,7 @@ from pathlib import Path
 
 from planned_job import planned_job
 
-from hpctrain.job.render.script import ScriptFacts, build_script
-from hpctrain.job.render.template import render_script
+from hpctrain.job.render.script import ScriptFacts, build_script, render_script
 from hpctrain.spec.catalogue import GpuVariable
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.profile import ClusterProfile

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.job.forecast_text import decision_lines, forecast_lines, spot_lines
+from hpctrain.job.plan_text import decision_lines, forecast_lines, spot_lines
 from hpctrain.plan.forecast.budget import cheapest_plan
 from hpctrain.plan.forecast.documents import Budget, Forecast, RunFacts, SpotComparison
 from hpctrain.plan.forecast.predict import forecast

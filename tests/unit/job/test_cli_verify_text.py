@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.engines.verification import Verification, VerifiedStage
-from hpctrain.job.verify_text import verification_lines
+from hpctrain.job.verify import verification_lines
 
 
 def stage(index: int, planned: int, built: int, kept: int | None = None) -> VerifiedStage:

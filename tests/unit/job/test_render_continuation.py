@@ -6,7 +6,7 @@ import pytest
 from specimen_scripts import PROFILE, profile_with, render, spec_with
 
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.job.render.continuation import continuation_line, continuation_problems
+from hpctrain.job.render.job_options import continuation_line, continuation_problems
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.slurm import PartitionProfile, PreemptionProfile

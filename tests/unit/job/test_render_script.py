@@ -9,7 +9,7 @@ from planned_job import planned_job
 from specimen_scripts import PROFILE, ROOT, SPEC, profile_with, render, spec_with
 
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.job.render.job_environment import submit_variables
+from hpctrain.job.render.environment import submit_variables
 from hpctrain.spec.catalogue import find_gpu
 from hpctrain.spec.loader import find_profile, load_catalogue, load_profile, load_run_spec
 from hpctrain.spec.profile.software import FabricVariable

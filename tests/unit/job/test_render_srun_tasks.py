@@ -9,7 +9,7 @@ import pytest
 from planned_job import planned_job
 from specimen_scripts import PROFILE, PYTHON, SPEC, profile_with, render, spec_with
 
-from hpctrain.job.render.srun_tasks import logs_by
+from hpctrain.job.render.script import logs_by
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 

@@ -8,7 +8,7 @@ import pytest
 from planned_job import planned_job
 from specimen_scripts import SPEC, render, spec_with
 
-from hpctrain.job.render.topology import topology_options
+from hpctrain.job.render.job_options import topology_options
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
