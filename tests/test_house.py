@@ -35,7 +35,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.part
 RATCHETS = {
     "pairs of classes that share five fields": 111,
     "lines that hand on a field": 706,
-    "small modules of one other": 89,
+    "small modules of one other": 75,
 }
 
 # Rooms that compute: what they are about is handed to them.
@@ -285,6 +285,29 @@ def test_only_the_command_line_prints_and_exits() -> None:
         if called in forbidden
     ]
     assert not found, f"return a value or raise an HpctrainError instead: {found}"
+
+
+def test_commands_lie_in_the_rooms_of_what_they_show() -> None:
+    """`cli/` finds commands and reports errors; it has no document, quantity or state to show."""
+    shown = re.compile(r"(?<![\w-])([KMGT]i?B|GPU-hours|ms|s|min|steps?|PENDING|RUNNING|FAILED)\b")
+    found = []
+    for path, tree in trees().items():
+        cli = name(path).startswith("cli/")
+        for node in nodes(tree):
+            if isinstance(node, ast.FunctionDef) and not cli:
+                kinds = {dotted(getattr(one, "func", one)) for one in node.decorator_list}
+                command = any(kind.endswith((".command", ".group")) for kind in kinds)
+                if command and not re.search(r"(^|[/_])command\.py$", name(path)):
+                    found.append(f"{where(path, node)} {node.name} is a command")
+            elif cli and isinstance(node, ast.ImportFrom):
+                room = (node.module or "").partition("hpctrain.")[2].partition(".")[0]
+                if room in ("records", "plan", "serve"):
+                    found.append(f"{where(path, node)} imports {node.module}")
+            elif cli and isinstance(node, ast.JoinedStr):
+                texts = [str(one.value) for one in node.values if isinstance(one, ast.Constant)]
+                if any(map(shown.search, texts)):
+                    found.append(f"{where(path, node)} {ast.unparse(node)}")
+    assert not found, f"`command.py` or `*_command.py` of the room that knows: {found}"
 
 
 def test_nothing_is_run_by_a_shell_or_evaluated() -> None:

@@ -47,21 +47,13 @@ def advise(
     if free != spec:
         other = plan_option(Inputs(free, inputs.profile, inputs.knowledge), goal)
         if other.forecast is not None and _better(other.forecast, option.forecast):
-            found.append(_layout(other, option, words))
+            assert other.plan and other.forecast and option.forecast
+            chosen = f"{other.plan.layout}, micro {other.plan.batch.micro_batch}"
+            text = f"with layout and micro-batch free, {chosen}: {{gain}}"
+            found.append(_advice(text, _apply(words), other.forecast, option.forecast))
             best = other
     found += _sizes(inputs, free, best, option, goal, words)
     return tuple(found)
-
-
-def _layout(other: Option, option: Option, words: str | None) -> Advice:
-    assert other.plan and other.forecast and option.forecast
-    chosen = f"{other.plan.layout}, micro {other.plan.batch.micro_batch}"
-    return _advice(
-        f"with layout and micro-batch free, {chosen}: {{gain}}",
-        _apply(words),
-        other.forecast,
-        option.forecast,
-    )
 
 
 def _sizes(

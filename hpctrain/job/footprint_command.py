@@ -77,14 +77,8 @@ def footprint_lines(footprint: Footprint) -> list[str]:
         often += f"; the run takes {short_duration(rates.run_seconds)}"
     ranks = f"{footprint.ranks:,} ranks on {footprint.nodes:,} nodes"
     lines = facts(("Run", ranks), ("Forecast", often))
-    lines += ["", *_inode_lines(footprint), "", *_metadata_lines(footprint)]
-    lines += ["", *_rpc_lines(footprint), "", *_byte_lines(footprint), ""]
-    return lines + facts(*(("Assumed", assumption) for assumption in footprint.assumptions))
-
-
-def _inode_lines(footprint: Footprint) -> list[str]:
     inodes = footprint.inodes
-    return [
+    inode_lines = [
         _head("Files and directories", "NUMBER"),
         _row("per launch", inodes.per_launch),
         _row("per failed launch, at most", inodes.per_failed_launch),
@@ -97,13 +91,10 @@ def _inode_lines(footprint: Footprint) -> list[str]:
         _row(f"in {_period(footprint)}, to stay", inodes.per_period),
         _row("when the run is over", inodes.at_end, "with its checkpoints"),
     ]
-
-
-def _metadata_lines(footprint: Footprint) -> list[str]:
     made = footprint.metadata
     columns = "".join(f"{name.upper():>9}" for name in OPERATIONS)
     seconds = short_duration(made.start_seconds)
-    return [
+    metadata_lines = [
         f"{'Metadata operations':<26}{columns}",
         _calls("start, by ranks", made.launch_ranks),
         _calls("launch, by supervisor", made.launch_supervisor),
@@ -113,11 +104,9 @@ def _metadata_lines(footprint: Footprint) -> list[str]:
         _row("per second, by ranks", made.steady_ranks_per_second, "with saves, on average"),
         _row("per second, by supervisor", made.steady_supervisor_per_second),
     ]
-
-
-def _rpc_lines(footprint: Footprint) -> list[str]:
+    lines += ["", *inode_lines, "", *metadata_lines]
     rpc = footprint.rpc
-    return [
+    rpc_lines = [
         _head("RPCs to slurmctld", "NUMBER"),
         _row("per hour in steady state", rpc.steady_per_hour),
         _row("per hour, on average", rpc.mean_per_hour, "with launches and failures"),
@@ -127,18 +116,17 @@ def _rpc_lines(footprint: Footprint) -> list[str]:
         _row("a restart of the controller", rpc.controller_restart),
         _row("in the worst hour", rpc.worst_hour, "all of these once"),
     ]
-
-
-def _byte_lines(footprint: Footprint) -> list[str]:
     count = footprint.bytes
     files = footprint.checkpoint_files
-    return [
+    byte_lines = [
         _head("Bytes", "SIZE"),
         _row("logs and metrics per day", short_bytes(count.logs_per_day)),
         _row("per checkpoint", short_bytes(count.checkpoint), f"in {files:,} files"),
         _row("of kept checkpoints", short_bytes(count.kept_checkpoints)),
         _row("while one is saved", short_bytes(count.peak_checkpoints)),
     ]
+    lines += ["", *rpc_lines, "", *byte_lines, ""]
+    return lines + facts(*(("Assumed", assumption) for assumption in footprint.assumptions))
 
 
 def file_table(footprint: Footprint) -> tuple[Sequence[str], Sequence[Sequence[str]]]:

@@ -20,7 +20,6 @@ from hpctrain.plan.documents import (
     Plan,
     Prediction,
     RunnerUp,
-    Stage,
 )
 from hpctrain.plan.forecast.documents import (
     BudgetDecision,
@@ -273,22 +272,19 @@ def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
             round(sum(getattr(memory, f"{name}_bytes") for name in names) / 2**30, 2)
             for names in _COLUMNS.values()
         ]
+        # Format `12`, `3x4` for three chunks of four layers, or `3+4+4`, and the model's ends
+        chunks = stage.chunk_layers
+        alike = len(set(chunks)) == 1
+        text = "+".join(map(str, chunks))
+        if len(chunks) > 1 and alike:
+            text = f"{len(chunks)}x{chunks[0]}"
+        ends = ("emb" if stage.embedding else "", "loss" if stage.loss else "")
+        layers = " ".join(part for part in (text, *ends) if part)
         rows.append(
-            [str(stage.index), _layers(stage), short_count(stage.parameters_per_gpu)]
+            [str(stage.index), layers, short_count(stage.parameters_per_gpu)]
             + [f"{size:.2f}" for size in (*sizes, sum(sizes))]
         )
     return headers, rows
-
-
-def _layers(stage: Stage) -> str:
-    """Format `12`, `3x4` for three chunks of four layers, or `3+4+4`, and the model's ends."""
-    chunks = stage.chunk_layers
-    alike = len(set(chunks)) == 1
-    text = "+".join(map(str, chunks))
-    if len(chunks) > 1 and alike:
-        text = f"{len(chunks)}x{chunks[0]}"
-    ends = ("emb" if stage.embedding else "", "loss" if stage.loss else "")
-    return " ".join(part for part in (text, *ends) if part)
 
 
 # -- Formats plans for several numbers of GPUs as a table ---------------------------------------
@@ -488,11 +484,22 @@ def forecast_lines(forecast: Forecast, width: int = LINE_WIDTH) -> list[str]:
         price, currency = forecast.cost.per_gpu_hour, forecast.cost.currency
         tariff = forecast.cost.tariff
         cost = f"{forecast.cost.amount:,.0f} {currency} = {cost} x {price:g} {currency} ({tariff})"
+    stops = forecast.interruptions
+    text = (
+        f"{_count(forecast.failures)} expected, one per {days(stops.failure_mtbf_seconds)} on "
+        f"{forecast.nodes:,} node{'s' if forecast.nodes > 1 else ''}"
+    )
+    if stops.preemption_mtbf_seconds is not None:
+        text += (
+            f" · {_count(forecast.preemptions)} preemptions, one per "
+            f"{days(stops.preemption_mtbf_seconds)}"
+        )
+    failures = f"{text} · {days(stops.restart_seconds)} per restart"
     lines = [
         *_entry("Time", time, width),
         *_entry("", " · ".join(overheads), width),
         *_entry("Cost", cost, width),
-        *_entry("Failures", _failures(forecast), width),
+        *_entry("Failures", failures, width),
         *_entry("Saves", _saves(forecast), width),
         *_entry("Played", _played(forecast), width),
     ]
@@ -561,20 +568,6 @@ def _entry(label: str, text: str, width: int) -> list[str]:
     """Wrap a labelled paragraph; a number stays on one line with its unit."""
     lines = facts((label, _BEFORE_UNIT.sub(_TIE, text)), width=width)
     return [line.replace(_TIE, " ") for line in lines]
-
-
-def _failures(forecast: Forecast) -> str:
-    stops = forecast.interruptions
-    text = (
-        f"{_count(forecast.failures)} expected, one per {days(stops.failure_mtbf_seconds)} on "
-        f"{forecast.nodes:,} node{'s' if forecast.nodes > 1 else ''}"
-    )
-    if stops.preemption_mtbf_seconds is not None:
-        text += (
-            f" · {_count(forecast.preemptions)} preemptions, one per "
-            f"{days(stops.preemption_mtbf_seconds)}"
-        )
-    return f"{text} · {days(stops.restart_seconds)} per restart"
 
 
 def _saves(forecast: Forecast) -> str:

@@ -69,7 +69,6 @@ from hpctrain.spec.run import DataSource, RunSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
-    from hpctrain.spec.calibration import SiteLearning, Uncertainty
     from hpctrain.spec.catalogue import Gpu, GpuVariable
 
 
@@ -93,9 +92,6 @@ class JobDocuments:
             run.signatures: self.signatures,
         }
         return found if self.prologue is None else {**found, run.prologue: self.prologue}
-
-
-# ----------------------------------------------------------------------------------------------
 
 
 # ----------------------------------------------------------------------------------------------

@@ -73,17 +73,7 @@ def verify_plan(
 
 def verification_lines(verification: Verification, width: int = LINE_WIDTH) -> list[str]:
     """Format one line per stage, a verdict, and the remarks."""
-    return [
-        f"Verify    one rank of each stage, built by megatron-core "
-        f"{verification.megatron_core_version} on no GPU",
-        *_rows(verification.stages),
-        *_wrapped("", _verdict(verification), width),
-        *(line for remark in verification.remarks for line in _wrapped("- ", remark, width)),
-    ]
-
-
-def _rows(stages: tuple[VerifiedStage, ...]) -> list[str]:
-    """Tabulate parameters planned and built, and planned and measured bytes of a microbatch."""
+    # Tabulate parameters planned and built, and planned and measured bytes of a microbatch
     headers = ("STAGE", "RANK", "PLANNED", "BUILT", "", "KEPT", "MEASURED")
     cells = [
         (
@@ -95,9 +85,16 @@ def _rows(stages: tuple[VerifiedStage, ...]) -> list[str]:
             "-" if stage.planned_kept_bytes is None else short_bytes(stage.planned_kept_bytes),
             "-" if stage.measured_kept_bytes is None else short_bytes(stage.measured_kept_bytes),
         )
-        for stage in stages
+        for stage in verification.stages
     ]
-    return columns_text(headers, cells, numeric=True)
+    rows = columns_text(headers, cells, numeric=True)
+    return [
+        f"Verify    one rank of each stage, built by megatron-core "
+        f"{verification.megatron_core_version} on no GPU",
+        *rows,
+        *_wrapped("", _verdict(verification), width),
+        *(line for remark in verification.remarks for line in _wrapped("- ", remark, width)),
+    ]
 
 
 def _verdict(verification: Verification) -> str:

@@ -19,11 +19,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.base.units import Bandwidth
 from hpctrain.job.prepare import load_knowledge, site_knowledge
+from hpctrain.plan.cost.constants import calibration_of, fabric_of
 from hpctrain.plan.request import Knowledge
 from hpctrain.records.gpu_report import GpuReport, StepTime
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.speed_checks import SpeedCheck
-from hpctrain.site.measured_rates import Measurements, Share, measured_shares
+from hpctrain.site.measured_rates import Measurements, measured_shares
 from hpctrain.site.own_runs import (
     MeasuredRun,
     engine_learning,
@@ -37,7 +38,6 @@ from hpctrain.site.site_calibration import (
     write_site_calibration,
 )
 from hpctrain.spec.calibration import (
-    Calibration,
     FabricCalibration,
     GpuCalibration,
     SiteCalibration,
@@ -127,8 +127,8 @@ def calibrate(
     if gpu is None:
         message = f"profile {loaded.document.name} describes no known GPU"
         raise InvalidInputError([loaded.problem("gpu", message, "name it in `gpu.model`")])
-    own = packaged_shares(packaged.calibration, gpu)
-    fabric = packaged_fabric(packaged.calibration, loaded.document.network.fabric)
+    own = calibration_of(packaged.calibration, gpu)
+    fabric = fabric_of(packaged.calibration, loaded.document.network.fabric)
     problems = [read.problem(*one) for one in _other_gpus(read.measurements, gpu)]
     found, suspects = measured_shares(read.measurements, gpu, own)
     problems += [read.problem(suspect.path, suspect.message, suspect.hint) for suspect in suspects]
@@ -151,10 +151,19 @@ def calibrate(
         site = site.model_copy(update={"serving": target.before.serving})
         remarks += _forgotten(target.before, site)
     write_site_calibration(target.path, site)
+    before = packaged_rates(own, fabric, gpu)
     return CalibrationResult(
         profile=loaded.document.name,
         site=site,
-        figures=tuple(_figures(found, site, own, fabric, gpu)),
+        figures=tuple(
+            CalibratedFigure(
+                name=share.name,
+                packaged=before[share.name],
+                measured=float(getattr(site, share.name)),
+                source=share.source,
+            )
+            for share in found
+        ),
         steps=tuple(_step(step, loaded, packaged, calibrated) for step in read.steps),
         remarks=tuple(remarks),
         path=str(target.path),
@@ -162,25 +171,29 @@ def calibrate(
     )
 
 
-def packaged_fabric(calibration: Calibration, fabric: str) -> FabricCalibration:
-    """Select the packaged constants of a network."""
-    from hpctrain.plan.cost.constants import fabric_of  # with NumPy
-
-    return fabric_of(calibration, fabric)
-
-
-def packaged_shares(calibration: Calibration, gpu: Gpu) -> GpuCalibration:
-    """Return the packaged shares of a GPU."""
-    from hpctrain.plan.cost.constants import calibration_of  # with NumPy
-
-    return calibration_of(calibration, gpu)
+def packaged_rates(own: GpuCalibration, fabric: FabricCalibration, gpu: Gpu) -> dict[str, float]:
+    """Return what is packaged for each field of a site's rates: shares, links in bytes/s."""
+    return {
+        "product_efficiency": own.product_efficiency,
+        "flash_efficiency": own.flash_efficiency,
+        "memory_efficiency": own.memory_efficiency,
+        "nvlink_bandwidth": own.nvlink_efficiency * float(gpu.nvlink_bandwidth),
+        "network_bandwidth": fabric.network_efficiency * float(gpu.network_bandwidth),
+    }
 
 
 def _read(result: Path) -> _Read:
     """Read a report, `speed.jsonl` or a run directory. Raises InvalidInputError."""
     if result.is_dir():
         if not (result / SPEED_FILE).is_file():
-            raise InvalidInputError([_no_result(result)])
+            # the directory has measured nothing; directories in it may be runs
+            message = "is no run that has trained, no comparison and no service"
+            runs = sorted(one for one in result.iterdir() if RunLayout(one).metrics.is_file())
+            names = " ".join(map(str, runs[:_NAMED_RUNS])) + (
+                " ..." if len(runs) > _NAMED_RUNS else ""
+            )
+            hint = f"give the runs in it: {names}" if runs else "`hpctrain status` lists runs"
+            raise InvalidInputError([Problem(message, str(result), hint=hint)])
         result = result / SPEED_FILE
     if result.suffix == ".jsonl":
         return _read_lines(result)
@@ -189,15 +202,6 @@ def _read(result: Path) -> _Read:
     return _Read(
         Measurements(report.speed, report.kernels), loaded.problem, report.profile, report.steps
     )
-
-
-def _no_result(directory: Path) -> Problem:
-    """Say that a directory has measured nothing, and which directories in it are runs."""
-    message = "is no run that has trained, no comparison and no service"
-    runs = sorted(one for one in directory.iterdir() if RunLayout(one).metrics.is_file())
-    names = " ".join(map(str, runs[:_NAMED_RUNS])) + (" ..." if len(runs) > _NAMED_RUNS else "")
-    hint = f"give the runs in it: {names}" if runs else "`hpctrain status` lists runs"
-    return Problem(message, str(directory), hint=hint)
 
 
 def _read_lines(path: Path) -> _Read:
@@ -327,32 +331,6 @@ def _step(
         calibrated_seconds=after,
         problem=problem,
     )
-
-
-def _figures(
-    shares: Sequence[Share],
-    site: SiteCalibration,
-    own: GpuCalibration,
-    fabric: FabricCalibration,
-    gpu: Gpu,
-) -> list[CalibratedFigure]:
-    """Compare each figure with the packaged one, links in bytes per second."""
-    packaged = {
-        "product_efficiency": own.product_efficiency,
-        "flash_efficiency": own.flash_efficiency,
-        "memory_efficiency": own.memory_efficiency,
-        "nvlink_bandwidth": own.nvlink_efficiency * float(gpu.nvlink_bandwidth),
-        "network_bandwidth": fabric.network_efficiency * float(gpu.network_bandwidth),
-    }
-    return [
-        CalibratedFigure(
-            name=share.name,
-            packaged=packaged[share.name],
-            measured=float(getattr(site, share.name)),
-            source=share.source,
-        )
-        for share in shares
-    ]
 
 
 def _forgotten(before: SiteCalibration, site: SiteCalibration) -> list[str]:

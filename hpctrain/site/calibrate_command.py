@@ -16,9 +16,8 @@ from hpctrain.page.output import json_out, line_width, say
 from hpctrain.page.text import LINE_WIDTH, paragraph
 
 if TYPE_CHECKING:
-    from hpctrain.site.calibrate import CalibratedFigure, CalibratedStep
+    from hpctrain.site.calibrate import CalibratedStep
     from hpctrain.site.calibrate_runs import LearningResult
-    from hpctrain.site.calibrate_service import ServiceCalibrationResult
     from hpctrain.site.own_runs import EngineLearning
     from hpctrain.spec.calibration import LearnedMultiplier, OwnRun, SiteLearning
 
@@ -106,7 +105,20 @@ def _from_service(result: Path, profile: str | None, output: Path | None, *, as_
     if as_json:
         json_out("service_calibration", served)
         return
-    for line in _service_lines(served):
+    # Tabulate the factors of an engine, and the error with and without them
+    measured = served.measured
+    rows = [
+        ("iterations without prompts", f"x {measured.decode_factor:.3f}"),
+        ("what prompts add to iterations", f"x {measured.prompt_factor:.3f}"),
+    ]
+    if measured.request_seconds is not None:
+        rows.append(("a request outside of iterations", f"{1e3 * measured.request_seconds:.1f} ms"))
+    before, left = f"{served.error_before:.1%}", f"{measured.error:.1%}"
+    rows.append(("typical error without the factors", before))
+    rows.append(("error that plans keep room for", left))
+    heading = f"{served.engine} on {served.gpu}: {served.answers:,} answers"
+    service_lines = [heading, *(f"{name:37}{value:>12}" for name, value in rows)]
+    for line in service_lines:
         click.echo(line)
     say(f"\nWrote {served.path}: {served.usage}")
 
@@ -121,7 +133,15 @@ def _from_rates(result: Path, profile: str | None, output: Path | None, *, as_js
         return
     click.echo(f"{'':37}{'packaged':>12}{'measured':>12}{'ratio':>7}  from")
     for figure in done.figures:
-        click.echo(_figure_line(figure))
+        is_rate = figure.name.endswith("_bandwidth")
+        values = [
+            f"{value / 1e9:.1f} GB/s" if is_rate else f"{value:.3f}"
+            for value in (figure.packaged, figure.measured)
+        ]
+        ratio = figure.measured / figure.packaged
+        count = figure.source.removeprefix("median of ")
+        figure_line = f"{_NAMES[figure.name]:37}{values[0]:>12}{values[1]:>12}{ratio:7.2f}  {count}"
+        click.echo(figure_line)
     if done.steps:
         click.echo(f"\n{'step time':37}{'packaged':>12}{'calibrated':>12}{'measured':>12}")
     for step in done.steps:
@@ -133,33 +153,6 @@ def _from_rates(result: Path, profile: str | None, output: Path | None, *, as_js
     for remark in done.remarks:
         click.echo("\n" + "\n".join(paragraph(remark, "", hang=0)))
     say(f"\nWrote {done.path}: {done.usage}")
-
-
-def _service_lines(found: ServiceCalibrationResult) -> list[str]:
-    """Tabulate the factors of an engine, and the error with and without them."""
-    measured = found.measured
-    rows = [
-        ("iterations without prompts", f"x {measured.decode_factor:.3f}"),
-        ("what prompts add to iterations", f"x {measured.prompt_factor:.3f}"),
-    ]
-    if measured.request_seconds is not None:
-        rows.append(("a request outside of iterations", f"{1e3 * measured.request_seconds:.1f} ms"))
-    before, left = f"{found.error_before:.1%}", f"{measured.error:.1%}"
-    rows.append(("typical error without the factors", before))
-    rows.append(("error that plans keep room for", left))
-    heading = f"{found.engine} on {found.gpu}: {found.answers:,} answers"
-    return [heading, *(f"{name:37}{value:>12}" for name, value in rows)]
-
-
-def _figure_line(figure: CalibratedFigure) -> str:
-    is_rate = figure.name.endswith("_bandwidth")
-    values = [
-        f"{value / 1e9:.1f} GB/s" if is_rate else f"{value:.3f}"
-        for value in (figure.packaged, figure.measured)
-    ]
-    ratio = figure.measured / figure.packaged
-    count = figure.source.removeprefix("median of ")
-    return f"{_NAMES[figure.name]:37}{values[0]:>12}{values[1]:>12}{ratio:7.2f}  {count}"
 
 
 def _step_line(step: CalibratedStep) -> str:

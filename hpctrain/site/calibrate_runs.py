@@ -17,10 +17,11 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.job.prepare import load_knowledge
+from hpctrain.plan.cost.constants import calibration_of, fabric_of
 from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.speed_checks import read_speed_checks
-from hpctrain.site.calibrate import packaged_fabric, packaged_shares
+from hpctrain.site.calibrate import packaged_rates
 from hpctrain.site.measured_rates import Measurements, measured_shares
 from hpctrain.site.own_runs import (
     EngineLearning,
@@ -200,16 +201,9 @@ def _rates(layouts: Sequence[RunLayout], knowledge: Knowledge, fabric: str) -> d
     assert gpu is not None
     checks = [check for one in layouts for check in read_speed_checks(one)]
     good = tuple(check for check in checks if check.accelerator == "cuda" and not check.slow)
-    own = packaged_shares(knowledge.calibration, gpu)
+    own = calibration_of(knowledge.calibration, gpu)
     found, _ = measured_shares(Measurements(good, ()), gpu, own)
-    network = packaged_fabric(knowledge.calibration, fabric).network_efficiency
-    expected = {
-        "product_efficiency": own.product_efficiency,
-        "flash_efficiency": own.flash_efficiency,
-        "memory_efficiency": own.memory_efficiency,
-        "nvlink_bandwidth": own.nvlink_efficiency * float(gpu.nvlink_bandwidth),
-        "network_bandwidth": network * float(gpu.network_bandwidth),
-    }
+    expected = packaged_rates(own, fabric_of(knowledge.calibration, fabric), gpu)
     return {
         RATE_MULTIPLIERS[share.name]: math.log(expected[share.name] / share.value)
         for share in found

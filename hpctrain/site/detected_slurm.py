@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from hpctrain.base.units import Duration
 from hpctrain.site.detected_hardware import gpu_section, network, nodes_section, nvlink
-from hpctrain.site.facts import LoginFacts, NodeSurvey, SiteFacts
+from hpctrain.site.facts import LoginFacts, SiteFacts
 from hpctrain.site.hardware import NodeGroup, groups_of, known_gpu
 from hpctrain.site.profile_text import Stated, Tree, guess
 from hpctrain.slurm.cluster_records import (
@@ -56,7 +56,19 @@ def slurm_section(
         section["kill_wait"] = Stated(f"{kill_wait}s", f"KillWait of {CONFIG_SHOWN}")
     section["partitions"] = partitions
     if facts.survey is not None:
-        remarks += _survey_remarks(facts.survey)
+        survey = facts.survey
+        found = []
+        if survey.may_submit is False:
+            found.append(
+                f"a job on {survey.host} cannot submit jobs, which continuation `chain` needs: "
+                f"{survey.submit_words.splitlines()[-1] if survey.submit_words else 'refused'}"
+            )
+        soft = survey.limits.get("memlock", (-1, -1))[0]
+        if soft != -1 and survey.ports:
+            found.append(
+                f"{survey.host}: memlock is limited to {soft} bytes, and RDMA needs it to pin"
+            )
+        remarks += found
     return section, remarks
 
 
@@ -82,19 +94,6 @@ def _exclusive(group: NodeGroup, default: PartitionFacts) -> Stated:
     if group.is_one_machine:
         return guess(False, "small jobs share the few nodes of one machine")
     return guess(True, "training takes whole nodes; some sites refuse --exclusive")
-
-
-def _survey_remarks(survey: NodeSurvey) -> list[str]:
-    found = []
-    if survey.may_submit is False:
-        found.append(
-            f"a job on {survey.host} cannot submit jobs, which continuation `chain` needs: "
-            f"{survey.submit_words.splitlines()[-1] if survey.submit_words else 'refused'}"
-        )
-    soft = survey.limits.get("memlock", (-1, -1))[0]
-    if soft != -1 and survey.ports:
-        found.append(f"{survey.host}: memlock is limited to {soft} bytes, and RDMA needs it to pin")
-    return found
 
 
 # ----------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from hpctrain.site.facts import (
     rdma_ports,
     survey_line,
 )
-from hpctrain.site.hardware import NodeGroup, groups_of
+from hpctrain.site.hardware import groups_of
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.cluster_queries import ClusterQueries, step_output
 from hpctrain.slurm.cluster_records import ClusterFacts, PartitionFacts
@@ -105,10 +105,13 @@ def detect(
     looked: NodeSurvey | None = None
     if in_job:
         target = _survey_partition(cluster, login, partition)
+        # Name all GPUs of a node, with their type: a partition may have several
+        group = groups_of(cluster.nodes_of(target.name))[0]
+        whole_node = f"gpu:{group.type}:{group.per_node}" if group.type else f"gpu:{group.per_node}"
         looked = survey_node(
             SlurmClient(),
             partition=target.name,
-            gpus=_whole_node(groups_of(cluster.nodes_of(target.name))[0]),
+            gpus=whole_node,
             account=account,
             patience_seconds=patience_seconds,
             directory=Path.cwd(),
@@ -152,11 +155,17 @@ def examine(runs: Path, profile_name: str | None) -> Examination:
 def login_facts(runs: Path) -> LoginFacts:
     """Read this machine: Python, mounts, cards, and the directory of the runs."""
     names = {name: os.environ[name] for name in _DIRECTORIES if name in os.environ}
+    found = []
+    for number in {os.getegid(), *os.getgroups()}:
+        try:
+            found.append(grp.getgrgid(number).gr_name)
+        except KeyError:
+            continue
     return LoginFacts(
         host=socket.gethostname(),
         user=_user(),
         python=tuple(sys.version_info[:3]),
-        groups=tuple(_groups()),
+        groups=tuple(found),
         runs=directory_facts(runs),
         mounts=mounts(survey.text_of("/proc/mounts")),
         ports=rdma_ports(survey.infiniband()),
@@ -185,26 +194,11 @@ def _survey_partition(
     raise HpctrainError("no partition with GPUs takes a job of yours", hint="--partition names one")
 
 
-def _whole_node(group: NodeGroup) -> str:
-    """Name all GPUs of a node, with their type: a partition may have several."""
-    return f"gpu:{group.type}:{group.per_node}" if group.type else f"gpu:{group.per_node}"
-
-
 def _user() -> str:
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return str(os.geteuid())
-
-
-def _groups() -> list[str]:
-    found = []
-    for number in {os.getegid(), *os.getgroups()}:
-        try:
-            found.append(grp.getgrgid(number).gr_name)
-        except KeyError:
-            continue
-    return found
 
 
 # -- Let one job look at a node: submit the survey, wait for it, read what it printed -----------

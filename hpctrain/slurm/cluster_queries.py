@@ -3,8 +3,8 @@
 Eight at most, beside those that are repeated: `scontrol show` config, node, partition, topology,
 licenses and reservation, each one RPC to slurmctld, and two of sacctmgr to slurmdbd. A query
 without an answer is repeated after a pause that doubles; optional ones may stay unanswered.
-Belongs here: which commands are run, and counting them. Does not belong here: their texts
-(`cluster_queries`), queries about jobs (`client`).
+Belongs here: which commands are run, counting them, and parsing their texts. Does not belong here:
+queries about jobs (`client`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from hpctrain.base import clock
 from hpctrain.base.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
-from hpctrain.slurm import cluster_queries, parse
+from hpctrain.slurm import parse
 from hpctrain.slurm.cluster_records import (
     Accounting,
     Association,
@@ -66,22 +66,22 @@ class ClusterQueries:
         """Read everything. Raises SlurmError without configuration, nodes or partitions."""
         began = clock.now()
         text = self._ask("scontrol", "show", "config")
-        config_seconds, told = clock.now() - began, cluster_queries.controller_time(text)
+        config_seconds, told = clock.now() - began, controller_time(text)
         config = SlurmConfig(parse.config_values(text))
-        kind = cluster_queries.topology_kind(config)
-        nodes = self._shown("node", cluster_queries.nodes)
-        partitions = self._shown("partition", lambda text: cluster_queries.partitions(text, config))
-        topology: tuple[TopologyKind, tuple[Leaf, ...]] | None = (kind, ())
+        kind = topology_kind(config)
+        found_nodes = self._shown("node", nodes)
+        found_partitions = self._shown("partition", lambda text: partitions(text, config))
+        switches: tuple[TopologyKind, tuple[Leaf, ...]] | None = (kind, ())
         if kind != "none" or capabilities(config).hides_topology:
-            topology = self._shown_if_answered("topology", cluster_queries.topology)
+            switches = self._shown_if_answered("topology", topology)
         return ClusterFacts(
             config=config,
-            nodes=nodes,
-            partitions=partitions,
-            topology=kind if topology is None or not topology[1] else topology[0],
-            leaves=topology[1] if topology is not None else (),
-            licenses=self._shown_if_answered("licenses", cluster_queries.licenses) or (),
-            reservations=self._shown_if_answered("reservation", cluster_queries.reservations) or (),
+            nodes=found_nodes,
+            partitions=found_partitions,
+            topology=kind if switches is None or not switches[1] else switches[0],
+            leaves=switches[1] if switches is not None else (),
+            licenses=self._shown_if_answered("licenses", licenses) or (),
+            reservations=self._shown_if_answered("reservation", reservations) or (),
             accounting=self._accounting(config) if config.accounting_enabled else None,
             unanswered=dict(self._unanswered),
             queries=self.count,
@@ -92,14 +92,14 @@ class ClusterQueries:
 
     def _accounting(self, config: SlurmConfig) -> Accounting | None:
         where = [f"name={self._user}", f"cluster={config.cluster_name}"]
-        rights = f"format={','.join(cluster_queries.ASSOCIATION_FIELDS)}"
+        rights = f"format={','.join(ASSOCIATION_FIELDS)}"
         try:
             associations = self._ask(
                 *("sacctmgr", "-nP", "show", "user", "where", *where, "withassoc", rights)
             )
-            kinds = f"format={','.join(cluster_queries.QOS_FIELDS)}"
+            kinds = f"format={','.join(QOS_FIELDS)}"
             qos = self._ask("sacctmgr", "-nP", "show", "qos", kinds)
-            return parsed("sacctmgr", lambda: cluster_queries.accounting(associations, qos))
+            return parsed("sacctmgr", lambda: accounting(associations, qos))
         except SlurmError as error:
             self._unanswered["sacctmgr"] = str(error)
             return None
@@ -236,6 +236,8 @@ def _partition(row: dict[str, str], config: SlurmConfig) -> PartitionFacts:
         for key in ("DefMemPerGPU", "DefMemPerCPU", "DefMemPerNode")
         if row.get(key, "UNLIMITED") not in ("UNLIMITED", "0")
     )
+    text = row.get("AllocNodes", "ALL")
+    submit_hosts = () if text in _EVERYBODY else expand_hosts(text)
     return PartitionFacts(
         name=row["PartitionName"],
         default=row.get("Default") == "YES",
@@ -254,7 +256,7 @@ def _partition(row: dict[str, str], config: SlurmConfig) -> PartitionFacts:
         allow_qos=_limited_to(row.get("AllowQos", "")),
         deny_qos=_limited_to(row.get("DenyQos", "")),
         allow_groups=_limited_to(row.get("AllowGroups", "")),
-        submit_hosts=_submit_hosts(row.get("AllocNodes", "ALL")),
+        submit_hosts=submit_hosts,
         qos=None if row.get("QoS", "") in _NOTHING else row["QoS"],
         memory_default=next(memory, None),
     )
@@ -384,10 +386,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _limited_to(text: str) -> tuple[str, ...]:
     return () if text in _EVERYBODY else tuple(name for name in text.split(",") if name)
-
-
-def _submit_hosts(text: str) -> tuple[str, ...]:
-    return () if text in _EVERYBODY else expand_hosts(text)
 
 
 def _limit(text: str) -> float | None:

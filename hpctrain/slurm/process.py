@@ -54,7 +54,20 @@ def run_command(command: Command) -> CommandResult:
             stdout, stderr = process.communicate(command.stdin, command.timeout_seconds)
         except subprocess.TimeoutExpired:
             process.kill()
-            raise _no_answer(command) from None
+            hint = (
+                "the controller may be down or restarting; nothing is known about the jobs until "
+                "then"
+            )
+            if command.argv[0] == "sbatch":
+                hint = (
+                    "the job may have been accepted all the same: look with squeue before you try "
+                    "again"
+                )
+            message = (
+                f"no answer from `{' '.join(command.argv[:2])}` within "
+                f"{command.timeout_seconds:g} s"
+            )
+            raise SlurmUnreachableError(message, hint=hint) from None
         except BaseException:
             process.kill()
             raise
@@ -95,16 +108,6 @@ def _signals_blocked(wanted: bool) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _no_answer(command: Command) -> SlurmUnreachableError:
-    name = " ".join(command.argv[:2])
-    hint = "the controller may be down or restarting; nothing is known about the jobs until then"
-    if command.argv[0] == "sbatch":
-        hint = "the job may have been accepted all the same: look with squeue before you try again"
-    return SlurmUnreachableError(
-        f"no answer from `{name}` within {command.timeout_seconds:g} s", hint=hint
-    )
 
 
 # -- Build the environment of Slurm commands, without variables that change what they do --------

@@ -6,7 +6,7 @@ Belongs here: the spelling. Does not belong here: what follows from a setting (`
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpctrain.slurm.records import SlurmConfig
 
@@ -67,20 +67,6 @@ def plugins(config: SlurmConfig, key: str) -> tuple[str, ...]:
 # carry changes back. The number of the release decides where nothing else tells.
 
 
-# 24.05: a job that exits in its grace period is requeued (seen from 24.11 on).
-_REQUEUES_WHO_LEAVES = (24, 5)
-# 23.11: slurmctld and slurmd start themselves anew to read their configuration.
-_REPLACES_DAEMONS = (23, 11)
-# 24.05: without a usable cgroup file system a slurmd needs to be told so (CgroupPlugin).
-_NEEDS_CGROUP_PLUGIN = (24, 5)
-# 23.02: slurm.conf has PreemptParameters; before, its option was one of SlurmctldParameters.
-_HAS_PREEMPT_PARAMETERS = (23, 2)
-# 23.11: topology/block.
-_HAS_BLOCKS = (23, 11)
-# 25.05: topology.yaml, of which `scontrol show config` does not tell.
-_HIDES_TOPOLOGY = (25, 5)
-
-
 @dataclass(frozen=True)
 class Capabilities:
     """What a Slurm does.
@@ -88,9 +74,9 @@ class Capabilities:
     `requeues_who_leaves_in_a_grace`: a job that exits in its grace period comes back whatever its
     exit code, unless it may not be requeued. `replaces_daemons`: `scontrol reconfigure` gives
     daemons new processes. `needs_cgroup_plugin`: cgroup.conf has to switch cgroups off where there
-    are none. `has_preempt_parameters`: slurm.conf has PreemptParameters. `has_blocks`: the plugin
-    topology/block. `hides_topology`: TopologyPlugin says `flat` in the place of what topology.yaml
-    describes.
+    are none. `has_preempt_parameters`: slurm.conf has PreemptParameters; before, its option was one
+    of SlurmctldParameters. `has_blocks`: the plugin topology/block. `hides_topology`:
+    TopologyPlugin says `flat` in the place of what topology.yaml describes.
     """
 
     requeues_who_leaves_in_a_grace: bool
@@ -101,23 +87,25 @@ class Capabilities:
     hides_topology: bool
 
 
+# The first release with each of them; the first one was seen from 24.11 on.
+_SINCE = {
+    "requeues_who_leaves_in_a_grace": (24, 5),
+    "replaces_daemons": (23, 11),
+    "needs_cgroup_plugin": (24, 5),
+    "has_preempt_parameters": (23, 2),
+    "has_blocks": (23, 11),
+    "hides_topology": (25, 5),
+}
+
+
 def capabilities(config: SlurmConfig) -> Capabilities:
     """Derive them from `scontrol show config`."""
-    told = "PreemptParameters" in config.values
-    return _capabilities(config.version, told or config.version >= _HAS_PREEMPT_PARAMETERS)
+    found = capabilities_of_release(config.version)
+    if "PreemptParameters" in config.values:
+        return replace(found, has_preempt_parameters=True)
+    return found
 
 
 def capabilities_of_release(version: tuple[int, ...]) -> Capabilities:
     """Derive them from the release alone, for a Slurm that does not run yet."""
-    return _capabilities(version, version >= _HAS_PREEMPT_PARAMETERS)
-
-
-def _capabilities(version: tuple[int, ...], has_preempt_parameters: bool) -> Capabilities:
-    return Capabilities(
-        requeues_who_leaves_in_a_grace=version >= _REQUEUES_WHO_LEAVES,
-        replaces_daemons=version >= _REPLACES_DAEMONS,
-        needs_cgroup_plugin=version >= _NEEDS_CGROUP_PLUGIN,
-        has_preempt_parameters=has_preempt_parameters,
-        has_blocks=version >= _HAS_BLOCKS,
-        hides_topology=version >= _HIDES_TOPOLOGY,
-    )
+    return Capabilities(**{name: version >= first for name, first in _SINCE.items()})

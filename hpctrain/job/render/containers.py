@@ -100,7 +100,10 @@ def container_words(
     if container.launcher == "pyxis":
         image, image_import = container.image, None
         if container.cache is not None and container.registry_image:
-            file = f"{container.cache}/{_file_name(container.image)}"
+            # two images never share a file
+            plain = re.sub(r"[^A-Za-z0-9._-]+", "+", re.sub(r"^[a-z]+://", "", image))
+            digest = hashlib.sha256(image.encode()).hexdigest()[:8]
+            file = f"{container.cache}/{plain}-{digest}.sqsh"
             address = image if "://" in image else f"docker://{image}"
             image, image_import = file, (address, file)
         options = container.options
@@ -122,12 +125,7 @@ def container_words(
         return ContainerWords((f"--environment={container.image}",), ("env", "--chdir=$PWD"))
     if container.launcher == "uenv":
         return ContainerWords((f"--uenv={container.image}", *container.options))
-    return ContainerWords(command=_apptainer(container, profile, variables))
-
-
-def _apptainer(
-    container: ContainerProfile, profile: ClusterProfile, variables: tuple[str, ...]
-) -> tuple[str, ...]:
+    # apptainer and singularity
     default = "rocm" if has_amd_gpus(profile) else "nv"
     gpu = container.gpu or ("none" if profile.gpu.emulated else default)
     words = [container.launcher, "exec", *((f"--{gpu}",) if gpu != "none" else ())]
@@ -138,10 +136,5 @@ def _apptainer(
     named = [name for name in variables if name not in _NOT_PASSED]
     patterns = "|".join((*(_TASK_VARIABLES if container.clean_environment else ()), *named))
     shell = _PASS_ENVIRONMENT.format(patterns=patterns, prefix=container.launcher.upper())
-    return ("bash", "-c", shell.replace("$", "$$"), "pass-environment", *words)
-
-
-def _file_name(image: str) -> str:
-    """Name the file of an imported image; two images never share one."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "+", re.sub(r"^[a-z]+://", "", image))
-    return f"{plain}-{hashlib.sha256(image.encode()).hexdigest()[:8]}.sqsh"
+    command = ("bash", "-c", shell.replace("$", "$$"), "pass-environment", *words)
+    return ContainerWords(command=command)

@@ -1,7 +1,8 @@
-"""Writes the commands that prepare the software of a job: modules, setup, limits, prologue. Pure.
+"""Chooses software and variables of a job: modules, limits, prologue, what is exported. Pure.
 
-Belongs here: these commands and the text of `prologue.sh`, which each task runs before the trainer.
-Does not belong here: variables of the whole job (`software`), the text around (`script`).
+Belongs here: commands, the text of `prologue.sh`, which each task runs before the trainer, what a
+job inherits, and the variables that its script sets. Does not belong here: the text around
+(`script`).
 
 A command that fails ends the attempt with exit code 78 (sysexits.h, EX_CONFIG): training on with
 other software, or without locked memory, would cost more than the attempt.

@@ -1,4 +1,4 @@
-"""Chooses the options that ask for nodes, tasks, GPUs and memory, as the site wants them. Pure.
+"""Chooses the options of sbatch and srun: nodes, GPUs, memory, place, continuation. Pure.
 
 The job may hold spare nodes, and may start with fewer nodes than planned if the spec allows it.
 Belongs here: these options, and where Slurm cannot provide them. Does not belong here: which nodes
@@ -247,11 +247,11 @@ def switch_request(job: Job) -> str | None:
 
 
 # -- Decides how a run continues after preemption, time limit and node failure. Pure ------------
-# requeue one job, which Slurm starts again under the same id chain each job submits its successor
-# (`hpctrain.supervise.act.successor`) singleton several jobs of one name, of which Slurm runs one
-# at a time (sbatch(1), --dependency) array one job array of which one element runs at a time
-# (sbatch(1), --array=1-N%1) none one job; a person, or `hpctrain watch --act`, submits the run
-# again
+#   requeue    one job, which Slurm starts again under the same id
+#   chain      each job submits its successor (`hpctrain.supervise.act.successor`)
+#   singleton  several jobs of one name, of which Slurm runs one at a time (sbatch(1), --dependency)
+#   array      one job array of which one element runs at a time (sbatch(1), --array=1-N%1)
+#   none       one job; a person, or `hpctrain watch --act`, submits the run again
 
 
 def continuation_options(profile: ClusterProfile) -> dict[str, str | None]:
