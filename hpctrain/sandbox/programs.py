@@ -51,7 +51,7 @@ class Programs:
 def find_programs(unpacked: Path | None = None, *, accounting: bool = False) -> Programs:
     """Look up every program that a sandbox needs, in `unpacked` or on this machine's search path.
 
-    `daemons`: also those of slurmdbd and its database.
+    `accounting`: also those of slurmdbd and its database.
 
     `unpacked` is a directory made by `debian`; it goes first on the search path.
     Raises SlurmUnreachableError when a program is missing, UsageError when `unpacked` holds no

@@ -56,7 +56,7 @@ class SandboxShape:
     `user_signal_on_preempt` makes a preemption send the job's own `--signal` at the start of the
     grace period. `features` cover all nodes in order. With `process_tracking: pgid` signals reach
     the tasks of a step but not children in sessions of their own, as with proctrack/cgroup;
-    linuxproc reaches both. `daemons`: a text file of ended jobs, or a database with slurmdbd,
+    linuxproc reaches both. `accounting`: a text file of ended jobs, or a database with slurmdbd,
     associations and limits. `cluster_name` is Slurm's ClusterName, which must differ between
     sandboxes that share a file system. `binds_tasks`: task/affinity binds tasks to CPUs,
     which this machine must have (HWLOC_SYNTHETIC makes slurmd find more, and its tasks then fail).

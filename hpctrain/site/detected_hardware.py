@@ -1,7 +1,7 @@
-"""State the nodes and GPUs of a group, and whether its GPUs exist.
+"""State the nodes, GPUs and links of a group, and whether its GPUs exist.
 
-Belongs here: `nodes` and `gpu` of a profile or of one of its partitions. Does not belong here:
-which nodes a profile is about (`detected`), links (`detected_hardware`).
+Belongs here: `nodes`, `gpu`, `nvlink` and `network` of a profile or of one of its partitions. Does
+not belong here: which nodes a profile is about (`detected`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """State how jobs are asked for at a site: options of sbatch that all jobs have.
 
-Belongs here: `slurm` of a profile. Does not belong here: its partitions (`detected_slurm`),
-whether a run can live with it (`doctor`).
+Belongs here: `slurm` of a profile with its partitions: limits, preemption, their own hardware, and
+why a partition refuses a user. Does not belong here: whether a run can live with it (`doctor`).
 """
 
 from __future__ import annotations

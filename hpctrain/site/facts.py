@@ -1,6 +1,7 @@
 """Everything that is known about a site: its Slurm, one of its nodes, and the login node.
 
-Belongs here: these records. Does not belong here: reading them, or what follows from them.
+Belongs here: these records, and parsing the survey of a node. Does not belong here: reading a node
+(`survey`), or what follows from the facts.
 """
 
 from __future__ import annotations

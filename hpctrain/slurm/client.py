@@ -43,7 +43,7 @@ from hpctrain.slurm.records import (
 class SlurmClient:
     """Slurm as seen from a login node or from inside a job.
 
-    `process` replaces os.environ. With `shielded`, commands survive the signals with which
+    `environment` replaces os.environ. With `shielded`, commands survive the signals with which
     Slurm ends a job: the supervisor queries and requeues while they arrive. `run` is the seam for
     tests.
     """

@@ -1,6 +1,7 @@
-"""Run one Slurm command with a timeout.
+"""Run one Slurm command with a timeout, and turn what it left behind into a value or an error.
 
-Belongs here: starting, shielding, waiting, killing. Does not belong here: what a command means.
+Belongs here: environment, starting, shielding, waiting, killing, hints about refusals. Does not
+belong here: which command serves a query (`client`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every field of run specs and cluster profiles, for people: type, default, meaning, engines.
 
-Read from the JSON Schema (`reference`), so that there is one description of a field. Belongs here:
+Read from the JSON Schema, so that there is one description of a field. Belongs here:
 what is known of a field without any document. Does not belong here: layout of text, values of a
 file.
 """

@@ -1,8 +1,8 @@
 """Builds the sbatch script from spec, profile and plan. Same input, same bytes.
 
-Belongs here: which directives, variables and srun options a job needs. Does not belong here: the
-text around them (`script`), the trainer's settings (see `hpctrain.engines`), files, clocks, or
-any path of the submitting machine except the interpreter that is passed in.
+Belongs here: which directives, variables and srun options a job needs, and filling the template
+with them. Does not belong here: the trainer's settings (see `hpctrain.engines`), files but
+templates, clocks, or any path of the submitting machine except the interpreter that is passed in.
 """
 
 from __future__ import annotations

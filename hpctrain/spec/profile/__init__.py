@@ -193,7 +193,7 @@ class ClusterProfile(Document):
 
         None is the default partition. The result is the same again for that partition, and the
         profile itself where there is no partition of that name. Islands are all nodes of the
-        cluster: a partition with nodes of its own has only those of its own `hardware`.
+        cluster: a partition with nodes of its own has only those of its own `network`.
         """
         partition = self.slurm.partition(name)
         if partition is None:

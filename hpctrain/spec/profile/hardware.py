@@ -1,6 +1,6 @@
-"""Hardware of a cluster profile: nodes, GPUs, NVLink and file systems.
+"""Hardware of a cluster profile and its limits: nodes, GPUs, links, file systems, prices.
 
-Belongs here: facts about machines. Does not belong here: links between nodes (`hardware`), what
+Belongs here: facts about machines, and what a run may use at most. Does not belong here: what
 Slurm calls things (`slurm`).
 """
 

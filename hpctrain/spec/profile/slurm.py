@@ -70,7 +70,7 @@ class PartitionProfile(Document):
     )
     nvlink: NvlinkProfile | None = Field(None, description="Where it differs from `nvlink`")
     network: NetworkProfile | None = Field(
-        None, description="Where it differs from `hardware`; `islands` are never taken from there"
+        None, description="Where it differs from `network`; `islands` are never taken from there"
     )
     environment: tuple[FabricVariable, ...] = Field(
         (), description="Variables besides those of `environment`, or instead of one of that name"
