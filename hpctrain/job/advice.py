@@ -46,11 +46,15 @@ def advise(
     free = freed(spec)
     if free != spec:
         other = plan_option(Inputs(free, inputs.profile, inputs.knowledge), goal)
-        if other.forecast is not None and _better(other.forecast, option.forecast):
-            assert other.plan and other.forecast and option.forecast
+        found_forecast, mine = other.forecast, option.forecast
+        if found_forecast is not None and (
+            _earlier(found_forecast, mine)
+            or found_forecast.gpu_hours < (1 - _WORTH) * mine.gpu_hours
+        ):
+            assert other.plan is not None
             chosen = f"{other.plan.layout}, micro {other.plan.batch.micro_batch}"
             text = f"with layout and micro-batch free, {chosen}: {{gain}}"
-            found.append(_advice(text, _apply(words), other.forecast, option.forecast))
+            found.append(_advice(text, _apply(words), found_forecast, mine))
             best = other
     found += _sizes(inputs, free, best, option, goal, words)
     return tuple(found)
@@ -99,25 +103,17 @@ def _sizes(
 def _smaller(inputs: Inputs, free: RunSpec, mine: Forecast, goal: Goal) -> Iterator[Option]:
     """Plan on fewer nodes where that could end as early as `mine`."""
     per_node = mine.gpus // mine.nodes
-    for nodes in _fewer_nodes(mine.nodes):
+    # a few nodes less, down to half, and the next power of two, which divides most easily
+    fewer_nodes = {mine.nodes - fewer for fewer in _FEWER if 2 * fewer <= mine.nodes}
+    if mine.nodes > 1:
+        fewer_nodes.add(1 << (mine.nodes - 1).bit_length() - 1)
+    for nodes in sorted(fewer_nodes, reverse=True):
         spec = with_gpus(free, nodes * per_node)
         yield plan_option(
             Inputs(spec, inputs.profile, inputs.knowledge),
             goal,
             before_seconds=(1 + _SAME) * mine.times.total_seconds,
         )
-
-
-def _fewer_nodes(nodes: int) -> tuple[int, ...]:
-    """List a few nodes less, down to half, and the next power of two, which divides most easily."""
-    some = {nodes - fewer for fewer in _FEWER if 2 * fewer <= nodes}
-    if nodes > 1:
-        some.add(1 << (nodes - 1).bit_length() - 1)
-    return tuple(sorted(some, reverse=True))
-
-
-def _better(other: Forecast, mine: Forecast) -> bool:
-    return _earlier(other, mine) or other.gpu_hours < (1 - _WORTH) * mine.gpu_hours
 
 
 def _as_good(other: Forecast, mine: Forecast) -> bool:

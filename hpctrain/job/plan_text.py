@@ -170,10 +170,11 @@ def _step_lines(plan: Plan, prediction: Prediction, width: int) -> list[str]:
         for name, part in parts
         if part >= 0.001 * seconds
     ]
+    sure, spread = plan.certainty, " predicted"
+    if sure is not None and sure.low_step_seconds and sure.high_step_seconds:
+        spread = f" ({step_range(sure.low_step_seconds, sure.high_step_seconds)})"
     return [
-        *entry(
-            "Step", f"{seconds_text(seconds)} a step{_step_range(plan)}, {rates}, {speed}", width
-        ),
+        *entry("Step", f"{seconds_text(seconds)} a step{spread}, {rates}, {speed}", width),
         *entry("", ", ".join(shares), width),
         *(_site_lines(plan.certainty, width) if plan.certainty else []),
     ]
@@ -198,20 +199,8 @@ def _fits(plan: Plan) -> str:
         return f"yes: {level} at most, "
     odds = sure.fit_probability
     word = "yes" if odds >= _SURE else "likely" if odds >= _LIKELY else "unlikely"
-    return f"{word} ({_odds(odds)}): {level}{_memory_range(plan)}, "
-
-
-def _odds(probability: float) -> str:
-    """Format a probability without a claim of being sure: `97%`, `above 99%`."""
-    return "above 99%" if probability > 0.99 else f"{probability:.0%}"
-
-
-def _step_range(plan: Plan) -> str:
-    """Format ` (80%: 31.2-37.5)`, in the digits of the prediction."""
-    sure = plan.certainty
-    if sure is None or sure.low_step_seconds is None or sure.high_step_seconds is None:
-        return " predicted"
-    return f" ({step_range(sure.low_step_seconds, sure.high_step_seconds)})"
+    shown = "above 99%" if odds > 0.99 else f"{odds:.0%}"  # never a claim of being sure
+    return f"{word} ({shown}): {level}{_memory_range(plan)}, "
 
 
 def step_range(low: float, high: float) -> str:

@@ -161,9 +161,13 @@ def input_checks(
     document, software = spec.document, profile.document.software
     container = run_container(document.container, software.container)
     python = software.python or python
+    weights = []
+    if document.model.pretrained is not None:
+        words = f"{document.model.pretrained} has the model of the spec"
+        weights.append(_tried(spec, "model.pretrained", words, check_pretrained))
     return (
         _data(spec),
-        *_weights(spec),
+        *weights,
         _software(document.engine.abilities, container, python, profile.file),
         *_tracking(spec, python),
         *_image(container),
@@ -209,13 +213,6 @@ def _data(spec: Loaded[RunSpec]) -> Check:
     hint = "name `data.sources`; a trial of the cluster says `data: {made_up: true}`"
     problem = spec.problem("data", message, hint)
     return _check("data", "fails", message, problem)
-
-
-def _weights(spec: Loaded[RunSpec]) -> Iterator[Check]:
-    weights = spec.document.model.pretrained
-    if weights is not None:
-        words = f"{weights} has the model of the spec"
-        yield _tried(spec, "model.pretrained", words, check_pretrained)
 
 
 def _software(
@@ -388,7 +385,8 @@ def ready_sentence(spec: Path, profile: str, overrides: Sequence[str]) -> str:
         check.sentence for check in checks if check.state == "limited" and (check.subject != "plan")
     ]
     if failing:
-        listed = ", ".join(_counted(check) for check in failing)
+        counts = [(check.subject, len(check.problems)) for check in failing]
+        listed = ", ".join(f"{name} ({n} problem{'' if n == 1 else 's'})" for name, n in counts)
         return f"no: {listed}; `hpctrain validate {words}` lists them"
     said = "".join(f"; {note}" for note in notes)
     return f"yes: `hpctrain submit {words}`{said}"
@@ -398,9 +396,3 @@ def input_words(spec: Path, profile: str, overrides: Sequence[str]) -> str:
     """Join the words that give the same documents to another command."""
     settings = [word for one in overrides for word in ("--set", one)]
     return shlex.join(["-p", profile, str(spec), *settings])
-
-
-def _counted(check: Check) -> str:
-    if len(check.problems) == 1:
-        return f"{check.subject} (1 problem)"
-    return f"{check.subject} ({len(check.problems)} problems)"

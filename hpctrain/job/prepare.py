@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 from hpctrain.base.errors import DoesNotFitError, InvalidInputError, LimitError, Problem
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.engines.speed_check import SpeedCheckConfig, speed_check_config
+from hpctrain.engines.speed_check import speed_check_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.job.render.containers import container_problems
 from hpctrain.job.render.environment import SetupFile, prologue_text, submit_variables
@@ -318,7 +318,10 @@ def _prepared(
     template_directory: Path | None,
     python: str,
 ) -> Prepared:
-    from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
+    # with NumPy, which only planning needs
+    from hpctrain.plan.cost.expected_speed import expected_speed
+    from hpctrain.plan.planner import make_plan
+    from hpctrain.plan.request import PlanRequest
 
     document, site = loaded_spec.document, loaded_profile.document
     refuse_untrainable(loaded_spec, untrainable_fields(document))
@@ -341,18 +344,24 @@ def _prepared(
     job = TrainingJob(document, site, plan)
     refuse_ended_reservation(job, datetime.now(UTC))
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
+    gpu_variables: tuple[GpuVariable, ...] = ()
+    if knowledge.gpu is not None:
+        gpu_variables = load_catalogue(profile_search_path()).variables_for(
+            knowledge.gpu, plan.engine, model_parallel=plan.layout.tp * plan.layout.cp > 1
+        )
     facts = ScriptFacts(
         run_id,
         run_comment(run_id),
         loaded_spec.digest,
         loaded_profile.digest,
         python,
-        _gpu_variables(knowledge.gpu, plan),
+        gpu_variables,
         setup_file(loaded_profile),
         template_sha256,
     )
     absolute = replace(job, spec=_with_scratch(_with_absolute_paths(document), loaded_spec, site))
-    check = _speed_check(job, knowledge)
+    speed = expected_speed(PlanRequest(document, site, knowledge), plan)
+    check = {"speed_check": speed_check_config(job, speed)}  # in every trainer's document
     smaller = tuple(
         replace(size, train=size.train.model_copy(update=check))
         for size in smaller_sizes(absolute, knowledge)
@@ -381,24 +390,6 @@ def _rendered(job: TrainingJob, facts: ScriptFacts, templates: Path | None) -> s
     if templates is not None:
         refuse_dropped_directives(script, text, templates)
     return text
-
-
-def _speed_check(job: TrainingJob, knowledge: Knowledge) -> dict[str, SpeedCheckConfig | None]:
-    """Make the settings of the check before training, as an update of the trainer's document."""
-    from hpctrain.plan.cost.expected_speed import expected_speed
-    from hpctrain.plan.request import PlanRequest
-
-    expected = expected_speed(PlanRequest(job.spec, job.profile, knowledge), job.plan)
-    return {"speed_check": speed_check_config(job, expected)}
-
-
-def _gpu_variables(gpu: Gpu | None, plan: Plan) -> tuple[GpuVariable, ...]:
-    """Select the catalogue's variables for this GPU, engine and layout."""
-    if gpu is None:
-        return ()
-    model_parallel = plan.layout.tp * plan.layout.cp > 1
-    catalogue = load_catalogue(profile_search_path())
-    return catalogue.variables_for(gpu, plan.engine, model_parallel=model_parallel)
 
 
 def with_free_run_id(prepared: Prepared, runs: Path) -> Prepared:

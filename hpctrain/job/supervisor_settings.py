@@ -83,6 +83,11 @@ def training_supervision(
     inputs: tuple[str, ...],
 ) -> SuperviseConfig:
     """Collect the settings of the supervisor of a run. `inputs`: what all nodes must read."""
+    # what the ranks start from: the imported file, where there is one
+    container, image = run_container(job.spec.container, job.profile.software.container), None
+    if container is not None:
+        imported = container_words(container, job.profile, ()).image_import
+        image = container.image if imported is None else imported[-1]
     return supervise_config(
         job,
         run_id,
@@ -97,7 +102,7 @@ def training_supervision(
         inputs=inputs,
         keep_launches=job.spec.logging.keep_launches,
         topology=topology_settings(job),
-        image=_image_file(job),
+        image=image,
         tracking=job.spec.tracking.wanted,
         metrics=metrics_settings(job),
     )
@@ -155,15 +160,6 @@ def notify_settings(notify: NotifySpec | None) -> NotifySettings | None:
         window_seconds=window_seconds,
         queue_limit_seconds=None if limit is None else float(limit),
     )
-
-
-def _image_file(job: TrainingJob) -> str | None:
-    """Name the image that the ranks start from: the imported file, where there is one."""
-    container = run_container(job.spec.container, job.profile.software.container)
-    if container is None:
-        return None
-    words = container_words(container, job.profile, ())
-    return container.image if words.image_import is None else words.image_import[-1]
 
 
 def topology_settings(job: TrainingJob) -> TopologySettings | None:

@@ -398,7 +398,9 @@ def find_job_processes(paths: SandboxPaths, node_names: tuple[str, ...]) -> tupl
         node = environment.get("SLURMD_NODENAME", "")
         job_id = environment.get("SLURM_JOB_ID")
         if environment.get("SLURM_CONF") == slurm_conf and job_id and node in nodes:
-            step_id = _launched_step(environment.get("SLURM_STEP_ID"))
+            # of a step of srun; the batch step has -5 in 26.05, and none before
+            step_id = environment.get("SLURM_STEP_ID")
+            step_id = step_id if step_id is not None and step_id.isdecimal() else None
             # The batch step has a SLURM_PROCID too, but it is no rank.
             task = environment.get("RANK", environment.get("SLURM_PROCID"))
             rank = None if step_id is None or task is None else int(task)
@@ -407,11 +409,6 @@ def find_job_processes(paths: SandboxPaths, node_names: tuple[str, ...]) -> tupl
                 JobProcess(process.identity, command_line, job_id, node, step_id, rank)
             )
     return tuple(processes)
-
-
-def _launched_step(step_id: str | None) -> str | None:
-    """Return the id of a step of srun; the batch step has -5 in 26.05, and none before."""
-    return step_id if step_id is not None and step_id.isdecimal() else None
 
 
 def processes_of_nodes(

@@ -167,7 +167,8 @@ def find_ports(nodes: int) -> Ports:
         if _reserve(ports):
             if are_free(ports):
                 return ports
-            _release(ports)
+            for _ in ports.numbers:
+                _reserved.pop().close()
     raise SlurmError(f"no {count} contiguous free ports between {LOWEST} and {HIGHEST}")
 
 
@@ -184,11 +185,6 @@ def _reserve(ports: Ports) -> bool:
         stack.pop_all()
     _reserved.extend(block)
     return True
-
-
-def _release(ports: Ports) -> None:
-    for _ in ports.numbers:
-        _reserved.pop().close()
 
 
 def is_served(port: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,7 +122,8 @@ def calibrate(
         raise InvalidInputError([Problem(f"{result}: contains no profile", hint=hint)])
     target = calibration_target(name, output)
     loaded = target.profile
-    packaged = load_knowledge(_without_calibration(loaded))
+    plain = loaded.document.model_copy(update={"calibration": None})
+    packaged = load_knowledge(replace(loaded, document=plain))
     gpu = packaged.gpu
     if gpu is None:
         message = f"profile {loaded.document.name} describes no known GPU"
@@ -224,13 +225,6 @@ def _read_lines(path: Path) -> _Read:
         return Problem(f"{place.partition('.')[2]}: {message}", str(path), number, hint=hint)
 
     return _Read(Measurements(tuple(checks), ()), problem)
-
-
-def _without_calibration(profile: Loaded[ClusterProfile]) -> Loaded[ClusterProfile]:
-    from dataclasses import replace
-
-    plain = profile.document.model_copy(update={"calibration": None})
-    return replace(profile, document=plain)
 
 
 def _other_gpus(measurements: Measurements, gpu: Gpu) -> list[tuple[str, str, str]]:

@@ -253,38 +253,32 @@ def partition_sections(
     """
     sections: list[Tree] = []
     remarks = []
+    count = hardware["nodes"]["count"]
+    assert isinstance(count, Stated)
     for one in usable:
         own: Mapping[str, Tree] = {}
+        name = one.partition.name
         if one is not usable[0]:
             found = _own_hardware(facts, catalogue, one, usable[0].group, hardware)
             if found is None:
-                name, words = one.partition.name, one.group.words
+                words = one.group.words
                 remarks.append(
                     f"partition `{name}` is left out: the catalogue does not know its {words}; "
                     f"`--partition {name} --gpu MODEL` describes it"
                 )
                 continue
             own = found
-        elif len(one.group.nodes) != _count(hardware):
+        elif len(one.group.nodes) != count.value:
             own = {"nodes": _differing(nodes_section(one.group), hardware["nodes"])}
-        remarks += _other_kinds(facts, one)
+        for other in groups_of(facts.cluster.nodes_of(name)):
+            if other.gpus != one.group.gpus:
+                remarks.append(
+                    f"partition `{name}` has {len(other.nodes)} other nodes, not described: "
+                    f"{other.words} each"
+                )
         section = _limits(facts, one.partition, is_default=one is usable[0])
         sections.append({**section, **dict(_rights(facts, one)), **own})
     return sections, remarks
-
-
-def _other_kinds(facts: SiteFacts, usable: UsablePartition) -> Iterator[str]:
-    name = usable.partition.name
-    for other in groups_of(facts.cluster.nodes_of(name)):
-        if other.gpus != usable.group.gpus:
-            count = len(other.nodes)
-            yield f"partition `{name}` has {count} other nodes, not described: {other.words} each"
-
-
-def _count(hardware: Mapping[str, Mapping[str, Tree]]) -> object:
-    count = hardware["nodes"]["count"]
-    assert isinstance(count, Stated)
-    return count.value
 
 
 def _own_hardware(

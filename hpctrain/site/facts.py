@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -122,6 +122,13 @@ def node_survey(text: str) -> NodeSurvey:
         if raw["format"] != FORMAT:
             raise ValueError(f"a survey of format {raw['format']}")
         commands = raw["commands"]
+        launchers = ["pyxis"] if "--container-image" in commands["srun"]["stdout"] else []
+        launchers += [
+            name
+            for name in ("enroot", "apptainer", "singularity")
+            if commands[name]["returncode"] == 0
+        ]
+        code = commands["sbatch"]["returncode"]
         return NodeSurvey(
             host=str(raw["variables"].get("SLURMD_NODENAME") or raw["host"]),
             python=str(raw["python"]),
@@ -129,13 +136,20 @@ def node_survey(text: str) -> NodeSurvey:
             gpus=_gpus(commands),
             gpu_devices=len(raw["gpu_devices"]),
             ports=rdma_ports(raw["infiniband"]),
-            interfaces=tuple(_interfaces(raw["interfaces"])),
+            interfaces=tuple(
+                Interface(
+                    name,
+                    values["operstate"] == "up",
+                    1e6 * float(values["speed"]) if _is_positive(values["speed"]) else None,
+                )
+                for name, values in raw["interfaces"].items()
+            ),
             default_interface=default_interface(raw["routes"]),
             mounts=mounts(raw["mounts"]),
             limits={name: (int(a), int(b)) for name, (a, b) in raw["limits"].items()},
-            launchers=tuple(_launchers(commands)),
+            launchers=tuple(launchers),
             has_modules=commands["module"]["stdout"].strip() == "function",
-            may_submit=_may_submit(commands["sbatch"]),
+            may_submit=None if code is None else code == 0,
             submit_words=commands["sbatch"]["stderr"].strip(),
             variables={str(name): str(value) for name, value in raw["variables"].items()},
         )
@@ -231,11 +245,8 @@ def rdma_ports(raw: Mapping[str, Mapping[str, str]]) -> tuple[RdmaPort, ...]:
     return tuple(found)
 
 
-def _interfaces(raw: Mapping[str, Mapping[str, str]]) -> Iterator[Interface]:
-    for name, values in raw.items():
-        speed = values["speed"]
-        known = float(speed) * 1e6 if speed.isdecimal() and int(speed) > 0 else None
-        yield Interface(name, values["operstate"] == "up", known)
+def _is_positive(speed: str) -> bool:
+    return speed.isdecimal() and int(speed) > 0
 
 
 def default_interface(routes: str) -> str | None:
@@ -267,19 +278,6 @@ def mount_of(path: str, among: tuple[Mount, ...]) -> Mount | None:
     """Find the file system of an absolute path: the mount with the longest path above it."""
     above = [one for one in among if f"{path}/".startswith(one.path.rstrip("/") + "/")]
     return max(above, key=lambda one: len(one.path), default=None)
-
-
-def _launchers(commands: Mapping[str, Any]) -> Iterator[str]:
-    if "--container-image" in commands["srun"]["stdout"]:
-        yield "pyxis"
-    for name in ("enroot", "apptainer", "singularity"):
-        if commands[name]["returncode"] == 0:
-            yield name
-
-
-def _may_submit(answer: Mapping[str, Any]) -> bool | None:
-    code = answer["returncode"]
-    return None if code is None else code == 0
 
 
 # ----------------------------------------------------------------------------------------------

@@ -96,7 +96,10 @@ def read_measured_run(directory: Path, gpu: Gpu, catalogue: GpuCatalogue) -> Mea
         message = f"has {len(rows)} steps that count, {FEWEST_STEPS} are needed"
         hint = "warm-up, saves, evaluations, profiled steps and slow nodes do not count"
         raise _refused(directory, message, hint)
-    times = _times_as_planned(layout, plan)
+    times = read_record(layout.rank_times, RankTimes)
+    # on fewer nodes a GPU holds a larger share of the optimizer's state
+    if times is not None and times.epoch in _other_launches(layout, plan):
+        times = None
     facts = found[-1].facts if found else None
     return MeasuredRun(
         run=layout.run_id,
@@ -144,15 +147,6 @@ def _other_gpu(
         if (other is None and gpu.generation != "other") or (other and other.name != gpu.name):
             return other.name if other else name
     return None
-
-
-def _times_as_planned(layout: RunLayout, plan: Plan) -> RankTimes | None:
-    """Read the times and peaks of all ranks, unless they are of a launch that was not as planned.
-
-    On fewer nodes a GPU holds a larger share of the optimizer's state.
-    """
-    times = read_record(layout.rank_times, RankTimes)
-    return None if times is None or times.epoch in _other_launches(layout, plan) else times
 
 
 def _pass_seconds(plan: Plan, times: RankTimes) -> float | None:

@@ -343,22 +343,16 @@ _LONGEST = 1_000_000  # hosts of one list: more is a mistake in the text, not a 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
     """Expand `n[0-2],x` to (n0, n1, n2, x). Raises ValueError for brackets without an end."""
-    return tuple(host for part in _split(text) for host in _expanded(part))
-
-
-def _split(text: str) -> list[str]:
-    """Split at commas outside of brackets."""
     if text.count("[") != text.count("]"):
         raise ValueError(f"brackets of `{text[:80]}` do not match")
-    return [part for part in re.split(r",(?![^\[]*\])", text.strip()) if part]
-
-
-def _expanded(part: str) -> list[str]:
-    pieces = re.split(r"\[([^\]]*)\]", part)
-    choices = [_numbers(one) if index % 2 else [one] for index, one in enumerate(pieces)]
-    if sum(map(len, choices)) > _LONGEST:
-        raise ValueError(f"too many hosts in `{part[:80]}`")
-    return ["".join(names) for names in itertools.product(*choices)]
+    found: list[str] = []
+    for part in filter(None, re.split(r",(?![^\[]*\])", text.strip())):
+        pieces = re.split(r"\[([^\]]*)\]", part)
+        choices = [_numbers(one) if index % 2 else [one] for index, one in enumerate(pieces)]
+        if sum(map(len, choices)) > _LONGEST:
+            raise ValueError(f"too many hosts in `{part[:80]}`")
+        found += ("".join(names) for names in itertools.product(*choices))
+    return tuple(found)
 
 
 def _numbers(text: str) -> list[str]:

@@ -249,16 +249,11 @@ def _is_direct(path: str, other: str) -> bool:
 
 def _choices(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what a node may be, references followed, without null."""
-    several = node.get("anyOf", [node])
-    return [_followed(one, schema) for one in several if one.get("type") != "null"]
-
-
-def _followed(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    reference = node.get("$ref")
-    if reference is None:
-        return node
-    found: dict[str, Any] = schema["$defs"][reference.rpartition("/")[2]]
-    return found
+    return [
+        schema["$defs"][one["$ref"].rpartition("/")[2]] if "$ref" in one else one
+        for one in node.get("anyOf", [node])
+        if one.get("type") != "null"
+    ]
 
 
 def _description(node: dict[str, Any], schema: dict[str, Any]) -> str:
@@ -289,7 +284,8 @@ def _type_of(node: dict[str, Any], schema: dict[str, Any]) -> str:
     kinds = node.get("type", "any")
     if isinstance(kinds, list):  # a quantity: its comment says how it is written
         return str(node.get("$comment") or " or ".join(kinds))
-    return f"{_PLAIN.get(kinds, kinds)}{_limits(node)}"
+    limits = [f" {word} {node[key]:.15g}" for key, word in _LIMITS if key in node]
+    return f"{_PLAIN.get(kinds, kinds)}{','.join(limits)}"
 
 
 _PLAIN = {
@@ -306,11 +302,6 @@ _LIMITS = (
     ("maximum", "at most"),
     ("exclusiveMaximum", "below"),
 )
-
-
-def _limits(node: dict[str, Any]) -> str:
-    parts = [f" {word} {node[key]:.15g}" for key, word in _LIMITS if key in node]
-    return ",".join(parts)
 
 
 def _yaml(value: Any) -> str:
@@ -379,15 +370,10 @@ def example_value(path: str) -> tuple[str, Any] | None:
     for name, file in examples().items():
         value: Any = parse_yaml(file.read_text(encoding="utf-8"), file.name).data
         for word in words:
-            value = _inside(value, word)
+            if isinstance(value, dict):
+                value = next(iter(value.values()), None) if word == "*" else value.get(word)
+            else:
+                value = value[0] if isinstance(value, list) and word == "0" and value else None
         if value is not None:
             return name, value
-    return None
-
-
-def _inside(value: Any, word: str) -> Any:
-    if isinstance(value, dict):
-        return next(iter(value.values()), None) if word == "*" else value.get(word)
-    if isinstance(value, list) and word == "0" and value:
-        return value[0]
     return None

@@ -110,6 +110,9 @@ def _directives(
 ) -> tuple[str, ...]:
     """List the options of the #SBATCH lines; the nodes have the features of the training's."""
     resources, slurm, same = job.spec.resources, job.profile.slurm, wanted.partition is None
+    memory = memory_options(job) if wanted.gpus else {}
+    if wanted.memory_per_node is not None:
+        memory = {"mem": f"{int(wanted.memory_per_node) // 2**20}M"}
     options: dict[str, str | None] = {
         "account": wanted.account or resources.account or slurm.account,
         "partition": job.partition.name if job.partition.request else None,
@@ -120,7 +123,7 @@ def _directives(
         "ntasks": "1",
         "cpus-per-task": str(cpus),
         **(gpu_request(job, counts_tasks=False) if wanted.gpus else {}),
-        **_memory(job, wanted),
+        **memory,
         "time": wanted.walltime.slurm(),
         "open-mode": "append",
         "export": "NONE" if slurm.export == "none" else None,
@@ -128,9 +131,3 @@ def _directives(
     lines = directive_lines(job, options)
     lines += exclusive_option(job) if wanted.gpus else ()
     return (*lines, "--requeue")
-
-
-def _memory(job: Job, wanted: EvaluationJobSpec) -> dict[str, str | None]:
-    if wanted.memory_per_node is not None:
-        return {"mem": f"{int(wanted.memory_per_node) // 2**20}M"}
-    return memory_options(job) if wanted.gpus else {}

@@ -248,17 +248,14 @@ def test_leaves_are_counted_in_each_island() -> None:
 def test_blocks() -> None:
     """The plan has chosen the segment: tests/unit/plan/test_plan_nvlink_domain.py."""
     racks = network(RACK, 72)  # four racks of 18 nodes with 4 GPUs, 16 of which are counted on
-    wide = with_heads(run(32, 4, tp=8, pp=1))
+    spec = run(32, 4, tp=8, pp=1)
+    values = spec.model_dump(mode="json", by_alias=True)
+    values["model"] |= {"heads": 8, "kv_heads": None}
+    wide = RunSpec.model_validate(values)
     assert options(racks, wide) == {"segment": "16"}
     assert "#SBATCH --segment=16\n" in render(wide, racks)
     off = {"plugin": "block", "nodes_per_leaf": 18, "request": False}
     assert options(network(racks, switches=off), wide) == {}
-
-
-def with_heads(spec: RunSpec) -> RunSpec:
-    values = spec.model_dump(mode="json", by_alias=True)
-    values["model"] |= {"heads": 8, "kv_heads": None}
-    return RunSpec.model_validate(values)
 
 
 def test_leaves_of_a_tree_are_counted_with_their_usable_nodes() -> None:
