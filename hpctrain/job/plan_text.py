@@ -8,7 +8,6 @@ from math import floor, log10
 from typing import TYPE_CHECKING
 
 from hpctrain.base.units import short_bytes, short_duration
-from hpctrain.job.plan import Option
 from hpctrain.job.render.job_options import continuation_line, continuation_problems
 from hpctrain.page.text import LINE_WIDTH, facts, paragraph
 from hpctrain.plan.documents import (
