@@ -46,7 +46,7 @@ READING = (
     *("spec/loader.py", "spec/reference.py", "spec/loader.py", "diagnose/of_run.py"),
     *("export/metrics.py", "export/of_spec.py", "report/collect.py", "report/service_report.py"),
     *("report/team_report.py", "site/calibrate.py", "site/calibrate_service.py", "site/init.py"),
-    *("site/node_survey.py", "site/read_site.py", "site/site_calibration.py", "site/survey.py"),
+    *("site/node_survey.py", "site/read_site.py", "site/calibrate.py", "site/survey.py"),
     *("trials/compare.py", "trials/sweep.py", "trials/sweep_plans.py", "trials/sweep_table.py"),
     *("trials/trial_results.py", "trials/run_trials.py", "page/options.py", "page/output.py"),
     "page/private_file.py",

@@ -93,7 +93,6 @@ def plan(
       hpctrain plan -p a100x64 gpt175b.yaml --budget 1100000usd --deadline 70d
     """
     from hpctrain.job import plan as action
-    from hpctrain.job.advice import advise
     from hpctrain.job.plan_text import answer_lines, decision_lines
     from hpctrain.job.preflight import input_words, ready_sentence
     from hpctrain.plan.forecast.budget import check_currency, parse_budget
@@ -111,12 +110,12 @@ def plan(
         advice = None
         if not options and option.forecast is not None:
             words = input_words(spec, profile, overrides) if named else None
-            advice = advise(inputs, option, goal, words)
+            advice = action.advise(inputs, option, goal, words)
     written = None
     if write and (decision is None or decision.chosen is not None):
-        from hpctrain.job.apply import apply_plan
-
-        written = apply_plan(spec, profile, option, overrides)  # a closed pipe must not prevent it
+        written = action.apply_plan(
+            spec, profile, option, overrides
+        )  # a closed pipe must not prevent it
     explained = action.explanation(inputs, option, goal, top) if explain else None
     built = None
     if verify:

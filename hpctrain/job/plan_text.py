@@ -30,8 +30,7 @@ from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.plan.mesh.recomputation import recompute_words
 
 if TYPE_CHECKING:
-    from hpctrain.job.advice import Advice
-    from hpctrain.job.plan import Option
+    from hpctrain.job.plan import Advice, Option
     from hpctrain.plan.job import TrainingJob
 
 
@@ -94,7 +93,7 @@ def answer_lines(
 ) -> list[str]:
     """Answer first what everybody asks: does it fit, how long, how dear, is it the best?
 
-    `advice` is None where nothing else was looked at, `ready` where it was not asked whether the
+    `plan` is None where nothing else was looked at, `ready` where it was not asked whether the
     run could be submitted.
     """
     plan, forecast = option.plan, option.forecast

@@ -45,7 +45,7 @@ def explain(field: str | None, kind: Kind | None, file: Path | None, profile: st
       hpctrain explain network.nic_bandwidth -p a100x64
     """
     from hpctrain.job.reference_text import field_lines, section_rows, value_lines
-    from hpctrain.job.validate import kind_of_file
+    from hpctrain.spec.loader import kind_of_file
     from hpctrain.spec.reference import find_field
 
     if file is not None and profile is not None:

@@ -37,7 +37,7 @@ def field_lines(kind: Kind, field: Field) -> Iterator[str]:
 def value_lines(path: str, spec: Path | None, profile: str | None) -> Iterator[str]:
     """Format the value that a document has, and the file and line, or option, that gives it."""
     if spec is not None:
-        from hpctrain.job.validate import load_spec
+        from hpctrain.spec.loader import load_spec
 
         yield from _value(load_spec(spec), path)
     elif profile is not None:

@@ -21,7 +21,13 @@ from hpctrain.plan.cost.constants import calibration_of, fabric_of
 from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.speed_checks import read_speed_checks
-from hpctrain.site.calibrate import packaged_rates
+from hpctrain.site.calibrate import (
+    CalibrationTarget,
+    calibration_target,
+    how_plans_use,
+    packaged_rates,
+    write_site_calibration,
+)
 from hpctrain.site.measured_rates import Measurements, measured_shares
 from hpctrain.site.own_runs import (
     EngineLearning,
@@ -31,12 +37,6 @@ from hpctrain.site.own_runs import (
     planned_again,
     readable,
     unexplained,
-)
-from hpctrain.site.site_calibration import (
-    CalibrationTarget,
-    calibration_target,
-    how_plans_use,
-    write_site_calibration,
 )
 from hpctrain.spec.calibration import (
     RATE_MULTIPLIERS,

@@ -22,7 +22,7 @@ from hpctrain.serve.engines.registry import SERVING_ENGINES
 from hpctrain.serve.load.measurement import RequestRecord
 from hpctrain.serve.make_plan import read_model, service_request
 from hpctrain.serve.plan.documents import ServicePlan
-from hpctrain.site.site_calibration import (
+from hpctrain.site.calibrate import (
     CalibrationTarget,
     calibration_target,
     how_plans_use,

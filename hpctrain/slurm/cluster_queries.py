@@ -38,6 +38,7 @@ from hpctrain.slurm.settings import capabilities
 
 ATTEMPTS = 3
 FIRST_PAUSE_SECONDS = 1.0
+_STEP_SECONDS = 300.0
 _Parsed = TypeVar("_Parsed")
 
 
@@ -133,20 +134,13 @@ class ClusterQueries:
         raise AssertionError("the last attempt returns or raises")
 
 
-def step_output(
-    job_id: str,
-    program: str,
-    environment: Mapping[str, str] | None = None,
-    timeout_seconds: float = 300.0,
-    run: Runner = run_command,
-) -> str:
+def step_output(job_id: str, program: str) -> str:
     """Run a Python program, given as text, on one node of a running job; return its stdout.
 
     Raises SlurmRefusedError if srun fails, SlurmUnreachableError if it takes too long.
     """
     argv = ("srun", f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", "python3", "-")
-    shell = for_queries(os.environ if environment is None else environment)
-    answer = run(Command(argv, shell, timeout_seconds, program))
+    answer = run_command(Command(argv, for_queries(os.environ), _STEP_SECONDS, program))
     if answer.returncode != 0:
         words = answer.stderr.strip() or f"`srun` ended with exit code {answer.returncode}"
         raise SlurmRefusedError(words)

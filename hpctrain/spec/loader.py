@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hpctrain.spec.calibration import Calibration, ServingCalibration, Uncertainty
     from hpctrain.spec.catalogue import GpuCatalogue, ModelPresets
     from hpctrain.spec.profile import ClusterProfile
+    from hpctrain.spec.reference import Kind
     from hpctrain.spec.run import RunSpec
     from hpctrain.spec.service import ServiceSpec
 
@@ -131,6 +132,23 @@ def load_service_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded
         expand_preset(parsed, load_presets())
     apply_overrides(parsed, overrides)
     return _validated(ServiceSpec, parsed, _shown_name(path))
+
+
+def load_spec(path: Path) -> Loaded[RunSpec] | Loaded[ServiceSpec]:
+    """Load the spec of a run or of a service, whichever it is. Raises InvalidInputError."""
+    return load_service_spec(path) if kind_of_file(path) == "service" else load_run_spec(path)
+
+
+def kind_of_file(path: Path) -> Kind:
+    """Tell what a file describes by its unindented keys; the loader reports all problems.
+
+    Raises InvalidInputError for a file that cannot be read.
+    """
+    lines = read_text(path).splitlines()
+    keys = {line.partition(":")[0] for line in lines if line and line[0].isalpha()}
+    if keys & {"nodes", "gpu", "nvlink", "slurm", "extends"}:
+        return "profile"
+    return "service" if "kind" in keys else "spec"
 
 
 def kind_of(parsed: Parsed) -> str | None:

@@ -186,10 +186,10 @@ def plain_scalar(text: str) -> Scalar:
     return value
 
 
-def shorten(text: str, limit: int = 60) -> str:
-    """Prepare text for a message: escape control characters, truncate to `limit` characters."""
+def shorten(text: str) -> str:
+    """Prepare text for a message: escape control characters, truncate to 60 characters."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+    return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 # ----------------------------------------------------------------------------------------------

@@ -171,10 +171,10 @@ def find_field(path: str, kind: Kind | None = None) -> tuple[Kind, Field]:
     raise UsageError(f"{where} have no field `{path}`", hint=hint)
 
 
-def names_below(prefix: str, kind: Kind = "spec") -> list[str]:
-    """List fields that a prefix may be completed to: those that hold a value, and sections."""
+def names_below(prefix: str) -> list[str]:
+    """List fields of a spec that a prefix may be completed to: of values, and sections."""
     found = []
-    for path, field in fields_of(kind).items():
+    for path, field in fields_of("spec").items():
         if path.startswith(prefix) and ANY not in path and "[]" not in path:
             found.append(f"{path}." if field.fields else path)
     return found

@@ -9,7 +9,7 @@ from click.shell_completion import ShellComplete
 from command_line import hpctrain
 
 from hpctrain.cli.main import cli
-from hpctrain.job.validate import load_spec
+from hpctrain.spec.loader import load_spec
 from hpctrain.spec.reference import examples
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,7 +13,7 @@ from hpctrain.job.prepare import load_knowledge
 from hpctrain.plan.cost.multipliers import MEMORY
 from hpctrain.plan.planner import make_plan
 from hpctrain.plan.uncertainty.intervals import TIME_NAMES
-from hpctrain.site.site_calibration import (
+from hpctrain.site.calibrate import (
     calibration_target,
     how_plans_use,
     write_site_calibration,
