@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpctrain.spec.resolved import scalar_text
+from hpctrain.spec.positions import scalar_text
 
 
 def yaml_documents(head: str, documents: tuple[Mapping[str, Any], ...]) -> str:

@@ -168,7 +168,7 @@ def profiles(name: str | None, as_json: bool) -> None:
       hpctrain profiles a100x64
     """
     from hpctrain.spec.loader import load_named_profile, profile_names, profile_search_path
-    from hpctrain.spec.resolved import write_resolved
+    from hpctrain.spec.positions import write_resolved
 
     if name is not None:
         loaded = load_named_profile(name)

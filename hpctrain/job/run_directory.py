@@ -22,9 +22,9 @@ from hpctrain.job.supervisor_settings import tracking_settings
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
+from hpctrain.spec.positions import write_resolved
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.hardware import FilesystemProfile
-from hpctrain.spec.resolved import write_resolved
 
 
 class RunExistsError(UsageError):

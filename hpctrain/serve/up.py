@@ -39,7 +39,7 @@ from hpctrain.serve.settings import require_router_files, router_settings
 from hpctrain.serve.start_router import router_documents, start_router, write_router
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import Loaded, load_named_profile, load_service_spec, partition_profile
-from hpctrain.spec.resolved import write_resolved
+from hpctrain.spec.positions import write_resolved
 from hpctrain.spec.service import ServiceSpec
 
 _PYTHON_SECONDS = 30.0

@@ -2,7 +2,7 @@
 
 Reads the report of `make gpu` (hpctrain.records.gpu_report), or `speed.jsonl` of a run, which has
 the rates that a launch measured before training. Belongs here: reading, refusing what cannot be
-true, writing the site's file. Does not belong here: computing the shares (see
+true, the site's file: which one it is, writing it. Does not belong here: computing the shares (see
 `hpctrain.site.measured_rates`), the tables (see `hpctrain.site.calibrate_command`).
 """
 

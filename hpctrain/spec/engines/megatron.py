@@ -1,7 +1,7 @@
 """megatron-core's section of the spec, and the abilities of hpctrain's own trainer on it.
 
-Belongs here: the fields of `engine.megatron`, and the abilities. Does not belong here: the document
-of the trainer (see `hpctrain.engines.megatron`).
+Belongs here: the fields of `engine.megatron`, what they contradict, and the abilities. Does not
+belong here: the document of the trainer (see `hpctrain.engines.megatron`).
 """
 
 from __future__ import annotations

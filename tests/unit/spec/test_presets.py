@@ -11,7 +11,7 @@ from hpctrain.base.errors import InvalidInputError
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.catalogue import ModelPreset
 from hpctrain.spec.loader import load_presets, load_run_spec
-from hpctrain.spec.resolved import write_resolved
+from hpctrain.spec.positions import write_resolved
 from hpctrain.spec.run import ModelSpec
 
 SPEC = """\

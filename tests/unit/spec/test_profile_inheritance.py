@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.spec.loader import find_profile, load_profile, partition_profile
-from hpctrain.spec.resolved import write_resolved
+from hpctrain.spec.positions import write_resolved
 
 BASE = find_profile("a100x64")
 

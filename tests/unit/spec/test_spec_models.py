@@ -12,9 +12,9 @@ from wrong_specs import VALID, problems_of, shown
 from hpctrain.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.spec.loader import load_run_spec
 from hpctrain.spec.model import RESNET_FEATURES, ModelSpec
+from hpctrain.spec.positions import write_resolved
 from hpctrain.spec.profiling import ProfileSpec
 from hpctrain.spec.reference import json_schema
-from hpctrain.spec.resolved import write_resolved
 from hpctrain.spec.run import BudgetName
 
 OLD = next(line for line in VALID.splitlines() if line.startswith("model:"))
