@@ -2,9 +2,8 @@
 
 Belongs here: building the tree, nesting limits, duplicate keys, aliases, and YAML that loads again
 to an equal document. Does not belong here: reading files (`loader`), any field. Nothing in the text
-is evaluated:
-tags are refused and aliases are copied under a limit. The tree is built from the parser's events,
-so that parsing of hostile text stops at the limit, before it fills the memory.
+is evaluated: tags are refused and aliases are copied under a limit. The tree is built from the
+parser's events, so that parsing of hostile text stops at the limit, before it fills the memory.
 """
 
 from __future__ import annotations
