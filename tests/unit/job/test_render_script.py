@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 from planned_job import planned_job
-from specimen_scripts import PROFILE, PYTHON, ROOT, SPEC, profile_with, render, spec_with
+from specimen_scripts import (
+    PROFILE,
+    PYTHON,
+    ROOT,
+    SPEC,
+    directives,
+    profile_with,
+    render,
+    spec_with,
+)
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.job.render.environment import submit_variables
@@ -20,11 +29,6 @@ from hpctrain.spec.run import RunSpec
 
 A100 = load_profile(find_profile("a100x64")).document
 GPT175B = load_run_spec(ROOT / "examples/gpt175b.yaml").document
-
-
-def directives(script: str) -> list[str]:
-    lines = script.splitlines()
-    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
 
 
 @pytest.mark.parametrize(
