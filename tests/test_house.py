@@ -43,10 +43,10 @@ PURE = ("plan", "simulate", "engines", "job/render", "spec", "judge", "diagnose"
 PURE = (*PURE, "page", "trials", "report", "export", "serve/plan", "serve/engines")
 # Of those rooms, the files around that read, beside their commands.
 READING = (
-    *("spec/loader.py", "spec/reference.py", "spec/loader.py", "diagnose/of_run.py"),
+    *("spec/loader.py", "spec/reference.py", "diagnose/of_run.py"),
     *("export/metrics.py", "export/of_spec.py", "report/collect.py", "report/service_report.py"),
     *("report/team_report.py", "site/calibrate.py", "site/calibrate_service.py", "site/init.py"),
-    *("site/node_survey.py", "site/read_site.py", "site/calibrate.py", "site/survey.py"),
+    *("site/node_survey.py", "site/read_site.py", "site/survey.py"),
     *("trials/compare.py", "trials/sweep.py", "trials/sweep_plans.py", "trials/sweep_table.py"),
     *("trials/trial_results.py", "trials/run_trials.py", "page/options.py", "page/output.py"),
     "page/private_file.py",
@@ -56,7 +56,7 @@ DOING = ("base.clock", "base.durable", "base.reserved_ports", "slurm.client", "s
 DOING = (*DOING, "records.find", "checkpoints")
 PURE_FILES = (
     *("notify/message_text.py", "notify/notices.py", "notify/send_times.py"),
-    *("judge/blame.py", "sandbox/shape.py", "sandbox/shape.py", "records/jobs.py"),
+    *("judge/blame.py", "sandbox/shape.py", "records/jobs.py"),
     *("sandbox/monitoring.py", "observe/alert_rules.py", "observe/families.py"),
     *("observe/samples.py", "observe/exposition.py", "observe/grafana_dashboard.py"),
     *("observe/panel_data.py", "observe/panel_needs.py", "telemetry/scraped_text.py"),
