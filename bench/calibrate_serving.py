@@ -50,8 +50,8 @@ from bench.serving_predictions import (
     with_engines,
 )
 from bench.serving_rows import ServingCase, of_inference_x
+from hpctrain.spec.calibration import ServingCalibration
 from hpctrain.spec.loader import PACKAGED_SERVING, load_serving_calibration, packaged_json
-from hpctrain.spec.serving_calibration import ServingCalibration
 
 # Relative errors at which a residual counts 1: TPOT, mean TTFT, its 99th percentile, throughput.
 TOLERANCES = {"tpot": 0.06, "ttft_mean": 0.12, "ttft_p99": 0.2, "rate": 0.1}
@@ -356,7 +356,7 @@ def with_provenance(sections: Sections, cases: Sequence[ServingCase]) -> Section
 
 HEADER = """\
 # What GPUs and engines reach in inference; written by bench/calibrate_serving.py from published
-# measurements. What each field means: hpctrain/spec/serving_calibration.py. `gpus`: by catalogue
+# measurements. What each field means: hpctrain/spec/calibration.py. `gpus`: by catalogue
 # name, else by generation, else `other`. `engines`: by name, with the year of those before 2025.
 """
 

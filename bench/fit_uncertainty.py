@@ -27,8 +27,8 @@ from hpctrain.plan.cost.multipliers import MEMORY
 from hpctrain.plan.cost.places import alike
 from hpctrain.plan.uncertainty.belief import FREEDOM, Observations, updated
 from hpctrain.plan.uncertainty.intervals import COVERED, TIME_NAMES, noise_of, prior_of
+from hpctrain.spec.calibration import Doubt, Uncertainty
 from hpctrain.spec.loader import PACKAGED_UNCERTAINTY, packaged_json
-from hpctrain.spec.uncertainty import Doubt, Uncertainty
 
 # Deviations that are believed before any row, within the factors below.
 BELIEVED = {
@@ -356,7 +356,7 @@ def main() -> None:
 
 HEADER = """\
 # How far the planner may be off on a site that it has not seen: deviations of logarithms, written
-# by bench/fit_uncertainty.py. Fields: hpctrain/spec/uncertainty.py; how earned: docs/certainty.md.
+# by bench/fit_uncertainty.py. Fields: hpctrain/spec/calibration.py; how earned: docs/certainty.md.
 """
 
 

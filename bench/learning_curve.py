@@ -26,7 +26,7 @@ from bench.left_out import LeftOut
 from hpctrain.plan.cost.case import Floats
 from hpctrain.plan.cost.classes import CLASSES
 from hpctrain.plan.uncertainty.intervals import COVERED, TIME_NAMES
-from hpctrain.spec.uncertainty import Doubt
+from hpctrain.spec.calibration import Doubt
 
 COUNTS = (0, 1, 2, 3, 5, 10)
 DRAWS = 20

@@ -28,8 +28,8 @@ from hpctrain.plan.uncertainty.intervals import (
     prior_of,
     time_effects,
 )
+from hpctrain.spec.calibration import Doubt
 from hpctrain.spec.loader import load_uncertainty
-from hpctrain.spec.uncertainty import Doubt
 
 SHOWN = 3
 FEWEST = 6  # rows of a source, below which three of them are half of what there is

@@ -1,7 +1,7 @@
 """The constants of the serving planner that are fitted: where they stand, start, bounds, belief.
 
 Belongs here: the table. Does not belong here: the fit (`calibrate_serving`), the constants'
-meaning (`hpctrain.spec.serving_calibration`).
+meaning (`hpctrain.spec.calibration`).
 
 `weight` is a belief in the start: a constant that is e times larger or smaller costs as much as
 `weight` squared rows that are far off.

@@ -22,8 +22,7 @@ from hpctrain.serve.make_plan import PlannedService, plan_service, read_model, s
 from hpctrain.serve.plan.routing import SimulatedService, simulate_open
 from hpctrain.serve.plan.search import bound, simulated
 from hpctrain.serve.plan.traffic import draw_requests
-from hpctrain.spec.loader import load_service_spec
-from hpctrain.spec.profiles import load_named_profile
+from hpctrain.spec.loader import load_named_profile, load_service_spec
 
 CLUSTERS = ("h100x16", "a100x64", "gb200nvl72")
 SPEC = """\

@@ -27,9 +27,9 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.runs.bitwise import BitwiseComparison, compare_runs
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import RunStatus, statuses
-from hpctrain.sandbox.debian_slurm import fetch_slurm
-from hpctrain.sandbox.from_profile import shape_from_profile
+from hpctrain.sandbox.debian import fetch_slurm
 from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.sandbox.shape import shape_from_profile
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import find_profile, load_profile
 

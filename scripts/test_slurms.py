@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hpctrain.base.errors import HpctrainError
 from hpctrain.page.output import table
-from hpctrain.sandbox.debian_slurm import SUITES, fetch_slurm
+from hpctrain.sandbox.debian import SUITES, fetch_slurm
 from hpctrain.sandbox.programs import call
 
 ROOT = Path(__file__).resolve().parent.parent

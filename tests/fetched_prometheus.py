@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.errors import SlurmUnreachableError
-from hpctrain.sandbox.debian_prometheus import PrometheusPrograms, fetch_prometheus
+from hpctrain.sandbox.debian import PrometheusPrograms, fetch_prometheus
 
 _CACHE = Path(__file__).resolve().parents[1] / ".slurm" / "prometheus"
 

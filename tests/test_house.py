@@ -44,11 +44,11 @@ PURE = ("plan", "simulate", "engines", "job/render", "spec", "judge", "diagnose"
 PURE = (*PURE, "page", "trials", "report", "export", "serve/plan", "serve/engines")
 # Of those rooms, the files around that read, beside their commands.
 READING = (
-    *("spec/loader.py", "spec/examples.py", "spec/profiles.py", "diagnose/of_run.py"),
+    *("spec/loader.py", "spec/reference.py", "diagnose/of_run.py"),
     *("export/metrics.py", "export/exported_run.py", "report/collect.py"),
     *("report/service_report.py", "report/team_report.py"),
     *("site/calibrate.py", "site/calibrate_service.py", "site/init.py"),
-    *("site/node_survey.py", "site/read_site.py", "site/site_calibration.py", "site/survey.py"),
+    *("site/node_survey.py", "site/read_site.py", "site/survey.py"),
     *("trials/compare.py", "trials/sweep.py", "trials/sweep_plans.py", "trials/sweep_table.py"),
     *("trials/run_trials.py", "page/options.py", "page/output.py"),
 )
@@ -57,7 +57,7 @@ DOING = ("base.clock", "base.durable", "base.reserved_ports", "slurm.client", "s
 DOING = (*DOING, "records.find", "checkpoints")
 PURE_FILES = (
     *("notify/message_text.py", "notify/notices.py"),
-    *("judge/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "records/jobs.py"),
+    *("judge/blame.py", "sandbox/shape.py", "records/jobs.py"),
     *("sandbox/monitoring.py", "observe/families.py", "observe/samples.py"),
     *("observe/grafana_dashboard.py", "observe/dashboard_page.py", "telemetry/scraped_text.py"),
     *("serve/load/summary.py", "serve/load/measurement.py"),
@@ -273,6 +273,29 @@ def test_only_the_command_line_prints_and_exits() -> None:
         if called in forbidden
     ]
     assert not found, f"return a value or raise an HpctrainError instead: {found}"
+
+
+def test_commands_lie_in_the_rooms_of_what_they_show() -> None:
+    """`cli/` finds commands and reports errors; it has no document, quantity or state to show."""
+    shown = re.compile(r"(?<![\w-])([KMGT]i?B|GPU-hours|ms|s|min|steps?|PENDING|RUNNING|FAILED)\b")
+    found = []
+    for path, tree in trees().items():
+        cli = name(path).startswith("cli/")
+        for node in nodes(tree):
+            if isinstance(node, ast.FunctionDef) and not cli:
+                kinds = {dotted(getattr(one, "func", one)) for one in node.decorator_list}
+                command = any(kind.endswith((".command", ".group")) for kind in kinds)
+                if command and not re.search(r"(^|[/_])command\.py$", name(path)):
+                    found.append(f"{where(path, node)} {node.name} is a command")
+            elif cli and isinstance(node, ast.ImportFrom):
+                room = (node.module or "").partition("hpctrain.")[2].partition(".")[0]
+                if room in ("records", "plan", "serve"):
+                    found.append(f"{where(path, node)} imports {node.module}")
+            elif cli and isinstance(node, ast.JoinedStr):
+                texts = [str(one.value) for one in node.values if isinstance(one, ast.Constant)]
+                if any(map(shown.search, texts)):
+                    found.append(f"{where(path, node)} {ast.unparse(node)}")
+    assert not found, f"`command.py` or `*_command.py` of the room that knows: {found}"
 
 
 def test_nothing_is_run_by_a_shell_or_evaluated() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.footprint.small_runs import RANK_ACTORS, TABLE, Counted, count_small_runs, total
 from hpctrain.job.footprint import footprint_of, size_of
-from hpctrain.job.footprint_text import footprint_lines
+from hpctrain.job.footprint_command import footprint_lines
 from hpctrain.job.prepare import prepare
 from hpctrain.plan.footprint.predict import TableSums
 from hpctrain.plan.footprint.table import OPERATIONS, Operation, RunSize

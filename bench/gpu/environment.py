@@ -42,7 +42,7 @@ def _promised(site: Site) -> bool:
     """Tell whether the profile promises TransformerEngine, which plans then count on."""
     if site.profile is None:
         return True
-    from hpctrain.spec.profiles import load_named_profile
+    from hpctrain.spec.loader import load_named_profile
 
     profile = load_named_profile(site.profile).document
     return profile.software.transformer_engine

@@ -35,8 +35,8 @@ from hpctrain.records.gpu_report import StepTime
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import RankTimes, read_metrics, read_record
 from hpctrain.spec.catalogue import MEMORY_TOLERANCE
+from hpctrain.spec.loader import load_named_profile
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profiles import load_named_profile
 
 HERE = Path(__file__).parent
 STEPS, WARM_UP = 12, 4

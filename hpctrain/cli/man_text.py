@@ -14,8 +14,7 @@ import click
 
 from hpctrain.cli.main import EXIT_CODES, GROUPS, cli
 from hpctrain.job.reference_text import default_text
-from hpctrain.spec.reference import Field, fields_of
-from hpctrain.spec.schema import Kind
+from hpctrain.spec.reference import Field, Kind, fields_of
 
 ENVIRONMENT: Mapping[str, str] = {
     "HPCTRAIN_RUNS": "Directory of the runs, where `--runs` is not given. Default: ./runs",

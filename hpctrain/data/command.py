@@ -160,7 +160,7 @@ def _prepared_on_slurm(
     from hpctrain.base.errors import UsageError
     from hpctrain.data.on_slurm import ArrayRequest, prepare_on_slurm
     from hpctrain.slurm.client import SlurmClient
-    from hpctrain.spec.profiles import load_named_profile
+    from hpctrain.spec.loader import load_named_profile
 
     if profile is None:
         raise UsageError("--slurm needs --profile, which defines how to request nodes")

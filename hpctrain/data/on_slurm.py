@@ -19,8 +19,7 @@ from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import HpctrainError, SlurmUnreachableError, UsageError
 from hpctrain.base.units import Duration
 from hpctrain.job.datasets import dataset_command, program, run_program
-from hpctrain.job.render.job_environment import INHERITED
-from hpctrain.job.render.software import MUST, module_commands
+from hpctrain.job.render.environment import INHERITED, MUST, module_commands
 from hpctrain.records.datasets import DatasetReport, DatasetRequest, ShardsReport
 from hpctrain.slurm.arrays import ArrayOptions, submit_array
 from hpctrain.slurm.client import SlurmClient

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from hpctrain.engines.training import TrainConfig, shared_config
 from hpctrain.plan.abilities.readable import data_format
 from hpctrain.spec.data import Augmentation, Colors, DataFormat
-from hpctrain.spec.model import ModelSpec
-from hpctrain.spec.tuning import LoraSpec, Task
+from hpctrain.spec.model import LoraSpec, ModelSpec, Task
 
 if TYPE_CHECKING:
     from hpctrain.plan.job import TrainingJob

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.engines.module import ModuleConfig, module_config
-from hpctrain.spec.engines.ddp import DdpSpec
+from hpctrain.spec.engines.native import DdpSpec
 from hpctrain.spec.engines.registry import abilities_of
 
 if TYPE_CHECKING:

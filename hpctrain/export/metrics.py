@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.base.module_subprocess import ModuleProgram, run_module
-from hpctrain.job.tracking_settings import wandb_id
+from hpctrain.job.supervisor_settings import wandb_id
 from hpctrain.records.find import RunFiles
 from hpctrain.records.run_records import StepMetrics, lineage, read_metrics, write_record
 from hpctrain.records.tracking import (

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpctrain.base.errors import DoesNotFitError
 from hpctrain.base.units import short_duration
 from hpctrain.job.prepare import Prepared, prepare
-from hpctrain.job.render.srun_tasks import log_files
+from hpctrain.job.render.script import log_files
 from hpctrain.plan.footprint.documents import Footprint
 from hpctrain.plan.footprint.predict import footprint, run_size
 from hpctrain.plan.footprint.table import FootprintTable, RunSize

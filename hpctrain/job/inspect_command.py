@@ -15,7 +15,7 @@ from hpctrain.page.text import marked, or_dash
 if TYPE_CHECKING:
     from hpctrain.base.errors import Problem
     from hpctrain.spec.profile import ClusterProfile
-    from hpctrain.spec.schema import Kind
+    from hpctrain.spec.reference import Kind
 
 SPEC_ARGUMENT = click.Path(path_type=Path, allow_dash=True)
 
@@ -63,7 +63,6 @@ def validate(
     if overrides or runs or as_json:
         raise click.UsageError("`--set`, `--runs` and `--json` need `--profile`")
     from hpctrain.base.errors import InvalidInputError
-    from hpctrain.job.validate import validate_file
 
     good: list[str] = []
     problems: list[Problem] = []
@@ -76,6 +75,43 @@ def validate(
     if problems:
         raise InvalidInputError(problems)
     click.echo("\n".join(good))
+
+
+def validate_file(path: Path, kind: Kind | None = None) -> str:
+    """Load a spec or a profile; returns what it is called.
+
+    Without `kind` a document with one of the sections that only profiles have counts as a profile,
+    one with a top-level `kind` as the spec of a service, any other one as that of a run. Raises
+    InvalidInputError with every problem.
+    """
+    from hpctrain.base.errors import InvalidInputError, Problem
+    from hpctrain.job.render.job_options import continuation_problems
+    from hpctrain.spec.loader import (
+        kind_of_file,
+        load_profile,
+        load_run_spec,
+        load_service_spec,
+        profile_search_path,
+    )
+    from hpctrain.spec.reference import TITLES
+
+    if kind is None:
+        kind = kind_of_file(path)
+    if kind == "profile":
+        profile = load_profile(path, profile_search_path())
+        site = profile.document
+        problems = [
+            Problem(message, profile.file)
+            for partition in site.slurm.partitions
+            for message in continuation_problems(site, partition)
+        ]
+        if problems:
+            raise InvalidInputError(problems)
+    elif kind == "service":
+        load_service_spec(path)
+    else:
+        load_run_spec(path)
+    return TITLES[kind]
 
 
 def _examine(
@@ -131,9 +167,8 @@ def profiles(name: str | None, as_json: bool) -> None:
       hpctrain profiles
       hpctrain profiles a100x64
     """
-    from hpctrain.spec.loader import profile_names
-    from hpctrain.spec.profiles import load_named_profile, profile_search_path
-    from hpctrain.spec.resolved import write_resolved
+    from hpctrain.spec.loader import load_named_profile, profile_names, profile_search_path
+    from hpctrain.spec.positions import write_resolved
 
     if name is not None:
         loaded = load_named_profile(name)
@@ -168,7 +203,7 @@ def profiles(name: str | None, as_json: bool) -> None:
 def _readable_profiles(names: list[str]) -> tuple[list[ClusterProfile], list[Problem]]:
     """Read every profile; one that is wrong hides no other."""
     from hpctrain.base.errors import InvalidInputError
-    from hpctrain.spec.profiles import load_named_profile
+    from hpctrain.spec.loader import load_named_profile
 
     documents: list[ClusterProfile] = []
     problems: list[Problem] = []
@@ -189,6 +224,6 @@ def schema(kind: Kind) -> None:
     Examples:
       hpctrain schema spec > schemas/spec.json
     """
-    from hpctrain.spec.schema import json_schema
+    from hpctrain.spec.reference import json_schema
 
     click.echo(json_schema(kind), nl=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -180,38 +180,31 @@ def _lead_followers(run: RunFiles, slurm: SlurmClient, job_id: int) -> None:
         if awaited_run(events) != run.run_id or not ids:
             continue
         try:
-            _lead(other, slurm, ids[0], job_id, old)
+            # Make a waiting job wait for another one instead of `old`, and for what else it waits
+            # for
+            waiting_id = ids[0]
+            waiting = slurm.show_job(waiting_id)
+            before = {f":{one}" for one in old}
+            kept = [
+                term
+                for term in (waiting.dependencies if waiting is not None else ())
+                if not any(term.endswith(one) for one in before)
+            ]
+            for last in (False,) * _SECONDS_TO_PUT_BACK + (True,):
+                try:
+                    slurm.update_job(waiting_id, dependency=",".join([f"afterok:{job_id}", *kept]))
+                    break
+                except SlurmRefusedError:
+                    job = slurm.jobs([waiting_id]).get(waiting_id)
+                    if last or job is None or not job.state.is_active:
+                        raise
+                    clock.sleep(1.0)
+            if was_put_back(other.ledger.events()):
+                slurm.release(waiting_id)
             reason = f"waits for job {job_id} of run {run.run_id} now"
         except SlurmError as error:
             reason = f"could not be made to wait for job {job_id} of run {run.run_id}: {error}"
         other.ledger.append(EventKind.OBSERVED, job_id=ids[0], reason=reason)
-
-
-def _lead(
-    follower: RunFiles, slurm: SlurmClient, waiting_id: int, job_id: int, old: Collection[int]
-) -> None:
-    """Make a waiting job wait for another one instead of `old`, and for what else it waits for.
-
-    One that has just begun puts itself back first. Raises SlurmError.
-    """
-    waiting = slurm.show_job(waiting_id)
-    before = {f":{one}" for one in old}
-    kept = [
-        term
-        for term in (waiting.dependencies if waiting is not None else ())
-        if not any(term.endswith(one) for one in before)
-    ]
-    for last in (False,) * _SECONDS_TO_PUT_BACK + (True,):
-        try:
-            slurm.update_job(waiting_id, dependency=",".join([f"afterok:{job_id}", *kept]))
-            break
-        except SlurmRefusedError:
-            job = slurm.jobs([waiting_id]).get(waiting_id)
-            if last or job is None or not job.state.is_active:
-                raise
-            clock.sleep(1.0)
-    if was_put_back(follower.ledger.events()):
-        slurm.release(waiting_id)
 
 
 def _sbatch(

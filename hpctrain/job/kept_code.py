@@ -57,7 +57,10 @@ def keep_code(run: RunLayout) -> str:
     damaged is written anew. Raises OSError.
     """
     package = Path(__file__).parents[1]
-    name = archive_name(__version__, _digest_of(package, _stamps(package)))
+    # What changes with a module: its name, its time of change (ns) and its size (bytes)
+    found = ((entry.path, entry.stat()) for entry in _entries(package))
+    stamps = tuple(sorted((path, status.st_mtime_ns, status.st_size) for path, status in found))
+    name = archive_name(__version__, _digest_of(package, stamps))
     make_private_directory(run.kept_software)  # beside a script that is no run's, too
     target = run.kept_software / name
     if not (target.exists() and _is_whole(target.read_bytes(), name)):
@@ -113,21 +116,10 @@ def _modules_in(directory: Path | str, *, deep: bool) -> Iterator[os.DirEntry[st
                 yield from _modules_in(entry.path, deep=True)
 
 
-def _sources(package: Path) -> list[Path]:
-    """List the same in an order that does not depend on the file system."""
-    return sorted(Path(entry.path) for entry in _entries(package))
-
-
 def _texts(package: Path) -> Iterator[tuple[str, bytes]]:
-    """Read the modules, by their paths in the package."""
-    for path in _sources(package):
+    """Read the modules, by their paths in the package, in an order that is always the same."""
+    for path in sorted(Path(entry.path) for entry in _entries(package)):
         yield path.relative_to(package).as_posix(), path.read_bytes()
-
-
-def _stamps(package: Path) -> tuple[tuple[str, int, int], ...]:
-    """What changes with a module: its name, its time of change (ns) and its size (bytes)."""
-    found = ((entry.path, entry.stat()) for entry in _entries(package))
-    return tuple(sorted((path, status.st_mtime_ns, status.st_size) for path, status in found))
 
 
 @lru_cache(maxsize=1)
@@ -169,7 +161,10 @@ def _is_whole(data: bytes, name: str) -> bool:
 
 def _archive(package: Path, name: str) -> bytes:
     """Pack the code, or take what an earlier submission has packed; the cache may be missing."""
-    cached = _cache_directory() / name
+    # the user's caches (XDG Base Directory Specification)
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    home = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    cached = home / "hpctrain" / name
     with contextlib.suppress(OSError):
         status = os.stat(cached)
         if status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -184,13 +179,6 @@ def _archive(package: Path, name: str) -> bytes:
             if old != cached:
                 old.unlink(missing_ok=True)
     return data
-
-
-def _cache_directory() -> Path:
-    """Return the user's directory of caches (XDG Base Directory Specification)."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    home = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-    return home / "hpctrain"
 
 
 def _packed(package: Path, name: str) -> bytes:

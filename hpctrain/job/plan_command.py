@@ -93,10 +93,8 @@ def plan(
       hpctrain plan -p a100x64 gpt175b.yaml --budget 1100000usd --deadline 70d
     """
     from hpctrain.job import plan as action
-    from hpctrain.job.advice import advise
-    from hpctrain.job.forecast_text import decision_lines
-    from hpctrain.job.plan_text import answer_lines
-    from hpctrain.job.preflight_text import input_words, ready_sentence
+    from hpctrain.job.plan_text import answer_lines, decision_lines
+    from hpctrain.job.preflight import input_words, ready_sentence
     from hpctrain.plan.forecast.budget import check_currency, parse_budget
 
     budget = parse_budget(money, deadline) if money or deadline else None
@@ -112,12 +110,12 @@ def plan(
         advice = None
         if not options and option.forecast is not None:
             words = input_words(spec, profile, overrides) if named else None
-            advice = advise(inputs, option, goal, words)
+            advice = action.advise(inputs, option, goal, words)
     written = None
     if write and (decision is None or decision.chosen is not None):
-        from hpctrain.job.apply import apply_plan
-
-        written = apply_plan(spec, profile, option, overrides)  # a closed pipe must not prevent it
+        written = action.apply_plan(
+            spec, profile, option, overrides
+        )  # a closed pipe must not prevent it
     explained = action.explanation(inputs, option, goal, top) if explain else None
     built = None
     if verify:
@@ -140,7 +138,7 @@ def plan(
         )
     else:
         if options:
-            from hpctrain.job.sizes_text import option_rows
+            from hpctrain.job.plan_text import option_rows
 
             table(*option_rows(options))
             click.echo()
@@ -185,9 +183,15 @@ def _decided(
 
 def _print_option(inputs: Inputs, option: Option, budget: Budget | None) -> None:
     """Print the plan, its forecast, stages, reasons and warnings."""
-    from hpctrain.job.forecast_text import forecast_lines, spot_lines
     from hpctrain.job.plan import spot_comparison
-    from hpctrain.job.plan_text import continuation_lines, plan_lines, stage_rows, wrapped
+    from hpctrain.job.plan_text import (
+        continuation_lines,
+        forecast_lines,
+        plan_lines,
+        spot_lines,
+        stage_rows,
+        wrapped,
+    )
 
     assert option.decision is not None
     made, width = option.decision.plan, line_width(sys.stdout)
@@ -209,13 +213,13 @@ def _print_option(inputs: Inputs, option: Option, budget: Budget | None) -> None
 
 
 def _print_more(option: Option, explained: Explanation | None, built: Verification | None) -> None:
-    from hpctrain.job.explain_text import doubt_lines, explanation_lines
+    from hpctrain.job.plan_text import doubt_lines, explanation_lines
 
     if explained is not None:
         width = line_width(sys.stdout)
         doubt = doubt_lines(option.plan.certainty, width) if option.plan else []
         click.echo("\n" + "\n".join([*doubt, *explanation_lines(explained, width)]))
     if built is not None:
-        from hpctrain.job.verify_text import verification_lines
+        from hpctrain.job.verify import verification_lines
 
         click.echo("\n" + "\n".join(verification_lines(built, line_width(sys.stdout))))

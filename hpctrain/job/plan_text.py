@@ -8,17 +8,31 @@ from math import floor, log10
 from typing import TYPE_CHECKING
 
 from hpctrain.base.units import short_bytes, short_duration
-from hpctrain.job.render.continuation import continuation_line, continuation_problems
-from hpctrain.page.text import LINE_WIDTH, paragraph
-from hpctrain.plan.documents import Certainty, Plan, Prediction, Stage
-from hpctrain.plan.forecast.sentences import days, days_range, money_range
+from hpctrain.job.render.job_options import continuation_line, continuation_problems
+from hpctrain.page.text import LINE_WIDTH, facts, paragraph
+from hpctrain.plan.documents import (
+    TOLD_APART,
+    Certainty,
+    Change,
+    Explanation,
+    FrontPoint,
+    Plan,
+    Prediction,
+    RunnerUp,
+)
+from hpctrain.plan.forecast.documents import (
+    BudgetDecision,
+    Forecast,
+    SpotComparison,
+)
+from hpctrain.plan.forecast.sentences import days, days_column, days_range, money_range
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.plan.mesh.recomputation import recompute_words
 
 if TYPE_CHECKING:
-    from hpctrain.job.advice import Advice
-    from hpctrain.job.plan import Option
+    from hpctrain.job.plan import Advice, Option
     from hpctrain.plan.job import TrainingJob
+
 
 _COLUMNS = {  # of the stages: header -> its parts of `MemoryBreakdown`
     "WEIGHT": ("weights",),
@@ -79,7 +93,7 @@ def answer_lines(
 ) -> list[str]:
     """Answer first what everybody asks: does it fit, how long, how dear, is it the best?
 
-    `advice` is None where nothing else was looked at, `ready` where it was not asked whether the
+    `plan` is None where nothing else was looked at, `ready` where it was not asked whether the
     run could be submitted.
     """
     plan, forecast = option.plan, option.forecast
@@ -154,10 +168,11 @@ def _step_lines(plan: Plan, prediction: Prediction, width: int) -> list[str]:
         for name, part in parts
         if part >= 0.001 * seconds
     ]
+    sure, spread = plan.certainty, " predicted"
+    if sure is not None and sure.low_step_seconds and sure.high_step_seconds:
+        spread = f" ({step_range(sure.low_step_seconds, sure.high_step_seconds)})"
     return [
-        *entry(
-            "Step", f"{seconds_text(seconds)} a step{_step_range(plan)}, {rates}, {speed}", width
-        ),
+        *entry("Step", f"{seconds_text(seconds)} a step{spread}, {rates}, {speed}", width),
         *entry("", ", ".join(shares), width),
         *(_site_lines(plan.certainty, width) if plan.certainty else []),
     ]
@@ -182,20 +197,8 @@ def _fits(plan: Plan) -> str:
         return f"yes: {level} at most, "
     odds = sure.fit_probability
     word = "yes" if odds >= _SURE else "likely" if odds >= _LIKELY else "unlikely"
-    return f"{word} ({_odds(odds)}): {level}{_memory_range(plan)}, "
-
-
-def _odds(probability: float) -> str:
-    """Format a probability without a claim of being sure: `97%`, `above 99%`."""
-    return "above 99%" if probability > 0.99 else f"{probability:.0%}"
-
-
-def _step_range(plan: Plan) -> str:
-    """Format ` (80%: 31.2-37.5)`, in the digits of the prediction."""
-    sure = plan.certainty
-    if sure is None or sure.low_step_seconds is None or sure.high_step_seconds is None:
-        return " predicted"
-    return f" ({step_range(sure.low_step_seconds, sure.high_step_seconds)})"
+    shown = "above 99%" if odds > 0.99 else f"{odds:.0%}"  # never a claim of being sure
+    return f"{word} ({shown}): {level}{_memory_range(plan)}, "
 
 
 def step_range(low: float, high: float) -> str:
@@ -256,19 +259,315 @@ def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
             round(sum(getattr(memory, f"{name}_bytes") for name in names) / 2**30, 2)
             for names in _COLUMNS.values()
         ]
+        # Format `12`, `3x4` for three chunks of four layers, or `3+4+4`, and the model's ends
+        chunks = stage.chunk_layers
+        alike = len(set(chunks)) == 1
+        text = "+".join(map(str, chunks))
+        if len(chunks) > 1 and alike:
+            text = f"{len(chunks)}x{chunks[0]}"
+        ends = ("emb" if stage.embedding else "", "loss" if stage.loss else "")
+        layers = " ".join(part for part in (text, *ends) if part)
         rows.append(
-            [str(stage.index), _layers(stage), short_count(stage.parameters_per_gpu)]
+            [str(stage.index), layers, short_count(stage.parameters_per_gpu)]
             + [f"{size:.2f}" for size in (*sizes, sum(sizes))]
         )
     return headers, rows
 
 
-def _layers(stage: Stage) -> str:
-    """Format `12`, `3x4` for three chunks of four layers, or `3+4+4`, and the model's ends."""
-    chunks = stage.chunk_layers
-    alike = len(set(chunks)) == 1
-    text = "+".join(map(str, chunks))
-    if len(chunks) > 1 and alike:
-        text = f"{len(chunks)}x{chunks[0]}"
-    ends = ("emb" if stage.embedding else "", "loss" if stage.loss else "")
-    return " ".join(part for part in (text, *ends) if part)
+# -- Formats plans for several numbers of GPUs as a table ---------------------------------------
+
+
+def option_rows(options: Sequence[Option]) -> tuple[list[str], list[list[str]]]:
+    """Tabulate one row for each number of GPUs; `-` where nothing is known."""
+    headers = ["GPUS", "S/STEP", "MFU%", "DAYS", "GPU-HOURS", "COST", "LAYOUT"]
+    rows = []
+    for option in options:
+        plan, forecast = option.plan, option.forecast
+        if plan is None:
+            reason = str(option.refusal).splitlines()[0].partition(" (")[0]
+            rows.append([str(option.gpus), "-", "-", "-", "-", "-", reason])
+            continue
+        cost = forecast.cost if forecast else None
+        rows.append(
+            [
+                str(option.gpus),
+                f"{plan.step_seconds:.4g}" if plan.step_seconds else "-",
+                f"{100 * plan.prediction.mfu:.1f}" if plan.prediction else "-",
+                days_column(forecast) if forecast else "-",
+                f"{forecast.gpu_hours:,.0f}" if forecast else "-",
+                f"{cost.amount:,.0f} {cost.currency}" if cost else "-",
+                str(plan.layout),
+            ]
+        )
+    return headers, rows
+
+
+# -- Formats why a plan was chosen, in lines of a width that the caller knows -------------------
+
+
+MULTIPLIERS = {
+    "products": "matrix products",
+    "attention": "attention kernels",
+    "elementwise": "elementwise kernels",
+    "nvlink": "messages over NVLink",
+    "network": "messages over the network",
+    "launch": "launching kernels, overheads",
+    "experts": "sending tokens to experts",
+    "everything": "everything alike",
+    "expert model": "models with experts",
+    "low precision": "8-bit and 4-bit precision",
+    "new GPU": "a GPU without published rows",
+    "activations": "kept activations and buffers",
+    "allocator": "the allocator's waste",
+    "outside": "memory outside the allocator",
+}
+
+_LEAST_SHOWN = 0.002  # of the winner's step: smaller differences are noise
+_PARTS_SHOWN = 3
+_FRONT_SHOWN = 6
+_MARGIN = 11
+_LEAST_DOUBT, _DOUBTS_SHOWN = 0.05, 4
+_BESIDES = {
+    "alike": "what layouts like this one share",
+    "noise": "what each layout has alone",
+}
+
+
+def explanation_lines(explanation: Explanation, width: int = LINE_WIDTH) -> list[str]:
+    """Format counts, the winner, other meshes, single changes, and the Pareto front."""
+    winner, given = explanation.winner, explanation.given
+    price = f"{short_bytes(winner.peak_bytes)} a GPU"
+    if winner.step_seconds is not None:
+        price = f"{seconds_text(winner.step_seconds)} a step · {price}"
+    given_lines = []
+    if given is not None:  # the spec's layout beside the one that `parallel: auto` would choose
+        slower = "" if given.slower is None else f"{share(given.slower)}: "
+        given_lines = [
+            *entry("Given", f"{slower}{given.description}", width),
+            *entry("", _loss(given), width),
+        ]
+    return [
+        *entry("Search", counts_text(explanation), width),
+        *entry("Winner", winner.description, width),
+        *entry("", price, width),
+        *given_lines,
+        *_section(
+            f"Other meshes: the best of each of {explanation.groups:,}", explanation.others, width
+        ),
+        *_section("The winner with one thing changed", explanation.variants, width),
+        *_front_lines(explanation.front, width),
+    ]
+
+
+def doubt_lines(certainty: Certainty | None, width: int = LINE_WIDTH) -> list[str]:
+    """Say what the interval of the step comes from, and what would narrow it."""
+    if certainty is None or certainty.step_deviation is None:
+        return []
+    parts = [one for one in certainty.doubt if one.share >= _LEAST_DOUBT][:_DOUBTS_SHOWN]
+    names = MULTIPLIERS | _BESIDES
+    told = ", ".join(f"{names.get(one.name, one.name)} {one.share:.0%}" for one in parts)
+    text = (
+        f"of ±{certainty.step_deviation:.0%} (68%) about the step: {told}; "
+        "`hpctrain calibrate RUN ...` narrows it"
+    )
+    return entry("Doubt", text, width)
+
+
+def counts_text(explanation: Explanation) -> str:
+    """`121,170 candidates in 0.18 s: 100,524 break a rule, ...`"""
+    counts, seconds = explanation.counts, explanation.search_seconds
+    took = f" in {seconds:.2f} s" if seconds is not None else ""
+    return (
+        f"{counts.enumerated:,} candidates{took}: {counts.infeasible:,} break a rule, "
+        f"{counts.too_large:,} do not fit, {counts.fitting:,} fit ({counts.tight:,} of them "
+        "less surely than with 90%)"
+    )
+
+
+def _section(title: str, runners: tuple[RunnerUp, ...], width: int) -> list[str]:
+    """Format runners-up below a title, in two lines each: the layout, and what it loses."""
+    indent = " " * _MARGIN
+    lines = ["", title] if runners else []
+    for one in runners:
+        head = "no room" if one.shortage else "" if one.slower is None else share(one.slower)
+        name = one.description if one.differs == str(one.layout) else one.differs
+        lines += wrapped(name, f"{head:>{_MARGIN - 2}}  ", indent, width)
+        lines += wrapped(_loss(one), indent, indent, width)
+    return lines
+
+
+def _loss(runner: RunnerUp) -> str:
+    """Format `61.2 GiB · bubble +4.9%, data messages -0.3%`, or by how much it does not fit."""
+    shown = ", ".join(change_text(change) for change in shown_changes(runner))
+    if runner.shortage is not None:
+        missing = (
+            f"{short_bytes(runner.shortage.missing_bytes)} too much in stage "
+            f"{runner.shortage.stage} ({runner.shortage.component})"
+        )
+        return missing + (f"; its step: {share(runner.slower)}" if runner.slower else "")
+    memory = short_bytes(runner.peak_bytes) + (", tight" if runner.tight else "")
+    odds = runner.winner_faster
+    if odds is not None and runner.slower and odds < TOLD_APART:
+        memory += f" · cannot be told apart ({1 - odds:.0%} that it is the faster one)"
+    return f"{memory} · {shown}" if shown else memory
+
+
+def shown_changes(runner: RunnerUp) -> tuple[Change, ...]:
+    """Select the largest differences that are more than noise."""
+    large = [change for change in runner.changes if abs(change.share) >= _LEAST_SHOWN]
+    return tuple(large[:_PARTS_SHOWN])
+
+
+def change_text(change: Change) -> str:
+    return f"{change.part.replace('_', ' ')} {share(change.share)}"
+
+
+def share(part: float) -> str:
+    """`+6.1%`"""
+    return f"{part:+.1%}"
+
+
+def _front_lines(front: tuple[FrontPoint, ...], width: int) -> list[str]:
+    """Format a few points of the Pareto front, from the fastest to the leanest."""
+    if len(front) < 2:
+        return []
+    count = min(_FRONT_SHOWN, len(front))
+    chosen = sorted({round(n * (len(front) - 1) / (count - 1)) for n in range(count)})
+    lines = ["", f"Faster costs memory: {len(front)} candidates that none beats in both, of them"]
+    for number in chosen:
+        point = front[number]
+        head = f"{seconds_text(point.step_seconds):>9}  {short_bytes(point.peak_bytes):>9}  "
+        lines += wrapped(point.description, head, " " * len(head), width)
+    return lines
+
+
+# -- Formats a forecast as sentences and columns, wrapped at a width that the caller knows ------
+
+
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:d|h|min|s|ms|[KMGT]iB|[A-Z]{3}|GPUs|steps)\b)")
+
+
+def forecast_lines(forecast: Forecast, width: int = LINE_WIDTH) -> list[str]:
+    """Format the block that `plan` shows below the plan itself."""
+    times = forecast.times
+    slices = f" · {forecast.slices:,} time slices" if forecast.slices > 1 else ""
+    waiting = f" + {days(times.waiting_seconds)} of waiting" if times.waiting_seconds >= 0.5 else ""
+    time = (
+        f"{days(times.total_seconds)} on average = {days(times.training_seconds)} of training "
+        f"({forecast.steps:,} steps x {short_duration(forecast.step_seconds)}) at "
+        f"{forecast.ettr:.1%} effective time{waiting}{slices}"
+    )
+    overheads = [
+        f"{name} {days(getattr(times, f'{name}_seconds'))}"
+        for name in ("evaluation", "saving", "redone", "starting", "detecting", "waiting")
+        if getattr(times, f"{name}_seconds") >= 0.5
+    ]
+    if times.repair_seconds >= 0.01 * times.total_seconds:
+        overheads[-1] += f", {days(times.repair_seconds)} of it for nodes to be repaired"
+    cost = f"{forecast.gpu_hours:,.0f} GPU-hours on {forecast.gpus:,} GPUs"
+    if forecast.cost is None:
+        cost = f"{cost} (the profile has no prices)"
+    else:
+        price, currency = forecast.cost.per_gpu_hour, forecast.cost.currency
+        tariff = forecast.cost.tariff
+        cost = f"{forecast.cost.amount:,.0f} {currency} = {cost} x {price:g} {currency} ({tariff})"
+    stops = forecast.interruptions
+    text = (
+        f"{_count(forecast.failures)} expected, one per {days(stops.failure_mtbf_seconds)} on "
+        f"{forecast.nodes:,} node{'s' if forecast.nodes > 1 else ''}"
+    )
+    if stops.preemption_mtbf_seconds is not None:
+        text += (
+            f" · {_count(forecast.preemptions)} preemptions, one per "
+            f"{days(stops.preemption_mtbf_seconds)}"
+        )
+    failures = f"{text} · {days(stops.restart_seconds)} per restart"
+    lines = [
+        *_entry("Time", time, width),
+        *_entry("", " · ".join(overheads), width),
+        *_entry("Cost", cost, width),
+        *_entry("Failures", failures, width),
+        *_entry("Saves", _saves(forecast), width),
+        *_entry("Played", _played(forecast), width),
+    ]
+    for assumption in forecast.assumptions:
+        lines += _entry("Assumed", str(assumption), width)
+    for warning in forecast.warnings:
+        lines += _entry("Warning", warning, width)
+    return lines
+
+
+def _played(forecast: Forecast) -> str:
+    spread = forecast.spread
+    if spread is None:
+        return "no run, for there would be too many interruptions: means by closed forms"
+    text = (
+        f"{spread.trials} runs with the supervisor's policy (seed {spread.seed}), 90 of 100 within "
+        f"{days_range(forecast)}; "
+    )
+    if spread.step_deviation:
+        text += f"each has a step time of its own, ±{spread.step_deviation:.0%}"
+    else:
+        text += "the step time is taken as predicted"
+    if spread.stopped:
+        text += f"; {spread.stopped:.0%} of them stop, most often: {spread.stop_reason}"
+    return text
+
+
+def spot_lines(comparison: SpotComparison, width: int = LINE_WIDTH) -> list[str]:
+    """Format both tariffs in columns, then the recommendation."""
+    lines = [f"{'Tariff':<{_INDENT}}{'DAYS':>12}  {'GPU-HOURS':>11}  {'COST':>16}  {'STARTS':>7}"]
+    for one in (comparison.on_demand, comparison.spot):
+        if one is not None:
+            cost = f"{one.cost.amount:,.0f} {one.cost.currency}" if one.cost else "-"
+            lines.append(
+                f"{one.tariff:<{_INDENT}}{days_column(one):>12}  {one.gpu_hours:>11,.0f}  "
+                f"{cost:>16}  {one.starts:>7,.1f}"
+            )
+    lines += _entry("Take", f"{comparison.recommended}: {comparison.reason}", width)
+    if comparison.spot is not None:
+        limit = comparison.break_even_preemption_seconds
+        if limit is None:
+            break_even = "spot is dearer even without preemptions"
+        elif limit == 0:
+            break_even = "spot is cheaper however often nodes are taken away"
+        else:
+            break_even = f"spot is cheaper while preemptions are rarer than one per {days(limit)}"
+        lines += _entry("", break_even, width)
+        lines += [
+            line
+            for assumption in comparison.spot.assumptions
+            if assumption not in comparison.on_demand.assumptions
+            for line in _entry("Assumed", str(assumption), width)
+        ]
+    return lines
+
+
+def decision_lines(decision: BudgetDecision, width: int = LINE_WIDTH) -> list[str]:
+    """Format what the budget allows, or what is missing: one paragraph per statement."""
+    lines = []
+    for number, sentence in enumerate(decision.lines):
+        lines += _entry("Budget" if number == 0 else "", sentence, width)
+    return lines
+
+
+def _entry(label: str, text: str, width: int) -> list[str]:
+    """Wrap a labelled paragraph; a number stays on one line with its unit."""
+    lines = facts((label, _BEFORE_UNIT.sub(_TIE, text)), width=width)
+    return [line.replace(_TIE, " ") for line in lines]
+
+
+def _saves(forecast: Forecast) -> str:
+    interval, checkpoint = forecast.interval, forecast.checkpoint
+    text = (
+        f"{short_bytes(checkpoint.total_bytes)} every {interval.steps:,} steps "
+        f"({days(interval.seconds)}); best {interval.best_steps:,} (Young "
+        f"{days(interval.young_seconds)}, Daly {days(interval.daly_seconds)})"
+    )
+    write = f"{short_duration(checkpoint.write_seconds)} to write ({checkpoint.write_limit})"
+    return f"{text} · {write}, stops training for {short_duration(checkpoint.stall_seconds)}"
+
+
+def _count(number: float) -> str:
+    """Format an expected number: two digits below ten."""
+    return f"{number:.2g}" if 0.001 <= number < 10 else f"{number:,.0f}"

@@ -2,14 +2,15 @@
 
 `validate SPEC -p PROFILE` and `plan` show the list, `submit` refuses what fails, all at once.
 Belongs here: which checks there are, and in which order. Does not belong here: how data is checked
-(`token_checks`, `hpctrain.records.dataset_checks`), planning, what nodes find when a launch begins
-(`hpctrain.supervise.preflight`, `hpctrain.train.preflight`).
+(`input_checks`, `hpctrain.records.dataset_checks`), planning, what nodes find when a launch begins
+(`hpctrain.supervise.evidence.node_checks`, `hpctrain.train.preflight`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +36,12 @@ from hpctrain.job.prepare import Prepared, load_inputs, prepare
 from hpctrain.job.render.containers import run_container
 from hpctrain.job.supervisor_settings import notify_settings
 from hpctrain.notify.channels import channel_problems
+from hpctrain.records.find import runs_directory
 from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.notify import joined_notify
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.container import ContainerProfile
+from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import RunSpec
 
 State = Literal["works", "limited", "fails", "unknown"]
@@ -159,9 +161,13 @@ def input_checks(
     document, software = spec.document, profile.document.software
     container = run_container(document.container, software.container)
     python = software.python or python
+    weights = []
+    if document.model.pretrained is not None:
+        words = f"{document.model.pretrained} has the model of the spec"
+        weights.append(_tried(spec, "model.pretrained", words, check_pretrained))
     return (
         _data(spec),
-        *_weights(spec),
+        *weights,
         _software(document.engine.abilities, container, python, profile.file),
         *_tracking(spec, python),
         *_image(container),
@@ -209,13 +215,6 @@ def _data(spec: Loaded[RunSpec]) -> Check:
     return _check("data", "fails", message, problem)
 
 
-def _weights(spec: Loaded[RunSpec]) -> Iterator[Check]:
-    weights = spec.document.model.pretrained
-    if weights is not None:
-        words = f"{weights} has the model of the spec"
-        yield _tried(spec, "model.pretrained", words, check_pretrained)
-
-
 def _software(
     abilities: EngineAbilities, container: ContainerProfile | None, python: str, file: str | None
 ) -> Check:
@@ -257,21 +256,17 @@ def _packages(subject: str, python: str, packages: Sequence[str], names: str) ->
     if "$" in python or not os.access(python, os.X_OK):
         return _check(subject, "unknown", f"{python} is not on this machine")
     try:
-        missing = _missing_packages(python, packages)
+        answer = subprocess.run(
+            [python, "-P", "-c", _FIND, *packages],
+            capture_output=True,
+            text=True,
+            timeout=_PYTHON_SECONDS,
+            check=True,
+        )
+        missing = [str(name) for name in json.loads(answer.stdout)]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         return _check(subject, "unknown", f"{python} does not answer: {error}")
     return missing or _check(subject, "works", f"{python} has {names}")
-
-
-def _missing_packages(python: str, packages: Sequence[str]) -> list[str]:
-    answer = subprocess.run(
-        [python, "-P", "-c", _FIND, *packages],
-        capture_output=True,
-        text=True,
-        timeout=_PYTHON_SECONDS,
-        check=True,
-    )
-    return [str(name) for name in json.loads(answer.stdout)]
 
 
 def _image(container: ContainerProfile | None) -> Iterator[Check]:
@@ -376,3 +371,28 @@ def _refused(error: HpctrainError, spec: Loaded[RunSpec]) -> Check:
     if isinstance(error, InvalidInputError):
         return _failed(_PLAN, *error.problems)
     return _failed(_PLAN, Problem(str(error), hint=error.hint))
+
+
+# -- Formats what would end a run in the queue or at its start: the sentence of `plan` ----------
+
+
+def ready_sentence(spec: Path, profile: str, overrides: Sequence[str]) -> str:
+    """Say whether the run could be submitted, and the command that follows."""
+    checks = examine(spec, profile, overrides, runs=runs_directory(None)).checks
+    words = input_words(spec, profile, overrides)
+    failing = [check for check in checks if check.state == "fails"]
+    notes = [
+        check.sentence for check in checks if check.state == "limited" and (check.subject != "plan")
+    ]
+    if failing:
+        counts = [(check.subject, len(check.problems)) for check in failing]
+        listed = ", ".join(f"{name} ({n} problem{'' if n == 1 else 's'})" for name, n in counts)
+        return f"no: {listed}; `hpctrain validate {words}` lists them"
+    said = "".join(f"; {note}" for note in notes)
+    return f"yes: `hpctrain submit {words}`{said}"
+
+
+def input_words(spec: Path, profile: str, overrides: Sequence[str]) -> str:
+    """Join the words that give the same documents to another command."""
+    settings = [word for one in overrides for word in ("--set", one)]
+    return shlex.join(["-p", profile, str(spec), *settings])

@@ -11,41 +11,46 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.base.errors import DoesNotFitError, InvalidInputError, LimitError, Problem
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.engines.speed_check import SpeedCheckConfig, speed_check_config
+from hpctrain.engines.speed_check import speed_check_config
 from hpctrain.engines.training import TrainConfig
-from hpctrain.job.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
-from hpctrain.job.evaluation_files import profiles_of_jobs
-from hpctrain.job.job_documents import JobDocuments
 from hpctrain.job.render.containers import container_problems
-from hpctrain.job.render.script import ScriptFacts, build_script
-from hpctrain.job.render.software import prologue_text
-from hpctrain.job.render.template import (
+from hpctrain.job.render.environment import SetupFile, prologue_text, submit_variables
+from hpctrain.job.render.evaluation_script import evaluation_problems, evaluation_script
+from hpctrain.job.render.script import (
+    TEMPLATE,
+    ScriptFacts,
+    build_script,
     refuse_dropped_directives,
     render_script,
 )
-from hpctrain.job.site_files import setup_file, site_templates, templates_digest
 from hpctrain.job.site_warnings import refuse_ended_reservation, site_warnings
 from hpctrain.job.supervisor_settings import training_supervision
 from hpctrain.judge.catalogue import load_signatures
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
+from hpctrain.plan.as_planned import parallel_as_planned
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import TrainingJob
 from hpctrain.records.datasets import bin_path, idx_path, npz_path
+from hpctrain.records.evaluations import EvaluationJob, EvaluationSettings
 from hpctrain.records.find import new_run_id
 from hpctrain.records.jobs import run_comment
+from hpctrain.records.layout import RunLayout
+from hpctrain.records.supervise_config import LaunchShape, SuperviseConfig
 from hpctrain.spec.calibration import (
     Calibration,
     SiteCalibration,
+    SiteLearning,
+    Uncertainty,
     constants_digest,
     measured_rates,
 )
@@ -53,19 +58,116 @@ from hpctrain.spec.loader import (
     Loaded,
     load_calibration,
     load_catalogue,
+    load_named_profile,
     load_run_spec,
     load_uncertainty,
     partition_profile,
+    profile_search_path,
 )
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profiles import load_named_profile, profile_search_path
 from hpctrain.spec.run import DataSource, RunSpec
-from hpctrain.spec.uncertainty import SiteLearning, Uncertainty
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
     from hpctrain.spec.catalogue import Gpu, GpuVariable
-    from hpctrain.spec.uncertainty import SiteLearning, Uncertainty
+
+
+# -- The documents that every job has in its run directory, whatever it runs --------------------
+
+
+@dataclass(frozen=True)
+class JobDocuments:
+    """`script` is the exact text, `signatures` is JSON; `prologue`: None where there is none."""
+
+    script: str
+    supervise: SuperviseConfig
+    signatures: str
+    prologue: str | None
+
+    def texts(self, run: RunLayout) -> Mapping[Path, str]:
+        """The files of a run directory with these documents."""
+        found = {
+            run.script: self.script,
+            run.supervise_config: self.supervise.model_dump_json(indent=1),
+            run.signatures: self.signatures,
+        }
+        return found if self.prologue is None else {**found, run.prologue: self.prologue}
+
+
+# ----------------------------------------------------------------------------------------------
+# Plans the sizes at which a run can be launched: the planned one, and smaller ones if allowed.
+# On fewer nodes only the data-parallel size shrinks and accumulation grows, so the global batch and
+# the order of samples stay. Planned when the run is submitted, because nothing that plans is on the
+# compute nodes.
+
+
+PLANNED_FILE = "train.json"
+
+
+@dataclass(frozen=True)
+class SizedConfig:
+    """One size and the trainer's settings for it."""
+
+    shape: LaunchShape
+    train: TrainConfig
+
+
+def smaller_sizes(job: TrainingJob, knowledge: Knowledge) -> tuple[SizedConfig, ...]:
+    """Plan each node count from one less down to `resources.min_nodes`, if it has a valid plan.
+
+    All sizes keep the model-parallel layout of the job's plan.
+    """
+    least, plan = job.spec.resources.min_nodes, job.plan
+    if least is None:
+        return ()
+    from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
+
+    sizes = []
+    for nodes in range(plan.nodes.nodes - 1, least - 1, -1):
+        for micro in (plan.batch.micro_batch, "auto"):
+            try:
+                fewer = _on_fewer_nodes(job, nodes, micro)
+                small = make_plan(fewer, job.profile, knowledge)
+            except (DoesNotFitError, LimitError):
+                continue
+            file, tasks = f"train-n{nodes:06d}.json", small.layout.world_size
+            shape = LaunchShape(nodes=nodes, tasks=tasks, train_config=file)
+            sizes.append(SizedConfig(shape, train_config(TrainingJob(fewer, job.profile, small))))
+            break
+    return tuple(sizes)
+
+
+def shapes_of(plan: Plan, smaller: tuple[SizedConfig, ...]) -> tuple[LaunchShape, ...]:
+    """List the shapes of all sizes, the planned one first."""
+    planned = LaunchShape(
+        nodes=plan.nodes.nodes, tasks=plan.layout.world_size, train_config=PLANNED_FILE
+    )
+    return (planned, *(size.shape for size in smaller))
+
+
+def _on_fewer_nodes(job: TrainingJob, nodes: int, micro: int | str) -> RunSpec:
+    """Change the spec to `nodes` nodes, with the plan's model-parallel layout."""
+    spec, plan = job.spec, job.plan
+    resources = spec.resources.model_copy(
+        update={
+            "gpus": nodes * plan.nodes.gpus_per_node,
+            "spare_nodes": 0,
+            "segment": None,  # of the job, which stays as it is
+        }
+    )
+    batch = spec.batch.model_copy(update={"micro": micro})
+    # a checkpoint of DeepSpeed belongs to a ZeRO stage
+    stage = {} if spec.engine.abilities.resumes_other_stage else {"zero": plan.zero}
+    changed = dict(
+        parallel=parallel_as_planned(spec, plan),
+        resources=resources,
+        batch=batch,
+        optimizer=spec.optimizer.model_copy(update=stage),
+    )
+    return spec.model_copy(update=changed)
+
+
+# ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -216,7 +318,10 @@ def _prepared(
     template_directory: Path | None,
     python: str,
 ) -> Prepared:
-    from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
+    # with NumPy, which only planning needs
+    from hpctrain.plan.cost.expected_speed import expected_speed
+    from hpctrain.plan.planner import make_plan
+    from hpctrain.plan.request import PlanRequest
 
     document, site = loaded_spec.document, loaded_profile.document
     refuse_untrainable(loaded_spec, untrainable_fields(document))
@@ -239,18 +344,24 @@ def _prepared(
     job = TrainingJob(document, site, plan)
     refuse_ended_reservation(job, datetime.now(UTC))
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
+    gpu_variables: tuple[GpuVariable, ...] = ()
+    if knowledge.gpu is not None:
+        gpu_variables = load_catalogue(profile_search_path()).variables_for(
+            knowledge.gpu, plan.engine, model_parallel=plan.layout.tp * plan.layout.cp > 1
+        )
     facts = ScriptFacts(
         run_id,
         run_comment(run_id),
         loaded_spec.digest,
         loaded_profile.digest,
         python,
-        _gpu_variables(knowledge.gpu, plan),
+        gpu_variables,
         setup_file(loaded_profile),
         template_sha256,
     )
     absolute = replace(job, spec=_with_scratch(_with_absolute_paths(document), loaded_spec, site))
-    check = _speed_check(job, knowledge)
+    speed = expected_speed(PlanRequest(document, site, knowledge), plan)
+    check = {"speed_check": speed_check_config(job, speed)}  # in every trainer's document
     smaller = tuple(
         replace(size, train=size.train.model_copy(update=check))
         for size in smaller_sizes(absolute, knowledge)
@@ -279,24 +390,6 @@ def _rendered(job: TrainingJob, facts: ScriptFacts, templates: Path | None) -> s
     if templates is not None:
         refuse_dropped_directives(script, text, templates)
     return text
-
-
-def _speed_check(job: TrainingJob, knowledge: Knowledge) -> dict[str, SpeedCheckConfig | None]:
-    """Make the settings of the check before training, as an update of the trainer's document."""
-    from hpctrain.plan.cost.expected_speed import expected_speed
-    from hpctrain.plan.request import PlanRequest
-
-    expected = expected_speed(PlanRequest(job.spec, job.profile, knowledge), job.plan)
-    return {"speed_check": speed_check_config(job, expected)}
-
-
-def _gpu_variables(gpu: Gpu | None, plan: Plan) -> tuple[GpuVariable, ...]:
-    """Select the catalogue's variables for this GPU, engine and layout."""
-    if gpu is None:
-        return ()
-    model_parallel = plan.layout.tp * plan.layout.cp > 1
-    catalogue = load_catalogue(profile_search_path())
-    return catalogue.variables_for(gpu, plan.engine, model_parallel=model_parallel)
 
 
 def with_free_run_id(prepared: Prepared, runs: Path) -> Prepared:
@@ -384,3 +477,98 @@ def input_paths(config: TrainConfig) -> tuple[str, ...]:
         prefixes = [Path(prefix) for _, prefix in config.data_blend]
         paths += [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
     return tuple(dict.fromkeys([*map(str, paths), *config.needed_paths]))
+
+
+# -- Finds the files of a site that a profile names, and computes their digests -----------------
+
+
+def templates_digest(directory: Path) -> str:
+    """Compute the SHA-256 (hex) of the names and texts of all templates in a site's directory.
+
+    Raises InvalidInputError if one cannot be read.
+    """
+    total = hashlib.sha256()
+    try:
+        for file in sorted(directory.rglob("*.j2")):
+            text = hashlib.sha256(file.read_bytes()).hexdigest()
+            total.update(f"{text}  {file.relative_to(directory)}\n".encode())
+    except OSError as error:
+        problem = Problem(f"cannot be read: {error.strerror}", str(error.filename or directory))
+        raise InvalidInputError([problem]) from error
+    return total.hexdigest()
+
+
+def site_templates(profile: Loaded[ClusterProfile]) -> Path | None:
+    """Find the directory of `slurm.template`. Raises InvalidInputError if it is not there."""
+    name = profile.document.slurm.template
+    if name is None:
+        return None
+    path = Path(profile.places["slurm.template"].file).absolute().parent / name
+    if path.is_file() and path.name == TEMPLATE:
+        return path.parent
+    if path.is_dir():
+        return path
+    message = f"`slurm.template`: {path} is neither a directory nor a file called {TEMPLATE}"
+    raise InvalidInputError([profile.problem("slurm.template", message)])
+
+
+def setup_file(profile: Loaded[ClusterProfile]) -> SetupFile | None:
+    """Read the digest of the site's setup file. Raises InvalidInputError if it cannot be read."""
+    path = profile.document.software.setup
+    if path is None:
+        return None
+    try:
+        if not os.path.isabs(path):
+            raise OSError(0, "needs an absolute path, because jobs run in other directories")
+        return SetupFile(path, hashlib.sha256(Path(path).read_bytes()).hexdigest())
+    except OSError as error:
+        message = f"`software.setup` {path}: {error.strerror}"
+        raise InvalidInputError([profile.problem("software.setup", message)]) from error
+
+
+# -- Makes the files of a run from which its evaluation jobs are submitted ----------------------
+
+
+def profiles_of_jobs(prepared: Prepared, profile: str) -> tuple[ClusterProfile, ...]:
+    """Load the profile as it is in the partition of each evaluation of a run.
+
+    Raises InvalidInputError for a partition, a time limit or GPUs that the site has not.
+    """
+    others, problems = [], []
+    spec = prepared.spec
+    for index, job in enumerate(spec.document.evaluation.jobs):
+        other = prepared.profile.document
+        if job.partition is not None:
+            loaded = load_named_profile(profile)
+            if loaded.document.slurm.partition(job.partition) is None:
+                other = loaded.document
+            else:
+                other = partition_profile(loaded, job.partition).document
+        found = evaluation_problems(job, prepared.job, other, f"evaluation.jobs[{index}]")
+        problems += [spec.problem(one.field, f"`{one.field}`: {one}") for one in found]
+        others.append(other)
+    if problems:
+        raise InvalidInputError(problems)
+    return tuple(others)
+
+
+def evaluation_files(prepared: Prepared, layout: RunLayout) -> list[tuple[Path, str]]:
+    """Render settings and scripts; nothing for a spec without evaluation jobs."""
+    training, spec = prepared.job, prepared.spec.document
+    if not spec.evaluation.jobs:
+        return []
+    script = build_script(training, prepared.facts)
+    files, jobs = [], []
+    for job, other in zip(spec.evaluation.jobs, prepared.evaluation_profiles, strict=True):
+        every_steps = job.every_steps or spec.checkpoint.keep_every_steps
+        entry = EvaluationJob(name=job.name, every_steps=every_steps)
+        there = replace(training, profile=other)
+        text = evaluation_script(script, there, job, prepared.template_directory)
+        jobs.append(entry)
+        files.append((layout.evaluation_script(entry.name), text))
+    settings = EvaluationSettings(
+        jobs=tuple(jobs),
+        last_step=spec.train_steps,
+        submit_variables=submit_variables(training),
+    )
+    return [*files, (layout.evaluation_config, settings.model_dump_json(indent=1) + "\n")]

@@ -12,8 +12,7 @@ from hpctrain.page.output import table
 from hpctrain.page.text import paragraph
 
 if TYPE_CHECKING:
-    from hpctrain.spec.reference import Field
-    from hpctrain.spec.schema import Kind
+    from hpctrain.spec.reference import Field, Kind
 
 _INDENT = 10
 
@@ -46,7 +45,7 @@ def explain(field: str | None, kind: Kind | None, file: Path | None, profile: st
       hpctrain explain network.nic_bandwidth -p a100x64
     """
     from hpctrain.job.reference_text import field_lines, section_rows, value_lines
-    from hpctrain.job.validate import kind_of_file
+    from hpctrain.spec.loader import kind_of_file
     from hpctrain.spec.reference import find_field
 
     if file is not None and profile is not None:
@@ -86,8 +85,8 @@ def examples(name: str | None) -> None:
       hpctrain examples
       hpctrain examples gpt175b > mine.yaml
     """
-    from hpctrain.spec.examples import examples as all_examples
-    from hpctrain.spec.examples import find_example
+    from hpctrain.spec.reference import examples as all_examples
+    from hpctrain.spec.reference import find_example
 
     if name is not None:
         click.echo(find_example(name).read_text(encoding="utf-8"), nl=False)

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.page.text import facts, paragraph
-from hpctrain.spec.examples import example_value
-from hpctrain.spec.reference import Field, fields_of
-from hpctrain.spec.schema import TITLES, Kind
+from hpctrain.spec.reference import TITLES, Field, Kind, example_value, fields_of
 
 if TYPE_CHECKING:
     from hpctrain.spec.loader import Loaded
@@ -39,11 +37,11 @@ def field_lines(kind: Kind, field: Field) -> Iterator[str]:
 def value_lines(path: str, spec: Path | None, profile: str | None) -> Iterator[str]:
     """Format the value that a document has, and the file and line, or option, that gives it."""
     if spec is not None:
-        from hpctrain.job.validate import load_spec
+        from hpctrain.spec.loader import load_spec
 
         yield from _value(load_spec(spec), path)
     elif profile is not None:
-        from hpctrain.spec.profiles import load_named_profile
+        from hpctrain.spec.loader import load_named_profile
 
         yield from _value(load_named_profile(profile), path)
 

@@ -16,36 +16,19 @@ from pathlib import Path
 
 from hpctrain.base.durable import is_temporary, replace_text
 from hpctrain.base.errors import UsageError
-from hpctrain.job.evaluation_files import evaluation_files
 from hpctrain.job.kept_code import keep_checkout_changes, keep_code
-from hpctrain.job.prepare import Prepared
-from hpctrain.job.tracking_settings import tracking_settings
+from hpctrain.job.prepare import Prepared, evaluation_files
+from hpctrain.job.supervisor_settings import tracking_settings
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
+from hpctrain.spec.positions import write_resolved
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.hardware import FilesystemProfile
-from hpctrain.spec.resolved import write_resolved
 
 
 class RunExistsError(UsageError):
     """Somebody has made the run directory already."""
-
-
-def _create(layout: RunLayout, group: int | None, *, controls: bool) -> None:
-    try:
-        layout.create(group, group_controls=controls)
-    except FileExistsError as error:
-        raise RunExistsError(f"run directory {layout.directory} exists already") from error
-    except OSError as error:
-        if group is None or not layout.directory.is_dir():
-            raise UsageError(f"{layout.directory} cannot be made: {error.strerror}") from error
-        shutil.rmtree(layout.directory)  # ours, and made a moment ago
-        raise UsageError(
-            f"{layout.directory.parent} is of group {_group_name(group)}, to which no directory of "
-            f"yours can be given: {error.strerror} (`run_access` in the profile)",
-            hint="become a member of the group, or name another directory of runs (`--runs`)",
-        ) from None
 
 
 def _group_name(group: int) -> str:
@@ -79,7 +62,21 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
             hint="choose another directory: `--runs` or $HPCTRAIN_RUNS",
         )
     access = prepared.profile.document.run_access
-    _create(layout, reading_group(prepared, runs), controls=access == "group-control")
+    group = reading_group(prepared, runs)
+    controls = access == "group-control"
+    try:
+        layout.create(group, group_controls=controls)
+    except FileExistsError as error:
+        raise RunExistsError(f"run directory {layout.directory} exists already") from error
+    except OSError as error:
+        if group is None or not layout.directory.is_dir():
+            raise UsageError(f"{layout.directory} cannot be made: {error.strerror}") from error
+        shutil.rmtree(layout.directory)  # ours, and made a moment ago
+        raise UsageError(
+            f"{layout.directory.parent} is of group {_group_name(group)}, to which no directory of "
+            f"yours can be given: {error.strerror} (`run_access` in the profile)",
+            hint="become a member of the group, or name another directory of runs (`--runs`)",
+        ) from None
     try:
         stripe(layout.checkpoints, prepared.profile.document)
     except UsageError:

@@ -25,7 +25,7 @@ from hpctrain.simulate.forecasts import (
 )
 from hpctrain.simulate.interval_choice import Choice, Goal, auto_interval_seconds, choose
 from hpctrain.simulate.scenario import MixName, Scenario
-from hpctrain.spec.profile.limits import PriceProfile
+from hpctrain.spec.profile.hardware import PriceProfile
 from hpctrain.spec.run import SuperviseSpec
 
 # A simulation should take seconds.

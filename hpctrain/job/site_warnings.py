@@ -21,7 +21,7 @@ from hpctrain.job.render.containers import run_container
 from hpctrain.job.render.warning_lead import short_grace
 from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.loader import Loaded
-from hpctrain.spec.profile.container import ContainerProfile
+from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import RunSpec
 
 _WORTH_SAYING_SECONDS = 300.0

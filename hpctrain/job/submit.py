@@ -91,7 +91,16 @@ def check(prepared: Prepared, slurm: SlurmClient) -> TestOnlyAnswer:
 def refuse_unsubmittable(prepared: Prepared, slurm: SlurmClient) -> None:
     """Raise UsageError for a script that this Slurm would not run as it is meant."""
     _refuse_shared_name(prepared, slurm)
-    _refuse_segment(prepared, slurm)
+    segment = prepared.plan.nodes.segment
+    if segment is None:
+        return
+    settings = slurm.config()
+    if settings.version and settings.version < _FIRST_WITH_SEGMENTS:
+        raise UsageError(
+            f"the script has `--segment={segment}`, which Slurm has since 24.05; this is "
+            f"{settings.get('SLURM_VERSION')}",
+            hint="`network.switches.segment: forbid` in the profile, and no `resources.segment`",
+        )
 
 
 def _refuse_shared_name(prepared: Prepared, slurm: SlurmClient) -> None:
@@ -107,18 +116,4 @@ def _refuse_shared_name(prepared: Prepared, slurm: SlurmClient) -> None:
             f"job {others[0]} of another directory of runs is named `{prepared.run_id}`, too, and "
             "continuation singleton would wait for it",
             hint="give the run another `name`",
-        )
-
-
-def _refuse_segment(prepared: Prepared, slurm: SlurmClient) -> None:
-    """Raise UsageError where the script requests a segment and this Slurm has no such option."""
-    segment = prepared.plan.nodes.segment
-    if segment is None:
-        return
-    settings = slurm.config()
-    if settings.version and settings.version < _FIRST_WITH_SEGMENTS:
-        raise UsageError(
-            f"the script has `--segment={segment}`, which Slurm has since 24.05; this is "
-            f"{settings.get('SLURM_VERSION')}",
-            hint="`network.switches.segment: forbid` in the profile, and no `resources.segment`",
         )

@@ -7,15 +7,19 @@ belong here: the document (`hpctrain.records.supervise_config`), the trainer's s
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
+
 from hpctrain.engines.speed_check import speed_check_mode
 from hpctrain.job.render.containers import container_words, run_container
-from hpctrain.job.render.job_environment import submit_variables
+from hpctrain.job.render.environment import submit_variables
 from hpctrain.job.render.warning_lead import warning_lead
 from hpctrain.plan.job import Job, TrainingJob
+from hpctrain.records.layout import RunLayout
 from hpctrain.records.supervise_config import (
     ChannelSettings,
     GroupSettings,
@@ -26,8 +30,10 @@ from hpctrain.records.supervise_config import (
     SuperviseConfig,
     TopologySettings,
 )
+from hpctrain.records.tracking import MOST_ID_CHARACTERS, TrackingConfig, WandbSettings
 from hpctrain.spec.notify import NotifySpec
-from hpctrain.spec.profile.network import port_range
+from hpctrain.spec.profile.hardware import port_range
+from hpctrain.version import __version__
 
 NODE_LEDGER_NAME = "nodes.jsonl"
 
@@ -77,6 +83,11 @@ def training_supervision(
     inputs: tuple[str, ...],
 ) -> SuperviseConfig:
     """Collect the settings of the supervisor of a run. `inputs`: what all nodes must read."""
+    # what the ranks start from: the imported file, where there is one
+    container, image = run_container(job.spec.container, job.profile.software.container), None
+    if container is not None:
+        imported = container_words(container, job.profile, ()).image_import
+        image = container.image if imported is None else imported[-1]
     return supervise_config(
         job,
         run_id,
@@ -91,7 +102,7 @@ def training_supervision(
         inputs=inputs,
         keep_launches=job.spec.logging.keep_launches,
         topology=topology_settings(job),
-        image=_image_file(job),
+        image=image,
         tracking=job.spec.tracking.wanted,
         metrics=metrics_settings(job),
     )
@@ -151,15 +162,6 @@ def notify_settings(notify: NotifySpec | None) -> NotifySettings | None:
     )
 
 
-def _image_file(job: TrainingJob) -> str | None:
-    """Name the image that the ranks start from: the imported file, where there is one."""
-    container = run_container(job.spec.container, job.profile.software.container)
-    if container is None:
-        return None
-    words = container_words(container, job.profile, ())
-    return container.image if words.image_import is None else words.image_import[-1]
-
-
 def topology_settings(job: TrainingJob) -> TopologySettings | None:
     """Collect what the supervisor compares with the nodes of its job; None where Slurm cannot say.
 
@@ -186,3 +188,55 @@ def topology_settings(job: TrainingJob) -> TopologySettings | None:
         step_seconds=plan.step_seconds,
         scattered_step_seconds=plan.scattered_step_seconds,
     )
+
+
+# -- Collect what a run writes for TensorBoard and W&B (`tracking.json`) from spec and plan -----
+
+
+_DIGEST_CHARACTERS = 8
+
+
+def tracking_settings(run: RunLayout, job: TrainingJob) -> TrackingConfig | None:
+    """Collect the settings of a run; None if nothing is to be written."""
+    tracking, wandb = job.spec.tracking, job.spec.tracking.wandb
+    if not tracking.wanted:
+        return None
+    directory = None
+    if tracking.tensorboard:
+        directory = str(run.tensorboard.relative_to(run.directory))
+    if isinstance(tracking.tensorboard, str):
+        directory = os.path.join(os.path.abspath(tracking.tensorboard), run.run_id)
+    settings = None
+    if wandb is not None:
+        named = {"run_id": wandb_id(run), "name": wandb.name or run.run_id}
+        settings = WandbSettings.model_validate(wandb.model_dump() | named)
+    return TrackingConfig(tensorboard=directory, wandb=settings, description=_description(run, job))
+
+
+def wandb_id(run: RunLayout) -> str:
+    """Derive W&B's id from the run's. Runs of other directories may have the same run id."""
+    digest = hashlib.sha256(str(run.directory.resolve()).encode()).hexdigest()
+    ending = f"-{digest[:_DIGEST_CHARACTERS]}"
+    return run.run_id[: MOST_ID_CHARACTERS - len(ending)] + ending
+
+
+def _description(run: RunLayout, job: TrainingJob) -> dict[str, JsonValue]:
+    """What is worth comparing between runs; no path, no variable, nothing about a machine."""
+    spec, plan = job.spec, job.plan
+    model = spec.model.model_dump(mode="json", exclude_defaults=True, exclude={"pretrained"})
+    return {
+        "run_id": run.run_id,
+        "hpctrain": __version__,
+        "engine": plan.engine,
+        "precision": plan.precision,
+        "layout": str(plan.layout),
+        "nodes": plan.nodes.nodes,
+        "gpus": plan.layout.world_size,
+        "train_steps": plan.batch.train_steps,
+        "global_batch": spec.batch.global_,
+        "micro_batch": plan.batch.micro_batch,
+        "seed": spec.seed,
+        "model": model,
+        "optimizer": spec.optimizer.model_dump(mode="json"),
+        "schedule": spec.schedule.model_dump(mode="json"),
+    }

@@ -22,8 +22,7 @@ class ProfileName(click.ParamType[str]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        from hpctrain.spec.loader import profile_names
-        from hpctrain.spec.profiles import profile_search_path
+        from hpctrain.spec.loader import profile_names, profile_search_path
 
         names = profile_names(profile_search_path())
         return [CompletionItem(name) for name in names if name.startswith(incomplete)]

@@ -1,7 +1,7 @@
 """Write a spec as it was planned, so that nothing else can be planned for it again.
 
 Belongs here: which fields of a spec its plan has decided. Does not belong here: planning
-(`planner`), writing a layout into a user's file (`hpctrain.job.apply`).
+(`planner`), writing a layout into a user's file (`hpctrain.job.plan`).
 """
 
 from __future__ import annotations

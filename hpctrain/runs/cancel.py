@@ -20,8 +20,7 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import user_name
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import statuses
-from hpctrain.slurm.backoff import Backoff
-from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.client import Backoff, SlurmClient
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 

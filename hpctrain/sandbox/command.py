@@ -116,10 +116,10 @@ def up(
     from dataclasses import replace
 
     from hpctrain.base.errors import UsageError
-    from hpctrain.sandbox.from_profile import shape_from_profile
     from hpctrain.sandbox.monitoring import alerts_page
     from hpctrain.sandbox.sandbox import Sandbox
-    from hpctrain.spec.profiles import load_named_profile
+    from hpctrain.sandbox.shape import shape_from_profile
+    from hpctrain.spec.loader import load_named_profile
 
     began = clock.monotonic()
     if webhook is not None and not prometheus:
@@ -163,8 +163,12 @@ def _monitoring(runs: Path | None, webhook: str | None, alert_delays: float) -> 
     from hpctrain.base.errors import UsageError
     from hpctrain.records.find import all_runs, runs_directory
     from hpctrain.runs.poll_interval import poll_interval
-    from hpctrain.sandbox.debian_packages import is_complete
-    from hpctrain.sandbox.debian_prometheus import SUITE, default_cache, fetch_prometheus
+    from hpctrain.sandbox.debian import (
+        PROMETHEUS_SUITE,
+        fetch_prometheus,
+        is_complete,
+        prometheus_cache,
+    )
     from hpctrain.sandbox.monitoring import SCRAPE_SECONDS, Monitoring
 
     if webhook is not None:
@@ -175,10 +179,11 @@ def _monitoring(runs: Path | None, webhook: str | None, alert_delays: float) -> 
                 f"the webhook of a sandbox is one of this machine, not {url.hostname or webhook}",
                 "as in --webhook http://127.0.0.1:9099/alerts",
             )
-    if not is_complete(default_cache()):
-        say(f"Fetching Prometheus of Debian {SUITE} into {default_cache()} (some 75 MB)")
+    cache = prometheus_cache()
+    if not is_complete(cache):
+        say(f"Fetching Prometheus of Debian {PROMETHEUS_SUITE} into {cache} (some 75 MB)")
     watched = runs_directory(runs).absolute()
-    programs = fetch_prometheus(default_cache())
+    programs = fetch_prometheus(cache)
     return Monitoring(
         programs.directory,
         watched,
@@ -191,8 +196,13 @@ def _monitoring(runs: Path | None, webhook: str | None, alert_delays: float) -> 
 
 def _unpacked(slurm: str) -> Path:
     """Return the directory of the Slurm that `--slurm` names, fetched if that is necessary."""
-    from hpctrain.sandbox.debian_packages import is_complete
-    from hpctrain.sandbox.debian_slurm import SUITES, default_cache, fetch_slurm, slurm_directory
+    from hpctrain.sandbox.debian import (
+        SUITES,
+        default_cache,
+        fetch_slurm,
+        is_complete,
+        slurm_directory,
+    )
 
     directory = slurm_directory(slurm, default_cache())
     if slurm in SUITES and not is_complete(directory):

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.base.errors import UsageError
-from hpctrain.sandbox.paths import SandboxPaths
-from hpctrain.sandbox.ports import Ports
+from hpctrain.sandbox.paths import Ports, SandboxPaths
 from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, bracket
-from hpctrain.slurm.capabilities import capabilities_of_release
+from hpctrain.slurm.settings import capabilities_of_release
 
 # Characters that slurm.conf(5) gives a meaning: comments, quotes, host lists, name patterns.
 # Blanks are quoted.

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from hpctrain.base import clock
 from hpctrain.base.errors import SlurmError
-from hpctrain.sandbox.accounting import database_argv
+from hpctrain.sandbox.config import Site, quoted
 from hpctrain.sandbox.monitoring import (
     MONITORS,
     MonitorFiles,
@@ -23,12 +23,13 @@ from hpctrain.sandbox.monitoring import (
     monitor_argv,
     ready_page,
 )
-from hpctrain.sandbox.paths import SandboxPaths
-from hpctrain.sandbox.ports import Ports, answers, is_served
+from hpctrain.sandbox.paths import Ports, SandboxPaths, answers, is_served
 from hpctrain.sandbox.processes import (
     Process,
+    ProcessId,
     all_processes,
     await_condition,
+    descendants,
     end,
     find_process,
     is_alive,
@@ -256,3 +257,172 @@ def stop_monitors(paths: SandboxPaths, records: Iterable[DaemonRecord]) -> None:
         if read_environment(daemon.pid).get(_MONITOR_VARIABLE) in MONITORS
     )
     end([*(record.identity for record in records), *strays], _STOP_GRACE_SECONDS)
+
+
+# ----------------------------------------------------------------------------------------------
+# Give a sandbox its accounting: a database, slurmdbd, and the records without which no job starts.
+
+
+# What every user of the sandbox belongs to; sites call theirs by the name of a project.
+ACCOUNT = "default"
+_DATABASE_TIMEOUT_SECONDS = 300.0
+
+
+def slurmdbd_conf(site: Site) -> str:
+    """Generate the file of slurmdbd, which must be readable by its user only."""
+    paths = site.paths
+    plugins = f"PluginDir={quoted(site.plugins)}\n" if site.plugins else ""
+    return f"""\
+# Made by `hpctrain sandbox`; written anew by every start.
+AuthType=auth/munge
+AuthInfo={quoted(f"socket={paths.munge_socket}")}
+DbdHost=localhost
+DbdPort={site.ports.accounting}
+SlurmUser={site.user}
+# Otherwise it listens on all network devices.
+CommunicationParameters=NoInAddrAny
+{plugins}StorageType=accounting_storage/mysql
+# By the socket that MYSQL_UNIX_PORT names; the database knows its user by that of the process.
+StorageHost=localhost
+StorageUser={site.user}
+PidFile={quoted(paths.pid_file("slurmdbd"))}
+LogFile={quoted(paths.log("slurmdbd"))}
+"""
+
+
+def database_argv(paths: SandboxPaths, programs: Programs, user: str) -> list[str]:
+    """Build the command line of a small MariaDB without a network port."""
+    return [
+        programs["mariadbd"],
+        "--no-defaults",
+        f"--basedir={_base(programs)}",
+        f"--datadir={paths.database}",
+        # A mariadbd that starts removes temporary tables of any other one in the same directory.
+        f"--tmpdir={paths.database_scratch}",
+        f"--socket={paths.database_socket}",
+        f"--pid-file={paths.pid_file('mariadbd')}",
+        f"--log-error={paths.log('mariadbd')}",
+        f"--user={user}",
+        "--skip-networking",
+        "--performance-schema=OFF",
+        # Small: a sandbox has some hundred jobs. The lock timeout is what slurmdbd asks for.
+        "--innodb-buffer-pool-size=32M",
+        "--innodb-log-file-size=16M",
+        "--innodb-lock-wait-timeout=900",
+        "--innodb-flush-log-at-trx-commit=0",
+    ]
+
+
+def create_database(paths: SandboxPaths, programs: Programs, user: str) -> None:
+    """Make the system tables of MariaDB, once. Raises SlurmError with its message."""
+    if (paths.database / "mysql").is_dir():
+        return
+    argv = [
+        programs["mariadb-install-db"],
+        "--no-defaults",
+        f"--basedir={_base(programs)}",
+        f"--datadir={paths.database}",
+        "--auth-root-authentication-method=socket",
+        f"--auth-root-socket-user={user}",
+        "--skip-test-db",
+        "--skip-name-resolve",
+        f"--user={user}",
+    ]
+    paths.database_scratch.mkdir(mode=0o700, exist_ok=True)
+    environment = daemon_environment(paths.slurm_conf, programs)
+    environment["TMPDIR"] = str(paths.database_scratch)
+    call(argv, environment, timeout_seconds=_DATABASE_TIMEOUT_SECONDS, directory=paths.directory)
+
+
+def register(site: Site, programs: Programs, cluster: str) -> None:
+    """Tell slurmdbd of the cluster, one account and the user if they are new.
+
+    Raises SlurmError when slurmdbd refuses, SlurmUnreachableError when it does not answer.
+    """
+    user = site.user
+    environment = daemon_environment(site.paths.slurm_conf, programs)
+
+    def sacctmgr(*words: str) -> str:
+        return call([programs["sacctmgr"], *words], environment)
+
+    known = sacctmgr("--noheader", "--parsable2", "show", "associations", "format=cluster,user")
+    if f"{cluster}|{user}" in known.splitlines():
+        return
+    if cluster not in sacctmgr("-nP", "show", "cluster", "format=cluster").split():
+        sacctmgr("-i", "add", "cluster", cluster)
+    sacctmgr("-i", "add", "account", ACCOUNT, f"cluster={cluster}", "Description=sandbox")
+    sacctmgr("-i", "add", "user", user, f"account={ACCOUNT}", f"cluster={cluster}")
+    # root has an account of the same name from the beginning, which would be the default one.
+    sacctmgr("-i", "modify", "user", user, "set", f"DefaultAccount={ACCOUNT}")
+
+
+def _base(programs: Programs) -> Path:
+    """Return the directory that has MariaDB's bin, sbin and share: /usr, or that of an unpacked."""
+    return Path(programs["mariadbd"]).resolve().parent.parent
+
+
+# ----------------------------------------------------------------------------------------------
+# Find the processes that jobs run on the nodes of a sandbox: batch shells, supervisors, ranks.
+
+
+@dataclass(frozen=True)
+class JobProcess:
+    """One process of a job; `step_id` and `rank` are None in the batch step.
+
+    For an agent that starts ranks, `rank` is the number of its task.
+    """
+
+    identity: ProcessId
+    command_line: tuple[str, ...]
+    job_id: str
+    node: str
+    step_id: str | None
+    rank: int | None
+
+    @property
+    def pid(self) -> int:
+        return self.identity.pid
+
+
+def find_job_processes(paths: SandboxPaths, node_names: tuple[str, ...]) -> tuple[JobProcess, ...]:
+    """List all job processes on these nodes, also those that have lost their slurmstepd.
+
+    They are recognized by their environment: Slurm sets SLURM_CONF, SLURM_JOB_ID and
+    SLURMD_NODENAME for all of them. A client outside of a job has no SLURMD_NODENAME of the
+    sandbox.
+    """
+    slurm_conf, nodes = str(paths.slurm_conf), frozenset(node_names)
+    processes = []
+    for process in all_processes():
+        environment = read_environment(process.pid)
+        node = environment.get("SLURMD_NODENAME", "")
+        job_id = environment.get("SLURM_JOB_ID")
+        if environment.get("SLURM_CONF") == slurm_conf and job_id and node in nodes:
+            # of a step of srun; the batch step has -5 in 26.05, and none before
+            step_id = environment.get("SLURM_STEP_ID")
+            step_id = step_id if step_id is not None and step_id.isdecimal() else None
+            # The batch step has a SLURM_PROCID too, but it is no rank.
+            task = environment.get("RANK", environment.get("SLURM_PROCID"))
+            rank = None if step_id is None or task is None else int(task)
+            command_line = read_command_line(process.pid)
+            processes.append(
+                JobProcess(process.identity, command_line, job_id, node, step_id, rank)
+            )
+    return tuple(processes)
+
+
+def processes_of_nodes(
+    paths: SandboxPaths, node_names: tuple[str, ...], node: str | None = None
+) -> tuple[Process, ...]:
+    """List what runs on `node`, or on all: slurmstepds, their descendants, and orphans.
+
+    A process with a cleaned environment is found below its slurmstepd. One whose slurmstepd has
+    died is found by its environment. A process to which both applies is not found.
+    """
+    everything = all_processes()
+    steps = step_daemons(paths, node)
+    below = descendants([step.pid for step in steps], everything)
+    nodes = node_names if node is None else (node,)
+    job_pids = {process.pid for process in find_job_processes(paths, nodes)}
+    in_jobs = [process for process in everything if process.pid in job_pids]
+    return tuple({process.pid: process for process in (*steps, *below, *in_jobs)}.values())

@@ -14,8 +14,13 @@ import signal
 
 from hpctrain.base import clock
 from hpctrain.base.errors import SlurmError, SlurmUnreachableError, UsageError
-from hpctrain.sandbox.daemons import slurmd_name, step_daemons
-from hpctrain.sandbox.job_processes import JobProcess, find_job_processes, processes_of_nodes
+from hpctrain.sandbox.daemons import (
+    JobProcess,
+    find_job_processes,
+    processes_of_nodes,
+    slurmd_name,
+    step_daemons,
+)
 from hpctrain.sandbox.processes import (
     Process,
     ProcessId,
@@ -29,7 +34,7 @@ from hpctrain.sandbox.processes import (
 )
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.state import DaemonRecord
-from hpctrain.slurm.capabilities import capabilities_of_release
+from hpctrain.slurm.settings import capabilities_of_release
 
 _CONTROLLER_TIMEOUT_SECONDS = 120.0
 # slurmctld compares boot time and last message in whole seconds: a node that returns within the

@@ -16,9 +16,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.sandbox.debian_prometheus import PrometheusPrograms
-from hpctrain.sandbox.paths import SandboxPaths
-from hpctrain.sandbox.ports import Ports
+from hpctrain.sandbox.debian import PrometheusPrograms
+from hpctrain.sandbox.paths import Ports, SandboxPaths
 
 # In the order of their start: who is asked comes before who asks.
 MONITORS = ("exporter", "node_exporter", "alertmanager", "prometheus")

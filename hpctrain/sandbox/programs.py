@@ -53,7 +53,7 @@ def find_programs(unpacked: Path | None = None, *, accounting: bool = False) -> 
 
     `accounting`: also those of slurmdbd and its database.
 
-    `unpacked` is a directory made by `debian_slurm`; it goes first on the search path.
+    `unpacked` is a directory made by `debian`; it goes first on the search path.
     Raises SlurmUnreachableError when a program is missing, UsageError when `unpacked` holds no
     Slurm.
     """

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 from hpctrain.base.errors import SlurmError, SlurmUnreachableError
-from hpctrain.sandbox.daemons import slurmd_name
+from hpctrain.sandbox.daemons import find_job_processes, slurmd_name
 from hpctrain.sandbox.faults import (
     mend_prolog,
     restart_controller,
@@ -17,7 +17,6 @@ from hpctrain.sandbox.faults import (
     resume_node,
     thaw_node,
 )
-from hpctrain.sandbox.job_processes import find_job_processes
 from hpctrain.sandbox.monitoring import MONITORS
 from hpctrain.sandbox.processes import await_condition, kill
 from hpctrain.sandbox.sandbox import Sandbox
@@ -64,7 +63,7 @@ def revive(sandbox: Sandbox, *, rebooted: bool = False) -> tuple[str, ...]:
     return tuple(revived)
 
 
-def bring_back(sandbox: Sandbox, timeout_seconds: float = _IDLE_TIMEOUT_SECONDS) -> tuple[str, ...]:
+def bring_back(sandbox: Sandbox) -> tuple[str, ...]:
     """Revive as after a reboot, and return the nodes to the scheduler; jobs are not touched.
 
     A node that rebooted under a job stays down until an administrator resumes it (slurm.conf(5),
@@ -81,9 +80,9 @@ def bring_back(sandbox: Sandbox, timeout_seconds: float = _IDLE_TIMEOUT_SECONDS)
                     resume_node(sandbox, node)
         return not any(states.get(node, "down").startswith(_UNUSABLE) for node in revived)
 
-    if not await_condition(are_back, timeout_seconds):
+    if not await_condition(are_back, _IDLE_TIMEOUT_SECONDS):
         names = ", ".join(revived)
-        raise SlurmUnreachableError(f"not back after {timeout_seconds:g} s: {names}")
+        raise SlurmUnreachableError(f"not back after {_IDLE_TIMEOUT_SECONDS:g} s: {names}")
     return revived
 
 

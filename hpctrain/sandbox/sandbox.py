@@ -20,18 +20,20 @@ from typing import Literal
 
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import SlurmError, SlurmUnreachableError, UsageError
-from hpctrain.observe.monitoring import RULES, with_delays
-from hpctrain.sandbox.accounting import create_database, register, slurmdbd_conf
+from hpctrain.observe.alert_rules import RULES, with_delays
 from hpctrain.sandbox.config import Site, config_files
 from hpctrain.sandbox.daemons import (
     DaemonLauncher,
+    create_database,
     log_tail,
+    processes_of_nodes,
+    register,
     sandbox_daemons,
     slurmd_name,
+    slurmdbd_conf,
     stop_daemons,
     stop_monitors,
 )
-from hpctrain.sandbox.job_processes import processes_of_nodes
 from hpctrain.sandbox.monitoring import (
     MONITORS,
     MonitorFiles,
@@ -41,8 +43,14 @@ from hpctrain.sandbox.monitoring import (
     monitor_addresses,
     prometheus_yaml,
 )
-from hpctrain.sandbox.paths import SandboxPaths, default_sockets, sockets_fit, state_file
-from hpctrain.sandbox.ports import are_free, find_ports
+from hpctrain.sandbox.paths import (
+    SandboxPaths,
+    are_free,
+    default_sockets,
+    find_ports,
+    sockets_fit,
+    state_file,
+)
 from hpctrain.sandbox.processes import await_condition, find_process, is_alive, kill
 from hpctrain.sandbox.programs import Programs, call, daemon_environment, find_programs
 from hpctrain.sandbox.shape import SandboxShape

@@ -11,8 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import UsageError
 from hpctrain.sandbox.monitoring import Monitoring
-from hpctrain.sandbox.paths import SandboxPaths, state_file
-from hpctrain.sandbox.ports import Ports
+from hpctrain.sandbox.paths import Ports, SandboxPaths, state_file
 from hpctrain.sandbox.processes import ProcessId
 from hpctrain.sandbox.shape import SandboxShape
 

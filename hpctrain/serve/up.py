@@ -47,9 +47,8 @@ from hpctrain.serve.service_job import (
 )
 from hpctrain.serve.start_router import start_router, start_router_here
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.spec.loader import Loaded, load_service_spec, partition_profile
-from hpctrain.spec.profiles import load_named_profile
-from hpctrain.spec.resolved import write_resolved
+from hpctrain.spec.loader import Loaded, load_named_profile, load_service_spec, partition_profile
+from hpctrain.spec.positions import write_resolved
 from hpctrain.spec.service import ServiceSpec
 
 _PYTHON_SECONDS = 30.0

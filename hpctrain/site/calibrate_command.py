@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import sys
+from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.base.errors import UsageError
+from hpctrain.base.units import short_bytes
 from hpctrain.page.options import ProfileName, json_option
 from hpctrain.page.output import json_out, line_width, say
-from hpctrain.page.text import paragraph
+from hpctrain.page.text import LINE_WIDTH, paragraph
 
 if TYPE_CHECKING:
-    from hpctrain.site.calibrate import CalibratedFigure, CalibratedStep
-    from hpctrain.site.calibrate_service import ServiceCalibrationResult
+    from hpctrain.site.calibrate import CalibratedStep
+    from hpctrain.site.calibrate_runs import LearningResult
+    from hpctrain.site.own_runs import EngineLearning
+    from hpctrain.spec.calibration import LearnedMultiplier, OwnRun, SiteLearning
+
 
 _NAMES = {
     "product_efficiency": "matrix products, of the 16-bit peak",
@@ -83,7 +88,6 @@ def _from_runs(
 ) -> None:
     """Learn from runs, and show what changes for them."""
     from hpctrain.site.calibrate_runs import calibrate_runs
-    from hpctrain.site.calibrate_text import learning_lines
 
     learned = calibrate_runs(results, profile, output)
     if as_json:
@@ -101,7 +105,20 @@ def _from_service(result: Path, profile: str | None, output: Path | None, *, as_
     if as_json:
         json_out("service_calibration", served)
         return
-    for line in _service_lines(served):
+    # Tabulate the factors of an engine, and the error with and without them
+    measured = served.measured
+    rows = [
+        ("iterations without prompts", f"x {measured.decode_factor:.3f}"),
+        ("what prompts add to iterations", f"x {measured.prompt_factor:.3f}"),
+    ]
+    if measured.request_seconds is not None:
+        rows.append(("a request outside of iterations", f"{1e3 * measured.request_seconds:.1f} ms"))
+    before, left = f"{served.error_before:.1%}", f"{measured.error:.1%}"
+    rows.append(("typical error without the factors", before))
+    rows.append(("error that plans keep room for", left))
+    heading = f"{served.engine} on {served.gpu}: {served.answers:,} answers"
+    service_lines = [heading, *(f"{name:37}{value:>12}" for name, value in rows)]
+    for line in service_lines:
         click.echo(line)
     say(f"\nWrote {served.path}: {served.usage}")
 
@@ -109,7 +126,6 @@ def _from_service(result: Path, profile: str | None, output: Path | None, *, as_
 def _from_rates(result: Path, profile: str | None, output: Path | None, *, as_json: bool) -> None:
     """Take rates that were measured one by one in place of the packaged ones."""
     from hpctrain.site.calibrate import calibrate as action
-    from hpctrain.site.calibrate_text import accuracy_line
 
     done = action(result, profile, output)
     if as_json:
@@ -117,7 +133,15 @@ def _from_rates(result: Path, profile: str | None, output: Path | None, *, as_js
         return
     click.echo(f"{'':37}{'packaged':>12}{'measured':>12}{'ratio':>7}  from")
     for figure in done.figures:
-        click.echo(_figure_line(figure))
+        is_rate = figure.name.endswith("_bandwidth")
+        values = [
+            f"{value / 1e9:.1f} GB/s" if is_rate else f"{value:.3f}"
+            for value in (figure.packaged, figure.measured)
+        ]
+        ratio = figure.measured / figure.packaged
+        count = figure.source.removeprefix("median of ")
+        figure_line = f"{_NAMES[figure.name]:37}{values[0]:>12}{values[1]:>12}{ratio:7.2f}  {count}"
+        click.echo(figure_line)
     if done.steps:
         click.echo(f"\n{'step time':37}{'packaged':>12}{'calibrated':>12}{'measured':>12}")
     for step in done.steps:
@@ -131,36 +155,87 @@ def _from_rates(result: Path, profile: str | None, output: Path | None, *, as_js
     say(f"\nWrote {done.path}: {done.usage}")
 
 
-def _service_lines(found: ServiceCalibrationResult) -> list[str]:
-    """Tabulate the factors of an engine, and the error with and without them."""
-    measured = found.measured
-    rows = [
-        ("iterations without prompts", f"x {measured.decode_factor:.3f}"),
-        ("what prompts add to iterations", f"x {measured.prompt_factor:.3f}"),
-    ]
-    if measured.request_seconds is not None:
-        rows.append(("a request outside of iterations", f"{1e3 * measured.request_seconds:.1f} ms"))
-    before, left = f"{found.error_before:.1%}", f"{measured.error:.1%}"
-    rows.append(("typical error without the factors", before))
-    rows.append(("error that plans keep room for", left))
-    heading = f"{found.engine} on {found.gpu}: {found.answers:,} answers"
-    return [heading, *(f"{name:37}{value:>12}" for name, value in rows)]
-
-
-def _figure_line(figure: CalibratedFigure) -> str:
-    is_rate = figure.name.endswith("_bandwidth")
-    values = [
-        f"{value / 1e9:.1f} GB/s" if is_rate else f"{value:.3f}"
-        for value in (figure.packaged, figure.measured)
-    ]
-    ratio = figure.measured / figure.packaged
-    count = figure.source.removeprefix("median of ")
-    return f"{_NAMES[figure.name]:37}{values[0]:>12}{values[1]:>12}{ratio:7.2f}  {count}"
-
-
 def _step_line(step: CalibratedStep) -> str:
     name = f"{step.name} ({step.gpus} GPU{'s' if step.gpus > 1 else ''})"[:36]
     if step.packaged_seconds is None or step.calibrated_seconds is None:
         return f"{name:37}cannot be planned: {step.problem}"[:80]
     times = (step.packaged_seconds, step.calibrated_seconds, step.measured_seconds)
     return f"{name:37}" + "".join(f"{f'{seconds:.3f} s':>12}" for seconds in times)
+
+
+# -- Formats what a site's own runs have taught, in 80 columns ----------------------------------
+
+
+def learning_lines(found: LearningResult, width: int = LINE_WIDTH) -> list[str]:
+    """Format runs, multipliers, refusals and remarks of all engines."""
+    from hpctrain.job.plan_text import wrapped
+
+    lines = [line for engine in found.engines for line in (*_engine_lines(engine), "")]
+    for mark, texts in (("left out  ", found.refused), ("mind      ", found.remarks)):
+        for text in texts:
+            lines += wrapped(text.replace("\n", " "), mark, " " * len(mark), width)
+    return [*lines, ""] if found.refused or found.remarks else lines
+
+
+def _engine_lines(engine: EngineLearning) -> list[str]:
+    """Tabulate measured, planned before and planned after of each run, and the multipliers."""
+    learned = engine.learned
+    lines = [f"{'step time':36}{'measured':>10}{'before':>17}{'after':>17}"]
+    lines += [_run_line(run) for run in learned.runs]
+    sized = [run for run in learned.runs if run.measured_bytes is not None]
+    if sized:
+        lines += [
+            "",
+            f"{'memory reserved by PyTorch':36}{'measured':>10}{'before':>17}{'after':>17}",
+        ]
+        lines += [_memory_line(run) for run in sized]
+    lines += [
+        "",
+        f"{'over what is packaged':37}{'factor':>9}{'before (68%)':>17}{'now (68%)':>17}",
+    ]
+    lines += [_multiplier_line(one) for one in engine.multipliers]
+    return [*lines, "", accuracy_line(engine.engine, learned)]
+
+
+def accuracy_line(engine: str, learned: SiteLearning) -> str:
+    """Format on how many runs an engine is calibrated, and how far the next one may be off."""
+    count = len(learned.runs)
+    runs = f"{count} run{'s' if count > 1 else ''}"
+    return f"engine {engine}: calibrated on {runs}: ±{learned.error:.0%}"
+
+
+def _run_line(run: OwnRun) -> str:
+    measured = run.measured_seconds
+    cells = [
+        _against(f"{value:.4g} s", value / measured - 1)
+        for value in (run.before_seconds, run.after_seconds)
+    ]
+    return f"{run.run[:35]:36}{f'{measured:.4g} s':>10}{cells[0]:>17}{cells[1]:>17}"
+
+
+def _memory_line(run: OwnRun) -> str:
+    assert run.measured_bytes and run.before_bytes and run.after_bytes
+    measured = run.measured_bytes
+    cells = [
+        _against(short_bytes(value), value / measured - 1)
+        for value in (run.before_bytes, run.after_bytes)
+    ]
+    return f"{run.run[:35]:36}{short_bytes(measured):>10}{cells[0]:>17}{cells[1]:>17}"
+
+
+def _against(text: str, error: float) -> str:
+    return f"{text} {error:+.1%}"
+
+
+def _multiplier_line(one: LearnedMultiplier) -> str:
+    from hpctrain.job.plan_text import MULTIPLIERS
+
+    before, after = _range(1.0, one.before), _range(one.factor, one.after)
+    return (
+        f"{MULTIPLIERS.get(one.name, one.name)[:36]:37}{one.factor:>8.2f}x{before:>17}{after:>17}"
+    )
+
+
+def _range(factor: float, deviation: float) -> str:
+    """Format the factors of two sites in three: `0.26-3.78x`, for a deviation may exceed 100 %."""
+    return f"{factor * exp(-deviation):.2f}-{factor * exp(deviation):.2f}x"

@@ -17,33 +17,41 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.job.prepare import load_knowledge
+from hpctrain.plan.cost.constants import calibration_of, fabric_of
 from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.speed_checks import read_speed_checks
-from hpctrain.site.calibrate import packaged_fabric, packaged_shares
-from hpctrain.site.engine_learning import (
-    EngineLearning,
-    engine_learning,
-    planned_again,
-    unexplained,
-)
-from hpctrain.site.measured_rates import Measurements, measured_shares
-from hpctrain.site.own_runs import MeasuredRun, cpu_problems, readable
-from hpctrain.site.site_calibration import (
+from hpctrain.site.calibrate import (
     CalibrationTarget,
     calibration_target,
     how_plans_use,
+    packaged_rates,
     write_site_calibration,
+)
+from hpctrain.site.measured_rates import Measurements, measured_shares
+from hpctrain.site.own_runs import (
+    EngineLearning,
+    MeasuredRun,
+    cpu_problems,
+    engine_learning,
+    planned_again,
+    readable,
+    unexplained,
 )
 from hpctrain.spec.calibration import (
     RATE_MULTIPLIERS,
     SiteCalibration,
+    SiteLearning,
     constants_digest,
     measured_rates,
 )
-from hpctrain.spec.loader import find_profile, load_catalogue, load_document, load_profile
-from hpctrain.spec.profiles import profile_search_path
-from hpctrain.spec.uncertainty import SiteLearning
+from hpctrain.spec.loader import (
+    find_profile,
+    load_catalogue,
+    load_document,
+    load_profile,
+    profile_search_path,
+)
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
@@ -174,19 +182,14 @@ def _profile_name(directories: Sequence[Path]) -> str:
         file = RunLayout(directory).profile
         if file.is_file():
             name = load_profile(file).document.name
-            _check_known(name, directory)
+            try:
+                find_profile(name, profile_search_path())
+            except InvalidInputError:
+                message = f"was submitted with profile `{name}`, which is not found by its name"
+                problem = Problem(message, str(directory), hint="give its file: --profile FILE")
+                raise InvalidInputError([problem]) from None
             return name
     raise InvalidInputError([Problem("no run has a profile", hint="--profile NAME")])
-
-
-def _check_known(name: str, directory: Path) -> None:
-    """Raise InvalidInputError for a profile that a name does not find."""
-    try:
-        find_profile(name, profile_search_path())
-    except InvalidInputError:
-        message = f"was submitted with profile `{name}`, which is not found by its name"
-        problem = Problem(message, str(directory), hint="give its file: --profile FILE")
-        raise InvalidInputError([problem]) from None
 
 
 def _rates(layouts: Sequence[RunLayout], knowledge: Knowledge, fabric: str) -> dict[str, float]:
@@ -198,16 +201,9 @@ def _rates(layouts: Sequence[RunLayout], knowledge: Knowledge, fabric: str) -> d
     assert gpu is not None
     checks = [check for one in layouts for check in read_speed_checks(one)]
     good = tuple(check for check in checks if check.accelerator == "cuda" and not check.slow)
-    own = packaged_shares(knowledge.calibration, gpu)
+    own = calibration_of(knowledge.calibration, gpu)
     found, _ = measured_shares(Measurements(good, ()), gpu, own)
-    network = packaged_fabric(knowledge.calibration, fabric).network_efficiency
-    expected = {
-        "product_efficiency": own.product_efficiency,
-        "flash_efficiency": own.flash_efficiency,
-        "memory_efficiency": own.memory_efficiency,
-        "nvlink_bandwidth": own.nvlink_efficiency * float(gpu.nvlink_bandwidth),
-        "network_bandwidth": network * float(gpu.network_bandwidth),
-    }
+    expected = packaged_rates(own, fabric_of(knowledge.calibration, fabric), gpu)
     return {
         RATE_MULTIPLIERS[share.name]: math.log(expected[share.name] / share.value)
         for share in found

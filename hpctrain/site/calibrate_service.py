@@ -22,7 +22,7 @@ from hpctrain.serve.engines.registry import SERVING_ENGINES
 from hpctrain.serve.load.measurement import RequestRecord
 from hpctrain.serve.make_plan import read_model, service_request
 from hpctrain.serve.plan.documents import ServicePlan
-from hpctrain.site.site_calibration import (
+from hpctrain.site.calibrate import (
     CalibrationTarget,
     calibration_target,
     how_plans_use,
@@ -103,7 +103,9 @@ def calibrate_service(
         message = f"{len(measured)} iterations could be read off its tests: too few"
         raise InvalidInputError([Problem(message, str(layout.tests), hint=_HINT)])
     outside = None if times is None else request_seconds(times, speed.corrected(cost))
-    day = datetime.fromtimestamp(max(_moments(layout), default=0.0), UTC)
+    files = [*layout.tests.glob("*.jsonl"), *_scrapes(layout)]
+    written = max((file.stat().st_mtime for file in files), default=0.0)
+    day = datetime.fromtimestamp(written, UTC)
     answers = sum(map(len, answered))
     found = SiteServingCalibration(
         decode_factor=_rounded(speed.decode_factor),
@@ -214,12 +216,6 @@ def _times(records: Sequence[RequestRecord]) -> RequestTimes:
 
 def _scrapes(layout: ServiceLayout) -> list[Path]:
     return sorted(layout.tests.glob("*.prom"))
-
-
-def _moments(layout: ServiceLayout) -> list[float]:
-    """Return when the tests were written, in seconds since the epoch."""
-    files = [*layout.tests.glob("*.jsonl"), *_scrapes(layout)]
-    return [file.stat().st_mtime for file in files]
 
 
 def read_counters(file: Path, engine: ServingEngineName) -> EngineCounters:

@@ -15,14 +15,17 @@ from dataclasses import dataclass, replace
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.printable_text import printable_line
-from hpctrain.site.detected_hardware import emulated_gpus, gpu_section, nodes_section
-from hpctrain.site.detected_network import network, nvlink
-from hpctrain.site.detected_partitions import partition_sections, usable_partitions
-from hpctrain.site.detected_slurm import slurm_section
-from hpctrain.site.facts import SiteFacts
-from hpctrain.site.hardware import NODES_SHOWN, KnownGpu, NodeGroup, groups_of, known_gpu
+from hpctrain.site.detected_hardware import (
+    emulated_gpus,
+    gpu_section,
+    network,
+    nodes_section,
+    nvlink,
+)
+from hpctrain.site.detected_slurm import partition_sections, slurm_section, usable_partitions
+from hpctrain.site.facts import Mount, SiteFacts, StorageKind, mount_of
+from hpctrain.site.hardware import NODES_SHOWN, NodeGroup, groups_of, known_gpu
 from hpctrain.site.profile_text import Stated, Tree, guess, guesses, profile_text
-from hpctrain.site.survey_texts import Mount, StorageKind, mount_of
 from hpctrain.spec.catalogue import GpuCatalogue
 
 CONFIG_SHOWN = "scontrol show config"
@@ -69,7 +72,13 @@ def detected_profile(
     gpu = known_gpu(group, catalogue, facts.survey, model)
     emulated = emulated_gpus(facts, group)
     if gpu.memory_bytes is None and emulated is None:
-        raise _unknown_gpu(group, gpu)
+        told = f"`{gpu.type}`" if gpu.type else "without a type"
+        message = f"the GPUs of {group.nodes[0].name} are {told} in Gres: no model of the catalogue"
+        hint = (
+            "name it with --gpu (such as `--gpu H100-80GB`), let a job look with --in-job, or add "
+            "it to a `gpus.yaml` beside your profiles"
+        )
+        raise InvalidInputError([Problem(message, hint=hint)])
     links, link_remarks = network(facts, group, gpu, emulated is not None)
     hardware: dict[str, Mapping[str, Tree]] = {
         "nodes": nodes_section(group),
@@ -108,7 +117,16 @@ def detected_profile(
     )
     remarks = tuple(printable_line(words) for words in said)
     guessed = tuple(path for path, _ in guesses(tree))
-    text = profile_text(tree, _head(facts, remarks))
+    version = facts.cluster.config.get("SLURM_VERSION")
+    looked = f" and a job on {facts.survey.host}" if facts.survey is not None else ""
+    head = [
+        f"Detected by `hpctrain profile detect` from Slurm {version or 'of unknown version'}, "
+        f"{facts.cluster.queries} queries{looked}.",
+        "`from` names where a value was read, `guess` what it was guessed from: replace guesses "
+        "by what you know.",
+        *(f"- {remark}" for remark in remarks),
+    ]
+    text = profile_text(tree, head)
     return DetectedProfile(str(name.value), text, remarks, guessed)
 
 
@@ -150,16 +168,6 @@ def _chosen_group(facts: SiteFacts, partition: str | None) -> NodeGroup:
     if partition is not None:
         return groups[0]
     return next((one for one in groups if usable_partitions(facts, one, None)[0]), groups[0])
-
-
-def _unknown_gpu(group: NodeGroup, gpu: KnownGpu) -> InvalidInputError:
-    told = f"`{gpu.type}`" if gpu.type else "without a type"
-    message = f"the GPUs of {group.nodes[0].name} are {told} in Gres: no model of the catalogue"
-    hint = (
-        "name it with --gpu (such as `--gpu H100-80GB`), let a job look with --in-job, or add it "
-        "to a `gpus.yaml` beside your profiles"
-    )
-    return InvalidInputError([Problem(message, hint=hint)])
 
 
 def _filesystems(facts: SiteFacts) -> tuple[Sequence[Tree], list[str]]:
@@ -264,15 +272,3 @@ def _beside(facts: SiteFacts) -> Iterator[str]:
         yield f"containers on {survey.host}: {', '.join(survey.launchers)}; see software.container"
     if survey.has_modules:
         yield f"{survey.host} has environment modules: name yours in software.modules.load"
-
-
-def _head(facts: SiteFacts, remarks: Sequence[str]) -> list[str]:
-    version = facts.cluster.config.get("SLURM_VERSION")
-    looked = f" and a job on {facts.survey.host}" if facts.survey is not None else ""
-    return [
-        f"Detected by `hpctrain profile detect` from Slurm {version or 'of unknown version'}, "
-        f"{facts.cluster.queries} queries{looked}.",
-        "`from` names where a value was read, `guess` what it was guessed from: replace guesses "
-        "by what you know.",
-        *(f"- {remark}" for remark in remarks),
-    ]

@@ -13,15 +13,19 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.units import ByteSize, Duration
-from hpctrain.site.detected_partitions import CONFIG_SHOWN, PARTITION_SHOWN, refusal
-from hpctrain.site.facts import SiteFacts
+from hpctrain.site.detected_slurm import (
+    CONFIG_SHOWN,
+    PARTITION_SHOWN,
+    Preemption,
+    preemption_of,
+    refusal,
+)
+from hpctrain.site.facts import SiteFacts, mount_of
 from hpctrain.site.hardware import NODES_SHOWN, NodeGroup, groups_of
-from hpctrain.site.preemption import Preemption, preemption_of
-from hpctrain.site.survey_texts import mount_of
 from hpctrain.slurm.cluster_records import PartitionFacts
 from hpctrain.slurm.settings import seconds_of, words_of
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.partition import PartitionProfile
+from hpctrain.spec.profile.slurm import PartitionProfile
 
 Severity = Literal["refused", "loses work", "slower", "harmless"]
 _TOPOLOGY_SHOWN = "scontrol show topology"
@@ -111,7 +115,17 @@ def _partitions(profile: ClusterProfile, facts: SiteFacts) -> Iterator[Differenc
                 f"{path}.default", one.name, default.name if default else "none", PARTITION_SHOWN,
                 "harmless", "scripts name their partition",
             )  # fmt: skip
-        yield from _successors(profile, path, real, facts)
+        nodes = {node.name for node in facts.cluster.nodes_of(real.name)}
+        if (
+            profile.continuation == "chain"
+            and real.submit_hosts
+            and not nodes & set(real.submit_hosts)
+        ):
+            yield _differs(
+                "continuation", "chain", f"{', '.join(real.submit_hosts[:3])} only may submit",
+                f"AllocNodes of {real.name}, {PARTITION_SHOWN}", "refused",
+                "a job cannot submit the next one: use requeue or singleton",
+            )  # fmt: skip
 
 
 def _partition_limits(
@@ -184,18 +198,6 @@ def _preemption(path: str, one: PartitionProfile, real: Preemption) -> Iterator[
             "loses work" if told.user_signal else "harmless",
             "the supervisor learns of a preemption from its ranks only" if told.user_signal
             else "the supervisor is told as well",
-        )  # fmt: skip
-
-
-def _successors(
-    profile: ClusterProfile, path: str, real: PartitionFacts, facts: SiteFacts
-) -> Iterator[Difference]:
-    nodes = {node.name for node in facts.cluster.nodes_of(real.name)}
-    if profile.continuation == "chain" and real.submit_hosts and not nodes & set(real.submit_hosts):
-        yield _differs(
-            "continuation", "chain", f"{', '.join(real.submit_hosts[:3])} only may submit",
-            f"AllocNodes of {real.name}, {PARTITION_SHOWN}", "refused",
-            "a job cannot submit the next one: use requeue or singleton",
         )  # fmt: skip
 
 

@@ -13,9 +13,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.units import short_bytes, short_duration
-from hpctrain.site.detected_partitions import PARTITION_SHOWN, refusal
+from hpctrain.site.detected_slurm import PARTITION_SHOWN, preemption_of, refusal
 from hpctrain.site.facts import LoginFacts
-from hpctrain.site.preemption import preemption_of
 from hpctrain.slurm.cluster_records import ClusterFacts, PartitionFacts
 from hpctrain.slurm.settings import (
     minutes_beyond_limit,
@@ -64,7 +63,8 @@ def judge_site(
     """Answer all questions; without a cluster only those about this machine."""
     if cluster is None:
         return tuple(_machine(login))
-    partition = _partition_of(cluster, profile)
+    default = profile.slurm.partition(None) if profile is not None else None
+    partition = cluster.partition(default.name if default is not None else None)
     return (
         *_controller(cluster),
         *_requeue(cluster, profile),
@@ -80,11 +80,6 @@ def judge_site(
         *_machine(login),
         *_clock(cluster),
     )
-
-
-def _partition_of(cluster: ClusterFacts, profile: ClusterProfile | None) -> PartitionFacts | None:
-    default = profile.slurm.partition(None) if profile is not None else None
-    return cluster.partition(default.name if default is not None else None)
 
 
 def _controller(cluster: ClusterFacts) -> Iterator[SiteFinding]:

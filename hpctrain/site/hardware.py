@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpctrain.base.units import ByteSize
-from hpctrain.site.survey_texts import GpuSurvey, NodeSurvey
+from hpctrain.site.facts import GpuSurvey, NodeSurvey
 from hpctrain.slurm.cluster_records import NodeFacts
 from hpctrain.spec.catalogue import Gpu, GpuCatalogue, match_gpu
 

@@ -1,7 +1,7 @@
 """Writes a commented run spec to start from: a published model or a `config.json`, data, GPUs.
 
 Belongs here: which fields a first spec has, and their values. Does not belong here: asking
-(`hpctrain.site.init_command`), published shapes (`hpctrain.spec.presets`), planning
+(`hpctrain.site.init_command`), published shapes (`hpctrain.spec.catalogue`), planning
 (`hpctrain.job.plan`, which is asked how many GPUs suffice).
 """
 
@@ -117,6 +117,12 @@ def _described_model(path: Path) -> Model:
 def spec_text(wishes: Wishes) -> str:
     """Write the spec, with a comment on everything that somebody may want to change."""
     model, shape = wishes.model, wishes.model.shape
+    engine = wishes.engine or _default_engine(model)
+    evaluation = []
+    if wishes.data is not None:
+        steps = _IMAGE_STEPS if shape.reads_images else _training(wishes)[2]
+        every = max(1, min(1000, steps // 10))
+        evaluation = ["evaluation:", f"  every_steps: {every}", ""]
     lines = [
         *textwrap.wrap(f"{model.about}.", 78, initial_indent="# ", subsequent_indent="# "),
         "# What a field means: `hpctrain explain FIELD`. Written by `hpctrain init`.",
@@ -137,8 +143,8 @@ def spec_text(wishes: Wishes) -> str:
         "  every: 30min            # or `every_steps`; `hpctrain plan` says what is best",
         "  keep: 3",
         "",
-        *(_evaluation(wishes)),
-        *(_engine(wishes)),
+        *evaluation,
+        *(["engine:", f"  name: {engine}", ""] if engine is not None else []),
         "resources:",
         f"  gpus: {wishes.gpus}",
         "",
@@ -239,25 +245,11 @@ def _images(wishes: Wishes) -> Iterator[str]:
     yield f"  warmup_steps: {_IMAGE_STEPS // 20}"
 
 
-def _evaluation(wishes: Wishes) -> Iterator[str]:
-    if wishes.data is not None:
-        steps = _IMAGE_STEPS if wishes.model.shape.reads_images else _training(wishes)[2]
-        yield "evaluation:"
-        yield f"  every_steps: {max(1, min(1000, steps // 10))}"
-        yield ""
-
-
-def _engine(wishes: Wishes) -> Iterator[str]:
-    """Name an engine where the default one does not train the model."""
-    engine = wishes.engine or _default_engine(wishes.model)
-    if engine is not None:
-        yield "engine:"
-        yield f"  name: {engine}"
-        yield ""
-
-
 def _default_engine(model: Model) -> str | None:
-    """Choose an engine that shards, for weights of Hugging Face, else the plainest one."""
+    """Choose an engine that shards, for weights of Hugging Face, else the plainest one.
+
+    None where the default engine trains the model.
+    """
     able = [one for one in ENGINES.values() if model.shape.family in one.families]
     if model.pretrained:
         able = [one for one in able if one.weights == "hugging_face" and one.shards]

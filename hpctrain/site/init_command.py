@@ -134,7 +134,7 @@ def _node_gpus(profile: str | None) -> int:
     """Return the GPUs of one node: the profile's, else eight, as in most machines."""
     if profile is None:
         return 8
-    from hpctrain.spec.profiles import load_named_profile
+    from hpctrain.spec.loader import load_named_profile
 
     return load_named_profile(profile).document.gpu.per_node
 

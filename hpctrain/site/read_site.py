@@ -1,7 +1,7 @@
 """Read a site: its Slurm in one pass, this machine, and a node if wanted; detect, check, judge.
 
 Belongs here: collecting the facts, and handing them to `hpctrain.site`. Does not belong here:
-judging them, the texts of commands (`hpctrain.slurm`, `survey_texts`), tables (`command`).
+judging them, the texts of commands (`hpctrain.slurm`, `facts`), tables (`command`).
 """
 
 from __future__ import annotations
@@ -24,26 +24,32 @@ from hpctrain.base.errors import HpctrainError, SlurmError, UsageError
 from hpctrain.site import survey
 from hpctrain.site import survey as survey_program
 from hpctrain.site.detected import DetectedProfile, detected_profile
-from hpctrain.site.detected_partitions import refusal
+from hpctrain.site.detected_slurm import refusal
 from hpctrain.site.differences import Difference, differences
 from hpctrain.site.doctor import SiteFinding, judge_site
-from hpctrain.site.facts import LoginFacts, SiteFacts
-from hpctrain.site.hardware import NodeGroup, groups_of
-from hpctrain.site.survey_texts import (
+from hpctrain.site.facts import (
+    LoginFacts,
     NodeSurvey,
+    SiteFacts,
     default_interface,
     mounts,
     node_survey,
     rdma_ports,
     survey_line,
 )
+from hpctrain.site.hardware import groups_of
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.cluster_queries import ClusterQueries, step_output
 from hpctrain.slurm.cluster_records import ClusterFacts, PartitionFacts
 from hpctrain.slurm.records import JobRecord
-from hpctrain.spec.loader import Loaded, load_catalogue, load_profile
+from hpctrain.spec.loader import (
+    Loaded,
+    load_catalogue,
+    load_named_profile,
+    load_profile,
+    profile_search_path,
+)
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profiles import load_named_profile, profile_search_path
 
 # Variables that sites set to directories of a user; their mounts are file systems of runs.
 _DIRECTORIES = ("HOME", "SCRATCH", "WORK", "PROJECT", "PSCRATCH", "SCRATCHDIR")
@@ -99,10 +105,13 @@ def detect(
     looked: NodeSurvey | None = None
     if in_job:
         target = _survey_partition(cluster, login, partition)
+        # Name all GPUs of a node, with their type: a partition may have several
+        group = groups_of(cluster.nodes_of(target.name))[0]
+        whole_node = f"gpu:{group.type}:{group.per_node}" if group.type else f"gpu:{group.per_node}"
         looked = survey_node(
             SlurmClient(),
             partition=target.name,
-            gpus=_whole_node(groups_of(cluster.nodes_of(target.name))[0]),
+            gpus=whole_node,
             account=account,
             patience_seconds=patience_seconds,
             directory=Path.cwd(),
@@ -111,7 +120,11 @@ def detect(
     facts = SiteFacts(cluster, login, looked)
     catalogue = load_catalogue(profile_search_path())
     found = detected_profile(facts, catalogue, partition=partition, model=model)
-    _refuse_invalid(found)
+    # Load the text like any profile: what this command writes must be valid
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / f"{found.name}.yaml"
+        path.write_text(found.text, encoding="utf-8")
+        load_profile(path)
     if output is not None:
         replace_text(output, found.text)
     return Detection(found, cluster.queries, output)
@@ -142,11 +155,17 @@ def examine(runs: Path, profile_name: str | None) -> Examination:
 def login_facts(runs: Path) -> LoginFacts:
     """Read this machine: Python, mounts, cards, and the directory of the runs."""
     names = {name: os.environ[name] for name in _DIRECTORIES if name in os.environ}
+    found = []
+    for number in {os.getegid(), *os.getgroups()}:
+        try:
+            found.append(grp.getgrgid(number).gr_name)
+        except KeyError:
+            continue
     return LoginFacts(
         host=socket.gethostname(),
         user=_user(),
         python=tuple(sys.version_info[:3]),
-        groups=tuple(_groups()),
+        groups=tuple(found),
         runs=directory_facts(runs),
         mounts=mounts(survey.text_of("/proc/mounts")),
         ports=rdma_ports(survey.infiniband()),
@@ -175,34 +194,11 @@ def _survey_partition(
     raise HpctrainError("no partition with GPUs takes a job of yours", hint="--partition names one")
 
 
-def _whole_node(group: NodeGroup) -> str:
-    """Name all GPUs of a node, with their type: a partition may have several."""
-    return f"gpu:{group.type}:{group.per_node}" if group.type else f"gpu:{group.per_node}"
-
-
-def _refuse_invalid(found: DetectedProfile) -> None:
-    """Load the text like any profile: what this command writes must be valid."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / f"{found.name}.yaml"
-        path.write_text(found.text, encoding="utf-8")
-        load_profile(path)
-
-
 def _user() -> str:
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return str(os.geteuid())
-
-
-def _groups() -> list[str]:
-    found = []
-    for number in {os.getegid(), *os.getgroups()}:
-        try:
-            found.append(grp.getgrgid(number).gr_name)
-        except KeyError:
-            continue
-    return found
 
 
 # -- Let one job look at a node: submit the survey, wait for it, read what it printed -----------

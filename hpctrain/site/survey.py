@@ -4,7 +4,7 @@ A program of its own: `profile detect --in-job` sends this file to a node, where
 be installed. So it imports the standard library only, and runs on Python 3.6 (the python3 of
 RHEL 8). Nothing is judged or converted here; texts of programs come along as they are.
 
-Belongs here: reading. Does not belong here: what the texts mean (`hpctrain.site.survey_texts`),
+Belongs here: reading. Does not belong here: what the texts mean (`hpctrain.site.facts`),
 starting it (`hpctrain.site.read_site`).
 """
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.base.errors import HpctrainError, SlurmRefusedError, SlurmUnreachableError
-from hpctrain.slurm.environment import with_only
+from hpctrain.slurm.process import with_only
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,15 @@ class ArrayOptions:
         return {name: value for name, value in given.items() if value is not None}
 
 
-def submit_array(
-    commands: Sequence[Sequence[str]],
-    folder: Path,
-    options: ArrayOptions,
-    environment: Mapping[str, str] | None = None,
-) -> int:
+def submit_array(commands: Sequence[Sequence[str]], folder: Path, options: ArrayOptions) -> int:
     """Submit one element for each command; logs go to `folder`, which all nodes must see.
 
     Returns the id of the array. Raises SlurmRefusedError with Slurm's message, and
     SlurmUnreachableError if its programs are missing.
     """
     submitit = _submitit()
-    environment = os.environ if environment is None else environment
     # files named like Python modules may lie where the job starts
-    clean = {**with_only(environment, options.variables), "PYTHONSAFEPATH": "1"}
+    clean = {**with_only(os.environ, options.variables), "PYTHONSAFEPATH": "1"}
     with _environment(clean):
         try:
             executor = submitit.SlurmExecutor(folder, python=shlex.quote(options.python))

@@ -11,15 +11,23 @@ SlurmRefusedError (with Slurm's own message). No response never means that a job
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import parse
-from hpctrain.slurm.answers import accepted, parsed
-from hpctrain.slurm.environment import for_queries, with_only
-from hpctrain.slurm.process import Command, CommandResult, Runner, run_command
+from hpctrain.slurm.process import (
+    Command,
+    CommandResult,
+    Runner,
+    accepted,
+    for_queries,
+    parsed,
+    run_command,
+    with_only,
+)
 from hpctrain.slurm.records import (
     JobRecord,
     NodeState,
@@ -379,3 +387,32 @@ def _answered(argv: list[str], answer: CommandResult) -> str:
 
 def _joined(ids: Collection[int]) -> str:
     return ",".join(str(job_id) for job_id in sorted(ids))
+
+
+# -- Space out repeated calls of Slurm's controller, which serves every user of the site --------
+# slurmctld answers one user's calls from a bucket of 30 that refills by 2 per second where the site
+# limits them (slurm.conf(5), SlurmctldParameters=rl_enable, rl_bucket_size, rl_refill_rate), and a
+# controller that comes back is asked by all jobs at once. So pauses double, and each is shortened
+# at random by up to a half ("equal jitter": M. Brooker, Exponential Backoff And Jitter, AWS, 2015).
+
+
+FIRST_SECONDS, LONGEST_SECONDS = 0.5, 5.0
+
+
+class Backoff:
+    """The pauses of one series of calls; `draw` gives numbers from 0 up to 1."""
+
+    def __init__(
+        self,
+        first_seconds: float = FIRST_SECONDS,
+        longest_seconds: float = LONGEST_SECONDS,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._seconds = first_seconds
+        self._longest_seconds = longest_seconds
+        self._draw = draw
+
+    def next_seconds(self) -> float:
+        """The length of the next pause."""
+        full, self._seconds = self._seconds, min(2 * self._seconds, self._longest_seconds)
+        return full * (1.0 - self._draw() / 2.0)

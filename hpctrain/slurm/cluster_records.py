@@ -1,7 +1,7 @@
 """Records of what a Slurm says about its cluster: nodes, partitions, topology, rights of a user.
 
 Belongs here: typed values without Slurm's spelling. Does not belong here: records of jobs (see
-`records`), reading the commands (see `cluster_parse`, `cluster_queries`), judging (`site`).
+`records`), reading the commands (see `cluster_queries`), judging (`site`).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
-from hpctrain.slurm.answers import refusal
 from hpctrain.slurm.parse import node_state
+from hpctrain.slurm.process import refusal
 from hpctrain.slurm.records import (
     JobRecord,
     NodeState,

@@ -10,6 +10,7 @@ Raises ValueError for text that does not have the expected form.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -42,6 +43,16 @@ SACCT_FIELDS = (
     *("JobIDRaw", "State", "Reason", "NodeList", "Start", "End", "Submit", "Timelimit"),
     *("Partition", "Account", "ExitCode", "Comment", "JobName", "JobID", "Cluster"),
 )
+_NAMES_OF_SQUEUE = {
+    "JobIDRaw": "JobID",
+    "JobID": "ArrayJobID",  # `7_2` of an element
+    "JobName": "Name",
+    "Start": "StartTime",
+    "End": "EndTime",
+    "Submit": "SubmitTime",
+    "Timelimit": "TimeLimit",
+    "ExitCode": "exit_code",
+}
 _MARKS = "*~#!%$@^-"
 _LEAVING_MARKS = frozenset("@^%!")
 _LEAVING_STATES = ("reboot", "powering_down", "power_down")
@@ -86,22 +97,26 @@ def table(text: str, columns: int) -> list[list[str]]:
 
 def jobs_from_squeue(text: str) -> dict[int, JobRecord]:
     """Parse jobs printed by squeue with SQUEUE_FIELDS in UTC, by job id."""
-    records = (_squeue_job(row) for row in table(text, len(SQUEUE_FIELDS)))
+    records = (
+        _job(dict(zip(SQUEUE_FIELDS, row, strict=True)), "squeue")
+        for row in table(text, len(SQUEUE_FIELDS))
+    )
     return {record.job_id: record for record in records}
 
 
-def _squeue_job(row: list[str]) -> JobRecord:
-    cell = dict(zip(SQUEUE_FIELDS, row, strict=True))
+def _job(cell: dict[str, str], source: str) -> JobRecord:
+    """Read a job by squeue's names of fields; sacct has no field for some of them."""
     state = JobState.parse(cell["State"])
     code, signal = exit_status(cell["exit_code"]) if state.is_ended else (None, None)
+    restarts, requeue = cell.get("RestartCnt"), cell.get("Requeue")
     return JobRecord(
         job_id=int(cell["JobID"]),
         name=cell["Name"],
         state=state,
         reason=_value(cell["Reason"]),
         node_list=_value(cell["NodeList"]),
-        restart_count=int(cell["RestartCnt"]),
-        preempt_time=epoch_seconds(cell["PreemptTime"]),
+        restart_count=None if restarts is None else int(restarts),
+        preempt_time=epoch_seconds(cell.get("PreemptTime", "")),
         start_time=epoch_seconds(cell["StartTime"]),
         end_time=epoch_seconds(cell["EndTime"]),
         submit_time=epoch_seconds(cell["SubmitTime"]),
@@ -110,13 +125,13 @@ def _squeue_job(row: list[str]) -> JobRecord:
         account=_value(cell["Account"]),
         exit_code=code,
         exit_signal=signal,
-        requeue=cell["Requeue"] == "1",
+        requeue=None if requeue is None else requeue == "1",
         comment=_value(cell["Comment"]),
         array_job_id=_number(cell["ArrayJobID"]),
-        node_count=_number(cell["NumNodes"]),
+        node_count=_number(cell.get("NumNodes", "")),
         cluster=_value(cell["Cluster"]),
-        work_directory=_value(cell["WorkDir"]),
-        source="squeue",
+        work_directory=_value(cell.get("WorkDir", "")),
+        source=source,
     )
 
 
@@ -135,32 +150,9 @@ def jobs_from_sacct(text: str) -> dict[int, JobRecord]:
         is_boundary = index > 0 and index % (width - 1) == 0
         flat.extend(cell.partition("\n")[::2] if is_boundary else [cell])
     rows = [flat[start : start + width] for start in range(width, len(flat) - 1, width)]
-    return {record.job_id: record for record in map(_sacct_job, rows)}
-
-
-def _sacct_job(row: list[str]) -> JobRecord:
-    cell = dict(zip(SACCT_FIELDS, row, strict=True))
-    state = JobState.parse(cell["State"])
-    code, signal = exit_status(cell["ExitCode"]) if state.is_ended else (None, None)
-    return JobRecord(
-        job_id=int(cell["JobIDRaw"]),
-        name=cell["JobName"],
-        state=state,
-        reason=_value(cell["Reason"]),
-        node_list=_value(cell["NodeList"]),
-        start_time=epoch_seconds(cell["Start"]),
-        end_time=epoch_seconds(cell["End"]),
-        submit_time=epoch_seconds(cell["Submit"]),
-        time_limit_seconds=limit_seconds(cell["Timelimit"]),
-        partition=_value(cell["Partition"]),
-        account=_value(cell["Account"]),
-        exit_code=code,
-        exit_signal=signal,
-        comment=_value(cell["Comment"]),
-        array_job_id=_number(cell["JobID"]),
-        cluster=_value(cell["Cluster"]),
-        source="sacct",
-    )
+    names = [_NAMES_OF_SQUEUE.get(name, name) for name in SACCT_FIELDS]
+    records = (_job(dict(zip(names, row, strict=True)), "sacct") for row in rows)
+    return {record.job_id: record for record in records}
 
 
 def steps_from_squeue(text: str) -> tuple[StepRecord, ...]:
@@ -341,3 +333,37 @@ def node_address(text: str) -> str:
         if word.startswith("NodeAddr="):
             return word.removeprefix("NodeAddr=")
     raise ValueError("no NodeAddr in the answer")
+
+
+# -- Expand Slurm's lists of hosts, such as `gpu[001-004,9],login1`. Pure, needs no program -----
+
+
+_LONGEST = 1_000_000  # hosts of one list: more is a mistake in the text, not a cluster
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Expand `n[0-2],x` to (n0, n1, n2, x). Raises ValueError for brackets without an end."""
+    if text.count("[") != text.count("]"):
+        raise ValueError(f"brackets of `{text[:80]}` do not match")
+    found: list[str] = []
+    for part in filter(None, re.split(r",(?![^\[]*\])", text.strip())):
+        pieces = re.split(r"\[([^\]]*)\]", part)
+        choices = [_numbers(one) if index % 2 else [one] for index, one in enumerate(pieces)]
+        if sum(map(len, choices)) > _LONGEST:
+            raise ValueError(f"too many hosts in `{part[:80]}`")
+        found += ("".join(names) for names in itertools.product(*choices))
+    return tuple(found)
+
+
+def _numbers(text: str) -> list[str]:
+    found = []
+    for piece in text.split(","):
+        first, dash, last = piece.partition("-")
+        if not dash:
+            found.append(first)
+            continue
+        if not (first.isdecimal() and last.isdecimal()) or int(last) - int(first) > _LONGEST:
+            raise ValueError(f"`{text[:80]}` is no range of numbers")
+        width = len(first) if first.startswith("0") else 0
+        found += [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
+    return found

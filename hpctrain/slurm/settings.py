@@ -6,8 +6,8 @@ Belongs here: the spelling. Does not belong here: what follows from a setting (`
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 
-from hpctrain.slurm.capabilities import capabilities
 from hpctrain.slurm.records import SlurmConfig
 
 # slurm.conf(5), AuthInfo: cred_expire is 120 s; a requeued job waits a second longer.
@@ -59,3 +59,53 @@ def plugins(config: SlurmConfig, key: str) -> tuple[str, ...]:
     """List plugins of JobSubmitPlugins or CliFilterPlugins, without their directory."""
     names = (name.rpartition("/")[2] for name in config.get(key).split(","))
     return tuple(name for name in names if name not in ("", "none"))
+
+
+# ----------------------------------------------------------------------------------------------
+# Tell what a Slurm does from what it says of itself, for behaviour that releases differ in. Pure.
+# Where `scontrol show config` has a key only in releases that behave so, the key decides: packagers
+# carry changes back. The number of the release decides where nothing else tells.
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a Slurm does.
+
+    `requeues_who_leaves_in_a_grace`: a job that exits in its grace period comes back whatever its
+    exit code, unless it may not be requeued. `replaces_daemons`: `scontrol reconfigure` gives
+    daemons new processes. `needs_cgroup_plugin`: cgroup.conf has to switch cgroups off where there
+    are none. `has_preempt_parameters`: slurm.conf has PreemptParameters; before, its option was one
+    of SlurmctldParameters. `has_blocks`: the plugin topology/block. `hides_topology`:
+    TopologyPlugin says `flat` in the place of what topology.yaml describes.
+    """
+
+    requeues_who_leaves_in_a_grace: bool
+    replaces_daemons: bool
+    needs_cgroup_plugin: bool
+    has_preempt_parameters: bool
+    has_blocks: bool
+    hides_topology: bool
+
+
+# The first release with each of them; the first one was seen from 24.11 on.
+_SINCE = {
+    "requeues_who_leaves_in_a_grace": (24, 5),
+    "replaces_daemons": (23, 11),
+    "needs_cgroup_plugin": (24, 5),
+    "has_preempt_parameters": (23, 2),
+    "has_blocks": (23, 11),
+    "hides_topology": (25, 5),
+}
+
+
+def capabilities(config: SlurmConfig) -> Capabilities:
+    """Derive them from `scontrol show config`."""
+    found = capabilities_of_release(config.version)
+    if "PreemptParameters" in config.values:
+        return replace(found, has_preempt_parameters=True)
+    return found
+
+
+def capabilities_of_release(version: tuple[int, ...]) -> Capabilities:
+    """Derive them from the release alone, for a Slurm that does not run yet."""
+    return Capabilities(**{name: version >= first for name, first in _SINCE.items()})

@@ -71,44 +71,16 @@ class JobState(StrEnum):
         return self in _ENDED
 
 
-_TRANSITIONAL = frozenset(
-    {
-        JobState.COMPLETING,
-        JobState.CONFIGURING,
-        JobState.REQUEUED,
-        JobState.REQUEUE_FED,
-        JobState.REQUEUE_HOLD,
-        JobState.RESIZING,
-        JobState.RESV_DEL_HOLD,
-        JobState.REVOKED,
-        JobState.SIGNALING,
-        JobState.SPECIAL_EXIT,
-        JobState.STAGE_OUT,
-        JobState.STOPPED,
-    }
+def _states(words: str) -> frozenset[JobState]:
+    return frozenset(map(JobState, words.split()))
+
+
+_TRANSITIONAL = _states(
+    "COMPLETING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESIZING RESV_DEL_HOLD REVOKED "
+    "SIGNALING SPECIAL_EXIT STAGE_OUT STOPPED"
 )
-_PENDING = frozenset(
-    {
-        JobState.PENDING,
-        JobState.REQUEUED,
-        JobState.REQUEUE_FED,
-        JobState.REQUEUE_HOLD,
-        JobState.RESV_DEL_HOLD,
-        JobState.SPECIAL_EXIT,
-    }
-)
-_ACTIVE = frozenset(
-    {
-        JobState.COMPLETING,
-        JobState.CONFIGURING,
-        JobState.RESIZING,
-        JobState.RUNNING,
-        JobState.SIGNALING,
-        JobState.STAGE_OUT,
-        JobState.STOPPED,
-        JobState.SUSPENDED,
-    }
-)
+_PENDING = _states("PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT")
+_ACTIVE = _states("COMPLETING CONFIGURING RESIZING RUNNING SIGNALING STAGE_OUT STOPPED SUSPENDED")
 _ENDED = frozenset(JobState) - _PENDING - _ACTIVE - {JobState.UNKNOWN}
 
 

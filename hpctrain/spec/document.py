@@ -13,3 +13,15 @@ class Document(BaseModel):
     """Base of all parts of a spec or a profile: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, defer_build=True)
+
+
+# -- The error of two fields that exclude each other, with the position of one of them ----------
+
+
+class Contradiction(ValueError):
+    """Two fields that exclude each other: the path of the one to report, and what to do."""
+
+    def __init__(self, path: tuple[str | int, ...], message: str, hint: str) -> None:
+        super().__init__(message)
+        self.path = path
+        self.hint = hint

@@ -11,13 +11,12 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from hpctrain.base.units import Duration
-from hpctrain.spec.contradiction import Contradiction
-from hpctrain.spec.document import Document
+from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.engines.abilities import EngineAbilities
-from hpctrain.spec.engines.ddp import DdpSpec
 from hpctrain.spec.engines.deepspeed import DeepSpeedSpec
 from hpctrain.spec.engines.megatron import MegatronSpec
 from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentName, ArgumentValue
+from hpctrain.spec.engines.native import DdpSpec
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES, EngineName, abilities_of
 
 

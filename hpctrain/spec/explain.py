@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpctrain.base.errors import Problem
 from hpctrain.base.units import Duration
-from hpctrain.spec.contradiction import Contradiction
+from hpctrain.spec.document import Contradiction
 from hpctrain.spec.fields import (
     annotation_at,
     description,
@@ -25,9 +25,8 @@ from hpctrain.spec.fields import (
     split_branches,
     suggest_key,
 )
-from hpctrain.spec.positions import Parsed, Path, dotted, shown_value
+from hpctrain.spec.positions import Parsed, Path, SourcePlace, dotted, shown_value
 from hpctrain.spec.slurm_options import available_options, owned_options
-from hpctrain.spec.syntax import SourcePlace
 
 _BOOLEAN_WORDS = {"on": "true", "yes": "true", "y": "true", "off": "false", "no": "false",
                   "n": "false"}  # fmt: skip

@@ -19,27 +19,29 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hpctrain.base import clock
 from hpctrain.base.errors import InvalidInputError, Problem, RefusedPlanError
-from hpctrain.spec.inheritance import PARTITION_SECTIONS, complete_partitions, merge
-from hpctrain.spec.overrides import OPTION, apply_overrides
-from hpctrain.spec.positions import Parsed, dotted, parse_yaml
-from hpctrain.spec.syntax import SourcePlace
+from hpctrain.spec.merging import (
+    OPTION,
+    PARTITION_SECTIONS,
+    apply_overrides,
+    complete_partitions,
+    merge,
+)
+from hpctrain.spec.positions import Parsed, SourcePlace, dotted, parse_yaml
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from hpctrain.spec.calibration import Calibration
-    from hpctrain.spec.catalogue import GpuCatalogue
-    from hpctrain.spec.presets import ModelPresets
+    from hpctrain.spec.calibration import Calibration, ServingCalibration, Uncertainty
+    from hpctrain.spec.catalogue import GpuCatalogue, ModelPresets
     from hpctrain.spec.profile import ClusterProfile
+    from hpctrain.spec.reference import Kind
     from hpctrain.spec.run import RunSpec
     from hpctrain.spec.service import ServiceSpec
-    from hpctrain.spec.serving_calibration import ServingCalibration
-    from hpctrain.spec.uncertainty import Uncertainty
-from typing import Any
+
 
 DocumentT = TypeVar("DocumentT", bound="BaseModel")
 MAX_FILE_BYTES = 2**20
@@ -105,7 +107,7 @@ def load_run_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Run
         message, hint = "this is the spec of a service, not of a run", "`hpctrain serve plan FILE`"
         raise InvalidInputError([parsed.values["kind",].problem(message, hint)])
     if _names_a_preset(parsed):
-        from hpctrain.spec.presets import expand_preset
+        from hpctrain.spec.catalogue import expand_preset
 
         expand_preset(parsed, load_presets())
     apply_overrides(parsed, overrides)
@@ -125,11 +127,28 @@ def load_service_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded
         hint = "runs are planned by `hpctrain plan` and started by `hpctrain submit`"
         raise InvalidInputError([SourcePlace(_shown_name(path), 1, 1).problem(message, hint)])
     if _names_a_preset(parsed):
-        from hpctrain.spec.presets import expand_preset
+        from hpctrain.spec.catalogue import expand_preset
 
         expand_preset(parsed, load_presets())
     apply_overrides(parsed, overrides)
     return _validated(ServiceSpec, parsed, _shown_name(path))
+
+
+def load_spec(path: Path) -> Loaded[RunSpec] | Loaded[ServiceSpec]:
+    """Load the spec of a run or of a service, whichever it is. Raises InvalidInputError."""
+    return load_service_spec(path) if kind_of_file(path) == "service" else load_run_spec(path)
+
+
+def kind_of_file(path: Path) -> Kind:
+    """Tell what a file describes by its unindented keys; the loader reports all problems.
+
+    Raises InvalidInputError for a file that cannot be read.
+    """
+    lines = read_text(path).splitlines()
+    keys = {line.partition(":")[0] for line in lines if line and line[0].isalpha()}
+    if keys & {"nodes", "gpu", "nvlink", "slurm", "extends"}:
+        return "profile"
+    return "service" if "kind" in keys else "spec"
 
 
 def kind_of(parsed: Parsed) -> str | None:
@@ -378,7 +397,7 @@ def load_calibration() -> Calibration:
 @cache
 def load_uncertainty() -> Uncertainty:
     """Load how far the cost model may be off on an unknown site, once per process."""
-    from hpctrain.spec.uncertainty import Uncertainty
+    from hpctrain.spec.calibration import Uncertainty
 
     return load_packaged(Uncertainty, PACKAGED_UNCERTAINTY)
 
@@ -386,7 +405,7 @@ def load_uncertainty() -> Uncertainty:
 @cache
 def load_serving_calibration() -> ServingCalibration:
     """Load the packaged constants of inference, once per process."""
-    from hpctrain.spec.serving_calibration import ServingCalibration
+    from hpctrain.spec.calibration import ServingCalibration
 
     return load_packaged(ServingCalibration, PACKAGED_SERVING)
 
@@ -427,18 +446,18 @@ def _profiles(search_path: Sequence[Path]) -> dict[str, Path]:
     for directory in (PACKAGED_PROFILES, *reversed(search_path)):
         if directory.is_dir():
             files = sorted(directory.glob("*.yaml"))
-            found |= {file.stem: file for file in files if _is_profile(file)}
+            found |= {
+                file.stem: file
+                for file in files
+                if (file.name not in _NO_PROFILES and not file.name.endswith(CALIBRATION_SUFFIX))
+            }
     return found
-
-
-def _is_profile(file: Path) -> bool:
-    return file.name not in _NO_PROFILES and not file.name.endswith(CALIBRATION_SUFFIX)
 
 
 @cache
 def load_presets() -> ModelPresets:
     """Load the published models, once per process."""
-    from hpctrain.spec.presets import CATALOGUE, ModelPresets
+    from hpctrain.spec.catalogue import CATALOGUE, ModelPresets
 
     return load_packaged(ModelPresets, CATALOGUE)
 
@@ -570,11 +589,6 @@ def _read_pipe(path: Path | str) -> bytes:
     return _READ_ONCE[key]
 
 
-def _example_names() -> set[str]:
-    """Names of the packaged examples of one file, which `--help` names with their folder."""
-    return {example.stem for example in _EXAMPLES.glob("*.yaml")}
-
-
 def _unreadable(path: Path, error: OSError) -> Problem:
     from hpctrain.spec.fields import did_you_mean
 
@@ -586,7 +600,8 @@ def _unreadable(path: Path, error: OSError) -> Problem:
             beside = []
         hint = did_you_mean(path.name, beside)
         name = path.stem
-        if hint is None and name in _example_names():
+        # Names of the packaged examples of one file, which `--help` names with their folder
+        if hint is None and name in {example.stem for example in _EXAMPLES.glob("*.yaml")}:
             hint = f"`hpctrain examples {name} > {path.name}` writes the example of that name"
         return place.problem("no such file", hint)
     if isinstance(error, IsADirectoryError):
@@ -654,3 +669,21 @@ def rename_former_fields(parsed: Parsed) -> None:
         parsed.problems.append(place.problem("`slurm.all_memory` is `slurm.memory` now: remove it"))
     parsed.values["slurm", "memory"] = place
     slurm["memory"] = "auto" if slurm.pop("all_memory") else "none"
+
+
+# -- Finds cluster profiles by name: those of $HPCTRAIN_PROFILE_PATH, then the packaged ones ----
+
+
+PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
+
+
+def profile_search_path() -> list[Path]:
+    """List the directories of $HPCTRAIN_PROFILE_PATH; packaged profiles come after them."""
+    entries = os.environ.get(PROFILE_PATH_VARIABLE, "").split(os.pathsep)
+    return [Path(entry) for entry in entries if entry]
+
+
+def load_named_profile(name: str) -> Loaded[ClusterProfile]:
+    """Read a profile by its name or path. Raises InvalidInputError with all problems."""
+    search_path = profile_search_path()
+    return load_profile(find_profile(name, search_path), search_path)

@@ -279,20 +279,16 @@ def _shape_problems(model: ModelSpec) -> Iterator[str]:
     if model.ffn is None and model.gated and (moe is None or moe.dense_layers > 0):
         yield "ffn is required with swiglu (Llama-7B: 11008 at hidden 4096)"
     if model.family == "vit":
-        yield from _vit_problems(model)
-
-
-def _vit_problems(model: ModelSpec) -> Iterator[str]:
-    if model.image % model.patch:
-        yield f"image {model.image} is not divisible by patch {model.patch}"
-    side, tokens = model.image // model.patch, _patches(model.image, model.patch)
-    if model.seq != tokens:
-        yield (
-            f"seq {model.seq} does not fit {side} x {side} patches and one class token: remove "
-            f"it, it is {tokens}"
-        )
-    if model.positions != "learned":
-        yield "a ViT has learned positions: remove `positions`"
+        if model.image % model.patch:
+            yield f"image {model.image} is not divisible by patch {model.patch}"
+        side, tokens = model.image // model.patch, _patches(model.image, model.patch)
+        if model.seq != tokens:
+            yield (
+                f"seq {model.seq} does not fit {side} x {side} patches and one class token: remove "
+                f"it, it is {tokens}"
+            )
+        if model.positions != "learned":
+            yield "a ViT has learned positions: remove `positions`"
 
 
 def _resnet_problems(model: ModelSpec) -> Iterator[str]:
@@ -305,3 +301,23 @@ def _resnet_problems(model: ModelSpec) -> Iterator[str]:
                 f"{name} {getattr(model, name)} does not belong to a ResNet of {model.layers} "
                 f"layers: remove it"
             )
+
+
+# -- The task of a run, and its low-rank adapters (LoRA) ----------------------------------------
+
+
+Task = Literal["language_modeling", "masked_language_modeling", "classification"]
+
+
+class LoraSpec(Document):
+    """Low-rank adaptation: frozen weights and a product of two thin matrices beside them.
+
+    Hu et al. 2021 (arXiv 2106.09685).
+    """
+
+    rank: int = Field(16, ge=1, description="Inner size of the two thin matrices (r)")
+    alpha: float = Field(32.0, gt=0, description="Their product is scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the thin matrices")
+    targets: tuple[str, ...] | Literal["all"] = Field(
+        "all", description="Names of linear layers to adapt; all: every one in the blocks"
+    )

@@ -1,6 +1,6 @@
 """Every field of run specs and cluster profiles, for people: type, default, meaning, engines.
 
-Read from the JSON Schema (`schema`), so that there is one description of a field. Belongs here:
+Read from the JSON Schema, so that there is one description of a field. Belongs here:
 what is known of a field without any document. Does not belong here: layout of text, values of a
 file.
 """
@@ -12,12 +12,99 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.base.errors import UsageError
 from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.engines.registry import ENGINES
-from hpctrain.spec.schema import TITLES, Kind, schema_document
+from hpctrain.spec.positions import parse_yaml
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+
+# -- Write the JSON Schema of specs and profiles, for editors that complete and check YAML ------
+
+
+Kind = Literal["spec", "profile", "service"]
+# What each document is called.
+TITLES: dict[Kind, str] = {
+    "spec": "run spec",
+    "profile": "cluster profile",
+    "service": "service spec",
+}
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def json_schema(kind: Kind) -> str:
+    """Write indented JSON with sorted keys and a final newline, deterministically."""
+    document = schema_document(kind)
+    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def schema_document(kind: Kind) -> dict[str, Any]:
+    """Return the schema with the fields in the order of the document."""
+    schema = _document_class(kind).model_json_schema(by_alias=True, mode="validation")
+    document = {**_tidy(schema), "$schema": _DIALECT, "title": f"hpctrain {TITLES[kind]}"}
+    if kind != "profile":
+        _allow_presets(document)
+    return document
+
+
+def _document_class(kind: Kind) -> type[BaseModel]:
+    if kind == "spec":
+        from hpctrain.spec.run import RunSpec
+
+        return RunSpec
+    if kind == "service":
+        from hpctrain.spec.service import ServiceSpec
+
+        return ServiceSpec
+    from hpctrain.spec.profile import ClusterProfile
+
+    return ClusterProfile
+
+
+def _allow_presets(document: dict[str, Any]) -> None:
+    """Let `model` be the name of a published model, or have one as its `preset`."""
+    from hpctrain.spec.loader import load_presets
+
+    names = [one.name for one in load_presets().presets]
+    field, preset = document["properties"]["model"], {"enum": names}
+    shapes = field.pop("anyOf", [field])
+    meaning = "Published model whose fields are the defaults of the others (`hpctrain init --list`)"
+    document["properties"]["model"] = {
+        "anyOf": [*shapes, {"type": "string", **preset}],
+        "description": "Shape of the model: its fields, or the name of a published one",
+    }
+    section = document["$defs"]["ModelSpec"]
+    section["properties"] = {
+        "preset": {**preset, "description": meaning},
+        **section["properties"],
+    }
+    whole = {name: section.pop(name) for name in ("required", "allOf")}
+    section["anyOf"] = [{"required": ["preset"]}, whole]
+
+
+def _tidy(node: Any, *, names: bool = False) -> Any:
+    """Drop pydantic's generated titles, and `gt`, which JSON Schema does not have for text.
+
+    Inside `properties` and `$defs` the keys are names and never dropped.
+    """
+    if isinstance(node, list):
+        return [_tidy(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: _tidy(value, names=key in ("properties", "$defs") and not names)
+        for key, value in node.items()
+        if names or key not in ("title", "gt")
+    }
+
+
+# ----------------------------------------------------------------------------------------------
+
 
 _PLURALS: dict[Kind, str] = {
     "spec": "run specs",
@@ -84,10 +171,10 @@ def find_field(path: str, kind: Kind | None = None) -> tuple[Kind, Field]:
     raise UsageError(f"{where} have no field `{path}`", hint=hint)
 
 
-def names_below(prefix: str, kind: Kind = "spec") -> list[str]:
-    """List fields that a prefix may be completed to: those that hold a value, and sections."""
+def names_below(prefix: str) -> list[str]:
+    """List fields of a spec that a prefix may be completed to: of values, and sections."""
     found = []
-    for path, field in fields_of(kind).items():
+    for path, field in fields_of("spec").items():
         if path.startswith(prefix) and ANY not in path and "[]" not in path:
             found.append(f"{path}." if field.fields else path)
     return found
@@ -162,16 +249,11 @@ def _is_direct(path: str, other: str) -> bool:
 
 def _choices(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what a node may be, references followed, without null."""
-    several = node.get("anyOf", [node])
-    return [_followed(one, schema) for one in several if one.get("type") != "null"]
-
-
-def _followed(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    reference = node.get("$ref")
-    if reference is None:
-        return node
-    found: dict[str, Any] = schema["$defs"][reference.rpartition("/")[2]]
-    return found
+    return [
+        schema["$defs"][one["$ref"].rpartition("/")[2]] if "$ref" in one else one
+        for one in node.get("anyOf", [node])
+        if one.get("type") != "null"
+    ]
 
 
 def _description(node: dict[str, Any], schema: dict[str, Any]) -> str:
@@ -202,7 +284,8 @@ def _type_of(node: dict[str, Any], schema: dict[str, Any]) -> str:
     kinds = node.get("type", "any")
     if isinstance(kinds, list):  # a quantity: its comment says how it is written
         return str(node.get("$comment") or " or ".join(kinds))
-    return f"{_PLAIN.get(kinds, kinds)}{_limits(node)}"
+    limits = [f" {word} {node[key]:.15g}" for key, word in _LIMITS if key in node]
+    return f"{_PLAIN.get(kinds, kinds)}{','.join(limits)}"
 
 
 _PLAIN = {
@@ -219,11 +302,6 @@ _LIMITS = (
     ("maximum", "at most"),
     ("exclusiveMaximum", "below"),
 )
-
-
-def _limits(node: dict[str, Any]) -> str:
-    parts = [f" {word} {node[key]:.15g}" for key, word in _LIMITS if key in node]
-    return ",".join(parts)
 
 
 def _yaml(value: Any) -> str:
@@ -262,3 +340,40 @@ def _engines(path: str) -> tuple[str, ...]:
         return ()
     able: list[EngineAbilities] = [engine for engine in ENGINES.values() if reads(engine)]
     return tuple(engine.name for engine in able)
+
+
+# -- The examples that come with hpctrain: run specs to start from, and values of their fields --
+
+
+PACKAGED = Path(__file__).resolve().parent.parent / "examples"
+
+
+@cache
+def examples() -> Mapping[str, Path]:
+    """Return the specs by name: `gpt175b` for the one in a file, `digits/full` for a directory."""
+    single = {path.stem: path for path in sorted(PACKAGED.glob("*.yaml"))}
+    inside = sorted(PACKAGED.glob("*/*.yaml"))
+    return single | {f"{path.parent.name}/{path.stem}": path for path in inside}
+
+
+def find_example(name: str) -> Path:
+    """Look up one. Raises UsageError with the names of all."""
+    found = examples().get(name)
+    if found is None:
+        raise UsageError(f"there is no example `{name}`", hint=f"there are {', '.join(examples())}")
+    return found
+
+
+def example_value(path: str) -> tuple[str, Any] | None:
+    """Return the first example with a value at a dotted path, and the value; None if none has."""
+    words = path.replace("[]", ".0").split(".")
+    for name, file in examples().items():
+        value: Any = parse_yaml(file.read_text(encoding="utf-8"), file.name).data
+        for word in words:
+            if isinstance(value, dict):
+                value = next(iter(value.values()), None) if word == "*" else value.get(word)
+            else:
+                value = value[0] if isinstance(value, list) and word == "0" and value else None
+        if value is not None:
+            return name, value
+    return None

@@ -7,37 +7,176 @@ GPUs (see `hpctrain.plan`), files, the clock, the environment.
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from hpctrain.base.units import ByteSize, Duration, TokenCount
-from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.data import BatchSpec as BatchSpec
 from hpctrain.spec.data import DataSource as DataSource
 from hpctrain.spec.data import DataSpec as DataSpec
-from hpctrain.spec.document import Document
+from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.engine import EngineSpec as EngineSpec
-from hpctrain.spec.engines.abilities import Choices, Precision, RecomputeModule
-from hpctrain.spec.engines.unread import unread_choices
-from hpctrain.spec.evaluation import EvaluationJobSpec as EvaluationJobSpec
-from hpctrain.spec.evaluation import EvaluationSpec as EvaluationSpec
-from hpctrain.spec.job_text import JobText
+from hpctrain.spec.engines.abilities import Choices, EngineAbilities, Precision, RecomputeModule
+from hpctrain.spec.engines.registry import ENGINES
+from hpctrain.spec.job_text import HINT, JobText, secret_reason
+from hpctrain.spec.model import LoraSpec as LoraSpec
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
+from hpctrain.spec.model import Task as Task
 from hpctrain.spec.notify import ChannelSpec as ChannelSpec
 from hpctrain.spec.notify import NotifySpec as NotifySpec
 from hpctrain.spec.profiling import ProfileSpec as ProfileSpec
 from hpctrain.spec.profiling import profile_contradictions
-from hpctrain.spec.secrets import HINT, secret_reason
 from hpctrain.spec.supervision import BudgetName as BudgetName
 from hpctrain.spec.supervision import RollbackSpec as RollbackSpec
 from hpctrain.spec.supervision import SuperviseSpec as SuperviseSpec
-from hpctrain.spec.tracking import TrackingSpec as TrackingSpec
-from hpctrain.spec.tracking import WandbSpec as WandbSpec
-from hpctrain.spec.tuning import LoraSpec as LoraSpec
-from hpctrain.spec.tuning import Task as Task
+
+# ----------------------------------------------------------------------------------------------
+# The evaluation section of a run spec: loss on held-out data, and jobs for each kept checkpoint.
+
+
+PLACEHOLDERS = ("checkpoint", "step", "run", "output")
+_BRACES = re.compile(r"\{([A-Za-z_]+)\}")
+JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
+
+
+class EvaluationJobSpec(Document):
+    """A Slurm job for each kept checkpoint, whose command writes numbers into a JSON file."""
+
+    name: JobName = Field(description="Of its results, its jobs and its logs")
+    command: tuple[str, ...] = Field(
+        min_length=1,
+        description="Program and arguments, run once on the node; `{checkpoint}`, `{step}`, "
+        "`{run}` and `{output}` become the checkpoint's directory, its step, the run's directory "
+        'and the file to write, as {"metric": value}; nothing else is replaced',
+    )
+    every_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Only checkpoints of these steps, and the last; default: "
+        "`checkpoint.keep_every_steps`, or each checkpoint without that",
+    )
+    gpus: int = Field(1, ge=0, description="GPUs on one node")
+    cpus: int | None = Field(None, ge=1, description="Default: the share of its GPUs, at least 1")
+    memory_per_node: ByteSize | None = Field(
+        None, description="Default: as the profile's `slurm.memory`"
+    )
+    walltime: Duration = Field(Duration(3600), gt=0, description="Time limit of one job")
+    partition: str | None = Field(None, description="Default: that of the run")
+    account: str | None = Field(None, description="Default: that of the run")
+    qos: str | None = Field(None, description="Default: that of the run, or of the partition")
+
+    @field_validator("command")
+    @classmethod
+    def _known_placeholders(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        names = [name for word in command for name in _BRACES.findall(word)]
+        if "output" not in names:
+            raise ValueError("no word contains `{output}`, the file from which results are read")
+        for name in names:
+            near = difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=0.7)
+            if name not in PLACEHOLDERS and near:
+                raise ValueError(f"`{{{name}}}` is not replaced: did you mean `{{{near[0]}}}`?")
+        if any("\0" in word for word in command):
+            raise ValueError("a word contains a NUL character")
+        return command
+
+
+class EvaluationSpec(Document):
+    """Loss on validation data (off when `every_steps` is absent), and jobs on checkpoints."""
+
+    every_steps: int | None = Field(None, ge=1, description="Evaluate after every so many steps")
+    batches: int = Field(8, ge=1, description="Global batches per evaluation")
+    jobs: tuple[EvaluationJobSpec, ...] = Field(
+        (), description="Slurm jobs that run beside the training, on each kept checkpoint"
+    )
+
+    @model_validator(mode="after")
+    def _distinct_names(self) -> Self:
+        names = [job.name for job in self.jobs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two evaluation jobs are named `{twice[0]}`")
+        return self
+
+
+# ----------------------------------------------------------------------------------------------
+
+
+# -- The tracking section of a run spec: TensorBoard, and Weights & Biases ----------------------
+
+
+# W&B refuses these in names of projects.
+_Project = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^/\\#?%:\x00-\x1f]+$")]
+_Label = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f]+$")]
+_Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f]+$")]
+_SECRET_HINT = "remove it: a key belongs to `wandb login`, on the machine that uploads"
+
+
+class WandbSpec(Document):
+    """The W&B run, one for all attempts. Its key never stands in a spec."""
+
+    project: _Project = Field(description="Project of W&B, such as `llama-pretraining`")
+    entity: _Project | None = Field(
+        None, description="Team or user of W&B; default: that of whoever uploads"
+    )
+    name: _Label | None = Field(None, description="Name of the run; default: the run id")
+    group: _Label | None = Field(None, description="Group of runs that belong together")
+    tags: tuple[_Tag, ...] = Field((), description="Tags, such as `[baseline, h100]`")
+    mode: Literal["offline", "online"] = Field(
+        "offline",
+        description="offline: files in the run directory, for `wandb sync` on a login node; "
+        "online: to the server at once, where compute nodes reach it",
+    )
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> Self:
+        texts = [("tags", tag) for tag in self.tags]
+        texts += [
+            (name, getattr(self, name) or "") for name in ("project", "entity", "name", "group")
+        ]
+        for field, text in texts:
+            if reason := secret_reason(field, text):
+                raise Contradiction(("tracking", "wandb", field), reason, _SECRET_HINT)
+        return self
+
+
+class TrackingSpec(Document):
+    """What shows curves of the run elsewhere. A process beside training writes it."""
+
+    tensorboard: bool | str = Field(
+        False,
+        description="Event files in the run directory; or a directory, below which each run has "
+        "its own",
+    )
+    wandb: WandbSpec | None = Field(None, description="Weights & Biases; absent: nothing for it")
+
+    @field_validator("tensorboard")
+    @classmethod
+    def _names_a_directory(cls, tensorboard: bool | str) -> bool | str:
+        # a word such as `yes` would become the name of a directory
+        if isinstance(tensorboard, str) and ("/" not in tensorboard or "\0" in tensorboard):
+            raise ValueError("expected `true`, or the path of a directory with a `/`")
+        return tensorboard
+
+    @property
+    def wanted(self) -> bool:
+        """True if anything is to be written."""
+        return bool(self.tensorboard) or self.wandb is not None
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The Python packages that write it, which are also the extras of hpctrain."""
+        wanted = {"tensorboard": bool(self.tensorboard), "wandb": self.wandb is not None}
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+
+# ----------------------------------------------------------------------------------------------
+
 
 # Far above any machine, and low enough that the divisors of every number in reach are soon tried.
 MOST_GPUS = 10_000_000
@@ -442,3 +581,48 @@ def _steps(budget: BudgetSpec, batch: BatchSpec, model: ModelSpec | None) -> int
         return budget.steps
     assert budget.tokens is not None
     return -(-round(budget.tokens) // (batch.global_ * (model.seq if model else 1)))
+
+
+# -- Choices of a spec, outside of `engine`, that its engine would not read ---------------------
+
+
+def unread_choices(engine: EngineAbilities, choices: Choices) -> Iterator[Contradiction]:
+    """Find layer counts, expert tensor parallelism and precisions that the engine lacks."""
+    if choices.precision not in engine.precisions:
+        yield _unread(
+            engine,
+            ("precision",),
+            f"{engine.title} has no {choices.precision}",
+            lambda other: choices.precision in other.precisions,
+        )
+    if choices.recompute_layers is not None and not engine.recomputes_some:
+        message = f"{engine.title} computes all layers again, or none"
+        yield _unread(engine, ("recompute_layers",), message, lambda other: other.recomputes_some)
+    if choices.activation_offload_layers and not engine.offloads_activations:
+        message = f"{engine.title} keeps activations on the GPU"
+        yield _unread(
+            engine,
+            ("activation_offload_layers",),
+            message,
+            lambda other: other.offloads_activations,
+        )
+    if choices.parallel.etp is None:
+        return
+    path = ("parallel", "etp")
+    if not engine.splits_experts:
+        message = f"{engine.title} reads no `parallel.etp`"
+        yield _unread(engine, path, message, lambda other: other.splits_experts)
+    elif choices.model is not None and choices.model.moe is None:
+        # megatron-core 0.16.1 builds groups of experts that no layer would use
+        message = "etp splits experts, and the model has none"
+        yield Contradiction(path, message, "remove it, or give `model.moe`")
+
+
+def _unread(
+    engine: EngineAbilities,
+    path: tuple[str, ...],
+    message: str,
+    able: Callable[[EngineAbilities], bool],
+) -> Contradiction:
+    names = " or ".join(f"`{other.name}`" for other in ENGINES.values() if able(other))
+    return Contradiction(path, message, f"remove it, or set `engine.name` to {names}")

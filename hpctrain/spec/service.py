@@ -12,8 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from hpctrain.base.units import ByteSize, Duration, Latency
-from hpctrain.spec.contradiction import Contradiction
-from hpctrain.spec.document import Document
+from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.job_text import JobText
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.notify import NotifySpec

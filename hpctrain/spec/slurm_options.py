@@ -13,8 +13,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from hpctrain.spec.contradiction import Contradiction
-from hpctrain.spec.document import Document
+from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.fields import did_you_mean
 from hpctrain.spec.job_text import job_text_parts
 

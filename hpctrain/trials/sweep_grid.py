@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.base.errors import UsageError
-from hpctrain.spec.overrides import OptionText
+from hpctrain.spec.merging import OptionText
 
 OPTION = "--grid"
 MOST_POINTS = 1000

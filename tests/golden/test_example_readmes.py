@@ -21,12 +21,10 @@ from golden_files import Golden
 
 from hpctrain.cli.main import cli
 from hpctrain.job.prepare import prepare
-from hpctrain.job.validate import kind_of_file
 from hpctrain.serve.make_plan import plan_service
 from hpctrain.serve.service_job import ServiceInputs
 from hpctrain.serve.up import service_scripts
-from hpctrain.spec.loader import load_service_spec
-from hpctrain.spec.profiles import load_named_profile
+from hpctrain.spec.loader import kind_of_file, load_named_profile, load_service_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "/opt/hpctrain/bin/python3"

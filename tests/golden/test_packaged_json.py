@@ -10,6 +10,7 @@ from hpctrain.job.footprint import PACKAGED_FOOTPRINT
 from hpctrain.judge.catalogue import PACKAGED
 from hpctrain.observe.families import PACKAGED_FAMILIES
 from hpctrain.spec.calibration import Calibration
+from hpctrain.spec.catalogue import CATALOGUE as PACKAGED_PRESETS
 from hpctrain.spec.loader import (
     PACKAGED_CALIBRATION,
     PACKAGED_CATALOGUE,
@@ -19,7 +20,6 @@ from hpctrain.spec.loader import (
     load_packaged,
     packaged_json,
 )
-from hpctrain.spec.presets import CATALOGUE as PACKAGED_PRESETS
 
 DOCUMENTS = (
     PACKAGED_CALIBRATION,

@@ -7,7 +7,7 @@ from reviewed_files import compare
 
 from hpctrain.job.reference_text import reference_page
 from hpctrain.observe.families import FAMILIES
-from hpctrain.spec.schema import TITLES, Kind
+from hpctrain.spec.reference import TITLES, Kind
 
 
 @pytest.mark.parametrize("kind", TITLES)

@@ -17,7 +17,7 @@ import yaml
 from command_line import hpctrain
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.job.validate import validate_file
+from hpctrain.job.inspect_command import validate_file
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.job.inspect_command import validate_file
 from hpctrain.job.prepare import prepare
-from hpctrain.job.validate import validate_file
 from hpctrain.spec.loader import load_profile
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,7 +29,7 @@ from variants import varied
 from hpctrain.records.find import RunFiles, find_run
 from hpctrain.records.run_records import read_metrics
 from hpctrain.runs.state import RunState
-from hpctrain.sandbox.debian_slurm import fetch_slurm
+from hpctrain.sandbox.debian import fetch_slurm
 from hpctrain.sandbox.faults import kill_controller, restart_controller
 from hpctrain.sandbox.sandbox import Sandbox
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.errors import SlurmUnreachableError
-from hpctrain.sandbox.debian_slurm import fetch_slurm
+from hpctrain.sandbox.debian import fetch_slurm
 
 CACHE = Path(__file__).resolve().parents[2] / ".slurm"
 NEWER = ("24.11", "26.05")

@@ -33,8 +33,8 @@ from hpctrain.records.run_records import StepMetrics, read_metrics
 from hpctrain.runs.bitwise import BitwiseComparison, compare_runs
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import RunStatus, statuses
+from hpctrain.sandbox.daemons import JobProcess
 from hpctrain.sandbox.faults import job_processes
-from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.repair import repair
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, default_shape

@@ -26,7 +26,7 @@ from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
 from hpctrain.records.service_records import DrainRecord, Endpoint, Rotation
-from hpctrain.sandbox.job_processes import JobProcess
+from hpctrain.sandbox.daemons import JobProcess
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.serve.replicas import start_replica
 from hpctrain.serve.stand_in import write_engine_interpreter

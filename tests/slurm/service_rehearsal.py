@@ -27,8 +27,8 @@ from hpctrain.records.service_layout import ServiceLayout
 from hpctrain.records.service_ledger import ServiceEvent, ServiceEventKind, ServiceLedger
 from hpctrain.records.service_records import Address
 from hpctrain.runs.service_status import ServiceStatus, service_status
+from hpctrain.sandbox.daemons import JobProcess
 from hpctrain.sandbox.faults import job_processes
-from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.serve.service_job import ServiceInputs, write_router
 from hpctrain.serve.stand_in import write_engine_interpreter

@@ -23,9 +23,8 @@ from hpctrain.job.prepare import Prepared, prepare
 from hpctrain.job.submit import submit
 from hpctrain.records.find import find_run
 from hpctrain.records.run_records import StepMetrics, read_metrics
-from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.sandbox.shape import SandboxShape
+from hpctrain.sandbox.shape import SandboxShape, shape_from_profile
 from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.train.stand_in.rank import advance, initial_state, loss_of

@@ -11,7 +11,7 @@ from rehearsal import PATIENCE_SECONDS, own_sandbox, patient_client
 from sleeping_jobs import QUIET, SLEEP, eventually, job_of, running
 
 from hpctrain.base.errors import SlurmRefusedError
-from hpctrain.sandbox.accounting import ACCOUNT
+from hpctrain.sandbox.daemons import ACCOUNT
 from hpctrain.sandbox.faults import set_option
 from hpctrain.sandbox.processes import is_alive
 from hpctrain.sandbox.sandbox import Sandbox

@@ -8,8 +8,7 @@ import pytest
 from newer_slurm import CACHE, NEWER, fetched
 
 from hpctrain.base.errors import SlurmUnreachableError
-from hpctrain.sandbox.debian_packages import is_complete
-from hpctrain.sandbox.debian_slurm import fetch_slurm
+from hpctrain.sandbox.debian import fetch_slurm, is_complete
 
 pytestmark = pytest.mark.nightly("apt fetches a release of Slurm")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rehearsal import patient_client
 from test_client import eventually, job_of
 
-from hpctrain.job.render.job_environment import INHERITED
+from hpctrain.job.render.environment import INHERITED
 from hpctrain.sandbox.sandbox import Sandbox
 
 # bash's own, and those that slurmd sets besides SLURM_* (sbatch(1), OUTPUT ENVIRONMENT VARIABLES).

@@ -15,7 +15,7 @@ from slurm_settings import grace
 
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm import JobHold, JobState, SlurmClient
-from hpctrain.slurm.capabilities import capabilities
+from hpctrain.slurm.settings import capabilities
 
 pytestmark = pytest.mark.nightly("newer releases of Slurm, which are fetched, with accounting")
 

@@ -21,9 +21,8 @@ from hpctrain.job.kept_code import keep_code
 from hpctrain.job.prepare import Prepared, prepare
 from hpctrain.plan.documents import AxisPlacement
 from hpctrain.records.layout import RunLayout
-from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.sandbox.shape import SandboxShape, SwitchShape, default_shape
+from hpctrain.sandbox.shape import SandboxShape, SwitchShape, default_shape, shape_from_profile
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.loader import find_profile, load_profile

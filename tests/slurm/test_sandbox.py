@@ -21,8 +21,8 @@ from variants import varied
 
 from hpctrain.base.errors import SlurmError, UsageError
 from hpctrain.sandbox import faults
+from hpctrain.sandbox.daemons import processes_of_nodes
 from hpctrain.sandbox.faults import raise_job_ids
-from hpctrain.sandbox.job_processes import processes_of_nodes
 from hpctrain.sandbox.processes import (
     ProcessId,
     all_processes,

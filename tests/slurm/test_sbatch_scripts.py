@@ -13,8 +13,8 @@ from rehearsal import SPEC, own_sandbox, patient_client, profile_text
 from hpctrain.base.errors import SlurmRefusedError
 from hpctrain.job.prepare import prepare
 from hpctrain.job.submit import check
-from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.sandbox.shape import shape_from_profile
 from hpctrain.spec.loader import find_profile, load_profile
 
 NEWER = "newer releases of Slurm, which are fetched"

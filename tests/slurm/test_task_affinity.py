@@ -21,8 +21,8 @@ from rehearsal import own_sandbox
 from hpctrain.job.kept_code import keep_code
 from hpctrain.job.prepare import prepare
 from hpctrain.records.layout import RunLayout
-from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.sandbox.shape import shape_from_profile
 from hpctrain.spec.loader import find_profile, load_profile
 
 PROFILE = "islands10b"

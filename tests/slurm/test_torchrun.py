@@ -19,7 +19,7 @@ from hpctrain.records.run_records import TrainerExit, lineage, read_metrics
 from hpctrain.runs.logs import rank_logs
 from hpctrain.runs.state import RunState
 from hpctrain.sandbox import faults
-from hpctrain.sandbox.job_processes import JobProcess
+from hpctrain.sandbox.daemons import JobProcess
 
 # fp32, and sums over one or two halves of a batch in another order, over 60 steps of Adam.
 BOUND = 5e-6

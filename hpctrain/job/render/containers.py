@@ -2,7 +2,7 @@
 
 Belongs here: options of srun for pyxis, EDF and uenv, the command of apptainer and singularity, and
 the import of an image. Does not belong here: which options a site may add
-(`hpctrain.spec.profile.container`), all other options of srun (`script`).
+(`hpctrain.spec.profile.software`), all other options of srun (`script`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hpctrain.plan.job import JobSpec
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.container import ContainerProfile
+from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import ContainerSpec
 
 # Slurm's name of AMD's accelerators: mi100, mi250x, mi300a.
@@ -98,40 +98,34 @@ def container_words(
     if container is None:
         return ContainerWords()
     if container.launcher == "pyxis":
-        return _pyxis(container, variables)
+        image, image_import = container.image, None
+        if container.cache is not None and container.registry_image:
+            # two images never share a file
+            plain = re.sub(r"[^A-Za-z0-9._-]+", "+", re.sub(r"^[a-z]+://", "", image))
+            digest = hashlib.sha256(image.encode()).hexdigest()[:8]
+            file = f"{container.cache}/{plain}-{digest}.sqsh"
+            address = image if "://" in image else f"docker://{image}"
+            image, image_import = file, (address, file)
+        options = container.options
+        home = any("container-mount-home" in option for option in options)
+        return ContainerWords(
+            srun=(
+                f"--container-image={image}",
+                f"--container-mounts={','.join(('$PWD:$PWD', *container.mounts))}",
+                "--container-workdir=$PWD",
+                # variables of the image would override those of the job otherwise (pyxis README)
+                f"--container-env={','.join(variables)}",
+                *(() if home else ("--no-container-mount-home",)),
+                *options,
+            ),
+            image_import=image_import,
+        )
     if container.launcher == "edf":
         # The definition has a working directory of its own. env(1) of coreutils 8.28.
         return ContainerWords((f"--environment={container.image}",), ("env", "--chdir=$PWD"))
     if container.launcher == "uenv":
         return ContainerWords((f"--uenv={container.image}", *container.options))
-    return ContainerWords(command=_apptainer(container, profile, variables))
-
-
-def _pyxis(container: ContainerProfile, variables: tuple[str, ...]) -> ContainerWords:
-    image, image_import = container.image, None
-    if container.cache is not None and container.registry_image:
-        file = f"{container.cache}/{_file_name(container.image)}"
-        address = image if "://" in image else f"docker://{image}"
-        image, image_import = file, (address, file)
-    options = container.options
-    home = any("container-mount-home" in option for option in options)
-    return ContainerWords(
-        srun=(
-            f"--container-image={image}",
-            f"--container-mounts={','.join(('$PWD:$PWD', *container.mounts))}",
-            "--container-workdir=$PWD",
-            # variables of the image would override those of the job otherwise (pyxis README)
-            f"--container-env={','.join(variables)}",
-            *(() if home else ("--no-container-mount-home",)),
-            *options,
-        ),
-        image_import=image_import,
-    )
-
-
-def _apptainer(
-    container: ContainerProfile, profile: ClusterProfile, variables: tuple[str, ...]
-) -> tuple[str, ...]:
+    # apptainer and singularity
     default = "rocm" if has_amd_gpus(profile) else "nv"
     gpu = container.gpu or ("none" if profile.gpu.emulated else default)
     words = [container.launcher, "exec", *((f"--{gpu}",) if gpu != "none" else ())]
@@ -142,10 +136,5 @@ def _apptainer(
     named = [name for name in variables if name not in _NOT_PASSED]
     patterns = "|".join((*(_TASK_VARIABLES if container.clean_environment else ()), *named))
     shell = _PASS_ENVIRONMENT.format(patterns=patterns, prefix=container.launcher.upper())
-    return ("bash", "-c", shell.replace("$", "$$"), "pass-environment", *words)
-
-
-def _file_name(image: str) -> str:
-    """Name the file of an imported image; two images never share one."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "+", re.sub(r"^[a-z]+://", "", image))
-    return f"{plain}-{hashlib.sha256(image.encode()).hexdigest()[:8]}.sqsh"
+    command = ("bash", "-c", shell.replace("$", "$$"), "pass-environment", *words)
+    return ContainerWords(command=command)

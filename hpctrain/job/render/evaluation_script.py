@@ -12,14 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.base.errors import Refusal
+from hpctrain.job.render.job_options import (
+    exclusive_option,
+    gpu_request,
+    job_constraint,
+    memory_options,
+)
 from hpctrain.job.render.quoting import sh
-from hpctrain.job.render.resource_options import exclusive_option, gpu_request, memory_options
-from hpctrain.job.render.script import Script, directive_lines
-from hpctrain.job.render.site_options import job_constraint
-from hpctrain.job.render.template import PACKAGED, render_template
+from hpctrain.job.render.script import PACKAGED, Script, directive_lines, render_template
 from hpctrain.plan.job import Job, TrainingJob
-from hpctrain.spec.evaluation import PLACEHOLDERS, EvaluationJobSpec
 from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import PLACEHOLDERS, EvaluationJobSpec
 
 TEMPLATE = "evaluation.sbatch.j2"
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
@@ -107,6 +110,9 @@ def _directives(
 ) -> tuple[str, ...]:
     """List the options of the #SBATCH lines; the nodes have the features of the training's."""
     resources, slurm, same = job.spec.resources, job.profile.slurm, wanted.partition is None
+    memory = memory_options(job) if wanted.gpus else {}
+    if wanted.memory_per_node is not None:
+        memory = {"mem": f"{int(wanted.memory_per_node) // 2**20}M"}
     options: dict[str, str | None] = {
         "account": wanted.account or resources.account or slurm.account,
         "partition": job.partition.name if job.partition.request else None,
@@ -117,7 +123,7 @@ def _directives(
         "ntasks": "1",
         "cpus-per-task": str(cpus),
         **(gpu_request(job, counts_tasks=False) if wanted.gpus else {}),
-        **_memory(job, wanted),
+        **memory,
         "time": wanted.walltime.slurm(),
         "open-mode": "append",
         "export": "NONE" if slurm.export == "none" else None,
@@ -125,9 +131,3 @@ def _directives(
     lines = directive_lines(job, options)
     lines += exclusive_option(job) if wanted.gpus else ()
     return (*lines, "--requeue")
-
-
-def _memory(job: Job, wanted: EvaluationJobSpec) -> dict[str, str | None]:
-    if wanted.memory_per_node is not None:
-        return {"mem": f"{int(wanted.memory_per_node) // 2**20}M"}
-    return memory_options(job) if wanted.gpus else {}

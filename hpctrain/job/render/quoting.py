@@ -32,17 +32,14 @@ def sh_expanded(text: str) -> str:
         return sh("".join(map(str, parts)))
     if "\0" in text:
         raise InvalidInputError([Problem("a value contains a NUL character")])
-    quoted = [
-        _expansion(part.name)
-        if isinstance(part, Expansion)
-        else re.sub(r'([\\"$`])', r"\\\1", part)
-        for part in parts
-    ]
+    quoted = []
+    for part in parts:
+        if isinstance(part, Expansion):
+            message = "" if part.name in _ALWAYS_SET else ":?is not set in this job"
+            quoted.append(f"${{{part.name}{message}}}")
+        else:
+            quoted.append(re.sub(r'([\\"$`])', r"\\\1", part))
     return f'"{"".join(quoted)}"'
-
-
-def _expansion(name: str) -> str:
-    return f"${{{name}}}" if name in _ALWAYS_SET else f"${{{name}:?is not set in this job}}"
 
 
 def directive_value(option: str, value: str) -> str:

@@ -1,56 +1,57 @@
 """Builds the sbatch script from spec, profile and plan. Same input, same bytes.
 
-Belongs here: which directives, variables and srun options a job needs. Does not belong here: the
-text around them (`template`), the trainer's settings (see `hpctrain.engines`), files, clocks, or
-any path of the submitting machine except the interpreter that is passed in.
+Belongs here: which directives, variables and srun options a job needs, and filling the template
+with them. Does not belong here: the trainer's settings (see `hpctrain.engines`), files but
+templates, clocks, or any path of the submitting machine except the interpreter that is passed in.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import textwrap
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.printable_text import printable_line
 from hpctrain.job.render.containers import container_words, run_container
-from hpctrain.job.render.continuation import (
-    continuation_options,
-    continuation_problems,
-    continuation_sentence,
-    requeue_flag,
-)
-from hpctrain.job.render.job_environment import (
+from hpctrain.job.render.environment import (
+    MUST,
+    SetupFile,
     Variable,
     check_variables,
     inheritance_note,
     inheritance_problems,
     inherited_names,
+    module_commands,
+    prologue_text,
+    prologue_words,
     script_variables,
+    ulimit_commands,
 )
-from hpctrain.job.render.quoting import directive_value
-from hpctrain.job.render.resource_options import (
+from hpctrain.job.render.job_options import (
+    continuation_options,
+    continuation_problems,
+    continuation_sentence,
     exclusive_option,
     gpu_request,
+    job_constraint,
     memory_options,
     memory_problems,
     node_options,
     node_problems,
+    requeue_flag,
+    sbatch_options,
+    srun_options,
     survives_node_failure,
+    topology_options,
 )
-from hpctrain.job.render.site_options import job_constraint, sbatch_options, srun_options
-from hpctrain.job.render.software import (
-    MUST,
-    SetupFile,
-    module_commands,
-    prologue_text,
-    prologue_words,
-    ulimit_commands,
-)
-from hpctrain.job.render.srun_tasks import SrunTasks, choose_tasks
-from hpctrain.job.render.topology import topology_options
+from hpctrain.job.render.quoting import directive_value, sh, sh_expanded
 from hpctrain.job.render.warning_lead import warning_lead
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import Job, TrainingJob
@@ -59,7 +60,121 @@ from hpctrain.spec.slurm_options import written_options
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
+    from jinja2 import BaseLoader, Environment
+
     from hpctrain.spec.catalogue import GpuVariable
+
+
+# -- Decides what srun starts: one task per GPU, or one torchelastic agent per node. Pure -------
+
+
+# Up to so many ranks each has a log of its own, which is easier to read. Above, most of them have
+# the same warnings or nothing, and a launch would leave thousands of files.
+_MOST_LOGS_OF_RANKS = 64
+_LOGS_OF_NODES = (
+    "Logs of each attempt and node are kept apart, in step*-node*.log; each line of a rank begins "
+    "with its number"
+)
+
+
+@dataclass(frozen=True)
+class SrunTasks:
+    """Tasks of a launch at the planned size and the module that each of them runs.
+
+    `task_kind` and `log_number` name the logs that srun writes: `rank` and `%4t`, one per task, or
+    `node` and `%4n`, one per node. `labelled`: srun puts the number of the task before each line.
+    `note` is the comment above the launch, wrapped.
+    """
+
+    tasks: int
+    tasks_per_node: int
+    gpus_per_task: int
+    module: tuple[str, ...]
+    task_kind: Literal["rank", "node"]
+    log_number: Literal["%4t", "%4n"]
+    labelled: bool
+    note: str
+
+
+def logs_by(job: TrainingJob) -> Literal["rank", "node"]:
+    """Choose whether each rank or each node has a log, according to `logging.files`."""
+    if job.spec.logging.files != "auto":
+        return job.spec.logging.files
+    return "rank" if job.plan.layout.world_size <= _MOST_LOGS_OF_RANKS else "node"
+
+
+def log_files(job: TrainingJob) -> int:
+    """Count the logs of one launch: of ranks or nodes, and of agents beside those of ranks."""
+    nodes, ranks = job.plan.nodes.nodes, job.plan.layout.world_size
+    if logs_by(job) == "node":
+        return nodes
+    return ranks + (nodes if job.spec.launcher == "torchrun" else 0)
+
+
+def choose_tasks(job: TrainingJob) -> SrunTasks:
+    """Choose tasks, module and logs according to `launcher` and `logging.files` of the spec."""
+    nodes, gpus = job.plan.nodes.nodes, job.plan.nodes.gpus_per_node
+    by_node = logs_by(job) == "node"
+    if job.spec.launcher == "torchrun":
+        processes = f"{gpus} processes, one per GPU," if gpus > 1 else "one process"
+        return SrunTasks(
+            tasks=nodes,
+            tasks_per_node=1,
+            gpus_per_task=gpus,
+            module=(
+                "hpctrain.train.agent",
+                f"--nnodes={nodes}",
+                f"--nproc-per-node={gpus}",
+                *(["--logs=node"] if by_node else []),
+            ),
+            task_kind="node",
+            log_number="%4n" if by_node else "%4t",
+            labelled=False,  # the agent puts the rank before each line itself
+            note=_wrapped(
+                "One task per node: a torchelastic agent, as torchrun starts it. It starts "
+                f"{processes} and hands signals on to them; it never restarts them: only the "
+                f"supervisor starts launches.{_node_range(job, 'srun and agent')} "
+                + (
+                    f"{_LOGS_OF_NODES}."
+                    if by_node
+                    else "Logs of each attempt are kept apart: of agents in step*-node*.log, of "
+                    "ranks in step*-rank*.log."
+                )
+            ),
+        )
+    return SrunTasks(
+        tasks=job.plan.layout.world_size,
+        tasks_per_node=gpus,
+        gpus_per_task=1,
+        module=("hpctrain.train",),
+        task_kind="node" if by_node else "rank",
+        log_number="%4n" if by_node else "%4t",
+        labelled=by_node,
+        note=_wrapped(
+            f"One task per GPU, no torchrun.{_node_range(job, 'srun')} "
+            + (f"{_LOGS_OF_NODES}." if by_node else "Logs of each attempt and rank are kept apart.")
+        ),
+    )
+
+
+def _node_range(job: TrainingJob, programs: str) -> str:
+    """Explain that a launch may have fewer nodes than the script shows; empty if it may not."""
+    nodes = job.plan.nodes.nodes
+    least = min(job.least_nodes, nodes)
+    if least == nodes:
+        return ""
+    return (
+        f" A launch has {least} to {nodes} nodes: the supervisor puts the number into the options "
+        f"of {programs}."
+    )
+
+
+def _wrapped(text: str) -> str:
+    return "\n# ".join(textwrap.wrap(text, 98))
+
+
+# ----------------------------------------------------------------------------------------------
+
 
 _LOG = "logs/slurm-%j.out"
 # Set by the supervisor; variables of the image would override them otherwise (pyxis README).
@@ -313,3 +428,153 @@ def _srun(job: Job, start: SrunTasks) -> tuple[str, ...]:
     # Not inherited from sbatch since 22.05 (srun(1)).
     arguments.append(f"--cpus-per-task={job.cpus_per_gpu * start.gpus_per_task}")
     return tuple(arguments)
+
+
+# -- Fills the job template: the packaged one, or one of the site that extends or replaces it ---
+
+
+TEMPLATE = "job.sbatch.j2"
+# `hpctrain/job.sbatch.j2` is the packaged template, whatever a site's directory contains.
+PACKAGED = "hpctrain"
+# Without them there is no warning before the time limit, or a requeued job loses its log.
+_NEEDED = ("--signal", "--open-mode", "--requeue", "--no-requeue")
+_FORMER_NAME = "sbatch/megatron.sbatch.j2"
+
+
+@dataclass(frozen=True)
+class ServiceWords:
+    """What the template of a service's job has beside the values of every job."""
+
+    service_id: str
+    progress_words: str
+
+
+def render_script(script: Script, template_directory: Path | None = None) -> str:
+    """Render the job script, with `job.sbatch.j2` of `template_directory` if one is given.
+
+    Raises InvalidInputError for a directory without that file, and for a mistake in it.
+    """
+    return render_template(TEMPLATE, template_directory, script)
+
+
+def render_service_script(
+    part: Literal["replica", "router"],
+    script: Script,
+    words: ServiceWords,
+    template_directory: Path | None,
+) -> str:
+    """Render the script of a job of a service, whose template has `words` under the name `part`."""
+    return render_template(
+        f"{PACKAGED}/{part}.sbatch.j2", template_directory, script, **{part: words}
+    )
+
+
+def render_template(
+    name: str, template_directory: Path | None, script: Script, **more: object
+) -> str:
+    """Render a template by its name; `more` are values besides `script`. Raises as above."""
+    from jinja2 import FileSystemLoader
+
+    if template_directory is None:
+        return _packaged_environment().get_template(name).render(script=script, **more)
+    site = FileSystemLoader(template_directory)
+    environment = template_environment(site)
+    _refuse_missing(template_directory, site, environment)
+    try:
+        return environment.get_template(name).render(script=script, **more)
+    except InvalidInputError:
+        raise  # a value that no shell can take: not the template's mistake
+    except Exception as error:  # a template can raise anything, such as ZeroDivisionError
+        raise InvalidInputError([_template_problem(error, template_directory)]) from error
+
+
+def refuse_dropped_directives(script: Script, text: str, directory: Path) -> None:
+    """Raise InvalidInputError for a template of the site without what the supervisor relies on."""
+    lines = {line.removeprefix("#SBATCH").strip() for line in text.splitlines()}
+    dropped = [
+        directive
+        for directive in script.directives
+        if directive.partition("=")[0] in _NEEDED and directive not in lines
+    ]
+    if dropped:
+        message = f"this template drops {', '.join(dropped)}, which the supervisor relies on"
+        hint = "keep `{{ super() -}}` in the block `directives`"
+        raise InvalidInputError([Problem(message, str(directory / TEMPLATE), hint=hint)])
+
+
+@functools.cache
+def _packaged_environment() -> Environment:
+    """Build the environment without a site's templates once: it keeps what it has compiled."""
+    return template_environment()
+
+
+def template_environment(site: BaseLoader | None = None) -> Environment:
+    """Build jinja2's environment for the packaged templates and those of a site."""
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, PrefixLoader, StrictUndefined
+
+    class JobTemplates(Environment):
+        """A template that extends its own name gets the packaged one, not itself."""
+
+        def join_path(self, template: str, parent: str) -> str:
+            return f"{PACKAGED}/{template}" if template == parent else template
+
+    packaged = PackageLoader("hpctrain", "templates")
+    environment = JobTemplates(
+        loader=ChoiceLoader([PrefixLoader({PACKAGED: packaged}), site or packaged]),
+        undefined=StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["sh"] = sh
+    environment.filters["sh_expanded"] = sh_expanded
+    environment.filters["printable_line"] = printable_line
+    return environment
+
+
+def _refuse_missing(directory: Path, site: BaseLoader, environment: Environment) -> None:
+    """Raise InvalidInputError where the directory has no `job.sbatch.j2` that could be used."""
+    from jinja2 import TemplateNotFound
+
+    def has(name: str) -> bool:
+        try:
+            site.get_source(environment, name)
+        except TemplateNotFound:
+            return False
+        except (OSError, UnicodeDecodeError):
+            pass  # rendering reads it again, and reports why it cannot
+        return True
+
+    if has(TEMPLATE):
+        return
+    hint = f"`{{% extends 'hpctrain/{TEMPLATE}' %}}` and the blocks that differ: docs/templates.md"
+    for former in (_FORMER_NAME, Path(_FORMER_NAME).name):
+        if has(former):
+            message = f"no longer read: the job template is called {TEMPLATE} now"
+            raise InvalidInputError([Problem(message, str(directory / former), hint=hint)])
+    message = f"this template directory has no {TEMPLATE}"
+    raise InvalidInputError([Problem(message, str(directory), hint=hint)])
+
+
+def _template_problem(error: Exception, directory: Path) -> Problem:
+    """Describe an error with the file and line of the site's template that it comes from."""
+    from jinja2 import TemplateNotFound, TemplateSyntaxError
+
+    if isinstance(error, TemplateSyntaxError):
+        return Problem(f"job template: {error.message}", error.filename, error.lineno)
+    file: str | None = str(directory / TEMPLATE)
+    line = None
+    root = os.path.normpath(directory)  # as jinja2 normalizes the names of files
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename).is_relative_to(root) and not frame.filename.endswith(".py"):
+            file, line = frame.filename, frame.lineno
+    if isinstance(error, TemplateNotFound):
+        message = f"there is no template `{error.name}` to extend or include"
+    elif isinstance(error, UnicodeDecodeError):
+        message = "not UTF-8"
+    elif isinstance(error, RecursionError):
+        message = "templates extend or include each other without end"
+    else:
+        message = str(error) or type(error).__name__
+    return Problem(f"job template: {message}", file, line)

@@ -45,8 +45,8 @@ from hpctrain.plan.model.parameters import BERT_SEGMENTS
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.engines.abilities import MEGATRON_CORE, TRANSFORMERS, GradientAddition
-from hpctrain.spec.engines.ddp import POWERSGD_RANK
 from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
+from hpctrain.spec.engines.native import POWERSGD_RANK
 from hpctrain.spec.run import ModelSpec, RunSpec
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from hpctrain.plan.cost.classes import CLASSES, classes_of
 from hpctrain.plan.cost.multipliers import MEMORY, TIME, scaled
 from hpctrain.plan.cost.places import places_of, weights_of
 from hpctrain.plan.request import PlanRequest
-from hpctrain.spec.uncertainty import LearnedRest, SiteLearning
+from hpctrain.spec.calibration import LearnedRest, SiteLearning
 
 
 def learning_of(request: PlanRequest) -> SiteLearning | None:

@@ -16,8 +16,7 @@ from typing import Literal, Self, get_args
 from pydantic import model_validator
 from pydantic_core import core_schema
 
-from hpctrain.spec.contradiction import Contradiction
-from hpctrain.spec.document import Document
+from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.fields import did_you_mean
 
 # What these words mean is explained at the head of `footprint.yaml`.
@@ -39,7 +38,7 @@ CONSTANTS = {
     "follow seconds": 10.0,  # between readings of metrics by who copies them
     "segment seconds": 3600.0,  # of one segment for W&B
     "pass seconds": 15.0,  # between readings of the run directory by who exports metrics
-    # The shortest pauses of `hpctrain.slurm.backoff`, half of the full ones: how long, and how many
+    # The shortest pauses of `hpctrain.slurm.client`, half of the full ones: how long, and how many
     # are shorter still. They go on so long for a controller that is away.
     "pause seconds": 2.5,
     "shorter pauses": 3.0,

@@ -2,5 +2,5 @@
 
 Belongs here: everything that follows from a step time, a number of GPUs and what the profile says
 of prices and failures. Does not belong here: how long a step takes (the cost model's business),
-layouts, sentences for the terminal (`hpctrain.job.forecast_text`).
+layouts, sentences for the terminal (`hpctrain.job.plan_text`).
 """

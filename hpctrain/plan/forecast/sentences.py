@@ -1,7 +1,7 @@
 """Words for the figures of a forecast: means with the range of the played runs.
 
 Belongs here: text that the forecast's own sentences and the command line share. Does not belong
-here: paragraphs and columns (`hpctrain.job.forecast_text`).
+here: paragraphs and columns (`hpctrain.job.plan_text`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from hpctrain.plan.forecast.documents import (
 from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
 from hpctrain.plan.forecast.predict import forecast
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.limits import ReliabilityProfile
+from hpctrain.spec.profile.hardware import ReliabilityProfile
 from hpctrain.spec.run import RunSpec
 
 # Shortest interval of the search for the break-even preemption interval, and its bisections.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from hpctrain.plan.documents import NodeRequest
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.network import IslandProfile
+from hpctrain.spec.profile.hardware import IslandProfile
 
 
 @dataclass(frozen=True)

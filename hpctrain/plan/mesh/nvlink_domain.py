@@ -5,7 +5,7 @@ one rack. topology/block does so for segments: `--segment=N` divides the job, an
 share a block (sbatch(1), 24.05). The performance scripts of Megatron-Bridge request the largest
 divisor of the nodes up to 18; here the segment also has to hold whole groups of the layout.
 Belongs here: segments, the domain of a layout, for one and for many. Does not belong here: spans
-of axes (`placement`), the options of the script (`hpctrain.job.render.topology`).
+of axes (`placement`), the options of the script (`hpctrain.job.render.job_options`).
 
 A group is `size` ranks, `stride` apart, and tiles blocks of stride x size consecutive ranks.
 """

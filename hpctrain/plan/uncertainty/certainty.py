@@ -22,7 +22,7 @@ from hpctrain.plan.uncertainty.intervals import (
     time_spread,
 )
 from hpctrain.plan.uncertainty.site import SiteBelief, belief_of
-from hpctrain.spec.uncertainty import SiteLearning
+from hpctrain.spec.calibration import SiteLearning
 
 _NAMED = 3  # of the runs that a plan leans on
 

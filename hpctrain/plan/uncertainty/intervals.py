@@ -23,7 +23,7 @@ from hpctrain.plan.cost.multipliers import (
 from hpctrain.plan.cost.places import AXES, places_of
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.uncertainty.belief import TAILS, Belief, Rest
-from hpctrain.spec.uncertainty import Doubt, Uncertainty
+from hpctrain.spec.calibration import Doubt, Uncertainty
 
 COVERED = 0.8  # share of unseen runs that the intervals of a plan promise to hold
 TIME_NAMES: tuple[str, ...] = (*TIME, *CLASSES)

@@ -28,7 +28,7 @@ from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.uncertainty.belief import Belief, Observations, updated
 from hpctrain.plan.uncertainty.intervals import TIME_NAMES, noise_of, time_effects
 from hpctrain.plan.uncertainty.site import RATE_NOISE, SiteBelief, as_learned, belief_of, widened
-from hpctrain.spec.uncertainty import Learned, LearnedMultiplier
+from hpctrain.spec.calibration import Learned, LearnedMultiplier
 
 _UNKNOWN = 1.0  # deviation of a multiplier's logarithm before its rate was measured
 _LEAST_TOLD = 0.005  # of a multiplier's logarithm, or a twentieth of its deviation

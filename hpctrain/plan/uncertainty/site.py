@@ -17,7 +17,7 @@ from hpctrain.plan.cost.places import AXES
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.uncertainty.belief import Belief, Observations, Rest, updated
 from hpctrain.plan.uncertainty.intervals import TIME_NAMES, prior_of
-from hpctrain.spec.uncertainty import Doubt, Learned, LearnedRest
+from hpctrain.spec.calibration import Doubt, Learned, LearnedRest
 
 # A rate that was measured alone, in large pieces, against the same work inside a step: clocks,
 # neighbouring kernels and smaller pieces are between the two.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.partition import PartitionProfile
+from hpctrain.spec.profile.slurm import PartitionProfile
 from hpctrain.spec.service import DrainSpec
 
 # How long an engine without requests takes to end, at most. vLLM 0.32 on a CPU: 3 to 5 s.

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Literal, Self
+from pathlib import Path as FilePath
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,7 +19,8 @@ from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.units import Bandwidth, ByteSize, FlopRate, short_bytes
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import EngineName
-from hpctrain.spec.fields import nearest
+from hpctrain.spec.fields import did_you_mean, nearest
+from hpctrain.spec.positions import Parsed
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import VariableName
 
@@ -225,3 +227,56 @@ def _unknown(
     if file and line.isdecimal():
         return Problem(message, file=file, line=int(line), hint=hint)
     return Problem(message, file=origin, hint=hint)
+
+
+# -- Published models by name: `model: llama-3-8b` instead of a dozen fields --------------------
+
+
+CATALOGUE = FilePath(__file__).resolve().with_name("models.yaml")
+MODEL, PRESET = "model", "preset"
+
+
+class ModelPreset(Document):
+    """One published model. `shape`: fields of `model`; `parameters`: as published, each once."""
+
+    name: str = Field(min_length=2)
+    parameters: int = Field(ge=1)
+    source: str = Field(min_length=3)
+    shape: dict[str, Any]
+
+
+class ModelPresets(Document):
+    """All of them, in the order of the file."""
+
+    presets: tuple[ModelPreset, ...]
+
+    def named(self, name: str) -> ModelPreset | None:
+        return next((one for one in self.presets if one.name == name), None)
+
+
+def expand_preset(parsed: Parsed, catalogue: ModelPresets) -> None:
+    """Replace the name of a model by its fields; those that the file gives stay.
+
+    Fields of the catalogue have the place of the name. An unknown name is a problem of the file.
+    """
+    model = parsed.data.get(MODEL) if isinstance(parsed.data, dict) else None
+    given = model if isinstance(model, dict) else {}
+    where = (MODEL, PRESET) if PRESET in given else (MODEL,)
+    name, place = given.pop(PRESET, model), parsed.values[where]
+    if not isinstance(name, str):
+        message = f"`{MODEL}.{PRESET}`: expected the name of a model"
+        parsed.problems.append(place.problem(message))
+        parsed.broken.add((MODEL,))
+        return
+    found = catalogue.named(name)
+    if found is None:
+        names = [one.name for one in catalogue.presets]
+        hint = did_you_mean(name, names) or f"presets are {', '.join(names)}"
+        parsed.problems.append(place.problem(f"`{MODEL}`: no preset is called `{name}`", hint))
+        parsed.broken.add((MODEL,))
+        parsed.data[MODEL] = dict(given)
+        return
+    parsed.values.pop((MODEL, PRESET), None)
+    parsed.data[MODEL] = {**found.shape, **given}
+    for field in found.shape.keys() - given.keys():
+        parsed.values[MODEL, field] = place

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from hpctrain.spec.contradiction import Contradiction
+from hpctrain.spec.document import Contradiction
 from hpctrain.spec.model import Family, ModelSpec
 
 if TYPE_CHECKING:

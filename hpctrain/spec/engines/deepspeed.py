@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from hpctrain.base.units import ByteSize
-from hpctrain.spec.contradiction import Contradiction
-from hpctrain.spec.document import Document
+from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.engines.abilities import (
     OFFLOAD_WORD,
     PIPELINE_WORD,

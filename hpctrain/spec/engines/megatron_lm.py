@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from hpctrain.spec.contradiction import Contradiction
+from hpctrain.spec.document import Contradiction
 from hpctrain.spec.engines.abilities import (
     MEGATRON_CORE,
     MODEL_AXES,

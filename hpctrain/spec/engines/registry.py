@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.errors import HpctrainError
-from hpctrain.spec.engines import ddp, deepspeed, fsdp, megatron, megatron_lm
+from hpctrain.spec.engines import deepspeed, megatron, megatron_lm, native
 from hpctrain.spec.engines.abilities import EngineAbilities
 
 if TYPE_CHECKING:
@@ -22,8 +22,14 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "hpctrain.engines"
 ENGINES: dict[str, EngineAbilities] = {
-    module.ABILITIES.name: module.ABILITIES
-    for module in (megatron, megatron_lm, fsdp, deepspeed, ddp)
+    one.name: one
+    for one in (
+        megatron.ABILITIES,
+        megatron_lm.ABILITIES,
+        native.FSDP,
+        deepspeed.ABILITIES,
+        native.DDP,
+    )
 }
 DEFAULT_ENGINE = megatron.ABILITIES.name
 

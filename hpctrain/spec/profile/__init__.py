@@ -13,17 +13,19 @@ from typing import Literal, get_args
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from hpctrain.spec.calibration import SiteCalibration
-from hpctrain.spec.contradiction import Contradiction
-from hpctrain.spec.document import Document
+from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.notify import NotifySpec
 from hpctrain.spec.profile.hardware import (
     FilesystemProfile,
     GpuProfile,
+    LimitsProfile,
+    NetworkProfile,
     NodeProfile,
     NvlinkProfile,
+    PriceProfile,
+    ReliabilityProfile,
+    port_range,
 )
-from hpctrain.spec.profile.limits import LimitsProfile, PriceProfile, ReliabilityProfile
-from hpctrain.spec.profile.network import NetworkProfile, port_range
 from hpctrain.spec.profile.slurm import SlurmProfile
 from hpctrain.spec.profile.software import FabricVariable, SoftwareProfile
 from hpctrain.spec.run import Name, RunSpec

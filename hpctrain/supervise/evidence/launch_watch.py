@@ -32,7 +32,7 @@ from hpctrain.records.old_launches import start_packing
 from hpctrain.records.requests import Request, ask_trainer_to_leave
 from hpctrain.records.run_records import Progress, RankTimes
 from hpctrain.records.speed_checks import SpeedCheck
-from hpctrain.slurm.backoff import Backoff
+from hpctrain.slurm.client import Backoff
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.run_dir_snapshot import (
     BackgroundReader,

@@ -28,7 +28,7 @@ from hpctrain.base.errors import SlurmError
 from hpctrain.judge.preflight_format import SHUTDOWN
 from hpctrain.judge.probe_results import NodeResults, ProbeResult
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.slurm.environment import for_queries
+from hpctrain.slurm.process import for_queries
 
 STEP_NAME = "hpctrain-probe"
 _POLL_SECONDS = 0.05

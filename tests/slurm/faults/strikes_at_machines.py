@@ -15,7 +15,7 @@ from strikes_at_processes import rank_killed
 from targets import DeedKind, Target
 
 from hpctrain.sandbox import faults
-from hpctrain.sandbox.job_processes import processes_of_nodes
+from hpctrain.sandbox.daemons import processes_of_nodes
 from hpctrain.sandbox.processes import is_alive, send
 
 _SEEN_SECONDS = 120.0

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from targets import DeedKind, Target
 
 from hpctrain.sandbox import faults
-from hpctrain.sandbox.job_processes import JobProcess
+from hpctrain.sandbox.daemons import JobProcess
 from hpctrain.sandbox.processes import all_processes, find_process, send
 
 _SEEN_SECONDS = 300.0

@@ -18,7 +18,7 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.records.node_record import EvidenceKind, NodeLedger
 from hpctrain.runs.node_evidence import node_rows
 from hpctrain.sandbox import faults
-from hpctrain.sandbox.job_processes import JobProcess
+from hpctrain.sandbox.daemons import JobProcess
 from hpctrain.sandbox.processes import is_alive
 
 pytestmark = pytest.mark.stand_in

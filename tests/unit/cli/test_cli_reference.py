@@ -9,8 +9,8 @@ from click.shell_completion import ShellComplete
 from command_line import hpctrain
 
 from hpctrain.cli.main import cli
-from hpctrain.job.validate import load_spec
-from hpctrain.spec.examples import examples
+from hpctrain.spec.loader import load_spec
+from hpctrain.spec.reference import examples
 
 ROOT = Path(__file__).resolve().parents[3]
 

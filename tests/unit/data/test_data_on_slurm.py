@@ -13,7 +13,7 @@ from hpctrain.base.errors import HpctrainError, SlurmUnreachableError, UsageErro
 from hpctrain.base.units import Duration
 from hpctrain.data import on_slurm as data_on_slurm
 from hpctrain.data.on_slurm import ArrayRequest, prepare_on_slurm, wait_for
-from hpctrain.job.render.software import MUST
+from hpctrain.job.render.environment import MUST
 from hpctrain.records.datasets import DatasetReport, DatasetRequest, SamplesSidecar, ShardsReport
 from hpctrain.slurm.arrays import ArrayOptions
 from hpctrain.slurm.fake import FakeSlurm

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from planned_job import planned_job
 
-from hpctrain.job.render.script import ScriptFacts, build_script
-from hpctrain.job.render.template import render_script
+from hpctrain.job.render.script import ScriptFacts, build_script, render_script
 from hpctrain.spec.catalogue import GpuVariable
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.profile import ClusterProfile
@@ -60,3 +60,9 @@ def render(
     digests = ("a" * 64, "b" * 64)
     facts = ScriptFacts("gpt-tiny-0000", "hpctrain:gpt-tiny-0000", *digests, python, gpu_variables)
     return render_script(build_script(planned_job(spec, profile), facts))
+
+
+def directives(script: str) -> list[str]:
+    """The options of the #SBATCH lines, without quotes."""
+    lines = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return [shlex.split(line)[1] for line in lines]

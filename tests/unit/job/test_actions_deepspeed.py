@@ -11,8 +11,7 @@ import pytest
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
-from hpctrain.job.elastic_sizes import smaller_sizes
-from hpctrain.job.prepare import Prepared, load_knowledge, prepare
+from hpctrain.job.prepare import Prepared, load_knowledge, prepare, smaller_sizes
 from hpctrain.job.run_directory import write_run_directory
 
 ROOT = Path(__file__).resolve().parents[3]

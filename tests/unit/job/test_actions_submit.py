@@ -20,8 +20,10 @@ from hpctrain.base.errors import (
     UsageError,
 )
 from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.module import ModuleConfig
+from hpctrain.engines.training import TrainConfig
 from hpctrain.job.job_submission import resubmit
-from hpctrain.job.prepare import Prepared, load_inputs, prepare
+from hpctrain.job.prepare import Prepared, input_paths, load_inputs, prepare
 from hpctrain.job.run_directory import write_run_directory
 from hpctrain.job.submit import check, submit
 from hpctrain.plan.documents import Plan
@@ -31,8 +33,7 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import SubmittedJob
-from hpctrain.spec.loader import load_profile, load_run_spec
-from hpctrain.spec.profiles import profile_search_path
+from hpctrain.spec.loader import load_profile, load_run_spec, profile_search_path
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "examples/gpt-tiny.yaml"
@@ -246,3 +247,59 @@ def test_an_sbatch_without_an_answer_may_have_been_accepted(
     (run,) = all_runs(tmp_path / "other")
     last = run.ledger.events()[-1]
     assert (last.event, last.answered) == (EventKind.SUBMIT_FAILED, False)
+
+
+# -- What every node has to see: the files that the trainer's own checks look for ---------------
+
+
+def train(directory: Path, *overrides: str) -> TrainConfig:
+    prepared = prepare(TINY, "sandbox", overrides, runs=directory / "runs")
+    assert prepared.supervise.inputs == input_paths(prepared.train)
+    return prepared.train
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.sources=[]"], []),
+        (["data.sources=[{path: a},{path: b}]"], ["a.bin", "a.idx", "b.bin", "b.idx"]),
+        # token numbers need no tokenizer
+        (["data.sources=[{path: a}]", "data.tokenizer=t.json"], ["a.bin", "a.idx"]),
+    ],
+)
+def test_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert list(input_paths(train(tmp_path, *overrides))) == [str(tmp_path / p) for p in expected]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"data_format": "arrays", "data_validation": "/v"}, ["/a.npz", "/b.npz", "/v.npz"]),
+        ({"data_format": "packed"}, ["/a.npz", "/b.npz"]),
+        ({"task": "masked_language_modeling"}, ["/a.bin", "/a.idx", "/b.bin", "/b.idx", "/t.json"]),
+    ],
+)
+def test_other_formats(tmp_path: Path, changes: dict[str, object], expected: list[str]) -> None:
+    settings = train(
+        tmp_path, "engine.name=ddp", "parallel.tp=1", "parallel.pp=1", "data.sources=[]"
+    )
+    assert isinstance(settings, ModuleConfig)
+    given = {"data_blend": ((1.0, "/a"), (1.0, "/b")), "tokenizer": "/t.json"}
+    assert list(input_paths(settings.model_copy(update={**given, **changes}))) == expected
+
+
+def test_folders_of_images_and_weights_to_start_from(tmp_path: Path) -> None:
+    settings = train(
+        tmp_path, "engine.name=ddp", "parallel.tp=1", "parallel.pp=1", "data.sources=[]"
+    )
+    assert isinstance(settings, ModuleConfig)
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    model = settings.model.model_copy(update={"pretrained": "/weights"})
+    blend = ((1.0, str(folder)), (1.0, "/listed"))
+    changes = {"data_format": "images", "data_blend": blend, "model": model}
+    found = input_paths(settings.model_copy(update=changes))
+    assert found == (str(folder), "/listed.npz", "/weights")

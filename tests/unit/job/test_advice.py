@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.job.advice import Advice, advise
-from hpctrain.job.plan import Inputs, freed, load, plan_option, with_gpus
+from hpctrain.job.plan import Advice, Inputs, advise, freed, load, plan_option, with_gpus
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import hpctrain
 
-from hpctrain.job.apply import changed_text
+from hpctrain.job.plan import changed_text
 
 ROOT = Path(__file__).resolve().parents[3]
 GPT175B = ROOT / "examples/gpt175b.yaml"

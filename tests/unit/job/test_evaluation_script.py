@@ -13,8 +13,7 @@ import pytest
 from trained_trials import SPEC
 
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.job.evaluation_files import evaluation_files
-from hpctrain.job.prepare import Prepared, prepare
+from hpctrain.job.prepare import Prepared, evaluation_files, prepare
 from hpctrain.job.render.evaluation_script import placed_word
 from hpctrain.records.layout import RunLayout
 

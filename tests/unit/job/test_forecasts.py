@@ -18,7 +18,7 @@ from hpctrain.plan.forecast.facts import run_facts
 from hpctrain.plan.forecast.predict import forecast
 from hpctrain.plan.job import TrainingJob
 from hpctrain.simulate.forecasts import forecast_run, scenario_of, trials_of
-from hpctrain.spec.profile.limits import ReliabilityProfile
+from hpctrain.spec.profile.hardware import ReliabilityProfile
 
 GPT175B = "examples/gpt175b.yaml"
 ROOT = Path(__file__).resolve().parents[3]

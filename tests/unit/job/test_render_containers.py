@@ -14,7 +14,7 @@ from specimen_scripts import PROFILE, SPEC, make_run_directory, profile_with, re
 from stand_ins import python_program
 
 from hpctrain.job.render.containers import container_problems, run_container
-from hpctrain.spec.profile.container import ContainerProfile
+from hpctrain.spec.profile.software import ContainerProfile
 
 # README of NVIDIA/pyxis 0.20 (usage), CSCS documentation of the Container Engine and of uenv.
 SRUN_OPTIONS = {

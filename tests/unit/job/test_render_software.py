@@ -15,9 +15,8 @@ from test_render_quoting import run_script, stub
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.job.prepare import prepare
-from hpctrain.job.render.script import ScriptFacts, build_script
-from hpctrain.job.render.software import SetupFile, prologue_text
-from hpctrain.job.render.template import render_script
+from hpctrain.job.render.environment import SetupFile, prologue_text
+from hpctrain.job.render.script import ScriptFacts, build_script, render_script
 from hpctrain.job.run_directory import write_run_directory
 from hpctrain.judge.job_end import why_ended
 from hpctrain.slurm.records import JobRecord

@@ -13,10 +13,16 @@ from planned_job import planned_job
 from specimen_scripts import PROFILE, ROOT, SPEC
 
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.job.prepare import prepare
-from hpctrain.job.render.script import Script, ScriptFacts, Variable, build_script
-from hpctrain.job.render.template import TEMPLATE, render_script, template_environment
-from hpctrain.job.site_files import templates_digest
+from hpctrain.job.prepare import prepare, templates_digest
+from hpctrain.job.render.script import (
+    TEMPLATE,
+    Script,
+    ScriptFacts,
+    Variable,
+    build_script,
+    render_script,
+    template_environment,
+)
 
 FACTS = ScriptFacts("r-0000", "hpctrain:r-0000", "a" * 64, "b" * 64, "/a b/python")
 SCRIPT = build_script(planned_job(SPEC, PROFILE), FACTS)

@@ -16,7 +16,7 @@ from hpctrain.plan.forecast.documents import RunFacts
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
-from hpctrain.spec.profile.partition import PreemptionProfile
+from hpctrain.spec.profile.slurm import PreemptionProfile
 from hpctrain.spec.run import RunSpec
 
 PLAN = make_plan(SPEC, PROFILE)

@@ -13,7 +13,7 @@ from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.container import ContainerProfile, Launcher
+from hpctrain.spec.profile.software import ContainerProfile, Launcher
 
 RUN = Path("/shared/runs/a")
 SPEC = """\

@@ -9,7 +9,7 @@ from planner_knowledge import knowledge_of
 from specimens import LLAMA7B, LLAMA405B, cluster, run_spec
 from test_search import GPU, MOE, SMALL
 
-from hpctrain.job.elastic_sizes import smaller_sizes
+from hpctrain.job.prepare import smaller_sizes
 from hpctrain.plan.as_planned import spec_as_planned
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import TrainingJob

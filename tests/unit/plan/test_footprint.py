@@ -33,9 +33,9 @@ from hpctrain.plan.footprint.table import (
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.old_launches import pack_old_launches
 from hpctrain.records.supervise_config import TopologySettings
-from hpctrain.slurm import backoff
+from hpctrain.slurm import client
 from hpctrain.spec.loader import load_document
-from hpctrain.spec.profile.limits import LimitsProfile
+from hpctrain.spec.profile.hardware import LimitsProfile
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = load_footprint_table()
@@ -188,7 +188,7 @@ def test_no_more_calls_than_with_the_shortest_pauses() -> None:
     """The bound of the table is never below what the pauses allow, and not far above."""
     bound_at = Formula.parse("shorter pauses + start seconds / pause seconds").at
     for seconds in (10.0, 40.0, CONSTANTS["patience seconds"]):
-        pauses, waited, calls = backoff.Backoff(draw=lambda: 1.0), 0.0, 1
+        pauses, waited, calls = client.Backoff(draw=lambda: 1.0), 0.0, 1
         while waited < seconds:
             waited += pauses.next_seconds()
             calls += 1

@@ -30,7 +30,7 @@ def test_each_engine_trains_the_precisions_of_its_abilities(precision: str) -> N
         if name == "megatron-lm":
             continue  # needs a checkout, and has a message of its own
         if precision not in abilities.precisions:
-            continue  # refused where it is written (tests/unit/spec/test_spec_megatron.py)
+            continue  # refused where it is written (tests/unit/spec/test_engine_sections.py)
         wanted = spec(engine={"name": name}, precision=precision)
         refused = "precision" in dict(untrainable_fields(wanted))
         assert refused is (precision not in abilities.trained_precisions), name

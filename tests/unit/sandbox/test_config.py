@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.sandbox.accounting import slurmdbd_conf
 from hpctrain.sandbox.config import Site, config_files, gres_conf, slurm_conf, topology_conf
-from hpctrain.sandbox.paths import SandboxPaths
-from hpctrain.sandbox.ports import Ports
+from hpctrain.sandbox.daemons import slurmdbd_conf
+from hpctrain.sandbox.paths import Ports, SandboxPaths
 from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SwitchShape, default_shape
 
 PATHS = SandboxPaths(Path("/box"), Path("/box/sockets"))

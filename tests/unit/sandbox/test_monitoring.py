@@ -12,10 +12,9 @@ from fetched_prometheus import fetched_prometheus
 
 from hpctrain.base.errors import SlurmUnreachableError, UsageError
 from hpctrain.cli.main import cli
-from hpctrain.observe.monitoring import RULES
-from hpctrain.sandbox import debian_prometheus
-from hpctrain.sandbox.debian_packages import is_complete
-from hpctrain.sandbox.debian_prometheus import fetch_prometheus
+from hpctrain.observe.alert_rules import RULES
+from hpctrain.sandbox import debian
+from hpctrain.sandbox.debian import fetch_prometheus, is_complete
 from hpctrain.sandbox.monitoring import (
     MONITORS,
     MonitorFiles,
@@ -25,8 +24,7 @@ from hpctrain.sandbox.monitoring import (
     monitor_argv,
     prometheus_yaml,
 )
-from hpctrain.sandbox.paths import SandboxPaths
-from hpctrain.sandbox.ports import Ports
+from hpctrain.sandbox.paths import Ports, SandboxPaths
 from hpctrain.sandbox.shape import default_shape
 from hpctrain.sandbox.state import SandboxState, read_state, write_state
 
@@ -136,7 +134,7 @@ def test_without_a_network_nothing_is_left_that_looks_complete(
 
 
 def test_the_script_is_beside_what_it_sources() -> None:
-    script = debian_prometheus._SCRIPT
+    script = debian._PROMETHEUS_SCRIPT
     (sourced,) = re.findall(r'^source ".*/([\w.-]+)"$', script.read_text(), re.MULTILINE)
     assert script.with_name(sourced).is_file()
     done = subprocess.run(["bash", str(script)], cwd="/", capture_output=True, text=True)

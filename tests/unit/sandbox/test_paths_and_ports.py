@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.errors import SlurmError, SlurmUnreachableError, UsageError
-from hpctrain.sandbox import ports as ports_module
-from hpctrain.sandbox.paths import sockets_fit
-from hpctrain.sandbox.ports import Ports, are_free, find_ports
+from hpctrain.sandbox import paths as ports_module
+from hpctrain.sandbox.paths import Ports, are_free, find_ports, sockets_fit
 from hpctrain.sandbox.programs import call, find_programs, parse_version
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import default_shape

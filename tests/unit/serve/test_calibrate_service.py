@@ -21,8 +21,7 @@ from hpctrain.serve.plan.search import bound, simulated
 from hpctrain.serve.plan.traffic import draw_requests
 from hpctrain.site.calibrate_service import calibrate_service, is_service_directory
 from hpctrain.spec.calibration import SiteCalibration
-from hpctrain.spec.loader import load_document
-from hpctrain.spec.profiles import load_named_profile
+from hpctrain.spec.loader import load_document, load_named_profile
 
 REAL = MeasuredSpeed(decode_factor=1.5, prompt_factor=2.0, request_seconds=0.05)
 

@@ -35,8 +35,7 @@ from hpctrain.records.speed_checks import SlowPart, SpeedCheck, write_speed_chec
 from hpctrain.runs.run_documents import known_plan
 from hpctrain.site.calibrate import calibrate
 from hpctrain.site.calibrate_runs import calibrate_runs
-from hpctrain.site.engine_learning import planned_again
-from hpctrain.site.own_runs import read_measured_run
+from hpctrain.site.own_runs import planned_again, read_measured_run
 from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.loader import (
     find_profile,

@@ -13,15 +13,20 @@ from hpctrain.job.prepare import load_knowledge
 from hpctrain.plan.cost.multipliers import MEMORY
 from hpctrain.plan.planner import make_plan
 from hpctrain.plan.uncertainty.intervals import TIME_NAMES
-from hpctrain.site.site_calibration import (
+from hpctrain.site.calibrate import (
     calibration_target,
     how_plans_use,
     write_site_calibration,
 )
-from hpctrain.spec.calibration import SiteCalibration, constants_digest
+from hpctrain.spec.calibration import (
+    Learned,
+    OwnRun,
+    SiteCalibration,
+    SiteLearning,
+    constants_digest,
+)
 from hpctrain.spec.loader import load_calibration, load_profile, load_run_spec
 from hpctrain.spec.run import RunSpec
-from hpctrain.spec.uncertainty import Learned, OwnRun, SiteLearning
 from tests.judged_runs import EXAMPLES
 
 H100 = "H100-80GB SXM"

@@ -28,11 +28,9 @@ from hpctrain.base.disk_usage import Directory
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.site.detected import DetectedProfile, detected_profile
 from hpctrain.site.differences import differences
-from hpctrain.site.facts import LoginFacts, SiteFacts
+from hpctrain.site.facts import LoginFacts, SiteFacts, mounts, node_survey
 from hpctrain.site.hardware import groups_of, known_gpu
-from hpctrain.site.survey_texts import mounts, node_survey
-from hpctrain.slurm.cluster_parse import nodes
-from hpctrain.slurm.cluster_queries import ClusterQueries
+from hpctrain.slurm.cluster_queries import ClusterQueries, nodes
 from hpctrain.spec.loader import load_catalogue, load_profile
 from hpctrain.spec.profile import ClusterProfile
 

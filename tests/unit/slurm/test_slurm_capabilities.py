@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.slurm.capabilities import capabilities, capabilities_of_release
 from hpctrain.slurm.records import SlurmConfig
+from hpctrain.slurm.settings import capabilities, capabilities_of_release
 
 
 def config(version: str, **values: str) -> SlurmConfig:

@@ -17,11 +17,10 @@ from virtual_clock import VirtualClock
 
 from hpctrain.base import clock
 from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
-from hpctrain.slurm import cluster_parse, settings
+from hpctrain.slurm import cluster_queries, settings
 from hpctrain.slurm.cluster_queries import ATTEMPTS, ClusterQueries
 from hpctrain.slurm.cluster_records import ClusterFacts, Leaf
-from hpctrain.slurm.host_lists import expand_hosts
-from hpctrain.slurm.parse import config_values
+from hpctrain.slurm.parse import config_values, expand_hosts
 from hpctrain.slurm.process import Command, CommandResult
 from hpctrain.slurm.records import SlurmConfig
 
@@ -64,17 +63,17 @@ def test_what_is_no_host_list_is_refused(text: str) -> None:
     ],
 )
 def test_gpus_of_gres(gres: str, gpus: list[tuple[str, int]]) -> None:
-    assert list(cluster_parse.gpus(gres)) == gpus
+    assert list(cluster_queries.gpus(gres)) == gpus
 
 
 def test_free_text_of_a_node_does_not_change_its_values() -> None:
     text = node("n1", "gpu:h100:8", partitions="a", reserved=1024, features="x,y")
-    (one,) = cluster_parse.nodes(text)
+    (one,) = cluster_queries.nodes(text)
     assert one.gpus == (("h100", 8),), "the reason at the end names others"
     assert (one.cpus, one.job_memory_mib) == (224, 2063937 - 1024)
     assert (one.features, one.partitions) == ({"x", "y"}, ("a",))
     assert not one.is_out_of_service
-    assert cluster_parse.nodes(node("n", "(null)", partitions="", state="DOWN*"))[
+    assert cluster_queries.nodes(node("n", "(null)", partitions="", state="DOWN*"))[
         0
     ].is_out_of_service
 
@@ -91,7 +90,7 @@ def test_a_partition_without_limits_and_one_with_all() -> None:
         PreemptMode="GANG,SUSPEND",
         DefMemPerNode="4000",
     )
-    first, second = cluster_parse.partitions(text, setting)
+    first, second = cluster_queries.partitions(text, setting)
     assert (first.max_seconds, first.max_nodes, first.allow_accounts) == (None, None, ())
     assert (first.default, first.preemption, first.submit_hosts) == (True, "cancel", ())
     assert (second.max_seconds, second.max_nodes, second.allow_accounts) == (
@@ -102,7 +101,7 @@ def test_a_partition_without_limits_and_one_with_all() -> None:
     assert (second.preemption, second.submit_hosts) == ("suspend", ("login1", "login2"))
     assert second.whole_nodes and second.memory_default == "DefMemPerNode=4000"
     quiet = SlurmConfig({"PreemptType": "preempt/none", "PreemptMode": "REQUEUE"})
-    assert cluster_parse.partitions(text, quiet)[0].preemption == "off"
+    assert cluster_queries.partitions(text, quiet)[0].preemption == "off"
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hpctrain.base.errors import SlurmUnreachableError
+from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import RequeueResult, SlurmClient
-from hpctrain.slurm.process import Command, run_command
+from hpctrain.slurm.process import Command, CommandResult, accepted, hint_about, run_command
 
 
 def shim(directory: Path, name: str, body: str) -> dict[str, str]:
@@ -108,3 +108,37 @@ def test_the_room_is_light() -> None:
         "hpctrain.version",
     }
     assert {name for name in ours if not name.startswith("hpctrain.slurm")} <= allowed
+
+
+# -- Hints about refusals, by Slurm's words -----------------------------------------------------
+
+
+_FAILED = "sbatch: error: Batch job submission failed: "
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("Invalid account or account/partition combination specified", "sacctmgr show assoc"),
+        ("Invalid qos specification", "`resources.qos`"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "resources.walltime"),
+        ("Requested node configuration is not available", "profile check"),
+        ("Invalid generic resource (gres) specification", "slurm.gpu_request"),
+    ],
+)
+def test_a_refusal_says_what_helps(words: str, hint: str) -> None:
+    with pytest.raises(SlurmRefusedError) as refused:
+        accepted(["sbatch"], CommandResult(1, "", f"{_FAILED}{words}\n"))
+    assert words in str(refused.value) and hint in str(refused.value.hint)
+    assert refused.value.__notes__ == [f"hint: {refused.value.hint}"], "a traceback has it, too"
+
+
+def test_no_configuration_is_no_login_node() -> None:
+    words = "sbatch: fatal: Could not establish a configuration source"
+    with pytest.raises((SlurmRefusedError, SlurmUnreachableError)) as refused:
+        accepted(["sbatch"], CommandResult(1, "", words))
+    assert "login node" in str(refused.value.hint)
+
+
+def test_unknown_words_have_no_hint() -> None:
+    assert hint_about("the moon is full") is None

@@ -9,9 +9,9 @@ import pytest
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.plan.model.parameters import total_parameters
+from hpctrain.spec.catalogue import ModelPreset
 from hpctrain.spec.loader import load_presets, load_run_spec
-from hpctrain.spec.presets import ModelPreset
-from hpctrain.spec.resolved import write_resolved
+from hpctrain.spec.positions import write_resolved
 from hpctrain.spec.run import ModelSpec
 
 SPEC = """\

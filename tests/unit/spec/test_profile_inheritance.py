@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.spec.loader import find_profile, load_profile, partition_profile
-from hpctrain.spec.resolved import write_resolved
+from hpctrain.spec.positions import write_resolved
 
 BASE = find_profile("a100x64")
 
@@ -170,12 +170,8 @@ def test_a_partition_has_its_own_hardware_options_and_variables(tmp_path: Path) 
     assert partition_profile(own, "h100") is own
     assert own.origin["gpu.type"] == "mixed.yaml:15"
     assert own.origin["slurm.account"] == "mixed.yaml:9"
-    assert own.origin["gpu.per_node"] == base_origin(loaded, "gpu.per_node")
+    assert own.origin["gpu.per_node"] == str(loaded.origin["gpu.per_node"])
     assert own.digest != loaded.digest
-
-
-def base_origin(loaded: object, path: str) -> str:
-    return str(loaded.origin[path])  # type: ignore[attr-defined]
 
 
 def test_a_figure_of_another_gpu_is_missing_and_not_inherited(tmp_path: Path) -> None:

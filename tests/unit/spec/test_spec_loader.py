@@ -22,7 +22,7 @@ from hpctrain.spec.loader import (
     load_run_spec,
     profile_names,
 )
-from hpctrain.spec.resolved import write_resolved
+from hpctrain.spec.positions import write_resolved
 from hpctrain.spec.run import ParallelSpec
 
 ROOT = Path(__file__).resolve().parents[3]

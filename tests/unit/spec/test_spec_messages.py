@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,15 @@ import pytest
 from ruamel.yaml.error import MarkedYAMLError
 from wrong_specs import VALID, problems_of, shown
 
-from hpctrain.spec.loader import MAX_FILE_BYTES, load_profile, load_run_spec
+from hpctrain.base.errors import InvalidInputError
+from hpctrain.records.supervise_config import ChannelSettings, RollbackSettings
+from hpctrain.spec.loader import (
+    GONE,
+    MAX_FILE_BYTES,
+    forget_former_fields,
+    load_profile,
+    load_run_spec,
+)
 
 # (text in VALID, what replaces it, all problems)
 WRONG_VALUES = [
@@ -227,3 +236,111 @@ def test_large_and_endless_files_are_refused(tmp_path: Path) -> None:
     assert "larger than 1 MiB" in problems_of(tmp_path, b"#" * (MAX_FILE_BYTES + 1))[0].message
     with pytest.raises(Exception, match="larger than 1 MiB"):
         load_run_spec(Path("/dev/zero"))
+
+
+# -- Fields that have gone: their defaults, which run directories contain, are left out ---------
+
+
+# As a former version wrote them, in sections that this one has.
+FORMER = f"""{VALID.replace("lr: 1e-3", "lr: 1e-3, name: adamw")}
+profile: {{steps: [3], start: null, count: 1, shapes: false, largest: 512MiB, flops: false}}
+supervise: {{storm_window: '00:30:00', rollback: {{other_nodes: true}}}}
+engine: {{ddp: {{powersgd_rank: 4}}}}
+notify: {{channels: [{{kind: slack, url_file: /a, url_env: null}}]}}
+"""
+
+
+def test_a_spec_of_a_former_version_is_read(tmp_path: Path) -> None:
+    former, now = tmp_path / "former.yaml", tmp_path / "now.yaml"
+    former.write_text(FORMER)
+    channel = "notify: {channels: [{kind: slack, url_file: /a}]}"
+    now.write_text(f"{VALID}profile: {{steps: [3]}}\n{channel}\n")
+    assert load_run_spec(former).document == load_run_spec(now).document
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [("largest: 512MiB", "largest: 1GiB"), ("flops: false", "flops: 0"), ("'00:30:00'", "1h")],
+)
+def test_another_value_is_an_unknown_key(tmp_path: Path, field: str, other: str) -> None:
+    (problem,) = problems_of(tmp_path, FORMER.replace(field, other))
+    assert "unknown key" in problem.message and problem.line is not None
+
+
+def test_documents_of_a_run_that_goes_on_are_read_with_any_value() -> None:
+    values = {"ddp": {"hook": "powersgd", "powersgd_rank": 8}, "flops_steps": [3], "seed": 1}
+    forget_former_fields(values, only_defaults=False)
+    assert values == {"ddp": {"hook": "powersgd"}, "seed": 1}
+    assert RollbackSettings.model_validate_json('{"other_nodes": false}') == RollbackSettings()
+    channel = {"name": "slack", "kind": "slack", "url_env": "HOOK"}
+    assert ChannelSettings.model_validate_json(json.dumps(channel)).url_file is None
+
+
+def test_no_field_of_today_has_gone() -> None:
+    from hpctrain.spec.reference import fields_of
+
+    today = {path for kind in ("spec", "profile", "service") for path in fields_of(kind)}
+    assert not today & {path.replace("channels.", "channels[].") for path in GONE}
+
+
+# -- What is refused in the section `notify`, with words that tell what to write instead --------
+
+
+SPEC = """\
+name: small
+model: {layers: 4, hidden: 128, heads: 4, vocab: 512, seq: 128}
+batch: {global: 8, micro: 2}
+budget: {steps: 60}
+optimizer: {lr: 1e-3}
+checkpoint: {every_steps: 20}
+resources: {gpus: 4}
+"""
+SLACK = "{kind: slack, url_file: x}"
+
+
+def problems(tmp_path: Path, notify: str) -> str:
+    file = tmp_path / "small.yaml"
+    file.write_text(f"{SPEC}notify: {notify}\n")
+    try:
+        load_run_spec(file)
+    except InvalidInputError as error:
+        return " & ".join(f"{one.line}:{one.column}: {one.message}" for one in error.problems)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("notify", "words"),
+    [
+        (f"{{channels: [{SLACK}], on: [done, failed]}}", ""),
+        ("{channels: [{kind: slack}]}", "a channel of kind slack needs `url_file`"),
+        ("{channels: [{kind: slack, url_file: a, url_env: B}]}", "unknown key"),
+        ("{channels: [{kind: slack, url_file: a, token_file: b}]}", "kind slack has no `token_f"),
+        ("{channels: [{kind: mail}]}", "mail needs addresses: `to: [ada@example.org]`"),
+        ("{channels: [{kind: mail, to: [ada], sendmail: msmtp}]}", "sendmail"),
+        ("{channels: [{kind: mail, to: ['a b']}]}", "expected an address such as"),
+        ("{channels: [{kind: mail, to: ['-oQ/tmp']}]}", "expected an address such as"),
+        ('{channels: [{kind: mail, to: ["a\\nBcc: b"]}]}', "expected an address such as"),
+        ("{channels: [{kind: slurm, to: [a, b]}]}", "Slurm takes one address"),
+        ("{channels: [{kind: slurm}, {kind: slurm}]}", "one channel of kind slurm"),
+        (f"{{channels: [{SLACK}], on: [fialed]}}", "got `fialed`"),
+        ("{quiet_hours: '22-7', time_zone: UTC}", "quiet_hours: expected a time of the day"),
+        ("{quiet_hours: '24:00-07:00', time_zone: UTC}", "expected a time of the day"),
+        ("{quiet_hours: '07:00-07:00', time_zone: UTC}", "expected a time of the day"),
+        ("{quiet_hours: '22:00-07:00'}", "quiet_hours needs `time_zone`"),
+        ("{time_zone: UTC}", "go with `quiet_hours`"),
+        ("{quiet_hours: '22:00-07:00', time_zone: Mars/Base}", "`Mars/Base` is no time zone"),
+        ("{quiet_hours: '22:00-07:00', time_zone: ../../etc/passwd}", "is no time zone"),
+        (
+            "{quiet_hours: '22:00-07:00', time_zone: UTC, even_at_night: [started]}",
+            "`started` is not among `on`",
+        ),
+        ("{at_most: 6}", "at_most"),
+        ("{at_most: 0/h}", "at_most: expected a number per time"),
+        ("{at_most: 6/week}", "at_most: expected a number per time"),
+        ("{queue_limit: 0s}", "queue_limit"),
+    ],
+)
+def test_wrong_values(tmp_path: Path, notify: str, words: str) -> None:
+    found = problems(tmp_path, notify)
+    assert words in found and bool(found) == bool(words), found
+    assert not found or found.startswith("8:"), found

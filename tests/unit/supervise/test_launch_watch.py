@@ -31,7 +31,7 @@ from hpctrain.records.run_records import (
 )
 from hpctrain.records.speed_checks import SlowPart, SpeedCheck, write_speed_check
 from hpctrain.records.supervise_config import LaunchShape
-from hpctrain.slurm.backoff import Backoff
+from hpctrain.slurm.client import Backoff
 from hpctrain.slurm.messages import TaskFailure
 from hpctrain.slurm.records import JobRecord, StepRecord
 from hpctrain.slurm.states import JobState

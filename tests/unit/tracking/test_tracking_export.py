@@ -17,7 +17,7 @@ from hpctrain.base.errors import InvalidInputError
 from hpctrain.job.preflight import input_checks
 from hpctrain.job.prepare import load_inputs, prepare
 from hpctrain.job.run_directory import write_run_directory
-from hpctrain.job.tracking_settings import wandb_id
+from hpctrain.job.supervisor_settings import wandb_id
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.supervise_config import read_supervise_config

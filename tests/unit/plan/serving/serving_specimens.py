@@ -8,7 +8,7 @@ from typing import Any
 from hpctrain.plan.cost.case import Machine, Shape
 from hpctrain.serve.plan.served_model import WIDE, ReplicaLayout, ServedModel
 from hpctrain.serve.plan.serving_machine import ReplicaCase, ServingMachine
-from hpctrain.spec.serving_calibration import ServingEngineCalibration, ServingGpuCalibration
+from hpctrain.spec.calibration import ServingEngineCalibration, ServingGpuCalibration
 
 NEVER = 1e30  # bytes/s or FLOP/s of something that shall cost nothing
 

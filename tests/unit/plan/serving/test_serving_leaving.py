@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpctrain.base.units import Duration
 from hpctrain.serve.plan.leaving import LeaveTimes, term_seconds
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.spec.profile.partition import PartitionProfile, PreemptionProfile
+from hpctrain.spec.profile.slurm import PartitionProfile, PreemptionProfile
 
 TIMES = LeaveTimes(notice_seconds=5.0, drain_seconds=40.0)
 

@@ -30,9 +30,9 @@ from hpctrain.plan.uncertainty.intervals import (
     time_spread,
 )
 from hpctrain.plan.uncertainty.site import as_learned
+from hpctrain.spec.calibration import OwnRun, SiteLearning
 from hpctrain.spec.loader import load_run_spec, load_uncertainty
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.uncertainty import OwnRun, SiteLearning
 from tests.unit.plan.uncertainty.uncertain_cases import EXAMPLES, sure_knowledge, the_case
 
 DEVIATIONS = np.array([0.0, 0.01, 0.1, 0.5, 2.0])

@@ -1,7 +1,7 @@
-"""DistributedDataParallel's section of the spec, and its abilities.
+"""The two engines of torch.distributed, DistributedDataParallel and FSDP (`fully_shard`).
 
-Belongs here: the fields of `engine.ddp`, its abilities. Does not belong here:
-its document (see `hpctrain.engines.native`).
+Belongs here: the fields of `engine.ddp`, abilities. Does not belong here: their document (see
+`hpctrain.engines.native`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from pydantic import Field
 
 from hpctrain.base.units import ByteSize
 from hpctrain.spec.document import Document
-from hpctrain.spec.engines.abilities import WORDS_OF_EVERY_ENGINE, EngineAbilities, Word
+from hpctrain.spec.engines.abilities import (
+    OFFLOAD_WORD,
+    WORDS_OF_EVERY_ENGINE,
+    EngineAbilities,
+    Word,
+    zero_word,
+)
 
 # Rank of PowerSGD's approximation: that of PyTorch's own example of the hook.
 POWERSGD_RANK = 4
@@ -32,7 +38,7 @@ class DdpSpec(Document):
     sync_batchnorm: bool = Field(True, description="Batch statistics over all GPUs (ResNet)")
 
 
-ABILITIES = EngineAbilities(
+DDP = EngineAbilities(
     name="ddp",
     title="DDP",
     packages=("torch", "transformers"),
@@ -59,4 +65,32 @@ ABILITIES = EngineAbilities(
     bucket_stages=(0,),
     gradient_hook="engine.ddp.hook",
     sharding_alternative="fsdp",
+)
+
+FSDP = EngineAbilities(
+    name="fsdp",
+    title="FSDP",
+    packages=("torch", "transformers"),
+    extra="huggingface",
+    document="hpctrain.engines.native:NativeConfig",
+    fill="hpctrain.engines.native:native_config",
+    assembly="hpctrain.train.engines.native.assembly",
+    rules="hpctrain.plan.abilities.trainable_modules",
+    export="hpctrain.convert.run_checkpoint:export_distributed",
+    reads_packed=True,
+    axes=("tp", "cp"),  # 2-D meshes of torch.distributed: FSDP2 with DTensor, context parallel
+    planned_axes=("tp", "cp"),
+    zero_stages=(2, 3),  # reshard_after_forward off and on (torch.distributed.fsdp.fully_shard)
+    shards_over_part=True,
+    offloads=("none", "cpu"),  # CPUOffloadPolicy
+    calibration="fsdp",
+    gradient_addition="block",
+    one_copy_checkpoints=True,
+    words=(
+        zero_word(2),
+        zero_word(3),
+        Word("shard#", ("optimizer.shard_gpus=#",)),
+        OFFLOAD_WORD,
+        *WORDS_OF_EVERY_ENGINE,
+    ),
 )

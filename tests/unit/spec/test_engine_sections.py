@@ -1,4 +1,4 @@
-"""What megatron-core cannot combine, or would ignore, is refused where it is written."""
+"""What engines cannot do together, or would not read, is refused where it is written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from wrong_specs import VALID, problems_of, shown
 
+from hpctrain.plan.abilities.trainable import untrainable_fields
+from hpctrain.spec.engines.megatron_lm import FIELD_OF, KEPT_BACK, refusal
 from hpctrain.spec.loader import load_run_spec
 
 MODEL = "model: {layers: 4, hidden: 128, heads: 4, vocab: 1024, seq: 128}"
@@ -14,6 +16,9 @@ EXPERTS = MODEL.replace("}", ", moe: {experts: 8, top_k: 2, ffn: 64}}")
 SHARED = EXPERTS.replace("ffn: 64}", "ffn: 64, shared_ffn: 64}, bias: false")
 OPTIMIZER = "optimizer: {lr: 1e-3}"
 OWN = "engine: {{megatron: {{{}}}}}\n"
+DEEPSPEED = "engine: {name: deepspeed}\n"
+CHECKOUT = "checkout: /opt/Megatron-LM"
+ENGINE = f"engine: {{name: megatron-lm, {CHECKOUT}"
 
 
 def own(*settings: str) -> str:
@@ -122,8 +127,88 @@ WRONG = [
      " | remove them, or set `engine.name: megatron`"),
 ]  # fmt: skip
 
+# (the optimizer's fields, lines at the end of the file, the problem)
+OF_DEEPSPEED = [
+    ("offload: nvme, zero: 1", DEEPSPEED,
+     "5:32: `optimizer.offload`: offload to nvme needs ZeRO stage 3, not 1"
+     " | set `optimizer.zero: 3`, or offload to `cpu`"),
+    ("offload: nvme, zero: 2", DEEPSPEED,
+     "5:32: `optimizer.offload`: offload to nvme needs ZeRO stage 3, not 2"
+     " | set `optimizer.zero: 3`, or offload to `cpu`"),
+    ("offload: cpu, distributed: false", "precision: fp32\n" + DEEPSPEED,
+     "5:32: `optimizer.offload`: offload to cpu needs ZeRO stage 1, 2 or 3, not 0"
+     " | set `optimizer.zero: 1`, or remove the offload"),
+    ("zero: 0", DEEPSPEED,
+     "1:1: `precision`: with DeepSpeed bf16 drifts at ZeRO stage 0"
+     " | set `optimizer.zero: 1`, or `fp32`"),
+    ("distributed: false", "precision: bf16\n" + DEEPSPEED,
+     "8:12: `precision`: with DeepSpeed bf16 drifts at ZeRO stage 0"
+     " | set `optimizer.zero: 1`, or `fp32`"),
+    ("zero: 2", "parallel: {pp: 2}\n" + DEEPSPEED,
+     "5:29: `optimizer.zero`: ZeRO stage 2 cannot be combined with pp 2"
+     " | use stage 1, or pp 1"),
+    ("zero: 1", "parallel: {tp: 2, sequence_parallel: true}\n" + DEEPSPEED,
+     "8:38: `parallel.sequence_parallel`: DeepSpeed does not split norms over tp"
+     " | remove it, or train with `engine.name: megatron`"),
+    ("zero: 2", "engine: {name: deepspeed, deepspeed: {offload_parameters: cpu}}\n",
+     "8:59: `engine.deepspeed.offload_parameters`: weights leave the GPU at ZeRO stage 3 only, "
+     "not at 2 | set `optimizer.zero: 3`"),
+    ("zero: 3", "engine: {name: deepspeed, deepspeed: {nvme_path: /scratch}}\n",
+     "8:50: `engine.deepspeed.nvme_path`: nothing is offloaded to nvme"
+     " | remove it, or set `optimizer.offload: nvme`"),
+    ("zero: 1", "engine: {name: megatron, deepspeed: {adam: torch}}\n",
+     "8:37: `engine.deepspeed`: these are settings of DeepSpeed, and megatron would not read them"
+     " | remove them, or set `engine.name: deepspeed`"),
+    ("zero: 3", "engine: {name: fsdp, ddp: {hook: bf16}}\n",
+     "8:27: `engine.ddp`: these are settings of DDP, and fsdp would not read them"
+     " | remove them, or set `engine.name: ddp`"),
+    ("zero: 1", "engine: {name: deepspeed, deepspeed: {pin_memory: true}}\n",
+     "8:39: `engine.deepspeed.pin_memory`: unknown key | known here: adam, "
+     "gather_bucket, nvme_path, offload_parameters, reduce_bucket, reduce_precision"),
+]  # fmt: skip
 
-@pytest.mark.parametrize(("old", "new", "end", "expected"), WRONG)
+# (what stands behind the checkout, the problem)
+OF_MEGATRON_LM = [
+    ("arguments: {tensor-model-parallel-size: 4}",
+     "8:97: `engine.arguments.tensor-model-parallel-size`: `parallel.tp` decides "
+     "--tensor-model-parallel-size | remove it, and set `parallel.tp`"),
+    ("arguments: {lr: 0.1}",
+     "8:73: `engine.arguments.lr`: `optimizer.lr` decides --lr"
+     " | remove it, and set `optimizer.lr`"),
+    ("arguments: {no_bf16: true}",
+     "8:78: `engine.arguments.no_bf16`: `precision` decides --no-bf16"
+     " | remove it, and set `precision`"),
+    ("arguments: {save: /elsewhere}",
+     "8:75: `engine.arguments.save`: hpctrain decides --save: it saves, resumes and ends launches"
+     " | remove it"),
+    ("arguments: {exit-duration-in-mins: 60}",
+     "8:92: `engine.arguments.exit-duration-in-mins`: hpctrain decides --exit-duration-in-mins: "
+     "it saves, resumes and ends launches | remove it"),
+    ("arguments: {log-throughput: false}",
+     "8:85: `engine.arguments.log-throughput`: a switch is on, or it is not given"
+     " | remove it, or write `no-...: true`"),
+    ("arguments: {cuda-graph-modules: [attn, --lr]}",
+     "8:89: `engine.arguments.cuda-graph-modules`: an element beginning with `-` would be read as "
+     "another argument | remove it"),
+    ("arguments: {--attention-backend: flash}",
+     "8:69: `engine.arguments.--attention-backend`: expected an argument without dashes such as "
+     "`attention-backend`"),
+]  # fmt: skip
+
+
+def of_deepspeed(fields: str) -> tuple[str, str]:
+    """The optimizer of VALID, and what replaces it."""
+    return OPTIMIZER, f"optimizer: {{lr: 1e-3, {fields}}}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "end", "expected"),
+    [
+        *WRONG,
+        *((*of_deepspeed(fields), end, expected) for fields, end, expected in OF_DEEPSPEED),
+        *(("", "", f"{ENGINE}, {more}}}\n", expected) for more, expected in OF_MEGATRON_LM),
+    ],
+)
 def test_a_contradiction_has_a_place_and_a_hint(
     tmp_path: Path, old: str, new: str, end: str, expected: str
 ) -> None:
@@ -149,9 +234,90 @@ FINE = [
     (MODEL, EXPERTS, "parallel: {tp: 2, etp: 2, ep: 2}\n"),
 ]  # fmt: skip
 
+FINE_OF_DEEPSPEED = [
+    ("offload: nvme", DEEPSPEED),
+    ("zero: 0", "precision: fp32\n" + DEEPSPEED),
+    ("zero: 1", "parallel: {pp: 2}\n" + DEEPSPEED),
+    ("offload: cpu, zero: 2", DEEPSPEED),
+    (
+        "zero: 3",
+        "engine: {name: deepspeed, deepspeed: {offload_parameters: nvme, nvme_path: /x}}\n",
+    ),
+]
 
-@pytest.mark.parametrize(("old", "new", "end"), FINE)
-def test_what_goes_together_is_taken(tmp_path: Path, old: str, new: str, end: str) -> None:
+
+@pytest.mark.parametrize(
+    ("old", "new", "end", "engine"),
+    [
+        *((*row, "megatron") for row in FINE),
+        *((*of_deepspeed(fields), end, "deepspeed") for fields, end in FINE_OF_DEEPSPEED),
+    ],
+)
+def test_what_goes_together_is_taken(
+    tmp_path: Path, old: str, new: str, end: str, engine: str
+) -> None:
     file = tmp_path / "spec.yaml"
     file.write_text(VALID.replace(old, new, 1) + end)
-    assert load_run_spec(file).document.engine.name == "megatron"
+    assert load_run_spec(file).document.engine.name == engine
+
+
+def test_what_an_option_contradicts_is_said_without_a_line(tmp_path: Path) -> None:
+    (problem,) = problems_of(tmp_path, VALID + DEEPSPEED, "optimizer.zero=0")
+    assert "bf16 drifts" in problem.message and problem.hint
+
+
+# -- Arguments of an external Megatron-LM that contradict the plan ------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        (
+            "engine: {name: megatron-lm}",
+            "8:16: `engine.name`: engine megatron-lm needs `checkout`, the directory of the "
+            "Megatron-LM | add `checkout: /path/to/Megatron-LM`",
+        ),
+        (
+            f"engine: {{name: megatron, {CHECKOUT}}}",
+            "8:36: `engine.checkout`: this is for an external Megatron-LM, and megatron would not "
+            "read it | remove it, or set `engine.name: megatron-lm`",
+        ),
+    ],
+)
+def test_the_checkout_and_its_engine(tmp_path: Path, engine: str, expected: str) -> None:
+    assert shown(tmp_path, problems_of(tmp_path, f"{VALID}{engine}\n")) == [expected]
+
+
+def test_what_nobody_decides_may_be_given(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(f"{VALID}{ENGINE}, arguments: {{attention-backend: flash, num-workers: 4}}}}\n")
+    engine = load_run_spec(path, ()).document.engine
+    assert engine.arguments == {"attention-backend": "flash", "num-workers": 4}
+    assert engine.entry == "pretrain_gpt.py"
+
+
+def test_names_are_known_in_both_spellings_and_negated() -> None:
+    assert refusal("seq_length") == refusal("seq-length")
+    assert refusal("no-overlap-grad-reduce") is not None
+    assert refusal("num-workers") is None
+    assert not FIELD_OF.keys() & KEPT_BACK
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("checkpoint.every=1h", "checkpoint.every"),
+        ("supervise.rollback.spike=10", "supervise.rollback.spike"),
+        ("supervise.rollback.mode=act", "supervise.rollback.skip_steps"),
+        ("supervise.speed_check.mode=report", "supervise.speed_check.mode"),
+        ("model.mtp_layers=1", "model.mtp_layers"),
+        ("precision=fp8", "precision"),
+        ("data.format=packed", "data.format"),
+    ],
+)
+def test_what_megatron_lm_cannot_do_is_refused(tmp_path: Path, override: str, field: str) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(f"{VALID}{ENGINE}}}\n")
+    assert untrainable_fields(load_run_spec(path, ()).document) == []
+    spec = load_run_spec(path, (override,)).document
+    assert [name for name, _ in untrainable_fields(spec)] == [field]

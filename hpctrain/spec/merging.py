@@ -7,9 +7,11 @@ wrote it. Belongs here: the rules of merging. Does not belong here: finding and 
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import Any, Self
 
-from hpctrain.spec.positions import Parsed, Path
+from hpctrain.spec.positions import Parsed, Path, SourcePlace, parse_yaml, shorten
 
 # Parts of a partition that take what they leave out from the section of that name.
 PARTITION_SECTIONS = ("nodes", "gpu", "nvlink", "network")
@@ -51,14 +53,10 @@ def complete_partitions(parsed: Parsed) -> None:
             merged = Parsed()
             merger = _Merger(merged, parsed, parsed, skipped=skipped)
             merger.merge(place, place, (section,))
-            _replace_below(parsed, place, merged)
+            parsed.keys |= merged.keys
+            parsed.values |= merged.values
+            parsed.broken |= {path for path in merged.broken if path[: len(place)] == place}
             partition[section] = merged.data
-
-
-def _replace_below(parsed: Parsed, place: Path, merged: Parsed) -> None:
-    parsed.keys |= merged.keys
-    parsed.values |= merged.values
-    parsed.broken |= {path for path in merged.broken if path[: len(place)] == place}
 
 
 class _Merger:
@@ -149,3 +147,76 @@ def _is_named(value: Any) -> bool:
         return False
     names = [item.get("name") if isinstance(item, dict) else None for item in value]
     return all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+
+
+# -- Apply `--set parallel.tp=8` to a parsed document, before it is validated -------------------
+
+
+OPTION = "--set"
+_PATH = re.compile(r"[^\s.\[\]=]+(?:\[\d{1,4}\])*(?:\.[^\s.\[\]=]+(?:\[\d{1,4}\])*)*")
+_PART = re.compile(r"[^.\[\]]+|\[\d+\]")
+
+
+class OptionText(str):
+    """One `PATH=VALUE` of another option than `--set`, which messages have to name."""
+
+    option: str
+
+    def __new__(cls, text: str, option: str) -> Self:
+        """Take the text and the name of its option."""
+        self = super().__new__(cls, text)
+        self.option = option
+        return self
+
+
+def apply_overrides(parsed: Parsed, overrides: Sequence[str]) -> None:
+    """Put each `PATH=VALUE` into the document; errors are appended to `parsed.problems`."""
+    for text in overrides:
+        option = text.option if isinstance(text, OptionText) else OPTION
+        place = SourcePlace(f"{option} {shorten(_without_secrets(text))}")
+        name, equals, value_text = text.partition("=")
+        if not equals or not _PATH.fullmatch(name):
+            hint = f"for example {option} parallel.tp=8"
+            parsed.problems.append(place.problem("expected PATH=VALUE", hint))
+            continue
+        read = parse_yaml(value_text, place.file) if value_text.strip() else Parsed()
+        if read.problems:
+            problem = read.problems[0]
+            parsed.problems.append(place.problem(problem.message, problem.hint))
+        elif isinstance(read.data, dict) and read.data:  # `{}` resets a section to its defaults
+            hint = "set each key on its own, and quote text that contains `: `"
+            parsed.problems.append(place.problem("expected one value, got a mapping", hint))
+        else:
+            parts = _PART.findall(name)
+            path = tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
+            _set_value(parsed, path, read.data, place)
+
+
+def _set_value(parsed: Parsed, path: Path, value: Any, place: SourcePlace) -> None:
+    """Set the value at `path`, and drop positions and pending problems of what it replaces."""
+    if not isinstance(parsed.data, dict):
+        return  # the file itself is no mapping, which is reported anyway
+    here: Any = parsed.data
+    for depth, part in enumerate(path):
+        last = depth == len(path) - 1
+        where = path[: depth + 1]
+        if isinstance(here, list) and not (isinstance(part, int) and part < len(here)):
+            message = f"`{part}` is no item of a list of {len(here)}"
+            parsed.problems.append(place.problem(message, "items are counted from [0]"))
+            return
+        known = here.get(part) if isinstance(here, dict) else here[part]
+        if last or not isinstance(known, dict | list):
+            # also turns `parallel: auto` into a mapping when one of its keys is set
+            for places in (parsed.keys, parsed.values):
+                for below in [below for below in places if below[: depth + 1] == where]:
+                    del places[below]
+            parsed.broken = {path for path in parsed.broken if path[: depth + 1] != where}
+            here[part] = value if last else {}
+            parsed.keys[where] = parsed.values[where] = place
+        here = here[part]
+
+
+def _without_secrets(text: str) -> str:
+    """Hide the values of variables, which may be secrets (see `job_text`), in messages."""
+    path, equals, _ = text.partition("=")
+    return f"{path}=..." if equals and path.strip().startswith("environment") else text

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.errors import SlurmError, SlurmUnreachableError, UsageError
-from hpctrain.sandbox import debian_slurm
-from hpctrain.sandbox.debian_slurm import default_cache, fetch_slurm, slurm_directory
+from hpctrain.sandbox import debian
+from hpctrain.sandbox.debian import default_cache, fetch_slurm, slurm_directory
 
 
 def acting(monkeypatch: pytest.MonkeyPatch, place: Path, text: str) -> None:
     """A script in the place of the one that unpacks."""
     script = place / "acting"
     script.write_text(text)
-    monkeypatch.setattr(debian_slurm, "_SCRIPT", script)
+    monkeypatch.setattr(debian, "_SCRIPT", script)
 
 
 def unpacks(version: str) -> str:
@@ -33,7 +33,7 @@ done
 
 
 def test_the_script_is_installed_with_what_it_sources() -> None:
-    script = debian_slurm._SCRIPT
+    script = debian._SCRIPT
     sourced = re.findall(r'^source ".*/([\w.-]+)"$', script.read_text(), re.MULTILINE)
     pyproject = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text())
     installed = pyproject["tool"]["setuptools"]["package-data"]["hpctrain"]

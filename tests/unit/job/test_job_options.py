@@ -1,0 +1,439 @@
+"""Options of Slurm that a site adds: where they stand, what is refused, and quoting once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned_job import planned_job
+from pydantic import ValidationError
+from specimen_scripts import PROFILE, SPEC, directives, profile_with, render, spec_with
+from test_render_quoting import run_script, stub
+
+from hpctrain.base.errors import InvalidInputError, LimitError
+from hpctrain.job.prepare import prepare
+from hpctrain.job.render.job_options import (
+    continuation_line,
+    continuation_problems,
+    topology_options,
+)
+from hpctrain.plan.planner import make_plan
+from hpctrain.slurm.records import JobIdentity, JobRecord
+from hpctrain.spec.loader import find_profile, load_profile
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.slurm import PartitionProfile, PreemptionProfile
+from hpctrain.spec.run import RunSpec
+from hpctrain.spec.slurm_options import SiteOptions, available_options, owned_options
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def site(sbatch: dict[str, object] | None = None, srun: dict[str, object] | None = None):  # type: ignore[no-untyped-def]
+    return profile_with(slurm={"options": {"sbatch": sbatch or {}, "srun": srun or {}}})
+
+
+def test_options_of_sbatch_are_directives() -> None:
+    options = {"licenses": "scratch:1", "wait-all-nodes": 1, "contiguous": True}
+    found = directives(render(profile=site({**options, "mail-type": ["END", "FAIL"]})))
+    for line in ("--licenses=scratch:1", "--wait-all-nodes=1", "--contiguous", "--mail-type=FAIL"):
+        assert line in found
+    hostile = directives(render(profile=site({"wckey": 'two "words" #'})))
+    assert '--wckey=two "words" #' in hostile
+
+
+def test_options_of_srun_reach_it_with_values_of_the_job(tmp_path: Path) -> None:
+    options = {"cpu-bind": "mask_cpu:0xfe,0xfe00", "network": "it's $$5 $HOME", "mpi": "pmix"}
+    seen = run_script(tmp_path, render(profile=site(srun=options), python=stub(tmp_path)))
+    assert "--cpu-bind=mask_cpu:0xfe,0xfe00" in seen["argv"]
+    assert "--network=it's $5 /home-of-nobody" in seen["argv"]
+    assert "--mpi=pmix" in seen["argv"] and "--mpi=none" not in seen["argv"]
+
+
+def test_the_spec_adds_nodes_licenses_and_features() -> None:
+    profile = profile_with(
+        slurm={
+            "constraint": "a100",
+            "options": {"sbatch": {"exclude": "n9", "licenses": "scratch:1"}},
+        }
+    )
+    wanted = {"constraint": "hbm", "exclude": "n[1-2]", "nodelist": "n3", "licenses": "matlab:1"}
+    found = directives(render(spec_with(resources=wanted), profile))
+    for line in ("--constraint=a100&hbm", "--exclude=n9,n[1-2]", "--nodelist=n3"):
+        assert line in found
+    assert "--licenses=scratch:1,matlab:1" in found
+    assert "--gpu-bind=map_gpu:0,1" in render(spec_with(resources={"gpu_bind": "map_gpu:0,1"}))
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("sbatch", {"job-name": "x"}, "hpctrain sets this itself"),
+        ("sbatch", {"export": "ALL"}, "hpctrain sets this itself"),
+        ("srun", {"container-image": "x"}, "hpctrain sets this itself"),
+        ("srun", {"nodelist": "n1"}, "hpctrain sets this itself"),
+        ("sbatch", {"cpu-bind": "none"}, "has no such option"),
+        ("sbatch", {"licences": "x"}, "has no such option"),
+        ("srun", {"auto-resume": 1}, "has no such option"),
+        ("sbatch", {"contiguous": False}, "false is no value"),
+        ("sbatch", {"mail-user": "$USER"}, "expands no variables"),
+        ("srun", {"network": "$(id)"}, "only variables are expanded"),
+    ],
+)
+def test_what_a_site_may_not_add(command: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        SiteOptions.model_validate({command: options})
+
+
+def test_a_wrong_option_is_reported_at_its_place_with_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    text = "extends: a100x64\nname: own\nslurm:\n  options:\n    sbatch:\n      licences: x\n"
+    file.write_text(f"{text}      export: ALL\n")
+    with pytest.raises(InvalidInputError) as caught:
+        load_profile(file)
+    problem = caught.value.problems[0]
+    assert (problem.line, "did you mean `licenses`?" in (problem.hint or "")) == (6, True)
+
+
+def test_options_of_plugins_are_named_by_the_site() -> None:
+    options = {"plugins": ["auto-resume"], "srun": {"auto-resume": 1}}
+    assert "--auto-resume=1" in render(profile=profile_with(slurm={"options": options}))
+
+
+def test_options_that_a_version_lacks_are_refused() -> None:
+    newer = {"options": {"sbatch": {"oom-kill-step": 1}}}
+    profile_with(slurm={"version": "24.11", **newer})
+    with pytest.raises(ValidationError, match=r"22\.05 does not have sbatch --oom-kill-step"):
+        profile_with(slurm={"version": "22.05", **newer})
+
+
+@pytest.mark.parametrize("command", ["sbatch", "srun"])
+def test_no_option_is_both_free_and_owned(command: str) -> None:
+    assert not set(available_options(command)) & set(owned_options(command))
+    script = render()
+    own = directives(script)
+    if command == "srun":
+        own = re.findall(r"--\S+", script[script.index("\n  srun ") :])
+        own.remove("--mpi=none")
+    names = {line.removeprefix("--").partition("=")[0] for line in own}
+    assert names <= set(owned_options(command))
+
+
+def test_jobs_without_a_comment_are_found_by_name_and_directory() -> None:
+    assert "--comment" not in render(profile=profile_with(slurm={"comment": False}))
+    run = JobIdentity("x-0", "hpctrain:x-0", frozenset({"/runs/x-0"}))
+    assert run.finds(JobRecord(1, name="x-0", work_directory="/runs/x-0"))
+    assert run.finds(JobRecord(1, name="x-0", comment="by the site", work_directory="/runs/x-0"))
+    assert not run.finds(JobRecord(1, name="x-0", work_directory="/other/x-0"))
+    assert not run.finds(JobRecord(1, name="x-0"))
+
+
+def test_a_reservation_that_ends_before_the_walltime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for end, refused in (("2020-01-01T00:00:00+00:00", True), ("2120-01-01T00:00:00+00:00", False)):
+        slurm = f"slurm: {{reservation: maint, reservation_end: '{end}'}}\n"
+        (tmp_path / "own.yaml").write_text(f"extends: sandbox\nname: own\n{slurm}")
+        inputs = (ROOT / "examples/gpt-tiny.yaml", str(tmp_path / "own.yaml"))
+        if refused:
+            with pytest.raises(LimitError, match="reservation maint"):
+                prepare(*inputs, runs=tmp_path)
+        else:
+            assert "--reservation=maint" in prepare(*inputs, runs=tmp_path).script
+
+
+# -- Which nodes the script asks for: islands by feature, few leaves, whole blocks --------------
+
+
+HALLS = load_profile(find_profile("islands10b")).document
+A100 = load_profile(find_profile("a100x64")).document
+RACK = load_profile(find_profile("gb200nvl72")).document
+
+
+def network(profile: ClusterProfile, nodes: int | None = None, **changes: Any) -> ClusterProfile:
+    """The profile with another network and perhaps another number of nodes."""
+    values = profile.model_dump(mode="json", by_alias=True)
+    values["network"] |= changes
+    values["nodes"]["count"] = nodes or values["nodes"]["count"]
+    return ClusterProfile.model_validate(values)
+
+
+def islands(*nodes: int, **changes: Any) -> ClusterProfile:
+    """Halls of so many nodes, called hall0, hall1 and so on."""
+    listed = [
+        {"nodes": count, "uplink": "100Gb/s", "feature": f"hall{number}", **changes}
+        for number, count in enumerate(nodes)
+    ]
+    return network(HALLS, sum(nodes), islands=listed)
+
+
+def run(nodes: int, per_node: int = 8, **parallel: Any) -> RunSpec:
+    """The tiny example on so many nodes."""
+    gpus = nodes * per_node
+    parallel = parallel or {"tp": 1, "pp": 1}
+    return spec_with(resources={"gpus": gpus}, parallel=parallel, batch={"global": gpus * 4})
+
+
+def options(profile: ClusterProfile, spec: RunSpec) -> dict[str, str]:
+    found = topology_options(planned_job(spec, profile))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "constraint"),
+    [
+        (1, None),  # any node will do
+        (2, "[east|west]"),
+        (4, "[east|west]"),
+        (5, "[east*4&west*1]"),
+        (6, "[east*3&west*3]"),
+        (8, None),  # all nodes, whatever one asks for
+    ],
+)
+def test_halls_by_feature(nodes: int, constraint: str | None) -> None:
+    found = options(HALLS, run(nodes))
+    assert found == ({"constraint": constraint} if constraint else {})
+
+
+def test_only_halls_that_are_large_enough() -> None:
+    assert options(islands(2, 6, 4), run(3)) == {"constraint": "[hall1|hall2]"}
+    assert options(islands(2, 6, 4), run(5)) == {"constraint": "hall1"}
+    assert options(islands(2, 6, 4), run(8)) == {"constraint": "[hall1*4&hall2*4]"}
+
+
+def test_the_features_of_the_site_stay() -> None:
+    values = HALLS.model_dump(mode="json", by_alias=True)
+    values["slurm"]["constraint"] = "ib"
+    profile = ClusterProfile.model_validate(values)
+    assert options(profile, run(1)) == {"constraint": "ib"}
+    assert options(profile, run(6)) == {"constraint": "ib&[east*3&west*3]"}
+
+
+def test_islands_without_features_are_left_to_slurm() -> None:
+    assert options(islands(4, 4, feature=None), run(6)) == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "switches"),
+    [(1, None), (2, "1@00:05:00"), (16, "1@00:05:00"), (17, "2@00:05:00"), (48, "3@00:05:00"),
+     (49, None), (64, None)],
+)  # fmt: skip
+def test_few_leaves_of_a_tree(nodes: int, switches: str | None) -> None:
+    """a100x64: four leaves of sixteen nodes."""
+    found = options(A100, run(nodes))
+    assert found == ({"switches": switches} if switches else {})
+
+
+def test_a_site_says_whether_and_how_long_to_wait_for_leaves() -> None:
+    tree = {"plugin": "tree", "nodes_per_leaf": 16}
+    patient = network(A100, switches={**tree, "wait": "2h"})
+    assert options(patient, run(2)) == {"switches": "1@02:00:00"}
+    off = network(A100, switches={**tree, "request": False})
+    assert options(off, run(2)) == {}
+
+
+def test_leaves_are_counted_in_each_island() -> None:
+    """Six and six nodes on leaves of four are two leaves each, not three together."""
+    profile = islands(8, 8, 8)
+    tree = profile.network.model_dump(mode="json") | {
+        "switches": {"plugin": "tree", "nodes_per_leaf": 4}
+    }
+    found = options(network(profile, 24, **tree), run(12))
+    assert found == {"constraint": "[hall0*6&hall1*6]", "switches": "4@00:05:00"}
+
+
+def test_blocks() -> None:
+    """The plan has chosen the segment: tests/unit/plan/test_plan_nvlink_domain.py."""
+    racks = network(RACK, 72)  # four racks of 18 nodes with 4 GPUs, 16 of which are counted on
+    spec = run(32, 4, tp=8, pp=1)
+    values = spec.model_dump(mode="json", by_alias=True)
+    values["model"] |= {"heads": 8, "kv_heads": None}
+    wide = RunSpec.model_validate(values)
+    assert options(racks, wide) == {"segment": "16"}
+    assert "#SBATCH --segment=16\n" in render(wide, racks)
+    off = {"plugin": "block", "nodes_per_leaf": 18, "request": False}
+    assert options(network(racks, switches=off), wide) == {}
+
+
+def test_leaves_of_a_tree_are_counted_with_their_usable_nodes() -> None:
+    tree = {"plugin": "tree", "nodes_per_leaf": 16, "usable_per_leaf": 14}
+    site = network(A100, switches=tree)
+    assert options(site, run(14)) == {"switches": "1@00:05:00"}
+    assert options(site, run(16)) == {"switches": "2@00:05:00"}
+
+
+def test_the_script_says_where_the_job_goes() -> None:
+    script = render(run(6), HALLS)
+    assert '#SBATCH --constraint="[east*3&west*3]"' in script
+    assert "· nodes of islands 3 + 3\n" in script
+    assert "nodes of islands" not in render(run(4), HALLS)
+    assert "#SBATCH --switches=1@00:05:00" in render(run(2), A100)
+
+
+def test_the_script_names_an_unusual_order() -> None:
+    both = {"tp": 1, "pp": 2}
+    usual = render(run(2, **both), A100)
+    assert "order" not in next(line for line in usual.splitlines() if "Layout" in line)
+    near = {**both, "order": "tp-cp-ep-pp-dp"}
+    (line,) = [text for text in render(run(2, **near), A100).splitlines() if "Layout" in text]
+    assert line.endswith("· order tp-cp-ep-pp-dp")
+
+
+def test_the_trainer_is_told_the_order() -> None:
+    from hpctrain.engines.megatron import megatron_config
+
+    for order in ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"):
+        spec = run(2, tp=1, pp=2, order=order)
+        job = planned_job(spec, A100)
+        assert job.plan.layout.order == order
+        assert megatron_config(job).parallel_order == order
+    assert make_plan(SPEC, A100).layout.order == "tp-cp-ep-dp-pp"
+
+
+# -- The modes of going on, spare nodes and ranges of nodes: what is asked for, said and refuse
+
+
+def going_on(mode: str, **more: object) -> ClusterProfile:
+    return PROFILE.model_copy(update={"continuation": mode, "continuation_jobs": 5, **more})
+
+
+MODES = {
+    "requeue": ({"--requeue", "--output=logs/slurm-%j.out"}, "Slurm restarts the same job"),
+    "chain": ({"--no-requeue", "--output=logs/slurm-%j.out"}, "each job submits the next one"),
+    "singleton": (
+        {"--no-requeue", "--dependency=singleton", "--job-name=gpt-tiny-0000"},
+        "5 jobs of one name",
+    ),
+    "array": (
+        {"--no-requeue", "--array=1-5%1", "--output=logs/slurm-%A_%a.out"},
+        "an array of 5 jobs",
+    ),
+    "none": ({"--no-requeue", "--output=logs/slurm-%j.out"}, "`hpctrain resume` goes on"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_asks_for_what_it_needs_and_for_nothing_else(mode: str) -> None:
+    expected, words = MODES[mode]
+    script = render(profile=going_on(mode))
+    found = set(directives(script))
+    assert expected <= found
+    special = ("--requeue", "--no-requeue", "--dependency", "--array")
+    assert {line for line in found if line.startswith(special)} == {
+        line for line in expected if line.startswith(special)
+    }
+    comments = " ".join(line.removeprefix("# ") for line in script.splitlines())
+    assert f"Continuation {mode}, from profile sandbox" in comments and words in comments
+    told = script[script.index("# Continuation") : script.index("\nexec ")]
+    assert max(map(len, told.splitlines())) <= 100
+
+
+def partition(mode: str, grace: float) -> PartitionProfile:
+    preemption = PreemptionProfile.model_validate({"mode": mode, "grace": f"{grace}s"})
+    return PROFILE.slurm.partitions[0].model_copy(update={"preemption": preemption})
+
+
+def test_the_line_says_mode_meaning_and_source() -> None:
+    a100 = load_profile(find_profile("a100x64")).document
+    line = continuation_line(a100, a100.slurm.partitions[0])
+    assert line == "requeue: Slurm restarts the same job; profile a100x64"
+
+
+@pytest.mark.parametrize(
+    ("mode", "preemption", "grace", "refused"),
+    [
+        ("requeue", "cancel", 0, True),
+        ("requeue", "cancel", 60, False),
+        ("requeue", "requeue", 0, False),
+        ("requeue", "off", 0, False),
+        ("chain", "cancel", 0, False),
+        ("none", "cancel", 0, False),
+    ],
+)
+def test_requeue_where_slurm_cancels(mode: str, preemption: str, grace: int, refused: bool) -> None:
+    place = partition(preemption, grace)
+    assert bool(continuation_problems(going_on(mode), place)) is refused
+    in_grace = "within the grace of 60 s" in continuation_line(going_on(mode), place)
+    assert in_grace is (mode == "requeue" and preemption == "cancel" and grace == 60)
+
+
+def test_submit_refuses_what_slurm_would_never_do() -> None:
+    partitions = [{"name": "train", "default": True, "preemption": {"mode": "cancel"}}]
+    profile = profile_with(slurm={"partitions": partitions})
+    with pytest.raises(InvalidInputError, match="use chain, singleton or array"):
+        render(profile=profile)
+
+
+# -- spare nodes and fewer nodes --------------------------------------------------------------
+
+
+def elastic(**resources: object) -> RunSpec:
+    """Two nodes of two GPUs."""
+    layout: dict[str, object] = {"tp": 1, "pp": 2}
+    return spec_with(resources={"gpus": 4, **resources}, parallel=layout)
+
+
+def test_without_spare_nodes_everything_is_exact() -> None:
+    found = directives(render(elastic()))
+    assert {"--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4"} <= set(found)
+    assert "--no-kill" not in found
+
+
+def test_spare_nodes_are_allocated_and_srun_keeps_its_number() -> None:
+    script = render(elastic(spare_nodes=1))
+    found = directives(script)
+    assert {"--nodes=3", "--ntasks-per-node=2", "--no-kill"} <= set(found)
+    assert "--nodes=2 \\" in script and "--ntasks=4 \\" in script
+
+
+@pytest.mark.parametrize(("spare", "most"), [(0, 2), (1, 3)])
+def test_a_range_of_nodes_tells_sbatch_no_tasks(spare: int, most: int) -> None:
+    script = render(elastic(min_nodes=1, spare_nodes=spare))
+    found = directives(script)
+    assert {f"--nodes=1-{most}", "--cpus-per-task=8", "--no-kill"} <= set(found)
+    assert not [line for line in found if line.startswith("--ntasks")]
+    srun = script[script.index("exec ") :]
+    assert "--ntasks-per-node=2" in srun and "--cpus-per-task=4" in srun
+
+
+def test_min_nodes_equal_to_all_nodes_is_no_range() -> None:
+    found = directives(render(elastic(min_nodes=2)))
+    assert "--nodes=2" in found and "--no-kill" not in found
+
+
+def test_gpus_per_task_need_a_number_of_tasks() -> None:
+    profile = profile_with(slurm={"gpu_request": "gpus-per-task"})
+    assert "--gpus-per-task=1" in directives(render(elastic(), profile))
+    found = directives(render(elastic(min_nodes=1), profile))
+    assert "--gpus-per-node=2" in found
+    assert not [line for line in found if line.startswith("--gpus-per-task")]
+
+
+def test_leaves_are_enough_for_the_spare_nodes() -> None:
+    switches = {"plugin": "tree", "nodes_per_leaf": 2}
+    network = {"network": {"switches": switches}, "nodes": {"count": 8}}
+    profile = profile_with(**network)  # type: ignore[arg-type]
+    leaves = [
+        [line for line in directives(render(spec, profile)) if line.startswith("--switches")]
+        for spec in (elastic(), elastic(spare_nodes=1))
+    ]
+    assert leaves == [["--switches=1@00:05:00"], ["--switches=2@00:05:00"]]
+
+
+def test_spare_nodes_where_slurm_counts_the_nodes_of_each_island() -> None:
+    islands = [
+        {"nodes": 1, "uplink": "100Gb/s", "feature": "east"},
+        {"nodes": 1, "uplink": "100Gb/s", "feature": "west"},
+        {"nodes": 2, "uplink": "100Gb/s", "feature": "south"},
+    ]
+    network = {"nic_bandwidth": "100Gb/s", "islands": islands}
+    profile = profile_with(network=network)
+    spec = spec_with(resources={"gpus": 6}, parallel={"tp": 1, "pp": 1}, batch={"global": 24})
+    assert any("*" in line for line in directives(render(spec, profile)))
+    spare = spec_with(
+        resources={"gpus": 6, "spare_nodes": 1}, parallel={"tp": 1, "pp": 1}, batch={"global": 24}
+    )
+    with pytest.raises(InvalidInputError, match="plan the run on one island"):
+        render(spare, profile)
