@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from hpctrain.job.plan import Inputs, Option, freed, plan_option, with_gpus
 from hpctrain.plan.documents import Goal
 from hpctrain.plan.forecast.documents import Forecast
-from hpctrain.plan.forecast.sentences import days, days_range
+from hpctrain.plan.forecast.options import days, days_range
 from hpctrain.spec.document import Document
 from hpctrain.spec.run import RunSpec
 

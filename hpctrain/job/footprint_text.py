@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.page.text import facts
-from hpctrain.plan.footprint.documents import Footprint
+from hpctrain.plan.footprint.predict import Footprint
 from hpctrain.plan.footprint.table import OPERATIONS, Operation
 
 _NAME, _NUMBER = 30, 13

@@ -14,7 +14,7 @@ from hpctrain.plan.forecast.documents import (
     Forecast,
     SpotComparison,
 )
-from hpctrain.plan.forecast.sentences import days, days_column, days_range
+from hpctrain.plan.forecast.options import days, days_column, days_range
 
 _INDENT = 10
 # textwrap breaks at ASCII white space only.

@@ -22,7 +22,6 @@ from hpctrain.base.errors import (
 from hpctrain.job.prepare import load_inputs, load_knowledge
 from hpctrain.plan.alternatives import explain
 from hpctrain.plan.documents import Explanation, Goal, Plan
-from hpctrain.plan.forecast.budget import cheapest_plan, check_currency
 from hpctrain.plan.forecast.documents import (
     Budget,
     BudgetDecision,
@@ -30,8 +29,8 @@ from hpctrain.plan.forecast.documents import (
     RunFacts,
     SpotComparison,
 )
-from hpctrain.plan.forecast.facts import run_facts
-from hpctrain.plan.forecast.spot import compare_spot
+from hpctrain.plan.forecast.options import cheapest_plan, check_currency, compare_spot
+from hpctrain.plan.forecast.predict import run_facts
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.planner import Decision, decide
 from hpctrain.plan.request import Knowledge, PlanRequest

@@ -11,9 +11,9 @@ from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.job.render.continuation import continuation_line, continuation_problems
 from hpctrain.page.text import LINE_WIDTH, paragraph
 from hpctrain.plan.documents import Certainty, Plan, Prediction, Stage
-from hpctrain.plan.forecast.sentences import days, days_range, money_range
+from hpctrain.plan.forecast.options import days, days_range, money_range
 from hpctrain.plan.layout_words import DEFAULT_ORDER
-from hpctrain.plan.mesh.recomputation import recompute_words
+from hpctrain.plan.mesh.candidate import recompute_words
 
 if TYPE_CHECKING:
     from hpctrain.job.advice import Advice

@@ -157,7 +157,7 @@ def site_knowledge(
     gpu: Gpu, calibration: Calibration, uncertainty: Uncertainty | None, site: SiteCalibration
 ) -> Knowledge:
     """Put what a site has measured and learned in place of packaged figures."""
-    from hpctrain.plan.cost.constants import calibrated_at_site
+    from hpctrain.plan.cost.from_spec import calibrated_at_site
     from hpctrain.plan.request import Knowledge
 
     measured = measured_rates(site)
@@ -283,7 +283,7 @@ def _rendered(job: TrainingJob, facts: ScriptFacts, templates: Path | None) -> s
 
 def _speed_check(job: TrainingJob, knowledge: Knowledge) -> dict[str, SpeedCheckConfig | None]:
     """Make the settings of the check before training, as an update of the trainer's document."""
-    from hpctrain.plan.cost.expected_speed import expected_speed
+    from hpctrain.plan.cost.prediction import expected_speed
     from hpctrain.plan.request import PlanRequest
 
     expected = expected_speed(PlanRequest(job.spec, job.profile, knowledge), job.plan)

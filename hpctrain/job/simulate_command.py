@@ -13,7 +13,7 @@ from hpctrain.page.output import busy, json_out
 
 if TYPE_CHECKING:
     from hpctrain.job.simulation import Interval
-    from hpctrain.simulate.interval_choice import Goal
+    from hpctrain.simulate.monte_carlo import Goal
     from hpctrain.simulate.scenario import MixName
 
 

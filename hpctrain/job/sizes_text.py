@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.job.plan import Option
-from hpctrain.plan.forecast.sentences import days_column
+from hpctrain.plan.forecast.options import days_column
 
 
 def option_rows(options: Sequence[Option]) -> tuple[list[str], list[list[str]]]:

@@ -16,7 +16,7 @@ from hpctrain.base.errors import HpctrainError
 from hpctrain.observe.families import DRAIN_RESULTS, PHASES
 from hpctrain.observe.metrics_scraper import MetricsTarget
 from hpctrain.observe.samples import Sample, ServiceSamples
-from hpctrain.plan.gpu_price import GpuPrice, gpu_price
+from hpctrain.plan.job import GpuPrice, gpu_price
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import read_record
 from hpctrain.records.service_layout import ReplicaName

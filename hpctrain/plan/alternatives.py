@@ -1,7 +1,7 @@
 """Compare the winner of a search with other meshes and with single changes of the winner.
 
 Belongs here: selecting the runners-up and their differences. Does not belong here: text for the
-terminal (`hpctrain.job.explain_text`), or the choice itself (`ranking`).
+terminal (`hpctrain.job.explain_text`), or the choice itself (`search.layouts`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.plan.cost.from_spec import case_of
-from hpctrain.plan.cost.plan_memory import candidate_memory
-from hpctrain.plan.cost.prediction import step_parts
+from hpctrain.plan.cost.prediction import candidate_memory, step_parts
 from hpctrain.plan.documents import (
     Change,
     Explanation,
@@ -23,14 +22,18 @@ from hpctrain.plan.documents import (
     StepParts,
 )
 from hpctrain.plan.layout_words import ORDERS
-from hpctrain.plan.mesh.candidate import Candidate
-from hpctrain.plan.mesh.columns import Columns, columns_of, joined
+from hpctrain.plan.mesh.candidate import Candidate, Columns, columns_of, joined
 from hpctrain.plan.planner import Decision
-from hpctrain.plan.search.fitting import comfortable, deviations, probabilities
-from hpctrain.plan.search.layouts import Found
-from hpctrain.plan.search.ranking import pareto, preferred
-from hpctrain.plan.search.rivals import winner_faster
-from hpctrain.plan.uncertainty.site import belief_of
+from hpctrain.plan.search.layouts import (
+    Found,
+    comfortable,
+    deviations,
+    pareto,
+    preferred,
+    probabilities,
+    winner_faster,
+)
+from hpctrain.plan.uncertainty.intervals import belief_of
 
 Rows = NDArray[np.intp]
 # What can differ beside the mesh; which modules and layers is a part of how to recompute.

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpctrain.base.units import short_bytes
-from hpctrain.plan.abilities.low_precision import recipe_of
 from hpctrain.plan.cost.case import Case
 from hpctrain.plan.cost.from_spec import case_of, uses_flash_attention
 from hpctrain.plan.cost.memory import host_bytes
-from hpctrain.plan.cost.plan_memory import TIGHT_SHARE, candidate_peak
+from hpctrain.plan.cost.prediction import TIGHT_SHARE, candidate_peak
 from hpctrain.plan.divisors import divisors
 from hpctrain.plan.documents import (
     RECOMPUTES,
@@ -27,14 +26,12 @@ from hpctrain.plan.documents import (
     SearchCounts,
 )
 from hpctrain.plan.limits import node_request
-from hpctrain.plan.mesh.batch import LOW_BUBBLE, bubble_fraction
-from hpctrain.plan.mesh.candidate import Candidate
-from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.mesh.candidate import LOW_BUBBLE, Candidate, bubble_fraction, columns_of
 from hpctrain.plan.mesh.placement import stays_inside
+from hpctrain.plan.model.number_formats import recipe_of
 from hpctrain.plan.model.parameters import pad_vocab
 from hpctrain.plan.request import PlanRequest
-from hpctrain.plan.search.fitting import comfortable
-from hpctrain.plan.search.rivals import Rivals
+from hpctrain.plan.search.layouts import Rivals, comfortable
 from hpctrain.spec.profile import ClusterProfile
 
 _BEST: dict[Goal, str] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from hpctrain.base.errors import LimitError, Refusal
 from hpctrain.base.units import Duration
@@ -19,6 +19,7 @@ from hpctrain.spec.notify import NotifySpec, joined_notify
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.partition import PartitionProfile
 from hpctrain.spec.run import ContainerSpec, EnvironmentSpec, ResourcesSpec, RunSpec
+from hpctrain.spec.service import ServiceSpec
 from hpctrain.spec.supervision import SuperviseSpec
 
 # srun: a task for each GPU. torchrun: a task for each node, which starts one process for each GPU.
@@ -152,3 +153,24 @@ class TrainingJob(Job):
         """The dense peak of a GPU in FLOP/s at the precision of the plan; None: not known."""
         peak = self.profile.gpu.peak.get(self.plan.precision)
         return float(peak) if peak else None
+
+
+# -- What a GPU-hour of a run or a service costs: spot where its partition can be preempted -------
+
+
+class GpuPrice(NamedTuple):
+    """The price of one GPU-hour, in a currency."""
+
+    per_gpu_hour: float
+    currency: str
+
+
+def gpu_price(spec: RunSpec | ServiceSpec, profile: ClusterProfile) -> GpuPrice | None:
+    """Return the price that a profile has for the partition of a spec; None without prices."""
+    prices = profile.for_partition(spec.resources.partition).prices
+    if prices is None:
+        return None
+    partition = profile.slurm.partition(spec.resources.partition)
+    preemptible = partition is not None and partition.preemption.mode != "off"
+    amount = prices.spot if preemptible and prices.spot else prices.on_demand
+    return GpuPrice(amount, prices.currency)

@@ -1,7 +1,8 @@
 """Plan a spec on a cluster, or refuse it with a hint that lists what would work.
 
-Belongs here: the order of decisions. Does not belong here: arithmetic, wording,
-files, the clock.
+Belongs here: the order of decisions, the documents that follow from them: a plan, and a spec as it
+was planned. Does not belong here: arithmetic, wording, files, the clock, writing a layout into a
+user's file (`hpctrain.job.apply`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.base.errors import DoesNotFitError, HpctrainError, LimitError, Refusal
-from hpctrain.plan.abilities.low_precision import low_precision_problems
 from hpctrain.plan.abilities.sharding import sharding_problems
 from hpctrain.plan.abilities.trainable import untrainable
-from hpctrain.plan.cost.plan_memory import candidate_memory
-from hpctrain.plan.cost.prediction import predict
+from hpctrain.plan.cost.prediction import candidate_memory, predict
 from hpctrain.plan.divisors import or_list
 from hpctrain.plan.documents import Goal, NodeRequest, Plan
 from hpctrain.plan.explain import Facts, memory_refusal, proposal, reasons, warnings
@@ -24,16 +23,21 @@ from hpctrain.plan.limits import (
     allowed_gpus,
     gpu_hour_problems,
     limit_problems,
+    low_precision_problems,
     node_request,
     size_problems,
     usable_gpus,
 )
-from hpctrain.plan.mesh.batch import batch_split
-from hpctrain.plan.mesh.candidate import Candidate, candidate_of
-from hpctrain.plan.mesh.islands import island_warnings, on_islands, slow_links, used_islands
-from hpctrain.plan.mesh.layout import settled
-from hpctrain.plan.mesh.nvlink_domain import nvlink_domain, requested_segment
-from hpctrain.plan.mesh.placement import place_axes
+from hpctrain.plan.mesh.candidate import Candidate, batch_split, candidate_of, settled
+from hpctrain.plan.mesh.placement import (
+    island_warnings,
+    nvlink_domain,
+    on_islands,
+    place_axes,
+    requested_segment,
+    slow_links,
+    used_islands,
+)
 from hpctrain.plan.mesh.rank_order import OrderChoice, choose_order
 from hpctrain.plan.mesh.rules import BATCH, MESH_RULES, RULES, refusals
 from hpctrain.plan.mesh.stages import build_stages
@@ -46,13 +50,11 @@ from hpctrain.plan.search.hints import (
     roomiest,
     sizes_around,
 )
-from hpctrain.plan.search.layouts import Found, search
-from hpctrain.plan.search.ranking import preferred
-from hpctrain.plan.search.rivals import rivals
+from hpctrain.plan.search.layouts import Found, preferred, rivals, search
 from hpctrain.plan.search.space import freedom_of
-from hpctrain.plan.uncertainty.certainty import certainty_of
+from hpctrain.plan.uncertainty.intervals import certainty_of
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
+from hpctrain.spec.run import ParallelSpec, RunSpec
 
 # How many candidates just below the capacity are counted exactly before giving up.
 BORDERLINE = 64
@@ -316,3 +318,49 @@ def _assemble(found: Found, row: int) -> Plan:
         reasons=(*reasons(facts), *ordered.reasons),
         warnings=(*warnings(facts), *island_warnings(nodes, profile), *untrainable(spec)),
     )
+
+
+# -- A spec as it was planned, so that nothing else can be planned for it again -------------------
+
+
+def spec_as_planned(spec: RunSpec, plan: Plan) -> RunSpec:
+    """Fix layout, micro-batch, recomputation, offload and sharding of a spec to its plan."""
+    optimizer = {
+        "zero": plan.zero,
+        "distributed": plan.zero > 0,  # its default contradicts stage 0 once it is written
+        "shard_gpus": plan.shard_gpus,
+        "offload": plan.offload,
+    }
+    return spec.model_copy(
+        update={
+            "parallel": parallel_as_planned(spec, plan),
+            "batch": spec.batch.model_copy(update={"micro": plan.batch.micro_batch}),
+            "recompute": plan.recompute,
+            "recompute_modules": plan.recompute_modules or spec.recompute_modules,
+            "recompute_layers": plan.recompute_layers or spec.recompute_layers,
+            "activation_offload_layers": plan.activation_offload_layers or spec.offloaded_layers,
+            "optimizer": spec.optimizer.model_copy(update=optimizer),
+            "resources": spec.resources.model_copy(update={"gpus": plan.layout.world_size}),
+        }
+    )
+
+
+def parallel_as_planned(spec: RunSpec, plan: Plan) -> ParallelSpec:
+    """Write the layout of a plan as a spec would, with its stages where they are uneven."""
+    layout, given = plan.layout, spec.parallel
+    if given == "auto":
+        given = ParallelSpec(pp=layout.pp, vpp=layout.vpp, stages=_listed_stages(plan))
+    sizes = layout.model_dump(exclude={"dp"})
+    if layout.tp == 1:
+        sizes["sequence_parallel"] = None
+    return given.model_copy(update=sizes)
+
+
+def _listed_stages(plan: Plan) -> tuple[int, ...] | None:
+    """List the layers of uneven chunks in the order of the model; None where all are alike."""
+    chunks = [
+        plan.stages[stage].chunk_layers[chunk]
+        for chunk in range(plan.layout.vpp)
+        for stage in range(plan.layout.pp)
+    ]
+    return tuple(chunks) if len(set(chunks)) > 1 else None

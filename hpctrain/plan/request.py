@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hpctrain.plan.documents import Goal
-from hpctrain.plan.model.counts import ModelCounts, count_model
+from hpctrain.plan.model.parameters import ModelCounts, count_model
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.catalogue import Generation, Gpu
 from hpctrain.spec.engines.abilities import MEGATRON_CORE

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError
-from hpctrain.plan.gpu_price import GpuPrice, gpu_price
+from hpctrain.plan.job import GpuPrice, gpu_price
 from hpctrain.records.run_records import read_record
 from hpctrain.records.service_ledger import ServiceEvent, ServiceEventKind
 from hpctrain.records.service_records import Address, ServiceState, Traffic

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.plan.gpu_price import GpuPrice
+from hpctrain.plan.job import GpuPrice
 from hpctrain.telemetry.clock_repair import TICKS_PER_SECOND
 from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING
 from hpctrain.telemetry.time_categories import Category

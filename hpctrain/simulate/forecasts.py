@@ -21,8 +21,8 @@ from hpctrain.plan.forecast.documents import (
     Spread,
     TimeShares,
 )
-from hpctrain.plan.forecast.interruptions import is_spot, preemption_wait_seconds
 from hpctrain.plan.forecast.predict import forecast
+from hpctrain.plan.forecast.rates import is_spot, preemption_wait_seconds
 from hpctrain.plan.job import TrainingJob
 from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.simulate.monte_carlo import Outcome, simulate

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from hpctrain.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.judge.documents import Action, ActionKind, History, Situation, Verdict
 from hpctrain.judge.policy import decide
-from hpctrain.simulate.failure_mixes import FailureKind
-from hpctrain.simulate.scenario import Scenario
+from hpctrain.simulate.scenario import FailureKind, Scenario
 from hpctrain.telemetry.time_categories import Category
 
 # A run that takes this many times its work is taken as endless.

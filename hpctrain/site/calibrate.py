@@ -153,14 +153,14 @@ def calibrate(
 
 def packaged_fabric(calibration: Calibration, fabric: str) -> FabricCalibration:
     """Select the packaged constants of a network."""
-    from hpctrain.plan.cost.constants import fabric_of  # with NumPy
+    from hpctrain.plan.cost.from_spec import fabric_of  # with NumPy
 
     return fabric_of(calibration, fabric)
 
 
 def packaged_shares(calibration: Calibration, gpu: Gpu) -> GpuCalibration:
     """Return the packaged shares of a GPU."""
-    from hpctrain.plan.cost.constants import calibration_of  # with NumPy
+    from hpctrain.plan.cost.from_spec import calibration_of  # with NumPy
 
     return calibration_of(calibration, gpu)
 

@@ -1,8 +1,8 @@
-"""List what a plan may contain but hpctrain's own trainer cannot train.
+"""List what a plan may contain but hpctrain's own trainer cannot train or read.
 
 Belongs here: one message for each thing that no engine can, and the call of the engine's own
-rules. Does not belong here: these (`trainable_*`), what cannot be planned at all (`layout`,
-`sharding`).
+rules. Does not belong here: these (`trainable_*`), what cannot be planned at all (`mesh.rules`,
+`sharding`), whether files are there (`hpctrain.job.input_checks`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Protocol, cast
 
-from hpctrain.plan.abilities.readable import unreadable
 from hpctrain.plan.documents import Plan
+from hpctrain.spec.data import DataFormat
 from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.engines.registry import ENGINES, abilities_of, resolve
 from hpctrain.spec.run import RunSpec
@@ -87,3 +87,31 @@ def untrainable_layout(plan: Plan) -> Problems:
 
 def _rules(abilities: EngineAbilities) -> Rules | None:
     return cast(Rules, resolve(abilities.rules)) if abilities.rules else None
+
+
+# -- Data formats that a model can be trained on --------------------------------------------------
+
+
+def readable_formats(spec: RunSpec) -> tuple[DataFormat, ...]:
+    """List the formats of data for the spec's task; synthetic data have the first."""
+    task = spec.learned_task
+    if task == "language_modeling":
+        return ("tokens", "packed") if spec.engine.abilities.reads_packed else ("tokens",)
+    if task == "masked_language_modeling":
+        return ("tokens",)
+    return ("images", "arrays") if spec.model.reads_images else ("examples",)
+
+
+def data_format(spec: RunSpec) -> DataFormat:
+    """Find the format that the run reads; synthetic data need none to be given."""
+    data = spec.data
+    return data.format if data.sources or data.format != "tokens" else readable_formats(spec)[0]
+
+
+def unreadable(spec: RunSpec) -> list[tuple[str, str]]:
+    """List (dotted path of the field, why the model cannot learn from that data)."""
+    chosen, formats = data_format(spec), readable_formats(spec)
+    if chosen in formats:
+        return []
+    what = f"{spec.learned_task} of a {spec.model.family} by {spec.engine.name}"
+    return [("data.format", f"{what} reads {' or '.join(formats)}, not {chosen}")]

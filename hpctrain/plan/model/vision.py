@@ -3,7 +3,7 @@
 Covers the ends of a ViT, and whole ResNets.
 
 As torchvision builds them, whose published counts the tests compare with. Belongs here: what has
-to do with pixels. Does not belong here: the transformer layers of a ViT (`parameters`, `flops`).
+to do with pixels. Does not belong here: the transformer layers of a ViT (`parameters`).
 None of it is split over ranks: these models are planned with data parallelism.
 """
 

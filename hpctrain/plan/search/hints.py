@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from hpctrain.plan.cost.case import Floats
 from hpctrain.plan.documents import RECOMPUTES, Layout
-from hpctrain.plan.mesh.candidate import Candidate
-from hpctrain.plan.mesh.columns import Columns
+from hpctrain.plan.mesh.candidate import Candidate, Columns
 from hpctrain.plan.request import PlanRequest
-from hpctrain.plan.search.layouts import Floats, Found, search
+from hpctrain.plan.search.layouts import Found, search
 from hpctrain.plan.search.space import freedom_of, hint_freedom
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.run import RunSpec

@@ -19,15 +19,22 @@ from hpctrain.plan.cost.multipliers import (
     memory_sensitivities,
     pass_seconds,
     pass_sensitivities,
+    places_of,
 )
-from hpctrain.plan.cost.places import places_of
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.mesh.candidate import Candidate
-from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.mesh.candidate import Candidate, columns_of
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.uncertainty.belief import Belief, Observations, updated
-from hpctrain.plan.uncertainty.intervals import TIME_NAMES, noise_of, time_effects
-from hpctrain.plan.uncertainty.site import RATE_NOISE, SiteBelief, as_learned, belief_of, widened
+from hpctrain.plan.uncertainty.intervals import (
+    RATE_NOISE,
+    TIME_NAMES,
+    SiteBelief,
+    as_learned,
+    belief_of,
+    noise_of,
+    time_effects,
+    widened,
+)
 from hpctrain.spec.uncertainty import Learned, LearnedMultiplier
 
 _UNKNOWN = 1.0  # deviation of a multiplier's logarithm before its rate was measured

@@ -3,7 +3,7 @@
 Belongs here: one contradiction for each, with the rule of megatron-core that it follows (file names
 are those of megatron-core 0.16.1; arguments.py is Megatron-LM's). Does not belong here: rules about
 layouts that the planner chooses (`hpctrain.plan.mesh.rules`), what a GPU can compute
-(`hpctrain.plan.abilities.low_precision`).
+(`hpctrain.plan.limits`).
 """
 
 from __future__ import annotations

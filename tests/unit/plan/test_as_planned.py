@@ -10,10 +10,9 @@ from specimens import LLAMA7B, LLAMA405B, cluster, run_spec
 from test_search import GPU, MOE, SMALL
 
 from hpctrain.job.elastic_sizes import smaller_sizes
-from hpctrain.plan.as_planned import spec_as_planned
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import TrainingJob
-from hpctrain.plan.planner import make_plan
+from hpctrain.plan.planner import make_plan, spec_as_planned
 from hpctrain.spec.engines.registry import ENGINES
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec

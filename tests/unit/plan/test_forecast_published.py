@@ -12,11 +12,9 @@ from published_failures import (
     first_order_ettr,
 )
 
-from hpctrain.plan.forecast.attempts import Attempt, expected
-from hpctrain.plan.forecast.checkpoint import bytes_per_parameter
 from hpctrain.plan.forecast.intervals import best_steps, daly_seconds, young_seconds
-from hpctrain.plan.forecast.predict import forecast
-from hpctrain.plan.forecast.published import RSC1_FAILURES_PER_NODE_DAY
+from hpctrain.plan.forecast.predict import Attempt, expected, forecast
+from hpctrain.plan.forecast.rates import RSC1_FAILURES_PER_NODE_DAY, bytes_per_parameter
 
 DAY = 86400.0
 

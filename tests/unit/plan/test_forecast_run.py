@@ -11,9 +11,9 @@ import pytest
 from hpctrain.base.errors import DoesNotFitError, InvalidInputError
 from hpctrain.base.units import Duration
 from hpctrain.plan.forecast.documents import Budget, Forecast
+from hpctrain.plan.forecast.options import compare_spot
 from hpctrain.plan.forecast.predict import forecast
-from hpctrain.plan.forecast.published import SPOT_PREEMPTION_SECONDS, SPOT_WAIT_SECONDS
-from hpctrain.plan.forecast.spot import compare_spot
+from hpctrain.plan.forecast.rates import SPOT_PREEMPTION_SECONDS, SPOT_WAIT_SECONDS
 
 PRICES = {"currency": "EUR", "on_demand": 2.5, "spot": 1.0}
 

@@ -15,9 +15,8 @@ import forecast_specimens as specimen
 import pytest
 from variants import varied
 
-from hpctrain.plan.forecast.attempts import Attempt, expected
 from hpctrain.plan.forecast.documents import Forecast, RunFacts
-from hpctrain.plan.forecast.predict import forecast
+from hpctrain.plan.forecast.predict import Attempt, expected, forecast
 
 REPEATS = 300
 

@@ -7,7 +7,7 @@ import pytest
 from specimens import cluster
 
 from hpctrain.plan.documents import Layout, NodeRequest
-from hpctrain.plan.mesh.islands import (
+from hpctrain.plan.mesh.placement import (
     Crossing,
     Island,
     crossing,
@@ -16,10 +16,10 @@ from hpctrain.plan.mesh.islands import (
     island_warnings,
     neighbours_outside,
     on_islands,
+    place_axes,
     slow_links,
     wraps_outside,
 )
-from hpctrain.plan.mesh.placement import place_axes
 from hpctrain.spec.profile import ClusterProfile
 
 UPLINK = "100Gb/s"

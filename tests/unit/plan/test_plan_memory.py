@@ -7,18 +7,19 @@ import pytest
 from specimens import GPT175B, GPT_TINY, LLAMA405B, cluster, run_spec
 
 from hpctrain.plan.cost.case import Case
-from hpctrain.plan.cost.constants import (
+from hpctrain.plan.cost.from_spec import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     DRIVER_BYTES,
     FRAGMENTED,
+    bucket_bytes,
+    case_of,
+    software_for,
 )
-from hpctrain.plan.cost.from_spec import bucket_bytes, case_of, software_for
 from hpctrain.plan.cost.memory import outside_allocator_bytes, peak_bytes, shards
-from hpctrain.plan.cost.plan_memory import candidate_memory
+from hpctrain.plan.cost.prediction import candidate_memory
 from hpctrain.plan.documents import RECOMPUTES, MemoryBreakdown, Recompute
-from hpctrain.plan.mesh.candidate import Candidate, candidate_of
-from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.mesh.candidate import Candidate, candidate_of, columns_of
 from hpctrain.plan.planner import make_plan
 from hpctrain.plan.request import Knowledge, PlanRequest
 from hpctrain.plan.search.layouts import BORDER

@@ -14,8 +14,8 @@ from hpctrain.base.errors import LimitError
 from hpctrain.plan.cost.prediction import predict
 from hpctrain.plan.documents import Plan, Span
 from hpctrain.plan.layout_words import ORDERS
-from hpctrain.plan.mesh.columns import COLUMN_NAMES, Columns
-from hpctrain.plan.mesh.nvlink_domain import nvlink_domain, possible_domains, priced_domains
+from hpctrain.plan.mesh.candidate import COLUMN_NAMES, Columns
+from hpctrain.plan.mesh.placement import nvlink_domain, possible_domains, priced_domains
 from hpctrain.plan.planner import decide, make_plan
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.loader import find_profile, load_profile

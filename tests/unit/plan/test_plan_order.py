@@ -9,9 +9,8 @@ from test_plan_islands import archipelago
 
 from hpctrain.plan.documents import NodeRequest
 from hpctrain.plan.limits import node_request
-from hpctrain.plan.mesh.candidate import Candidate, candidate_of
-from hpctrain.plan.mesh.islands import on_islands, slow_links
-from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.candidate import Candidate, candidate_of, layout_of
+from hpctrain.plan.mesh.placement import on_islands, slow_links
 from hpctrain.plan.mesh.rank_order import (
     OrderChoice,
     choose_order,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.plan.abilities.representable_hugging_face import TASKS, unrepresentable
+from hpctrain.plan.abilities.trainable_hugging_face import TASKS, unrepresentable
 from hpctrain.plan.documents import RECOMPUTES
 from hpctrain.plan.model.parameters import model_flops_per_step, total_parameters
 from hpctrain.plan.search.space import recompute_choices

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from specimens import GPT_TINY, cluster, run_spec
 
-from hpctrain.plan.mesh.candidate import candidate_of
-from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.candidate import candidate_of, layout_of
 from hpctrain.plan.mesh.rules import MESH_RULES, broken_rules
 from hpctrain.plan.mesh.stages import (
     build_stages,

@@ -12,10 +12,13 @@ from planner_knowledge import knowledge_of
 from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.weights import weights_of
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.mesh.candidate import candidate_of
-from hpctrain.plan.mesh.columns import columns_of
-from hpctrain.plan.model.counts import count_model
-from hpctrain.plan.model.parameters import linear_parameters, model_flops_per_step, total_parameters
+from hpctrain.plan.mesh.candidate import candidate_of, columns_of
+from hpctrain.plan.model.parameters import (
+    count_model,
+    linear_parameters,
+    model_flops_per_step,
+    total_parameters,
+)
 from hpctrain.plan.planner import make_plan
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.loader import find_profile, load_profile

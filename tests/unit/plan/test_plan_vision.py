@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.candidate import layout_of
 from hpctrain.plan.mesh.stages import build_stages, split_layers
 from hpctrain.plan.model.parameters import model_flops_per_step, total_parameters
 from hpctrain.plan.model.vision import Convolution, resnet_convolutions

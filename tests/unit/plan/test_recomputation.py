@@ -15,7 +15,7 @@ from hpctrain.engines.megatron import megatron_config
 from hpctrain.job.plan_text import plan_lines
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import TrainingJob
-from hpctrain.plan.mesh.recomputation import (
+from hpctrain.plan.mesh.candidate import (
     MODULES,
     module_bits,
     modules_of,

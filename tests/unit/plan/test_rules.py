@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from specimens import GPT_TINY, LLAMA7B, cluster, run_spec
 
-from hpctrain.plan.mesh.candidate import candidate_of
-from hpctrain.plan.mesh.layout import settled
+from hpctrain.plan.mesh.candidate import candidate_of, settled
 from hpctrain.plan.mesh.rules import RULES, broken_rules, refusals
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.run import ParallelSpec, RunSpec

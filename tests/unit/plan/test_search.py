@@ -18,10 +18,7 @@ from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.layout_words import ORDERS
-from hpctrain.plan.mesh.candidate import Candidate, candidate_of
-from hpctrain.plan.mesh.columns import columns_of
-from hpctrain.plan.mesh.layout import settled
-from hpctrain.plan.mesh.recomputation import module_bits
+from hpctrain.plan.mesh.candidate import Candidate, candidate_of, columns_of, module_bits, settled
 from hpctrain.plan.mesh.rules import (
     CANDIDATE_RULES,
     MESH_RULES,
@@ -31,8 +28,7 @@ from hpctrain.plan.mesh.rules import (
 from hpctrain.plan.mesh.stages import spread_layers
 from hpctrain.plan.planner import make_plan
 from hpctrain.plan.request import PlanRequest
-from hpctrain.plan.search.layouts import Found, search
-from hpctrain.plan.search.ranking import NEAR_TIE, pareto, preferred
+from hpctrain.plan.search.layouts import NEAR_TIE, Found, pareto, preferred, search
 from hpctrain.plan.search.space import EMBEDDING_LOSS_AS_LAYERS, freedom_of
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec

@@ -7,11 +7,9 @@ import pytest
 from planner_knowledge import knowledge_of
 from specimens import LLAMA7B, cluster, run_spec
 
-from hpctrain.plan.cost.constants import software_of
-from hpctrain.plan.cost.island_links import crossed_islands, shown_seconds, uplink_seconds
-from hpctrain.plan.cost.prediction import predict
-from hpctrain.plan.mesh.candidate import candidate_of
-from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.cost.from_spec import software_of
+from hpctrain.plan.cost.prediction import crossed_islands, predict, shown_seconds, uplink_seconds
+from hpctrain.plan.mesh.candidate import candidate_of, columns_of
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.plan.planner import decide, make_plan
 from hpctrain.plan.request import PlanRequest

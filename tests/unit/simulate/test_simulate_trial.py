@@ -12,13 +12,17 @@ from simulated_scenarios import scenario, settings
 
 from hpctrain.judge import launch_history
 from hpctrain.judge.causes import Cause
-from hpctrain.plan.forecast.attempts import Attempt, expected
 from hpctrain.plan.forecast.intervals import daly_seconds
+from hpctrain.plan.forecast.predict import Attempt, expected
 from hpctrain.records.ledger import Event, EventKind
-from hpctrain.simulate.failure_mixes import LLAMA3, MIXES
-from hpctrain.simulate.interval_choice import auto_interval_seconds, choose, poisson_spares
-from hpctrain.simulate.monte_carlo import Outcome, simulate
-from hpctrain.simulate.scenario import Scenario
+from hpctrain.simulate.monte_carlo import (
+    Outcome,
+    auto_interval_seconds,
+    choose,
+    poisson_spares,
+    simulate,
+)
+from hpctrain.simulate.scenario import LLAMA3, MIXES, Scenario
 from hpctrain.simulate.simulated_run import (
     NO_END,
     Cycle,

@@ -15,7 +15,7 @@ from cost_specimens import NEVER, case, changed, only_products
 from hpctrain.plan.cost import blocks
 from hpctrain.plan.cost.case import Case
 from hpctrain.plan.cost.from_spec import EAGER_NORM_TRAFFIC
-from hpctrain.plan.cost.stages import stages_of
+from hpctrain.plan.cost.step import stages_of
 
 T, H, V = 2048, 1024, 51200
 PEAK = 1e15

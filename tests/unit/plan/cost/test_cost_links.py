@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cost_specimens import case, changed
 
-from hpctrain.plan.cost.links import (
+from hpctrain.plan.cost.blocks import (
     HOP_SECONDS,
     exchange_seconds,
     gather_seconds,

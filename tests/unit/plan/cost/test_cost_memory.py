@@ -13,7 +13,6 @@ import pytest
 from cost_specimens import case, changed, pipeline
 
 from hpctrain.plan.cost.case import Case
-from hpctrain.plan.cost.composition import all_blocks
 from hpctrain.plan.cost.memory import (
     Stage,
     activation_bytes,
@@ -43,7 +42,7 @@ from hpctrain.plan.cost.memory import (
     weight_bytes,
     weight_gradient_bytes,
 )
-from hpctrain.plan.cost.weights import Weights
+from hpctrain.plan.cost.weights import Weights, all_blocks
 
 SBH = 2_097_152
 PAPER = dict(flash=0, dropout=0.1)  # unfused attention, dropout masks

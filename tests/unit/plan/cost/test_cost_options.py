@@ -16,7 +16,6 @@ from hpctrain.plan.cost.blocks import (
     shared_expert,
 )
 from hpctrain.plan.cost.case import Case
-from hpctrain.plan.cost.composition import all_blocks
 from hpctrain.plan.cost.memory import (
     activation_bytes,
     host_bytes,
@@ -25,9 +24,8 @@ from hpctrain.plan.cost.memory import (
     stage_memory,
     stages_that_matter,
 )
-from hpctrain.plan.cost.stages import stages_of
-from hpctrain.plan.cost.step import bubble_seconds, late_gradients, step_seconds
-from hpctrain.plan.cost.weights import moe_weights
+from hpctrain.plan.cost.step import bubble_seconds, late_gradients, stages_of, step_seconds
+from hpctrain.plan.cost.weights import all_blocks, moe_weights
 
 EXPERTS: dict[str, Any] = dict(
     mlp_blocks=0, moe_blocks=8, experts=8, top_k=2, expert_ffn=512, expert_hidden=1024

@@ -10,10 +10,9 @@ import pytest
 from cost_specimens import GIB, case, changed, drawn, many, pipeline
 
 from hpctrain.plan.cost.case import Case, Mesh, Shape
-from hpctrain.plan.cost.composition import Blocks, all_blocks, first_blocks, later_blocks
-from hpctrain.plan.cost.constants import software_of
-from hpctrain.plan.cost.from_spec import NO_MACHINE
+from hpctrain.plan.cost.from_spec import NO_MACHINE, software_of
 from hpctrain.plan.cost.memory import peak_bytes, stage_memory, stages_that_matter
+from hpctrain.plan.cost.weights import Blocks, all_blocks, first_blocks, later_blocks
 from hpctrain.spec.loader import load_calibration
 
 # 3 dense layers in front of 5 with experts

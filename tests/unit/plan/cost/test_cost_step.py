@@ -11,21 +11,18 @@ import pytest
 from cost_specimens import NEVER, case, changed, drawn, many, only_products, pipeline
 
 from hpctrain.plan.cost.case import Case, once
-from hpctrain.plan.cost.composition import Blocks
-from hpctrain.plan.cost.stages import (
+from hpctrain.plan.cost.step import (
     Stages,
     Turn,
-    launch_seconds,
-    stages_of,
-    waiting_seconds,
-)
-from hpctrain.plan.cost.step import (
     data_messages,
+    launch_seconds,
     optimizer_seconds,
+    stages_of,
     step_seconds,
     transfer_seconds,
+    waiting_seconds,
 )
-from hpctrain.plan.cost.weights import Weights
+from hpctrain.plan.cost.weights import Blocks, Weights
 
 FREE = dict(memory_bandwidth=NEVER, nvlink_bandwidth=NEVER, network_bandwidth=NEVER)
 SBH = 2_097_152  # T x h of the specimen

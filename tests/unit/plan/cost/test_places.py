@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.plan.cost.case import Case
-from hpctrain.plan.cost.places import AXES, alike, places_of, weights_of
+from hpctrain.plan.cost.multipliers import AXES, alike, places_of, weights_of
 from tests.unit.plan.uncertainty.uncertain_cases import the_case
 
 

@@ -8,28 +8,24 @@ import numpy as np
 import pytest
 
 from hpctrain.base.units import ByteSize
-from hpctrain.plan.cost.classes import CLASSES, classes_of
 from hpctrain.plan.cost.from_spec import case_of
-from hpctrain.plan.cost.learned import corrected
-from hpctrain.plan.cost.multipliers import MEMORY
+from hpctrain.plan.cost.multipliers import CLASSES, MEMORY, classes_of, corrected
 from hpctrain.plan.cost.step import step_seconds
-from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.mesh.candidate import columns_of
 from hpctrain.plan.planner import decide
 from hpctrain.plan.request import Knowledge, PlanRequest
-from hpctrain.plan.search.fitting import deviations
-from hpctrain.plan.search.layouts import NEAR, search
-from hpctrain.plan.search.rivals import rivals, winner_faster
+from hpctrain.plan.search.layouts import NEAR, deviations, rivals, search, winner_faster
 from hpctrain.plan.search.space import freedom_of
 from hpctrain.plan.uncertainty.belief import Belief, Observations, Rest, updated
 from hpctrain.plan.uncertainty.intervals import (
     TIME_NAMES,
     Spread,
+    as_learned,
     memory_spread,
     noise_of,
     prior_of,
     time_spread,
 )
-from hpctrain.plan.uncertainty.site import as_learned
 from hpctrain.spec.loader import load_run_spec, load_uncertainty
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.uncertainty import OwnRun, SiteLearning

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 from hpctrain.plan.cost.case import Case, stack
-from hpctrain.plan.cost.classes import CLASSES, classes_of
 from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.multipliers import (
+    AXES,
+    CLASSES,
     MEMORY,
     TIME,
+    classes_of,
     memory_sensitivities,
+    places_of,
     scaled,
     sensitivities,
 )
-from hpctrain.plan.cost.places import AXES, places_of
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.planner import decide
 from hpctrain.plan.request import PlanRequest
@@ -26,13 +28,14 @@ from hpctrain.plan.search.layouts import search
 from hpctrain.plan.search.space import freedom_of
 from hpctrain.plan.uncertainty.intervals import (
     TIME_NAMES,
+    belief_of,
     interval_of,
     memory_spread,
     prior_of,
     probability_faster,
     time_effects,
+    with_rates,
 )
-from hpctrain.plan.uncertainty.site import belief_of, with_rates
 from hpctrain.spec.loader import load_run_spec, load_uncertainty
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.uncertainty import Learned, LearnedRest, OwnRun, SiteLearning
