@@ -7,7 +7,7 @@ Belongs here: that document. Does not belong here: planning, or reading the docu
 from __future__ import annotations
 
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.planner import spec_as_planned
+from hpctrain.plan.job import spec_as_planned
 from hpctrain.spec.run import RunSpec
 
 

@@ -15,8 +15,7 @@ from hpctrain.base.errors import DoesNotFitError, LimitError
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.job import TrainingJob
-from hpctrain.plan.planner import parallel_as_planned
+from hpctrain.plan.job import TrainingJob, parallel_as_planned
 from hpctrain.records.supervise_config import LaunchShape
 from hpctrain.spec.run import RunSpec
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import spec_as_planned
 from hpctrain.plan.layout_words import DEFAULT_ORDER
-from hpctrain.plan.planner import spec_as_planned
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind, Ledger
 from hpctrain.records.run_records import (

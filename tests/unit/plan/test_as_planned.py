@@ -11,8 +11,8 @@ from test_search import GPU, MOE, SMALL
 
 from hpctrain.job.elastic_sizes import smaller_sizes
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.job import TrainingJob
-from hpctrain.plan.planner import make_plan, spec_as_planned
+from hpctrain.plan.job import TrainingJob, spec_as_planned
+from hpctrain.plan.planner import make_plan
 from hpctrain.spec.engines.registry import ENGINES
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
