@@ -14,7 +14,7 @@ from hpctrain.plan.cost.case import Floats
 from hpctrain.plan.documents import RECOMPUTES, Layout
 from hpctrain.plan.mesh.candidate import Candidate, Columns
 from hpctrain.plan.request import PlanRequest
-from hpctrain.plan.search.layouts import Found, search
+from hpctrain.plan.search.layouts import search
 from hpctrain.plan.search.space import freedom_of, hint_freedom
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.run import RunSpec
@@ -105,8 +105,3 @@ def lighter_settings(request: PlanRequest) -> tuple[str, ...]:
         if chosen and search(changed, freedom_of(changed), timed=False).fits.any():
             return tuple(f"engine.megatron.{name}={str(on).lower()}" for name, on in chosen)
     return ()
-
-
-def roomiest(found: Found) -> int:
-    """Return the row of the candidate that needs the least memory; there must be one."""
-    return int(np.argmin(found.peak_bytes))
