@@ -47,7 +47,12 @@ def untrainable_fields(spec: RunSpec) -> Problems:
         trained = f"{', '.join(others)} and {last}" if others else last
         problems.append(("model.family", f"hpctrain trains {trained} with {engine}, not {family}"))
     if spec.precision not in abilities.trained_precisions:
-        problems.append(("precision", _untrained_precision(spec)))
+        *others, last = abilities.trained_precisions
+        trained = f"{', '.join(others)} and {last}"
+        able = [one.name for one in ENGINES.values() if spec.precision in one.trained_precisions]
+        does = f"; engine {' and '.join(able)} does" if able else ""
+        message = f"hpctrain trains in {trained} with {engine}, not in {spec.precision}{does}"
+        problems.append(("precision", message))
     if spec.optimizer.offload not in abilities.trained_offloads:
         place = f"the optimizer's state on {spec.optimizer.offload}"
         problems.append(("optimizer.offload", f"hpctrain does not train {engine} with {place}"))
@@ -57,15 +62,6 @@ def untrainable_fields(spec: RunSpec) -> Problems:
     # an engine may have a message of its own about the format of data or numbers
     formats = unreadable(spec)
     return [problem for problem in (*problems, *formats) if problem[0] not in named] + own
-
-
-def _untrained_precision(spec: RunSpec) -> str:
-    """Describe what the engine trains, and which engine trains the wanted precision."""
-    *others, last = spec.engine.abilities.trained_precisions
-    trained = f"{', '.join(others)} and {last}"
-    message = f"hpctrain trains in {trained} with {spec.engine.name}, not in {spec.precision}"
-    able = [one.name for one in ENGINES.values() if spec.precision in one.trained_precisions]
-    return f"{message}; engine {' and '.join(able)} does" if able else message
 
 
 def untrainable_axes(spec: RunSpec) -> Collection[str]:

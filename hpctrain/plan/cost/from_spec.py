@@ -354,6 +354,10 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
     sent_share = 1.0 if hook == "none" else 0.5
     if hook == "powersgd":
         sent_share = min(1.0, 2 * POWERSGD_RANK / spec.model.hidden)
+    way = spec.engine.abilities.gradient_addition
+    if way == "product" and spec.engine.implementation == "local":
+        # Megatron's layers without TransformerEngine add to main gradients by kernels of their own
+        way = "main"
     return Mesh(
         **{name: getattr(columns, name).astype(float) for name in _IN_COLUMNS},
         offload=columns.offload.astype(float) * (2 if spec.optimizer.offload == "nvme" else 1),
@@ -366,7 +370,7 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
         gradient_bytes=held,
         summed_bytes=held * sent_share,
         summed_inside=held if hook == "hierarchical" else 0,
-        added_bytes=added_bytes(_addition(spec), element, each, columns.accumulation.astype(float)),
+        added_bytes=added_bytes(way, element, each, columns.accumulation.astype(float)),
         gather_bytes=sent_weight_bytes(spec),
         low_bytes=low_weight_bytes(spec, request.generation),
         low_only=int(own.fp8_param_gather),
@@ -377,12 +381,6 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
         gradient_copy=FP32_BYTES * trainable if each < FP32_BYTES else 0,
         deferred_output=WGRAD_DEFERRAL_LIMIT if own.defer_embedding_wgrad_compute else 0,
     )
-
-
-def _addition(spec: RunSpec) -> GradientAddition:
-    """Megatron's layers without TransformerEngine add to main gradients by kernels of their own."""
-    way = spec.engine.abilities.gradient_addition
-    return "main" if way == "product" and spec.engine.implementation == "local" else way
 
 
 def _number(column: Whole) -> Array:
@@ -429,6 +427,12 @@ def software_for(request: PlanRequest) -> Software:
     trainable = request.counts.trainable_share
     main = OPTIMIZER_BYTES[spec.precision] - MOMENT_BYTES
     copied = trainable if abilities.main_copy_of_trained_only else 1.0
+    # outside of the allocator is what the profile says, else what is usual
+    outside = dict(
+        context_bytes=DRIVER_BYTES + CONTEXT_BYTES, communicator_bytes=COMMUNICATOR_BYTES
+    )
+    if (stated := request.profile.gpu.reserved) is not None:
+        outside = dict(context_bytes=float(stated))
     software = replace(
         base,
         flash=int(uses_flash_attention(spec)),
@@ -441,13 +445,16 @@ def software_for(request: PlanRequest) -> Software:
         late_sums=int(abilities.sums_behind_pipeline),
         scatter_gather=float(abilities.splits_stage_messages),
         main_bytes=main * copied + MOMENT_BYTES * trainable,
-        slack=base.slack if grows_segments(request) else FRAGMENTED,
+        # PyTorch's allocator has no expandable segments on AMD's GPUs
+        slack=FRAGMENTED if (request.generation or "").startswith("cdna") else base.slack,
         bucket_bytes=bucket_bytes(spec),
-        **_outside(request),
+        **outside,
     )
     if knowledge is not None:
         software = _with_options(software, spec, knowledge.calibration)
-    return replace(software, **eager(spec), **_fused_loss(spec))
+    if spec.engine.megatron.cross_entropy_loss_fusion:
+        software = replace(software, loss_bytes=FUSED_LOSS_BYTES)
+    return replace(software, **eager(spec))
 
 
 def bucket_bytes(spec: RunSpec) -> float:
@@ -461,19 +468,6 @@ def bucket_bytes(spec: RunSpec) -> float:
         return 0.0
     two = optimizer.overlap_grad_reduce and optimizer.zero != 3
     return float((2 if two else 1) * int(own.reduce_bucket))
-
-
-def grows_segments(request: PlanRequest) -> bool:
-    """Tell whether PyTorch's allocator has expandable segments there: not on AMD's GPUs."""
-    return not (request.generation or "").startswith("cdna")
-
-
-def _outside(request: PlanRequest) -> dict[str, float]:
-    """Return what is outside of the allocator: what the profile says, else what is usual."""
-    stated = request.profile.gpu.reserved
-    if stated is not None:
-        return dict(context_bytes=float(stated))
-    return dict(context_bytes=DRIVER_BYTES + CONTEXT_BYTES, communicator_bytes=COMMUNICATOR_BYTES)
 
 
 def _with_options(software: Software, spec: RunSpec, calibration: Calibration) -> Software:
@@ -493,13 +487,6 @@ def _with_options(software: Software, spec: RunSpec, calibration: Calibration) -
         shared_overlap=int(own.moe_shared_expert_overlap),
         launched_layers=graphs.layers,
         launched_experts=graphs.experts,
-    )
-
-
-def _fused_loss(spec: RunSpec) -> dict[str, float]:
-    """Return the field of `Software` that megatron-core's fused cross entropy changes."""
-    return (
-        dict(loss_bytes=FUSED_LOSS_BYTES) if spec.engine.megatron.cross_entropy_loss_fusion else {}
     )
 
 

@@ -21,8 +21,6 @@ from hpctrain.plan.cost.memory import outside_allocator_bytes, shards, stage_mem
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.cost.weights import Blocks
 from hpctrain.plan.documents import (
-    AxisPlacement,
-    Layout,
     MemoryBreakdown,
     Plan,
     Prediction,
@@ -317,27 +315,19 @@ def expected_speed(request: PlanRequest, plan: Plan) -> ExpectedSpeed | None:
     if machine is None:
         return None
     # links depend on the sizes of the axes, and on nothing else of a mesh
-    sizes = {axis: getattr(plan.layout, axis) for axis in (*MODEL_AXES, "dp")}
+    layout = plan.layout
+    sizes = {axis: getattr(layout, axis) for axis in (*MODEL_AXES, "dp")}
     case = Case(shape_of(request.spec.model), Mesh(**sizes), machine, software_for(request))
-    places = [_as_grouped(place, plan.layout) for place in plan.placements]
-    links = {place.axis: _bandwidth(case, place) for place in places if place.size > 1}
+    links: dict[Axis, float] = {}
+    for place in plan.placements:
+        size, stride = place.size, place.stride
+        if place.axis == "dp" and layout.cp > 1 and stride == layout.tp * layout.cp:
+            # the ranks of dp and cp sum gradients together: one regular group unless pipeline
+            # stages lie between; then dp alone is priced, whose links are the slower ones
+            size, stride = layout.dp * layout.cp, layout.tp
+        if place.axis == "pp" and size > 1:
+            links["pp"] = float(_LARGE_BYTES / send_seconds(case, _LARGE_BYTES, stride))
+        elif size > 1:
+            seconds = float(reduce_seconds(case, _LARGE_BYTES, size, stride))
+            links[place.axis] = 2 * (size - 1) / size * _LARGE_BYTES / seconds
     return ExpectedSpeed(float(machine.peak * machine.product_efficiency), links)
-
-
-def _as_grouped(place: AxisPlacement, layout: Layout) -> AxisPlacement:
-    """Widen dp to the ranks that sum gradients together: those of dp and cp.
-
-    They are one regular group unless pipeline stages lie between; then dp alone is priced, whose
-    links are the slower ones.
-    """
-    if place.axis != "dp" or layout.cp == 1 or place.stride != layout.tp * layout.cp:
-        return place
-    return place.model_copy(update={"size": layout.dp * layout.cp, "stride": layout.tp})
-
-
-def _bandwidth(case: Case, place: AxisPlacement) -> float:
-    """Return the bus bandwidth of an axis in bytes per second, from the time of a large message."""
-    if place.axis == "pp":
-        return float(_LARGE_BYTES / send_seconds(case, _LARGE_BYTES, place.stride))
-    seconds = float(reduce_seconds(case, _LARGE_BYTES, place.size, place.stride))
-    return 2 * (place.size - 1) / place.size * _LARGE_BYTES / seconds

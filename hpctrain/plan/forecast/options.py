@@ -150,6 +150,7 @@ def cheapest_plan(options: Sequence[Forecast], budget: Budget) -> BudgetDecision
     one with the smallest sum of both overruns, each as a share of the limit.
     """
     assert options and (budget.money is None or all(option.cost for option in options))
+    count = f"{len(options)} option{'s' if len(options) != 1 else ''}"
     meets = tuple(
         number
         for number, option in enumerate(options)
@@ -158,8 +159,18 @@ def cheapest_plan(options: Sequence[Forecast], budget: Budget) -> BudgetDecision
     if meets:
         chosen = min(meets, key=lambda number: (_price(options[number]), options[number].days))
         fastest = min(meets, key=lambda number: options[number].times.total_seconds)
-        lines = _chosen_lines(options, chosen, fastest, budget)
-        return BudgetDecision(chosen=chosen, nearest=chosen, meets=meets, lines=lines)
+        best, quick = options[chosen], options[fastest]
+        lines = [f"{describe(best)} is the cheapest of {count} that meets {_limits(budget)}"]
+        if quick.times.total_seconds < best.times.total_seconds:
+            lines.append(f"the fastest of those that meet it: {describe(quick)}")
+        if best.spread is not None:
+            also = "failures and the error of the step time are in them"
+            if not best.spread.step_deviation:
+                also = "the step time is taken as predicted"
+            lines.append(f"met in 95 of 100 played runs; {also}")
+        elif budget.deadline is not None:
+            lines.append("the forecast is a mean, no run was played: some runs take longer")
+        return BudgetDecision(chosen=chosen, nearest=chosen, meets=meets, lines=tuple(lines))
 
     def excess(option: Forecast) -> float:
         late = option.most_seconds / budget.deadline - 1 if budget.deadline else 0.0
@@ -169,7 +180,7 @@ def cheapest_plan(options: Sequence[Forecast], budget: Budget) -> BudgetDecision
     nearest = min(
         range(len(options)), key=lambda number: (excess(options[number]), _price(options[number]))
     )
-    missing = [f"no plan of {_options(len(options))} meets {_limits(budget)}"]
+    missing = [f"no plan of {count} meets {_limits(budget)}"]
     if budget.deadline is not None:
         missing.append(_deadline_line(options, budget, budget.deadline))
     if budget.money is not None:
@@ -197,24 +208,6 @@ def _paid(option: Forecast, budget: Budget) -> bool:
 def _most_money(option: Forecast) -> float:
     assert option.most_cost is not None, "`check_currency` has seen prices"
     return option.most_cost
-
-
-def _chosen_lines(
-    options: Sequence[Forecast], chosen: int, fastest: int, budget: Budget
-) -> tuple[str, ...]:
-    best, quick = options[chosen], options[fastest]
-    lines = [
-        f"{describe(best)} is the cheapest of {_options(len(options))} that meets {_limits(budget)}"
-    ]
-    if quick.times.total_seconds < best.times.total_seconds:
-        lines.append(f"the fastest of those that meet it: {describe(quick)}")
-    if best.spread is not None:
-        taken = " the step time is taken as predicted" if not best.spread.step_deviation else ""
-        also = taken or " failures and the error of the step time are in them"
-        lines.append(f"met in 95 of 100 played runs;{also}")
-    elif budget.deadline is not None:
-        lines.append("the forecast is a mean, no run was played: some runs take longer")
-    return tuple(lines)
 
 
 def _deadline_line(options: Sequence[Forecast], budget: Budget, deadline: Duration) -> str:
@@ -254,23 +247,18 @@ def _money_line(options: Sequence[Forecast], budget: Budget, money: float) -> st
 
 
 def _overruns(option: Forecast, budget: Budget) -> str:
-    parts = []
+    parts, up_to = [], "" if option.spread is None else "up to "
+
+    def share(overrun: float) -> str:
+        return f" ({overrun:.0%})" if overrun <= _ABSURD else ""
+
     if budget.deadline is not None and not _in_time(option, budget):
         late = option.most_seconds - budget.deadline
-        parts.append(f"{_up_to(option)}{days(late)} late{_share(late / budget.deadline)}")
+        parts.append(f"{up_to}{days(late)} late{share(late / budget.deadline)}")
     if budget.money is not None and not _paid(option, budget):
         over = _most_money(option) - budget.money
-        share = _share(over / budget.money)
-        parts.append(f"{_up_to(option)}{over:,.0f} {budget.currency} over{share}")
+        parts.append(f"{up_to}{over:,.0f} {budget.currency} over{share(over / budget.money)}")
     return " and ".join(parts) or "which is within it"
-
-
-def _up_to(option: Forecast) -> str:
-    return "" if option.spread is None else "up to "
-
-
-def _share(overrun: float) -> str:
-    return f" ({overrun:.0%})" if overrun <= _ABSURD else ""
 
 
 def _limits(budget: Budget) -> str:
@@ -282,10 +270,6 @@ def _limits(budget: Budget) -> str:
         text = f"{budget.deadline / _DAY_SECONDS:,.4g} d" if long else days(budget.deadline)
         parts.append(text)
     return " and ".join(parts) or "no limit"
-
-
-def _options(count: int) -> str:
-    return f"{count} option{'s' if count != 1 else ''}"
 
 
 # -- One plan on preemptible nodes, and on others --------------------------------------------------

@@ -254,18 +254,67 @@ def forecast(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Forecas
         evaluation_seconds=evaluated * facts.step_seconds * FORWARD_SHARE,
         preemption_wait_seconds=preemption_wait_seconds(profile, facts),
     )
-    configured = configured_steps(spec.checkpoint, run.seconds_per_step, _best_steps(run))
-    steps = min(configured, facts.train_steps)
+    stall, mtbf, step = checkpoint.stall_seconds, run.losing_mtbf_seconds, run.seconds_per_step
+    # a save cannot begin before the previous one is written
+    floor = checkpoint.write_seconds if checkpoint.asynchronous else 0.0
+    daly = best_steps(stall, mtbf, floor, step)
+    steps = min(configured_steps(spec.checkpoint, step, daly), facts.train_steps)
+    best = min(daly, facts.train_steps)
     totals = _totals(run, steps)
+    times = totals.times
+    interval = CheckpointInterval(
+        steps=steps,
+        seconds=steps * step,
+        young_seconds=young_seconds(stall, mtbf),
+        daly_seconds=daly_seconds(stall, mtbf),
+        best_steps=best,
+        best_saves_seconds=max(
+            0.0, times.occupied_seconds - _totals(run, best).times.occupied_seconds
+        ),
+    )
+    gpu_hours = facts.gpus * times.occupied_seconds / 3600
+    assumptions = [*run.stops.assumptions, Assumption(kind="save", text=STAGING_SOURCE)]
+    if not facts.queue_seconds and totals.starts >= 1.5:
+        text = f"none of the {totals.starts:,.0f} starts has to wait"
+        assumptions.append(Assumption(kind="queue", text=text))
     tariff: Tariff = "spot" if is_spot(spec, profile, facts) else "on demand"
-    return _document(profile, run, totals, _interval(run, steps, totals), tariff)
+    cost, prices = None, profile.prices
+    if prices is not None:
+        price = prices.on_demand
+        if tariff == "spot" and prices.spot:
+            price = prices.spot
+        elif tariff == "spot":
+            text = "on demand, the profile has no `prices.spot`"
+            assumptions.append(Assumption(kind="price", text=text))
+        amount = gpu_hours * price
+        cost = Cost(tariff=tariff, currency=prices.currency, per_gpu_hour=price, amount=amount)
+    return Forecast(
+        gpus=facts.gpus,
+        nodes=facts.nodes,
+        tariff=tariff,
+        steps=facts.train_steps,
+        tokens=facts.train_steps * facts.tokens_per_step,
+        step_seconds=facts.step_seconds,
+        checkpoint=checkpoint,
+        interval=interval,
+        interruptions=run.stops,
+        **vars(totals),
+        ettr=times.training_seconds / times.occupied_seconds,
+        ettr_with_queue=times.training_seconds / times.total_seconds,
+        gpu_hours=gpu_hours,
+        cost=cost,
+        assumptions=tuple(assumptions),
+        warnings=_warnings(run, interval, times),
+    )
 
 
-def _attempt(run: _Run, steps: int) -> Attempt:
-    """Describe one attempt for a save every `steps` steps.
+def _totals(run: _Run, steps: int) -> _Totals:
+    """Sum over all attempts with a save every `steps` steps: as many as it takes to save all work.
 
     An asynchronous save stalls longer while the previous one is still being written. The first
-    save of an attempt is assumed to wait as long as the others.
+    save of an attempt is assumed to wait as long as the others. The last attempt ends because the
+    run is complete: its start and its last save are added. Raises DoesNotFitError where an attempt
+    or the run makes no progress.
     """
     checkpoint, stops = run.checkpoint, run.stops
     work = steps * run.seconds_per_step
@@ -274,7 +323,7 @@ def _attempt(run: _Run, steps: int) -> Attempt:
         stall += max(0.0, checkpoint.write_seconds - work)
         delay = checkpoint.write_seconds
     preemption = stops.preemption_mtbf_seconds
-    return Attempt(
+    attempt = Attempt(
         work_seconds=work,
         stall_seconds=stall,
         delay_seconds=delay,
@@ -285,15 +334,6 @@ def _attempt(run: _Run, steps: int) -> Attempt:
         preemptions_per_second=1 / preemption if preemption else 0.0,
         warned=stops.warned,
     )
-
-
-def _totals(run: _Run, steps: int) -> _Totals:
-    """Sum over all attempts: as many as it takes to save the whole work.
-
-    The last attempt ends because the run is complete: its start and its last save are added.
-    Raises DoesNotFitError where an attempt or the run makes no progress.
-    """
-    attempt = _attempt(run, steps)
     if attempt.usable_seconds <= run.facts.step_seconds:
         raise DoesNotFitError(
             f"walltime {short_duration(attempt.limit_seconds)} is too short for one attempt: "
@@ -311,7 +351,13 @@ def _totals(run: _Run, steps: int) -> _Totals:
             "use fewer nodes, save more often, or correct `reliability` in the profile",
         )
     count = run.work_seconds / mean.saved_seconds
-    slices, last = _slices(run, attempt, count * mean.limited)
+    # the attempts of a run without failures, and the starts beyond the mean number: one for the
+    # first attempt, less the ends by the limit that are not reached
+    slices, last = 1, 1.0
+    if not math.isinf(attempt.limit_seconds):
+        exact = run.work_seconds / attempt.full_work_seconds
+        slices = max(1, math.ceil(exact - 1e-9))
+        last = 1 - count * mean.limited * (1 - (slices - 1) / exact)
     starts = count + last
     times = TimeShares(
         training_seconds=run.training_seconds,
@@ -323,84 +369,6 @@ def _totals(run: _Run, steps: int) -> _Totals:
         + count * mean.preempted * run.preemption_wait_seconds,
     )
     return _Totals(times, slices, count * mean.failed, count * mean.preempted, starts)
-
-
-def _slices(run: _Run, attempt: Attempt, limited: float) -> tuple[int, float]:
-    """Count the attempts of a run without failures, and the starts beyond the mean number.
-
-    The further starts: one for the first attempt, less the ends by the limit that are not reached.
-    """
-    if math.isinf(attempt.limit_seconds):
-        return 1, 1.0
-    exact = run.work_seconds / attempt.full_work_seconds
-    slices = max(1, math.ceil(exact - 1e-9))
-    return slices, 1 - limited * (1 - (slices - 1) / exact)
-
-
-def _best_steps(run: _Run) -> int:
-    """Return Daly's interval; a save cannot begin before the previous one is written."""
-    checkpoint = run.checkpoint
-    floor = checkpoint.write_seconds if checkpoint.asynchronous else 0.0
-    stall, mtbf = checkpoint.stall_seconds, run.losing_mtbf_seconds
-    return best_steps(stall, mtbf, floor, run.seconds_per_step)
-
-
-def _interval(run: _Run, steps: int, totals: _Totals) -> CheckpointInterval:
-    """Compare the interval in use with Young's and Daly's, and with what the latter saves."""
-    stall, mtbf = run.checkpoint.stall_seconds, run.losing_mtbf_seconds
-    best = min(_best_steps(run), run.facts.train_steps)
-    saves = totals.times.occupied_seconds - _totals(run, best).times.occupied_seconds
-    return CheckpointInterval(
-        steps=steps,
-        seconds=steps * run.seconds_per_step,
-        young_seconds=young_seconds(stall, mtbf),
-        daly_seconds=daly_seconds(stall, mtbf),
-        best_steps=best,
-        best_saves_seconds=max(0.0, saves),
-    )
-
-
-def _document(
-    profile: ClusterProfile,
-    run: _Run,
-    totals: _Totals,
-    interval: CheckpointInterval,
-    tariff: Tariff,
-) -> Forecast:
-    facts, times, prices = run.facts, totals.times, profile.prices
-    gpu_hours = facts.gpus * times.occupied_seconds / 3600
-    assumptions = [*run.stops.assumptions, Assumption(kind="save", text=STAGING_SOURCE)]
-    if not facts.queue_seconds and totals.starts >= 1.5:
-        text = f"none of the {totals.starts:,.0f} starts has to wait"
-        assumptions.append(Assumption(kind="queue", text=text))
-    cost = None
-    if prices is not None:
-        price = prices.on_demand
-        if tariff == "spot" and prices.spot:
-            price = prices.spot
-        elif tariff == "spot":
-            text = "on demand, the profile has no `prices.spot`"
-            assumptions.append(Assumption(kind="price", text=text))
-        amount = gpu_hours * price
-        cost = Cost(tariff=tariff, currency=prices.currency, per_gpu_hour=price, amount=amount)
-    return Forecast(
-        gpus=facts.gpus,
-        nodes=facts.nodes,
-        tariff=tariff,
-        steps=facts.train_steps,
-        tokens=facts.train_steps * facts.tokens_per_step,
-        step_seconds=facts.step_seconds,
-        checkpoint=run.checkpoint,
-        interval=interval,
-        interruptions=run.stops,
-        **vars(totals),
-        ettr=times.training_seconds / times.occupied_seconds,
-        ettr_with_queue=times.training_seconds / times.total_seconds,
-        gpu_hours=gpu_hours,
-        cost=cost,
-        assumptions=tuple(assumptions),
-        warnings=_warnings(run, interval, times),
-    )
 
 
 def _warnings(run: _Run, interval: CheckpointInterval, times: TimeShares) -> tuple[str, ...]:

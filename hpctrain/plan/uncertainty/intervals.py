@@ -6,7 +6,7 @@ figures. Does not belong here: the update (`belief`), effects (`cost.multipliers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import erf, sqrt
 from statistics import NormalDist
@@ -203,7 +203,8 @@ def belief_of(request: PlanRequest) -> SiteBelief | None:
     prior = prior_of(packaged.time, TIME_NAMES)
     if request.profile.network.fabric not in packaged.measured_fabrics:
         prior = widened(prior, ("network",), packaged.other_network)
-    time = with_rates(prior, knowledge.measured)
+    # where a rate was measured the constants are that rate already
+    time = with_rates(prior, dict.fromkeys(knowledge.measured, 0.0))
     memory = prior_of(packaged.memory, MEMORY)
     time_doubt, memory_doubt = packaged.time, packaged.memory
     if learned is not None:
@@ -228,13 +229,13 @@ def widened(prior: Belief, names: Iterable[str], deviation: float) -> Belief:
     return replace(prior, covariance=covariance)
 
 
-def with_rates(prior: Belief, measured: tuple[str, ...]) -> Belief:
-    """Narrow multipliers whose rates were measured: the constants are those rates already."""
-    effects = np.array([[float(name == one) for name in TIME_NAMES] for one in measured])
-    if not measured:
+def with_rates(prior: Belief, rates: Mapping[str, float]) -> Belief:
+    """Update multipliers by rates that were measured one by one, as logarithms."""
+    if not rates:
         return prior
-    noise = np.full(len(measured), RATE_NOISE)
-    seen = Observations(np.zeros(len(measured)), effects, noise)
+    effects = np.array([[float(name == one) for name in TIME_NAMES] for one in rates])
+    noise = np.full(len(rates), RATE_NOISE)
+    seen = Observations(np.array(list(rates.values())), effects, noise)
     return updated(prior, seen, freedom=np.inf, trust=np.inf)
 
 

@@ -116,7 +116,7 @@ def test_layouts_of_one_model_are_told_apart_better_than_their_intervals_say() -
 
 def test_a_measured_rate_settles_its_multiplier() -> None:
     prior = prior_of(load_uncertainty().time, TIME_NAMES)
-    after = with_rates(prior, ("network", "attention"))
+    after = with_rates(prior, {"network": 0.0, "attention": 0.0})
     before_of, after_of = (np.sqrt(np.diag(one.covariance)) for one in (prior, after))
     for number, name in enumerate(TIME_NAMES):
         if name in ("network", "attention"):
