@@ -7,7 +7,7 @@ rules. Does not belong here: these (`trainable_*`), what cannot be planned at al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, cast
 
 from hpctrain.plan.documents import Plan
@@ -43,12 +43,10 @@ def untrainable_fields(spec: RunSpec) -> Problems:
     engine, family, abilities = spec.engine.name, spec.model.family, spec.engine.abilities
     problems: Problems = []
     if family not in abilities.families:
-        *others, last = abilities.families
-        trained = f"{', '.join(others)} and {last}" if others else last
+        trained = _joined(abilities.families)
         problems.append(("model.family", f"hpctrain trains {trained} with {engine}, not {family}"))
     if spec.precision not in abilities.trained_precisions:
-        *others, last = abilities.trained_precisions
-        trained = f"{', '.join(others)} and {last}"
+        trained = _joined(abilities.trained_precisions)
         able = [one.name for one in ENGINES.values() if spec.precision in one.trained_precisions]
         does = f"; engine {' and '.join(able)} does" if able else ""
         message = f"hpctrain trains in {trained} with {engine}, not in {spec.precision}{does}"
@@ -62,6 +60,12 @@ def untrainable_fields(spec: RunSpec) -> Problems:
     # an engine may have a message of its own about the format of data or numbers
     formats = unreadable(spec)
     return [problem for problem in (*problems, *formats) if problem[0] not in named] + own
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Format as `gpt, llama and bert`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def untrainable_axes(spec: RunSpec) -> Collection[str]:
