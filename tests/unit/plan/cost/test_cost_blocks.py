@@ -13,9 +13,21 @@ import pytest
 from cost_specimens import NEVER, case, changed, only_products
 
 from hpctrain.plan.cost import blocks
+from hpctrain.plan.cost.blocks import (
+    HOP_SECONDS,
+    exchange_seconds,
+    gather_seconds,
+    linear,
+    members_inside,
+    network,
+    nvlink,
+    reduce_seconds,
+    send_seconds,
+)
 from hpctrain.plan.cost.case import Case
-from hpctrain.plan.cost.from_spec import EAGER_NORM_TRAFFIC
+from hpctrain.plan.cost.from_spec import EAGER_NORM_TRAFFIC, added_bytes
 from hpctrain.plan.cost.step import stages_of
+from hpctrain.spec.engines.abilities import GradientAddition
 
 T, H, V = 2048, 1024, 51200
 PEAK = 1e15
@@ -369,3 +381,133 @@ class TestBesideWeights:
     def test_later_weight_gradients_hide_nothing(self) -> None:
         late = case(tp=8, beside_weights=1.0, zero_bubble=1)
         assert blocks.beside_weights(late, blocks.mlp(late)) == 0
+
+
+# -- Seconds of collectives: a GPU sends 1e11 bytes/s over NVLink and 1e10 over the network -----
+
+
+GB = 1e9
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "inside"),
+    [(4, 1, 4), (8, 1, 8), (16, 1, 8), (4, 4, 2), (4, 8, 1), (4, 16, 1), (2, 2, 2), (1, 1, 1)],
+)
+def test_members_of_one_domain_of_eight(size: int, stride: int, inside: int) -> None:
+    assert members_inside(case(), size, stride) == inside
+
+
+class TestRings:
+    def test_inside_a_domain_the_ring_moves_three_quarters(self) -> None:
+        assert gather_seconds(case(), 4 * GB, 4, 1) == pytest.approx(0.03 + hops(4))
+
+    def test_all_reduce_is_both_halves(self) -> None:
+        assert reduce_seconds(case(), 4 * GB, 4, 1) == pytest.approx(0.06 + 2 * hops(4))
+
+    def test_across_two_domains_all_cards_work_together(self) -> None:
+        # half of the tensor comes in over 8 cards of 1e10: 0.05 s; NVLink of 2e11 takes 0.0375
+        fast = case(nvlink_bandwidth=2e11)
+        assert gather_seconds(fast, 8 * GB, 16, 1) == pytest.approx(0.05 + hops(16))
+
+    def test_the_slower_of_both_links_counts(self) -> None:
+        # 15/16 of 8e9 over NVLink of 1e10
+        slow = case(nvlink_bandwidth=1e10)
+        assert gather_seconds(slow, 8 * GB, 16, 1) == pytest.approx(0.75 + hops(16))
+
+    def test_one_rank_in_each_domain_has_its_own_card_only(self) -> None:
+        # stride 8: 4 domains of one member: 3/4 of 4e9 over 1e10
+        assert gather_seconds(case(), 4 * GB, 4, 8) == pytest.approx(0.3 + hops(4))
+
+    def test_two_ranks_in_each_domain(self) -> None:
+        # stride 4: 2 of the 8 ranks share a domain, 4 domains, two cards: 3/4 x 4e9 / 2e10
+        assert gather_seconds(case(), 4 * GB, 8, 4) == pytest.approx(0.15 + hops(8))
+
+    def test_a_wide_domain_keeps_it_on_nvlink(self) -> None:
+        assert gather_seconds(case(domain=64), 4 * GB, 4, 8) == pytest.approx(0.03 + hops(4))
+
+    @pytest.mark.parametrize("seconds", [gather_seconds, reduce_seconds])
+    def test_alone_costs_nothing(self, seconds) -> None:  # type: ignore[no-untyped-def]
+        assert seconds(case(), 4 * GB, 1, 1) == 0
+        assert seconds(case(), 4 * GB, 2, 1) > 0
+
+    def test_small_messages_wait_for_their_start(self) -> None:
+        assert gather_seconds(case(), 0, 3, 1) == pytest.approx(2 * HOP_SECONDS)
+
+
+class TestAllToAll:
+    def test_inside_a_domain(self) -> None:
+        assert exchange_seconds(case(), 3 * GB, 0, 4) == pytest.approx(0.03 + hops(4))
+
+    def test_the_slower_of_both_links_counts(self) -> None:
+        assert exchange_seconds(case(), 3 * GB, 2 * GB, 16) == pytest.approx(0.2 + hops(16))
+        slow = case(nvlink_bandwidth=1e9)
+        assert exchange_seconds(slow, 1.75 * GB, 2 * GB, 16) == pytest.approx(1.75 + hops(16))
+
+    def test_alone_costs_nothing(self) -> None:
+        assert exchange_seconds(case(), 0, 0, 1) == 0
+
+
+class TestSingleMessages:
+    def test_to_a_neighbour_and_to_another_domain(self) -> None:
+        assert send_seconds(case(), 1 * GB, 4) == pytest.approx(0.01 + 6e-6)
+        assert send_seconds(case(), 1 * GB, 8) == pytest.approx(0.1 + 6e-6)
+
+
+class TestBandwidth:
+    def test_shares_of_the_data_sheet(self) -> None:
+        one = case(nvlink_efficiency=0.5, network_efficiency=0.2)
+        assert (nvlink(one), network(one)) == (pytest.approx(5e10), pytest.approx(2e9))
+
+    @pytest.mark.parametrize(
+        ("gpus", "leaf", "expected"), [(64, 64, 1e10), (128, 64, 2.5e9), (128, 0, 1e10)]
+    )
+    def test_spines_are_oversubscribed_beyond_one_leaf(
+        self, gpus: int, leaf: int, expected: float
+    ) -> None:
+        one = case(dp=gpus, leaf_gpus=leaf, oversubscription=4)
+        assert network(one) == pytest.approx(expected)
+
+    def test_nvlink_does_not_pass_the_spine(self) -> None:
+        one = case(dp=128, leaf_gpus=64, oversubscription=4)
+        assert gather_seconds(one, 4 * GB, 4, 1) == pytest.approx(0.03 + hops(4))
+
+
+def test_groups_of_any_number_of_cases_at_once() -> None:
+    sizes, strides = np.array([1, 4, 16, 4]), np.array([1, 1, 1, 8])
+    expected = [0.0, 0.015 + hops(4), 0.01875 + hops(16), 0.15 + hops(4)]
+    one = changed(case(), nvlink_bandwidth=np.full(4, 1e11))
+    seconds = gather_seconds(one, 2 * GB, sizes, strides)
+    assert seconds == pytest.approx(expected)
+
+
+# -- Bytes that add a microbatch's weight gradients to earlier ones, and their seconds ----------
+
+
+@pytest.mark.parametrize(
+    ("way", "kept", "expected"),
+    [
+        ("product", 4, 0),
+        ("main", 4, 2 + 4 + 4),  # reads the new one, reads and writes the sum
+        ("main", 2, 2 + 2 + 2),
+        ("autograd", 2, 3 / 4 * (2 + 2 + 2)),  # the first of four is assigned
+        ("block", 4, 2 + 4),
+        ("joined", 4, 2 + 2 + 2 + 4 + 4 + 4),  # joined, changed, divided
+        ("joined", 2, 2 + 2 + 2 + 2),
+    ],
+)
+def test_bytes_of_each_way(way: GradientAddition, kept: float, expected: float) -> None:
+    assert added_bytes(way, 2, kept, 4) == pytest.approx(expected)
+
+
+def test_a_single_microbatch_adds_to_nothing() -> None:
+    found = added_bytes("autograd", 2, 2, np.array([1.0, 2.0]))
+    assert list(np.asarray(found)) == [0, 3]
+
+
+def test_a_linear_layer_adds_behind_its_weight_gradient() -> None:
+    quick = dict(peak=NEVER, nvlink_bandwidth=NEVER)
+    plain, adding = (linear(case(added_bytes=n, **quick), 100, 300, 200) for n in (0, 10))
+    assert adding.forward == plain.forward
+    assert adding.backward - plain.backward == pytest.approx(10 * 300 * 200 / 1e12)
+    frozen = [linear(case(added_bytes=n, trainable=0.1), 100, 300, 200).backward for n in (0, 10)]
+    assert frozen[0] == frozen[1]
