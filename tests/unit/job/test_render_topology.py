@@ -112,7 +112,7 @@ def test_leaves_are_counted_in_each_island() -> None:
 
 
 def test_blocks() -> None:
-    """The plan has chosen the segment: tests/unit/plan/test_placement.py."""
+    """The plan has chosen the segment: tests/unit/plan/test_plan_placement.py."""
     racks = network(RACK, 72)  # four racks of 18 nodes with 4 GPUs, 16 of which are counted on
     wide = with_heads(run(32, 4, tp=8, pp=1))
     assert options(racks, wide) == {"segment": "16"}
