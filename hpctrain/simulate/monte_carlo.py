@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from hpctrain.judge.causes import Cause
 from hpctrain.plan.forecast.intervals import best_steps
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.simulate.simulated_run import Decisions, RunOutcome, SimulatedRun
+from hpctrain.simulate.simulated_run import RunOutcome, SimulatedRun, decisions_about
 from hpctrain.spec.document import Document
 from hpctrain.telemetry.time_categories import Category
 
@@ -80,7 +80,7 @@ def simulate(scenario: Scenario, trials: int, seed: int) -> Outcome:
 @functools.lru_cache(maxsize=256)
 def _simulated(asked: _Asked, trials: int, seed: int) -> Outcome:
     scenario = asked.scenario
-    decisions = Decisions(scenario)
+    decisions = decisions_about(scenario)
     draws = (random.Random(f"{seed}/{n}") for n in range(trials))
     runs = [SimulatedRun(scenario, draw, decisions).run() for draw in draws]
     ended = [run for run in runs if run.stopped is None]

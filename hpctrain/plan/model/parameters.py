@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpctrain.plan.documents import Layout
 from hpctrain.plan.model import vision
 from hpctrain.spec.model import MlaSpec, ModelSpec, MoeSpec
 from hpctrain.spec.run import RunSpec
@@ -291,8 +292,7 @@ def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1, etp: int | None = Non
 
 def stage_parameters(
     model: ModelSpec,
-    tp: int,
-    ep: int,
+    layout: Layout,
     dense: int,
     with_experts: int,
     *,
@@ -300,7 +300,6 @@ def stage_parameters(
     last: bool,
     final_norm: bool,
     multiple: int = VOCAB_MULTIPLE,
-    etp: int | None = None,
 ) -> int:
     """Count one pipeline stage: so many layers of both kinds, and the ends of the model on it.
 
@@ -310,6 +309,7 @@ def stage_parameters(
     if model.family == "resnet":
         assert first and last, "a ResNet is planned with data parallelism only"
         return total_parameters(model)
+    tp, ep, etp = layout.tp, layout.ep, layout.etp
     parameters = dense * layer_parameters(model, tp, ep, 0, etp)
     parameters += with_experts * layer_parameters(model, tp, ep, None, etp)
     if first or (last and model.mtp_layers):
