@@ -7,23 +7,13 @@ h 1024, 16 heads of 64. Others have free products and memory of 1e12 bytes/s.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from cost_specimens import NEVER, case, changed, only_products
 
 from hpctrain.plan.cost import blocks
-from hpctrain.plan.cost.blocks import (
-    HOP_SECONDS,
-    exchange_seconds,
-    gather_seconds,
-    linear,
-    members_inside,
-    network,
-    nvlink,
-    reduce_seconds,
-    send_seconds,
-)
 from hpctrain.plan.cost.case import Case
 from hpctrain.plan.cost.from_spec import EAGER_NORM_TRAFFIC, added_bytes
 from hpctrain.plan.cost.step import stages_of
@@ -56,6 +46,18 @@ def hops(size: int) -> float:
     return 6e-6 * math.log2(size + 1)
 
 
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+@pytest.mark.parametrize(
+    ("block", "changes"), [(blocks.attention, {}), (blocks.mlp, {}), (blocks.mamba, MAMBA)]
+)
+def test_ranks_have_a_share_of_heads_widths_and_tokens(
+    block: Callable[[Case], blocks.Passes], changes: dict[str, float], axis: str
+) -> None:
+    whole, part = (block(only_products(**changes, **{axis: size})) for size in (1, 4))
+    assert part.forward == pytest.approx(whole.forward / 4)
+    assert part.backward == pytest.approx(whole.backward / 4)
+
+
 class TestAttention:
     def test_grouped_queries(self) -> None:
         # QKV 1024 x (16 + 2 x 4) 64, output 1024 x 1024, two operations each and token;
@@ -64,15 +66,6 @@ class TestAttention:
         projections, core = 2 * T * (H * 1536 + H * H), 4 * (T * T // 2) * 1024
         assert passes.forward * PEAK == pytest.approx(projections + core)
         assert passes.backward * PEAK == pytest.approx(2 * projections + 2.5 * core)
-
-    def test_tensor_parallel_ranks_have_a_share_of_the_heads(self) -> None:
-        whole, part = (blocks.attention(only_products(tp=tp)) for tp in (1, 4))
-        assert part.forward == pytest.approx(whole.forward / 4)
-        assert part.backward == pytest.approx(whole.backward / 4)
-
-    def test_context_parallel_ranks_have_a_share_of_the_tokens(self) -> None:
-        whole, part = (blocks.attention(only_products(cp=cp)) for cp in (1, 4))
-        assert part.forward == pytest.approx(whole.forward / 4)
 
     @pytest.mark.parametrize(
         ("keys", "changes"),
@@ -133,11 +126,6 @@ class TestMlp:
         passes = blocks.mlp(only_products(gated=gated))
         assert passes.forward * PEAK == pytest.approx(2 * T * matrices * H * 4096)
         assert passes.backward == pytest.approx(2 * passes.forward)
-
-    def test_tensor_parallel_ranks_have_a_share(self) -> None:
-        whole, part = (blocks.mlp(only_products(tp=tp)) for tp in (1, 4))
-        assert part.forward == pytest.approx(whole.forward / 4)
-        assert part.backward == pytest.approx(whole.backward / 4)
 
     def test_eight_bits_double_the_rate(self) -> None:
         wide, low = (blocks.mlp(only_products(low=low)) for low in (0, 1))
@@ -260,10 +248,6 @@ class TestMamba:
         fast, slow = (blocks.mamba(only_products(**MAMBA, scan_efficiency=e)) for e in (1.0, 0.1))
         scan = T * (256 * 3072 + 4 * 2048 * 128)
         assert (slow.forward - fast.forward) * PEAK == pytest.approx(9 * scan)
-
-    def test_tensor_parallel_ranks_have_a_share(self) -> None:
-        whole, part = (blocks.mamba(only_products(**MAMBA, tp=tp)) for tp in (1, 4))
-        assert part.forward == pytest.approx(whole.forward / 4)
 
     def test_convolution_and_gate_stream(self) -> None:
         products = 2 * (T * H + H * 6176 + T * 6176) + 2 * (T * 2048 + 2048 * H + T * H)
@@ -394,69 +378,62 @@ GB = 1e9
     [(4, 1, 4), (8, 1, 8), (16, 1, 8), (4, 4, 2), (4, 8, 1), (4, 16, 1), (2, 2, 2), (1, 1, 1)],
 )
 def test_members_of_one_domain_of_eight(size: int, stride: int, inside: int) -> None:
-    assert members_inside(case(), size, stride) == inside
+    assert blocks.members_inside(case(), size, stride) == inside
 
 
-class TestRings:
-    def test_inside_a_domain_the_ring_moves_three_quarters(self) -> None:
-        assert gather_seconds(case(), 4 * GB, 4, 1) == pytest.approx(0.03 + hops(4))
-
-    def test_all_reduce_is_both_halves(self) -> None:
-        assert reduce_seconds(case(), 4 * GB, 4, 1) == pytest.approx(0.06 + 2 * hops(4))
-
-    def test_across_two_domains_all_cards_work_together(self) -> None:
-        # half of the tensor comes in over 8 cards of 1e10: 0.05 s; NVLink of 2e11 takes 0.0375
-        fast = case(nvlink_bandwidth=2e11)
-        assert gather_seconds(fast, 8 * GB, 16, 1) == pytest.approx(0.05 + hops(16))
-
-    def test_the_slower_of_both_links_counts(self) -> None:
-        # 15/16 of 8e9 over NVLink of 1e10
-        slow = case(nvlink_bandwidth=1e10)
-        assert gather_seconds(slow, 8 * GB, 16, 1) == pytest.approx(0.75 + hops(16))
-
-    def test_one_rank_in_each_domain_has_its_own_card_only(self) -> None:
-        # stride 8: 4 domains of one member: 3/4 of 4e9 over 1e10
-        assert gather_seconds(case(), 4 * GB, 4, 8) == pytest.approx(0.3 + hops(4))
-
-    def test_two_ranks_in_each_domain(self) -> None:
+@pytest.mark.parametrize(
+    ("one", "gigabytes", "size", "stride", "seconds"),
+    [
+        (case(), 4, 4, 1, 0.03),  # inside a domain the ring moves three quarters
+        # across two half of the tensor comes in over 8 cards of 1e10, NVLink of 2e11 takes 0.0375
+        (case(nvlink_bandwidth=2e11), 8, 16, 1, 0.05),
+        (case(nvlink_bandwidth=1e10), 8, 16, 1, 0.75),  # the slower of both links counts
+        # stride 8: 4 domains of one member, each with its own card only: 3/4 of 4e9 over 1e10;
         # stride 4: 2 of the 8 ranks share a domain, 4 domains, two cards: 3/4 x 4e9 / 2e10
-        assert gather_seconds(case(), 4 * GB, 8, 4) == pytest.approx(0.15 + hops(8))
-
-    def test_a_wide_domain_keeps_it_on_nvlink(self) -> None:
-        assert gather_seconds(case(domain=64), 4 * GB, 4, 8) == pytest.approx(0.03 + hops(4))
-
-    @pytest.mark.parametrize("seconds", [gather_seconds, reduce_seconds])
-    def test_alone_costs_nothing(self, seconds) -> None:  # type: ignore[no-untyped-def]
-        assert seconds(case(), 4 * GB, 1, 1) == 0
-        assert seconds(case(), 4 * GB, 2, 1) > 0
-
-    def test_small_messages_wait_for_their_start(self) -> None:
-        assert gather_seconds(case(), 0, 3, 1) == pytest.approx(2 * HOP_SECONDS)
-
-
-class TestAllToAll:
-    def test_inside_a_domain(self) -> None:
-        assert exchange_seconds(case(), 3 * GB, 0, 4) == pytest.approx(0.03 + hops(4))
-
-    def test_the_slower_of_both_links_counts(self) -> None:
-        assert exchange_seconds(case(), 3 * GB, 2 * GB, 16) == pytest.approx(0.2 + hops(16))
-        slow = case(nvlink_bandwidth=1e9)
-        assert exchange_seconds(slow, 1.75 * GB, 2 * GB, 16) == pytest.approx(1.75 + hops(16))
-
-    def test_alone_costs_nothing(self) -> None:
-        assert exchange_seconds(case(), 0, 0, 1) == 0
+        (case(), 4, 4, 8, 0.3),
+        (case(), 4, 8, 4, 0.15),
+        (case(domain=64), 4, 4, 8, 0.03),
+        (case(), 0, 3, 1, 0),  # a small message waits for its start
+        # NVLink does not pass the spine
+        (case(dp=128, leaf_gpus=64, oversubscription=4), 4, 4, 1, 0.03),
+    ],
+)
+def test_rings(one: Case, gigabytes: float, size: int, stride: int, seconds: float) -> None:
+    found = blocks.gather_seconds(one, gigabytes * GB, size, stride)
+    assert found == pytest.approx(seconds + hops(size))
+    # an all-reduce is both halves
+    assert blocks.reduce_seconds(one, gigabytes * GB, size, stride) == pytest.approx(2 * found)
+    assert blocks.gather_seconds(one, gigabytes * GB, 1, stride) == 0, "alone it costs nothing"
 
 
-class TestSingleMessages:
-    def test_to_a_neighbour_and_to_another_domain(self) -> None:
-        assert send_seconds(case(), 1 * GB, 4) == pytest.approx(0.01 + 6e-6)
-        assert send_seconds(case(), 1 * GB, 8) == pytest.approx(0.1 + 6e-6)
+@pytest.mark.parametrize(
+    ("changes", "near", "far", "size", "seconds"),
+    [
+        ({}, 3, 0, 4, 0.03 + hops(4)),
+        ({}, 3, 2, 16, 0.2 + hops(16)),
+        (dict(nvlink_bandwidth=1e9), 1.75, 2, 16, 1.75 + hops(16)),
+        ({}, 0, 0, 1, 0),
+    ],
+)
+def test_all_to_all(
+    changes: dict[str, float], near: float, far: float, size: int, seconds: float
+) -> None:
+    found = blocks.exchange_seconds(case(**changes), near * GB, far * GB, size)
+    assert found == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("stride", "seconds"), [(4, 0.01), (8, 0.1)])
+def test_a_message_to_a_neighbour_and_to_another_domain(stride: int, seconds: float) -> None:
+    assert blocks.send_seconds(case(), 1 * GB, stride) == pytest.approx(seconds + 6e-6)
 
 
 class TestBandwidth:
     def test_shares_of_the_data_sheet(self) -> None:
         one = case(nvlink_efficiency=0.5, network_efficiency=0.2)
-        assert (nvlink(one), network(one)) == (pytest.approx(5e10), pytest.approx(2e9))
+        assert (blocks.nvlink(one), blocks.network(one)) == (
+            pytest.approx(5e10),
+            pytest.approx(2e9),
+        )
 
     @pytest.mark.parametrize(
         ("gpus", "leaf", "expected"), [(64, 64, 1e10), (128, 64, 2.5e9), (128, 0, 1e10)]
@@ -465,18 +442,14 @@ class TestBandwidth:
         self, gpus: int, leaf: int, expected: float
     ) -> None:
         one = case(dp=gpus, leaf_gpus=leaf, oversubscription=4)
-        assert network(one) == pytest.approx(expected)
-
-    def test_nvlink_does_not_pass_the_spine(self) -> None:
-        one = case(dp=128, leaf_gpus=64, oversubscription=4)
-        assert gather_seconds(one, 4 * GB, 4, 1) == pytest.approx(0.03 + hops(4))
+        assert blocks.network(one) == pytest.approx(expected)
 
 
 def test_groups_of_any_number_of_cases_at_once() -> None:
     sizes, strides = np.array([1, 4, 16, 4]), np.array([1, 1, 1, 8])
     expected = [0.0, 0.015 + hops(4), 0.01875 + hops(16), 0.15 + hops(4)]
     one = changed(case(), nvlink_bandwidth=np.full(4, 1e11))
-    seconds = gather_seconds(one, 2 * GB, sizes, strides)
+    seconds = blocks.gather_seconds(one, 2 * GB, sizes, strides)
     assert seconds == pytest.approx(expected)
 
 
@@ -506,8 +479,10 @@ def test_a_single_microbatch_adds_to_nothing() -> None:
 
 def test_a_linear_layer_adds_behind_its_weight_gradient() -> None:
     quick = dict(peak=NEVER, nvlink_bandwidth=NEVER)
-    plain, adding = (linear(case(added_bytes=n, **quick), 100, 300, 200) for n in (0, 10))
+    plain, adding = (blocks.linear(case(added_bytes=n, **quick), 100, 300, 200) for n in (0, 10))
     assert adding.forward == plain.forward
     assert adding.backward - plain.backward == pytest.approx(10 * 300 * 200 / 1e12)
-    frozen = [linear(case(added_bytes=n, trainable=0.1), 100, 300, 200).backward for n in (0, 10)]
+    frozen = [
+        blocks.linear(case(added_bytes=n, trainable=0.1), 100, 300, 200).backward for n in (0, 10)
+    ]
     assert frozen[0] == frozen[1]
