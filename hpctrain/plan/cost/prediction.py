@@ -191,23 +191,16 @@ def recomputed_flops(
     if recompute == "selective":
         attention = attention_flops_per_token(model) / FORWARD_AND_BACKWARD
         core = attention if "core_attn" in modules else 0.0
-        return (core + 2 * _weights_again(model, modules)) * tokens
+        again = 0  # weights that multiply a token once more
+        for layer in (*range(model.layers), *[model.layers - 1] * model.mtp_layers):
+            if ("moe" if model.has_experts(layer) else "mlp") in modules:
+                again += mlp_weights(model, layer)
+            if "mla_up_proj" in modules and model.mla is not None:
+                again += latent_up_weights(model, model.mla)
+        return (core + 2 * again) * tokens
     output = 0 if model.reads_images else 2 * model.vocab * model.hidden * (1 + model.mtp_layers)
     forward = model_flops_per_step(model, global_batch) / FORWARD_AND_BACKWARD
     return forward - output * tokens
-
-
-def _weights_again(model: ModelSpec, modules: Collection[RecomputeModule]) -> int:
-    """Count weights that multiply a token once more where these modules are computed again."""
-    last = model.layers - 1
-    found = 0
-    for layer in (*range(model.layers), *[last] * model.mtp_layers):
-        routed = model.moe is not None and model.has_experts(layer)
-        if ("moe" if routed else "mlp") in modules:
-            found += mlp_weights(model, layer)
-        if "mla_up_proj" in modules and model.mla is not None:
-            found += latent_up_weights(model, model.mla)
-    return found
 
 
 # -- Bytes on one GPU of each pipeline stage ------------------------------------------------------

@@ -6,12 +6,17 @@ here: the work that events cost a run (`predict`), how often to save (`intervals
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.units import short_duration
-from hpctrain.plan.forecast.documents import Assumption, CheckpointCost, Interruptions, RunFacts
+from hpctrain.plan.forecast.documents import (
+    Assumption,
+    AssumptionKind,
+    CheckpointCost,
+    Interruptions,
+    RunFacts,
+)
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.hardware import FilesystemProfile
 from hpctrain.spec.run import RunSpec
@@ -155,14 +160,6 @@ def _write_seconds(
 # -- Mean times between failures and preemptions of a job -----------------------------------------
 
 
-@dataclass(frozen=True)
-class _Figure:
-    """Seconds and, if they are not the site's own, the assumption behind them."""
-
-    seconds: float
-    assumption: Assumption | None = None
-
-
 def is_spot(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> bool:
     """Tell whether nodes can be preempted: from the facts, else from the partition."""
     if facts.spot is not None:
@@ -180,27 +177,40 @@ def interruptions(
     MTTF = 1 / (N r_f)). A restart is never shorter than reading the checkpoint. The job survives
     a preemption without loss if the grace time lasts for the running step and a save.
     """
-    node = _node_mtbf(profile)
+    assumptions, reliability = [], profile.reliability
+
+    def assume(kind: AssumptionKind, text: str) -> None:
+        assumptions.append(Assumption(kind=kind, text=text))
+
     loading = load_seconds(profile, facts, checkpoint.total_bytes)
-    if profile.reliability is not None:
-        restart = _Figure(max(float(profile.reliability.restart), loading))
+    if reliability is not None:
+        restart = max(float(reliability.restart), loading)
     else:
-        seconds = max(RESTART_SECONDS, loading)
-        text = f"{short_duration(seconds)} ({RESTART_SOURCE})"
-        restart = _Figure(seconds, Assumption(kind="restart", text=text))
-    preemption = _preemption_mtbf(profile, facts) if is_spot(spec, profile, facts) else None
+        scaled = "" if profile.gpu.per_node == RSC_GPUS_PER_NODE else ", by GPUs per node"
+        assume("node failures", f"{NODE_FAILURES_SOURCE}{scaled}")
+        restart = max(RESTART_SECONDS, loading)
+        assume("restart", f"{short_duration(restart)} ({RESTART_SOURCE})")
+    preemption = None
+    if is_spot(spec, profile, facts):
+        if reliability is not None and reliability.preemption_mtbf is not None:
+            preemption = float(reliability.preemption_mtbf)
+            if facts.preemption_wait_seconds is None:
+                assume("preemptions", "replacement nodes are available immediately")
+        else:
+            preemption = SPOT_PREEMPTION_SECONDS
+            every, without = short_duration(preemption), short_duration(SPOT_WAIT_SECONDS)
+            assume("preemptions", f"every {every}, then {without} without nodes ({SPOT_SOURCE})")
     # the spec's partition if it is preemptible, else the first one that is
     chosen = profile.slurm.partition(spec.resources.partition)
     partitions = (*([chosen] if chosen else []), *profile.slurm.partitions)
     graces = [float(p.preemption.grace) for p in partitions if p.preemption.mode != "off"]
     grace = graces[0] if graces else 0.0
-    figures = [node, restart, *([preemption] if preemption else [])]
     return Interruptions(
-        failure_mtbf_seconds=node.seconds / facts.nodes,
-        preemption_mtbf_seconds=preemption.seconds if preemption else None,
-        restart_seconds=restart.seconds,
+        failure_mtbf_seconds=node_mtbf_seconds(profile) / facts.nodes,
+        preemption_mtbf_seconds=preemption,
+        restart_seconds=restart,
         warned=grace >= facts.step_seconds + checkpoint.last_save_seconds,
-        assumptions=tuple(figure.assumption for figure in figures if figure.assumption),
+        assumptions=tuple(assumptions),
     )
 
 
@@ -217,31 +227,7 @@ def preemption_wait_seconds(profile: ClusterProfile, facts: RunFacts) -> float:
 
 def node_mtbf_seconds(profile: ClusterProfile) -> float:
     """Return the mean time between failures of one node: the site's, else the published one."""
-    return _node_mtbf(profile).seconds
-
-
-def _node_mtbf(profile: ClusterProfile) -> _Figure:
     if profile.reliability is not None:
-        return _Figure(float(profile.reliability.node_mtbf))
+        return float(profile.reliability.node_mtbf)
     rate = RSC1_FAILURES_PER_NODE_DAY * profile.gpu.per_node / RSC_GPUS_PER_NODE
-    scaled = "" if profile.gpu.per_node == RSC_GPUS_PER_NODE else ", by GPUs per node"
-    assumption = Assumption(kind="node failures", text=f"{NODE_FAILURES_SOURCE}{scaled}")
-    return _Figure(SECONDS_PER_DAY / rate, assumption)
-
-
-def _preemption_mtbf(profile: ClusterProfile, facts: RunFacts) -> _Figure:
-    reliability = profile.reliability
-    if reliability is not None and reliability.preemption_mtbf is not None:
-        text = (
-            "replacement nodes are available immediately"
-            if facts.preemption_wait_seconds is None
-            else None
-        )
-        seconds = float(reliability.preemption_mtbf)
-    else:
-        text = (
-            f"every {short_duration(SPOT_PREEMPTION_SECONDS)}, then "
-            f"{short_duration(SPOT_WAIT_SECONDS)} without nodes ({SPOT_SOURCE})"
-        )
-        seconds = SPOT_PREEMPTION_SECONDS
-    return _Figure(seconds, Assumption(kind="preemptions", text=text) if text else None)
+    return SECONDS_PER_DAY / rate

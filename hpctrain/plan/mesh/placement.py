@@ -120,9 +120,8 @@ def slow_links(request: NodeRequest, profile: ClusterProfile) -> tuple[Island, .
     islands = used_islands(request, profile)
     if len(islands) > 1:
         nodes = [count for count in request.island_nodes if count]
-        return _intervals(
-            nodes, [float(island.uplink) for island in islands], request.gpus_per_node
-        )
+        uplinks = [float(island.uplink) for island in islands]
+        return _intervals(nodes, uplinks, request.gpus_per_node)
     leaf, ratio = profile.network.switches.usable_nodes, profile.network.switches.oversubscription
     if leaf is None or ratio <= 1 or request.nodes <= leaf:
         return ()

@@ -307,22 +307,19 @@ def certainty_of(
         return found
     total = prediction.parts.total_seconds
     seconds = time_spread(case, belief.time, belief.time_doubt, belief.known_gpu, total)
+    parts = doubt_parts(case, belief.time, belief.time_doubt, belief.known_gpu)
     return found.model_copy(
         update={
             "low_step_seconds": float(seconds.low[0]),
             "high_step_seconds": float(seconds.high[0]),
             "step_deviation": float(seconds.deviation[0]),
             "layout_deviation": layout_deviation(belief.time, belief.time_doubt),
-            "doubt": _doubt(case, belief),
+            "doubt": tuple(
+                DoubtPart(name=name, share=round(share, 3))
+                for name, share in parts.items()
+                if share > 0.01
+            ),
         }
-    )
-
-
-def _doubt(case: Case, belief: SiteBelief) -> tuple[DoubtPart, ...]:
-    """List the parts of the doubt that are more than a hundredth of it."""
-    parts = doubt_parts(case, belief.time, belief.time_doubt, belief.known_gpu)
-    return tuple(
-        DoubtPart(name=name, share=round(share, 3)) for name, share in parts.items() if share > 0.01
     )
 
 
