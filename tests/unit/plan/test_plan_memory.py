@@ -93,26 +93,43 @@ def case(model: dict[str, Any], *args: Any, **axes: Any) -> Case:
 # -- one layer: Korthikanti et al. 2022, arXiv 2205.05198 -------------------------------------
 
 
-def test_without_parallelism_a_layer_keeps_34_sbh_outside_core_attention() -> None:
-    # eq. 1 without 5 a s / h
-    assert layer_bytes(DROPOUT, "selective") == 34 * SBH
+UNFUSED = dict(others={"engine": LOCAL})
+WHOLE = dict(tp=8, sequence_parallel=False)
 
 
-def test_tensor_parallelism_divides_24_of_34_sbh() -> None:
-    # eq. 2: 10 + 24 / t
-    kept = layer_bytes(DROPOUT, "selective", tp=8, sequence_parallel=False)
-    assert kept == 10 * SBH + 24 * SBH // 8
-
-
-def test_sequence_parallelism_divides_the_rest_too() -> None:
-    # eq. 4 and 6: 34 / t
-    assert layer_bytes(DROPOUT, "selective", tp=8) == 34 * SBH // 8
-
-
-def test_full_recomputation_keeps_the_input_only() -> None:
-    # section 5: 2 sbh, over t where the input is split
-    assert layer_bytes(DROPOUT, "full") == 2 * SBH
-    assert layer_bytes(GPT175B, "full", tp=8) == 2 * SBH // 8
+@pytest.mark.parametrize(
+    ("model", "recompute", "axes", "expected"),
+    [
+        (DROPOUT, "selective", {}, 34 * SBH),  # eq. 1 without 5 a s / h
+        (DROPOUT, "selective", WHOLE, 10 * SBH + 24 * SBH // 8),  # eq. 2: 10 + 24 / t
+        (DROPOUT, "selective", dict(tp=8), 34 * SBH // 8),  # eq. 4 and 6: 34 / t
+        # section 5: 2 sbh, over t where the input is split
+        (DROPOUT, "full", {}, 2 * SBH),
+        (GPT175B, "full", dict(tp=8), 2 * SBH // 8),
+        (GPT175B, "selective", {}, 32 * SBH),  # no masks
+        (GPT175B, "selective", dict(cp=4), 32 * SBH // 4),
+        (GPT175B, "none", {}, 32 * SBH + 4 * 96 * 2048),  # flash: 4 bytes per head and token
+        # unfused: eq. 1 has softmax 2, mask 1, dropped-out copy 2; the trainer's softmax is in
+        # fp32, and without dropout its 16-bit copy is multiplied
+        (DROPOUT, "none", UNFUSED, 34 * SBH + (4 + 1 + 2) * 96 * 2048**2),
+        (GPT175B, "none", UNFUSED, 32 * SBH + (4 + 2) * 96 * 2048**2),
+        # eq. 2: s b h (10 + 24 / t + 5 a s / (h t)) with t = 8
+        (
+            DROPOUT,
+            "none",
+            UNFUSED | WHOLE,
+            SBH * (10 + 24 / 8 + 7 * 96 * 2048 / (12288 * 8)),
+        ),
+        # grouped queries and gate. T = 8192, e = 2, t = 8, SP. Outside 4 x 2 x 8192 x 16384 / 8.
+        # Attention: Q, O 128 heads, K, V 8 heads, each of size 128: (2 x 128 + 2 x 8) x 128 =
+        # 34,816; MLP 3 x 53,248 = 159,744; 2 x 8192 x 194,560 / 8. Softmax 4 x 8192 x 128 / 8.
+        (LLAMA405B, "none", dict(tp=8), 134_217_728 + 398_458_880 + 524_288),
+    ],
+)
+def test_what_a_layer_keeps(
+    model: dict[str, Any], recompute: Recompute, axes: dict[str, Any], expected: float
+) -> None:
+    assert layer_bytes(model, recompute, **axes) == expected
 
 
 def test_one_layer_is_whole_while_it_is_computed_again() -> None:
@@ -122,45 +139,6 @@ def test_one_layer_is_whole_while_it_is_computed_again() -> None:
         for recompute in ("full", "none")
     )
     assert full == none
-
-
-def test_a_model_without_dropout_has_no_masks() -> None:
-    assert layer_bytes(GPT175B, "selective") == 32 * SBH
-
-
-def test_flash_attention_keeps_four_bytes_per_head_and_token() -> None:
-    assert layer_bytes(GPT175B) - layer_bytes(GPT175B, "selective") == 4 * 96 * 2048
-
-
-@pytest.mark.parametrize(
-    ("dropout", "bytes_per_pair"),
-    # eq. 1 has softmax 2, mask 1, dropped-out copy 2; the trainer's softmax is in fp32, and without
-    # dropout its 16-bit copy is multiplied
-    [(0.1, 4 + 1 + 2), (0.0, 4 + 2)],
-)
-def test_unfused_attention_keeps_s_by_s(dropout: float, bytes_per_pair: int) -> None:
-    model = {**GPT175B, "dropout": dropout}
-    kept = [layer_bytes(model, how, others={"engine": LOCAL}) for how in ("none", "selective")]
-    assert kept[0] - kept[1] == bytes_per_pair * 96 * 2048**2
-
-
-def test_the_whole_equation_of_korthikanti() -> None:
-    # eq. 2 for GPT-175B: s b h (10 + 24 / t + 5 a s / (h t)) with t = 8; 7 for a softmax in fp32
-    expected = SBH * (10 + 24 / 8 + 7 * 96 * 2048 / (12288 * 8))
-    axes: dict[str, Any] = dict(tp=8, sequence_parallel=False)
-    assert layer_bytes(DROPOUT, others={"engine": LOCAL}, **axes) == expected
-
-
-def test_grouped_queries_and_gate() -> None:
-    # T = 8192, e = 2, t = 8, SP. Outside 4 x 2 x 8192 x 16384 / 8 = 134,217,728.
-    # Attention: Q, O 128 heads, K, V 8 heads, each of size 128: (2 x 128 + 2 x 8) x 128 = 34,816;
-    # MLP 3 x 53,248 = 159,744; 2 x 8192 x 194,560 / 8 = 398,458,880.
-    # Softmax numbers 4 x 8192 x 128 / 8 = 524,288.
-    assert layer_bytes(LLAMA405B, tp=8) == 134_217_728 + 398_458_880 + 524_288
-
-
-def test_context_parallelism_divides_tokens() -> None:
-    assert layer_bytes(GPT175B, "selective", cp=4) == 32 * SBH // 4
 
 
 # -- pipelines ---------------------------------------------------------------------------------
@@ -187,25 +165,19 @@ def microbatches(pp: int, accumulation: int, vpp: int = 1) -> list[float]:
     return [(two - one) / (vpp * unit) for one, two in zip(*held, strict=True)]
 
 
-def test_one_forward_one_backward_holds_pp_minus_stage_microbatches() -> None:
-    # Narayanan et al. 2021, section 2.2.1
-    assert microbatches(pp=4, accumulation=100) == [4, 3, 2, 1]
-    assert microbatches(pp=4, accumulation=2) == [2, 2, 2, 1]
-    assert microbatches(pp=1, accumulation=7) == [1]
-
-
-@pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (4, 2), (4, 3), (8, 3), (8, 12)])
-def test_interleaving_holds_more_by_the_factor_of_korthikanti(pp: int, vpp: int) -> None:
-    # section 4.2.3: pp (1 + (pp - 1) / (pp vpp)) microbatches on stage 0
-    first = microbatches(pp, 10 * pp, vpp)[0]
-    assert first == pytest.approx(pp * (1 + (pp - 1) / (pp * vpp)))
-
-
-def test_interleaving_holds_fewer_chunks_on_later_stages() -> None:
-    # 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks: 11, 9, 7, 5 for pp 4, vpp 2
-    assert microbatches(pp=4, accumulation=16, vpp=2) == [5.5, 4.5, 3.5, 2.5]
-    # with 4 microbatches there are only 8 chunks in all
-    assert microbatches(pp=4, accumulation=4, vpp=2)[0] == 4
+@pytest.mark.parametrize(
+    ("pp", "accumulation", "vpp", "held"),
+    [
+        (4, 100, 1, [4, 3, 2, 1]),  # Narayanan et al. 2021, section 2.2.1
+        (4, 2, 1, [2, 2, 2, 1]),
+        (1, 7, 1, [1]),
+        # 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks: 11, 9, 7, 5; of 4 microbatches 8 in all
+        (4, 16, 2, [5.5, 4.5, 3.5, 2.5]),
+        (4, 4, 2, [4, 4, 3.5, 2.5]),
+    ],
+)
+def test_microbatches_in_flight(pp: int, accumulation: int, vpp: int, held: list[float]) -> None:
+    assert microbatches(pp, accumulation, vpp) == held
 
 
 def test_gpt_175b_stage_by_stage() -> None:
