@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from planner_knowledge import knowledge_of
-from specimens import GPT175B, LLAMA7B, LLAMA405B
+from specimens import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
+    GPT175B,
+    LLAMA7B,
+    LLAMA405B,
+    MIXTRAL,
+)
 
 from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.weights import weights_of
@@ -91,49 +99,6 @@ def test_model_flops_of_grouped_queries_and_gated_mlp() -> None:
 # -- Counts of mixtures of experts, latent attention, token prediction and BERT, as published ---
 
 
-DEEPSEEK_V3: dict[str, Any] = dict(
-    family="llama",
-    layers=61,
-    hidden=7168,
-    ffn=18432,
-    heads=128,
-    vocab=129280,
-    seq=4096,
-    moe=dict(experts=256, top_k=8, ffn=2048, shared_ffn=2048, dense_layers=3),
-    mla=dict(q_rank=1536, kv_rank=512),
-)
-DEEPSEEK_V2: dict[str, Any] = dict(
-    family="llama",
-    layers=60,
-    hidden=5120,
-    ffn=12288,
-    heads=128,
-    vocab=102400,
-    seq=4096,
-    moe=dict(experts=160, top_k=6, ffn=1536, shared_ffn=3072, dense_layers=1),
-    mla=dict(q_rank=1536, kv_rank=512),
-)
-DEEPSEEK_V2_LITE: dict[str, Any] = dict(
-    family="llama",
-    layers=27,
-    hidden=2048,
-    ffn=10944,
-    heads=16,
-    vocab=102400,
-    seq=4096,
-    moe=dict(experts=64, top_k=6, ffn=1408, shared_ffn=2816, dense_layers=1),
-    mla=dict(kv_rank=512),
-)
-MIXTRAL: dict[str, Any] = dict(
-    family="llama",
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    vocab=32000,
-    seq=4096,
-    moe=dict(experts=8, top_k=2, ffn=14336),
-)
 BERT: dict[str, Any] = dict(family="bert", layers=12, hidden=768, heads=12, vocab=30522, seq=512)
 
 
@@ -334,16 +299,11 @@ def test_one_stage_holds_the_whole_model(model: ModelSpec) -> None:
 # -- What LoRA leaves to learn, and what that saves in memory -----------------------------------
 
 
-LLAMA_7B: dict[str, Any] = dict(
-    family="llama", layers=32, hidden=4096, ffn=11008, heads=32, vocab=32000, seq=2048
-)
-
-
 def spec(**fields: Any) -> RunSpec:
     return RunSpec.model_validate(
         dict(
             name="tuned",
-            model=LLAMA_7B,
+            model={**LLAMA7B, "seq": 2048},
             batch={"global": 8, "micro": 1},
             budget=dict(steps=4),
             optimizer=dict(lr=1e-4),
