@@ -385,6 +385,21 @@ def place_axes(
     domain = domain or profile.nvlink.domain
     if request is None:
         request = on_islands(node_request(layout.world_size, profile.gpu.per_node), profile)
+    # nodes and domains, the smaller ones first
+    blocks: list[tuple[int, Span]] = sorted(
+        [(profile.gpu.per_node, "inside a node"), (domain, "inside an NVLink domain")],
+        key=lambda block: block[0],
+    )
+    islands = slow_links(request, profile) if len(used_islands(request, profile)) > 1 else ()
+
+    def span(stride: int, size: int) -> Span:
+        if size == 1:
+            return "one GPU"
+        for ranks, inside in blocks:
+            if stays_inside(stride, size, layout.world_size, ranks):
+                return inside
+        return "across islands" if crossing(stride, size, islands) else "across nodes"
+
     distances = strides(layout)
     if layout.ep > 1:  # the nearest of the experts' own mesh, but for tp inside of experts
         distances["ep"] = expert_tp(layout.tp, layout.ep, layout.etp)
@@ -393,7 +408,7 @@ def place_axes(
             axis=axis,
             size=getattr(layout, axis),
             stride=distances[axis],
-            span=_span(distances[axis], getattr(layout, axis), layout, profile, request, domain),
+            span=span(distances[axis], getattr(layout, axis)),
         )
         for axis in sorted(distances, key=layout.order.split("-").index)
     )
@@ -406,26 +421,3 @@ def stays_inside(stride: int, size: int, world_size: int, domain: int) -> bool:
     one of them lies across a border, and then some group in it has members on both sides.
     """
     return size == 1 or world_size <= domain or domain % (stride * size) == 0
-
-
-def _span(
-    stride: int,
-    size: int,
-    layout: Layout,
-    profile: ClusterProfile,
-    request: NodeRequest,
-    domain: int,
-) -> Span:
-    if size == 1:
-        return "one GPU"
-    blocks: tuple[tuple[int, Span], ...] = (
-        (profile.gpu.per_node, "inside a node"),
-        (domain, "inside an NVLink domain"),
-    )
-    for ranks, span in sorted(blocks, key=lambda block: block[0]):
-        if stays_inside(stride, size, layout.world_size, ranks):
-            return span
-    several = len(used_islands(request, profile)) > 1
-    if several and crossing(stride, size, slow_links(request, profile)):
-        return "across islands"
-    return "across nodes"

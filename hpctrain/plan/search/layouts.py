@@ -3,7 +3,7 @@
 `space` enumerates, `cost` prices; both work on tables of many candidates, each small enough for the
 processor's cache. Belongs here: prices and probabilities of all candidates, orders of preference
 over them. Does not belong here: peaks (`cost.memory`), beliefs (`plan.uncertainty`), hints
-(`hints`), explanations (`alternatives`).
+(`planner`), explanations (`alternatives`).
 """
 
 from __future__ import annotations
