@@ -44,7 +44,7 @@ from bench.fit_jacobian import jacobian
 from bench.published import read_rows
 from bench.rows_split import in_calibration
 from hpctrain.plan.cost.case import Case, Floats, stack
-from hpctrain.plan.cost.constants import CONTEXT_BYTES
+from hpctrain.plan.cost.from_spec import CONTEXT_BYTES
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.loader import PACKAGED_CALIBRATION, load_catalogue, packaged_json

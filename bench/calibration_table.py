@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.plan.cost.constants import FRAGMENTED
+from hpctrain.plan.cost.from_spec import FRAGMENTED
 
 GPUS = {
     # key of calibration.yaml: key whose constants it shares
@@ -44,7 +44,7 @@ class Family:
 UNFUSED = dict(flash=0.0, flash_speed=1.0)
 FLASH = dict(flash=1.0, flash_speed=1.0)
 
-# Software before PyTorch 2.1, and before CUDA 11.7 (hpctrain.plan.cost.constants, `CONTEXT_BYTES`).
+# Software before PyTorch 2.1, and before CUDA 11.7 (hpctrain.plan.cost.from_spec, `CONTEXT_BYTES`).
 OLD = dict(slack=FRAGMENTED, context_bytes=1.3 * GIB)
 # Per logit in the eager loss of PyTorch: 16 bits, log-probabilities, their gradient and that of the
 # logits in fp32 (torch.nn.functional.cross_entropy on `logits.float()`).

@@ -27,15 +27,16 @@ from hpctrain.plan.cost.case import (
     Shape,
     Software,
 )
-from hpctrain.plan.cost.constants import (
+from hpctrain.plan.cost.from_spec import (
+    EAGER_NORM_TRAFFIC,
+    added_bytes,
     calibration_of,
     machine_of,
     newer,
     software_name,
     software_of,
 )
-from hpctrain.plan.cost.from_spec import EAGER_NORM_TRAFFIC, added_bytes
-from hpctrain.plan.mesh.recomputation import MODULES
+from hpctrain.plan.mesh.candidate import MODULES
 from hpctrain.plan.model.number_formats import LAYOUT_BYTES
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
 from hpctrain.spec.catalogue import Gpu, GpuCatalogue, match_gpu

@@ -22,9 +22,7 @@ from scipy.optimize import minimize
 from bench.cases import USUAL
 from bench.left_out import LeftOut, left_out_rows, memory_rows, saved
 from hpctrain.plan.cost.case import Floats
-from hpctrain.plan.cost.classes import CLASSES
-from hpctrain.plan.cost.multipliers import MEMORY
-from hpctrain.plan.cost.places import alike
+from hpctrain.plan.cost.multipliers import CLASSES, MEMORY, alike
 from hpctrain.plan.uncertainty.belief import FREEDOM, Observations, updated
 from hpctrain.plan.uncertainty.intervals import COVERED, TIME_NAMES, noise_of, prior_of
 from hpctrain.spec.calibration import Doubt, Uncertainty

@@ -13,8 +13,7 @@ from bench.accuracy_figures import Report
 from bench.left_out import counted, known_gpus
 from bench.predictions import Predicted
 from hpctrain.plan.cost.case import Floats
-from hpctrain.plan.cost.classes import classes_of
-from hpctrain.plan.cost.multipliers import MEMORY, memory_sensitivities
+from hpctrain.plan.cost.multipliers import MEMORY, classes_of, memory_sensitivities
 from hpctrain.plan.uncertainty.intervals import Spread, interval_of, noise_of, prior_of
 from hpctrain.spec.loader import load_uncertainty
 

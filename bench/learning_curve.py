@@ -24,7 +24,7 @@ import numpy as np
 from bench.fit_uncertainty import Hidden, hidden, prior_from, rows_of, sources_of
 from bench.left_out import LeftOut
 from hpctrain.plan.cost.case import Floats
-from hpctrain.plan.cost.classes import CLASSES
+from hpctrain.plan.cost.multipliers import CLASSES
 from hpctrain.plan.uncertainty.intervals import COVERED, TIME_NAMES
 from hpctrain.spec.calibration import Doubt
 

@@ -20,9 +20,7 @@ from bench.memory_conventions import convention_of
 from bench.predictions import predict_file
 from bench.published import family_of
 from hpctrain.plan.cost.case import Case, Floats, stack
-from hpctrain.plan.cost.classes import classes_of
-from hpctrain.plan.cost.multipliers import memory_sensitivities
-from hpctrain.plan.cost.places import places_of
+from hpctrain.plan.cost.multipliers import classes_of, memory_sensitivities, places_of
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.uncertainty.intervals import time_effects
 

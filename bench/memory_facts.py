@@ -12,7 +12,7 @@ from dataclasses import replace
 from bench.published import PublishedRow
 from bench.published_recipes import Recipe
 from hpctrain.plan.cost.case import Software
-from hpctrain.plan.cost.constants import COMMUNICATOR_BYTES
+from hpctrain.plan.cost.from_spec import COMMUNICATOR_BYTES
 from hpctrain.spec.calibration import SoftwareCalibration
 
 # megatron-core's caller of the loss has the 16-bit logits beside their fp32 form

@@ -19,7 +19,7 @@ from bench.left_out import known_gpus, row_places
 from bench.predictions import Predicted
 from bench.published import PublishedRow
 from hpctrain.plan.cost.case import Floats
-from hpctrain.plan.cost.classes import classes_of
+from hpctrain.plan.cost.multipliers import classes_of
 from hpctrain.plan.uncertainty.belief import Observations, updated
 from hpctrain.plan.uncertainty.intervals import (
     COVERED,

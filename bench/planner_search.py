@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from hpctrain.plan.cost.from_spec import case_of  # noqa: E402
 from hpctrain.plan.cost.memory import peak_bytes  # noqa: E402
 from hpctrain.plan.cost.step import step_seconds  # noqa: E402
-from hpctrain.plan.mesh.columns import columns_of  # noqa: E402
+from hpctrain.plan.mesh.candidate import columns_of  # noqa: E402
 from hpctrain.plan.planner import Decision, decide  # noqa: E402
 from hpctrain.plan.request import Knowledge, PlanRequest  # noqa: E402
 from hpctrain.spec.catalogue import cluster_gpu  # noqa: E402

@@ -6,8 +6,8 @@ Belongs here: that document. Does not belong here: planning, or reading the docu
 
 from __future__ import annotations
 
-from hpctrain.plan.as_planned import spec_as_planned
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import spec_as_planned
 from hpctrain.spec.run import RunSpec
 
 

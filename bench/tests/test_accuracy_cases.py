@@ -26,7 +26,7 @@ from bench.published_models import model_of
 from bench.published_recipes import Recipe
 from hpctrain.plan.cost.case import Software
 from hpctrain.plan.cost.from_spec import EAGER_NORM_TRAFFIC
-from hpctrain.plan.mesh.recomputation import MODULES
+from hpctrain.plan.mesh.candidate import MODULES
 from hpctrain.spec.catalogue import match_gpu
 from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.loader import load_calibration, load_catalogue

@@ -15,7 +15,7 @@ from hpctrain.engines.described import (
 )
 from hpctrain.engines.hugging_face import ACTIVATIONS
 from hpctrain.engines.megatron import MegatronConfig, megatron_model
-from hpctrain.plan.abilities.representable_hugging_face import unrepresentable_model
+from hpctrain.plan.abilities.trainable_hugging_face import unrepresentable_model
 from hpctrain.spec.model import ModelSpec
 
 CONVERTED_FAMILIES = ("gpt", "llama")

@@ -3,7 +3,7 @@
 `settings_of` gives the keyword arguments of GPT2Config, LlamaConfig and so on, with the names of
 `config.json` (transformers 5). Belongs here: these names. Does not belong here: transformers (see
 `hpctrain.train.engines.models`), reading them back (see `described`), models that the classes
-cannot represent (`hpctrain.plan.abilities.representable_hugging_face`).
+cannot represent (`hpctrain.plan.abilities.trainable_hugging_face`).
 """
 
 from __future__ import annotations

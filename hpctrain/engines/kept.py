@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpctrain.plan.cost.case import Case, Mesh
-from hpctrain.plan.cost.composition import Blocks
 from hpctrain.plan.cost.from_spec import (
     ELEMENT_BYTES,
     NO_MACHINE,
@@ -19,6 +18,7 @@ from hpctrain.plan.cost.from_spec import (
     uses_flash_attention,
 )
 from hpctrain.plan.cost.memory import kept_bytes, logit_bytes, outside_bytes
+from hpctrain.plan.cost.weights import Blocks
 from hpctrain.plan.documents import RECOMPUTES
 from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.engines.abilities import MODEL_AXES

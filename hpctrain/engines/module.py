@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.engines.training import TrainConfig, shared_config
-from hpctrain.plan.abilities.readable import data_format
+from hpctrain.plan.abilities.trainable import data_format
 from hpctrain.spec.data import Augmentation, Colors, DataFormat
 from hpctrain.spec.model import LoraSpec, ModelSpec, Task
 

@@ -13,7 +13,7 @@ from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import abilities_of
 
 if TYPE_CHECKING:
-    from hpctrain.plan.cost.expected_speed import ExpectedSpeed
+    from hpctrain.plan.cost.prediction import ExpectedSpeed
     from hpctrain.plan.job import TrainingJob
 
 _MIB = 2**20

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.errors import UsageError
 from hpctrain.base.units import short_duration
-from hpctrain.plan.forecast.published import RESTART_SECONDS
+from hpctrain.plan.forecast.rates import RESTART_SECONDS
 from hpctrain.simulate.forecasts import (
     LEAST_TRIALS,
     policy_settings,
@@ -23,7 +23,7 @@ from hpctrain.simulate.forecasts import (
     scenario_of,
     trials_of,
 )
-from hpctrain.simulate.interval_choice import Choice, Goal, auto_interval_seconds, choose
+from hpctrain.simulate.monte_carlo import Choice, Goal, auto_interval_seconds, choose
 from hpctrain.simulate.scenario import MixName, Scenario
 from hpctrain.spec.profile.hardware import PriceProfile
 from hpctrain.spec.run import SuperviseSpec
@@ -104,8 +104,7 @@ def scenario_of_spec(
     Raises what `hpctrain plan` raises, and UsageError where no step time is predicted.
     """
     from hpctrain.job import plan as planning
-    from hpctrain.plan.forecast.facts import run_facts
-    from hpctrain.plan.forecast.predict import forecast
+    from hpctrain.plan.forecast.predict import forecast, run_facts
     from hpctrain.plan.planner import decide
     from hpctrain.plan.request import PlanRequest
 

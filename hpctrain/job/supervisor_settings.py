@@ -110,7 +110,7 @@ def training_supervision(
 
 def mttf_seconds(job: Job) -> float:
     """Return the mean time to failure of all nodes of a job together, as the site expects it."""
-    from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
+    from hpctrain.plan.forecast.rates import node_mtbf_seconds
 
     return node_mtbf_seconds(job.profile) / job.plan.nodes.nodes
 

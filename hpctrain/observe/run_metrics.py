@@ -24,7 +24,7 @@ from hpctrain.job.prepare import load_inputs
 from hpctrain.judge.launch_history import history
 from hpctrain.observe.samples import Sample, Samples
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.gpu_price import gpu_price
+from hpctrain.plan.job import gpu_price
 from hpctrain.records.communication import read_communication
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import cluster_of

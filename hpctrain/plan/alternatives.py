@@ -1,7 +1,7 @@
 """Compare the winner of a search with other meshes and with single changes of the winner.
 
 Belongs here: selecting the runners-up and their differences. Does not belong here: text for the
-terminal (`hpctrain.job.plan_text`), or the choice itself (`ranking`).
+terminal (`hpctrain.job.explain_text`), or the choice itself (`search.layouts`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.plan.cost.from_spec import case_of
-from hpctrain.plan.cost.plan_memory import candidate_memory
-from hpctrain.plan.cost.prediction import step_parts
+from hpctrain.plan.cost.prediction import candidate_memory, step_parts
 from hpctrain.plan.documents import (
     Change,
     Explanation,
@@ -23,14 +22,18 @@ from hpctrain.plan.documents import (
     StepParts,
 )
 from hpctrain.plan.layout_words import ORDERS
-from hpctrain.plan.mesh.candidate import Candidate
-from hpctrain.plan.mesh.columns import Columns, columns_of, joined
+from hpctrain.plan.mesh.candidate import Candidate, Columns, columns_of, joined
 from hpctrain.plan.planner import Decision
-from hpctrain.plan.search.fitting import comfortable, deviations, probabilities
-from hpctrain.plan.search.layouts import Found
-from hpctrain.plan.search.ranking import pareto, preferred
-from hpctrain.plan.search.rivals import winner_faster
-from hpctrain.plan.uncertainty.site import belief_of
+from hpctrain.plan.search.layouts import (
+    Found,
+    comfortable,
+    deviations,
+    pareto,
+    preferred,
+    probabilities,
+    winner_faster,
+)
+from hpctrain.plan.uncertainty.intervals import belief_of
 
 Rows = NDArray[np.intp]
 # What can differ beside the mesh; which modules and layers is a part of how to recompute.
@@ -134,11 +137,16 @@ def _describe(
 ) -> list[RunnerUp]:
     """Make one document for each candidate; all are compared with the first one."""
     capacity = decision.found.capacity_bytes
-    parts = _parts(decision, joined([columns_of(candidate) for candidate in candidates]))
-    odds = _odds(decision, candidates, parts)
+    request = decision.request
+    columns = joined([columns_of(candidate) for candidate in candidates])
+    parts = _parts(decision, columns)
+    odds: list[float] = []  # that the first candidate is faster; empty without intervals
+    if parts and belief_of(request) is not None:
+        seconds = np.array([part.total_seconds for part in parts])
+        odds = [float(value) for value in winner_faster(request, columns, seconds)]
     documents = []
     for number, (candidate, label) in enumerate(zip(candidates, labels, strict=False)):
-        memory = candidate_memory(decision.request, candidate)
+        memory = candidate_memory(request, candidate)
         stage = max(range(len(memory)), key=lambda index: memory[index].total_bytes)
         peak = memory[stage].total_bytes
         shortage = None
@@ -150,7 +158,17 @@ def _describe(
                 stage=stage,
                 component=largest.removesuffix("_bytes"),
             )
-        own, winner = (parts[number], parts[0]) if parts else (None, None)
+        slower, changes = None, list[Change]()
+        if parts:
+            own, winner = parts[number], parts[0]
+            slower = own.total_seconds / winner.total_seconds - 1
+            for name in StepParts.model_fields:
+                share = (getattr(own, name) - getattr(winner, name)) / winner.total_seconds
+                changes.append(Change(part=name.removesuffix("_seconds"), share=share))
+        # it fits, but is less sure to do so than others are preferred to be
+        exact = np.array([float(peak)])
+        deviation = deviations(request, case_of(request, columns_of(candidate)), exact)
+        sure = float(probabilities(exact, deviation, capacity)[0]) >= comfortable(request)
         documents.append(
             RunnerUp(
                 description=str(candidate),
@@ -158,36 +176,16 @@ def _describe(
                 layout=candidate.layout,
                 micro_batch=candidate.micro_batch,
                 recompute=candidate.mode,
-                step_seconds=own.total_seconds if own else None,
+                step_seconds=parts[number].total_seconds if parts else None,
                 peak_bytes=peak,
-                slower=own.total_seconds / winner.total_seconds - 1 if own and winner else None,
-                changes=_changes(winner, own) if own and winner else (),
+                slower=slower,
+                changes=tuple(sorted((c for c in changes if c.share), key=lambda c: -abs(c.share))),
                 shortage=shortage,
-                tight=_is_tight(decision, candidate, peak),
+                tight=peak <= capacity and not sure,
                 winner_faster=odds[number] if odds else None,
             )
         )
     return documents
-
-
-def _odds(
-    decision: Decision, candidates: Sequence[Candidate], parts: Sequence[StepParts]
-) -> list[float]:
-    """Compute how probably the first candidate is faster than each; empty without intervals."""
-    if not parts or belief_of(decision.request) is None:
-        return []
-    columns = joined([columns_of(candidate) for candidate in candidates])
-    seconds = np.array([part.total_seconds for part in parts])
-    return [float(value) for value in winner_faster(decision.request, columns, seconds)]
-
-
-def _is_tight(decision: Decision, candidate: Candidate, peak: int) -> bool:
-    """Tell whether a candidate fits, but is less sure to do so than others are preferred to be."""
-    request, capacity = decision.request, decision.found.capacity_bytes
-    case = case_of(request, columns_of(candidate))
-    exact = np.array([float(peak)])
-    odds = float(probabilities(exact, deviations(request, case, exact), capacity)[0])
-    return peak <= capacity and odds < comfortable(request)
 
 
 def _parts(decision: Decision, columns: Columns) -> list[StepParts]:
@@ -195,18 +193,6 @@ def _parts(decision: Decision, columns: Columns) -> list[StepParts]:
     if not decision.found.timed:
         return []
     return step_parts(decision.request, columns)
-
-
-def _changes(winner: StepParts, own: StepParts) -> tuple[Change, ...]:
-    """List every part of the step that differs, the largest difference first."""
-    changes = [
-        Change(
-            part=name.removesuffix("_seconds"),
-            share=(getattr(own, name) - getattr(winner, name)) / winner.total_seconds,
-        )
-        for name in StepParts.model_fields
-    ]
-    return tuple(sorted(filter(lambda c: c.share, changes), key=lambda c: -abs(c.share)))
 
 
 def _changed(columns: Columns, names: Sequence[str], rows: Rows, row: int) -> NDArray[np.bool_]:

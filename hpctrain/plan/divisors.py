@@ -39,11 +39,6 @@ def multiples_around(value: int, step: int, limit: int | None = None) -> tuple[i
     )
 
 
-def powers_of_two_below(value: int) -> tuple[int, ...]:
-    """List powers of two below `value`, descending."""
-    return tuple(2**power for power in reversed(range(value.bit_length())) if 2**power < value)
-
-
 def or_list(numbers: Iterable[int]) -> str:
     """Format alternatives: `8`, `8 or 16`, `4, 8 or 16`; `none` for nothing."""
     words = [str(number) for number in numbers]

@@ -1,79 +1,34 @@
-"""Write the reasons, warnings and refusals of a plan.
+"""Write the reasons and warnings of a plan.
 
-Belongs here: sentences. Does not belong here: decisions.
+Belongs here: sentences. Does not belong here: decisions, refusals (`planner`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from hpctrain.base.units import short_bytes
-from hpctrain.plan.abilities.low_precision import recipe_of
 from hpctrain.plan.cost.case import Case
 from hpctrain.plan.cost.from_spec import case_of, uses_flash_attention
 from hpctrain.plan.cost.memory import host_bytes
-from hpctrain.plan.cost.plan_memory import TIGHT_SHARE, candidate_peak
+from hpctrain.plan.cost.prediction import TIGHT_SHARE, candidate_peak
 from hpctrain.plan.divisors import divisors
-from hpctrain.plan.documents import (
-    RECOMPUTES,
-    AxisPlacement,
-    Certainty,
-    Goal,
-    MemoryBreakdown,
-    Prediction,
-    SearchCounts,
-)
-from hpctrain.plan.limits import node_request
-from hpctrain.plan.mesh.batch import LOW_BUBBLE, bubble_fraction
-from hpctrain.plan.mesh.candidate import Candidate
-from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.documents import RECOMPUTES, Goal, MemoryBreakdown, Plan
+from hpctrain.plan.mesh.candidate import LOW_BUBBLE, Candidate, bubble_fraction, columns_of
 from hpctrain.plan.mesh.placement import stays_inside
-from hpctrain.plan.model.parameters import pad_vocab
+from hpctrain.plan.model.number_formats import recipe_of
 from hpctrain.plan.request import PlanRequest
-from hpctrain.plan.search.fitting import comfortable
-from hpctrain.plan.search.rivals import Rivals
-from hpctrain.spec.profile import ClusterProfile
+from hpctrain.plan.search.layouts import Rivals, comfortable
 
 _BEST: dict[Goal, str] = {
     "time": "The best by predicted time",
     "gpu-hours": "The best by predicted time",  # GPU-hours, with as many GPUs as there are
     "memory": "The least memory",
 }
-
 _SLOW_SPANS = ("across nodes", "across islands")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Everything about one plan that its sentences mention.
-
-    `domain`: consecutive ranks in one NVLink domain; `segment`: nodes that share a block, if the
-    script requests that; `rivals`: other meshes that may be faster.
-    """
-
-    request: PlanRequest
-    candidate: Candidate
-    placements: Sequence[AxisPlacement]
-    memory: Sequence[MemoryBreakdown]
-    counts: SearchCounts
-    prediction: Prediction | None
-    domain: int
-    segment: int | None
-    certainty: Certainty | None
-    rivals: Rivals | None
-
-    @property
-    def bubble(self) -> float:
-        """The pipeline bubble as a share of the ideal step time."""
-        return bubble_fraction(self.candidate.layout, self.candidate.accumulation)
-
-
-def amount(count: float, unit_bytes: int) -> str:
-    """Format a number of bytes in a unit fixed by the caller: `55.4`."""
-    return f"{count / unit_bytes:.1f}"
 
 
 def fill_level(memory: Sequence[MemoryBreakdown], capacity_bytes: int) -> str:
@@ -85,260 +40,168 @@ def fill_level(memory: Sequence[MemoryBreakdown], capacity_bytes: int) -> str:
     return f"{total} of {capacity} per GPU in stage {stage}"
 
 
-def largest_parts(memory: Sequence[MemoryBreakdown], capacity_bytes: int) -> str:
-    """Format the fullest stage, largest part first: `optimizer 61.1, gradients 20.4, ...`."""
-    peak = max(memory, key=lambda stage: stage.total_bytes)
-    unit = 2**30 if capacity_bytes >= 2**30 else 2**20  # as `fill_level` prints the capacity
-    parts = sorted(peak.model_dump().items(), key=lambda part: -part[1])
-    shown = [
-        f"{name.removesuffix('_bytes')} {amount(count, unit)}"
-        for name, count in parts
-        if count >= 0.05 * unit
-    ]
-    return ", ".join(shown)
+def reasons(
+    request: PlanRequest, candidate: Candidate, plan: Plan, rivals: Rivals | None
+) -> Iterator[str]:
+    """Yield why the plan is as it is, one full sentence each.
 
-
-def memory_refusal(
-    candidate: Candidate, memory: Sequence[MemoryBreakdown], capacity_bytes: int
-) -> str:
-    """Format what a candidate needs, what a GPU has, and the largest parts."""
-    level = fill_level(memory, capacity_bytes)
-    return f"{candidate.layout} needs {level} ({largest_parts(memory, capacity_bytes)})"
-
-
-def proposal(candidates: Iterable[Candidate]) -> str | None:
-    """Format the hint of a refusal: layouts that fit, nearest first; None when there are none."""
-    lines = [f"  {candidate}" for candidate in candidates]
-    return "\n".join(["these fit:", *lines]) if lines else None
-
-
-def reasons(facts: Facts) -> tuple[str, ...]:
-    """List why the plan is as it is, one full sentence each."""
-    request, layout = facts.request, facts.candidate.layout
-    vocab, gpu = request.spec.model.vocab, request.profile.gpu
-    lines = [
-        *_choice_reasons(facts),
-        *_placement_reasons(request.profile, facts.placements),
-        *_segment_reasons(facts),
-        f"Memory peaks at {fill_level(facts.memory, int(gpu.memory))}.",
-        *_recompute_reasons(facts),
-        *option_reasons(request, facts.candidate, facts.prediction),
-    ]
-    if facts.prediction is None and request.knowledge is not None:
-        lines.append(
-            f"Step time is not predicted: profile {request.profile.name} says neither the peak "
-            f"rate nor the memory bandwidth of its {gpu.type} with {short_bytes(gpu.memory)}."
-        )
-    if layout.sequence_parallel:
-        lines.append(f"sequence_parallel divides norms and dropout by tp {layout.tp} as well.")
-    if layout.vpp > 1 and layout.pp == 2:
-        lines.append("vpp with pp 2 needs overlapped stage-to-stage transfers; they are on.")
-    multiple = request.counts.vocab_multiple
-    padded = pad_vocab(vocab, layout.tp, multiple)
-    if padded != vocab and not request.spec.model.reads_images:
-        step = multiple * layout.tp
-        lines.append(f"vocab {vocab} is padded to {padded}, a multiple of {step}.")
-    return tuple(lines)
-
-
-def _choice_reasons(facts: Facts) -> list[str]:
-    """Explain the choice; where the GPU is unknown, size and bubble decide."""
-    candidate, counts, spec = facts.candidate, facts.counts, facts.request.spec
-    layout, micro = candidate.layout, f"micro {candidate.micro_batch}"
-    lines = []
-    if facts.prediction is not None and counts.fitting > 1:
+    `rivals`: other meshes that may be faster: the prediction cannot tell them apart.
+    """
+    spec, profile, gpu = request.spec, request.profile, request.profile.gpu
+    layout, prediction, counts = plan.layout, plan.prediction, plan.search
+    micro, bubble = f"micro {candidate.micro_batch}", _bubble(plan)
+    if prediction is not None and counts is not None and counts.fitting > 1:
         more = f"; {counts.too_large:,} more would not" if counts.too_large else ""
-        lines.append(
-            f"{_BEST[facts.request.goal]} of {counts.fitting:,} candidates that fit{more}."
-        )
-        lines += _rival_reasons(facts.rivals)
-    if facts.prediction is None and spec.parallel == "auto":
-        lines.append(
+        yield f"{_BEST[request.goal]} of {counts.fitting:,} candidates that fit{more}."
+        if rivals is not None and rivals.count:
+            others = "one other mesh" if rivals.count == 1 else f"{rivals.count} other meshes"
+            yield (
+                f"It cannot be told apart from {others}: {rivals.nearest} is predicted "
+                f"{rivals.slower:.1%} slower, and is the faster one with a probability of "
+                f"{rivals.probability:.0%} (--explain)."
+            )
+    # where the GPU is unknown, size and bubble decide
+    if prediction is None and spec.parallel == "auto":
+        yield (
             f"tp {layout.tp} x pp {layout.pp} is the smallest group of GPUs that holds the model "
             f"with recompute {candidate.recomputed}; time is not predicted."
         )
-    if facts.prediction is None and spec.batch.micro == "auto":
+    if prediction is None and spec.batch.micro == "auto":
         if layout.pp == 1:
-            lines.append(f"{micro} is the largest power of two that divides the batch and fits.")
-        elif facts.bubble > LOW_BUBBLE:
-            lines.append(f"{micro} makes the smallest pipeline bubble, {facts.bubble:.1%}.")
+            yield f"{micro} is the largest power of two that divides the batch and fits."
+        elif bubble > LOW_BUBBLE:
+            yield f"{micro} makes the smallest pipeline bubble, {bubble:.1%}."
         else:
-            lines.append(
+            yield (
                 f"{micro} is the largest power of two that divides the batch, fits and keeps the "
-                f"pipeline bubble under {LOW_BUBBLE:.0%} ({facts.bubble:.1%})."
+                f"pipeline bubble under {LOW_BUBBLE:.0%} ({bubble:.1%})."
             )
     if len(set(candidate.split)) > 1:
-        lines.append(f"Layers per chunk are uneven: {list(candidate.split)} in model order.")
-    return lines
+        yield f"Layers per chunk are uneven: {list(candidate.split)} in model order."
+    for place in plan.placements:
+        if place.size > 1 and place.span in _SLOW_SPANS:
+            yield f"{place.axis} {place.size} goes {place.span} ({profile.network.fabric})."
+        elif place.size > 1:
+            link = f"NVLink {profile.nvlink.bandwidth / 1e9:.0f} GB/s"
+            yield f"{place.axis} {place.size} stays {place.span} ({link})."
+    if (segment := plan.nodes.segment) is not None:
+        nodes = "1 node" if segment == 1 else f"{segment} nodes"
+        yield (
+            f"--segment={segment} puts {nodes} ({segment * gpu.per_node} GPUs) at a time into one "
+            f"block of {profile.network.switches.nodes_per_leaf}."
+        )
+    yield f"Memory peaks at {fill_level(plan.memory, int(gpu.memory))}."
+    if candidate.mode != "none":
+        without = candidate_peak(request, replace(candidate, recompute=RECOMPUTES.index("none")))
+        saved = without - max(stage.total_bytes for stage in plan.memory)
+        core = candidate.mode == "selective" and candidate.modules == ("core_attn",)
+        flash = core and uses_flash_attention(spec)
+        why = " (flash attention keeps no s x s matrices anyway)" if flash else ""
+        cost = ""
+        if prediction is not None:
+            parts = prediction.parts
+            cost = f" and costs {parts.recompute_seconds / parts.total_seconds:.1%} of the step"
+        yield (
+            f"recompute {candidate.recomputed} saves {short_bytes(saved)} per GPU{cost}{why}; "
+            f"without it the peak is {short_bytes(without)}."
+        )
+    case = case_of(request, columns_of(candidate))
+    yield from _format_reasons(request, case)
+    yield from _activation_reasons(request, candidate, plan, case)
+    if prediction is not None:
+        yield from _message_reasons(request, candidate, case)
+    elif request.knowledge is not None:
+        yield (
+            f"Step time is not predicted: profile {profile.name} says neither the peak rate nor "
+            f"the memory bandwidth of its {gpu.type} with {short_bytes(gpu.memory)}."
+        )
+    if layout.sequence_parallel:
+        yield f"sequence_parallel divides norms and dropout by tp {layout.tp} as well."
+    if layout.vpp > 1 and layout.pp == 2:
+        yield "vpp with pp 2 needs overlapped stage-to-stage transfers; they are on."
+    vocab, step = spec.model.vocab, request.counts.vocab_multiple * layout.tp
+    if plan.padded_vocab != vocab and not spec.model.reads_images:
+        yield f"vocab {vocab} is padded to {plan.padded_vocab}, a multiple of {step}."
 
 
-def _rival_reasons(rivals: Rivals | None) -> list[str]:
-    """Say which other meshes may be faster: the prediction cannot tell them apart."""
-    if rivals is None or not rivals.count:
-        return []
-    others = "one other mesh" if rivals.count == 1 else f"{rivals.count} other meshes"
-    return [
-        f"It cannot be told apart from {others}: {rivals.nearest} is predicted "
-        f"{rivals.slower:.1%} slower, and is the faster one with a probability of "
-        f"{rivals.probability:.0%} (--explain)."
-    ]
+def _bubble(plan: Plan) -> float:
+    """Compute the pipeline bubble as a share of the ideal step time."""
+    return bubble_fraction(plan.layout, plan.batch.accumulation)
 
 
-def _recompute_reasons(facts: Facts) -> list[str]:
-    """Report the memory that recomputation saves and the time it costs."""
-    candidate = facts.candidate
-    if candidate.mode == "none":
-        return []
-    without = candidate_peak(facts.request, replace(candidate, recompute=RECOMPUTES.index("none")))
-    saved = without - max(stage.total_bytes for stage in facts.memory)
-    why = " (flash attention keeps no s x s matrices anyway)"
-    core = candidate.mode == "selective" and candidate.modules == ("core_attn",)
-    flash = core and uses_flash_attention(facts.request.spec)
-    cost = ""
-    if facts.prediction is not None:
-        parts = facts.prediction.parts
-        cost = f" and costs {parts.recompute_seconds / parts.total_seconds:.1%} of the step"
-    return [
-        f"recompute {candidate.recomputed} saves {short_bytes(saved)} per GPU{cost}"
-        f"{why if flash else ''}; without it the peak is {short_bytes(without)}."
-    ]
-
-
-def _placement_reasons(profile: ClusterProfile, placements: Sequence[AxisPlacement]) -> list[str]:
-    lines = []
-    for placement in placements:
-        if placement.size > 1:
-            fast = placement.span not in _SLOW_SPANS
-            link = (
-                f"NVLink {profile.nvlink.bandwidth / 1e9:.0f} GB/s"
-                if fast
-                else profile.network.fabric
+def warnings(request: PlanRequest, candidate: Candidate, plan: Plan) -> Iterator[str]:
+    """Yield what works but should be known before GPU hours are spent."""
+    spec, profile, layout = request.spec, request.profile, plan.layout
+    per_node, switches = profile.gpu.per_node, profile.network.switches
+    domain = plan.nodes.domain or profile.nvlink.domain
+    for place in plan.placements:
+        inside = stays_inside(place.stride, place.size, layout.world_size, domain)
+        if place.axis == "tp" and not inside:
+            yield (
+                f"tp {place.size} leaves the NVLink domain of {domain} GPUs: every layer waits "
+                f"for slower links several times per microbatch."
             )
-            verb = "stays" if fast else "goes"
-            lines.append(f"{placement.axis} {placement.size} {verb} {placement.span} ({link}).")
-    return lines
-
-
-def _segment_reasons(facts: Facts) -> list[str]:
-    """Report the segment that the script requests, and what it holds."""
-    profile, per_node = facts.request.profile, facts.request.profile.gpu.per_node
-    switches = profile.network.switches
-    if facts.segment is None:
-        return []
-    nodes = "1 node" if facts.segment == 1 else f"{facts.segment} nodes"
-    gpus = facts.segment * per_node
-    return [
-        f"--segment={facts.segment} puts {nodes} ({gpus} GPUs) at a time into one block of "
-        f"{switches.nodes_per_leaf}."
-    ]
-
-
-def _cut_groups(facts: Facts) -> list[str]:
-    """Warn where cp or ep would fit into a rack, but no segment of the job holds whole groups."""
-    profile, per_node = facts.request.profile, facts.request.profile.gpu.per_node
-    switches, nodes = profile.network.switches, facts.candidate.layout.world_size // per_node
-    most = min(profile.nvlink.domain, (switches.usable_nodes or nodes) * per_node)
-    lines = []
-    for placement in facts.placements:
-        block = placement.stride * placement.size
-        cut = placement.span in _SLOW_SPANS and per_node < block <= most
-        if not cut or placement.axis not in ("cp", "ep"):
-            continue
-        line = f"{placement.axis} {placement.size} would fit into an NVLink domain of {most} GPUs"
-        if switches.plugin != "block" or switches.segment_policy == "forbid":
-            lines.append(f"{line}, but no segments are requested here that would keep it there.")
-        else:
-            lines.append(
-                f"{line}, but no segment of this job holds whole groups (resources.segment, "
-                "spare_nodes, min_nodes)."
+    # cp and ep that would fit into a rack, where no segment of the job holds whole groups
+    most = min(profile.nvlink.domain, (switches.usable_nodes or plan.nodes.nodes) * per_node)
+    for place in plan.placements:
+        fits = per_node < place.stride * place.size <= most
+        if place.axis in ("cp", "ep") and place.span in _SLOW_SPANS and fits:
+            asked = switches.plugin == "block" and switches.segment_policy != "forbid"
+            why = (
+                "no segment of this job holds whole groups (resources.segment, spare_nodes, "
+                "min_nodes)"
+                if asked
+                else "no segments are requested here that would keep it there"
             )
-    return lines
-
-
-def warnings(facts: Facts) -> tuple[str, ...]:
-    """Warn about what works but should be known before GPU hours are spent."""
-    spec, profile, candidate = facts.request.spec, facts.request.profile, facts.candidate
-    layout, placements = candidate.layout, facts.placements
-    lines = [
-        f"tp {placement.size} leaves the NVLink domain of {facts.domain} GPUs: every layer waits "
-        f"for slower links several times per microbatch."
-        for placement in placements
-        if placement.axis == "tp"
-        and not stays_inside(placement.stride, placement.size, layout.world_size, facts.domain)
-    ]
-    lines += _cut_groups(facts)
-    capacity = int(profile.gpu.memory)
-    share = max(stage.total_bytes for stage in facts.memory) / capacity
-    sure = facts.certainty
-    if sure is not None and sure.fit_probability < comfortable(facts.request):
-        lines.append(
-            f"Memory is tight: {fill_level(facts.memory, capacity)} ({share:.0%}) fits with a "
+            domains = f"an NVLink domain of {most} GPUs"
+            yield f"{place.axis} {place.size} would fit into {domains}, but {why}."
+    capacity, sure = int(profile.gpu.memory), plan.certainty
+    share = plan.memory[plan.peak_stage].total_bytes / capacity
+    if sure is not None and sure.fit_probability < comfortable(request):
+        yield (
+            f"Memory is tight: {fill_level(plan.memory, capacity)} ({share:.0%}) fits with a "
             f"probability of {sure.fit_probability:.0%} (`fit_probability` refuses less than "
             f"{spec.fit_probability:.0%})."
         )
     elif sure is None and share > TIGHT_SHARE:
-        lines.append(
-            f"Memory is tight: {fill_level(facts.memory, capacity)} ({share:.0%}); fragmentation "
+        yield (
+            f"Memory is tight: {fill_level(plan.memory, capacity)} ({share:.0%}); fragmentation "
             "may end the run."
         )
-    if facts.bubble > LOW_BUBBLE:
-        lines.append(_bubble_warning(facts))
+    if (bubble := _bubble(plan)) > LOW_BUBBLE:
+        layers, accumulation = spec.model.layers, candidate.accumulation
+        even = layout.vpp == 1 and layers % layout.pp == 0
+        useful = [vpp for vpp in divisors(layers // layout.pp) if vpp > 1] if even else []
+        advice = "a larger global batch would make it smaller"
+        if useful:
+            advice = f"vpp {useful[0]} would make it {bubble / useful[0]:.1%}"
+            if accumulation % layout.pp:
+                advice += f" if microbatches were a multiple of pp {layout.pp}"
+        yield (
+            f"The pipeline bubble is {bubble:.1%} of the ideal step: (pp - 1) / (microbatches x "
+            f"vpp) = {layout.pp - 1} / ({accumulation} x {layout.vpp}); {advice}."
+        )
     if layout.dp * layout.cp > 1 and candidate.zero == 0 and spec.engine.abilities.shards:
         replicas = layout.dp * layout.cp
-        lines.append(f"Optimizer state is not sharded: {replicas} GPUs hold the same copy.")
+        yield f"Optimizer state is not sharded: {replicas} GPUs hold the same copy."
     if spec.model.key_value_heads < layout.tp:
-        lines.append(
+        yield (
             f"kv_heads {spec.model.key_value_heads} is below tp {layout.tp}: QKV is gathered "
             "over tp in every layer."
         )
-    lines += _outdated(facts.request)
-    per_node = node_request(layout.world_size, profile.gpu.per_node).gpus_per_node
-    return (*lines, *option_warnings(facts.request, candidate, per_node))
+    engine = spec.engine.name
+    if request.knowledge is not None and engine in request.knowledge.outdated:
+        yield (
+            f"What runs of {engine} have taught here is not used: the planner's constants or "
+            "multipliers are others since; run `hpctrain calibrate RUN ...` again."
+        )
+    yield from _option_warnings(request, candidate, plan.nodes.gpus_per_node)
 
 
-def _outdated(request: PlanRequest) -> list[str]:
-    """Warn where what own runs have taught is left aside."""
-    engine = request.spec.engine.name
-    if request.knowledge is None or engine not in request.knowledge.outdated:
-        return []
-    return [
-        f"What runs of {engine} have taught here is not used: the planner's constants or "
-        "multipliers are others since; run `hpctrain calibrate RUN ...` again."
-    ]
+# -- What settings of production cost in a plan, and what of them has no price ------------------
 
 
-def _bubble_warning(facts: Facts) -> str:
-    layers, candidate, bubble = facts.request.spec.model.layers, facts.candidate, facts.bubble
-    layout = candidate.layout
-    even = layout.vpp == 1 and layers % layout.pp == 0
-    useful = [vpp for vpp in divisors(layers // layout.pp) if vpp > 1] if even else []
-    if useful:
-        advice = f"vpp {useful[0]} would make it {bubble / useful[0]:.1%}"
-        if candidate.accumulation % layout.pp:
-            advice += f" if microbatches were a multiple of pp {layout.pp}"
-    else:
-        advice = "a larger global batch would make it smaller"
-    return (
-        f"The pipeline bubble is {bubble:.1%} of the ideal step: (pp - 1) / (microbatches x vpp) "
-        f"= {layout.pp - 1} / ({candidate.accumulation} x {layout.vpp}); {advice}."
-    )
-
-
-# -- Explain what settings of production cost in a plan, and what of them has no price ----------
-
-
-def option_reasons(
-    request: PlanRequest, candidate: Candidate, prediction: Prediction | None
-) -> Iterator[str]:
-    """Yield what each chosen setting changes in memory and time, and what that assumes."""
-    case = case_of(request, columns_of(candidate))
-    yield from _of_number_formats(request, case)
-    yield from _of_activations(request, candidate, case, prediction)
-    if prediction is not None:
-        yield from _of_messages(request, candidate, case)
-
-
-def _of_number_formats(request: PlanRequest, case: Case) -> Iterator[str]:
+def _format_reasons(request: PlanRequest, case: Case) -> Iterator[str]:
     spec = request.spec
     own, recipe = spec.engine.megatron, recipe_of(spec)
     if recipe is not None:
@@ -361,10 +224,10 @@ def _of_number_formats(request: PlanRequest, case: Case) -> Iterator[str]:
         )
 
 
-def _of_activations(
-    request: PlanRequest, candidate: Candidate, case: Case, prediction: Prediction | None
+def _activation_reasons(
+    request: PlanRequest, candidate: Candidate, plan: Plan, case: Case
 ) -> Iterator[str]:
-    spec, layout = request.spec, candidate.layout
+    spec, layout, prediction = request.spec, plan.layout, plan.prediction
     if candidate.mode == "full" and candidate.recompute_layers:
         chunk = max(candidate.split)
         layers = min(candidate.recompute_layers, chunk)
@@ -391,7 +254,7 @@ def _of_activations(
         )
 
 
-def _of_messages(request: PlanRequest, candidate: Candidate, case: Case) -> Iterator[str]:
+def _message_reasons(request: PlanRequest, candidate: Candidate, case: Case) -> Iterator[str]:
     spec, software = request.spec, case.software
     own, key = spec.engine.megatron, spec.engine.abilities.calibration
     assert request.knowledge is not None
@@ -422,7 +285,7 @@ def _of_messages(request: PlanRequest, candidate: Candidate, case: Case) -> Iter
         )
 
 
-def option_warnings(
+def _option_warnings(
     request: PlanRequest, candidate: Candidate, gpus_per_node: int
 ) -> Iterator[str]:
     """Yield what the plan does not price or check, and host memory that is not there."""

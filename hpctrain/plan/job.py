@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from hpctrain.base.errors import LimitError, Refusal
 from hpctrain.base.units import Duration
 from hpctrain.plan.documents import NodeRequest, Plan
 from hpctrain.spec.notify import NotifySpec, joined_notify
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.slurm import PartitionProfile
-from hpctrain.spec.run import ContainerSpec, EnvironmentSpec, ResourcesSpec, RunSpec
+from hpctrain.spec.profile.partition import PartitionProfile
+from hpctrain.spec.run import ContainerSpec, EnvironmentSpec, ParallelSpec, ResourcesSpec, RunSpec
+from hpctrain.spec.service import ServiceSpec
 from hpctrain.spec.supervision import SuperviseSpec
 
 # srun: a task for each GPU. torchrun: a task for each node, which starts one process for each GPU.
@@ -152,3 +153,70 @@ class TrainingJob(Job):
         """The dense peak of a GPU in FLOP/s at the precision of the plan; None: not known."""
         peak = self.profile.gpu.peak.get(self.plan.precision)
         return float(peak) if peak else None
+
+
+# -- What a GPU-hour of a run or a service costs: spot where its partition can be preempted -------
+
+
+class GpuPrice(NamedTuple):
+    """The price of one GPU-hour, in a currency."""
+
+    per_gpu_hour: float
+    currency: str
+
+
+def gpu_price(spec: RunSpec | ServiceSpec, profile: ClusterProfile) -> GpuPrice | None:
+    """Return the price that a profile has for the partition of a spec; None without prices."""
+    prices = profile.for_partition(spec.resources.partition).prices
+    if prices is None:
+        return None
+    partition = profile.slurm.partition(spec.resources.partition)
+    preemptible = partition is not None and partition.preemption.mode != "off"
+    amount = prices.spot if preemptible and prices.spot else prices.on_demand
+    return GpuPrice(amount, prices.currency)
+
+
+# -- A spec as it was planned, so that nothing else can be planned for it again -------------------
+
+
+def spec_as_planned(spec: RunSpec, plan: Plan) -> RunSpec:
+    """Fix layout, micro-batch, recomputation, offload and sharding of a spec to its plan."""
+    optimizer = {
+        "zero": plan.zero,
+        "distributed": plan.zero > 0,  # its default contradicts stage 0 once it is written
+        "shard_gpus": plan.shard_gpus,
+        "offload": plan.offload,
+    }
+    return spec.model_copy(
+        update={
+            "parallel": parallel_as_planned(spec, plan),
+            "batch": spec.batch.model_copy(update={"micro": plan.batch.micro_batch}),
+            "recompute": plan.recompute,
+            "recompute_modules": plan.recompute_modules or spec.recompute_modules,
+            "recompute_layers": plan.recompute_layers or spec.recompute_layers,
+            "activation_offload_layers": plan.activation_offload_layers or spec.offloaded_layers,
+            "optimizer": spec.optimizer.model_copy(update=optimizer),
+            "resources": spec.resources.model_copy(update={"gpus": plan.layout.world_size}),
+        }
+    )
+
+
+def parallel_as_planned(spec: RunSpec, plan: Plan) -> ParallelSpec:
+    """Write the layout of a plan as a spec would, with its stages where they are uneven."""
+    layout, given = plan.layout, spec.parallel
+    if given == "auto":
+        given = ParallelSpec(pp=layout.pp, vpp=layout.vpp, stages=_listed_stages(plan))
+    sizes = layout.model_dump(exclude={"dp"})
+    if layout.tp == 1:
+        sizes["sequence_parallel"] = None
+    return given.model_copy(update=sizes)
+
+
+def _listed_stages(plan: Plan) -> tuple[int, ...] | None:
+    """List the layers of uneven chunks in the order of the model; None where all are alike."""
+    chunks = [
+        plan.stages[stage].chunk_layers[chunk]
+        for chunk in range(plan.layout.vpp)
+        for stage in range(plan.layout.pp)
+    ]
+    return tuple(chunks) if len(set(chunks)) > 1 else None

@@ -1,22 +1,36 @@
-"""Check a spec against limits of cluster and site: nodes, partitions, walltime, accounts, locks.
+"""Check a spec against limits of cluster and site: nodes, walltime, accounts, locks, GPUs' formats.
 
-Belongs here: comparing the spec with limits of the profile. Does not belong here: memory or
-layouts.
+Belongs here: comparing the spec with limits of the profile, and its precision with the GPU and its
+software. Does not belong here: memory or layouts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from difflib import get_close_matches
 
 from pydantic import BaseModel
 
 from hpctrain.base.errors import Refusal
-from hpctrain.base.units import Duration, short_bytes
+from hpctrain.base.units import short_bytes
 from hpctrain.plan.divisors import multiples_around, or_list
 from hpctrain.plan.documents import NodeRequest
+from hpctrain.plan.model.number_formats import recipe_of
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ResourcesSpec, RunSpec
+
+# Generations whose GPUs have each kind of scaling (TransformerEngine, quantization.py:
+# check_fp8_support from compute capability 8.9, check_fp8_block_scaling_support from 9.0,
+# check_mxfp8_support and check_nvfp4_support from 10.0). `other` is a GPU that only its profile
+# describes: nothing is known about it but its peak rates.
+RECIPE_GENERATIONS = {
+    "delayed": ("ada", "hopper", "blackwell", "cdna3", "other"),
+    "tensorwise": ("ada", "hopper", "blackwell", "cdna3", "other"),
+    "blockwise": ("hopper", "blackwell", "other"),
+    "mxfp8": ("blackwell", "other"),
+    "nvfp4": ("blackwell", "other"),
+}
 
 
 def node_request(gpus: int, per_node: int) -> NodeRequest:
@@ -26,25 +40,16 @@ def node_request(gpus: int, per_node: int) -> NodeRequest:
 
 def size_problems(gpus: int, profile: ClusterProfile) -> list[Refusal]:
     """List why the cluster cannot give `gpus` GPUs: whole nodes, and not more than there are."""
-    per_node, total = profile.gpu.per_node, profile.gpu_count
-    problems = []
+    per_node, total, problems = profile.gpu.per_node, profile.gpu_count, []
     if gpus > per_node and gpus % per_node:
         choices = or_list(multiples_around(gpus, per_node, limit=total))
-        problems.append(
-            Refusal(
-                f"{gpus} GPUs do not fill nodes of {per_node} GPUs: nearest {choices} GPUs",
-                "resources.gpus",
-            )
-        )
+        problems.append(f"{gpus} GPUs do not fill nodes of {per_node} GPUs: nearest {choices} GPUs")
     if gpus > total:
         problems.append(
-            Refusal(
-                f"{gpus} GPUs are more than the {total} of cluster {profile.name} "
-                f"(nodes {profile.nodes.count} x {per_node} GPUs)",
-                "resources.gpus",
-            )
+            f"{gpus} GPUs are more than the {total} of cluster {profile.name} "
+            f"(nodes {profile.nodes.count} x {per_node} GPUs)"
         )
-    return problems
+    return [Refusal(message, "resources.gpus") for message in problems]
 
 
 def usable_gpus(spec: RunSpec, profile: ClusterProfile) -> int:
@@ -79,182 +84,162 @@ def limit_problems(request: PlanRequest) -> list[Refusal]:
 
 def resource_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[Refusal]:
     """List what the site does not allow one job to ask for."""
-    problems = []
-    wanted = resources.partition
-    if profile.slurm.partition(wanted) is None:
+    return [
+        *_node_problems(resources, profile),
+        *_segment_problems(resources, profile),
+        *_walltime_problems(resources, profile),
+        *_accounting_problems(resources, profile),
+        *_node_share_problems(resources, profile),
+    ]
+
+
+def _node_problems(resources: ResourcesSpec, profile: ClusterProfile) -> Iterator[Refusal]:
+    """Compare partition and numbers of nodes; spares and fewer nodes are counted in whole nodes."""
+    wanted, field = resources.partition, "resources.gpus"
+    partition = profile.slurm.partition(wanted)
+    if partition is None:
         names = [partition.name for partition in profile.slurm.partitions]
         close = get_close_matches(str(wanted), names, n=1)
         meant = f"did you mean `{close[0]}`? " if close else ""
-        problems.append(
-            Refusal(
-                f"cluster {profile.name} has no partition `{wanted}`: {meant}it has "
-                f"{', '.join(names)}",
-                "resources.partition",
-            )
+        yield Refusal(
+            f"cluster {profile.name} has no partition `{wanted}`: {meant}it has {', '.join(names)}",
+            "resources.partition",
         )
-    problems += _node_problems(resources, profile)
-    problems += _segment_problems(resources, profile)
-    problems += _walltime_problems(resources, profile)
-    problems += _accounting_problems(resources, profile)
-    problems += _node_share_problems(resources, profile)
-    return problems
-
-
-def _node_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[Refusal]:
-    """Compare numbers of nodes; spares and fewer nodes are counted in whole nodes."""
     gpus, per_node = resources.gpus, profile.gpu.per_node
     least, spares = resources.min_nodes, resources.spare_nodes
     nodes = node_request(gpus, per_node).nodes
     limits = [(profile.limits.max_nodes, "this site")]
-    partition = profile.slurm.partition(resources.partition)
+    most = [(profile.limits.max_gpus, "this site")]
     if partition is not None:
         limits.append((partition.max_nodes, f"partition {partition.name}"))
+        most.append((partition.max_gpus, f"partition {partition.name}"))
     needed = f"{gpus} GPUs are {nodes} nodes"
     if spares:
         needed += f", with {spares} spare {nodes + spares}"
         limits.append((profile.nodes.count, f"cluster {profile.name}"))
-    problems = [
-        Refusal(f"{needed}, {owner} allows {limit} ({limit * per_node} GPUs)", "resources.gpus")
-        for limit, owner in limits
-        if limit is not None and nodes + spares > limit
-    ]
-    most = [(profile.limits.max_gpus, "this site")]
-    if partition is not None:
-        most.append((partition.max_gpus, f"partition {partition.name}"))
-        if partition.min_nodes is not None and nodes < partition.min_nodes:
-            problems.append(
-                Refusal(
-                    f"{needed}, partition {partition.name} takes no job below "
-                    f"{partition.min_nodes} ({partition.min_nodes * per_node} GPUs)",
-                    "resources.gpus",
-                )
-            )
-    problems += [
-        Refusal(
-            f"{gpus} GPUs are more than the {limit} that {owner} allows one run", "resources.gpus"
+    for limit, owner in limits:
+        if limit is not None and nodes + spares > limit:
+            yield Refusal(f"{needed}, {owner} allows {limit} ({limit * per_node} GPUs)", field)
+    if partition is not None and partition.min_nodes is not None and nodes < partition.min_nodes:
+        yield Refusal(
+            f"{needed}, partition {partition.name} takes no job below "
+            f"{partition.min_nodes} ({partition.min_nodes * per_node} GPUs)",
+            field,
         )
-        for limit, owner in most
-        if limit is not None and gpus > limit
-    ]
+    for limit, owner in most:
+        if limit is not None and gpus > limit:
+            yield Refusal(
+                f"{gpus} GPUs are more than the {limit} that {owner} allows one run", field
+            )
     if least is not None and least > nodes:
-        problems.append(
-            Refusal(
-                f"resources.min_nodes {least} is above the {nodes} nodes of the run",
-                "resources.min_nodes",
-            )
-        )
+        message = f"resources.min_nodes {least} is above the {nodes} nodes of the run"
+        yield Refusal(message, "resources.min_nodes")
     if (spares or least) and gpus % per_node:
-        problems.append(
-            Refusal(
-                "resources.spare_nodes and min_nodes need whole nodes: "
-                f"{gpus} GPUs are not a multiple of {per_node}",
-                "resources.gpus",
-            )
+        yield Refusal(
+            "resources.spare_nodes and min_nodes need whole nodes: "
+            f"{gpus} GPUs are not a multiple of {per_node}",
+            field,
         )
-    return problems
 
 
-def _segment_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[Refusal]:
+def _segment_problems(resources: ResourcesSpec, profile: ClusterProfile) -> Iterator[Refusal]:
     """Compare the requested segment with the job's numbers of nodes and the site's blocks."""
-    segment, switches = resources.segment, profile.network.switches
+    segment, switches, field = resources.segment, profile.network.switches, "resources.segment"
     if segment is None:
-        return []
+        return
     if switches.plugin != "block":
-        message = (
+        yield Refusal(
             f"resources.segment {segment} needs Slurm's topology/block (24.05 or newer); "
-            f"cluster {profile.name} has switches `plugin: {switches.plugin}`"
+            f"cluster {profile.name} has switches `plugin: {switches.plugin}`",
+            field,
         )
-        return [Refusal(message, "resources.segment")]
+        return
     if switches.segment_policy == "forbid":
         message = f"resources.segment: cluster {profile.name} takes no `--segment`: remove it"
-        return [Refusal(message, "resources.segment")]
+        yield Refusal(message, field)
+        return
     nodes, most = node_request(resources.gpus, profile.gpu.per_node).nodes, switches.usable_nodes
-    problems = []
     if most is not None and segment > most:
-        problems.append(
-            Refusal(
-                f"resources.segment {segment} is above the {most} usable nodes of a block",
-                "resources.segment",
+        message = f"resources.segment {segment} is above the {most} usable nodes of a block"
+        yield Refusal(message, field)
+    sizes = (
+        (nodes, "nodes of the run"),
+        (nodes + resources.spare_nodes, "nodes with spare ones"),
+        (resources.min_nodes or nodes, "nodes of resources.min_nodes"),
+    )
+    for count, name in reversed(dict(reversed(sizes)).items()):  # of equal numbers the first name
+        if count % segment:
+            near = or_list(multiples_around(count, segment, limit=profile.nodes.count))
+            yield Refusal(
+                f"resources.segment {segment} does not divide the {count} {name}: "
+                f"nearest {near} nodes",
+                field,
             )
-        )
-    sizes = {
-        "nodes of the run": nodes,
-        "nodes with spare ones": nodes + resources.spare_nodes,
-        "nodes of resources.min_nodes": resources.min_nodes or nodes,
-    }
-    uneven = {count: name for name, count in reversed(sizes.items()) if count % segment}
-    problems += [
-        Refusal(
-            f"resources.segment {segment} does not divide the {count} {name}: "
-            f"nearest {or_list(multiples_around(count, segment, limit=profile.nodes.count))} nodes",
-            "resources.segment",
-        )
-        for count, name in reversed(uneven.items())
-    ]
-    return problems
 
 
-def _walltime_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[Refusal]:
-    walltime = resources.walltime
-    limits: list[tuple[Duration | None, str]] = [(profile.limits.max_walltime, "this site")]
-    partition = profile.slurm.partition(resources.partition)
+def _walltime_problems(resources: ResourcesSpec, profile: ClusterProfile) -> Iterator[Refusal]:
+    walltime, partition = resources.walltime, profile.slurm.partition(resources.partition)
+    limits = [(profile.limits.max_walltime, "this site")]
     if partition is not None:
         limits.append((partition.max_walltime, f"partition {partition.name}"))
-    return [
-        Refusal(
-            f"walltime {walltime.slurm()} is above the {limit.slurm()} that {owner} allows",
-            "resources.walltime",
-        )
-        for limit, owner in limits
-        if walltime is not None and limit is not None and walltime > limit
-    ]
-
-
-def _accounting_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[Refusal]:
-    """Compare account, QOS and numbers of jobs with what accounting (sacctmgr(1)) allows."""
-    limits, problems = profile.limits, []
-    account = resources.account or profile.slurm.account
-    if account is None and (limits.accounts or limits.account_required):
-        choices = f": {', '.join(limits.accounts)}" if limits.accounts else ""
-        problems.append(
-            Refusal(
-                f"this site wants an account, and there is none: `resources.account`{choices}",
-                "resources.account",
+    for limit, owner in limits:
+        if walltime is not None and limit is not None and walltime > limit:
+            yield Refusal(
+                f"walltime {walltime.slurm()} is above the {limit.slurm()} that {owner} allows",
+                "resources.walltime",
             )
+
+
+def _accounting_problems(resources: ResourcesSpec, profile: ClusterProfile) -> Iterator[Refusal]:
+    """Compare account, QOS and numbers of jobs with what accounting (sacctmgr(1)) allows."""
+    limits = profile.limits
+    account, qos = resources.account or profile.slurm.account, resources.qos or profile.slurm.qos
+    names = ", ".join(limits.accounts)
+    if account is None and (limits.accounts or limits.account_required):
+        choices = f": {names}" if limits.accounts else ""
+        yield Refusal(
+            f"this site wants an account, and there is none: `resources.account`{choices}",
+            "resources.account",
         )
     elif limits.accounts and account not in limits.accounts:
-        names = ", ".join(limits.accounts)
-        problems.append(
-            Refusal(f"account `{account}` may not be used here: use {names}", "resources.account")
-        )
-    qos = resources.qos or profile.slurm.qos
+        message = f"account `{account}` may not be used here: use {names}"
+        yield Refusal(message, "resources.account")
     if qos is not None and limits.qos and qos not in limits.qos:
-        problems.append(
-            Refusal(
-                f"QOS `{qos}` may not be used here: use {', '.join(limits.qos)}", "resources.qos"
-            )
-        )
+        message = f"QOS `{qos}` may not be used here: use {', '.join(limits.qos)}"
+        yield Refusal(message, "resources.qos")
     jobs = {"chain": 2, "singleton": profile.continuation_jobs, "array": profile.continuation_jobs}
     submitted = jobs.get(profile.continuation, 1)
     if limits.max_submit is not None and submitted > limits.max_submit:
-        problems.append(
-            Refusal(
-                f"continuation {profile.continuation} has {submitted} jobs in the queue, and this "
-                f"site takes {limits.max_submit}: a profile with fewer continuation_jobs, or "
-                "requeue",
-                "resources",
-            )
+        yield Refusal(
+            f"continuation {profile.continuation} has {submitted} jobs in the queue, and this "
+            f"site takes {limits.max_submit}: a profile with fewer continuation_jobs, or requeue",
+            "resources",
         )
     gpus = resources.gpus + resources.spare_nodes * profile.gpu.per_node
     if limits.grp_gpus is not None and gpus > limits.grp_gpus:
-        problems.append(
-            Refusal(
-                f"{gpus} GPUs with spares are more than the {limits.grp_gpus} that an account may "
-                "have at once: the job would wait for ever",
-                "resources.gpus",
-            )
+        yield Refusal(
+            f"{gpus} GPUs with spares are more than the {limits.grp_gpus} that an account may "
+            "have at once: the job would wait for ever",
+            "resources.gpus",
         )
-    return problems
+
+
+def _node_share_problems(resources: ResourcesSpec, profile: ClusterProfile) -> Iterator[Refusal]:
+    """Compare CPUs and memory per node with what a node has."""
+    nodes, cpus, memory = profile.nodes, resources.cpus_per_gpu, resources.memory_per_node
+    gpus = node_request(resources.gpus, profile.gpu.per_node).gpus_per_node
+    if cpus is not None and cpus * gpus > nodes.cpus:
+        yield Refusal(
+            f"{cpus} CPUs per GPU are {cpus * gpus} per node, a node has {nodes.cpus}: at most "
+            f"{nodes.cpus // gpus} per GPU",
+            "resources.cpus_per_gpu",
+        )
+    if memory is not None and memory > nodes.memory:
+        yield Refusal(
+            f"{short_bytes(memory)} per node are more than the {short_bytes(nodes.memory)} of a "
+            "node",
+            "resources.memory_per_node",
+        )
 
 
 def gpu_hour_problems(
@@ -280,27 +265,46 @@ def gpu_hour_problems(
     return [Refusal(message, "resources.gpus")]
 
 
-def _node_share_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[Refusal]:
-    """Compare CPUs and memory per node with what a node has."""
-    problems, nodes = [], profile.nodes
-    gpus = node_request(resources.gpus, profile.gpu.per_node).gpus_per_node
-    if resources.cpus_per_gpu is not None and resources.cpus_per_gpu * gpus > nodes.cpus:
+def low_precision_problems(request: PlanRequest) -> list[Refusal]:
+    """List why this cluster cannot compute in the low precision of the spec.
+
+    Without a known GPU nothing is checked but the software; the plan then has a warning.
+    """
+    spec, profile = request.spec, request.profile
+    recipe, gpu = recipe_of(spec), request.knowledge.gpu if request.knowledge else None
+    if recipe is None:
+        return []
+    if profile.gpu.emulated:
+        message = f"precision {spec.precision} needs GPUs, and profile {profile.name} has none"
+        return [Refusal(message, "precision")]
+    problems = []
+    if spec.engine.implementation == "local":
         problems.append(
-            Refusal(
-                f"{resources.cpus_per_gpu} CPUs per GPU are {resources.cpus_per_gpu * gpus} per "
-                f"node, a node has {nodes.cpus}: at most {nodes.cpus // gpus} per GPU",
-                "resources.cpus_per_gpu",
-            )
+            f"precision {spec.precision} needs TransformerEngine, which profile {profile.name} "
+            "says is missing: set `precision: bf16`"
         )
-    if resources.memory_per_node is not None and resources.memory_per_node > nodes.memory:
+    if gpu is not None and spec.precision not in gpu.peak:
+        known = [name for name in ("fp4", "fp8", "bf16", "fp16", "fp32") if name in gpu.peak]
         problems.append(
-            Refusal(
-                f"{short_bytes(resources.memory_per_node)} per node are more than the "
-                f"{short_bytes(nodes.memory)} of a node",
-                "resources.memory_per_node",
-            )
+            f"{gpu.name} has no {spec.precision} products (it has {', '.join(known)}): set "
+            f"`precision: {next(name for name in known if name != 'fp4')}`"
         )
-    return problems
+    elif gpu is not None and gpu.generation not in RECIPE_GENERATIONS.get(
+        recipe, (gpu.generation,)
+    ):
+        able = [
+            name
+            for name, generations in RECIPE_GENERATIONS.items()
+            if gpu.generation in generations and name != "nvfp4"
+        ]
+        hint = f"set `engine.megatron.fp8_recipe` to {' or '.join(able)}" if able else ""
+        if spec.precision == "fp4":
+            hint = "set `precision: fp8`"
+        problems.append(
+            f"{recipe} scaling needs another generation of GPUs than {gpu.name} "
+            f"({gpu.generation}): {hint or 'set `precision: bf16`'}"
+        )
+    return [Refusal(message, "precision") for message in problems]
 
 
 def sets_field(document: BaseModel, path: str) -> bool:

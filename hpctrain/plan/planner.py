@@ -1,7 +1,7 @@
 """Plan a spec on a cluster, or refuse it with a hint that lists what would work.
 
-Belongs here: the order of decisions. Does not belong here: arithmetic, wording,
-files, the clock.
+Belongs here: the order of decisions, refusals and their hints. Does not belong here: arithmetic,
+reasons and warnings (`explain`), files, the clock.
 """
 
 from __future__ import annotations
@@ -9,48 +9,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.base.errors import DoesNotFitError, HpctrainError, LimitError, Refusal
-from hpctrain.plan.abilities.low_precision import low_precision_problems
+import numpy as np
+
+from hpctrain.base.errors import DoesNotFitError, LimitError, Refusal
 from hpctrain.plan.abilities.sharding import sharding_problems
 from hpctrain.plan.abilities.trainable import untrainable
-from hpctrain.plan.cost.plan_memory import candidate_memory
-from hpctrain.plan.cost.prediction import predict
+from hpctrain.plan.cost.case import Floats
+from hpctrain.plan.cost.prediction import candidate_memory, candidate_peak, predict
 from hpctrain.plan.divisors import or_list
-from hpctrain.plan.documents import Goal, NodeRequest, Plan
-from hpctrain.plan.explain import Facts, memory_refusal, proposal, reasons, warnings
+from hpctrain.plan.documents import RECOMPUTES, Goal, Layout, NodeRequest, Plan
+from hpctrain.plan.explain import fill_level, reasons, warnings
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.layout_words import ORDERS
 from hpctrain.plan.limits import (
     allowed_gpus,
     gpu_hour_problems,
     limit_problems,
+    low_precision_problems,
     node_request,
     size_problems,
     usable_gpus,
 )
-from hpctrain.plan.mesh.batch import batch_split
-from hpctrain.plan.mesh.candidate import Candidate, candidate_of
-from hpctrain.plan.mesh.islands import island_warnings, on_islands, slow_links, used_islands
-from hpctrain.plan.mesh.layout import settled
-from hpctrain.plan.mesh.nvlink_domain import nvlink_domain, requested_segment
-from hpctrain.plan.mesh.placement import place_axes
+from hpctrain.plan.mesh.candidate import Candidate, Columns, batch_split, candidate_of, settled
+from hpctrain.plan.mesh.placement import (
+    island_warnings,
+    nvlink_domain,
+    on_islands,
+    place_axes,
+    requested_segment,
+    slow_links,
+    used_islands,
+)
 from hpctrain.plan.mesh.rank_order import OrderChoice, choose_order
 from hpctrain.plan.mesh.rules import BATCH, MESH_RULES, RULES, refusals
 from hpctrain.plan.mesh.stages import build_stages
 from hpctrain.plan.model.parameters import pad_vocab
 from hpctrain.plan.request import Knowledge, PlanRequest
-from hpctrain.plan.search.hints import (
-    fit_around,
-    lighter_settings,
-    nearest_fits,
-    roomiest,
-    sizes_around,
-)
-from hpctrain.plan.search.layouts import Found, search
-from hpctrain.plan.search.ranking import preferred
-from hpctrain.plan.search.rivals import rivals
-from hpctrain.plan.search.space import freedom_of
-from hpctrain.plan.uncertainty.certainty import certainty_of
+from hpctrain.plan.search.layouts import Found, preferred, rivals, search
+from hpctrain.plan.search.space import freedom_of, hint_freedom
+from hpctrain.plan.uncertainty.intervals import certainty_of
+from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
@@ -75,23 +73,6 @@ class Decision:
         return TrainingJob(self.request.spec, self.request.profile, self.plan)
 
 
-@dataclass(frozen=True)
-class Refusals:
-    """Why a request has no plan, one message each, by kind."""
-
-    site: Sequence[Refusal]
-    size: Sequence[Refusal]
-    precision: Sequence[Refusal]
-    sharding: Sequence[Refusal]
-    layout: Sequence[Refusal]
-    memory: Sequence[Refusal] = ()
-
-    @property
-    def lines(self) -> list[Refusal]:
-        own = (*self.precision, *self.sharding)
-        return [*self.site, *self.size, *own, *self.layout, *self.memory]
-
-
 def make_plan(
     spec: RunSpec,
     profile: ClusterProfile,
@@ -111,8 +92,6 @@ def make_plan(
 def decide(request: PlanRequest) -> Decision:
     """Make a plan, and keep the search that led to it. Raises like `make_plan`."""
     spec, profile = request.spec, request.profile
-    found: Found | None = None
-    row: int | None = None
     sharding = sharding_problems(spec)
     layout: list[Refusal] = []
     if spec.parallel != "auto":
@@ -120,23 +99,31 @@ def decide(request: PlanRequest) -> Decision:
         rules = (*MESH_RULES, BATCH) if sharding else RULES
         values = candidate_of(spec, settled(spec, spec.parallel), spec.resources.gpus)
         layout = refusals(request, values, rules)
-    refused = Refusals(
-        site=limit_problems(request),
-        size=size_problems(spec.resources.gpus, profile),
-        precision=low_precision_problems(request),
-        sharding=sharding,
-        layout=layout,
-    )
+    site, size = limit_problems(request), size_problems(spec.resources.gpus, profile)
+    precision = low_precision_problems(request)
+    refused = [*site, *size, *precision, *sharding, *layout]
+    # a precision or sharding that is not to be had has its hint in its message
+    hinted = not precision and not sharding
+    found: Found | None = None
+    row: int | None = None
     # the memory of a layout on too many GPUs is worth mentioning in the same message
-    own = (*refused.precision, *refused.sharding, *refused.layout)
-    impossible = own or (spec.parallel == "auto" and refused.size)
+    impossible = precision or sharding or layout or (spec.parallel == "auto" and size)
     if not impossible:
         found = search(request, freedom_of(request))
         row = _first_that_fits(found)
-        if row is None:
-            refused = replace(refused, memory=[Refusal(_memory_refusal(found), "parallel")])
-    if found is None or row is None or refused.lines:
-        raise _refusal(request, refused)
+    if found is not None and row is None:
+        refused.append(Refusal(_memory_refusal(found), "parallel"))
+    if found is None or row is None or refused:
+        kind = LimitError if site else DoesNotFitError
+        too_many = allowed_gpus(spec, profile) != spec.resources.gpus
+        if not hinted or (site == refused and not too_many):
+            raise kind(refused)
+        hint = _hint(request)
+        lighter = found is not None and row is None and not site
+        if settings := lighter_settings(request) if lighter else ():
+            hint += f"\nor leave the layout as it is, with {' and '.join(settings)}, as NVIDIA's "
+            hint += "recipes have it"
+        raise kind(refused, hint)
     plan = _assemble(found, row)
     if too_long := gpu_hour_problems(spec, profile, plan.step_seconds):
         raise LimitError(too_long)
@@ -146,8 +133,7 @@ def decide(request: PlanRequest) -> Decision:
 def _first_that_fits(found: Found) -> int | None:
     """Find the first preferred row whose exact memory fits; None when none does."""
     for row in preferred(found)[:BORDERLINE]:
-        memory = candidate_memory(found.request, found.candidate(int(row)))
-        peak = max(stage.total_bytes for stage in memory)
+        peak = candidate_peak(found.request, found.candidate(int(row)))
         if found.exact_probability(int(row), peak) >= found.request.spec.fit_probability:
             return int(row)
     return None
@@ -155,17 +141,24 @@ def _first_that_fits(found: Found) -> int | None:
 
 def _memory_refusal(found: Found) -> str:
     """Explain why nothing was chosen: the needs of the leanest candidate, or that there is none."""
-    spec = found.request.spec
+    spec, capacity = found.request.spec, found.capacity_bytes
     if not len(found.columns):
         return (
             f"no layout of {spec.resources.gpus} GPUs divides layers {spec.model.layers}, heads "
             f"{spec.model.heads} and global batch {spec.batch.global_} (micro {spec.batch.micro})"
         )
-    row = roomiest(found)
-    best = found.candidate(row)
-    memory = candidate_memory(found.request, best)
-    refusal = memory_refusal(best, memory, found.capacity_bytes)
-    odds = found.exact_probability(row, max(stage.total_bytes for stage in memory))
+    row = int(np.argmin(found.peak_bytes))
+    leanest = found.candidate(row)
+    memory = candidate_memory(found.request, leanest)
+    peak = max(memory, key=lambda stage: stage.total_bytes)
+    unit = 2**30 if capacity >= 2**30 else 2**20  # as `fill_level` prints the capacity
+    parts = ", ".join(
+        f"{name.removesuffix('_bytes')} {count / unit:.1f}"
+        for name, count in sorted(peak.model_dump().items(), key=lambda part: -part[1])
+        if count >= 0.05 * unit
+    )
+    refusal = f"{leanest.layout} needs {fill_level(memory, capacity)} ({parts})"
+    odds = found.exact_probability(row, peak.total_bytes)
     if odds >= _WORTH_TELLING:
         refusal += f", which fits with {odds:.0%}; `fit_probability` asks for "
         refusal += f"{spec.fit_probability:.0%}"
@@ -175,58 +168,30 @@ def _memory_refusal(found: Found) -> str:
     return refusal
 
 
-def _refusal(request: PlanRequest, refused: Refusals) -> HpctrainError:
-    spec = request.spec
-    kind = LimitError if refused.site else DoesNotFitError
-    only_site = list(refused.site) == refused.lines
-    too_many = allowed_gpus(spec, request.profile) != spec.resources.gpus
-    # a precision or sharding that is not to be had has its hint in its message
-    hinted = not refused.precision and not refused.sharding and (too_many or not only_site)
-    if not hinted:
-        return kind(refused.lines)
-    settings = lighter_settings(request) if refused.memory and not refused.site else ()
-    hint = _hint(request)
-    if settings:
-        words = " and ".join(settings)
-        hint = f"{hint}\nor leave the layout as it is, with {words}, as NVIDIA's recipes have it"
-    return kind(refused.lines, hint)
-
-
 def _hint(request: PlanRequest) -> str:
-    """List layouts that fit: on the GPUs of the spec, on fewer if these are too many, or more."""
+    """List layouts that fit: on the GPUs of the spec, on fewer if these are too many, or more.
+
+    Last the engine that shards where this one cannot, on the first size that suffices.
+    """
     spec, profile = request.spec, request.profile
     gpus, wanted = allowed_gpus(spec, profile), spec.resources.gpus
-    limit = usable_gpus(spec, profile)
-    sizes = sizes_around(gpus, profile.gpu.per_node, limit)
+    sizes = sizes_around(gpus, profile.gpu.per_node, usable_gpus(spec, profile))
     fewer = [size for size in sizes if size < gpus] if gpus != wanted else []
     for number in (gpus, *fewer):
-        fitting = proposal(nearest_fits(request, number))
-        if fitting is not None:
-            return fitting if number == wanted else f"on {number} GPUs {fitting}"
-    other = fit_around(request, sizes)
-    if other is not None:
-        needed = other.layout.world_size
-        return f"{needed} GPUs would do: {other}"
-    sharding = _sharding_engine(request, (gpus, *sizes))
-    if sharding is not None:
-        return sharding
+        if fitting := nearest_fits(request, number):
+            lines = "\n".join(["these fit:", *(f"  {candidate}" for candidate in fitting)])
+            return lines if number == wanted else f"on {number} GPUs {lines}"
+    if other := fit_around(request, sizes):
+        return f"{other.layout.world_size} GPUs would do: {other}"
+    if name := spec.engine.abilities.sharding_alternative:
+        engine = spec.engine.model_copy(update={"name": name})
+        optimizer = spec.optimizer.model_copy(update={"zero": None})
+        changed = spec.model_copy(update={"engine": engine, "optimizer": optimizer})
+        if other := fit_around(replace(request, spec=changed), (gpus, *sizes)):
+            needed = other.layout.world_size
+            return f"engine {name} shards the model, and {needed} GPUs would do: {other}"
     tried = f" (tried: {or_list(sorted((gpus, *sizes)))})" if sizes else ""
     return f"no number of GPUs that one run may have here helps{tried}: change model or batch"
-
-
-def _sharding_engine(request: PlanRequest, sizes: Sequence[int]) -> str | None:
-    """Propose the engine that shards where this one cannot, on the first size that suffices."""
-    spec = request.spec
-    name = spec.engine.abilities.sharding_alternative
-    if name is None:
-        return None
-    engine = spec.engine.model_copy(update={"name": name})
-    optimizer = spec.optimizer.model_copy(update={"zero": None})
-    changed = spec.model_copy(update={"engine": engine, "optimizer": optimizer})
-    found = fit_around(replace(request, spec=changed), sizes)
-    if found is None:
-        return None
-    return f"engine {name} shards the model, and {found.layout.world_size} GPUs would do: {found}"
 
 
 def _scattered_seconds(
@@ -273,12 +238,7 @@ def _assemble(found: Found, row: int) -> Plan:
     placements = place_axes(layout, profile, nodes, domain)
     prediction = predict(request, candidate)
     certainty = certainty_of(request, candidate, prediction, memory)
-    facts = Facts(
-        *(request, candidate, placements, memory, found.counts, prediction, domain, segment),
-        certainty,
-        rivals(found, row),
-    )
-    return Plan(
+    plan = Plan(
         run_name=spec.name,
         profile_name=profile.name,
         engine=spec.engine.name,
@@ -313,6 +273,103 @@ def _assemble(found: Found, row: int) -> Plan:
         unit="images" if model.reads_images else "tokens",
         search=found.counts,
         model_flops_per_step=counts.flops_per_step,
-        reasons=(*reasons(facts), *ordered.reasons),
-        warnings=(*warnings(facts), *island_warnings(nodes, profile), *untrainable(spec)),
+        reasons=(),
     )
+    why = reasons(request, candidate, plan, rivals(found, row))
+    known = (*island_warnings(nodes, profile), *untrainable(spec))
+    return plan.model_copy(
+        update={
+            "reasons": (*why, *ordered.reasons),
+            "warnings": (*warnings(request, candidate, plan), *known),
+        }
+    )
+
+
+# -- Hints: the layouts that fit and are nearest to a spec that does not --------------------------
+
+
+def nearest_fits(
+    request: PlanRequest, gpus: int | None = None, count: int = 3
+) -> tuple[Candidate, ...]:
+    """Find up to `count` layouts that leave memory to the allocator, the nearest first."""
+    spec = request.spec
+    freedom = hint_freedom(request, gpus or spec.resources.gpus)
+    priced = search(request, freedom, timed=False)
+    rows = np.flatnonzero(priced.roomy)
+    distances = distance(spec, priced.columns.take(rows))
+    nearest: dict[Layout, Candidate] = {}
+    for row in rows[np.argsort(distances, kind="stable")]:
+        candidate = priced.candidate(int(row))
+        nearest.setdefault(candidate.layout, candidate)
+        if len(nearest) == count:
+            break
+    return tuple(nearest.values())
+
+
+def distance(spec: RunSpec, columns: Columns) -> Floats:
+    """Compute how far candidates are from the spec, for ranking.
+
+    A doubling of an axis counts 1, of the microbatch 0.5, a step of recomputation 0.6; among
+    equals a small bubble and a large microbatch come first. Candidates without offload come
+    before those with it.
+    """
+    total = np.zeros(len(columns))
+    if spec.parallel != "auto":
+        for name in ("tp", "pp", "vpp", "ep"):
+            total += np.abs(np.log2(getattr(columns, name) / getattr(spec.parallel, name)))
+    if spec.batch.micro != "auto":
+        total += 0.5 * np.abs(np.log2(columns.micro_batch / spec.batch.micro))
+    if spec.recompute != "auto":
+        total += 0.6 * np.abs(columns.recompute - RECOMPUTES.index(spec.recompute))
+    bubble = (columns.pp - 1) / (columns.vpp * columns.accumulation)
+    tie_break = 0.1 * bubble + 0.01 * columns.recompute + 0.005 * columns.zero + 2 * columns.offload
+    return np.asarray(total + tie_break - 0.001 * np.log2(columns.micro_batch), dtype=float)
+
+
+def sizes_around(gpus: int, per_node: int, limit: int) -> tuple[int, ...]:
+    """List other numbers of GPUs to try, up to `limit`, the nearest first, larger ones before.
+
+    Whole nodes 1, 2, 4, ... away, or parts of one node; halves, doubles, and the limit.
+    """
+    if gpus < per_node:
+        sizes = {*range(1, per_node), per_node}
+    else:
+        steps = [per_node << power for power in range(limit.bit_length())]
+        sizes = {gpus - step for step in steps} | {gpus + step for step in steps}
+        sizes |= {gpus >> power for power in range(1, gpus.bit_length())}
+    sizes |= {gpus << power for power in range(1, limit.bit_length())} | {limit}
+    possible = {n for n in sizes if 0 < n <= limit and n != gpus}
+    whole = {n for n in possible if n <= per_node or n % per_node == 0}
+    return tuple(sorted(whole, key=lambda n: (abs(n - gpus), -n)))
+
+
+def fit_around(request: PlanRequest, sizes: Sequence[int]) -> Candidate | None:
+    """Find a candidate on the first of `sizes` that has one; None if none has."""
+    for gpus in sizes:
+        fitting = nearest_fits(request, gpus, count=1)
+        if fitting:
+            return fitting[0]
+    return None
+
+
+def lighter_settings(request: PlanRequest) -> tuple[str, ...]:
+    """Find the fewest settings of `engine.megatron` with which the spec's own layouts fit.
+
+    Those of NVIDIA's recipes for 8 bits (Megatron-Bridge, training/mixed_precision.py): gradients
+    in 16 bits, and with `precision: fp8` weights in 8 bits alone. Both change what is computed, so
+    no plan chooses them. Empty where they do not help or do not exist.
+    """
+    spec, own = request.spec, request.spec.engine.megatron
+    if spec.engine.abilities.model_classes != MEGATRON_CORE or spec.precision == "fp32":
+        return ()
+    known = [("grad_reduce_in_fp32", False)] if own.grad_reduce_in_fp32 else []
+    sharded = spec.optimizer.distributed and spec.optimizer.offload == "none"
+    if spec.precision == "fp8" and sharded and not own.fp8_param_gather:
+        known.append(("fp8_param_gather", True))
+    for chosen in (*((one,) for one in known), tuple(known)):
+        lighter = own.model_copy(update=dict(chosen))
+        engine = spec.engine.model_copy(update=dict(megatron=lighter))
+        changed = replace(request, spec=spec.model_copy(update={"engine": engine}))
+        if chosen and search(changed, freedom_of(changed), timed=False).fits.any():
+            return tuple(f"engine.megatron.{name}={str(on).lower()}" for name, on in chosen)
+    return ()

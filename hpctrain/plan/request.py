@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hpctrain.plan.documents import Goal
-from hpctrain.plan.model.counts import ModelCounts, count_model
-from hpctrain.spec.calibration import Calibration, SiteLearning, Uncertainty
+from hpctrain.plan.model.parameters import ModelCounts, count_model
+from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.catalogue import Generation, Gpu
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.engines.megatron import Fp8Recipe, with_fp8_recipe
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
+from hpctrain.spec.uncertainty import SiteLearning, Uncertainty
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,19 @@ class PlanRequest:
     goal: Goal = "time"
 
     def __post_init__(self) -> None:
-        spec = _with_implementation(self.spec, self.profile)
-        object.__setattr__(self, "spec", _with_recipe(spec, self.generation))
+        spec, engine = self.spec, self.spec.engine
+        if engine.abilities.model_classes == MEGATRON_CORE and engine.implementation == "auto":
+            # the layers of megatron-core that the profile promises
+            promised = self.profile.software.transformer_engine and not self.profile.gpu.emulated
+            chosen = "transformer_engine" if promised else "local"
+            engine = engine.model_copy(update={"implementation": chosen})
+        if spec.precision == "fp8" and engine.megatron.fp8_recipe == "auto":
+            # current scaling as the recipes of Megatron-Bridge for Hopper, block scaling in
+            # hardware (MXFP8) on Blackwell
+            blackwell = self.generation == "blackwell"
+            engine = with_fp8_recipe(engine, "mxfp8" if blackwell else "tensorwise")
+        if engine is not spec.engine:
+            object.__setattr__(self, "spec", spec.model_copy(update={"engine": engine}))
 
     @cached_property
     def counts(self) -> ModelCounts:
@@ -71,27 +83,3 @@ class PlanRequest:
         """How `precision: fp8` scales; None at another precision."""
         chosen = self.spec.engine.megatron.fp8_recipe
         return None if self.spec.precision != "fp8" or chosen == "auto" else chosen
-
-
-def _with_recipe(spec: RunSpec, generation: Generation | None) -> RunSpec:
-    """Choose the scaling of `precision: fp8` for `auto`.
-
-    Current scaling as the recipes of Megatron-Bridge for Hopper, block scaling in hardware (MXFP8)
-    on Blackwell.
-    """
-    engine = spec.engine
-    if spec.precision != "fp8" or engine.megatron.fp8_recipe != "auto":
-        return spec
-    recipe: Fp8Recipe = "mxfp8" if generation == "blackwell" else "tensorwise"
-    return spec.model_copy(update={"engine": with_fp8_recipe(engine, recipe)})
-
-
-def _with_implementation(spec: RunSpec, profile: ClusterProfile) -> RunSpec:
-    """Choose the layers of megatron-core for `auto`: those that the profile promises."""
-    engine = spec.engine
-    if engine.abilities.model_classes != MEGATRON_CORE or engine.implementation != "auto":
-        return spec
-    promised = profile.software.transformer_engine and not profile.gpu.emulated
-    chosen = "transformer_engine" if promised else "local"
-    engine = engine.model_copy(update={"implementation": chosen})
-    return spec.model_copy(update={"engine": engine})

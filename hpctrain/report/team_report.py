@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError, NoSuchRunError, UsageError
-from hpctrain.plan.gpu_price import GpuPrice, gpu_price
+from hpctrain.plan.job import GpuPrice, gpu_price
 from hpctrain.records.find import RunFiles, all_runs
 from hpctrain.records.jobs import cluster_of
 from hpctrain.records.layout import RunLayout

@@ -125,7 +125,7 @@ def service_request(
 
     Raises InvalidInputError for a GPU that nobody knows.
     """
-    from hpctrain.plan.cost.constants import fabric_of
+    from hpctrain.plan.cost.from_spec import fabric_of
     from hpctrain.serve.plan.candidates import EngineFacts
     from hpctrain.serve.plan.measured_speed import AS_PREDICTED, MeasuredSpeed
     from hpctrain.serve.plan.promises import ModelError

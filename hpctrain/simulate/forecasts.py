@@ -21,8 +21,8 @@ from hpctrain.plan.forecast.documents import (
     Spread,
     TimeShares,
 )
-from hpctrain.plan.forecast.interruptions import is_spot, preemption_wait_seconds
 from hpctrain.plan.forecast.predict import forecast
+from hpctrain.plan.forecast.rates import is_spot, preemption_wait_seconds
 from hpctrain.plan.job import TrainingJob
 from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.simulate.monte_carlo import Outcome, simulate
@@ -83,7 +83,7 @@ def scenario_of(
         mix=mix,
         stall_seconds=float(spec.supervise.stall),
         restart_seconds=stops.restart_seconds,
-        requeue_delay_seconds=_REQUEUE_DELAY_SECONDS if _requeues(profile) else 0.0,
+        requeue_delay_seconds=_REQUEUE_DELAY_SECONDS if profile.continuation == "requeue" else 0.0,
         queue_wait_seconds=queue_wait_seconds or facts.queue_seconds,
         walltime_seconds=math.inf if facts.walltime is None else float(facts.walltime),
         preemptions_per_day=86400 / preemption if preemption else 0.0,
@@ -91,7 +91,11 @@ def scenario_of(
         if is_spot(spec, profile, facts)
         else 0.0,
         warned=stops.warned,
-        supervise=policy_settings(spec.supervise, _continuation(profile)),
+        # by hand at once where the site does not requeue
+        supervise=policy_settings(
+            spec.supervise,
+            "requeue" if profile.continuation == "none" else str(profile.continuation),
+        ),
     )
     return scenario if repair is None else scenario.model_copy(update={"repair_seconds": repair})
 
@@ -136,15 +140,6 @@ def scenario_notes(profile: ClusterProfile) -> tuple[Assumption, ...]:
         text = "somebody types `hpctrain resume` as soon as an attempt has ended"
         notes.append(Assumption(kind="continuation", text=text))
     return tuple(notes)
-
-
-def _continuation(profile: ClusterProfile) -> str:
-    """Return how the played run goes on: by hand at once where the site does not requeue."""
-    return "requeue" if profile.continuation == "none" else str(profile.continuation)
-
-
-def _requeues(profile: ClusterProfile) -> bool:
-    return profile.continuation == "requeue"
 
 
 def _played(

@@ -1,6 +1,6 @@
-"""Simulate many runs of one scenario, and compute means, quantiles and shares.
+"""Simulate many runs of one scenario: means, quantiles, shares, and a choice among scenarios.
 
-Does not belong here: the course of one run (see `simulated_run`).
+Does not belong here: the course of one run (`simulated_run`), tables.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from hpctrain.judge.causes import Cause
+from hpctrain.plan.forecast.intervals import best_steps
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.simulate.simulated_run import Decisions, RunOutcome, SimulatedRun
+from hpctrain.simulate.simulated_run import RunOutcome, SimulatedRun, decisions_about
 from hpctrain.spec.document import Document
 from hpctrain.telemetry.timeline import Category
 
@@ -79,7 +80,7 @@ def simulate(scenario: Scenario, trials: int, seed: int) -> Outcome:
 @functools.lru_cache(maxsize=256)
 def _simulated(asked: _Asked, trials: int, seed: int) -> Outcome:
     scenario = asked.scenario
-    decisions = Decisions(scenario)
+    decisions = decisions_about(scenario)
     draws = (random.Random(f"{seed}/{n}") for n in range(trials))
     runs = [SimulatedRun(scenario, draw, decisions).run() for draw in draws]
     ended = [run for run in runs if run.stopped is None]
@@ -164,3 +165,113 @@ def _means(tables: Sequence[Mapping[Name, float]]) -> dict[str, float]:
         for name, seconds in table.items():
             sums[str(name)] += seconds
     return {name: total / len(tables) for name, total in sorted(sums.items())}
+
+
+# -- A checkpoint interval and a number of spare nodes, of every combination ----------------------
+
+
+Goal = Literal["gpu-hours", "time"]
+# Combinations that stop more often than the safest by more than this share are excluded.
+_MORE_STOPS = 0.05
+_NOISE_ERRORS = 2.0
+_QUANTILE = 0.95
+
+
+class Choice(Document):
+    """All outcomes, the index of the best, and the reasons as sentences.
+
+    `poisson_spares`: the 95 % quantile of the nodes that a job loses in `poisson_seconds`.
+    """
+
+    goal: Goal
+    outcomes: tuple[Outcome, ...]
+    best: int
+    reasons: tuple[str, ...]
+    poisson_spares: int
+    poisson_seconds: float
+
+
+def auto_interval_seconds(scenario: Scenario) -> float:
+    """Return Daly's interval (`plan.forecast.intervals`), not shorter than a background write."""
+    if math.isinf(scenario.mttf_seconds):
+        return scenario.interval_seconds
+    stall, write = scenario.save_stall_seconds, scenario.save_write_seconds
+    steps = best_steps(max(stall, 1e-9), scenario.mttf_seconds, write, scenario.step_seconds)
+    return steps * scenario.step_seconds
+
+
+def choose(
+    scenario: Scenario,
+    spares: Sequence[int],
+    intervals: Sequence[float],
+    trials: int,
+    seed: int,
+    goal: Goal = "gpu-hours",
+) -> Choice:
+    """Simulate `scenario` with each number of spare nodes and each interval (seconds).
+
+    All combinations use the same seed, which reduces the noise of their differences.
+    """
+    outcomes = []
+    for spare_nodes in spares:
+        for seconds in intervals:
+            change = {"spare_nodes": spare_nodes, "interval_seconds": seconds}
+            outcomes.append(simulate(scenario.model_copy(update=change), trials, seed))
+    # about as likely to reach the end as the safest combination
+    limit = min(outcome.stopped for outcome in outcomes) + _MORE_STOPS
+    allowed = [index for index, outcome in enumerate(outcomes) if outcome.stopped <= limit]
+    best = min(allowed, key=lambda index: (_measure(outcomes[index], goal).mean, index))
+    attempt = min(scenario.walltime_seconds, scenario.work_seconds)
+    return Choice(
+        goal=goal,
+        outcomes=tuple(outcomes),
+        best=best,
+        reasons=tuple(_reasons(outcomes, allowed, best, goal)),
+        poisson_spares=poisson_spares(scenario, attempt),
+        poisson_seconds=attempt,
+    )
+
+
+def poisson_spares(scenario: Scenario, seconds: float) -> int:
+    """Return the spare nodes that suffice for `seconds` in 95 of 100 jobs without repairs.
+
+    It is the quantile of a Poisson distribution with mean N r_f T of the failures that take a node.
+    """
+    share = scenario.failure_mix.share_taking_nodes
+    mean = scenario.nodes * scenario.failures_per_second * share * seconds
+    count, log_term = 0, -mean
+    total = math.exp(log_term)
+    while total < _QUANTILE:
+        count += 1
+        log_term += math.log(mean) - math.log(count)
+        total += math.exp(log_term)
+    return count
+
+
+def _measure(outcome: Outcome, goal: Goal) -> Distribution:
+    return outcome.days if goal == "time" else outcome.gpu_hours
+
+
+def _reasons(
+    outcomes: Sequence[Outcome], allowed: Sequence[int], best: int, goal: Goal
+) -> list[str]:
+    chosen = outcomes[best]
+    target = "fewest GPU-hours, spare nodes included" if goal == "gpu-hours" else "shortest time"
+    lines = [f"{target}, of {len(allowed)} that are about as likely to reach the end as any"]
+    measure = _measure(chosen, goal)
+    equal = 0
+    for index in allowed:
+        other = _measure(outcomes[index], goal)
+        # two standard errors of the difference of two means, taken as independent
+        noise = _NOISE_ERRORS * math.hypot(other.standard_error, measure.standard_error)
+        equal += index != best and other.mean - measure.mean < noise
+    if equal:
+        lines.append(f"{equal} others are as good within the noise of these trials")
+    risky = len(outcomes) - len(allowed)
+    if risky:
+        lines.append(f"{risky} others stop more often: more than {_MORE_STOPS:.0%} above the best")
+    if chosen.stopped:
+        lines.append(
+            f"{chosen.stopped:.0%} of the runs stop even so, most often: {chosen.stop_reasons[0]}"
+        )
+    return lines

@@ -7,18 +7,19 @@ Does not belong here: statistics over runs (see `monte_carlo`), the arithmetic o
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 import random
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from hpctrain.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.judge.documents import Action, ActionKind, History, Situation, Verdict
 from hpctrain.judge.policy import decide
-from hpctrain.simulate.failure_mixes import FailureKind
-from hpctrain.simulate.scenario import Scenario
-from hpctrain.telemetry.timeline import Category
+from hpctrain.simulate.scenario import FailureKind, Scenario
+from hpctrain.telemetry.time_categories import Category
 
 # A run that takes this many times its work is taken as endless.
 _HOPELESS_FACTOR = 50.0
@@ -26,21 +27,21 @@ _HOPELESS_SECONDS = 30 * 86400.0
 NO_END = "the run makes no progress"
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunOutcome:
     """Result of one run: seconds by category, losses by cause, counts, why it stopped (or None).
 
     `repair_seconds` of the queueing are spent because too few nodes of the cluster work.
     """
 
-    seconds: dict[Category, float]
-    lost_seconds: dict[Cause, float]
-    failures: dict[str, int]
-    requeues: int
-    launches: int
-    preemptions: int
-    repair_seconds: float
-    stopped: str | None
+    seconds: defaultdict[Category, float] = field(default_factory=lambda: defaultdict(float))
+    lost_seconds: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
+    failures: Counter[str] = field(default_factory=Counter)
+    requeues: int = 0
+    launches: int = 0
+    preemptions: int = 0
+    repair_seconds: float = 0.0
+    stopped: str | None = None
 
     @property
     def wall_seconds(self) -> float:
@@ -64,23 +65,17 @@ class _LaunchEnd:
     kind: FailureKind | None = None
 
 
-class Decisions:
-    """The policy's decisions about one scenario, each made once: runs are alike."""
+Decisions = Callable[[_LaunchEnd, bool, int, History], Action]
 
-    def __init__(self, scenario: Scenario) -> None:
-        self._scenario = scenario
-        self._known: dict[tuple[Cause, bool, bool, bool, bool, int, History], Action] = {}
 
-    def about(self, end: _LaunchEnd, excludes: bool, healthy: int, history: History) -> Action:
-        """Return what `judge.policy.decide` says."""
-        key = (end.cause, end.requeued, end.bad, end.keeps_nodes, excludes, healthy, history)
-        action = self._known.get(key)
-        if action is None:
-            action = self._known[key] = self._decide(end, excludes, healthy, history)
-        return action
+def decisions_about(scenario: Scenario) -> Decisions:
+    """Return the policy as a function of an end, whether its node is to be excluded, healthy nodes.
 
-    def _decide(self, end: _LaunchEnd, excludes: bool, healthy: int, history: History) -> Action:
-        scenario = self._scenario
+    Runs of one scenario are alike, so each decision is made once.
+    """
+
+    @functools.cache
+    def about(end: _LaunchEnd, excludes: bool, healthy: int, history: History) -> Action:
         situation = Situation(
             keeps_nodes=end.keeps_nodes,
             allocated_nodes=scenario.nodes + scenario.spare_nodes,
@@ -93,6 +88,8 @@ class Decisions:
         verdict = Verdict(end.cause, words, already_requeued=end.requeued, hard=end.bad)
         return decide(verdict, history, situation, scenario.supervise)
 
+    return about
+
 
 class SimulatedRun:
     """The state of one simulated run; every random number comes from `rng`.
@@ -104,7 +101,7 @@ class SimulatedRun:
         self, scenario: Scenario, rng: random.Random, decisions: Decisions | None = None
     ) -> None:
         self.scenario, self.rng = scenario, rng
-        self.decisions = decisions or Decisions(scenario)
+        self.decide = decisions or decisions_about(scenario)
         self.cycle = Cycle(
             scenario.work_between_saves,
             scenario.stall,
@@ -112,13 +109,9 @@ class SimulatedRun:
             scenario.last_save,
         )
         self.history_counter = HistoryCounter(scenario.supervise.storm_window_seconds)
-        self.spent: defaultdict[Category, float] = defaultdict(float)
-        self.lost: defaultdict[Cause, float] = defaultdict(float)
-        self.failures: Counter[str] = Counter()
+        self.outcome = RunOutcome()
         self.repairs: list[float] = []
         self.now = self.saved = 0.0
-        self.requeues = self.launches = self.preemptions = 0
-        self.repair_wait = 0.0
         self.blame: Cause | None = None
         self.healthy = 0
         self.bad: FailureKind | None = None
@@ -131,31 +124,22 @@ class SimulatedRun:
         self._spend(Category.QUEUEING, self.scenario.first_wait_seconds)
         self._allocate()
         limit = _HOPELESS_FACTOR * self.scenario.work_seconds + _HOPELESS_SECONDS
-        stopped: str | None = None
-        while stopped is None:
+        outcome = self.outcome
+        while outcome.stopped is None:
             end = self._launch()
             if end is None:
                 break
-            stopped = self._follow_policy(end)
-            if stopped is None and self.now > limit:
-                stopped = NO_END
-        return RunOutcome(
-            seconds=dict(self.spent),
-            lost_seconds=dict(self.lost),
-            failures=dict(self.failures),
-            requeues=self.requeues,
-            launches=self.launches,
-            preemptions=self.preemptions,
-            repair_seconds=self.repair_wait,
-            stopped=stopped,
-        )
+            outcome.stopped = self._follow_policy(end)
+            if outcome.stopped is None and self.now > limit:
+                outcome.stopped = NO_END
+        return outcome
 
     def _spend(self, category: Category, seconds: float) -> None:
         """Advance the clock; attribute the time to the last interruption until it is over."""
-        self.spent[category] += seconds
+        self.outcome.seconds[category] += seconds
         self.now += seconds
         if self.blame is not None:
-            self.lost[self.blame] += seconds
+            self.outcome.lost_seconds[self.blame] += seconds
 
     # -- a launch --------------------------------------------------------------------------------
 
@@ -163,7 +147,7 @@ class SimulatedRun:
         """Simulate one launch and return its end; None when the run is complete."""
         scenario, began = self.scenario, self.now
         resumed = self.saved
-        self.launches += 1
+        self.outcome.launches += 1
         fails_at = began + self._next(scenario.nodes * scenario.failures_per_second)
         if self.bad is not None:
             fails_at = min(fails_at, began + scenario.restart_seconds)
@@ -205,11 +189,11 @@ class SimulatedRun:
         if soft_limit <= min(fails_at, self.preempted_at):
             return _LaunchEnd(Cause.TIME_LIMIT, keeps_nodes=False)
         if self.preempted_at <= fails_at:
-            self.preemptions += 1
+            self.outcome.preemptions += 1
             return _LaunchEnd(Cause.PREEMPTED, keeps_nodes=False)
         # A broken node that is still in use fails as it did before.
         kind = self.bad or self.rng.choices(self.kinds, self.weights)[0]
-        self.failures[kind.name] += 1
+        self.outcome.failures[kind.name] += 1
         gone = kind.takes_node and kind.cause is Cause.NODE_FAILURE
         if gone and self.rng.random() * self.scenario.nodes < 1:
             # The loss of the supervisor's own node ends the job, and Slurm requeues it.
@@ -251,7 +235,7 @@ class SimulatedRun:
             self._lose_node()
         excludes = end.bad and not detected
         history = self.history_counter.history()
-        action = self.decisions.about(end, excludes, self.healthy, history)
+        action = self.decide(end, excludes, self.healthy, history)
         if action.kind in (ActionKind.STOP, ActionKind.HOLD):
             return action.reason
         if action.exclude:
@@ -267,7 +251,7 @@ class SimulatedRun:
     def _requeue(self, end: _LaunchEnd) -> None:
         """Wait in the queue for a new allocation; a full cluster also waits for repairs."""
         scenario = self.scenario
-        self.requeues += 1
+        self.outcome.requeues += 1
         wait = scenario.requeue_delay_seconds
         if scenario.queue_wait_seconds:
             wait += self.rng.expovariate(1 / scenario.queue_wait_seconds)
@@ -279,7 +263,7 @@ class SimulatedRun:
             missing = len(self.repairs) - surplus
             enough_nodes_at = sorted(self.repairs)[missing - 1] if missing > 0 else self.now
         repair = max(0.0, enough_nodes_at - self.now - wait)
-        self.repair_wait += repair
+        self.outcome.repair_seconds += repair
         self._spend(Category.QUEUEING, wait + repair)
         self._allocate()
 

@@ -212,7 +212,7 @@ def _members_inside(axis: AxisSpeed, rank: int, domain: int) -> int:
 
 
 def _network_rate(axis: AxisSpeed, near: int, bus_rate: float) -> float:
-    """Convert a bus rate into what each GPU sends over the network (plan/cost/links.py).
+    """Convert a bus rate into what each GPU sends over the network (plan/cost/blocks.py).
 
     A gathering of S bytes takes S (d - 1) / d / (members inside x rate) over d domains.
     """

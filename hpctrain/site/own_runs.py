@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
-from hpctrain.plan.as_planned import spec_as_planned
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.job import spec_as_planned
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind, Ledger

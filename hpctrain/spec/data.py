@@ -1,7 +1,7 @@
 """The data and batch sections of a run spec.
 
 Belongs here: the fields of `data` and `batch`. Does not belong here: reading any file, the formats
-that a model can train on (see `hpctrain.plan.abilities.readable`).
+that a model can train on (see `hpctrain.plan.abilities.trainable`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from hpctrain.base.units import short_bytes, short_hours
 from hpctrain.job.footprint import footprint_of
 from hpctrain.job.preflight import Check, Examined, checks_of, input_checks
 from hpctrain.job.prepare import Prepared, load_inputs, prepare
-from hpctrain.plan.forecast.facts import run_facts
+from hpctrain.plan.forecast.predict import run_facts
 from hpctrain.records.sweeps import SweepLayout, SweepPoint, SweepRecord
 from hpctrain.simulate.forecasts import forecast_run
 from hpctrain.spec.profile import ClusterProfile

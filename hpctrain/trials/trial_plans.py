@@ -21,7 +21,7 @@ from hpctrain.job.prepare import (
 )
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.gpu_price import gpu_price
+from hpctrain.plan.job import gpu_price
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec

@@ -17,7 +17,7 @@ from variants import varied
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.documents import parse_train_config
-from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.candidate import layout_of
 from hpctrain.plan.mesh.stages import build_stages
 from hpctrain.records.manifest import checkpoint_name
 from hpctrain.spec.run import ParallelSpec

@@ -17,11 +17,10 @@ from variants import varied
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.convert.hugging_face_directory import write_model
 from hpctrain.engines.documents import parse_train_config
-from hpctrain.plan.abilities.representable_hugging_face import LINEAR_LAYERS
-from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.abilities.trainable_hugging_face import LINEAR_LAYERS
+from hpctrain.plan.mesh.candidate import layout_of
 from hpctrain.plan.mesh.stages import build_stages
-from hpctrain.plan.model.counts import count_model
-from hpctrain.plan.model.parameters import total_parameters
+from hpctrain.plan.model.parameters import count_model, total_parameters
 from hpctrain.spec.run import ParallelSpec, RunSpec
 from hpctrain.spec.tuning import LoraSpec
 from hpctrain.train.engines.models.build import (

@@ -13,8 +13,7 @@ import pytest
 from trial_runs import once
 from variants import varied
 
-from hpctrain.plan.mesh.candidate import candidate_of
-from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.candidate import candidate_of, layout_of
 from hpctrain.plan.mesh.rules import MODEL_RULES, broken_rules
 from hpctrain.plan.mesh.stages import build_stages, split_layers
 from hpctrain.plan.model.parameters import expert_tp, pad_vocab

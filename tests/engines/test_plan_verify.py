@@ -21,9 +21,7 @@ from hpctrain.engines.verification import Verification, compare
 from hpctrain.job.verify import verify_plan
 from hpctrain.plan.documents import NodeRequest, Plan, Stage
 from hpctrain.plan.job import TrainingJob
-from hpctrain.plan.mesh.batch import batch_split
-from hpctrain.plan.mesh.candidate import candidate_of
-from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.candidate import batch_split, candidate_of, layout_of
 from hpctrain.plan.mesh.rules import MODEL_RULES, broken_rules
 from hpctrain.plan.mesh.stages import build_stages, split_layers
 from hpctrain.plan.model.parameters import pad_vocab

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.base.units import short_duration
-from hpctrain.plan.forecast.checkpoint import longest_save_seconds
+from hpctrain.plan.forecast.rates import longest_save_seconds
 from hpctrain.plan.job import TrainingJob
 
 # slurmctld checks every 30 s (sbatch(1), --signal: up to 60 s early), a busy one later; then the

@@ -20,42 +20,25 @@ def sharding_problems(spec: RunSpec) -> list[Refusal]:
     """
     engine, optimizer, abilities = spec.engine.name, spec.optimizer, spec.engine.abilities
     zero, stages, problems = optimizer.zero, abilities.zero_stages, []
+    given = "distributed" in optimizer.model_fields_set
     if zero is not None and zero not in stages:
         others = [name for name, other in ENGINES.items() if zero in other.zero_stages]
-        problems.append(
-            Refusal(
-                f"engine {engine} has no ZeRO stage {zero}: set `optimizer.zero` to "
-                f"{or_list(stages)}, or `engine.name` to {' or '.join(others)}",
-                "optimizer.zero",
-            )
+        message = (
+            f"engine {engine} has no ZeRO stage {zero}: set `optimizer.zero` to "
+            f"{or_list(stages)}, or `engine.name` to {' or '.join(others)}"
         )
-    elif (
-        zero is not None
-        and "distributed" in optimizer.model_fields_set
-        and optimizer.distributed != (zero > 0)
-    ):
-        given = "true" if optimizer.distributed else "false"
-        problems.append(
-            Refusal(
-                f"optimizer.zero {zero} contradicts `distributed: {given}`: remove one of them",
-                "optimizer.zero",
-            )
-        )
+        problems.append(Refusal(message, "optimizer.zero"))
+    elif zero is not None and given and optimizer.distributed != (zero > 0):
+        stated = f"`distributed: {str(optimizer.distributed).lower()}`"
+        message = f"optimizer.zero {zero} contradicts {stated}: remove one of them"
+        problems.append(Refusal(message, "optimizer.zero"))
     if optimizer.offload not in abilities.offloads:
-        problems.append(
-            Refusal(
-                f"engine {engine} has no `optimizer.offload: {optimizer.offload}`",
-                "optimizer.offload",
-            )
-        )
+        message = f"engine {engine} has no `optimizer.offload: {optimizer.offload}`"
+        problems.append(Refusal(message, "optimizer.offload"))
     if optimizer.shard_gpus is not None and not abilities.shards_over_part:
         able = " or ".join(name for name, other in ENGINES.items() if other.shards_over_part)
-        problems.append(
-            Refusal(
-                f"optimizer.shard_gpus is for engine {able} (HSDP), not for {engine}",
-                "optimizer.shard_gpus",
-            )
-        )
+        message = f"optimizer.shard_gpus is for engine {able} (HSDP), not for {engine}"
+        problems.append(Refusal(message, "optimizer.shard_gpus"))
     return problems
 
 

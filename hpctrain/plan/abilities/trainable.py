@@ -1,17 +1,17 @@
-"""List what a plan may contain but hpctrain's own trainer cannot train.
+"""List what a plan may contain but hpctrain's own trainer cannot train or read.
 
 Belongs here: one message for each thing that no engine can, and the call of the engine's own
-rules. Does not belong here: these (`trainable_*`), what cannot be planned at all (`layout`,
-`sharding`).
+rules. Does not belong here: these (`trainable_*`), what cannot be planned at all (`mesh.rules`,
+`sharding`), whether files are there (`hpctrain.job.input_checks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, cast
 
-from hpctrain.plan.abilities.readable import unreadable
 from hpctrain.plan.documents import Plan
+from hpctrain.spec.data import DataFormat
 from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.engines.registry import ENGINES, abilities_of, resolve
 from hpctrain.spec.run import RunSpec
@@ -43,11 +43,14 @@ def untrainable_fields(spec: RunSpec) -> Problems:
     engine, family, abilities = spec.engine.name, spec.model.family, spec.engine.abilities
     problems: Problems = []
     if family not in abilities.families:
-        *others, last = abilities.families
-        trained = f"{', '.join(others)} and {last}" if others else last
+        trained = _joined(abilities.families)
         problems.append(("model.family", f"hpctrain trains {trained} with {engine}, not {family}"))
     if spec.precision not in abilities.trained_precisions:
-        problems.append(("precision", _untrained_precision(spec)))
+        trained = _joined(abilities.trained_precisions)
+        able = [one.name for one in ENGINES.values() if spec.precision in one.trained_precisions]
+        does = f"; engine {' and '.join(able)} does" if able else ""
+        message = f"hpctrain trains in {trained} with {engine}, not in {spec.precision}{does}"
+        problems.append(("precision", message))
     if spec.optimizer.offload not in abilities.trained_offloads:
         place = f"the optimizer's state on {spec.optimizer.offload}"
         problems.append(("optimizer.offload", f"hpctrain does not train {engine} with {place}"))
@@ -59,13 +62,10 @@ def untrainable_fields(spec: RunSpec) -> Problems:
     return [problem for problem in (*problems, *formats) if problem[0] not in named] + own
 
 
-def _untrained_precision(spec: RunSpec) -> str:
-    """Describe what the engine trains, and which engine trains the wanted precision."""
-    *others, last = spec.engine.abilities.trained_precisions
-    trained = f"{', '.join(others)} and {last}"
-    message = f"hpctrain trains in {trained} with {spec.engine.name}, not in {spec.precision}"
-    able = [one.name for one in ENGINES.values() if spec.precision in one.trained_precisions]
-    return f"{message}; engine {' and '.join(able)} does" if able else message
+def _joined(names: Sequence[str]) -> str:
+    """Format as `gpt, llama and bert`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def untrainable_axes(spec: RunSpec) -> Collection[str]:
@@ -87,3 +87,31 @@ def untrainable_layout(plan: Plan) -> Problems:
 
 def _rules(abilities: EngineAbilities) -> Rules | None:
     return cast(Rules, resolve(abilities.rules)) if abilities.rules else None
+
+
+# -- Data formats that a model can be trained on --------------------------------------------------
+
+
+def readable_formats(spec: RunSpec) -> tuple[DataFormat, ...]:
+    """List the formats of data for the spec's task; synthetic data have the first."""
+    task = spec.learned_task
+    if task == "language_modeling":
+        return ("tokens", "packed") if spec.engine.abilities.reads_packed else ("tokens",)
+    if task == "masked_language_modeling":
+        return ("tokens",)
+    return ("images", "arrays") if spec.model.reads_images else ("examples",)
+
+
+def data_format(spec: RunSpec) -> DataFormat:
+    """Find the format that the run reads; synthetic data need none to be given."""
+    data = spec.data
+    return data.format if data.sources or data.format != "tokens" else readable_formats(spec)[0]
+
+
+def unreadable(spec: RunSpec) -> list[tuple[str, str]]:
+    """List (dotted path of the field, why the model cannot learn from that data)."""
+    chosen, formats = data_format(spec), readable_formats(spec)
+    if chosen in formats:
+        return []
+    what = f"{spec.learned_task} of a {spec.model.family} by {spec.engine.name}"
+    return [("data.format", f"{what} reads {' or '.join(formats)}, not {chosen}")]

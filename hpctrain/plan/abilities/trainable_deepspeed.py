@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.plan.abilities import trainable_modules
+from hpctrain.plan.abilities import trainable_hugging_face
 from hpctrain.spec.run import RunSpec
 
 
 def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield (dotted path of the field, what the trainer or the classes lack)."""
-    yield from trainable_modules.untrainable(spec)
+    yield from trainable_hugging_face.untrainable(spec)
     yield from untrainable_by_deepspeed(spec)
 
 

@@ -5,5 +5,5 @@ operators that broadcast. One call prices one layout, all layouts of a search, o
 table of measurements; there is no second implementation for any of them.
 
 Belongs here: the physics and its constants' meaning. Does not belong here: which layouts exist
-(`hpctrain.plan.search.layouts`), the constants' values (`hpctrain/spec/catalogue`), files, torch.
+(`hpctrain.plan.search.space`), the constants' values (`hpctrain/spec/catalogue`), files, torch.
 """

@@ -1,8 +1,8 @@
 """Compute the seconds that one microbatch spends in each kind of block on one rank.
 
 Belongs here: which kernels and messages an attention, MLP, MoE, Mamba block and the output layer
-consist of. Does not belong here: how fast a kernel is (`blocks`), how microbatches follow each
-other (`step`).
+consist of, and how fast kernels and collectives are. Does not belong here: how microbatches follow
+each other (`step`).
 
 Letters: T tokens of a microbatch on one rank, h hidden, t tensor parallel size.
 """
@@ -13,8 +13,73 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpctrain.plan.cost import links
 from hpctrain.plan.cost.case import Array, Case, flag, once
+
+# -- Collective operations over NVLink, the network, or both ------------------------------------
+# A group is `size` ranks, `stride` apart. `domain` consecutive ranks reach each other over NVLink.
+# Ring formulas: Thakur, Rabenseifner and Gropp 2005 (Int. J. High Perform. Comput. Appl. 19(1)),
+# as in the performance notes of nccl-tests: all-gather and reduce-scatter move (n - 1) / n of the
+# whole tensor through each rank, all-reduce twice that.
+
+
+HOP_SECONDS = 6e-6  # start of one collective and one hop; nccl-tests, small messages
+
+
+def members_inside(case: Case, size: Array, stride: Array) -> Array:
+    """Count the ranks of a group that share one NVLink domain."""
+    return np.clip(np.floor_divide(case.machine.domain, stride), 1, size)
+
+
+def gather_seconds(case: Case, whole_bytes: Array, size: Array, stride: Array) -> Array:
+    """Price an all-gather or reduce-scatter of a tensor of `whole_bytes`.
+
+    Inside a domain the NVLink ring; across domains every domain has to take in the whole tensor
+    through the network cards of its members (NCCL makes one ring per card), and the NVLink ring
+    inside runs at the same time: the slower one counts.
+    """
+    inside = members_inside(case, size, stride)
+    domains = size / inside
+    fast = whole_bytes * (size - 1) / size / nvlink(case)
+    slow = whole_bytes * (domains - 1) / domains / (inside * network(case))
+    hops = HOP_SECONDS * np.log2(np.maximum(size, 1) + 1)
+    return np.where(np.asarray(size) > 1, np.maximum(fast, slow) + hops, 0.0)
+
+
+def reduce_seconds(case: Case, whole_bytes: Array, size: Array, stride: Array) -> Array:
+    """Price an all-reduce: a reduce-scatter and an all-gather."""
+    return 2 * gather_seconds(case, whole_bytes, size, stride)
+
+
+def exchange_seconds(case: Case, near_bytes: Array, far_bytes: Array, size: Array) -> Array:
+    """All-to-all in which each of `size` ranks sends so much over NVLink and over the network."""
+    near, far = near_bytes / nvlink(case), far_bytes / network(case)
+    hops = HOP_SECONDS * np.log2(np.maximum(size, 1) + 1)
+    return np.where(np.asarray(size) > 1, np.maximum(near, far) + hops, 0.0)
+
+
+def send_seconds(case: Case, sent_bytes: Array, stride: Array) -> Array:
+    """Price one message to the rank `stride` away."""
+    near = np.asarray(stride) < case.machine.domain
+    return HOP_SECONDS + sent_bytes / np.where(near, nvlink(case), network(case))
+
+
+@once
+def nvlink(case: Case) -> Array:
+    """Return the bytes per second that a GPU sends over NVLink in a ring."""
+    return case.machine.nvlink_bandwidth * case.machine.nvlink_efficiency
+
+
+@once
+def network(case: Case) -> Array:
+    """Return the bytes per second that a GPU sends over its share of the network cards."""
+    machine = case.machine
+    spread = np.logical_and(np.asarray(machine.leaf_gpus) > 0, case.mesh.gpus > machine.leaf_gpus)
+    thinned = machine.network_bandwidth / np.where(spread, machine.oversubscription, 1.0)
+    return thinned * machine.network_efficiency
+
+
+# -- Blocks ---------------------------------------------------------------------------------------
+
 
 EXPERT_TILE = 128  # rows of a tile of a grouped product: experts' shares are padded to it
 
@@ -118,7 +183,7 @@ def region_messages(case: Case) -> Passes:
     of the input for the weight gradient, which always hides behind the input gradient.
     """
     whole = case.mesh.element_bytes * tokens(case) * case.shape.hidden
-    seconds = links.reduce_seconds(case, whole, case.mesh.tp, 1)
+    seconds = reduce_seconds(case, whole, case.mesh.tp, 1)
     shown = seconds * (1 - case.software.overlaps_tensors * case.software.tp_overlap)
     return Passes(0.0, 0.0, shown, shown)
 
@@ -223,7 +288,7 @@ def context_messages(case: Case) -> Passes:
     shape, mesh = case.shape, case.mesh
     both = shape.kv_heads * (shape.qk_dim + shape.value_dim) / mesh.tp
     block = mesh.element_bytes * tokens(case) * both
-    once = (mesh.cp - 1) * links.send_seconds(case, block, mesh.tp)
+    once = (mesh.cp - 1) * send_seconds(case, block, mesh.tp)
     core = core_attention(case)
     hidden = 0.8
     shown = np.maximum(once - hidden * core.forward, 0.1 * once)
@@ -310,7 +375,7 @@ def dispatch_messages(case: Case) -> Passes:
     width = mesh.element_bytes * case.shape.expert_hidden
     # the experts' own mesh is nearest: expert tp, then ep (Megatron's order)
     exchanged = 2 * exchange(case, width, mesh.ep, mesh.expert_tp)
-    gathered = 2 * links.gather_seconds(case, width * routed_rows(case), mesh.expert_tp, 1)
+    gathered = 2 * gather_seconds(case, width * routed_rows(case), mesh.expert_tp, 1)
     hidden = case.software.overlaps_experts * case.software.ep_overlap
     shown = exchanged * (1 - hidden) + gathered
     return Passes(0.0, 0.0, shown, shown)
@@ -325,13 +390,13 @@ def exchange(case: Case, token_bytes: Array, size: Array, stride: Array) -> Arra
     """
     shape, software = case.shape, case.software
     own = tokens(case) / case.mesh.tp * token_bytes
-    inside = links.members_inside(case, size, stride)
+    inside = members_inside(case, size, stride)
     nodes = size / inside
     ranks_met, nodes_met = _met(size, shape.top_k), _met(nodes, shape.top_k)
     single = np.asarray(software.one_copy) > 0
     near_copies = np.where(single, ranks_met / inside, shape.top_k / size) * (inside - 1)
     far_copies = np.where(single, nodes_met * (nodes - 1) / nodes, shape.top_k * (1 - 1 / nodes))
-    seconds = links.exchange_seconds(case, own * near_copies, own * far_copies, size)
+    seconds = exchange_seconds(case, own * near_copies, own * far_copies, size)
     return seconds / software.dispatch_efficiency
 
 
@@ -398,7 +463,7 @@ def embedding(case: Case) -> Passes:
     return streaming(case, moved) + region_messages(case).times(0.5)
 
 
-# -- Compute seconds of single kernels: matrix products, attention, elementwise passes ----------
+# -- Single kernels: matrix products, attention, elementwise passes -------------------------------
 
 
 # Elements: tensor cores take 16-bit operands in multiples of 16 bytes (NVIDIA, Matrix

@@ -1,7 +1,9 @@
 """Build a case of the cost model from a spec and a profile, for many layouts at once.
 
-Belongs here: the translation of fields of spec, profile and calibration into numbers of a case.
-Does not belong here: formulas, constants, or which layouts there are (`hpctrain.plan.search.grid`).
+Belongs here: the translation of spec, profile, data sheet and calibration into the numbers that the
+formulas take. Does not belong here: formulas, the values of constants
+(`catalogue/gpus.yaml`, `catalogue/calibration.yaml`), which layouts there are
+(`hpctrain.plan.search.space`).
 """
 
 from __future__ import annotations
@@ -12,27 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.plan.abilities.low_precision import LOW_PRECISIONS
+from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.plan.cost.case import Array, Case, Machine, Mesh, Shape, Software
-from hpctrain.plan.cost.constants import (
-    COMMUNICATOR_BYTES,
-    CONTEXT_BYTES,
-    DRIVER_BYTES,
-    FRAGMENTED,
-    calibration_of,
-    fabric_of,
-    machine_of,
-    software_entry,
-    software_of,
-)
-from hpctrain.plan.cost.learned import corrected
+from hpctrain.plan.cost.multipliers import corrected
 from hpctrain.plan.layout_words import DEFAULT_ORDER, ORDERS
-from hpctrain.plan.mesh.nvlink_domain import priced_domains
-from hpctrain.plan.mesh.recomputation import MODULES
+from hpctrain.plan.mesh.candidate import MODULES
+from hpctrain.plan.mesh.placement import priced_domains
 from hpctrain.plan.model import vision
 from hpctrain.plan.model.number_formats import ELEMENT_BYTES as ELEMENT_BYTES
 from hpctrain.plan.model.number_formats import (
     FP32_BYTES,
+    LOW_PRECISIONS,
     MOMENT_BYTES,
     OPTIMIZER_BYTES,
     gradient_bytes,
@@ -43,15 +35,188 @@ from hpctrain.plan.model.number_formats import (
 )
 from hpctrain.plan.model.parameters import BERT_SEGMENTS
 from hpctrain.plan.request import PlanRequest
-from hpctrain.spec.calibration import Calibration
+from hpctrain.spec.calibration import (
+    FORWARD_RATIO,
+    HALF_LENGTH,
+    HALF_LENGTH_CAUSAL,
+    Calibration,
+    FabricCalibration,
+    GpuCalibration,
+    SiteCalibration,
+    SoftwareCalibration,
+)
+from hpctrain.spec.catalogue import Gpu
+from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import MEGATRON_CORE, TRANSFORMERS, GradientAddition
+from hpctrain.spec.engines.ddp import POWERSGD_RANK
 from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
-from hpctrain.spec.engines.native import POWERSGD_RANK
+from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.run import ModelSpec, RunSpec
 
 if TYPE_CHECKING:
-    from hpctrain.plan.mesh.candidate import Whole
-    from hpctrain.plan.mesh.columns import Columns
+    from hpctrain.plan.mesh.candidate import Columns, Whole
+
+
+# -- Constants of one GPU and one generation of software: data sheets times calibrated shares ---
+
+
+# What copies between pinned host memory and a GPU reach of the link: 25 of PCIe 4's 32 GB/s.
+HOST_LINK_SHARE = 25 / 32
+PCIE4_BANDWIDTH = 32e9  # bytes/s and direction of 16 lanes; PCI-SIG, PCI Express 4.0
+# What the driver keeps of the memory that it reports: 143,771 MiB are 139.8 GiB to a program on an
+# H200 (docs/gpu.md), 81,920 MiB are 79.15 GiB on an A100.
+DRIVER_BYTES = 0.6 * 2**30
+# Of CUDA: 400 MB since kernels are loaded when they are called (CUDA 11.7, pytorch/pytorch issue
+# 109888), and some for cuBLAS, whose workspaces are the allocator's. Before it were 1.3 GB
+# (transformers' documentation, "GPU memory": "kernels alone take up").
+CONTEXT_BYTES = 0.5 * 2**30
+# NCCL's buffers of one communicator: 10 MiB (NVIDIA/nccl issue 1685, allocations in its log) for
+# each of 24 channels over an A100's NVLinks and of three neighbours, two in a tree, one in a ring.
+COMMUNICATOR_BYTES = 24 * 3 * 10 * 2**20
+# Activations as they lie in memory over their bytes, where the allocator cannot grow its segments
+# (before PyTorch 2.1, on AMD's GPUs): freed blocks between kept ones. BLOOM's trials want 1.1 to
+# 1.18, 410 layouts of Aleph Alpha at least 1.1, the zero-bubble runs at most 1.12, with which they
+# still fit (bench/fit_memory.py).
+FRAGMENTED = 1.12
+_LOW_PEAKS = {"fp8": ("fp8",), "fp4": ("fp4", "fp8")}
+
+
+def calibration_of(calibration: Calibration, gpu: Gpu) -> GpuCalibration:
+    """Select the constants of this GPU, else of its generation, else of the last one listed.
+
+    Raises InvalidInputError when a calibration has no GPU at all.
+    """
+    for key in (gpu.name, gpu.generation):
+        if key in calibration.gpus:
+            return calibration.gpus[key]
+    if not calibration.gpus:
+        raise InvalidInputError([Problem("the calibration names no GPU")])
+    return list(calibration.gpus.values())[-1]
+
+
+def calibrated_at_site(calibration: Calibration, site: SiteCalibration, gpu: Gpu) -> Calibration:
+    """Put the figures that a site has measured in place of the packaged ones.
+
+    Rates of links become shares of what catalogue and profile give for this GPU; the network's
+    takes the place of that of every fabric, as a site has one.
+    """
+    shares: dict[str, object] = {
+        name: value
+        for name in ("product_efficiency", "flash_efficiency", "memory_efficiency")
+        if (value := getattr(site, name)) is not None
+    }
+    if site.nvlink_bandwidth is not None:
+        shares["nvlink_efficiency"] = min(1.0, site.nvlink_bandwidth / gpu.nvlink_bandwidth)
+    shares["provenance"] = site.provenance
+    own = calibration_of(calibration, gpu).model_copy(update=shares)
+    fabrics = calibration.fabrics
+    if site.network_bandwidth is not None:
+        share = min(1.0, site.network_bandwidth / gpu.network_bandwidth)
+        measured = {"network_efficiency": share, "provenance": site.provenance}
+        fabrics = {name: one.model_copy(update=measured) for name, one in fabrics.items()}
+    return calibration.model_copy(
+        update={"gpus": {**calibration.gpus, gpu.name: own}, "fabrics": fabrics}
+    )
+
+
+def machine_of(
+    gpu: Gpu,
+    shares: GpuCalibration,
+    fabric: FabricCalibration,
+    *,
+    precision: str = "bf16",
+    leaf_gpus: int = 0,
+    oversubscription: float = 1.0,
+) -> Machine:
+    """Describe a GPU with its links. `precision`: fp32, fp16, bf16, fp8 or fp4.
+
+    A GPU without the low precision computes at its 16-bit rate; fp32 means the fp32 peak.
+    """
+    wide = peak_rate(gpu, "fp32" if precision == "fp32" else "bf16")
+    low = next(
+        (float(gpu.peak[p]) for p in _LOW_PEAKS.get(precision, ()) if p in gpu.peak),
+        wide,
+    )
+    return Machine(
+        peak=wide,
+        peak_low=low,
+        memory_bandwidth=float(gpu.memory_bandwidth),
+        nvlink_bandwidth=float(gpu.nvlink_bandwidth),
+        network_bandwidth=float(gpu.network_bandwidth),
+        domain=gpu.nvlink_domain,
+        low_efficiency=shares.fp4_efficiency if precision == "fp4" else shares.fp8_efficiency,
+        half_length=HALF_LENGTH,
+        half_length_causal=HALF_LENGTH_CAUSAL,
+        forward_ratio=FORWARD_RATIO,
+        **_constants(shares, Machine),
+        **_constants(fabric, Machine),
+        leaf_gpus=leaf_gpus,
+        oversubscription=oversubscription,
+        host_bandwidth=HOST_LINK_SHARE * float(gpu.host_bandwidth or PCIE4_BANDWIDTH),
+    )
+
+
+def peak_rate(gpu: Gpu, precision: str) -> float:
+    """Return the dense FLOP/s of a 16-bit or 32-bit precision, or of the next best one listed."""
+    order = ("fp32",) if precision == "fp32" else ("bf16", "fp16", "fp32")
+    for name in order:
+        if name in gpu.peak:
+            return float(gpu.peak[name])
+    return float(max(gpu.peak.values()))
+
+
+def newer(gpu: Gpu) -> bool:
+    """Tell whether a GPU has kernels of attention that FlashAttention-2 does not reach."""
+    return gpu.generation not in ("volta", "ampere", "ada", "cdna2", "cdna3")
+
+
+def fabric_of(calibration: Calibration, fabric: str) -> FabricCalibration:
+    """Select the constants of a network. Raises InvalidInputError if it is missing."""
+    if fabric not in calibration.fabrics:
+        raise InvalidInputError([Problem(f"the calibration has no fabric `{fabric}`")])
+    return calibration.fabrics[fabric]
+
+
+def software_entry(
+    calibration: Calibration, engine: str, *, eager: bool = False, local: bool = False
+) -> SoftwareCalibration:
+    """Select the constants that `plan` takes for an engine, ours or that of a published run.
+
+    `eager` and `local`: see `software_name`. Raises InvalidInputError if the calibration has no
+    such software.
+    """
+    key = software_name(engine, eager=eager, local=local)
+    if key not in calibration.software:
+        raise InvalidInputError([Problem(f"the calibration has no software `{key}`")])
+    return calibration.software[key]
+
+
+def software_name(engine: str, *, eager: bool = False, local: bool = False) -> str:
+    """Name the software that an engine is: what it has today, not what it was.
+
+    Megatron's own FSDP shares all kernels with the rest of megatron-core. `local`: Megatron's
+    layers without TransformerEngine, whose elementwise kernels are those of Megatron-LM before
+    it. `eager`: layers out of PyTorch's operations, such as Hugging Face's classes under FSDP, DDP
+    and DeepSpeed.
+    """
+    key = abilities_of(engine.removesuffix("-fsdp")).calibration
+    if eager:
+        return "hugging-face"
+    return "megatron-2022" if local and key == "megatron-core" else key
+
+
+def software_of(calibration: SoftwareCalibration) -> Software:
+    """Select the constants of one generation of software."""
+    return Software(**_constants(calibration, Software))
+
+
+def _constants(measured: Document, record: type[Machine] | type[Software]) -> dict[str, float]:
+    """Select the fields of a calibration that a record of the cost model has, too."""
+    names = {field.name for field in fields(record)}
+    return {name: value for name, value in measured if name in names}
+
+
+# -- The case of a request -----------------------------------------------------------------------
 
 
 # What a mesh has as a table of candidates has it.
@@ -189,6 +354,10 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
     sent_share = 1.0 if hook == "none" else 0.5
     if hook == "powersgd":
         sent_share = min(1.0, 2 * POWERSGD_RANK / spec.model.hidden)
+    way = spec.engine.abilities.gradient_addition
+    if way == "product" and spec.engine.implementation == "local":
+        # Megatron's layers without TransformerEngine add to main gradients by kernels of their own
+        way = "main"
     return Mesh(
         **{name: getattr(columns, name).astype(float) for name in _IN_COLUMNS},
         offload=columns.offload.astype(float) * (2 if spec.optimizer.offload == "nvme" else 1),
@@ -201,7 +370,7 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
         gradient_bytes=held,
         summed_bytes=held * sent_share,
         summed_inside=held if hook == "hierarchical" else 0,
-        added_bytes=added_bytes(_addition(spec), element, each, columns.accumulation.astype(float)),
+        added_bytes=added_bytes(way, element, each, columns.accumulation.astype(float)),
         gather_bytes=sent_weight_bytes(spec),
         low_bytes=low_weight_bytes(spec, request.generation),
         low_only=int(own.fp8_param_gather),
@@ -212,12 +381,6 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
         gradient_copy=FP32_BYTES * trainable if each < FP32_BYTES else 0,
         deferred_output=WGRAD_DEFERRAL_LIMIT if own.defer_embedding_wgrad_compute else 0,
     )
-
-
-def _addition(spec: RunSpec) -> GradientAddition:
-    """Megatron's layers without TransformerEngine add to main gradients by kernels of their own."""
-    way = spec.engine.abilities.gradient_addition
-    return "main" if way == "product" and spec.engine.implementation == "local" else way
 
 
 def _number(column: Whole) -> Array:
@@ -264,6 +427,12 @@ def software_for(request: PlanRequest) -> Software:
     trainable = request.counts.trainable_share
     main = OPTIMIZER_BYTES[spec.precision] - MOMENT_BYTES
     copied = trainable if abilities.main_copy_of_trained_only else 1.0
+    # outside of the allocator is what the profile says, else what is usual
+    outside = dict(
+        context_bytes=DRIVER_BYTES + CONTEXT_BYTES, communicator_bytes=COMMUNICATOR_BYTES
+    )
+    if (stated := request.profile.gpu.reserved) is not None:
+        outside = dict(context_bytes=float(stated))
     software = replace(
         base,
         flash=int(uses_flash_attention(spec)),
@@ -276,13 +445,16 @@ def software_for(request: PlanRequest) -> Software:
         late_sums=int(abilities.sums_behind_pipeline),
         scatter_gather=float(abilities.splits_stage_messages),
         main_bytes=main * copied + MOMENT_BYTES * trainable,
-        slack=base.slack if grows_segments(request) else FRAGMENTED,
+        # PyTorch's allocator has no expandable segments on AMD's GPUs
+        slack=FRAGMENTED if (request.generation or "").startswith("cdna") else base.slack,
         bucket_bytes=bucket_bytes(spec),
-        **_outside(request),
+        **outside,
     )
     if knowledge is not None:
         software = _with_options(software, spec, knowledge.calibration)
-    return replace(software, **eager(spec), **_fused_loss(spec))
+    if spec.engine.megatron.cross_entropy_loss_fusion:
+        software = replace(software, loss_bytes=FUSED_LOSS_BYTES)
+    return replace(software, **eager(spec))
 
 
 def bucket_bytes(spec: RunSpec) -> float:
@@ -296,19 +468,6 @@ def bucket_bytes(spec: RunSpec) -> float:
         return 0.0
     two = optimizer.overlap_grad_reduce and optimizer.zero != 3
     return float((2 if two else 1) * int(own.reduce_bucket))
-
-
-def grows_segments(request: PlanRequest) -> bool:
-    """Tell whether PyTorch's allocator has expandable segments there: not on AMD's GPUs."""
-    return not (request.generation or "").startswith("cdna")
-
-
-def _outside(request: PlanRequest) -> dict[str, float]:
-    """Return what is outside of the allocator: what the profile says, else what is usual."""
-    stated = request.profile.gpu.reserved
-    if stated is not None:
-        return dict(context_bytes=float(stated))
-    return dict(context_bytes=DRIVER_BYTES + CONTEXT_BYTES, communicator_bytes=COMMUNICATOR_BYTES)
 
 
 def _with_options(software: Software, spec: RunSpec, calibration: Calibration) -> Software:
@@ -328,13 +487,6 @@ def _with_options(software: Software, spec: RunSpec, calibration: Calibration) -
         shared_overlap=int(own.moe_shared_expert_overlap),
         launched_layers=graphs.layers,
         launched_experts=graphs.experts,
-    )
-
-
-def _fused_loss(spec: RunSpec) -> dict[str, float]:
-    """Return the field of `Software` that megatron-core's fused cross entropy changes."""
-    return (
-        dict(loss_bytes=FUSED_LOSS_BYTES) if spec.engine.megatron.cross_entropy_loss_fusion else {}
     )
 
 

@@ -29,16 +29,14 @@ from hpctrain.plan.cost.case import (
     flag,
     once,
 )
-from hpctrain.plan.cost.composition import (
+from hpctrain.plan.cost.weights import (
     Blocks,
+    Weights,
     all_blocks,
+    block_weights,
     first_blocks,
     later_blocks,
     prediction_blocks,
-)
-from hpctrain.plan.cost.weights import (
-    Weights,
-    block_weights,
     prediction_weights,
     stage_weights,
     table_weights,

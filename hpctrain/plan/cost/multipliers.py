@@ -1,9 +1,10 @@
 """The physical factors that one site can be off by, and how each moves a prediction.
 
 A multiplier m is the logarithm of the seconds (or bytes) of a kind of work over what the constants
-say: 0 as predicted, 0.1 ten percent longer. Belongs here: how multipliers enter a case, and the
-derivatives of its time and memory with respect to them. Does not belong here: how large they are
-(`hpctrain.plan.uncertainty`), formulas.
+say: 0 as predicted, 0.1 ten percent longer. Belongs here: how multipliers enter a case, the
+derivatives of its time and memory with respect to them, and what configurations share beside them:
+classes and neighbours. Does not belong here: how large all this is (`catalogue/uncertainty.yaml`),
+what runs teach of it (`hpctrain.plan.uncertainty`), formulas.
 """
 
 from __future__ import annotations
@@ -13,9 +14,107 @@ from dataclasses import replace
 
 import numpy as np
 
-from hpctrain.plan.cost.case import Array, Case, Floats, once
+from hpctrain.plan.cost.case import Array, Case, Floats, Mask, once
 from hpctrain.plan.cost.memory import outside_allocator_bytes, peak_bytes
 from hpctrain.plan.cost.step import step_seconds
+from hpctrain.plan.request import PlanRequest
+from hpctrain.spec.uncertainty import LearnedRest, SiteLearning
+
+# -- Classes: reasons for which less is known of a case than of others --------------------------
+
+
+# expert model: routing, permutation and dispatch change between releases; low precision: casts and
+# scales around 8-bit and 4-bit products; new GPU: its constants are those of another one
+CLASSES = ("expert model", "low precision", "new GPU")
+
+
+def classes_of(case: Case, known_gpu: Mask = True) -> Floats:
+    """Tell which of `CLASSES` hold: [cases, classes] of 0 and 1.
+
+    `known_gpu`: whether constants were fitted to measurements of this kind of GPU.
+    """
+    columns = (
+        np.asarray(case.shape.moe_blocks) > 0,
+        np.asarray(case.mesh.low) > 0,
+        ~np.asarray(known_gpu, dtype=bool),
+    )
+    shape = np.broadcast_shapes(*(np.shape(column) for column in columns), (1,))
+    shape = np.broadcast_shapes(shape, np.shape(case.mesh.tp))
+    return np.column_stack([np.broadcast_to(column, shape) for column in columns]).astype(float)
+
+
+# -- Places: where a configuration lies among others; what is alike errs alike -------------------
+# What a cost model leaves out, a kernel that a shape suits or a schedule that waits, it leaves out
+# of neighbours too. A place counts doublings: two configurations that differ by twice the tensor
+# parallelism are 1 apart, and a switch that one of them has set counts like 1.4 doublings. Data
+# parallel ranks are no part of it, for more of the same errs the same, nor is the GPU: a cluster
+# has one.
+
+
+_SWITCH = 2.0**0.5  # doublings: as far as two categories are apart that are counted one by one
+_APART = 1e-6  # variance, of 1, that places share with none: neighbours stay distinct numbers
+
+
+def _doublings(size: Array) -> Array:
+    return np.asarray(np.log2(np.maximum(size, 1)))
+
+
+def _switch(value: Mask | Array) -> Array:
+    return np.asarray(_SWITCH * np.asarray(value, dtype=float))
+
+
+_AXES: dict[str, Callable[[Case], Array]] = {
+    "hidden": lambda case: _doublings(case.shape.hidden),
+    "layers": lambda case: _doublings(case.shape.layers),
+    "experts": lambda case: _doublings(case.shape.experts),
+    "seq": lambda case: _doublings(case.shape.seq),
+    "tp": lambda case: _doublings(case.mesh.tp),
+    "pp": lambda case: _doublings(case.mesh.pp),
+    "vpp": lambda case: _doublings(case.mesh.vpp),
+    "cp": lambda case: _doublings(case.mesh.cp),
+    "ep": lambda case: _doublings(case.mesh.ep),
+    "micro batch": lambda case: _doublings(case.mesh.micro_batch),
+    "recompute": lambda case: _switch(np.asarray(case.mesh.recompute) > 0),
+    "full recompute": lambda case: _switch(np.asarray(case.mesh.recompute) > 1),
+    "zero": lambda case: _switch(case.mesh.zero),
+    "low precision": lambda case: _switch(case.mesh.low),
+    "sequence parallel": lambda case: _switch(case.mesh.sequence_parallel),
+    "fused attention": lambda case: _switch(case.software.flash),
+    "launches": lambda case: _switch(case.software.launched_layers),
+    "overlapped experts": lambda case: _switch(case.software.overlaps_experts),
+}
+AXES: tuple[str, ...] = tuple(_AXES)
+
+
+def places_of(case: Case, axes: Sequence[str] = AXES) -> Floats:
+    """Compute the place of each case on these axes: [cases, axes]."""
+    columns = [np.asarray(_AXES[name](case), dtype=float) for name in axes]
+    count = np.broadcast_shapes(*(column.shape for column in columns), (1,))
+    return np.column_stack([np.broadcast_to(column, count) for column in columns])
+
+
+def alike(places: Floats, others: Floats, reach: float) -> Floats:
+    """Compute how much of what configurations err by they share: [places, others], at most 1.
+
+    The squared exponential of their distance over `reach` (Rasmussen and Williams 2006, Gaussian
+    Processes for Machine Learning, eq. 4.9): smooth, and 0.6 at `reach` doublings.
+    """
+    squares = (places**2).sum(axis=1)[:, None] + (others**2).sum(axis=1) - 2 * places @ others.T
+    return np.asarray(np.exp(-np.maximum(squares, 0.0) / (2 * reach**2)))
+
+
+def weights_of(places: Floats, seen: Floats, reach: float) -> Floats:
+    """Compute how what is left at places that were seen continues elsewhere: [places, seen].
+
+    Interpolation between them, and nothing far from all of them: the mean of the process is 0
+    (eq. 2.25 of the same book, with as good as no noise).
+    """
+    among = alike(seen, seen, reach) + _APART * np.eye(len(seen))
+    return np.asarray(np.linalg.solve(among, alike(seen, places, reach)).T)
+
+
+# -- Multipliers, and derivatives with respect to them -------------------------------------------
+
 
 # multiplier: (record of the case, field, sign): rates shrink by it, overheads grow
 _FIELDS: dict[str, tuple[tuple[str, str, int], ...]] = {
@@ -128,3 +227,41 @@ def _derivatives(case: Case, names: Sequence[str], price: Callable[[Case], Array
     prices = np.log(np.asarray(price(scaled(case, nudged))))
     found = (prices[::2] - prices[1::2]) / (2 * NUDGE)
     return np.asarray(found.T)
+
+
+# -- What a site's own runs have taught ----------------------------------------------------------
+
+
+def learning_of(request: PlanRequest) -> SiteLearning | None:
+    """Return what runs of the request's engine have taught on this cluster."""
+    return request.knowledge.learned.get(request.spec.engine.name) if request.knowledge else None
+
+
+def knows_gpu(request: PlanRequest) -> bool:
+    """Tell whether constants were fitted to measurements of the cluster's kind of GPU."""
+    knowledge = request.knowledge
+    if knowledge is None or knowledge.uncertainty is None or knowledge.gpu is None:
+        return True
+    return knowledge.gpu.name in knowledge.uncertainty.measured_gpus
+
+
+def corrected(case: Case, request: PlanRequest) -> Case:
+    """Scale the constants of a case by the mean of what runs have taught."""
+    found = learning_of(request)
+    if found is None:
+        return case
+    logs: dict[str, Array] = dict(zip(found.time.names, found.time.mean, strict=True))
+    belongs = classes_of(case, knows_gpu(request))[0]  # alike in all layouts of a spec
+    for name, share in zip(CLASSES, belongs, strict=True):
+        logs["everything"] += float(share) * logs[name]
+    if found.time.rest is not None and found.time.rest.places:
+        logs["everything"] = logs["everything"] + _rest(case, found.time.rest, found.time.mean)
+    if found.memory is not None:
+        logs |= dict(zip(found.memory.names, found.memory.mean, strict=True))
+    return scaled(case, {name: logs[name] for name in (*TIME, *MEMORY) if name in logs})
+
+
+def _rest(case: Case, rest: LearnedRest, mean: tuple[float, ...]) -> Floats:
+    """Compute what runs of configurations like each case have left to correct: [cases]."""
+    weights = weights_of(places_of(case, rest.axes), np.array(rest.places), rest.reach)
+    return np.asarray(weights @ np.array(mean[-len(rest.places) :]))

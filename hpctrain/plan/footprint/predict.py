@@ -1,7 +1,7 @@
-"""Predict the footprint of a run from its plan and its forecast.
+"""Predict the footprint of a run from its plan and its forecast: files, operations, RPCs, bytes.
 
-Belongs here: the size of a run, how often events happen, sums over the table, limits of the site.
-Does not belong here: counts of one event (`footprint.yaml`).
+Belongs here: the document, the size of a run, how often events happen, sums over the table, limits
+of the site. Does not belong here: counts of one event (`footprint.yaml`).
 """
 
 from __future__ import annotations
@@ -11,17 +11,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from hpctrain.base.units import short_bytes, short_duration
-from hpctrain.plan.documents import Plan
-from hpctrain.plan.footprint.documents import (
-    Bytes,
-    FileLine,
-    Footprint,
-    Inodes,
-    Metadata,
-    Rates,
-    Requests,
-    SlurmLine,
-)
 from hpctrain.plan.footprint.table import (
     OPERATIONS,
     Actor,
@@ -34,7 +23,127 @@ from hpctrain.plan.footprint.table import (
 )
 from hpctrain.plan.forecast.documents import Forecast
 from hpctrain.plan.job import TrainingJob
+from hpctrain.spec.document import Document
 from hpctrain.spec.profile import ClusterProfile
+
+
+class Rates(Document):
+    """How often something happens in `period_seconds`: 30 days, or the whole run if it is shorter.
+
+    `assumed`: the time of a step is not predicted.
+    """
+
+    run_seconds: float
+    period_seconds: float
+    launches: float
+    failures: float
+    preemptions: float
+    checkpoints: float
+    step_seconds: float
+    assumed: bool
+
+
+class Inodes(Document):
+    """Files and directories. `per_period`: that stay, in the period of the rates.
+
+    `at_end`: in the run directory when the run is over, at most.
+    """
+
+    per_run: int
+    per_launch: int
+    per_failed_launch: int
+    per_checkpoint: int
+    per_period: int
+    kept_checkpoints: int
+    peak_checkpoints: int
+    at_end: int
+
+
+class Metadata(Document):
+    """Metadata operations on the shared file system.
+
+    `launch_*`: of one start from a checkpoint, until the first step and at its end.
+    `start_per_second`: of a start, if ranks do theirs within `start_seconds`. `steady_per_second`:
+    while the run trains and saves.
+    """
+
+    launch_ranks: dict[Operation, int]
+    launch_supervisor: dict[Operation, int]
+    checkpoint: dict[Operation, int]
+    failure: dict[Operation, int]
+    start_seconds: float
+    start_per_second: float
+    steady_ranks_per_second: float
+    steady_supervisor_per_second: float
+
+
+class Requests(Document):
+    """RPCs to slurmctld. `worst_hour`: a failed launch, a step that refuses to die, an outage."""
+
+    per_run: int
+    per_launch: int
+    per_failed_launch: int
+    steady_per_hour: float
+    mean_per_hour: float
+    step_refuses_to_die: int
+    controller_restart: int
+    worst_hour: int
+
+
+class Bytes(Document):
+    """Bytes of checkpoints, and of logs and records at the assumed length of a line."""
+
+    logs_per_day: int
+    checkpoint: int
+    kept_checkpoints: int
+    peak_checkpoints: int
+
+
+class FileLine(Document):
+    """One row of the table of files, at this size, with the formula of its operations."""
+
+    place: str
+    per: Event
+    by: Actor
+    inodes: float
+    calls: dict[Operation, float]
+    formulas: dict[str, str]
+    source: str
+    estimate: bool
+
+
+class SlurmLine(Document):
+    """One row of the table of Slurm commands, at this size."""
+
+    command: str
+    per: Event
+    commands: float
+    rpc: float
+    formula: str
+    why: str
+    source: str
+    not_always: bool
+
+
+class Footprint(Document):
+    """What a run would write and ask; `exceeded` has a sentence per limit of the site."""
+
+    ranks: int
+    nodes: int
+    checkpoint_files: int
+    rates: Rates
+    inodes: Inodes
+    metadata: Metadata
+    rpc: Requests
+    bytes: Bytes
+    assumptions: tuple[str, ...]
+    exceeded: tuple[str, ...]
+    files: tuple[FileLine, ...]
+    slurm: tuple[SlurmLine, ...]
+
+
+# -- The prediction --------------------------------------------------------------------------------
+
 
 MONTH_SECONDS = 30 * 86400.0
 # Ranks come from srun together; how far apart is the site's network, so it is assumed.
@@ -146,32 +255,12 @@ def footprint(
     `forecast` gives the rates of failures and saves (`hpctrain.plan.forecast`); `assumptions` are
     those behind it. `size` is that of `run_size`.
     """
-    sums, rates = TableSums(table, size), _rates(job.plan, forecast)
-    predicted = Footprint(
-        ranks=size.ranks,
-        nodes=size.nodes,
-        checkpoint_files=size.files + 1,  # and the manifest
-        rates=rates,
-        inodes=_inodes(sums, rates),
-        metadata=_metadata(sums, rates),
-        rpc=_requests(sums, rates),
-        bytes=_bytes(size, rates, forecast),
-        assumptions=(*assumptions, *_ASSUMPTIONS),
-        exceeded=(),
-        files=tuple(_file_line(row, size) for row in sums.file_rows),
-        slurm=_slurm_lines(table, size),
-    )
-    exceeded = _exceeded_limits(job.profile, predicted)
-    return predicted.model_copy(update={"exceeded": exceeded})
-
-
-def _rates(plan: Plan, forecast: Forecast) -> Rates:
-    run_seconds = forecast.times.total_seconds
+    sums, run_seconds = TableSums(table, size), forecast.times.total_seconds
     period_seconds = min(run_seconds, MONTH_SECONDS)
     part = period_seconds / run_seconds
     # each launch saves once more when it is asked to leave
     saves = forecast.steps / forecast.interval.steps + forecast.starts
-    return Rates(
+    rates = Rates(
         run_seconds=run_seconds,
         period_seconds=period_seconds,
         launches=forecast.starts * part,
@@ -179,28 +268,84 @@ def _rates(plan: Plan, forecast: Forecast) -> Rates:
         preemptions=forecast.preemptions * part,
         checkpoints=saves * part,
         step_seconds=forecast.step_seconds,
-        assumed=plan.step_seconds is None,
+        assumed=job.plan.step_seconds is None,
     )
-
-
-def _inodes(sums: TableSums, rates: Rates) -> Inodes:
-    size, run, launch = sums.size, sums.inodes("run"), sums.inodes("launch")
-    checkpoint, failed = sums.inodes("checkpoint"), sums.inodes("launch", "failure")
-    kept = checkpoint * size.kept
-    # The newest is complete before the oldest is deleted; until then each rank has a file of
-    # digests, in a directory.
-    peak = kept + checkpoint + size.ranks + 1
-    period, parts = _launches_left(sums, rates, 1), rates.run_seconds / rates.period_seconds
+    run, checkpoint = sums.inodes("run"), sums.inodes("checkpoint")
+    # The newest checkpoint is complete before the oldest is deleted; until then each rank has a
+    # file of digests, in a directory.
+    peak = checkpoint * size.kept + checkpoint + size.ranks + 1
+    periods = rates.run_seconds / rates.period_seconds
     stacks = KEPT_STACKS * sums.inodes("launch", "failure", keeps="four launches")
-    return Inodes(
+    inodes = Inodes(
         per_run=round(run),
-        per_launch=round(launch),
-        per_failed_launch=round(failed),
+        per_launch=round(sums.inodes("launch")),
+        per_failed_launch=round(sums.inodes("launch", "failure")),
         per_checkpoint=round(checkpoint),
-        per_period=math.ceil(period),
-        kept_checkpoints=round(kept),
+        per_period=math.ceil(_launches_left(sums, rates, 1)),
+        kept_checkpoints=round(checkpoint * size.kept),
         peak_checkpoints=round(peak),
-        at_end=math.ceil(run + _launches_left(sums, rates, parts) + stacks + peak),
+        at_end=math.ceil(run + _launches_left(sums, rates, periods) + stacks + peak),
+    )
+    starting = sums.calls("launch", "resume", by=_BY_RANKS)
+    metadata = Metadata(
+        launch_ranks=starting,
+        launch_supervisor=sums.calls("launch", "resume", by=_BY_SUPERVISOR),
+        checkpoint=sums.calls("checkpoint"),
+        failure=sums.calls("failure"),
+        start_seconds=START_SECONDS,
+        start_per_second=sum(starting.values()) / START_SECONDS,
+        steady_ranks_per_second=_steady(sums, rates, _BY_RANKS),
+        steady_supervisor_per_second=_steady(sums, rates, _BY_SUPERVISOR),
+    )
+    launch, failed = sums.rpcs("launch"), sums.rpcs("launch", "failure")
+    refusal, outage = sums.rpcs("refusal"), sums.rpcs("outage")
+    mean = launch * rates.launches + sums.rpcs("failure") * rates.failures
+    steady = float(sums.rpcs("second") * 3600)
+    requests = Requests(
+        per_run=sums.rpcs("run"),
+        per_launch=launch,
+        per_failed_launch=failed,
+        steady_per_hour=steady,
+        mean_per_hour=steady + mean / (rates.period_seconds / 3600),
+        step_refuses_to_die=refusal,
+        controller_restart=outage,
+        worst_hour=math.ceil(steady) + failed + refusal + outage,
+    )
+    one = forecast.checkpoint.total_bytes
+    step_bytes = STEP_BYTES * (86400 / forecast.step_seconds)
+    launches_per_day = rates.launches * 86400 / rates.period_seconds
+    peak_bytes = round(one * (size.kept + 1))
+    return Footprint(
+        ranks=size.ranks,
+        nodes=size.nodes,
+        checkpoint_files=size.files + 1,  # and the manifest
+        rates=rates,
+        inodes=inodes,
+        metadata=metadata,
+        rpc=requests,
+        bytes=Bytes(
+            logs_per_day=round(step_bytes + LAUNCH_BYTES_PER_RANK * size.ranks * launches_per_day),
+            checkpoint=one,
+            kept_checkpoints=round(one * size.kept),
+            peak_checkpoints=peak_bytes,
+        ),
+        assumptions=(*assumptions, *_ASSUMPTIONS),
+        exceeded=_exceeded_limits(job.profile, inodes, peak_bytes, requests.worst_hour),
+        files=tuple(_file_line(row, size) for row in sums.file_rows),
+        slurm=tuple(
+            SlurmLine(
+                command=row.command,
+                per=row.per,
+                commands=row.count.at(size),
+                rpc=row.count.at(size) * table.rpcs[row.command].at(size),
+                formula=str(row.count),
+                why=row.why,
+                source=row.source,
+                not_always=row.varies,
+            )
+            for row in table.slurm
+            if row.count.at(size)
+        ),
     )
 
 
@@ -221,20 +366,6 @@ def _launches_left(sums: TableSums, rates: Rates, periods: float) -> float:
     )
 
 
-def _metadata(sums: TableSums, rates: Rates) -> Metadata:
-    launch = sums.calls("launch", "resume", by=_BY_RANKS)
-    return Metadata(
-        launch_ranks=launch,
-        launch_supervisor=sums.calls("launch", "resume", by=_BY_SUPERVISOR),
-        checkpoint=sums.calls("checkpoint"),
-        failure=sums.calls("failure"),
-        start_seconds=START_SECONDS,
-        start_per_second=sum(launch.values()) / START_SECONDS,
-        steady_ranks_per_second=_steady(sums, rates, _BY_RANKS),
-        steady_supervisor_per_second=_steady(sums, rates, _BY_SUPERVISOR),
-    )
-
-
 def _steady(sums: TableSums, rates: Rates, by: Collection[Actor]) -> float:
     """Operations per second while the run trains and saves."""
     step = rates.step_seconds
@@ -247,37 +378,6 @@ def _steady(sums: TableSums, rates: Rates, by: Collection[Actor]) -> float:
             often = min(often, 1 / step)  # no more often than steps end
         total += sum(row.calls(one, sums.size) for one in OPERATIONS) * often
     return total
-
-
-def _requests(sums: TableSums, rates: Rates) -> Requests:
-    launch, failed = sums.rpcs("launch"), sums.rpcs("launch", "failure")
-    hours = rates.period_seconds / 3600
-    mean = (launch * rates.launches + sums.rpcs("failure") * rates.failures) / hours
-    steady = float(sums.rpcs("second") * 3600)
-    refusal, outage = sums.rpcs("refusal"), sums.rpcs("outage")
-    return Requests(
-        per_run=sums.rpcs("run"),
-        per_launch=launch,
-        per_failed_launch=failed,
-        steady_per_hour=steady,
-        mean_per_hour=steady + mean,
-        step_refuses_to_die=refusal,
-        controller_restart=outage,
-        worst_hour=math.ceil(steady) + failed + refusal + outage,
-    )
-
-
-def _bytes(size: RunSize, rates: Rates, forecast: Forecast) -> Bytes:
-    one = forecast.checkpoint.total_bytes
-    steps_per_day = 86400 / forecast.step_seconds
-    launches_per_day = rates.launches * 86400 / rates.period_seconds
-    launch_bytes = LAUNCH_BYTES_PER_RANK * size.ranks
-    return Bytes(
-        logs_per_day=round(STEP_BYTES * steps_per_day + launch_bytes * launches_per_day),
-        checkpoint=one,
-        kept_checkpoints=round(one * size.kept),
-        peak_checkpoints=round(one * (size.kept + 1)),
-    )
 
 
 def _file_line(row: FileRow, size: RunSize) -> FileLine:
@@ -295,27 +395,11 @@ def _file_line(row: FileRow, size: RunSize) -> FileLine:
     )
 
 
-def _slurm_lines(table: FootprintTable, size: RunSize) -> tuple[SlurmLine, ...]:
-    return tuple(
-        SlurmLine(
-            command=row.command,
-            per=row.per,
-            commands=row.count.at(size),
-            rpc=row.count.at(size) * table.rpcs[row.command].at(size),
-            formula=str(row.count),
-            why=row.why,
-            source=row.source,
-            not_always=row.varies,
-        )
-        for row in table.slurm
-        if row.count.at(size)
-    )
-
-
-def _exceeded_limits(profile: ClusterProfile, footprint: Footprint) -> tuple[str, ...]:
+def _exceeded_limits(
+    profile: ClusterProfile, inodes: Inodes, peak: int, rpc_per_hour: int
+) -> tuple[str, ...]:
     """Say which of the site's limits the run would exceed, and what would help."""
     limits, found = profile.limits, list[str]()
-    inodes, peak, rpc = footprint.inodes, footprint.bytes.peak_checkpoints, footprint.rpc
     if limits.max_inodes is not None and inodes.at_end > limits.max_inodes:
         found.append(
             f"the run leaves {inodes.at_end:,} files and directories in its run directory, "
@@ -327,9 +411,9 @@ def _exceeded_limits(profile: ClusterProfile, footprint: Footprint) -> tuple[str
             f"checkpoints take {short_bytes(peak)} at their peak; this site allows "
             f"{short_bytes(limits.max_bytes)} (limits.max_bytes): lower checkpoint.keep"
         )
-    if limits.max_rpc_per_hour is not None and rpc.worst_hour > limits.max_rpc_per_hour:
+    if limits.max_rpc_per_hour is not None and rpc_per_hour > limits.max_rpc_per_hour:
         found.append(
-            f"the run may send slurmctld {rpc.worst_hour:,} RPCs in its worst hour; this site "
+            f"the run may send slurmctld {rpc_per_hour:,} RPCs in its worst hour; this site "
             f"allows {limits.max_rpc_per_hour:,} (limits.max_rpc_per_hour)"
         )
     return tuple(found)

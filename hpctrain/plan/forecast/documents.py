@@ -153,7 +153,7 @@ class Cost(Document):
 class Forecast(Document):
     """Expected values for one plan. Times in seconds; `ettr` is training over allocated time.
 
-    Means of played runs where there is a `spread`, else of the closed forms of `attempts`.
+    Means of played runs where there is a `spread`, else of the closed forms of `predict`.
     """
 
     gpus: int

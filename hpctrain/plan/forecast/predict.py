@@ -1,7 +1,7 @@
 """Forecast a whole run from a spec, a profile and the facts of a plan.
 
-Belongs here: combining the parts, and warnings. Does not belong here: the parts
-(`checkpoint`, `interruptions`, `intervals`, `attempts`).
+Belongs here: expected work, losses and ends of one attempt, sums over all attempts, warnings. Does
+not belong here: rates and costs of single events (`rates`), intervals between saves (`intervals`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from hpctrain.base.errors import DoesNotFitError
 from hpctrain.base.units import short_duration
-from hpctrain.plan.forecast.attempts import Attempt, expected
-from hpctrain.plan.forecast.checkpoint import checkpoint_cost
 from hpctrain.plan.forecast.documents import (
     Assumption,
     CheckpointCost,
@@ -24,20 +22,174 @@ from hpctrain.plan.forecast.documents import (
     Tariff,
     TimeShares,
 )
-from hpctrain.plan.forecast.interruptions import (
-    interruptions,
-    is_spot,
-    preemption_wait_seconds,
-)
 from hpctrain.plan.forecast.intervals import (
     best_steps,
     configured_steps,
     daly_seconds,
     young_seconds,
 )
-from hpctrain.plan.forecast.published import FORWARD_SHARE, STAGING_SOURCE
+from hpctrain.plan.forecast.rates import (
+    FORWARD_SHARE,
+    STAGING_SOURCE,
+    checkpoint_cost,
+    interruptions,
+    is_spot,
+    preemption_wait_seconds,
+)
+from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
+
+# -- One attempt --------------------------------------------------------------------------------
+# An attempt ends by a failure (work since the last durable checkpoint is lost), by a preemption
+# (the same, or nothing is lost when there is time to save), or by its time limit (a last save, then
+# the next attempt). Failures and preemptions are Poisson processes, so the end is the minimum of
+# two exponential times and a constant; all expectations below are exact for that.
+#
+# Without a limit, preemptions, and delay of durability, the ratio of saved to elapsed time is
+# Daly's: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)) (Daly 2006, "A higher order estimate of the
+# optimum checkpoint interval for restart dumps", FGCS 22, 303-312: the complete cost function). Its
+# first order is that of Kokolis et al. (arXiv 2410.21680), with which tests compare it.
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt as planned. Seconds, and events per second.
+
+    After `start_seconds` the cycle is `work_seconds` of training and `stall_seconds` of saving;
+    the save is durable `delay_seconds` (at most one cycle) after its stall. Ending in good order
+    takes `last_save_seconds`; `warned`: a preemption leaves time for that.
+    """
+
+    work_seconds: float
+    stall_seconds: float
+    delay_seconds: float
+    start_seconds: float
+    last_save_seconds: float
+    limit_seconds: float
+    failures_per_second: float
+    preemptions_per_second: float
+    warned: bool
+
+    @property
+    def ends_per_second(self) -> float:
+        return self.failures_per_second + self.preemptions_per_second
+
+    @property
+    def period_seconds(self) -> float:
+        return self.work_seconds + self.stall_seconds
+
+    @property
+    def usable_seconds(self) -> float:
+        """Time for training and saving before the last save; at or below 0: the limit is too
+        short."""
+        return self.limit_seconds - self.start_seconds - self.last_save_seconds
+
+    @property
+    def full_work_seconds(self) -> float:
+        """Work of an attempt that reaches its limit."""
+        if math.isinf(self.limit_seconds):
+            return math.inf
+        cycles, rest = divmod(self.usable_seconds, self.period_seconds)
+        return cycles * self.work_seconds + min(rest, self.work_seconds)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Means over one attempt; seconds, and probabilities of its three ends."""
+
+    saved_seconds: float
+    redone_seconds: float
+    stalled_seconds: float
+    starting_seconds: float
+    failed: float
+    preempted: float
+    limited: float
+
+    @property
+    def occupied_seconds(self) -> float:
+        return (
+            self.saved_seconds + self.redone_seconds + self.stalled_seconds + self.starting_seconds
+        )
+
+
+def expected(attempt: Attempt) -> Expected:
+    """Compute exact means for an attempt with `usable_seconds` above 0 and a rate above 0."""
+    rate = attempt.ends_per_second
+    reaches = math.exp(-attempt.limit_seconds * rate)
+    ended = -math.expm1(-attempt.limit_seconds * rate)
+    failed = attempt.failures_per_second / rate * ended
+    preempted = attempt.preemptions_per_second / rate * ended
+    graceful = attempt.preemptions_per_second / rate if attempt.warned else 0.0
+    done = _work_done(attempt)
+    at_limit = reaches * attempt.full_work_seconds if reaches else 0.0
+    saved = (
+        at_limit + (1 - graceful) * _durable_work(attempt, reaches) + graceful * (done - at_limit)
+    )
+    starting = -math.expm1(-attempt.start_seconds * rate) / rate
+    saving_after_warning = preempted * attempt.last_save_seconds if attempt.warned else 0.0
+    occupied = ended / rate + saving_after_warning
+    return Expected(
+        saved_seconds=saved,
+        redone_seconds=max(0.0, done - saved),
+        stalled_seconds=max(0.0, occupied - starting - done),
+        starting_seconds=starting,
+        failed=failed,
+        preempted=preempted,
+        limited=reaches,
+    )
+
+
+def _work_done(attempt: Attempt) -> float:
+    """Compute mean seconds of training of an attempt, saved or not.
+
+    The integral of the probability that the attempt still runs over the time in which it trains.
+    """
+    rate, whole = attempt.ends_per_second, _whole_periods(attempt)
+    alive = math.exp(-attempt.start_seconds * rate)
+    cycle = -math.expm1(-attempt.work_seconds * rate) / rate
+    done = alive * cycle * _powers(attempt, whole)
+    if math.isinf(whole):
+        return done
+    rest = min(attempt.usable_seconds - whole * attempt.period_seconds, attempt.work_seconds)
+    begin = attempt.start_seconds + whole * attempt.period_seconds
+    return done - math.exp(-begin * rate) * math.expm1(-rest * rate) / rate
+
+
+def _durable_work(attempt: Attempt, reaches: float) -> float:
+    """Compute mean durable work of an attempt that ends before its limit.
+
+    `work_seconds` for each checkpoint, times the probability of an end between the time when the
+    checkpoint is durable and the limit.
+    """
+    first = attempt.start_seconds + attempt.period_seconds + attempt.delay_seconds
+    count = _whole_periods(attempt)
+    if not math.isinf(count):
+        in_time = math.floor(
+            (attempt.limit_seconds - attempt.start_seconds - attempt.delay_seconds)
+            / attempt.period_seconds
+        )
+        count = max(0, min(count, in_time))
+    survived = math.exp(-first * attempt.ends_per_second) * _powers(attempt, count)
+    return attempt.work_seconds * (survived - (count * reaches if reaches else 0.0))
+
+
+def _whole_periods(attempt: Attempt) -> float:
+    return (
+        math.inf
+        if math.isinf(attempt.limit_seconds)
+        else math.floor(attempt.usable_seconds / attempt.period_seconds)
+    )
+
+
+def _powers(attempt: Attempt, count: float) -> float:
+    """Sum 1 + r + ... + r^(count - 1) with r = e^(-period x rate), also where r is nearly 1."""
+    exponent = attempt.period_seconds * attempt.ends_per_second
+    return math.expm1(-count * exponent) / math.expm1(-exponent)
+
+
+# -- The whole run -------------------------------------------------------------------------------
+
 
 # Below this share of productive time a forecast is a refusal: the run would take a hundred times
 # as long as its training.
@@ -102,18 +254,67 @@ def forecast(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Forecas
         evaluation_seconds=evaluated * facts.step_seconds * FORWARD_SHARE,
         preemption_wait_seconds=preemption_wait_seconds(profile, facts),
     )
-    configured = configured_steps(spec.checkpoint, run.seconds_per_step, _best_steps(run))
-    steps = min(configured, facts.train_steps)
+    stall, mtbf, step = checkpoint.stall_seconds, run.losing_mtbf_seconds, run.seconds_per_step
+    # a save cannot begin before the previous one is written
+    floor = checkpoint.write_seconds if checkpoint.asynchronous else 0.0
+    daly = best_steps(stall, mtbf, floor, step)
+    steps = min(configured_steps(spec.checkpoint, step, daly), facts.train_steps)
+    best = min(daly, facts.train_steps)
     totals = _totals(run, steps)
+    times = totals.times
+    interval = CheckpointInterval(
+        steps=steps,
+        seconds=steps * step,
+        young_seconds=young_seconds(stall, mtbf),
+        daly_seconds=daly_seconds(stall, mtbf),
+        best_steps=best,
+        best_saves_seconds=max(
+            0.0, times.occupied_seconds - _totals(run, best).times.occupied_seconds
+        ),
+    )
+    gpu_hours = facts.gpus * times.occupied_seconds / 3600
+    assumptions = [*run.stops.assumptions, Assumption(kind="save", text=STAGING_SOURCE)]
+    if not facts.queue_seconds and totals.starts >= 1.5:
+        text = f"none of the {totals.starts:,.0f} starts has to wait"
+        assumptions.append(Assumption(kind="queue", text=text))
     tariff: Tariff = "spot" if is_spot(spec, profile, facts) else "on demand"
-    return _document(profile, run, totals, _interval(run, steps, totals), tariff)
+    cost, prices = None, profile.prices
+    if prices is not None:
+        price = prices.on_demand
+        if tariff == "spot" and prices.spot:
+            price = prices.spot
+        elif tariff == "spot":
+            text = "on demand, the profile has no `prices.spot`"
+            assumptions.append(Assumption(kind="price", text=text))
+        amount = gpu_hours * price
+        cost = Cost(tariff=tariff, currency=prices.currency, per_gpu_hour=price, amount=amount)
+    return Forecast(
+        gpus=facts.gpus,
+        nodes=facts.nodes,
+        tariff=tariff,
+        steps=facts.train_steps,
+        tokens=facts.train_steps * facts.tokens_per_step,
+        step_seconds=facts.step_seconds,
+        checkpoint=checkpoint,
+        interval=interval,
+        interruptions=run.stops,
+        **vars(totals),
+        ettr=times.training_seconds / times.occupied_seconds,
+        ettr_with_queue=times.training_seconds / times.total_seconds,
+        gpu_hours=gpu_hours,
+        cost=cost,
+        assumptions=tuple(assumptions),
+        warnings=_warnings(run, interval, times),
+    )
 
 
-def _attempt(run: _Run, steps: int) -> Attempt:
-    """Describe one attempt for a save every `steps` steps.
+def _totals(run: _Run, steps: int) -> _Totals:
+    """Sum over all attempts with a save every `steps` steps: as many as it takes to save all work.
 
     An asynchronous save stalls longer while the previous one is still being written. The first
-    save of an attempt is assumed to wait as long as the others.
+    save of an attempt is assumed to wait as long as the others. The last attempt ends because the
+    run is complete: its start and its last save are added. Raises DoesNotFitError where an attempt
+    or the run makes no progress.
     """
     checkpoint, stops = run.checkpoint, run.stops
     work = steps * run.seconds_per_step
@@ -122,7 +323,7 @@ def _attempt(run: _Run, steps: int) -> Attempt:
         stall += max(0.0, checkpoint.write_seconds - work)
         delay = checkpoint.write_seconds
     preemption = stops.preemption_mtbf_seconds
-    return Attempt(
+    attempt = Attempt(
         work_seconds=work,
         stall_seconds=stall,
         delay_seconds=delay,
@@ -133,15 +334,6 @@ def _attempt(run: _Run, steps: int) -> Attempt:
         preemptions_per_second=1 / preemption if preemption else 0.0,
         warned=stops.warned,
     )
-
-
-def _totals(run: _Run, steps: int) -> _Totals:
-    """Sum over all attempts: as many as it takes to save the whole work.
-
-    The last attempt ends because the run is complete: its start and its last save are added.
-    Raises DoesNotFitError where an attempt or the run makes no progress.
-    """
-    attempt = _attempt(run, steps)
     if attempt.usable_seconds <= run.facts.step_seconds:
         raise DoesNotFitError(
             f"walltime {short_duration(attempt.limit_seconds)} is too short for one attempt: "
@@ -159,7 +351,13 @@ def _totals(run: _Run, steps: int) -> _Totals:
             "use fewer nodes, save more often, or correct `reliability` in the profile",
         )
     count = run.work_seconds / mean.saved_seconds
-    slices, last = _slices(run, attempt, count * mean.limited)
+    # the attempts of a run without failures, and the starts beyond the mean number: one for the
+    # first attempt, less the ends by the limit that are not reached
+    slices, last = 1, 1.0
+    if not math.isinf(attempt.limit_seconds):
+        exact = run.work_seconds / attempt.full_work_seconds
+        slices = max(1, math.ceil(exact - 1e-9))
+        last = 1 - count * mean.limited * (1 - (slices - 1) / exact)
     starts = count + last
     times = TimeShares(
         training_seconds=run.training_seconds,
@@ -171,84 +369,6 @@ def _totals(run: _Run, steps: int) -> _Totals:
         + count * mean.preempted * run.preemption_wait_seconds,
     )
     return _Totals(times, slices, count * mean.failed, count * mean.preempted, starts)
-
-
-def _slices(run: _Run, attempt: Attempt, limited: float) -> tuple[int, float]:
-    """Count the attempts of a run without failures, and the starts beyond the mean number.
-
-    The further starts: one for the first attempt, less the ends by the limit that are not reached.
-    """
-    if math.isinf(attempt.limit_seconds):
-        return 1, 1.0
-    exact = run.work_seconds / attempt.full_work_seconds
-    slices = max(1, math.ceil(exact - 1e-9))
-    return slices, 1 - limited * (1 - (slices - 1) / exact)
-
-
-def _best_steps(run: _Run) -> int:
-    """Return Daly's interval; a save cannot begin before the previous one is written."""
-    checkpoint = run.checkpoint
-    floor = checkpoint.write_seconds if checkpoint.asynchronous else 0.0
-    stall, mtbf = checkpoint.stall_seconds, run.losing_mtbf_seconds
-    return best_steps(stall, mtbf, floor, run.seconds_per_step)
-
-
-def _interval(run: _Run, steps: int, totals: _Totals) -> CheckpointInterval:
-    """Compare the interval in use with Young's and Daly's, and with what the latter saves."""
-    stall, mtbf = run.checkpoint.stall_seconds, run.losing_mtbf_seconds
-    best = min(_best_steps(run), run.facts.train_steps)
-    saves = totals.times.occupied_seconds - _totals(run, best).times.occupied_seconds
-    return CheckpointInterval(
-        steps=steps,
-        seconds=steps * run.seconds_per_step,
-        young_seconds=young_seconds(stall, mtbf),
-        daly_seconds=daly_seconds(stall, mtbf),
-        best_steps=best,
-        best_saves_seconds=max(0.0, saves),
-    )
-
-
-def _document(
-    profile: ClusterProfile,
-    run: _Run,
-    totals: _Totals,
-    interval: CheckpointInterval,
-    tariff: Tariff,
-) -> Forecast:
-    facts, times, prices = run.facts, totals.times, profile.prices
-    gpu_hours = facts.gpus * times.occupied_seconds / 3600
-    assumptions = [*run.stops.assumptions, Assumption(kind="save", text=STAGING_SOURCE)]
-    if not facts.queue_seconds and totals.starts >= 1.5:
-        text = f"none of the {totals.starts:,.0f} starts has to wait"
-        assumptions.append(Assumption(kind="queue", text=text))
-    cost = None
-    if prices is not None:
-        price = prices.on_demand
-        if tariff == "spot" and prices.spot:
-            price = prices.spot
-        elif tariff == "spot":
-            text = "on demand, the profile has no `prices.spot`"
-            assumptions.append(Assumption(kind="price", text=text))
-        amount = gpu_hours * price
-        cost = Cost(tariff=tariff, currency=prices.currency, per_gpu_hour=price, amount=amount)
-    return Forecast(
-        gpus=facts.gpus,
-        nodes=facts.nodes,
-        tariff=tariff,
-        steps=facts.train_steps,
-        tokens=facts.train_steps * facts.tokens_per_step,
-        step_seconds=facts.step_seconds,
-        checkpoint=run.checkpoint,
-        interval=interval,
-        interruptions=run.stops,
-        **vars(totals),
-        ettr=times.training_seconds / times.occupied_seconds,
-        ettr_with_queue=times.training_seconds / times.total_seconds,
-        gpu_hours=gpu_hours,
-        cost=cost,
-        assumptions=tuple(assumptions),
-        warnings=_warnings(run, interval, times),
-    )
 
 
 def _warnings(run: _Run, interval: CheckpointInterval, times: TimeShares) -> tuple[str, ...]:
@@ -271,3 +391,20 @@ def _warnings(run: _Run, interval: CheckpointInterval, times: TimeShares) -> tup
             "work since the last checkpoint is lost."
         )
     return tuple(lines)
+
+
+def run_facts(job: TrainingJob) -> RunFacts | None:
+    """Collect the inputs of a forecast; None when no step time is known."""
+    plan = job.plan
+    if plan.step_seconds is None:
+        return None
+    return RunFacts(
+        step_seconds=plan.step_seconds,
+        step_deviation=(plan.certainty.step_deviation or 0.0) if plan.certainty else 0.0,
+        gpus=plan.layout.world_size,
+        nodes=plan.nodes.nodes,
+        parameters=plan.learned,
+        tokens_per_step=plan.batch.tokens_per_step,
+        train_steps=plan.batch.train_steps,
+        walltime=job.spec.resources.walltime or job.partition.max_walltime,
+    )

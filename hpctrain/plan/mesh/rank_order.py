@@ -3,7 +3,7 @@
 `tp-cp-ep-dp-pp` keeps the ranks of a data parallel group near each other and sends activations
 over the slow links; `tp-cp-ep-pp-dp` keeps pipelines together and sends gradients over them. tp,
 cp and ep are nearest in both, so only dp and pp are compared. Belongs here: bytes through the
-busiest uplink, and the choice. Does not belong here: the borders (`islands`), or step times.
+busiest uplink, and the choice. Does not belong here: the borders (`placement`), or step times.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hpctrain.base.units import short_bytes
 from hpctrain.plan.documents import Layout, NodeRequest
 from hpctrain.plan.layout_words import ORDERS, Order
 from hpctrain.plan.mesh.candidate import Candidate
-from hpctrain.plan.mesh.islands import (
+from hpctrain.plan.mesh.placement import (
     Island,
     groups_at_border,
     neighbours_outside,
     slow_links,
+    strides,
     wraps_outside,
 )
-from hpctrain.plan.mesh.placement import strides
 from hpctrain.plan.mesh.rules import possible_orders
 from hpctrain.plan.mesh.stages import build_stage, stage_expert_parameters
 from hpctrain.plan.model.number_formats import (

@@ -3,7 +3,7 @@
 The mask is over many layouts, the message about one. The search applies the masks; a refusal
 consists of the messages of the rules that one layout breaks. Belongs here: divisibility, and the
 demands of engines on axes, batch, sharding and order. Does not belong here: what a spec alone
-excludes (`abilities`), limits of the site (`limits`), memory (`plan_memory`).
+excludes (`abilities`), limits of the site (`limits`), memory (`cost.prediction`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.base.errors import Refusal
-from hpctrain.plan.abilities.low_precision import (
+from hpctrain.plan.divisors import divisors, multiples_around, nearest, or_list
+from hpctrain.plan.layout_words import DEFAULT_ORDER, ORDERS
+from hpctrain.plan.mesh.candidate import (
+    Candidate,
+    Columns,
+    LayoutValues,
+    Number,
+    Whole,
+    columns_of,
+    split_widths,
+    tensor_sizes,
+)
+from hpctrain.plan.mesh.stages import split_messages
+from hpctrain.plan.model.number_formats import (
     linear_widths,
     low_alignment,
     low_row_alignment,
 )
-from hpctrain.plan.divisors import divisors, multiples_around, nearest, or_list
-from hpctrain.plan.layout_words import DEFAULT_ORDER, ORDERS
-from hpctrain.plan.mesh.candidate import Candidate, LayoutValues, Number, Whole
-from hpctrain.plan.mesh.columns import Columns, columns_of
-from hpctrain.plan.mesh.layout import split_widths, tensor_sizes
-from hpctrain.plan.mesh.stages import split_messages
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.engines.abilities import MODEL_AXES, Axis
 from hpctrain.spec.run import ModelSpec, RunSpec

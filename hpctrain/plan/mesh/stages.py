@@ -16,6 +16,7 @@ from hpctrain.plan.model.parameters import (
     expert_parameters,
     mtp_parameters,
     stage_parameters,
+    total_parameters,
 )
 from hpctrain.spec.run import ModelSpec, ParallelSpec
 
@@ -107,16 +108,11 @@ def build_stage(
     if model.mtp_layers:
         norm_stage = max(number for number, layers in enumerate(split) if layers) % layout.pp
     parameters = stage_parameters(
-        model,
-        layout.tp,
-        layout.ep,
-        dense,
-        with_experts,
+        *(model, layout, dense, with_experts),
         first=first,
         last=last,
         final_norm=index == norm_stage,
         multiple=vocab_multiple,
-        etp=layout.etp,
     )
     return Stage(
         index=index,
@@ -144,20 +140,10 @@ def stage_layer_parameters(model: ModelSpec, layout: Layout, split: Split, index
     Multi-token prediction layers count as layers of the last stage.
     """
     if model.family == "resnet":
-        return stage_parameters(
-            model, layout.tp, layout.ep, 0, 0, first=True, last=True, final_norm=True
-        )
+        return total_parameters(model)
     dense, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
     own = stage_parameters(
-        model,
-        layout.tp,
-        layout.ep,
-        dense,
-        with_experts,
-        first=False,
-        last=False,
-        final_norm=False,
-        etp=layout.etp,
+        model, layout, dense, with_experts, first=False, last=False, final_norm=False
     )
     ahead = mtp_parameters(model, layout.tp, layout.ep, layout.etp)
     return own + (ahead if index == layout.pp - 1 else 0)

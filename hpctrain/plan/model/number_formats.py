@@ -1,13 +1,19 @@
-"""Bytes of weights, gradients and optimizer state, by the number formats that a spec chooses.
+"""Number formats that a spec chooses: their bytes, and the sizes that their products take.
 
-Belongs here: bytes per parameter, each with its source. Does not belong here: counts of parameters
-(`parameters`), what a GPU can compute (`hpctrain.plan.abilities.low_precision`).
+Each with its source. Does not belong here: counts of parameters (`parameters`), which GPUs have
+them (`limits`), rates (the GPU catalogue and the calibration), settings that exclude each other
+(`hpctrain.spec.engines`).
 """
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
-from hpctrain.spec.run import RunSpec
+from hpctrain.spec.run import ModelSpec, RunSpec
 
 # Weights that are no 8-bit copy: with fp8 and fp4 they stay in bf16 (megatron-core: `fp8`, `fp4` of
 # TransformerConfig are formats of matrix products, params_dtype is that of weights).
@@ -66,7 +72,7 @@ def kept_input_bytes(spec: RunSpec) -> float:
     """
     if spec.engine.abilities.model_classes != MEGATRON_CORE:
         return 0.0
-    recipe = low_recipe(spec)
+    recipe = recipe_of(spec)
     return LAYOUT_BYTES.get(recipe, 1.0) if recipe else 0.0
 
 
@@ -76,14 +82,7 @@ def projected_bytes(spec: RunSpec) -> float:
     megatron-core lets both keep one tensor but with delayed scaling (transformer/attention.py,
     set_save_original_input), whose state needs the quantized one.
     """
-    return kept_input_bytes(spec) if low_recipe(spec) == "delayed" else 0.0
-
-
-def low_recipe(spec: RunSpec) -> str | None:
-    """Name the scaling into 8 or 4 bits; None with 16 and 32. `spec` has its recipe chosen."""
-    if spec.precision == "fp8":
-        return spec.engine.megatron.fp8_recipe
-    return "nvfp4" if spec.precision == "fp4" else None
+    return kept_input_bytes(spec) if recipe_of(spec) == "delayed" else 0.0
 
 
 def low_weight_bytes(spec: RunSpec, generation: str | None) -> float:
@@ -93,8 +92,76 @@ def low_weight_bytes(spec: RunSpec, generation: str | None) -> float:
     extensions/transformer_engine.py, is_first_microbatch). `generation` of the GPU, None if it is
     not known. `spec` has its recipe chosen (`PlanRequest`). 0 with 16 and 32 bits.
     """
-    recipe = low_recipe(spec)
+    recipe = recipe_of(spec)
     if recipe is None:
         return 0.0
     one = generation == "blackwell" and recipe in ONE_LAYOUT_ON_BLACKWELL
     return LAYOUT_BYTES.get(recipe, 1.0) * (1 if one else 2)
+
+
+# -- 8-bit and 4-bit products ---------------------------------------------------------------------
+
+
+Ranks = TypeVar("Ranks", int, NDArray[np.int64])
+
+LOW_PRECISIONS = ("fp8", "fp4")
+# Operands of 8-bit products lie in steps of 16 bytes, MXFP8 scales blocks of 32 numbers in rows
+# and in columns, and 32 numbers of 4 bits are 16 bytes (TransformerEngine: utils.py,
+# assert_dim_for_fp8_exec; tensor/mxfp8_tensor.py, MXFP8Quantizer.is_quantizable; cuBLAS, Narrow
+# Precision Data Types Usage: dimensions of a product are multiples of 16 bytes).
+ALIGNMENTS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
+
+
+def recipe_of(spec: RunSpec) -> str | None:
+    """Return how the spec scales numbers into 8 or 4 bits; None with 16 and 32 bits.
+
+    `spec` is that of a `PlanRequest`, where `auto` is resolved.
+    """
+    if spec.precision == "fp4":
+        return "nvfp4"
+    return spec.engine.megatron.fp8_recipe if spec.precision == "fp8" else None
+
+
+def low_alignment(spec: RunSpec) -> int:
+    """Return the number of which sizes of a product have to be multiples; 1 with 16 bits."""
+    recipe = recipe_of(spec)
+    return 1 if recipe is None else ALIGNMENTS.get(recipe, 16)
+
+
+def low_row_alignment(spec: RunSpec) -> int:
+    """Return the number of which the rows that one rank scales have to be a multiple.
+
+    With sequence parallelism a rank scales its own part before all are gathered.
+    """
+    step = low_alignment(spec)
+    return 8 if step == 16 else step
+
+
+def linear_widths(
+    model: ModelSpec, tp: Ranks, expert_tp: Ranks
+) -> dict[str, tuple[int, Ranks | int]]:
+    """List inputs and outputs of the linear layers that compute in low precision.
+
+    Values are (width, ranks that split it), by the names of a spec where it has one. Embedding,
+    output layer and router stay in 16 bits (megatron-core: gpt_model.py, output_layer is a plain
+    ColumnParallelLinear; moe/router.py).
+    """
+    widths: dict[str, tuple[int, Ranks | int]] = {"hidden": (model.hidden, 1)}
+    if model.mla is not None:
+        mla = model.mla
+        if mla.q_rank is not None:
+            widths["mla.q_rank"] = (mla.q_rank, 1)
+        widths["mla.kv_rank"] = (mla.kv_rank, 1)
+        widths["kv_rank + rope_dim"] = (mla.kv_rank + mla.rope_dim, 1)
+        widths["queries"] = (model.heads * model.query_key_size, tp)
+        widths["keys and values"] = (model.heads * (mla.nope_dim + mla.value_dim), tp)
+    else:
+        widths["QKV width"] = ((model.heads + 2 * model.key_value_heads) * model.head_size, tp)
+    widths["heads x value size"] = (model.heads * model.value_size, tp)
+    if model.moe is None or model.moe.dense_layers:
+        widths["ffn"] = (model.ffn_size, tp)
+    if model.moe is not None:
+        widths["moe.ffn"] = (model.moe.ffn, expert_tp)
+        if model.moe.shared_ffn:
+            widths["moe.shared_ffn"] = (model.moe.shared_ffn, tp)
+    return widths

@@ -1,19 +1,110 @@
-"""Count the parameters that megatron-core builds: per layer, per pipeline end, in all.
+"""Count the parameters and operations of a model: exactly, per layer, per stage, in all.
 
-Every count is of one tensor parallel rank and exact for megatron-core 0.16.1 (an engine test builds
-the real modules on the meta device and compares). Belongs here: counting. Does not belong here:
-which layer is where (`stages`), how many bytes that makes (`plan_memory`), operations (`flops`), or
-the ends of models that read images (`vision`).
+Does not belong here: which layer is where (`mesh.stages`), how many bytes that makes
+(`cost.prediction`), models that read images (`vision`), which layers LoRA can adapt
+(`trainable_hugging_face`).
 
-Letters: h hidden, a heads, k kv heads, d head size, f ffn, t tensor parallel size.
+Letters: h hidden, a heads, k kv heads, d head size, f ffn, L layers, s sequence length, t tensor
+parallel size, B global batch, V vocabulary, r rank of LoRA.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from hpctrain.plan.documents import Layout
 from hpctrain.plan.model import vision
-from hpctrain.plan.model.flops import linear_parameters as linear_parameters
-from hpctrain.plan.model.flops import model_flops_per_step as model_flops_per_step
-from hpctrain.spec.run import MlaSpec, ModelSpec, MoeSpec
+from hpctrain.spec.model import MlaSpec, ModelSpec, MoeSpec
+from hpctrain.spec.run import RunSpec
+
+# -- Operations of a training step: the convention behind every printed MFU ---------------------
+# Model FLOPs: products of the model, forward and backward; no recomputation, softmax, norms or
+# optimizer.
+
+
+FORWARD_AND_BACKWARD = 3  # the backward pass is two products for each one of the forward pass
+
+
+def attention_weights(model: ModelSpec) -> int:
+    """Count weights of the attention of one layer that multiply every token."""
+    output = model.heads * model.value_size * model.hidden
+    if model.mla is None:
+        return output + model.hidden * (model.heads + 2 * model.key_value_heads) * model.head_size
+    mla = model.mla
+    down = model.hidden * (mla.kv_rank + mla.rope_dim + (mla.q_rank or 0))
+    return output + down + latent_up_weights(model, mla)
+
+
+def latent_up_weights(model: ModelSpec, mla: MlaSpec) -> int:
+    """Count weights of one layer between the ranks of latent attention and its heads."""
+    queries = (mla.q_rank or model.hidden) * model.heads * model.query_key_size
+    return queries + mla.kv_rank * model.heads * (mla.nope_dim + mla.value_dim)
+
+
+def mlp_weights(model: ModelSpec, layer: int) -> int:
+    """Count weights of the MLP of `layer` that multiply a token: active experts and router."""
+    matrices = (3 if model.gated else 2) * model.hidden
+    if model.moe is None or not model.has_experts(layer):
+        return matrices * model.ffn_size
+    width = model.moe.top_k * model.moe.ffn + model.moe.shared_ffn
+    return matrices * width + model.hidden * model.moe.experts
+
+
+def linear_parameters(model: ModelSpec) -> int:
+    """Count weights that multiply every token: linear layers and output matrix, no biases.
+
+    Of experts those that are active. A multi-token prediction layer is a layer, its projection
+    (2h x h) and once more the output matrix. BERT has the linear layer before its output matrix;
+    what it does once for a sequence (pooler, classes) does not count, nor do the ends of a ViT.
+    """
+    attention = attention_weights(model)
+    layers = sum(attention + mlp_weights(model, layer) for layer in range(model.layers))
+    if model.family == "vit":
+        return layers
+    if model.classes is not None:
+        return layers
+    output = model.vocab * model.hidden
+    head = model.hidden**2 if model.family in ("bert", "distilbert") else 0
+    last = attention + mlp_weights(model, model.layers - 1)
+    predicted = model.mtp_layers * (last + 2 * model.hidden**2 + output)
+    return layers + output + head + predicted
+
+
+def attention_flops_per_token(model: ModelSpec, causal: bool = False) -> float:
+    """Count the two attention products of all layers, both passes, for one token.
+
+    Q K^T and P V are 2 s a d each in the forward pass, so 12 s a d for each layer (6 s a times
+    both head sizes where they differ). `causal`: half of that, as nothing is needed above the
+    diagonal; encoders have no diagonal and stay as they are.
+    """
+    layers = model.layers + model.mtp_layers
+    sizes = model.query_key_size + model.value_size
+    square = 2 * FORWARD_AND_BACKWARD * layers * model.heads * sizes * model.seq
+    return square / 2 if causal and model.causal else float(square)
+
+
+def model_flops_per_step(model: ModelSpec, global_batch: int, causal: bool = False) -> float:
+    """Count floating-point operations of one optimizer step; recomputation not counted.
+
+    Convention (model FLOPs, non-causal attention): 6 per linear weight and token for forward and
+    backward, plus 12 L a d s per token for the two attention products over the whole s x s
+    square. Equal to 72 B s L h^2 (1 + s/6h + V/12Lh) for a = h/d, f = 4h (Narayanan et al. 2021,
+    arXiv 2104.04473, appendix, without its factor 4/3 for recomputation; Korthikanti et al.
+    2022, arXiv 2205.05198, appendix A). With `causal` the attention counts half, as newer
+    benchmark tables have it (6 L a d s). A ResNet: 6 per weight and position of each convolution.
+    """
+    if model.family == "resnet":
+        return float(2 * FORWARD_AND_BACKWARD * vision.resnet_multiplications(model) * global_batch)
+    per_token = 2 * FORWARD_AND_BACKWARD * linear_parameters(model)
+    text = (per_token + attention_flops_per_token(model, causal)) * model.seq
+    ends = vision.end_multiplications(model) if model.family == "vit" else 0
+    return float((text + 2 * FORWARD_AND_BACKWARD * ends) * global_batch)
+
+
+# -- Parameters that megatron-core builds: per layer, per pipeline end, in all --------------------
+# Every count is of one tensor parallel rank and exact for megatron-core 0.16.1 (an engine test
+# builds the real modules on the meta device and compares).
+
 
 # Megatron-LM pads the vocabulary to a multiple of this times tp
 # (`make_vocab_size_divisible_by`, megatron/training/arguments.py, default 128), so that every
@@ -201,8 +292,7 @@ def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1, etp: int | None = Non
 
 def stage_parameters(
     model: ModelSpec,
-    tp: int,
-    ep: int,
+    layout: Layout,
     dense: int,
     with_experts: int,
     *,
@@ -210,7 +300,6 @@ def stage_parameters(
     last: bool,
     final_norm: bool,
     multiple: int = VOCAB_MULTIPLE,
-    etp: int | None = None,
 ) -> int:
     """Count one pipeline stage: so many layers of both kinds, and the ends of the model on it.
 
@@ -220,6 +309,7 @@ def stage_parameters(
     if model.family == "resnet":
         assert first and last, "a ResNet is planned with data parallelism only"
         return total_parameters(model)
+    tp, ep, etp = layout.tp, layout.ep, layout.etp
     parameters = dense * layer_parameters(model, tp, ep, 0, etp)
     parameters += with_experts * layer_parameters(model, tp, ep, None, etp)
     if first or (last and model.mtp_layers):
@@ -244,3 +334,90 @@ def total_parameters(model: ModelSpec) -> int:
     ends = tables + _other_embeddings(model) + norm_parameters(model)
     ends += encoder_head_parameters(model, model.vocab)
     return layers + mtp_parameters(model, 1) + ends
+
+
+# -- The model that a spec trains, with LoRA's adapters -------------------------------------------
+# Exact for peft 0.21 (an engine test counts).
+
+
+# (last name, inputs, outputs) of a linear layer in the blocks
+Layer = tuple[str, int, int]
+
+# Four layers of attention, two of the MLP.
+_ENCODERS = {
+    "bert": ("query", "key", "value", "dense", "dense", "dense"),
+    "distilbert": ("q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"),
+    "vit": ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"),
+}
+
+
+@dataclass(frozen=True)
+class ModelCounts:
+    """Parameters and operations of one spec.
+
+    `parameters`: each once, adapters included. `trainable`: those with a gradient and optimizer
+    state. `adapters_per_layer`: parameters of the adapters of one layer, 0 without LoRA.
+    `vocab_multiple`: rows of an embedding table on each rank are a multiple of it.
+    """
+
+    parameters: int
+    trainable: int
+    adapters_per_layer: int
+    flops_per_step: float
+    vocab_multiple: int
+
+    @property
+    def trainable_share(self) -> float:
+        """Trainable parameters over all parameters."""
+        return self.trainable / self.parameters
+
+
+def count_model(spec: RunSpec) -> ModelCounts:
+    """Count the parameters and operations of a spec.
+
+    LoRA puts two matrices, inputs x r and r x outputs, beside each linear layer that it adapts.
+    With it a step has no weight gradients of frozen layers, one of three products; adapters have
+    all three. A new classifier is trained in full: the output layer, and of DistilBERT the layer
+    before it; BERT's pooler belongs to its body.
+    """
+    model, lora = spec.model, spec.lora
+    total = total_parameters(model)
+    flops = model_flops_per_step(model, spec.batch.global_)
+    padded = spec.engine.abilities.pads_vocab or model.reads_images
+    multiple = VOCAB_MULTIPLE if padded else 1
+    if lora is None:
+        return ModelCounts(total, total, 0, flops, multiple)
+    widths = [
+        inputs + outputs
+        for name, inputs, outputs in _linear_layers(model)
+        if lora.targets == "all" or name in lora.targets
+    ]
+    adapters = lora.rank * sum(widths)
+    trainable = model.layers * adapters
+    if spec.learned_task == "classification":
+        classes = model.vocab if model.reads_images else model.classes or 0
+        before = model.hidden * model.hidden + model.hidden if model.family == "distilbert" else 0
+        trainable += before + classes * (model.hidden + 1)
+    ends = vision.end_multiplications(model) if model.family == "vit" else 0
+    frozen = 2 * (linear_parameters(model) * model.seq + ends)
+    added = 6 * model.layers * adapters * model.seq
+    flops += float((added - frozen) * spec.batch.global_)
+    return ModelCounts(total + model.layers * adapters, trainable, adapters, flops, multiple)
+
+
+def _linear_layers(model: ModelSpec) -> tuple[Layer, ...]:
+    """List the linear layers of one block by transformers' names; a ResNet has none."""
+    h, f = model.hidden, model.ffn_size
+    queries, keys = model.heads * model.head_size, model.key_value_heads * model.head_size
+    if model.family == "gpt":
+        attention: tuple[Layer, ...] = (("c_attn", h, 3 * h), ("c_proj", h, h))
+        return (*attention, ("c_fc", h, f), ("c_proj", f, h))
+    if model.family == "llama":
+        attention = (("q_proj", h, queries), ("k_proj", h, keys), ("v_proj", h, keys))
+        attention = (*attention, ("o_proj", queries, h))
+        return (*attention, ("gate_proj", h, f), ("up_proj", h, f), ("down_proj", f, h))
+    names = _ENCODERS.get(model.family)
+    if names is None:
+        return ()
+    attention = tuple((name, h, h) for name in names[:4])
+    return (*attention, (names[4], h, f), (names[5], f, h))

@@ -3,7 +3,7 @@
 Covers the ends of a ViT, and whole ResNets.
 
 As torchvision builds them, whose published counts the tests compare with. Belongs here: what has
-to do with pixels. Does not belong here: the transformer layers of a ViT (`parameters`, `flops`).
+to do with pixels. Does not belong here: the transformer layers of a ViT (`parameters`).
 None of it is split over ranks: these models are planned with data parallelism.
 """
 
@@ -95,7 +95,7 @@ def resnet_convolutions(model: ModelSpec) -> Iterator[Convolution]:
     """Yield all convolutions in order.
 
     The stem (7x7, stride 2, then a pooling of stride 2), and four stages, each but the first
-    halving the side and doubling the features.
+    halving the side and doubling the features. Blocks that change the shape have a shortcut.
     """
     side = halved(model.image)
     yield Convolution(COLORS, STEM_FEATURES, 7, side)
@@ -106,10 +106,17 @@ def resnet_convolutions(model: ModelSpec) -> Iterator[Convolution]:
         for block in range(blocks):
             before = side
             side = halved(side) if stage > 0 and block == 0 else side
-            make = bottleneck_block if bottleneck else basic_block
-            convolutions = make(inputs, width, before, side)
-            yield from convolutions
-            inputs = width * (BOTTLENECK_EXPANSION if bottleneck else 1)
+            outputs = width * (BOTTLENECK_EXPANSION if bottleneck else 1)
+            if bottleneck:  # the stride in the 3x3, as torchvision has it ("ResNet v1.5")
+                yield Convolution(inputs, width, 1, before)
+                yield Convolution(width, width, 3, side)
+                yield Convolution(width, outputs, 1, side)
+            else:
+                yield Convolution(inputs, width, 3, side)
+                yield Convolution(width, width, 3, side)
+            if inputs != outputs or before != side:  # option B of the paper
+                yield Convolution(inputs, outputs, 1, side)
+            inputs = outputs
 
 
 def resnet_kept(model: ModelSpec) -> int:
@@ -121,29 +128,6 @@ def resnet_kept(model: ModelSpec) -> int:
     pooled = STEM_FEATURES * halved(halved(model.image)) ** 2
     kept = sum(2 * layer.outputs * layer.side**2 for layer in resnet_convolutions(model))
     return kept + 4 * pooled
-
-
-def basic_block(inputs: int, width: int, before: int, side: int) -> list[Convolution]:
-    """Build two 3x3 convolutions, the first with the stride; `before`: side of the input."""
-    block = [Convolution(inputs, width, 3, side), Convolution(width, width, 3, side)]
-    return block + _shortcut(inputs, width, before, side)
-
-
-def bottleneck_block(inputs: int, width: int, before: int, side: int) -> list[Convolution]:
-    """1x1, 3x3 with the stride (as torchvision, "ResNet v1.5"), 1x1 to four times as wide."""
-    wide = width * BOTTLENECK_EXPANSION
-    block = [
-        Convolution(inputs, width, 1, before),
-        Convolution(width, width, 3, side),
-        Convolution(width, wide, 1, side),
-    ]
-    return block + _shortcut(inputs, wide, before, side)
-
-
-def _shortcut(inputs: int, outputs: int, before: int, side: int) -> list[Convolution]:
-    """Build a 1x1 convolution where the block changes shape, else none (option B of the paper)."""
-    same = inputs == outputs and before == side
-    return [] if same else [Convolution(inputs, outputs, 1, side)]
 
 
 def halved(side: int) -> int:

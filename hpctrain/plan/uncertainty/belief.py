@@ -5,7 +5,7 @@ per site from N(mean, covariance), rest is one Gaussian process per site, which 
 are alike share, and noise is one draw per configuration. All are Gaussian, so that what runs teach
 has a closed form (Rasmussen and Williams 2006, Gaussian Processes for Machine Learning, eq. 2.8).
 Belongs here: belief, update, predictive deviation. Does not belong here: the prior's figures
-(`hpctrain.spec.calibration`), effects (`cost.multipliers`), places (`cost.places`), intervals
+(`hpctrain.spec.uncertainty`), effects (`cost.multipliers`), places (`cost.multipliers`), intervals
 (`intervals`).
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpctrain.plan.cost.case import Floats
-from hpctrain.plan.cost.places import alike, weights_of
+from hpctrain.plan.cost.multipliers import alike, weights_of
 
 # Degrees of freedom of the noise where it is taken as Student's t: one odd run counts less.
 FREEDOM = 4.0
@@ -34,7 +34,7 @@ _SETTLED = 1e-10
 class Rest:
     """What is left of a configuration's error, and shared by those alike: a Gaussian process.
 
-    `deviation` before any run; `reach` in doublings (`cost.places`); `seen`: places of runs,
+    `deviation` before any run; `reach` in doublings (`cost.multipliers`); `seen`: places of runs,
     [places, axes].
     """
 

@@ -19,16 +19,23 @@ from hpctrain.plan.cost.multipliers import (
     memory_sensitivities,
     pass_seconds,
     pass_sensitivities,
+    places_of,
 )
-from hpctrain.plan.cost.places import places_of
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.mesh.candidate import Candidate
-from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.mesh.candidate import Candidate, columns_of
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.uncertainty.belief import Belief, Observations, updated
-from hpctrain.plan.uncertainty.intervals import TIME_NAMES, noise_of, time_effects
-from hpctrain.plan.uncertainty.site import RATE_NOISE, SiteBelief, as_learned, belief_of, widened
-from hpctrain.spec.calibration import Learned, LearnedMultiplier
+from hpctrain.plan.uncertainty.intervals import (
+    TIME_NAMES,
+    SiteBelief,
+    as_learned,
+    belief_of,
+    noise_of,
+    time_effects,
+    widened,
+    with_rates,
+)
+from hpctrain.spec.uncertainty import Learned, LearnedMultiplier
 
 _UNKNOWN = 1.0  # deviation of a multiplier's logarithm before its rate was measured
 _LEAST_TOLD = 0.005  # of a multiplier's logarithm, or a twentieth of its deviation
@@ -94,7 +101,8 @@ def learn(runs: Sequence[SeenRun], rates: Mapping[str, float]) -> Lesson:
     places = np.concatenate([places_of(case) for case in cases])
     noise = noise_of(before.time_doubt, effects[:, len(TIME) :])
     errors = np.log([run.seconds / run.planned_seconds for run in runs])
-    prior = _with_rates(before.time, rates)
+    # what other sites have is no reason to doubt what was measured here
+    prior = with_rates(widened(before.time, rates, _UNKNOWN), rates)
     time = updated(prior, _with_passes(runs, Observations(errors, effects, noise, places)))
     memory, reserved = _memory(runs, before, effects[:, len(TIME) :])
     factors = np.exp(time.shift(effects, places))
@@ -133,20 +141,6 @@ def _with_passes(runs: Sequence[SeenRun], steps: Observations) -> Observations:
         noise.append(2 * steps.noise[[number]])
         places.append(steps.places[[number]])
     return Observations(*(np.concatenate(part) for part in (errors, effects, noise, places)))
-
-
-def _with_rates(prior: Belief, rates: Mapping[str, float]) -> Belief:
-    """Update multipliers by rates, each of which shows one of them alone.
-
-    What other sites have is no reason to doubt what was measured here.
-    """
-    if not rates:
-        return prior
-    prior = widened(prior, rates, _UNKNOWN)
-    effects = np.array([[float(name == one) for name in TIME_NAMES] for one in rates])
-    noise = np.full(len(rates), RATE_NOISE)
-    seen = Observations(np.array(list(rates.values())), effects, noise)
-    return updated(prior, seen, freedom=np.inf, trust=np.inf)
 
 
 def _memory(

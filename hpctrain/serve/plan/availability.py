@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.base.units import Duration, short_duration
-from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
-from hpctrain.plan.forecast.published import (
+from hpctrain.plan.forecast.rates import (
     RESTART_SECONDS,
     SPOT_PREEMPTION_SECONDS,
     SPOT_WAIT_SECONDS,
+    node_mtbf_seconds,
 )
 from hpctrain.serve.plan.traffic import Floats
 from hpctrain.spec.profile import ClusterProfile

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.plan.cost.case import Array, Machine
-from hpctrain.plan.cost.constants import calibration_of, machine_of, peak_rate
+from hpctrain.plan.cost.from_spec import calibration_of, machine_of, peak_rate
 from hpctrain.serve.plan.served_model import ReplicaLayout, ServedModel
 from hpctrain.spec.calibration import Calibration, FabricCalibration
 from hpctrain.spec.catalogue import Gpu

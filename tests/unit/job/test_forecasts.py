@@ -14,8 +14,7 @@ from hpctrain.base.units import Duration
 from hpctrain.job import plan as planning
 from hpctrain.job.plan import Inputs
 from hpctrain.plan.forecast.documents import Forecast, RunFacts
-from hpctrain.plan.forecast.facts import run_facts
-from hpctrain.plan.forecast.predict import forecast
+from hpctrain.plan.forecast.predict import forecast, run_facts
 from hpctrain.plan.job import TrainingJob
 from hpctrain.simulate.forecasts import forecast_run, scenario_of, trials_of
 from hpctrain.spec.profile.hardware import ReliabilityProfile

@@ -11,8 +11,8 @@ from specimen_scripts import PROFILE, ROOT, SPEC, render, spec_with
 from hpctrain.base.units import Bandwidth, Duration
 from hpctrain.job.prepare import load_knowledge
 from hpctrain.job.render.warning_lead import WarningLead, short_grace, warning_lead
-from hpctrain.plan.forecast.checkpoint import checkpoint_cost
 from hpctrain.plan.forecast.documents import RunFacts
+from hpctrain.plan.forecast.rates import checkpoint_cost
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec

@@ -21,6 +21,50 @@ LLAMA405B = dict(
     seq=8192,
 )
 
+DEEPSEEK_V3: dict[str, Any] = dict(
+    family="llama",
+    layers=61,
+    hidden=7168,
+    ffn=18432,
+    heads=128,
+    vocab=129280,
+    seq=4096,
+    moe=dict(experts=256, top_k=8, ffn=2048, shared_ffn=2048, dense_layers=3),
+    mla=dict(q_rank=1536, kv_rank=512),
+)
+DEEPSEEK_V2: dict[str, Any] = dict(
+    family="llama",
+    layers=60,
+    hidden=5120,
+    ffn=12288,
+    heads=128,
+    vocab=102400,
+    seq=4096,
+    moe=dict(experts=160, top_k=6, ffn=1536, shared_ffn=3072, dense_layers=1),
+    mla=dict(q_rank=1536, kv_rank=512),
+)
+DEEPSEEK_V2_LITE: dict[str, Any] = dict(
+    family="llama",
+    layers=27,
+    hidden=2048,
+    ffn=10944,
+    heads=16,
+    vocab=102400,
+    seq=4096,
+    moe=dict(experts=64, top_k=6, ffn=1408, shared_ffn=2816, dense_layers=1),
+    mla=dict(kv_rank=512),
+)
+MIXTRAL: dict[str, Any] = dict(
+    family="llama",
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    vocab=32000,
+    seq=4096,
+    moe=dict(experts=8, top_k=2, ffn=14336),
+)
+
 
 def run_spec(
     model: dict[str, Any] = GPT_TINY,

@@ -9,8 +9,8 @@ import pytest
 
 from hpctrain.base.errors import UsageError
 from hpctrain.base.units import Duration
-from hpctrain.plan.forecast.budget import cheapest_plan, check_currency, parse_budget
 from hpctrain.plan.forecast.documents import Budget, Forecast, Spread
+from hpctrain.plan.forecast.options import cheapest_plan, check_currency, parse_budget
 from hpctrain.plan.forecast.predict import forecast
 
 PRICES = {"currency": "USD", "on_demand": 2.0, "spot": 1.0}

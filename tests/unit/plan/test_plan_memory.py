@@ -1,3 +1,5 @@
+"""Memory of plans by stage, and how layers are split over stages."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -7,24 +9,38 @@ import pytest
 from specimens import GPT175B, GPT_TINY, LLAMA405B, cluster, run_spec
 
 from hpctrain.plan.cost.case import Case
-from hpctrain.plan.cost.constants import (
+from hpctrain.plan.cost.from_spec import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     DRIVER_BYTES,
     FRAGMENTED,
+    bucket_bytes,
+    case_of,
+    software_for,
 )
-from hpctrain.plan.cost.from_spec import bucket_bytes, case_of, software_for
 from hpctrain.plan.cost.memory import outside_allocator_bytes, peak_bytes, shards
-from hpctrain.plan.cost.plan_memory import candidate_memory
+from hpctrain.plan.cost.prediction import candidate_memory
 from hpctrain.plan.documents import RECOMPUTES, MemoryBreakdown, Recompute
-from hpctrain.plan.mesh.candidate import Candidate, candidate_of
-from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.mesh.candidate import Candidate, candidate_of, columns_of, layout_of
+from hpctrain.plan.mesh.rules import MESH_RULES, broken_rules
+from hpctrain.plan.mesh.stages import (
+    build_stages,
+    split_layers,
+    stage_expert_parameters,
+    stage_layers,
+)
+from hpctrain.plan.model.parameters import (
+    expert_parameters,
+    layer_parameters,
+    pad_vocab,
+    total_parameters,
+)
 from hpctrain.plan.planner import make_plan
 from hpctrain.plan.request import Knowledge, PlanRequest
 from hpctrain.plan.search.layouts import BORDER
 from hpctrain.spec.catalogue import match_gpu
 from hpctrain.spec.loader import load_calibration, load_catalogue
-from hpctrain.spec.run import ParallelSpec, RunSpec
+from hpctrain.spec.run import ModelSpec, ParallelSpec, RunSpec
 
 SBH = 2048 * 12288
 DROPOUT = {**GPT175B, "dropout": 0.1}
@@ -77,26 +93,43 @@ def case(model: dict[str, Any], *args: Any, **axes: Any) -> Case:
 # -- one layer: Korthikanti et al. 2022, arXiv 2205.05198 -------------------------------------
 
 
-def test_without_parallelism_a_layer_keeps_34_sbh_outside_core_attention() -> None:
-    # eq. 1 without 5 a s / h
-    assert layer_bytes(DROPOUT, "selective") == 34 * SBH
+UNFUSED = dict(others={"engine": LOCAL})
+WHOLE = dict(tp=8, sequence_parallel=False)
 
 
-def test_tensor_parallelism_divides_24_of_34_sbh() -> None:
-    # eq. 2: 10 + 24 / t
-    kept = layer_bytes(DROPOUT, "selective", tp=8, sequence_parallel=False)
-    assert kept == 10 * SBH + 24 * SBH // 8
-
-
-def test_sequence_parallelism_divides_the_rest_too() -> None:
-    # eq. 4 and 6: 34 / t
-    assert layer_bytes(DROPOUT, "selective", tp=8) == 34 * SBH // 8
-
-
-def test_full_recomputation_keeps_the_input_only() -> None:
-    # section 5: 2 sbh, over t where the input is split
-    assert layer_bytes(DROPOUT, "full") == 2 * SBH
-    assert layer_bytes(GPT175B, "full", tp=8) == 2 * SBH // 8
+@pytest.mark.parametrize(
+    ("model", "recompute", "axes", "expected"),
+    [
+        (DROPOUT, "selective", {}, 34 * SBH),  # eq. 1 without 5 a s / h
+        (DROPOUT, "selective", WHOLE, 10 * SBH + 24 * SBH // 8),  # eq. 2: 10 + 24 / t
+        (DROPOUT, "selective", dict(tp=8), 34 * SBH // 8),  # eq. 4 and 6: 34 / t
+        # section 5: 2 sbh, over t where the input is split
+        (DROPOUT, "full", {}, 2 * SBH),
+        (GPT175B, "full", dict(tp=8), 2 * SBH // 8),
+        (GPT175B, "selective", {}, 32 * SBH),  # no masks
+        (GPT175B, "selective", dict(cp=4), 32 * SBH // 4),
+        (GPT175B, "none", {}, 32 * SBH + 4 * 96 * 2048),  # flash: 4 bytes per head and token
+        # unfused: eq. 1 has softmax 2, mask 1, dropped-out copy 2; the trainer's softmax is in
+        # fp32, and without dropout its 16-bit copy is multiplied
+        (DROPOUT, "none", UNFUSED, 34 * SBH + (4 + 1 + 2) * 96 * 2048**2),
+        (GPT175B, "none", UNFUSED, 32 * SBH + (4 + 2) * 96 * 2048**2),
+        # eq. 2: s b h (10 + 24 / t + 5 a s / (h t)) with t = 8
+        (
+            DROPOUT,
+            "none",
+            UNFUSED | WHOLE,
+            SBH * (10 + 24 / 8 + 7 * 96 * 2048 / (12288 * 8)),
+        ),
+        # grouped queries and gate. T = 8192, e = 2, t = 8, SP. Outside 4 x 2 x 8192 x 16384 / 8.
+        # Attention: Q, O 128 heads, K, V 8 heads, each of size 128: (2 x 128 + 2 x 8) x 128 =
+        # 34,816; MLP 3 x 53,248 = 159,744; 2 x 8192 x 194,560 / 8. Softmax 4 x 8192 x 128 / 8.
+        (LLAMA405B, "none", dict(tp=8), 134_217_728 + 398_458_880 + 524_288),
+    ],
+)
+def test_what_a_layer_keeps(
+    model: dict[str, Any], recompute: Recompute, axes: dict[str, Any], expected: float
+) -> None:
+    assert layer_bytes(model, recompute, **axes) == expected
 
 
 def test_one_layer_is_whole_while_it_is_computed_again() -> None:
@@ -106,45 +139,6 @@ def test_one_layer_is_whole_while_it_is_computed_again() -> None:
         for recompute in ("full", "none")
     )
     assert full == none
-
-
-def test_a_model_without_dropout_has_no_masks() -> None:
-    assert layer_bytes(GPT175B, "selective") == 32 * SBH
-
-
-def test_flash_attention_keeps_four_bytes_per_head_and_token() -> None:
-    assert layer_bytes(GPT175B) - layer_bytes(GPT175B, "selective") == 4 * 96 * 2048
-
-
-@pytest.mark.parametrize(
-    ("dropout", "bytes_per_pair"),
-    # eq. 1 has softmax 2, mask 1, dropped-out copy 2; the trainer's softmax is in fp32, and without
-    # dropout its 16-bit copy is multiplied
-    [(0.1, 4 + 1 + 2), (0.0, 4 + 2)],
-)
-def test_unfused_attention_keeps_s_by_s(dropout: float, bytes_per_pair: int) -> None:
-    model = {**GPT175B, "dropout": dropout}
-    kept = [layer_bytes(model, how, others={"engine": LOCAL}) for how in ("none", "selective")]
-    assert kept[0] - kept[1] == bytes_per_pair * 96 * 2048**2
-
-
-def test_the_whole_equation_of_korthikanti() -> None:
-    # eq. 2 for GPT-175B: s b h (10 + 24 / t + 5 a s / (h t)) with t = 8; 7 for a softmax in fp32
-    expected = SBH * (10 + 24 / 8 + 7 * 96 * 2048 / (12288 * 8))
-    axes: dict[str, Any] = dict(tp=8, sequence_parallel=False)
-    assert layer_bytes(DROPOUT, others={"engine": LOCAL}, **axes) == expected
-
-
-def test_grouped_queries_and_gate() -> None:
-    # T = 8192, e = 2, t = 8, SP. Outside 4 x 2 x 8192 x 16384 / 8 = 134,217,728.
-    # Attention: Q, O 128 heads, K, V 8 heads, each of size 128: (2 x 128 + 2 x 8) x 128 = 34,816;
-    # MLP 3 x 53,248 = 159,744; 2 x 8192 x 194,560 / 8 = 398,458,880.
-    # Softmax numbers 4 x 8192 x 128 / 8 = 524,288.
-    assert layer_bytes(LLAMA405B, tp=8) == 134_217_728 + 398_458_880 + 524_288
-
-
-def test_context_parallelism_divides_tokens() -> None:
-    assert layer_bytes(GPT175B, "selective", cp=4) == 32 * SBH // 4
 
 
 # -- pipelines ---------------------------------------------------------------------------------
@@ -171,25 +165,19 @@ def microbatches(pp: int, accumulation: int, vpp: int = 1) -> list[float]:
     return [(two - one) / (vpp * unit) for one, two in zip(*held, strict=True)]
 
 
-def test_one_forward_one_backward_holds_pp_minus_stage_microbatches() -> None:
-    # Narayanan et al. 2021, section 2.2.1
-    assert microbatches(pp=4, accumulation=100) == [4, 3, 2, 1]
-    assert microbatches(pp=4, accumulation=2) == [2, 2, 2, 1]
-    assert microbatches(pp=1, accumulation=7) == [1]
-
-
-@pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (4, 2), (4, 3), (8, 3), (8, 12)])
-def test_interleaving_holds_more_by_the_factor_of_korthikanti(pp: int, vpp: int) -> None:
-    # section 4.2.3: pp (1 + (pp - 1) / (pp vpp)) microbatches on stage 0
-    first = microbatches(pp, 10 * pp, vpp)[0]
-    assert first == pytest.approx(pp * (1 + (pp - 1) / (pp * vpp)))
-
-
-def test_interleaving_holds_fewer_chunks_on_later_stages() -> None:
-    # 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks: 11, 9, 7, 5 for pp 4, vpp 2
-    assert microbatches(pp=4, accumulation=16, vpp=2) == [5.5, 4.5, 3.5, 2.5]
-    # with 4 microbatches there are only 8 chunks in all
-    assert microbatches(pp=4, accumulation=4, vpp=2)[0] == 4
+@pytest.mark.parametrize(
+    ("pp", "accumulation", "vpp", "held"),
+    [
+        (4, 100, 1, [4, 3, 2, 1]),  # Narayanan et al. 2021, section 2.2.1
+        (4, 2, 1, [2, 2, 2, 1]),
+        (1, 7, 1, [1]),
+        # 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks: 11, 9, 7, 5; of 4 microbatches 8 in all
+        (4, 16, 2, [5.5, 4.5, 3.5, 2.5]),
+        (4, 4, 2, [4, 4, 3.5, 2.5]),
+    ],
+)
+def test_microbatches_in_flight(pp: int, accumulation: int, vpp: int, held: list[float]) -> None:
+    assert microbatches(pp, accumulation, vpp) == held
 
 
 def test_gpt_175b_stage_by_stage() -> None:
@@ -366,3 +354,150 @@ def test_amds_allocator_cannot_grow_its_segments() -> None:
     for name, slack in (("MI300X", FRAGMENTED), ("H100-80GB SXM", 1.0)):
         knowledge = Knowledge(match_gpu(load_catalogue(), name), load_calibration())
         assert software_for(PlanRequest(spec, cluster(), knowledge)).slack == slack
+
+
+# -- Stages -------------------------------------------------------------------------------------
+
+
+def chunks(layers: int, **parallel: object) -> list[tuple[int, ...]]:
+    wanted = ParallelSpec.model_validate(parallel)
+    model = ModelSpec.model_validate({**GPT_TINY, "layers": layers})
+    layout = layout_of(wanted, wanted.tp * wanted.pp)
+    return [
+        stage.chunk_layers for stage in build_stages(model, layout, split_layers(layers, wanted))
+    ]
+
+
+def test_even_split() -> None:
+    assert chunks(8, pp=4) == [(2,), (2,), (2,), (2,)]
+    assert chunks(8, pp=2, vpp=2) == [(2, 2), (2, 2)]
+
+
+def test_counted_embedding_and_loss_take_the_place_of_a_layer() -> None:
+    # 126 + 2 = 128 layers over 16 x 4 chunks of 2: the first and the last chunk have one layer
+    split = chunks(126, pp=16, vpp=4, count_embedding=True, count_loss=True)
+    assert split[0] == (1, 2, 2, 2)
+    assert split[1:15] == [(2, 2, 2, 2)] * 14
+    assert split[15] == (2, 2, 2, 1)
+
+
+def test_listed_stages_are_in_model_order() -> None:
+    # virtual stage n is chunk n div pp of pipeline stage n mod pp
+    assert chunks(10, pp=2, vpp=2, stages=(1, 2, 3, 4)) == [(1, 3), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel", "words"),
+    [
+        (126, dict(pp=16), ["126 layers", "pp 16", "14 or 18", "count_embedding and count_loss"]),
+        (126, dict(pp=16, vpp=4), ["64 chunks", "42 or 63"]),
+        (7, dict(pp=2), ["7 layers", "1 or 7", "one of count_embedding and count_loss"]),
+        (10, dict(pp=4, count_loss=True), ["11 layers", "counted as asked", "1 or 11"]),
+        (13, dict(pp=8), ["13 layers", "`stages`"]),
+        (8, dict(pp=2, stages=(4, 5)), ["9 layers", "the model has 8"]),
+        (8, dict(pp=2, stages=(9, -1)), ["negative", "-1"]),
+        (8, dict(pp=3, stages=(4, 0, 4)), ["first and the last"]),
+    ],
+)
+def test_impossible_splits_are_explained(
+    layers: int, parallel: dict[str, object], words: list[str]
+) -> None:
+    wanted = ParallelSpec.model_validate(parallel)
+    spec = run_spec({**GPT_TINY, "layers": layers}, gpus=wanted.pp)
+    values = candidate_of(spec, wanted, wanted.pp)
+    (rule,) = broken_rules(spec, values, MESH_RULES)
+    message = rule.message(PlanRequest(spec, cluster()), values)
+    for word in words:
+        assert word in message
+
+
+def test_every_possible_split_holds_every_layer() -> None:
+    seen = 0
+    for layers in range(1, 49):
+        spec = run_spec({**GPT_TINY, "layers": layers})
+        for pp in (1, 2, 3, 4, 6, 8):
+            for vpp in (1, 2, 3) if pp > 1 else (1,):
+                for counted in (dict(), dict(count_embedding=True), dict(count_loss=True)):
+                    parallel = ParallelSpec(pp=pp, vpp=vpp, **counted)
+                    values = candidate_of(spec, parallel, pp)
+                    if broken_rules(spec, values, MESH_RULES):
+                        continue
+                    split = split_layers(layers, parallel)
+                    assert (sum(split), len(split), min(split) >= 0) == (layers, pp * vpp, True)
+                    seen += 1
+    assert seen > 300
+
+
+def test_parameters_of_all_gpus_add_up_to_the_model_and_what_is_replicated() -> None:
+    base = ModelSpec.model_validate({**GPT_TINY, "layers": 12, "vocab": 1000})
+    hidden, layers = base.hidden, base.layers
+    for tied in (True, False):
+        model = base.model_copy(update={"tied": tied})
+        for tp in (1, 2, 4):
+            for pp in (1, 2, 3, 4, 6):
+                parallel = ParallelSpec(tp=tp, pp=pp)
+                stages = build_stages(
+                    model, layout_of(parallel, tp * pp), split_layers(layers, parallel)
+                )
+                # per layer two norms (2h each) and two row-parallel biases (h each); at the ends
+                # the positions and the final norm
+                replicated = layers * 6 * hidden + model.seq * hidden + 2 * hidden
+                padding = (pad_vocab(1000, tp) - 1000) * hidden * (1 if tied else 2)
+                copy = pad_vocab(1000, tp) * hidden if tied and pp > 1 else 0
+                assert tp * sum(stage.parameters_per_gpu for stage in stages) == (
+                    total_parameters(model) + (tp - 1) * replicated + padding + copy
+                )
+
+
+def test_embedding_and_loss_are_at_the_ends() -> None:
+    model = ModelSpec.model_validate(GPT_TINY)
+    parallel = ParallelSpec(pp=4)
+    stages = build_stages(model, layout_of(parallel, 4), split_layers(4, parallel))
+    assert [stage.embedding for stage in stages] == [True, False, False, False]
+    assert [stage.loss for stage in stages] == [False, False, False, True]
+
+
+MIXED = ModelSpec.model_validate(
+    dict(
+        family="llama",
+        layers=8,
+        hidden=64,
+        ffn=176,
+        heads=4,
+        vocab=512,
+        seq=64,
+        moe=dict(experts=8, top_k=2, ffn=32, dense_layers=3),
+    )
+)
+
+
+def test_layers_of_a_stage_are_those_of_its_chunks() -> None:
+    assert stage_layers((1, 2, 3, 4), 2, 0) == (range(1), range(3, 6))
+    assert stage_layers((1, 2, 3, 4), 2, 1) == (range(1, 3), range(6, 10))
+    assert stage_layers((0, 4), 2, 0) == (range(0),)
+
+
+@pytest.mark.parametrize("stages", [(4, 4), (2, 6), (0, 8), (3, 5), (8, 0)])
+def test_each_stage_has_its_own_kinds_of_layers(stages: tuple[int, ...]) -> None:
+    parallel = ParallelSpec(pp=2, ep=4, stages=stages)
+    layout, split = layout_of(parallel, 8), split_layers(8, parallel)
+    dense, experts = (layer_parameters(MIXED, 1, 4, layer) for layer in (0, 7))
+    first, last = build_stages(MIXED, layout, split)
+    ends = pad_vocab(512, 1) * 64
+    kinds = [min(stages[0], 3), max(0, stages[0] - 3)]
+    assert first.parameters_per_gpu == kinds[0] * dense + kinds[1] * experts + ends
+    assert last.parameters_per_gpu == (3 - kinds[0]) * dense + (5 - kinds[1]) * experts + ends + 64
+    one_layer = expert_parameters(MIXED, 1, 4)
+    assert stage_expert_parameters(MIXED, layout, split, 0) == kinds[1] * one_layer
+    assert stage_expert_parameters(MIXED, layout, split, 1) == (5 - kinds[1]) * one_layer
+
+
+def test_experts_of_token_prediction_are_on_the_last_stage() -> None:
+    model = MIXED.model_copy(update={"mtp_layers": 2})
+    parallel = ParallelSpec(pp=2)
+    layout, split = layout_of(parallel, 2), split_layers(8, parallel)
+    one_layer = expert_parameters(model, 1)
+    assert stage_expert_parameters(model, layout, split, 0) == one_layer
+    assert stage_expert_parameters(model, layout, split, 1) == (4 + 2) * one_layer
+    dense = ModelSpec.model_validate(GPT_TINY)
+    assert stage_expert_parameters(dense, layout, (2, 2), 1) == 0

@@ -14,10 +14,9 @@ from variants import varied
 from hpctrain.base.errors import DoesNotFitError
 from hpctrain.plan.cost.from_spec import case_of, machine_for
 from hpctrain.plan.cost.memory import peak_bytes
-from hpctrain.plan.cost.plan_memory import candidate_peak
-from hpctrain.plan.cost.prediction import step_parts
+from hpctrain.plan.cost.prediction import candidate_peak, step_parts
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.mesh.candidate import columns_of
 from hpctrain.plan.mesh.stages import stage_expert_parameters
 from hpctrain.plan.model.number_formats import (
     gradient_bytes,

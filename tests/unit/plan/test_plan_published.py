@@ -19,8 +19,7 @@ from hpctrain.base.errors import DoesNotFitError
 from hpctrain.plan.cost.case import Mesh
 from hpctrain.plan.cost.from_spec import case_of, software_for
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.mesh.candidate import candidate_of
-from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.mesh.candidate import candidate_of, columns_of
 from hpctrain.plan.planner import make_plan
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.loader import load_profile

@@ -11,9 +11,8 @@ from specimens import GPT175B, GPT_TINY, LLAMA7B, LLAMA405B, cluster, run_spec
 from hpctrain.base.errors import DoesNotFitError, HpctrainError
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.mesh.candidate import Candidate
-from hpctrain.plan.planner import make_plan
+from hpctrain.plan.planner import make_plan, nearest_fits, sizes_around
 from hpctrain.plan.request import PlanRequest
-from hpctrain.plan.search.hints import nearest_fits, sizes_around
 from hpctrain.plan.search.layouts import Found, search
 from hpctrain.plan.search.space import freedom_of
 from hpctrain.spec.loader import find_profile, load_profile

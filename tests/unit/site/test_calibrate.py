@@ -22,7 +22,7 @@ from ruamel.yaml import YAML
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.job.prepare import load_knowledge
-from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
+from hpctrain.plan.cost.from_spec import calibration_of, machine_of, software_of
 from hpctrain.site.calibrate import calibrate
 from hpctrain.spec.loader import (
     PACKAGED_PROFILES,

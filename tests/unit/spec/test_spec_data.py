@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from wrong_specs import VALID, problems_of, shown
 
-from hpctrain.plan.abilities.readable import data_format, unreadable
+from hpctrain.plan.abilities.trainable import data_format, unreadable
 from hpctrain.spec.loader import load_run_spec
 from hpctrain.spec.run import RunSpec
 

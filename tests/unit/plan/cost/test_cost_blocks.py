@@ -7,6 +7,7 @@ h 1024, 16 heads of 64. Others have free products and memory of 1e12 bytes/s.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from cost_specimens import NEVER, case, changed, only_products
 
 from hpctrain.plan.cost import blocks
 from hpctrain.plan.cost.case import Case
-from hpctrain.plan.cost.from_spec import EAGER_NORM_TRAFFIC
-from hpctrain.plan.cost.stages import stages_of
+from hpctrain.plan.cost.from_spec import EAGER_NORM_TRAFFIC, added_bytes
+from hpctrain.plan.cost.step import stages_of
+from hpctrain.spec.engines.abilities import GradientAddition
 
 T, H, V = 2048, 1024, 51200
 PEAK = 1e15
@@ -44,6 +46,18 @@ def hops(size: int) -> float:
     return 6e-6 * math.log2(size + 1)
 
 
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+@pytest.mark.parametrize(
+    ("block", "changes"), [(blocks.attention, {}), (blocks.mlp, {}), (blocks.mamba, MAMBA)]
+)
+def test_ranks_have_a_share_of_heads_widths_and_tokens(
+    block: Callable[[Case], blocks.Passes], changes: dict[str, float], axis: str
+) -> None:
+    whole, part = (block(only_products(**changes, **{axis: size})) for size in (1, 4))
+    assert part.forward == pytest.approx(whole.forward / 4)
+    assert part.backward == pytest.approx(whole.backward / 4)
+
+
 class TestAttention:
     def test_grouped_queries(self) -> None:
         # QKV 1024 x (16 + 2 x 4) 64, output 1024 x 1024, two operations each and token;
@@ -52,15 +66,6 @@ class TestAttention:
         projections, core = 2 * T * (H * 1536 + H * H), 4 * (T * T // 2) * 1024
         assert passes.forward * PEAK == pytest.approx(projections + core)
         assert passes.backward * PEAK == pytest.approx(2 * projections + 2.5 * core)
-
-    def test_tensor_parallel_ranks_have_a_share_of_the_heads(self) -> None:
-        whole, part = (blocks.attention(only_products(tp=tp)) for tp in (1, 4))
-        assert part.forward == pytest.approx(whole.forward / 4)
-        assert part.backward == pytest.approx(whole.backward / 4)
-
-    def test_context_parallel_ranks_have_a_share_of_the_tokens(self) -> None:
-        whole, part = (blocks.attention(only_products(cp=cp)) for cp in (1, 4))
-        assert part.forward == pytest.approx(whole.forward / 4)
 
     @pytest.mark.parametrize(
         ("keys", "changes"),
@@ -121,11 +126,6 @@ class TestMlp:
         passes = blocks.mlp(only_products(gated=gated))
         assert passes.forward * PEAK == pytest.approx(2 * T * matrices * H * 4096)
         assert passes.backward == pytest.approx(2 * passes.forward)
-
-    def test_tensor_parallel_ranks_have_a_share(self) -> None:
-        whole, part = (blocks.mlp(only_products(tp=tp)) for tp in (1, 4))
-        assert part.forward == pytest.approx(whole.forward / 4)
-        assert part.backward == pytest.approx(whole.backward / 4)
 
     def test_eight_bits_double_the_rate(self) -> None:
         wide, low = (blocks.mlp(only_products(low=low)) for low in (0, 1))
@@ -249,10 +249,6 @@ class TestMamba:
         scan = T * (256 * 3072 + 4 * 2048 * 128)
         assert (slow.forward - fast.forward) * PEAK == pytest.approx(9 * scan)
 
-    def test_tensor_parallel_ranks_have_a_share(self) -> None:
-        whole, part = (blocks.mamba(only_products(**MAMBA, tp=tp)) for tp in (1, 4))
-        assert part.forward == pytest.approx(whole.forward / 4)
-
     def test_convolution_and_gate_stream(self) -> None:
         products = 2 * (T * H + H * 6176 + T * 6176) + 2 * (T * 2048 + 2048 * H + T * H)
         moved = products + 10 * T * H + 12 * 2 * T * 2048
@@ -369,3 +365,124 @@ class TestBesideWeights:
     def test_later_weight_gradients_hide_nothing(self) -> None:
         late = case(tp=8, beside_weights=1.0, zero_bubble=1)
         assert blocks.beside_weights(late, blocks.mlp(late)) == 0
+
+
+# -- Seconds of collectives: a GPU sends 1e11 bytes/s over NVLink and 1e10 over the network -----
+
+
+GB = 1e9
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "inside"),
+    [(4, 1, 4), (8, 1, 8), (16, 1, 8), (4, 4, 2), (4, 8, 1), (4, 16, 1), (2, 2, 2), (1, 1, 1)],
+)
+def test_members_of_one_domain_of_eight(size: int, stride: int, inside: int) -> None:
+    assert blocks.members_inside(case(), size, stride) == inside
+
+
+@pytest.mark.parametrize(
+    ("one", "gigabytes", "size", "stride", "seconds"),
+    [
+        (case(), 4, 4, 1, 0.03),  # inside a domain the ring moves three quarters
+        # across two half of the tensor comes in over 8 cards of 1e10, NVLink of 2e11 takes 0.0375
+        (case(nvlink_bandwidth=2e11), 8, 16, 1, 0.05),
+        (case(nvlink_bandwidth=1e10), 8, 16, 1, 0.75),  # the slower of both links counts
+        # stride 8: 4 domains of one member, each with its own card only: 3/4 of 4e9 over 1e10;
+        # stride 4: 2 of the 8 ranks share a domain, 4 domains, two cards: 3/4 x 4e9 / 2e10
+        (case(), 4, 4, 8, 0.3),
+        (case(), 4, 8, 4, 0.15),
+        (case(domain=64), 4, 4, 8, 0.03),
+        (case(), 0, 3, 1, 0),  # a small message waits for its start
+        # NVLink does not pass the spine
+        (case(dp=128, leaf_gpus=64, oversubscription=4), 4, 4, 1, 0.03),
+    ],
+)
+def test_rings(one: Case, gigabytes: float, size: int, stride: int, seconds: float) -> None:
+    found = blocks.gather_seconds(one, gigabytes * GB, size, stride)
+    assert found == pytest.approx(seconds + hops(size))
+    # an all-reduce is both halves
+    assert blocks.reduce_seconds(one, gigabytes * GB, size, stride) == pytest.approx(2 * found)
+    assert blocks.gather_seconds(one, gigabytes * GB, 1, stride) == 0, "alone it costs nothing"
+
+
+@pytest.mark.parametrize(
+    ("changes", "near", "far", "size", "seconds"),
+    [
+        ({}, 3, 0, 4, 0.03 + hops(4)),
+        ({}, 3, 2, 16, 0.2 + hops(16)),
+        (dict(nvlink_bandwidth=1e9), 1.75, 2, 16, 1.75 + hops(16)),
+        ({}, 0, 0, 1, 0),
+    ],
+)
+def test_all_to_all(
+    changes: dict[str, float], near: float, far: float, size: int, seconds: float
+) -> None:
+    found = blocks.exchange_seconds(case(**changes), near * GB, far * GB, size)
+    assert found == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("stride", "seconds"), [(4, 0.01), (8, 0.1)])
+def test_a_message_to_a_neighbour_and_to_another_domain(stride: int, seconds: float) -> None:
+    assert blocks.send_seconds(case(), 1 * GB, stride) == pytest.approx(seconds + 6e-6)
+
+
+class TestBandwidth:
+    def test_shares_of_the_data_sheet(self) -> None:
+        one = case(nvlink_efficiency=0.5, network_efficiency=0.2)
+        assert (blocks.nvlink(one), blocks.network(one)) == (
+            pytest.approx(5e10),
+            pytest.approx(2e9),
+        )
+
+    @pytest.mark.parametrize(
+        ("gpus", "leaf", "expected"), [(64, 64, 1e10), (128, 64, 2.5e9), (128, 0, 1e10)]
+    )
+    def test_spines_are_oversubscribed_beyond_one_leaf(
+        self, gpus: int, leaf: int, expected: float
+    ) -> None:
+        one = case(dp=gpus, leaf_gpus=leaf, oversubscription=4)
+        assert blocks.network(one) == pytest.approx(expected)
+
+
+def test_groups_of_any_number_of_cases_at_once() -> None:
+    sizes, strides = np.array([1, 4, 16, 4]), np.array([1, 1, 1, 8])
+    expected = [0.0, 0.015 + hops(4), 0.01875 + hops(16), 0.15 + hops(4)]
+    one = changed(case(), nvlink_bandwidth=np.full(4, 1e11))
+    seconds = blocks.gather_seconds(one, 2 * GB, sizes, strides)
+    assert seconds == pytest.approx(expected)
+
+
+# -- Bytes that add a microbatch's weight gradients to earlier ones, and their seconds ----------
+
+
+@pytest.mark.parametrize(
+    ("way", "kept", "expected"),
+    [
+        ("product", 4, 0),
+        ("main", 4, 2 + 4 + 4),  # reads the new one, reads and writes the sum
+        ("main", 2, 2 + 2 + 2),
+        ("autograd", 2, 3 / 4 * (2 + 2 + 2)),  # the first of four is assigned
+        ("block", 4, 2 + 4),
+        ("joined", 4, 2 + 2 + 2 + 4 + 4 + 4),  # joined, changed, divided
+        ("joined", 2, 2 + 2 + 2 + 2),
+    ],
+)
+def test_bytes_of_each_way(way: GradientAddition, kept: float, expected: float) -> None:
+    assert added_bytes(way, 2, kept, 4) == pytest.approx(expected)
+
+
+def test_a_single_microbatch_adds_to_nothing() -> None:
+    found = added_bytes("autograd", 2, 2, np.array([1.0, 2.0]))
+    assert list(np.asarray(found)) == [0, 3]
+
+
+def test_a_linear_layer_adds_behind_its_weight_gradient() -> None:
+    quick = dict(peak=NEVER, nvlink_bandwidth=NEVER)
+    plain, adding = (blocks.linear(case(added_bytes=n, **quick), 100, 300, 200) for n in (0, 10))
+    assert adding.forward == plain.forward
+    assert adding.backward - plain.backward == pytest.approx(10 * 300 * 200 / 1e12)
+    frozen = [
+        blocks.linear(case(added_bytes=n, trainable=0.1), 100, 300, 200).backward for n in (0, 10)
+    ]
+    assert frozen[0] == frozen[1]

@@ -18,7 +18,7 @@ from hpctrain.plan.cost.blocks import (
     unfused_seconds,
 )
 from hpctrain.plan.cost.case import Machine, Mesh, Shape, Software
-from hpctrain.plan.cost.constants import (
+from hpctrain.plan.cost.from_spec import (
     calibration_of,
     fabric_of,
     machine_of,

@@ -11,21 +11,18 @@ import pytest
 from cost_specimens import NEVER, case, changed, drawn, many, only_products, pipeline
 
 from hpctrain.plan.cost.case import Case, once
-from hpctrain.plan.cost.composition import Blocks
-from hpctrain.plan.cost.stages import (
+from hpctrain.plan.cost.step import (
     Stages,
     Turn,
-    launch_seconds,
-    stages_of,
-    waiting_seconds,
-)
-from hpctrain.plan.cost.step import (
     data_messages,
+    launch_seconds,
     optimizer_seconds,
+    stages_of,
     step_seconds,
     transfer_seconds,
+    waiting_seconds,
 )
-from hpctrain.plan.cost.weights import Weights
+from hpctrain.plan.cost.weights import Blocks, Weights
 
 FREE = dict(memory_bandwidth=NEVER, nvlink_bandwidth=NEVER, network_bandwidth=NEVER)
 SBH = 2_097_152  # T x h of the specimen
@@ -154,112 +151,84 @@ class TestMessagesBetweenStages:
         assert step_seconds(one).pipeline_messages == pytest.approx(expected)
 
 
-class TestDataParallel:
-    def test_reduction_of_gradients_and_gathering_of_weights(self) -> None:
-        # 4 bytes and 2 bytes of 8e9 parameters, 7/8 of it over 1e11
-        found = data_messages(case(dp=8), WEIGHTS, stages())
-        assert found == pytest.approx(7 / 8 * (32e9 + 16e9) / 1e11 + 2 * hops(8))
+RING = 7 / 8 / 1e11  # seconds for each byte of a ring of eight
+START = hops(8)
 
-    def test_without_sharding_gradients_are_reduced_twice(self) -> None:
-        found = data_messages(case(dp=8, zero=0), WEIGHTS, stages())
-        assert found == pytest.approx(7 / 8 * 2 * 32e9 / 1e11 + 2 * hops(8))
 
-    def test_whole_sums_are_an_all_reduce_before_the_gathering(self) -> None:
-        found = data_messages(case(dp=8, whole_sums=1), WEIGHTS, stages())
-        assert found == pytest.approx(7 / 8 * (2 * 32e9 + 16e9) / 1e11 + 3 * hops(8))
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        # 4 bytes of gradients and 2 of weights of 8e9 parameters; unsharded gradients twice; whole
+        # sums are an all-reduce before the gathering
+        (case(dp=8), RING * (32e9 + 16e9) + 2 * START),
+        (case(dp=8, zero=0), RING * 2 * 32e9 + 2 * START),
+        (case(dp=8, whole_sums=1), RING * (2 * 32e9 + 16e9) + 3 * START),
+        (case(dp=2, cp=4), RING * 48e9 + 2 * START),  # context parallel ranks are replicas
+        # tp 2: four replicas in a domain of eight; tp 2 x pp 2 between them: two in each of two
+        (pipeline(2, 8, tp=2, dp=4), 3 / 4 * 48e9 / 1e11 + 2 * hops(4)),
+        (pipeline(2, 8, tp=2, dp=4, pipeline_outside=0), 48e9 / 4e10 + 2 * hops(4)),
+        # Rajbhandari et al. 2020, section 7.2.2: ZeRO-3 gathers twice and reduces, 2 + 2 + 4 bytes
+        # in every microbatch; ZeRO-2 reduces in each and gathers once
+        (case(dp=8, zero=3, accumulation=4), 4 * (RING * 64e9 + 3 * START)),
+        (case(dp=8, zero=2, accumulation=4), RING * (4 * 32e9 + 16e9) + 5 * START),
+        # hybrid sharding: 8 of 64 replicas have the traffic of dp 8
+        (case(dp=64, zero=3, shard_gpus=8), RING * 64e9 + 3 * START),
+        *((case(zero=zero), 0) for zero in range(4)),
+    ],
+)
+def test_data_parallel_messages(one: Case, expected: float) -> None:
+    assert data_messages(one, WEIGHTS, stages()) == pytest.approx(expected)
 
-    def test_context_parallel_ranks_are_replicas(self) -> None:
-        one, other = case(dp=8), case(dp=2, cp=4)
-        found = [data_messages(c, WEIGHTS, stages()) for c in (one, other)]
-        assert found[0] == found[1]
 
-    @pytest.mark.parametrize(
-        ("outside", "expected"),
-        [
-            (1, 3 / 4 * 48e9 / 1e11),  # tp 2: four replicas in a domain of eight
-            (0, 1 / 2 * 48e9 / 2e10),  # tp 2 x pp 2 between them: two in each of two domains
-        ],
-    )
-    def test_the_order_of_axes(self, outside: int, expected: float) -> None:
-        one = pipeline(2, 8, tp=2, dp=4, pipeline_outside=outside)
-        found = data_messages(one, WEIGHTS, stages())
-        assert found == pytest.approx(expected + 2 * hops(4))
+def test_experts_are_reduced_over_fewer_ranks() -> None:
+    # dp 8, ep 4: two replicas of 6e9 parameters, four ranks apart
+    found = data_messages(case(dp=8, ep=4), Weights(0.0, 6e9), stages())
+    assert found == pytest.approx(0.5 * 36e9 / 1e11 + 2 * hops(2))
 
-    def test_experts_are_reduced_over_fewer_ranks(self) -> None:
-        # dp 8, ep 4: two replicas of 6e9 parameters, four ranks apart
-        one, routed = case(dp=8, ep=4), Weights(0.0, 6e9)
-        found = data_messages(one, routed, stages())
-        assert found == pytest.approx(0.5 * 36e9 / 1e11 + 2 * hops(2))
 
-    def test_overlap_hides_a_share_at_most(self) -> None:
-        all_of_it = float(data_messages(case(dp=8), WEIGHTS, stages()))
-        half = case(dp=8, dp_overlap=0.5)
-        found = data_messages(half, WEIGHTS, stages(backward=1e9, forward=1e9))
-        assert found == pytest.approx(all_of_it / 2)
-
-    def test_overlap_hides_at_most_what_compute_lasts(self) -> None:
-        all_of_it = float(data_messages(case(dp=8), WEIGHTS, stages()))
-        one = case(dp=8, dp_overlap=0.5)
-        found = data_messages(one, WEIGHTS, stages(backward=0.02, forward=0.01))
-        assert found == pytest.approx(all_of_it - 0.5 * (0.02 + 0.01))
-
-    @pytest.mark.parametrize("pp", [1, 2])
-    def test_deepspeed_hides_no_gradients_behind_a_pipeline(self, pp: int) -> None:
-        late, usual = (case(dp=8, pp=pp, dp_overlap=1, late_sums=is_late) for is_late in (1, 0))
-        apart = data_messages(late, WEIGHTS, stages(backward=0.02, forward=0.01))
-        usual_apart = data_messages(usual, WEIGHTS, stages(backward=0.02, forward=0.01))
-        assert apart - usual_apart == pytest.approx(0.02 if pp == 2 else 0)
-
-    def test_zero_3_gathers_twice_and_reduces_in_every_microbatch(self) -> None:
-        # Rajbhandari et al. 2020, section 7.2.2: 2 + 2 + 4 bytes of 8e9 parameters
-        one = case(dp=8, zero=3, accumulation=4)
-        once = 7 / 8 * 64e9 / 1e11 + 3 * hops(8)
-        assert data_messages(one, WEIGHTS, stages()) == pytest.approx(4 * once)
-
-    def test_zero_2_reduces_in_every_microbatch_and_gathers_once(self) -> None:
-        one = case(dp=8, zero=2, accumulation=4)
-        expected = 7 / 8 * (4 * 32e9 + 16e9) / 1e11 + 5 * hops(8)
-        assert data_messages(one, WEIGHTS, stages()) == pytest.approx(expected)
-
-    def test_zero_3_hides_behind_compute(self) -> None:
+@pytest.mark.parametrize(
+    ("changes", "backward", "forward", "expected"),
+    [
+        # a share at most, and at most what compute lasts
+        (dict(dp_overlap=0.5), 1e9, 1e9, (RING * 48e9 + 2 * START) / 2),
+        (dict(dp_overlap=0.5), 0.02, 0.01, RING * 48e9 + 2 * START - 0.5 * (0.02 + 0.01)),
+        # DeepSpeed hides no gradients behind a pipeline
+        (dict(dp_overlap=1, late_sums=1), 0.02, 0.01, RING * 48e9 + 2 * START - 0.03),
+        (dict(dp_overlap=1, late_sums=1, pp=2), 0.02, 0.01, RING * 48e9 + 2 * START - 0.01),
+        (dict(dp_overlap=1, pp=2), 0.02, 0.01, RING * 48e9 + 2 * START - 0.03),
         # gather 0.14 s forward, gather and reduce 0.42 s back; half of what lasts 0.1 and 0.2
-        one = case(dp=8, zero=3, dp_overlap=0.5)
-        expected = 0.14 + 0.42 + 3 * hops(8) - 0.05 - 0.1
-        assert data_messages(one, WEIGHTS, stages(0.2, 0.1)) == pytest.approx(expected)
-        rest = data_messages(one, WEIGHTS, stages(1e9, 1e9))
-        assert rest == pytest.approx(0.5 * (0.56 + 3 * hops(8)))
-
-    def test_hybrid_sharding_stays_in_its_group(self) -> None:
-        # 8 of 64 replicas: the traffic of dp 8
-        one = case(dp=64, zero=3, shard_gpus=8)
-        alone = data_messages(case(dp=8, zero=3), WEIGHTS, stages())
-        assert data_messages(one, WEIGHTS, stages()) == pytest.approx(float(alone))
-
-    def test_one_replica_sends_nothing(self) -> None:
-        for zero in range(4):
-            assert data_messages(case(zero=zero), WEIGHTS, stages()) == 0
+        (dict(zero=3, dp_overlap=0.5), 0.2, 0.1, 0.56 + 3 * START - 0.05 - 0.1),
+        (dict(zero=3, dp_overlap=0.5), 1e9, 1e9, 0.5 * (0.56 + 3 * START)),
+    ],
+)
+def test_messages_that_compute_hides(
+    changes: dict[str, float], backward: float, forward: float, expected: float
+) -> None:
+    found = data_messages(case(dp=8, **changes), WEIGHTS, stages(backward, forward))
+    assert found == pytest.approx(expected)
 
 
-class TestOptimizer:
-    def test_adam_moves_thirty_bytes(self) -> None:
-        assert optimizer_seconds(case(zero=0), WEIGHTS) == pytest.approx(30 * 8e9 / 1e12)
-
-    def test_sharded(self) -> None:
-        one = case(dp=8, cp=2, ep=4, memory_efficiency=0.5)
-        found = optimizer_seconds(one, Weights(8e9, 6e9))
-        assert found == pytest.approx(30 * (8e9 / 16 + 6e9 / 4) / 0.5e12)
-
-    def test_on_drives_the_state_is_read_and_written_besides(self) -> None:
-        # 1e9 of 8e9 parameters are its own; 12 bytes each, both ways, at 2e9 bytes/s
-        host, drives = (case(dp=8, offload=n, nvme_bandwidth=2e9) for n in (1, 2))
-        weights = Weights(8e9, 0.0)
-        added = optimizer_seconds(drives, weights) - optimizer_seconds(host, weights)
-        assert added == pytest.approx(2 * 12 * 1e9 / 2e9)
-
-    def test_offloaded(self) -> None:
-        # 4 + 2 bytes over PCIe of 25e9, 30 bytes through 50e9 of the host's memory
-        one = case(dp=8, offload=1)
-        assert optimizer_seconds(one, WEIGHTS) == pytest.approx(6e9 / 25e9 + 30e9 / 50e9)
+@pytest.mark.parametrize(
+    ("one", "weights", "expected"),
+    [
+        (case(zero=0), WEIGHTS, 30 * 8e9 / 1e12),  # Adam moves thirty bytes
+        (
+            case(dp=8, cp=2, ep=4, memory_efficiency=0.5),
+            Weights(8e9, 6e9),
+            30 * (8e9 / 16 + 6e9 / 4) / 0.5e12,
+        ),
+        # 4 + 2 bytes over PCIe of 25e9, 30 bytes through 50e9 of the host's memory; on drives 12
+        # bytes each, both ways, at 2e9 bytes/s besides
+        (case(dp=8, offload=1), WEIGHTS, 6e9 / 25e9 + 30e9 / 50e9),
+        (
+            case(dp=8, offload=2, nvme_bandwidth=2e9),
+            WEIGHTS,
+            6e9 / 25e9 + 30e9 / 50e9 + 2 * 12 * 1e9 / 2e9,
+        ),
+    ],
+)
+def test_optimizer(one: Case, weights: Weights, expected: float) -> None:
+    assert optimizer_seconds(one, weights) == pytest.approx(expected)
 
 
 class TestWholeStep:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from cost_specimens import case, drawn, many
+from specimens import DEEPSEEK_V2, DEEPSEEK_V2_LITE, DEEPSEEK_V3, GPT175B, LLAMA7B, MIXTRAL
 
 from hpctrain.plan.cost.case import Case, Mesh
 from hpctrain.plan.cost.from_spec import NO_MACHINE, PLAIN, shape_of
@@ -16,8 +17,6 @@ from hpctrain.plan.mesh.stages import build_stages, stage_expert_parameters
 from hpctrain.spec.run import ModelSpec
 
 GPT2 = dict(layers=12, hidden=768, heads=12, vocab=50257, seq=1024)
-GPT175B = dict(layers=96, hidden=12288, heads=96, vocab=51200, seq=2048, tied=False)
-LLAMA7B = dict(family="llama", layers=32, hidden=4096, ffn=11008, heads=32, vocab=32000, seq=4096)
 LLAMA70B = dict(
     family="llama",
     layers=80,
@@ -28,47 +27,7 @@ LLAMA70B = dict(
     vocab=128256,
     seq=8192,
 )
-MIXTRAL = dict(
-    family="llama",
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    vocab=32000,
-    seq=4096,
-    moe=dict(experts=8, top_k=2, ffn=14336),
-)
-DEEPSEEK_V2 = dict(
-    family="llama",
-    layers=60,
-    hidden=5120,
-    ffn=12288,
-    heads=128,
-    vocab=102400,
-    seq=4096,
-    moe=dict(experts=160, top_k=6, ffn=1536, shared_ffn=3072, dense_layers=1),
-    mla=dict(q_rank=1536, kv_rank=512),
-)
-DEEPSEEK_LITE = dict(
-    family="llama",
-    layers=27,
-    hidden=2048,
-    ffn=10944,
-    heads=16,
-    vocab=102400,
-    seq=4096,
-    moe=dict(experts=64, top_k=6, ffn=1408, shared_ffn=2816, dense_layers=1),
-    mla=dict(kv_rank=512),
-)
-DEEPSEEK_V3 = dict(
-    DEEPSEEK_V2,
-    layers=61,
-    hidden=7168,
-    ffn=18432,
-    vocab=129280,
-    mtp_layers=1,
-    moe=dict(experts=256, top_k=8, ffn=2048, shared_ffn=2048, dense_layers=3),
-)
+PREDICTING = dict(DEEPSEEK_V3, mtp_layers=1)
 BIASED_EXPERTS = dict(GPT2, moe=dict(experts=8, top_k=1, ffn=3072, dense_layers=2))
 
 # name: model, layers of each stage, tp, ep
@@ -82,9 +41,9 @@ SPECIMENS: dict[str, tuple[dict[str, Any], tuple[int, ...], int, int]] = {
     "experts everywhere": (MIXTRAL, (32,), 1, 4),
     "experts split over tensor ranks": (MIXTRAL, (16, 16), 2, 1),
     "latent attention, one dense layer": (DEEPSEEK_V2, (15,) * 4, 1, 8),
-    "latent attention without query rank": (DEEPSEEK_LITE, (27,), 2, 2),
-    "token prediction": (DEEPSEEK_V3, (61,), 1, 8),
-    "token prediction, pipeline": (DEEPSEEK_V3, (16, 15, 15, 15), 2, 8),
+    "latent attention without query rank": (DEEPSEEK_V2_LITE, (27,), 2, 2),
+    "token prediction": (PREDICTING, (61,), 1, 8),
+    "token prediction, pipeline": (PREDICTING, (16, 15, 15, 15), 2, 8),
     "experts with biases": (BIASED_EXPERTS, (6, 6), 2, 4),
 }
 

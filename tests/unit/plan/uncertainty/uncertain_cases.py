@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpctrain.plan.cost.case import Case
 from hpctrain.plan.cost.from_spec import case_of
-from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.mesh.candidate import columns_of
 from hpctrain.plan.planner import decide
 from hpctrain.plan.request import Knowledge, PlanRequest
 from hpctrain.spec.catalogue import cluster_gpu

@@ -1,4 +1,4 @@
-"""Simulated runs: against closed forms, against slow counting, and what the policy does in them."""
+"""Scenarios for the tests of the simulation."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 from published_failures import first_order_ettr
-from simulated_scenarios import scenario, settings
 
 from hpctrain.judge import launch_history
 from hpctrain.judge.causes import Cause
-from hpctrain.plan.forecast.attempts import Attempt, expected
 from hpctrain.plan.forecast.intervals import daly_seconds
+from hpctrain.plan.forecast.predict import Attempt, expected
 from hpctrain.records.ledger import Event, EventKind
-from hpctrain.simulate.failure_mixes import LLAMA3, MIXES
-from hpctrain.simulate.interval_choice import auto_interval_seconds, choose, poisson_spares
-from hpctrain.simulate.monte_carlo import Outcome, simulate
-from hpctrain.simulate.scenario import Scenario
+from hpctrain.records.supervise_config import SuperviseConfig
+from hpctrain.simulate.monte_carlo import (
+    Outcome,
+    auto_interval_seconds,
+    choose,
+    poisson_spares,
+    simulate,
+)
+from hpctrain.simulate.scenario import LLAMA3, MIXES, Scenario
 from hpctrain.simulate.simulated_run import (
     NO_END,
     Cycle,
@@ -28,6 +32,43 @@ from hpctrain.simulate.simulated_run import (
     Stretch,
 )
 from hpctrain.telemetry.timeline import Category
+
+
+def settings(**changes: Any) -> SuperviseConfig:
+    given: dict[str, Any] = dict(
+        run_id="simulated",
+        target_step=1,
+        continuation="requeue",
+        failures_without_progress=3,
+        stall_seconds=600.0,
+        setup_stall_seconds=1800.0,
+        kill_wait_seconds=30.0,
+        verify="auto",
+        exclude_nodes="act",
+    )
+    return SuperviseConfig.model_validate({**given, **changes})
+
+
+def scenario(**changes: Any) -> Scenario:
+    """128 nodes, 20 days, a crash in 28.8 h that costs nothing but time; saves of 60 s."""
+    given: dict[str, Any] = dict(
+        nodes=128,
+        work_seconds=20 * 86400.0,
+        step_seconds=10.0,
+        interval_seconds=3600.0,
+        save_stall_seconds=60.0,
+        failures_per_node_day=6.5e-3,
+        mix="crashes",
+        detect_seconds=0.0,
+        relaunch_seconds=0.0,
+        restart_seconds=420.0,
+        supervise=settings(failures_without_progress=1000),
+    )
+    return Scenario.model_validate({**given, **changes})
+
+
+# -- Simulated runs: against closed forms, against slow counting, and what the policy does in t
+
 
 DAY = 86400
 
@@ -444,3 +485,34 @@ def test_what_was_played_is_given_again_and_nothing_else_is() -> None:
         simulate(scenario(supervise=settings(budgets={"crash": 0})), 3, seed=1),
     ]
     assert all(other is not first for other in others)
+
+
+# -- The doubt about the step time is in the quantiles of days and GPU-hours, not in their mean
+
+
+def days(deviation: float, **fields: float) -> tuple[float, float, float]:
+    made: Scenario = scenario(step_deviation=deviation, **fields)
+    found = simulate(made, 200, 1)
+    hours = found.gpu_hours
+    assert hours.p95 / hours.mean == pytest.approx(found.days.p95 / found.days.mean, rel=0.02)
+    return found.days.p5, found.days.mean, found.days.p95
+
+
+def test_a_doubtful_step_widens_the_range_and_keeps_the_mean() -> None:
+    sure, doubtful = days(0.0), days(0.15)
+    assert doubtful[1] == sure[1]
+    assert doubtful[0] < sure[0]
+    assert doubtful[2] > sure[2]
+
+
+def test_the_first_start_takes_as_long_however_slow_the_steps_are() -> None:
+    fields = {"work_seconds": 60.0, "restart_seconds": 600.0, "failures_per_node_day": 0.0}
+    low, mean, high = days(0.5, **fields)
+    assert low * 86400 > 600
+    assert high * 86400 < 600 + 2.5 * (mean * 86400 - 600)
+
+
+def test_without_failures_the_range_is_that_of_the_step() -> None:
+    low, mean, high = days(0.2, failures_per_node_day=0.0)
+    assert high / mean == pytest.approx(math.exp(1.645 * 0.2), rel=0.03)
+    assert low / mean == pytest.approx(math.exp(-1.645 * 0.2), rel=0.03)

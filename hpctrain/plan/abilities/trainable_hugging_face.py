@@ -1,7 +1,8 @@
-"""List the models of a spec that Hugging Face's classes cannot represent.
+"""List what hpctrain cannot train with Hugging Face's classes although it can be planned.
 
-Belongs here: one sentence for each choice that a class has no setting for. Does not belong here:
-the settings (see `hpctrain.engines.hugging_face`), what trains them (see `trainable`).
+Belongs here: one sentence for each choice that a class has no setting for, and what FSDP and DDP
+lack. Does not belong here: the settings (see `hpctrain.engines.hugging_face`), DeepSpeed (see
+`trainable_deepspeed`).
 """
 
 from __future__ import annotations
@@ -106,3 +107,29 @@ def _task_problems(spec: RunSpec) -> Iterator[tuple[str, str]]:
 def _yaml(value: object) -> str:
     """Write a value as YAML does."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# -- FSDP and DDP: what holds for every engine that trains these classes ---------------------------
+
+
+def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path of the field, what the trainer or the classes lack).
+
+    Settings that only Megatron has are refused, because they would silently do nothing.
+    """
+    engine, optimizer = spec.engine.name, spec.optimizer
+    yield from unrepresentable(spec)
+    if spec.engine.implementation != "auto":
+        yield "engine.implementation", f"{engine} has one implementation: say `auto`"
+    if not optimizer.overlap_grad_reduce and not spec.engine.abilities.chooses_overlap:
+        message = f"{engine} always hides the gradient reduction: say `true`"
+        yield "optimizer.overlap_grad_reduce", message
+    if not optimizer.overlap_param_gather:
+        message = f"{engine} decides itself when it gathers weights: say `true`"
+        yield "optimizer.overlap_param_gather", message
+    if spec.recompute == "selective":
+        message = f"{engine} recomputes whole blocks or nothing: say `full` or `none`"
+        yield "recompute", message
+    if spec.resources.min_nodes is not None and spec.engine.ddp.hook == "powersgd":
+        message = "PowerSGD's memory of past errors belongs to one number of ranks"
+        yield "engine.ddp.hook", message
