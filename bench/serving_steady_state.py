@@ -15,8 +15,13 @@ import numpy as np
 
 from hpctrain.plan.cost.case import Array
 from hpctrain.serve.plan.serving_machine import ReplicaCase
-from hpctrain.serve.plan.step_time import IterationLoad, iteration_seconds
-from hpctrain.spec.calibration import ServingEngineCalibration
+from hpctrain.serve.plan.step_time import (
+    IterationLoad,
+    iteration_seconds,
+    largest_batch,
+    sequence_bytes,
+)
+from hpctrain.spec.serving_calibration import ServingEngineCalibration
 
 ROUNDS = 6  # of the fixed point; it is damped and settles to 1e-3 in fewer
 
