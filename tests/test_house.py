@@ -159,7 +159,7 @@ NOT_THE_ENGINE = {
     ("cli/failures.py", "megatron"): "a Python package, and the extra of pip that has it",
     ("cli/failures.py", "deepspeed"): "a Python package, and the extra of pip that has it",
     ("data/making/tokenized_text.py", "megatron"): "the extra of pip that has the tokenizers",
-    ("data/making/byte_tokenizer.py", "megatron"): "the extra of pip that has the tokenizers",
+    ("data/making/text_tokenizers.py", "megatron"): "the extra of pip that has the tokenizers",
     ("train/startup.py", "megatron"): "the logger of the Python package",
 }
 

@@ -2,17 +2,18 @@
 
 `MegatronConfig` uses Megatron's own names (megatron-core TransformerConfig, OptimizerConfig,
 DistributedDataParallelConfig), which makes `train.json` readable to users of Megatron.
-Belongs here: the document and the pure functions that fill it. Does not belong here: torch,
-megatron imports, or reading files.
+Belongs here: the document, the pure functions that fill it, and what its options need of libraries
+and GPUs. Does not belong here: what ranks have (see `hpctrain.train.software_agreement`), options
+that exclude each other (see `hpctrain.train.engines.megatron.option_problems`), torch, megatron
+imports, or reading files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpctrain.engines.megatron_software import software_needs
-from hpctrain.engines.needed_software import SoftwareNeed
-from hpctrain.engines.training import TrainConfig, shared_config
+from hpctrain.engines.training import SoftwareNeed, TrainConfig, shared_config
 from hpctrain.plan.layout_words import DEFAULT_ORDER, Order
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import RecomputeModule
@@ -20,7 +21,6 @@ from hpctrain.spec.engines.megatron import Fp8Recipe
 from hpctrain.spec.model import MlaSpec, ModelSpec, MoeSpec
 
 if TYPE_CHECKING:
-    from hpctrain.plan.documents import Plan
     from hpctrain.plan.job import TrainingJob
 
 # Weight of the loss that spreads tokens over experts (Fedus et al. 2021, arXiv 2101.03961, section
@@ -243,6 +243,8 @@ def megatron_config(job: TrainingJob) -> MegatronConfig:
     # Sizes of an elastic run have the same buckets, also the one that is left with dp 1.
     elastic = spec.resources.min_nodes is not None
     replicated = layout.dp > 1 or elastic
+    # as TransformerEngine's MXFP8BlockScaling does
+    eight_bits: Literal["hybrid", "e4m3"] = "e4m3" if plan.fp8_recipe == "mxfp8" else "hybrid"
     return MegatronConfig(
         **dict(shared_config(job)),
         **dict(
@@ -263,7 +265,7 @@ def megatron_config(job: TrainingJob) -> MegatronConfig:
         recompute_num_layers=plan.recompute_layers or spec.recompute_layers,
         cpu_offloading_num_layers=plan.activation_offload_layers or spec.offloaded_layers,
         expert_tensor_parallel_size=layout.etp,
-        fp8=_format_of_8_bits(plan),
+        fp8=eight_bits if plan.precision == "fp8" else None,
         fp8_recipe=plan.fp8_recipe or "delayed",
         fp8_param=own.fp8_param_gather,
         fp4="e2m1" if plan.precision == "fp4" else None,
@@ -279,13 +281,6 @@ def megatron_config(job: TrainingJob) -> MegatronConfig:
         ddp_bucket_size=_ELASTIC_BUCKET_ELEMENTS if elastic else None,
         optimizer_sharding="dp_reshardable",
     )
-
-
-def _format_of_8_bits(plan: Plan) -> Literal["hybrid", "e4m3"] | None:
-    """Choose the format by the recipe, as TransformerEngine's MXFP8BlockScaling does (E4M3)."""
-    if plan.precision != "fp8":
-        return None
-    return "e4m3" if plan.fp8_recipe == "mxfp8" else "hybrid"
 
 
 def megatron_model(
@@ -337,3 +332,85 @@ def megatron_model(
         mtp_num_layers=model.mtp_layers or None,
         **others,
     )
+
+
+# -- What the options need of libraries and GPUs -----------------------------------------------
+# Versions are those that megatron-core 0.16.1 compares with, capabilities those of
+# TransformerEngine (pytorch/quantization.py at commit d0067d0d).
+
+# fp8_utils.py, get_fp8_recipe; _compute_fp8_support, _compute_fp8_block_scaling_support and
+# _compute_mxfp8_support
+_BY_RECIPE: dict[str, dict[str, Any]] = {
+    "delayed": dict(version=(1, 0), capability=(8, 9)),
+    "tensorwise": dict(version=(2, 2), capability=(8, 9)),
+    "blockwise": dict(version=(2, 3), capability=(9, 0), cuda=(12, 9)),
+    "mxfp8": dict(version=(2, 1), capability=(10, 0), capability_below=(12, 0)),
+}
+
+
+def software_needs(config: MegatronConfig) -> Iterator[SoftwareNeed]:
+    """Yield what each option that is set needs."""
+    engine = dict[str, Any](library="transformer_engine")
+    bf16 = "set `precision: bf16`"
+    if config.fp4 is not None:
+        yield SoftwareNeed(
+            setting="`precision: fp4`",
+            version=(2, 7),
+            capability=(10, 0),
+            instead=bf16,
+            **engine,
+        )
+    if config.fp8 is not None:
+        blocks = config.fp8_recipe in ("mxfp8", "blockwise")
+        yield SoftwareNeed(
+            setting=f"`precision: fp8` with `fp8_recipe: {config.fp8_recipe}`",
+            instead="set `fp8_recipe: tensorwise` or `precision: bf16`" if blocks else bf16,
+            **engine,
+            **_BY_RECIPE[config.fp8_recipe],
+        )
+    if config.tp_comm_overlap:
+        # Before 1.9 userbuffers are started by MPI (megatron/training/initialize.py).
+        setting = "`tp_comm_overlap`"
+        yield SoftwareNeed(setting=setting, version=(1, 9), instead="leave it false", **engine)
+    if config.defer_embedding_wgrad_compute:
+        # model_parallel_config.py: only with gradient_accumulation_fusion, which is Apex's
+        yield SoftwareNeed(
+            setting="`defer_embedding_wgrad_compute`",
+            library="apex_wgrad",
+            instead="leave it false",
+        )
+    if config.cpu_offloading_num_layers:
+        yield SoftwareNeed(
+            setting="`activation_offload_layers`", instead="set it to 0", **engine
+        )  # transformer_block.py, get_cpu_offload_context
+    if config.cuda_graph_impl == "transformer_engine":
+        yield SoftwareNeed(
+            setting="`cuda_graph_impl: transformer_engine`", instead="set it to none", **engine
+        )
+    if config.cuda_graph_impl == "local":
+        # streams and captures are CUDA's own; any GPU has them
+        yield SoftwareNeed(
+            setting="`cuda_graph_impl: local`", capability=(7, 0), instead="set it to none"
+        )
+    discarded = {"layernorm", "moe_act", "mla_up_proj"} & set(config.recompute_modules)
+    if config.recompute_granularity == "selective" and discarded:
+        # tensor_parallel/random.py, CheckpointWithoutOutput
+        names = ", ".join(sorted(discarded))
+        yield SoftwareNeed(
+            setting=f"`recompute_modules: [{names}]`", instead="recompute other modules", **engine
+        )
+    if config.moe_permute_fusion:
+        # transformer_config.py: "Please install TE >= 2.1.0"
+        yield SoftwareNeed(
+            setting="`moe_permute_fusion`", version=(2, 1), instead="leave it false", **engine
+        )
+    if config.moe_token_dispatcher_type == "flex":
+        # Generations: Megatron-Bridge, training/flex_dispatcher_backend.py
+        backend = config.moe_flex_dispatcher_backend
+        yield SoftwareNeed(
+            setting=f"`moe_flex_dispatcher_backend: {backend}`",
+            library="deep_ep" if backend == "deepep" else "hybrid_ep",
+            capability=(8, 0),
+            capability_below=(11, 0),
+            instead="set `moe_token_dispatcher_type: alltoall`",
+        )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.base.errors import DoesNotFitError, LimitError
-from hpctrain.engines.documents import train_config
+from hpctrain.engines.train_json import train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.plan.as_planned import parallel_as_planned
 from hpctrain.plan.documents import Plan

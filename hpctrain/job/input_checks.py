@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import open_staged, require_kind
-from hpctrain.engines.described import disagreements
-from hpctrain.engines.hugging_face import classes_of
+from hpctrain.engines.hugging_face import classes_of, disagreements
 from hpctrain.job.token_checks import token_problems
 from hpctrain.records.archives import read_heads
 from hpctrain.records.dataset_checks import Expected, problems_of

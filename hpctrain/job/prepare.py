@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.engines.speed_check import SpeedCheckConfig, speed_check_config
-from hpctrain.engines.training import TrainConfig
+from hpctrain.engines.train_json import train_config
+from hpctrain.engines.training import SpeedCheckConfig, TrainConfig, speed_check_config
 from hpctrain.job.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.job.evaluation_files import profiles_of_jobs
 from hpctrain.job.job_documents import JobDocuments

@@ -17,9 +17,8 @@ from pydantic import ValidationError
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem, UsageError
 from hpctrain.base.module_subprocess import ModuleProgram, run_module
-from hpctrain.engines.documents import train_config
-from hpctrain.engines.kept import planned_kept_bytes
-from hpctrain.engines.verification import BuiltModel, Verification, compare
+from hpctrain.engines.train_json import train_config
+from hpctrain.engines.verification import BuiltModel, Verification, compare, planned_kept_bytes
 from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.engines.registry import abilities_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import Staged, open_staged, require_kind
-from hpctrain.engines.described import disagreements
+from hpctrain.engines.hugging_face import disagreements
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig

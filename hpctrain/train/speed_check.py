@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.engines.speed_check import SpeedCheckConfig
+from hpctrain.engines.training import SpeedCheckConfig
 from hpctrain.records.speed_checks import AxisSpeed, SlowPart, SpeedCheck, write_speed_check
 from hpctrain.train.device import gpu_ids, gpu_index, on_cpu
 from hpctrain.train.engine import AxisGroup, Mesh

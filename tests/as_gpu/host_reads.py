@@ -22,7 +22,7 @@ import torch
 from fake_worlds import fake_groups, group_of_one
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.records.layout import RunLayout
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.records.layout import RunLayout
 
 

@@ -12,7 +12,7 @@ import pytest
 from planned_job import planned_job
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
-from hpctrain.engines.documents import train_config
+from hpctrain.engines.train_json import train_config
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 
 if importlib.util.find_spec("deepspeed") is None:

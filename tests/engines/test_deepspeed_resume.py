@@ -34,7 +34,7 @@ from variants import varied
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.checkpoints.publish import TRACKER_NAME
 from hpctrain.engines.deepspeed import DeepSpeedConfig
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import (
     checkpoint_name,

@@ -16,7 +16,7 @@ from trial_runs import Trial, largest_difference, trained
 from variants import varied
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.plan.mesh.layout import layout_of
 from hpctrain.plan.mesh.stages import build_stages
 from hpctrain.records.manifest import checkpoint_name

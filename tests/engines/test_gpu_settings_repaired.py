@@ -16,7 +16,7 @@ import pytest
 from deepspeed_trials import ZERO
 from trial_runs import GPT, LLAMA
 
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.software import Library
 from hpctrain.train import entry, software

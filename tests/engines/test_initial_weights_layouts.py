@@ -17,7 +17,7 @@ from trial_runs import LIMIT_SECONDS, MODULE_GPT
 from variants import varied
 
 from bench import prefork
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.train.engines.models import initialisers
 from hpctrain.train.engines.models.allocation import allocate
 from hpctrain.train.engines.models.build import build_module

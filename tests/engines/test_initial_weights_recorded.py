@@ -16,7 +16,7 @@ from torch import nn
 from variants import varied
 
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.train.engines.models.allocation import allocate, slice_offsets
 from hpctrain.train.engines.models.build import build_module, build_on_meta
 from hpctrain.train.engines.models.initialisers import initial_weight, recording

@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from variants import varied
 
-from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
+from hpctrain.engines.train_json import train_config
 from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.documents import Plan
 from hpctrain.train.engines.megatron.verify import LiveStorages

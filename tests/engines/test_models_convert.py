@@ -28,7 +28,7 @@ from hpctrain.convert import megatron_checkpoint
 from hpctrain.convert.__main__ import convert
 from hpctrain.convert.hugging_face_directory import write_model
 from hpctrain.engines.conversion import shape_described
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.train.engines.models.build import build_module
 from hpctrain.train.engines.models.transformers_library import class_named
 

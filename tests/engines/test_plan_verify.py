@@ -15,9 +15,8 @@ from megatron.core import parallel_state
 from planned_job import planned_job
 from variants import varied
 
-from hpctrain.engines.kept import planned_kept_bytes
 from hpctrain.engines.megatron import megatron_config
-from hpctrain.engines.verification import Verification, compare
+from hpctrain.engines.verification import Verification, compare, planned_kept_bytes
 from hpctrain.job.verify import verify_plan
 from hpctrain.plan.documents import NodeRequest, Plan, Stage
 from hpctrain.plan.job import TrainingJob

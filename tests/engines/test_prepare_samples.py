@@ -25,8 +25,8 @@ from prepared_specimens import (
 )
 
 from hpctrain.data.making import __main__
-from hpctrain.data.making.hugging_face_tokenizer import tokenizer_digest
-from hpctrain.data.making.merging import best_fit
+from hpctrain.data.making.conversations import best_fit
+from hpctrain.data.making.text_tokenizers import tokenizer_digest
 from hpctrain.records.dataset_checks import Expected, problems_of
 
 
@@ -286,7 +286,7 @@ BESIDE_A_MODEL = """
 import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from hpctrain.data.making.hugging_face_tokenizer import tokenizer_digest, load_hugging_face
+from hpctrain.data.making.text_tokenizers import tokenizer_digest, load_hugging_face
 found = load_hugging_face(Path(sys.argv[1]))
 loaded = sorted(name for name in sys.modules if name.startswith("transformers.models.llama"))
 print(json.dumps([found.encode(["some words", "more"]), found.vocab_size, found.end, loaded]))

@@ -22,7 +22,7 @@ from prepared_specimens import (
 )
 
 from hpctrain.data.making import __main__, stages
-from hpctrain.data.making.dataset_plan import read_plan
+from hpctrain.data.making.shards import read_plan
 
 SMALL = ("--shard-bytes", 700)
 

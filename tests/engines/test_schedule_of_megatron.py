@@ -10,7 +10,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from trial_runs import MODULE_GPT
 
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.train.schedule import learning_rate
 
 STEPS = 60

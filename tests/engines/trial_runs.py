@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import prefork
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.records.exit_records import read_exit_records
 from hpctrain.records.layout import RunLayout

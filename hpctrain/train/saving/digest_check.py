@@ -4,7 +4,7 @@ Reading a checkpoint of terabytes takes one process half an hour, but all its ra
 read it anyway, so the page cache serves both. Hashing releases Python's lock and runs beside
 start-up and loading. No rank makes a step before all ranks have verified their files. Belongs
 here: the thread and the agreement of ranks. Does not belong here: the assignment of files (see
-`hpctrain.checkpoints.digest_shares`).
+`hpctrain.checkpoints.resume_shares`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from hpctrain.checkpoints.digest_shares import files_of_rank
-from hpctrain.checkpoints.resume_shares import read_share
+from hpctrain.checkpoints.resume_shares import files_of_rank, read_share
 from hpctrain.records.manifest import (
     FileDigest,
     digest_file,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.checkpoints.digest_shares import deal, files_of_rank
+from hpctrain.checkpoints.resume_shares import deal, files_of_rank
 from hpctrain.records.manifest import FileDigest, Manifest
 
 

@@ -9,8 +9,13 @@ import pytest
 from file_system_calls import FileSystemCalls
 
 from hpctrain.checkpoints import resume_shares
-from hpctrain.checkpoints.digest_shares import deal
-from hpctrain.checkpoints.resume_shares import SHARES_NAME, read_head, read_share, write_shares
+from hpctrain.checkpoints.resume_shares import (
+    SHARES_NAME,
+    deal,
+    read_head,
+    read_share,
+    write_shares,
+)
 from hpctrain.records.manifest import (
     MANIFEST_NAME,
     Manifest,

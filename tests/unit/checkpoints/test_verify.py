@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoints import discover
-from hpctrain.checkpoints.verify import Verified, verify_all
+from hpctrain.checkpoints.discover import Verified, verify_all
 from hpctrain.records.manifest import MANIFEST_NAME
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from planned_job import planned_job
 
-from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig, megatron_config, megatron_model
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.run import RunSpec
 

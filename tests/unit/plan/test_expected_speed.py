@@ -10,7 +10,7 @@ import pytest
 from planned_job import planned_job
 from planner_knowledge import knowledge_of
 
-from hpctrain.engines.speed_check import speed_check_config, speed_check_mode
+from hpctrain.engines.training import speed_check_config, speed_check_mode
 from hpctrain.plan.cost.expected_speed import ExpectedSpeed, expected_speed
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.request import Knowledge, PlanRequest

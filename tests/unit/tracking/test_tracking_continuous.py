@@ -11,8 +11,7 @@ from tracked_runs import evaluation, row, save, train
 
 from hpctrain.records.metrics_reader import PlacedRow, rows_from
 from hpctrain.records.run_records import EvaluationMetrics, StepMetrics, append_metrics, lineage
-from hpctrain.tracking.continuous import Settled, continuation, settled
-from hpctrain.tracking.scalars import scalars
+from hpctrain.tracking.continuous import Settled, continuation, scalars, settled
 
 Row = StepMetrics | EvaluationMetrics
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hpctrain.base.errors import CheckpointError, InvalidInputError, Problem
-from hpctrain.checkpoints.digest_shares import even_share
+from hpctrain.checkpoints.resume_shares import even_share
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.records.manifest import file_problem, read_rank_digests, write_rank_digests
 from hpctrain.train.engines.deepspeed.pipeline_stages import names_in_stages

@@ -3,7 +3,7 @@
 megatron-core would raise for most of them while it builds the model, by names that a spec does not
 have; some it would ignore, or compute wrongly. Sources are files of megatron-core 0.16.1. Belongs
 here: pure checks of the configuration. Does not belong here: what ranks have installed (see
-`hpctrain.engines.megatron_software`). Imports nothing heavy.
+`hpctrain.engines.megatron`). Imports nothing heavy.
 """
 
 from __future__ import annotations
