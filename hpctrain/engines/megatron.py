@@ -191,49 +191,59 @@ class MegatronConfig(MegatronModel, TrainConfig):
     def model(self) -> ModelSpec:
         """The model as in a spec; a Llama if it has that family's choices."""
         rope, rms = self.position_embedding_type == "rope", self.normalization == "RMSNorm"
-        family: Literal["gpt", "llama"] = "gpt"
-        if rope and rms and self.activation == "swiglu":
-            family = "llama"
-        moe, mla = None, None
-        if self.num_moe_experts is not None:
-            moe = MoeSpec(
-                experts=self.num_moe_experts,
-                top_k=self.moe_router_topk,
-                ffn=self.moe_ffn_hidden_size or self.ffn_hidden_size,
-                shared_ffn=self.moe_shared_expert_intermediate_size or 0,
-                dense_layers=self.moe_first_dense_layers,
-            )
-        if self.multi_latent_attention:
-            mla = MlaSpec(
-                q_rank=self.q_lora_rank,
-                kv_rank=self.kv_lora_rank,
-                nope_dim=self.qk_head_dim,
-                rope_dim=self.qk_pos_emb_head_dim,
-                value_dim=self.v_head_dim,
-            )
+        family: Literal["gpt", "llama"] = (
+            "llama" if rope and rms and self.activation == "swiglu" else "gpt"
+        )
+        latent = self.multi_latent_attention
         return ModelSpec(
             family="bert" if self.model_type == "bert" else family,
-            layers=self.num_layers,
-            hidden=self.hidden_size,
-            ffn=self.ffn_hidden_size,
-            heads=self.num_attention_heads,
-            kv_heads=self.num_query_groups if mla is None else None,
-            head_dim=self.kv_channels if mla is None else None,
+            **{ours: getattr(self, name) for name, ours in _MODEL_NAMES.items()},
+            kv_heads=None if latent else self.num_query_groups,
+            head_dim=None if latent else self.kv_channels,
             vocab=self.vocab_size,
             seq=self.seq_length,
-            activation=self.activation,
             norm="rmsnorm" if rms else "layernorm",
             norm_epsilon=self.layernorm_epsilon,
             positions="rope" if rope else "learned",
-            rope_base=self.rotary_base,
-            tied=self.share_embeddings_and_output_weights,
-            bias=self.add_bias_linear,
-            dropout=self.dropout,
-            moe=moe,
-            mla=mla,
+            moe=None
+            if self.num_moe_experts is None
+            else MoeSpec(
+                **{ours: getattr(self, name) for name, ours in _EXPERT_NAMES.items()},
+                ffn=self.moe_ffn_hidden_size or self.ffn_hidden_size,
+                shared_ffn=self.moe_shared_expert_intermediate_size or 0,
+            ),
+            mla=MlaSpec(**{ours: getattr(self, name) for name, ours in _LATENT_NAMES.items()})
+            if latent
+            else None,
             mtp_layers=self.mtp_num_layers or 0,
-            pretrained=self.pretrained,
         )
+
+
+# Names of megatron-core, and fields of a spec with the same values: of `model`, `moe` and `mla`.
+_MODEL_NAMES = {
+    "pretrained": "pretrained",
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "ffn_hidden_size": "ffn",
+    "num_attention_heads": "heads",
+    "activation": "activation",
+    "rotary_base": "rope_base",
+    "share_embeddings_and_output_weights": "tied",
+    "add_bias_linear": "bias",
+    "dropout": "dropout",
+}
+_EXPERT_NAMES = {
+    "num_moe_experts": "experts",
+    "moe_router_topk": "top_k",
+    "moe_first_dense_layers": "dense_layers",
+}
+_LATENT_NAMES = {
+    "q_lora_rank": "q_rank",
+    "kv_lora_rank": "kv_rank",
+    "qk_head_dim": "nope_dim",
+    "qk_pos_emb_head_dim": "rope_dim",
+    "v_head_dim": "value_dim",
+}
 
 
 def megatron_config(job: TrainingJob) -> MegatronConfig:
@@ -290,47 +300,27 @@ def megatron_model(
 ) -> MegatronModel:
     """Translate a model's shape into megatron-core's names."""
     moe, mla = model.moe, model.mla
-    activation, tied, bias = model.activation, model.tied, model.bias
-    assert activation is not None and tied is not None and bias is not None, "by the family"
-    others: dict[str, Any] = {}
+    shape: dict[str, Any] = {name: getattr(model, ours) for name, ours in _MODEL_NAMES.items()}
+    assert None not in (model.activation, model.tied, model.bias), "by the family"
     if moe is not None:
-        others = dict(
-            num_moe_experts=moe.experts,
-            moe_router_topk=moe.top_k,
-            moe_ffn_hidden_size=moe.ffn,
-            moe_shared_expert_intermediate_size=moe.shared_ffn or None,
-            moe_first_dense_layers=moe.dense_layers,
-        )
+        shape |= {name: getattr(moe, ours) for name, ours in _EXPERT_NAMES.items()}
+        shape["moe_ffn_hidden_size"] = moe.ffn
+        shape["moe_shared_expert_intermediate_size"] = moe.shared_ffn or None
     if mla is not None:
-        others |= dict(
-            multi_latent_attention=True,
-            q_lora_rank=mla.q_rank,
-            kv_lora_rank=mla.kv_rank,
-            qk_head_dim=mla.nope_dim,
-            qk_pos_emb_head_dim=mla.rope_dim,
-            v_head_dim=mla.value_dim,
-        )
+        shape |= {name: getattr(mla, ours) for name, ours in _LATENT_NAMES.items()}
+    shape["ffn_hidden_size"] = model.ffn_size
     return MegatronModel(
-        pretrained=model.pretrained,
+        **shape,
         model_type="bert" if model.family == "bert" else "gpt",
-        num_layers=model.layers,
-        hidden_size=model.hidden,
-        ffn_hidden_size=model.ffn_size,
-        num_attention_heads=model.heads,
         num_query_groups=model.key_value_heads,
         kv_channels=model.head_size,
         padded_vocab_size=padded_vocab,
-        activation=activation,
         normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         layernorm_epsilon=model.norm_epsilon,
         position_embedding_type="rope" if model.positions == "rope" else "learned_absolute",
-        rotary_base=model.rope_base,
-        share_embeddings_and_output_weights=tied,
-        add_bias_linear=bias,
-        dropout=model.dropout,
         transformer_impl=implementation,
+        multi_latent_attention=mla is not None,
         mtp_num_layers=model.mtp_layers or None,
-        **others,
     )
 
 

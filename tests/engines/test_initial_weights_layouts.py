@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_trials import PLAIN, PLAIN_LLAMA, ZERO
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from trial_runs import LIMIT_SECONDS, MODULE_GPT
+from trial_runs import LIMIT_SECONDS, MODULE_GPT, PLAIN, PLAIN_LLAMA, ZERO, apart, wrap
 from variants import varied
 
 from bench import prefork
@@ -105,13 +103,12 @@ def whole_weights(module: Any) -> dict[str, torch.Tensor]:
 def count_drawn() -> list[int]:
     """From now on: how many elements are drawn each time."""
     drawn: list[int] = []
-    original = initialisers.fill
 
-    def fill(part: torch.Tensor, *given: Any, **named: Any) -> None:
+    @wrap(initialisers, "fill")
+    def fill(original: Any, part: torch.Tensor, *given: Any, **named: Any) -> None:
         drawn.append(part.numel())
         original(part, *given, **named)
 
-    initialisers.fill = fill
     return drawn
 
 
@@ -295,12 +292,7 @@ def stored_elements(parameter: Any) -> int:
     ids=["fsdp", "deepspeed"],
 )
 def test_the_start_costs_a_rank_its_part(document: dict[str, Any], tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(
-        target=measure_peak, args=(document, tmp_path)
-    )
-    process.start()
-    process.join(LIMIT_SECONDS)
-    assert process.exitcode == 0
+    apart(measure_peak, document, tmp_path)
     figures = json.loads((tmp_path / "figures.json").read_text())
     total = sum(
         weight.numel()

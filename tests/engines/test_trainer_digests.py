@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from damaged_checkpoints import flip_a_byte, vouch
-from deepspeed_trials import ZERO
 from megatron_lm_trials import EVERY, make_lm_trial, make_real_trial, trained_lm, trained_real
-from trial_runs import DDP2, FSDP2, GPT, Trial, trained
+from trial_runs import DDP2, FSDP2, GPT, ZERO, Trial, trained, wrap
 from variants import varied
 
 from hpctrain.checkpoints.discover import inspect
@@ -81,14 +80,12 @@ def test_the_good_checkpoint_is_loaded_as_ever(trial: Callable[..., Trial]) -> N
 
 
 def _log_reading(log: Path) -> None:
-    real = digest_check.digest_file
 
-    def logged(directory: Path, name: str) -> Any:
+    @wrap(digest_check, "digest_file")
+    def logged(real: Any, directory: Path, name: str) -> Any:
         with log.open("a") as stream:
             stream.write(f"{name}\n")
         return real(directory, name)
-
-    digest_check.digest_file = logged
 
 
 @pytest.mark.variant("test_a_flipped_byte_is_found_before_the_first_step")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from trial_runs import Trial
+from trial_runs import Trial, wrap
 
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.records.run_records import ExitRecord, TrainerExit
@@ -97,18 +97,16 @@ def test_an_overflowing_update(trial: Callable[..., Trial]) -> None:
 
 def _break_weights() -> None:
     """Rank 1 of two pipeline stages has a weight that is not finite after the update."""
-    real = MegatronEngine.update
     steps: list[int] = []
 
-    def update(self: MegatronEngine, *arguments: Any) -> Any:
+    @wrap(MegatronEngine, "update")
+    def update(real: Any, self: MegatronEngine, *arguments: Any) -> Any:
         result = real(self, *arguments)
         steps.append(1)
         if len(steps) == 2 and os.environ["RANK"] == "1":
             with torch.no_grad():
                 next(iter(self.runner.model.bare[0].parameters())).view(-1)[7] = float("inf")
         return result
-
-    MegatronEngine.update = update  # type: ignore[method-assign]
 
 
 def test_broken_weights_are_never_saved(trial: Callable[..., Trial]) -> None:

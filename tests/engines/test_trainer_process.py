@@ -1,22 +1,34 @@
-"""The trainer as srun starts it: `python -m hpctrain.train`, real processes, no fork launcher."""
+"""The trainer as srun starts it: processes, devices, software, limits of collectives."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from trial_runs import LIMIT_SECONDS, MODULE_GPT, Trial
+import torch
+import torch.distributed as dist
+from trial_runs import LIMIT_SECONDS, MODULE_GPT, Trial, make_trial, once
+from variants import varied
+from waiting import wait_until
 
 from bench import prefork
 from bench.free_ports import free_port
+from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.run_records import TrainerExit
+from hpctrain.records.software import of_newest_launch, read_software
+from hpctrain.records.software_lock import SoftwareLock, read_lock, write_lock
+from hpctrain.train import device
+from hpctrain.train.startup import limit_collectives
 
 # Sends itself a signal at the moment when torch begins to be imported.
 _SIGNAL_WHILE_IMPORTING = """
@@ -220,11 +232,141 @@ def test_a_rank_below_nsight_stops_when_slurm_says_so(
     profiler.chmod(0o755)
     path = f"{profiler.parent}:{os.environ['PATH']}"
     task = _start(["-m", "hpctrain.train"], made.run.train_config, 0, 1, PATH=path)
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not made.run.traces.is_dir():  # right before nsys is started
-        assert time.monotonic() < deadline and task.poll() is None
-        time.sleep(0.01)
+    wait_until(lambda: made.run.traces.is_dir() or task.poll() is not None)
+    assert task.poll() is None, "right before nsys is started"
     task.send_signal(signal.SIGUSR2)
     output = task.communicate(timeout=LIMIT_SECONDS)
     assert task.returncode == TrainerExit.YIELDED, output
     assert [record.outcome for record in made.exits()] == ["yielded"]
+
+
+# -- Which backend carries which tensors --------------------------------------------------------
+
+
+def test_host_tensors_need_gloo_beside_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses tensors on the host, which FSDP with CPU offload sums and hands out."""
+    assert device.backend() == device.backend(host_tensors=True) == "gloo"
+    monkeypatch.setattr(device, "on_cpu", lambda: False)
+    assert device.backend() == "nccl"
+    assert device.backend(host_tensors=True) == "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "index"), [(0, 8, 0), (7, 8, 7), (3, 1, 0), (0, 1, 0)]
+)
+def test_a_rank_takes_its_gpu_or_the_only_one(local_rank: int, visible: int, index: int) -> None:
+    """`--gpus-per-task` shows each task a single GPU. Ranks that would share one are refused before
+    (test_software_agreement.py)."""
+    assert device.gpu_index(local_rank, visible) == index
+
+
+# -- How long a collective may take: long while ranks start, short once they train --------------
+
+
+def _rank(rank: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=600))
+    other = dist.new_group(timeout=timedelta(seconds=600))
+    dist.barrier(other)
+    limit_collectives(2.0)
+    if rank == 1:
+        time.sleep(600)  # killed by the test
+    for group in (None, other):
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            dist.all_reduce(torch.zeros(1), group=group)
+    os._exit(7)
+
+
+def test_the_limit_holds_for_all_groups_that_exist() -> None:
+    context, port = get_context("fork"), free_port()
+    ranks = [context.Process(target=_rank, args=(rank, port), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    ranks[0].join(300)
+    ranks[1].kill()
+    assert ranks[0].exitcode == 7
+
+
+def test_without_groups_nothing_happens() -> None:
+    """A process that is alone trains without any group, and gets none."""
+    limit_collectives(2.0)
+    assert not dist.is_initialized()
+
+
+# -----------------------------------------------------------------------------------------------
+# A run and the software that it began with: a launch that finds another one, on a real engine.
+
+SHORT = dict(data_parallel_size=2, save_interval_steps=3, train_steps=6)
+PARTS = {"hpctrain", "Python", "torch"}
+
+
+def next_launch(trial: Trial, resume: int | None = None) -> list[int]:
+    """The next launch, which owns the run."""
+    number = len(list(trial.run.epochs.iterdir()))
+    epoch = claim_epoch(trial.run.epochs, f"launch {number}")
+    return trial.train(epoch=epoch, resume=resume)
+
+
+def as_if_of_old_torch(trial: Trial) -> SoftwareLock:
+    """The run was begun with another torch and one package more, and has not reached its end."""
+    trial.run.done.unlink()
+    lock = read_lock(trial.run)
+    assert lock is not None
+    old = lock.model_copy(
+        update={
+            "parts": {**lock.parts, "torch": "1.0"},
+            "packages": {**lock.packages, "some-package": "7"},
+        }
+    )
+    write_lock(trial.run, old)
+    return lock
+
+
+def begun_before(trial: Trial) -> None:
+    """The run's first launch, which ended well."""
+
+    def train(directory: Path) -> None:
+        assert next_launch(make_trial(directory, MODULE_GPT, **SHORT)) == [0, 0]
+
+    config = trial.run.train_config.read_text()
+    first = once("software lock, first launch", train)
+    shutil.copytree(first, trial.run.directory, dirs_exist_ok=True)
+    trial.run.train_config.write_text(config)
+
+
+@pytest.mark.parametrize("mode", varied(["locked", "warn", "any"], "locked"))
+def test_what_follows_from_other_software(
+    trial: Callable[..., Trial], mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trial(MODULE_GPT, **SHORT, software=mode)
+    begun_before(run)
+    lock = as_if_of_old_torch(run)
+    assert set(lock.parts) >= PARTS and {"pydantic", "torch"} <= set(lock.packages)
+    assert "hpctrain" not in lock.packages
+    capsys.readouterr()
+    codes = next_launch(run, resume=3)
+    out = capsys.readouterr().out
+    changed = (f"torch 1.0 -> {lock.parts['torch']}", "some-package 7 -> none")
+    (record,) = of_newest_launch(read_software(run.run))
+    assert record.changed == changed and record.epoch == 2
+    words = f"software has changed{{}}: {changed[0]}, {changed[1]}"
+    if mode == "locked":
+        assert codes == [TrainerExit.CONFIG_ERROR] * 2
+        (message,) = {end.message for end in run.exits(2)}
+        assert message is not None and words.format(" since the run began") in message
+        assert f"`hpctrain upgrade {run.run.run_id}`" in message
+        assert {row.epoch for row in run.rows} == {1}, "it did not train on"
+    else:
+        assert codes == [0, 0]
+        assert (f"warning: {words.format('')}" in out) == (mode == "warn")
+        assert {row.epoch for row in run.rows if row.step > 3} == {1, 2}
+
+
+@pytest.mark.variant("test_what_follows_from_other_software")
+def test_before_the_first_step_the_software_may_still_change(trial: Callable[..., Trial]) -> None:
+    """Who corrects what is installed after a first launch that failed has changed nothing."""
+    run = trial(MODULE_GPT, **SHORT, software="locked")
+    write_lock(run.run, SoftwareLock(epoch=0, parts={"torch": "1.0"}))
+    assert next_launch(run) == [0, 0]
+    lock = read_lock(run.run)
+    assert lock is not None and lock.epoch == 1 and lock.parts["torch"] != "1.0"

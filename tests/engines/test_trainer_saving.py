@@ -1,7 +1,8 @@
-"""When checkpoints are made and what is written down about them."""
+"""When checkpoints are made, what is written about them, and writers as ranks with GPUs have."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -10,24 +11,34 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from trial_runs import LIMIT_SECONDS, PP2, Trial, held_at
+import torch
+from trial_runs import (
+    GPT,
+    LIMIT_SECONDS,
+    MODULE_GPT,
+    PP2,
+    ZERO,
+    Trial,
+    config_of,
+    held_at,
+    make_trial,
+    once,
+    trained,
+    wrap,
+)
+from variants import varied
+from waiting import wait_until
 
-from bench import prefork
 from hpctrain.checkpoints.publish import Retention, published_steps
 from hpctrain.plan.forecast.intervals import daly_seconds
+from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name, partial_name, read_manifest
 from hpctrain.records.run_records import SaveRecord, read_saves
-from hpctrain.train.saving import save_interval, saver, write_job
+from hpctrain.train.saving import save_interval, saver, spawned_writer, write_job, writer
+from hpctrain.train.saving.host_buffers import BufferReader, HostBuffers
 from hpctrain.train.saving.save_interval import SaveInterval
 
 DP2 = dict(data_parallel_size=2)
-
-
-def _wait_for_log(ranks: prefork.Ranks, word: str) -> None:
-    end = time.monotonic() + LIMIT_SECONDS
-    while word not in ranks.log():
-        assert time.monotonic() < end, ranks.log()
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +53,7 @@ def test_a_save_on_request(async_save: bool, trial: Callable[..., Trial]) -> Non
     asked.wait_for_step(2, ranks)
     asked.run.save_request.touch()
     go_on.touch()
-    _wait_for_log(ranks, "event=save_requested")
+    wait_until(lambda: "event=save_requested" in ranks.log(), ranks.log)
     assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
     assert not asked.run.save_request.exists()
     first, *others = published_steps(asked.run.checkpoints)
@@ -50,22 +61,14 @@ def test_a_save_on_request(async_save: bool, trial: Callable[..., Trial]) -> Non
     assert ranks.log().count("event=save_requested") == 1
 
 
-def _wait_for(path: Path) -> None:
-    end = time.monotonic() + LIMIT_SECONDS
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-
-
 def _slow_writers(seconds: float, after: Path) -> None:
     """So many seconds late, counted from the moment when `after` is there."""
-    real = write_job.write_rank_digests
 
-    def slowly(directory: Path, rank: int, names: list[str]) -> None:
-        _wait_for(after)
+    @wrap(write_job, "write_rank_digests")
+    def slowly(real: Any, directory: Path, rank: int, names: list[str]) -> None:
+        wait_until(after.exists)
         time.sleep(seconds)
         real(directory, rank, names)
-
-    write_job.write_rank_digests = slowly
 
 
 def _writes_until(path: Path) -> None:
@@ -75,14 +78,11 @@ def _writes_until(path: Path) -> None:
     held_at(2, lambda loop: loop.job.run.save_request.exists(), rank=0)()
     from hpctrain.train.loop import Loop
 
-    real = Loop.one_step
-
-    def one_step(self: Any) -> Any:
+    @wrap(Loop, "one_step")
+    def one_step(real: Any, self: Any) -> Any:
         if self.saver.busy:
             time.sleep(0.5)
         return real(self)
-
-    Loop.one_step = one_step  # type: ignore[method-assign]
 
 
 @pytest.mark.variant("test_a_save_on_request")
@@ -93,7 +93,7 @@ def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Tri
     ranks = asked.start(prepare=lambda: _writes_until(twice))
     asked.wait_for_step(1, ranks)
     asked.run.save_request.touch()
-    _wait_for_log(ranks, "event=save_requested")
+    wait_until(lambda: "event=save_requested" in ranks.log(), ranks.log)
     asked.run.save_request.touch()
     twice.touch()
     assert ranks.wait(LIMIT_SECONDS) == [0], ranks.log()
@@ -128,11 +128,11 @@ def _waited_for(place: Path) -> None:
         return real_wait(self)
 
     def write(directory: Path, rank: int, names: list[str]) -> None:
-        _wait_for(place / f"{directory.name}-written")
+        wait_until((place / f"{directory.name}-written").exists)
         real_write(directory, rank, names)
 
     def publish(root: Path, manifest: Any, fence: Any) -> Path:
-        _wait_for(place / f"{partial_name(manifest.step, manifest.epoch)}-published")
+        wait_until((place / f"{partial_name(manifest.step, manifest.epoch)}-published").exists)
         return real_publish(root, manifest, fence)
 
     Saver._agree_or_rest = wait  # type: ignore[method-assign]
@@ -205,9 +205,9 @@ def _count_plans() -> None:
 
 def _patient_retirement() -> None:
     """Deleting lasts until the next checkpoint counts, which nothing but the training makes."""
-    real = Retention.retire
 
-    def patiently(self: Retention, *arguments: Any) -> list[int]:
+    @wrap(Retention, "retire")
+    def patiently(real: Any, self: Retention, *arguments: Any) -> list[int]:
         root = self._root
         newest, end = published_steps(root)[-1], time.monotonic() + LIMIT_SECONDS / 2
         while newest < 6 and published_steps(root)[-1] == newest:
@@ -216,8 +216,6 @@ def _patient_retirement() -> None:
                 break
             time.sleep(0.01)
         return real(self, *arguments)
-
-    Retention.retire = patiently  # type: ignore[method-assign]
 
 
 @pytest.mark.variant("test_checkpoint_files_are_as_the_manifest_says")
@@ -229,8 +227,6 @@ def test_deleting_old_checkpoints_stops_nobody(trial: Callable[..., Trial]) -> N
 
 
 # -- the clock -------------------------------------------------------------------------------
-
-
 def _save(stall: float, publish: float, step: int = 1) -> SaveRecord:
     return SaveRecord(
         step=step,
@@ -311,26 +307,22 @@ def _count_copied_bytes() -> None:
 
     from hpctrain.train.saving.saver import Saver
 
-    real = Saver.begin
+    @wrap(Saver, "begin")
+    def begin(real: Any, self: Any, position: Any) -> None:
+        copied_bytes, clone = 0, torch.Tensor.clone
 
-    def begin(self: Any, position: Any) -> None:
-        copied_bytes = 0
-        clone = torch.Tensor.clone
-
-        def counted(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        @wrap(torch.Tensor, "clone")
+        def counted(_: Any, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
             nonlocal copied_bytes
             copied_bytes += tensor.numel() * tensor.element_size()
             return clone(tensor, **options)
 
-        torch.Tensor.clone = counted  # type: ignore[method-assign, assignment]
         try:
             real(self, position)
         finally:
             torch.Tensor.clone = clone  # type: ignore[method-assign]
         name = f"copied-{os.environ['RANK']}"
         (self._job.run.directory / name).write_text(str(copied_bytes))
-
-    Saver.begin = begin  # type: ignore[method-assign]
 
 
 @pytest.mark.variant("test_a_save_on_request")
@@ -342,3 +334,172 @@ def test_training_waits_for_no_copies_on_a_cpu(trial: Callable[..., Trial]) -> N
     for rank in (0, 1):
         copied_bytes = int((made.run.directory / f"copied-{rank}").read_text())
         assert copied_bytes < save.size_bytes / 100
+
+
+# -----------------------------------------------------------------------------------------------
+# Writers as ranks with GPUs have them: a process that is not forked, and reads copies of tensors.
+# CUDA cannot be had here; memory that the process shares with the rank behaves as pinned memory
+# does: what the rank changes later, the process sees.
+
+OVERLAPPED = dict(overlap_param_gather=True, overlap_grad_reduce=True)
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "megatron": (GPT, dict(DP2, **OVERLAPPED, precision="bf16", dropout=0.1)),
+    "fsdp": (MODULE_GPT, dict(DP2, engine="fsdp", shard_size=2)),
+    "deepspeed, offloaded": (ZERO, dict(precision="bf16", offload_optimizer="cpu")),
+}
+
+
+def _copies() -> None:
+    """Every rank writes as with a GPU."""
+    writer.needs_copies = lambda: True
+
+
+def _copies_sent_late() -> None:
+    """The process gets the tensors when the rank has trained on for steps."""
+    _copies()
+
+    @wrap(spawned_writer.SpawnedWriter, "_send")
+    def late(send: Any, self: Any, job: Any) -> None:
+        time.sleep(1.0)
+        send(self, job)
+
+
+def _copies_and_deaths() -> None:
+    """The process of rank 0 dies as it gets a job."""
+    _copies()
+
+    def dies(self: Any, job: Any) -> None:
+        self._process.kill()
+
+    if os.environ["RANK"] == "0":
+        spawned_writer.SpawnedWriter._send = dies
+
+
+def content(run: Trial) -> dict[str, str]:
+    """Everything in the first checkpoint, each file of DeepSpeed as a hash of its tensors.
+
+    What stands around them differs after pickling, as `.metadata` differs by the run's directory.
+    """
+    directory = run.run.checkpoints / checkpoint_name(2)
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    files = {file.name: file.sha256 for file in manifest.files if file.name != ".metadata"}
+    for name in [name for name in files if name.endswith(".pt")]:
+        state = torch.load(directory / name, weights_only=False)
+        files[name] = hashlib.sha256(repr(_comparable(state)).encode()).hexdigest()
+    return files
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return str(state.dtype), tuple(state.shape), state.flatten().view(torch.uint8).tolist()
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [_comparable(value) for value in state]
+    return state if isinstance(state, int | float | str | bool | None) else type(state)
+
+
+def test_a_rank_with_a_gpu_does_not_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots ask `needs_copies`, and what they answer with decides on the writer."""
+    monkeypatch.setattr(writer, "on_cpu", lambda: False)
+    assert writer.needs_copies()
+    run = RunLayout(tmp_path)
+    assert isinstance(writer.open_writer(0, run, HostBuffers()), spawned_writer.SpawnedWriter)
+    monkeypatch.setattr(writer, "on_cpu", lambda: True)
+    assert not writer.needs_copies()
+    assert isinstance(writer.open_writer(0, run, None), writer.ForkedWriter)
+
+
+def written(kind: str) -> Trial:
+    """A run whose files another process writes, late; made once for each kind."""
+    base, changes = RUNS[kind]
+    changes = dict(changes, save_interval_steps=2, async_save=True)
+
+    def train(directory: Path) -> None:
+        made = make_trial(directory, base, **changes)
+        assert made.train(prepare=_copies_sent_late) == [0, 0]
+
+    return Trial(RunLayout(once(f"spawned writer, {kind}", train)), config_of(base, **changes))
+
+
+@pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_files_are_those_of_a_forked_writer(kind: str) -> None:
+    """Also where training goes on before the process has seen a tensor."""
+    base, changes = RUNS[kind]
+    plain, beside = trained(base, **changes), written(kind)
+    assert beside.exact == plain.exact
+    assert content(beside) == content(plain)
+
+
+@pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
+@pytest.mark.parametrize("kind", varied(["megatron", "fsdp"], "megatron"))
+def test_a_resume_from_it_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
+    base, changes = RUNS[kind]
+    whole = written(kind)
+    again = trial(base, **changes, save_interval_steps=2)
+    again.adopt(whole, 4)
+    assert again.train(resume=4, prepare=_copies) == [0, 0]
+    assert again.exact == {step: row for step, row in whole.exact.items() if step > 4}
+
+
+@pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
+def test_a_writer_that_dies_loses_no_save(trial: Callable[..., Trial]) -> None:
+    """The rank writes the same copies, and after two deaths starts no process any more."""
+    plain = trained(**DP2)
+    lost = trial(**DP2, save_interval_steps=2, async_save=True)
+    assert lost.train(prepare=_copies_and_deaths) == [0, 0]
+    assert published_steps(lost.run.checkpoints) == [2, 4, 6]
+    assert content(lost) == content(plain)
+    assert lost.said.count("the rank writes by itself") == 2
+
+
+@pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
+def test_no_process_outlives_its_rank(trial: Callable[..., Trial]) -> None:
+    made = trial(save_interval_steps=2)
+    assert made.train(prepare=_copies) == [0]
+    wait_until(lambda: not _writing_processes(made.run.directory), "the end of all writers")
+
+
+def _writing_processes(directory: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words, cwd = (path / "cmdline").read_bytes().split(b"\0"), os.readlink(path / "cwd")
+        except OSError:
+            continue
+        if b"hpctrain.train.saving.writing_process" in words and cwd == str(directory):
+            found.append(int(path.name))
+    return found
+
+
+def test_tensors_are_read_where_they_were_copied() -> None:
+    buffers = HostBuffers()
+    sources = [
+        torch.arange(1000, dtype=torch.float32),
+        torch.ones(3, 5, dtype=torch.bfloat16)[:, ::2],  # not contiguous
+        torch.tensor(7),
+        torch.empty(0, 4),
+    ]
+    copies = buffers.copy(sources)
+    expected = [source.clone() for source in sources]
+    data = buffers.dumps({"copies": copies, "beside": torch.zeros(2)})
+    assert len(data) < 2000, "places, not tensors"
+    for source in sources:
+        source.add_(1)
+    found = BufferReader(buffers.descriptor).loads(data, buffers.size_bytes)
+    for copy, one in zip(found["copies"], expected, strict=True):
+        assert torch.equal(copy, one) and copy.dtype == one.dtype
+        assert copy.untyped_storage().size() == copy.numel() * copy.element_size()
+    assert torch.equal(found["beside"], torch.zeros(2))
+
+
+def test_buffers_grow_and_are_used_again() -> None:
+    buffers, reader = HostBuffers(), None
+    reader = BufferReader(buffers.descriptor)
+    for size in (10, 100_000, 50):
+        (copy,) = buffers.copy([torch.full((size,), float(size))])
+        (found,) = reader.loads(buffers.dumps([copy]), buffers.size_bytes)
+        assert torch.equal(found, torch.full((size,), float(size)))
+    assert buffers.size_bytes >= 400_000

@@ -9,9 +9,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from deepspeed_trials import PLAIN_LLAMA, ZERO
 from late_products import late_products
-from trial_runs import EVALUATING, GPT, MODULE_GPT, TP2_PP2, Trial, trained
+from trial_runs import EVALUATING, GPT, MODULE_GPT, PLAIN_LLAMA, TP2_PP2, ZERO, Trial, trained, wrap
 
 from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
 from hpctrain.train import speed_check, speed_measurements
@@ -39,13 +38,11 @@ def on_two_nodes(check: str = "0", slow: int | None = SLOW_RANK) -> Callable[[],
     def prepare() -> None:
         rank = int(os.environ["RANK"])
         os.environ.update(SLURMD_NODENAME=f"n{rank // 2}", HPCTRAIN_SPEED_CHECK=check)
-        real = speed_check.measure_products
 
-        def measured(*given: Any) -> float:
+        @wrap(speed_check, "measure_products")
+        def measured(real: Any, *given: Any) -> float:
             with late_products() if rank == slow else nullcontext():
                 return real(*given)
-
-        speed_check.measure_products = measured
 
     return prepare
 

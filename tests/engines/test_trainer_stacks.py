@@ -1,4 +1,4 @@
-"""Stacks on request: of every thread, whatever the rank is stuck in, and of no one else."""
+"""Stacks on request: of every thread, whatever a rank is stuck in; they name the odd one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 from trial_runs import LIMIT_SECONDS, Trial, held_at, trained
+from waiting import wait_until
 
 from bench import prefork
+from hpctrain.judge.odd_stacks import odd_ranks, places
 from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.run_records import TrainerExit
+from hpctrain.supervise.evidence.stack_files import read_dumps, sizes, wait_for_dumps
 from hpctrain.train import stacks
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.saving import write_job
@@ -109,9 +112,7 @@ def _writer_waits(asked: Path) -> None:
     def slowly(directory: Path, rank: int, names: list[str]) -> None:
         (directory / "digests").mkdir(exist_ok=True)
         (directory / "digests" / "pid").write_text(str(os.getpid()))
-        end = time.monotonic() + LIMIT_SECONDS
-        while not asked.exists() and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(asked.exists)
         (directory / "digests" / "pid").unlink()
         real(directory, rank, names)
 
@@ -122,13 +123,13 @@ def test_a_writer_does_not_answer_in_its_rank_s_file(trial: Callable[..., Trial]
     saving = trial(train_steps=1)
     asked = saving.run.directory / "asked"
     ranks = saving.start(prepare=lambda: _writer_waits(asked))
-    end = time.monotonic() + LIMIT_SECONDS
-    while not (found := list(saving.run.checkpoints.glob("*/digests/pid"))) or not (
-        text := found[0].read_text()
-    ):
-        assert time.monotonic() < end, ranks.log()
-        time.sleep(0.02)
-    os.kill(int(text), signal.SIGQUIT)
+
+    def told() -> list[str]:
+        found = [path.read_text() for path in saving.run.checkpoints.glob("*/digests/pid")]
+        return [text for text in found if text]
+
+    wait_until(told, ranks.log)
+    os.kill(int(told()[0]), signal.SIGQUIT)
     asked.touch()
     assert ranks.wait(LIMIT_SECONDS) == [0], "the writer survives the request, too"
     assert not saving.run.stack_dump(0, 0).exists()
@@ -167,3 +168,76 @@ def test_flight_recorder(
     assert flight_recorder(run, launch) == found, "a rank's own environment takes no None"
     monkeypatch.setattr(stacks, "version", lambda name: "2.7.1+cu128")
     assert "TORCH_NCCL_TRACE_BUFFER_SIZE" in flight_recorder(run, launch), "the name of older torch"
+
+
+# -----------------------------------------------------------------------------------------------
+# The rank that hangs is named from the stacks of a real trainer, whatever the others wait in.
+
+PP2 = dict(pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,)))
+TP2 = dict(tensor_model_parallel_size=2)
+
+
+def _hangs(rank: int, where: str) -> Callable[[], None]:
+    """From the third step on `rank` sleeps in a forward pass, or while it reads its data."""
+
+    def prepare() -> None:
+        from megatron.core.models.gpt import GPTModel
+
+        from hpctrain.train.loop import Loop
+
+        original_step, original_forward = Loop.one_step, GPTModel.forward
+        hangs = False
+
+        def one_step(self: Loop) -> object:
+            nonlocal hangs
+            hangs = os.environ["RANK"] == str(rank) and self.position.step >= 2
+            if hangs and where == "loop":
+                time.sleep(1000)
+            return original_step(self)
+
+        def forward(self: Any, *arguments: Any, **more: Any) -> object:
+            if hangs:
+                time.sleep(1000)
+            return original_forward(self, *arguments, **more)
+
+        Loop.one_step = one_step  # type: ignore[method-assign,assignment]
+        GPTModel.forward = forward  # type: ignore[method-assign,assignment]
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "where"),
+    [
+        (DP2, 1, "loop"),
+        pytest.param(TP2, 0, "forward", marks=pytest.mark.variant),
+        (PP2, 0, "forward"),
+        pytest.param({**PP2, **DP2}, 3, "forward", marks=pytest.mark.variant),
+        pytest.param({**PP2, **DP2}, 0, "loop", marks=pytest.mark.variant),
+    ],
+)
+def test_one_rank_hangs(
+    trial: Callable[..., Trial], layout: dict[str, Any], rank: int, where: str
+) -> None:
+    stuck = trial(**layout, **LONG)
+    run = stuck.run
+    assert claim_epoch(run.epochs, "this launch") == 1
+    ranks = stuck.start(prepare=_hangs(rank, where), epoch=1)
+    try:
+        stuck.wait_for_step(2, ranks)
+        end = time.monotonic() + LIMIT_SECONDS
+        while True:  # until all have come to where they stay
+            time.sleep(1.0)
+            before = sizes(run, 1)
+            assert len(before) == stuck.world_size
+            ranks.signal(signal.SIGQUIT)
+            wait_for_dumps(run, 1, before, 15.0)
+            given = read_dumps(run, 1, before)
+            found = odd_ranks(given.texts, given.nodes, stuck.world_size, given.packages)
+            if [odd.rank for odd in found] == [rank] or time.monotonic() > end:
+                break
+    finally:
+        ranks.signal(signal.SIGKILL)
+        ranks.wait(LIMIT_SECONDS)
+    assert [odd.rank for odd in found] == [rank], places(given.texts, given.packages)
+    assert found[0].where.startswith(("one_step (", "forward (")), found[0].where

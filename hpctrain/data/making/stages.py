@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem, UsageError
 from hpctrain.data.making.conversations import (
@@ -288,6 +289,9 @@ def join(plan: DatasetPlan, shards: ShardDirectory, prefix: Path) -> AnySidecar:
         raise InvalidInputError([problem])
     archives = [shards.archive(shard) for shard in plan.shards]
     recipe, path = plan.recipe, npz_path(prefix)
+    made_of: dict[str, Any] = dict(
+        sources_sha256=plan.sources_sha256, request_sha256=plan.request_sha256
+    )
     classes, tokenizer_sha256 = recipe.classes, None
     if recipe.tokenizer is not None:
         tokenizer_sha256 = sha256_of_file(tokenizer_file(recipe.tokenizer))
@@ -313,8 +317,7 @@ def join(plan: DatasetPlan, shards: ShardDirectory, prefix: Path) -> AnySidecar:
                 end_of_document_id=recipe.vocab_size - 1 if tokenizer is None else tokenizer.end_id,
                 tokenizer=plan.tokenizer_reference,
                 tokenizer_sha256=tokenizer_sha256,
-                sources_sha256=plan.sources_sha256,
-                request_sha256=plan.request_sha256,
+                **made_of,
             )
         assert recipe.seq_length is not None and tokenizer is not None
         rows = join_conversations(archives, recipe.seq_length, tokenizer.pad_id, path)
@@ -329,8 +332,7 @@ def join(plan: DatasetPlan, shards: ShardDirectory, prefix: Path) -> AnySidecar:
         npz_sha256=sha256_of_file(path),
         classes=classes,
         directory=None if recipe.directory is None else str(recipe.directory),
-        sources_sha256=plan.sources_sha256,
-        request_sha256=plan.request_sha256,
+        **made_of,
         **counts.model_dump(exclude={"documents"}),
         vocab_size=None if tokenizer_sha256 is None else recipe.vocab_size,
         tokenizer=None if tokenizer_sha256 is None else plan.tokenizer_reference,
