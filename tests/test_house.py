@@ -35,7 +35,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.part
 RATCHETS = {
     "pairs of classes that share five fields": 111,
     "lines that hand on a field": 698,
-    "small modules of one other": 89,
+    "small modules of one other": 88,
 }
 
 # Rooms that compute: what they are about is handed to them.

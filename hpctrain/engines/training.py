@@ -304,7 +304,7 @@ def speed_check_config(job: TrainingJob, expected: ExpectedSpeed | None) -> Spee
     known = expected.bytes_per_second if expected is not None else {}
     least, most = _MESSAGE_BYTES[plan.accelerator]
     # the plan's messages: gradients on dp, the activations of a microbatch elsewhere
-    gradients = 4 * max(stage.parameters_per_gpu for stage in plan.stages)
+    gradients = 4 * max((stage.parameters_per_gpu for stage in plan.stages), default=0)
     tokens = plan.batch.micro_batch * job.spec.model.seq // plan.layout.cp
     activations = 2 * tokens * job.spec.model.hidden
     flops = expected.product_flops_per_second if expected is not None else None

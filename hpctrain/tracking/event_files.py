@@ -23,7 +23,7 @@ from hpctrain.records.metrics_reader import rows_from
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.tracking import TensorboardPosition, position_file
 from hpctrain.tracking.continuous import Continuation, continuation, evaluation_scalars, scalars
-from hpctrain.tracking.writer_lock import WriterLock
+from hpctrain.tracking.follower import WriterLock
 
 _VERSION = "brain.Event:2"
 

@@ -1,21 +1,55 @@
 """Follow the metrics of a run and write them, until it is told that the attempt ends.
 
-Belongs here: when what is written, and what a failure of one writer means for the other. Does not
-belong here: the writers (`event_files`, `wandb_run`), the process (`__main__`).
+Belongs here: when what is written, by one process at a time, and what a failure of one writer means
+for the other. Does not belong here: the writers (`event_files`, `wandb_run`), the process
+(`__main__`).
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
-from hpctrain.base.errors import HpctrainError
+from hpctrain.base.durable import shared_mode
+from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.tracking import TrackingConfig, tensorboard_directory
-from hpctrain.tracking.writer_lock import TrackingInUseError
 
 # So often metrics are read; plan/footprint/footprint.yaml counts by it.
 FOLLOW_SECONDS = 10.0
+
+
+class TrackingInUseError(UsageError):
+    """Another process writes the same files."""
+
+
+class WriterLock:
+    """A lock beside the files that it protects, from its making until `release`.
+
+    Without locks on the file system nothing is kept apart; TensorBoard then still shows each step
+    once, because each process has event files of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Take the lock. Raises TrackingInUseError if another process has it, OSError."""
+        flags = os.O_RDWR | os.O_CREAT
+        self._descriptor = os.open(path, flags, shared_mode(path.parent, 0o600))
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                self.release()
+                raise TrackingInUseError(
+                    f"another process is writing {path.parent}",
+                    hint="the job of a run does that while it runs",
+                ) from None
+
+    def release(self) -> None:
+        os.close(self._descriptor)
 
 
 class Writer(Protocol):

@@ -34,7 +34,7 @@ from hpctrain.records.tracking import (
     position_file,
 )
 from hpctrain.tracking.continuous import scalars, settled
-from hpctrain.tracking.writer_lock import WriterLock
+from hpctrain.tracking.follower import WriterLock
 
 STEP_NAME = "train/step"
 # So often rows become a segment that can be uploaded; at the end of an attempt the others do.

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed import PrefixStore
-from trial_runs import LIMIT_SECONDS, MODULE_GPT, Trial
+from trial_runs import LIMIT_SECONDS, MODULE_GPT, MakeTrial, Trial
 
 from hpctrain.engines.train_json import parse_train_config
 from hpctrain.records.manifest import checkpoint_name
@@ -118,7 +118,7 @@ class LateReader(PrefixStore):
         return super().get(key)
 
 
-def test_ranks_refuse_before_process_groups_exist(trial: Callable[..., Trial]) -> None:
+def test_ranks_refuse_before_process_groups_exist(trial: MakeTrial) -> None:
     """As a newer release that has renamed it; no rank waits for another."""
     run = trial(data_parallel_size=2)
 
@@ -145,7 +145,7 @@ def test_ranks_refuse_before_process_groups_exist(trial: Callable[..., Trial]) -
 
 
 @pytest.mark.variant("test_every_used_name_is_listed")
-def test_an_unknown_newer_version_trains_with_a_warning(trial: Callable[..., Trial]) -> None:
+def test_an_unknown_newer_version_trains_with_a_warning(trial: MakeTrial) -> None:
     run = trial(data_parallel_size=2, save_interval_steps=6)
     unknown = f"{software.megatron_core()}.1"
 
@@ -182,7 +182,7 @@ def test_a_checkout_in_the_path_is_the_version(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_an_untested_version_is_refused(
-    gpt_reference: Trial, trial: Callable[..., Trial]
+    gpt_reference: Trial, trial: MakeTrial
 ) -> None:
     resumed, installed = trial(), software.megatron_core()
     resumed.adopt(gpt_reference, 2)

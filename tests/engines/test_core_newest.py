@@ -11,14 +11,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_trainer_resume import EXPERTS, OWN_PARTS
-from trial_runs import DP2, LIMIT_SECONDS, TP2_PP2, Trial
+from trial_runs import DP2, LIMIT_SECONDS, TP2_PP2, MakeTrial, Trial
 from variants import varied
 
 from bench import prefork
@@ -102,7 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", varied(CASES, "dp2 overlap bf16, own parts"))
-def test_change_of_version_is_exact(case: str, trial: Callable[..., Trial]) -> None:
+def test_change_of_version_is_exact(case: str, trial: MakeTrial) -> None:
     settings = dict(CASES[case], save_interval_steps=3)
     old, upgraded, new, downgraded = (trial(**settings) for _ in range(4))
     assert set(old.train()) == {0}

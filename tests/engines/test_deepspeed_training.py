@@ -7,7 +7,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +24,7 @@ from trial_runs import (
     ZERO3,
     ZERO_PP2,
     ZERO_TP2_PP2,
+    MakeTrial,
     Trial,
     assert_near,
     assert_resumes_exactly,
@@ -148,7 +148,7 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], float, float]] = {
 
 
 @pytest.mark.parametrize("kind", varied(LOSSES, "stage 3, all on the host"))
-def test_losses_are_those_of_one_process(kind: str, trial: Callable[..., Trial]) -> None:
+def test_losses_are_those_of_one_process(kind: str, trial: MakeTrial) -> None:
     """Of evaluations, too. In bf16 near enough, and not the same."""
     reference, changes, loss_bound, norm_bound = LOSSES[kind]
     plain, spread = trained(reference), trial(ZERO, **changes)
@@ -208,7 +208,7 @@ def count(layers: list[Any]) -> int:
 @pytest.mark.variant("test_losses_are_those_of_one_process")
 @pytest.mark.parametrize("changes", [dict(zero_stage=2), {**TWO_STAGES, **ONE_REPLICA}])
 def test_gradients_that_are_not_finite_end_the_run(
-    changes: dict[str, Any], trial: Callable[..., Trial]
+    changes: dict[str, Any], trial: MakeTrial
 ) -> None:
     """DeepSpeed leaves the step out without a word; the run must not go on."""
     broken = trial(ZERO, **changes, lr=1e30, min_lr=0.0, lr_warmup_steps=0)
@@ -267,7 +267,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", varied(RESUMED, "tp x pp"))
-def test_a_resume_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
+def test_a_resume_is_exact(kind: str, trial: MakeTrial) -> None:
     assert_resumes_exactly(trial(RESUMED[kind]), trained(RESUMED[kind]))
 
 
@@ -283,7 +283,7 @@ def test_other_ranks_go_on_within_rounding(stage: int, ranks: int, now: int) -> 
 
 
 @pytest.mark.variant("test_a_resume_is_exact")
-def test_a_changed_conversion_is_made_again(trial: Callable[..., Trial]) -> None:
+def test_a_changed_conversion_is_made_again(trial: MakeTrial) -> None:
     """It has digests of its own, and what it was made of is still there."""
     moved = moved_to(3, 1, 3)
     changed = trial(ZERO, zero_stage=3, data_parallel_size=1)
@@ -298,7 +298,7 @@ def test_a_changed_conversion_is_made_again(trial: Callable[..., Trial]) -> None
 
 
 @pytest.mark.variant("test_a_resume_is_exact")
-def test_another_tp_goes_on_within_rounding(trial: Callable[..., Trial]) -> None:
+def test_another_tp_goes_on_within_rounding(trial: MakeTrial) -> None:
     """Ranks are as many as before."""
     source = trained(ZERO, **UNEVEN, tensor_parallel=2, data_parallel_size=1)
     assert_near(trial(ZERO, **UNEVEN).goes_on(source, 2), source, 3, ROUNDING, NORMS)
@@ -319,7 +319,7 @@ def moved_on(moved: Trial, source: Trial, step: int) -> Trial:
 
 
 @pytest.mark.variant("test_a_resume_is_exact")
-def test_stages_are_cut_anew_joined_and_divided(trial: Callable[..., Trial]) -> None:
+def test_stages_are_cut_anew_joined_and_divided(trial: MakeTrial) -> None:
     source = trained(GPT3, pipeline_stages=(2, 1))
     joined = moved_on(trial(GPT3, zero_stage=2), source, 4)
     # converted once: this one finds it in the checkpoint
@@ -332,7 +332,7 @@ def test_stages_are_cut_anew_joined_and_divided(trial: Callable[..., Trial]) -> 
 
 
 @pytest.mark.variant("test_a_resume_is_exact")
-def test_weights_in_bf16_go_on_from_those_in_fp32(trial: Callable[..., Trial]) -> None:
+def test_weights_in_bf16_go_on_from_those_in_fp32(trial: MakeTrial) -> None:
     """By another optimizer class of DeepSpeed's, and joined of two ranks' parts on each stage; a
     Llama has an output layer of its own."""
     source = trained(ZERO_TP2_PP2, precision="bf16")
@@ -376,7 +376,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
 
 @pytest.mark.variant("test_damage_is_called_by_its_name")
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_go_on_is_said(kind: str, trial: Callable[..., Trial]) -> None:
+def test_what_cannot_go_on_is_said(kind: str, trial: MakeTrial) -> None:
     stage, changes, words = REFUSED[kind]
     other = trial(ZERO, **changes)
     other.adopt(of_stage(stage), 2)
@@ -395,7 +395,7 @@ def test_without_zero_weights_stay_split_as_they_were(tmp_path: Path) -> None:
         refuse_unreadable_layout(config, 4, {**about, "tensor_parallel": 4}, tmp_path)
 
 
-def test_state_on_nvme_stays_with_its_ranks(trial: Callable[..., Trial]) -> None:
+def test_state_on_nvme_stays_with_its_ranks(trial: MakeTrial) -> None:
     one = trial(ZERO, data_parallel_size=1)
     one.adopt(of_stage(1), 2)
     about = one.run.checkpoints / checkpoint_name(2) / "about.json"
@@ -416,7 +416,7 @@ def test_state_on_nvme_stays_with_its_ranks(trial: Callable[..., Trial]) -> None
     ],
     ids=["state", "random numbers", "met by the converter"],
 )
-def test_damage_is_called_by_its_name(ranks: int, file: str, trial: Callable[..., Trial]) -> None:
+def test_damage_is_called_by_its_name(ranks: int, file: str, trial: MakeTrial) -> None:
     """Zeros in the place of the end of a file, whose size tells nothing."""
     hurt = trial(ZERO, data_parallel_size=ranks)
     hurt.adopt(of_stage(1), 2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
-from trial_runs import PLAIN, PLAIN_LLAMA, ZERO, Trial, apart, make_trial, once
+from trial_runs import PLAIN, PLAIN_LLAMA, ZERO, MakeTrial, apart, make_trial, once
 
 from hpctrain.train.data import open_data
 from hpctrain.train.datasets.share import Share
@@ -149,7 +148,7 @@ def plain(family: str) -> Told:
 
 @pytest.mark.variant("test_losses_are_those_of_one_process")
 @pytest.mark.parametrize("name", list(TABLE))
-def test_several_processes_learn_what_one_does(name: str, trial: Callable[..., Trial]) -> None:
+def test_several_processes_learn_what_one_does(name: str, trial: MakeTrial) -> None:
     spread = trial(TABLE[name], **SAME)
     assert spread.train() == [0] * spread.world_size
     assert [row.step for row in spread.rows] == list(range(1, STEPS + 1))

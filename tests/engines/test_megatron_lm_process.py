@@ -166,21 +166,21 @@ def test_an_argument_that_it_does_not_know(lm: Callable[..., LmTrial]) -> None:
 def test_a_checkout_that_is_not_there(lm: Callable[..., LmTrial]) -> None:
     made = lm(entry="pretrain_nothing.py")
     assert made.train() == [TrainerExit.CONFIG_ERROR] * 2
-    assert "no such program" in str(made.exits()[0].message)
+    assert "no such program" in made.message()
 
 
 def test_an_end_without_a_word(lm: Callable[..., LmTrial]) -> None:
     """validate_args prints some refusals and calls exit(), whose code is 0."""
     made = lm()
     assert made.train(wish="silent") == [TrainerExit.CONFIG_ERROR] * 2
-    assert "without an error and without a checkpoint" in str(made.exits()[0].message)
+    assert "without an error and without a checkpoint" in made.message()
 
 
 def test_a_save_that_is_not_complete_does_not_count(lm: Callable[..., LmTrial]) -> None:
     made = lm()
     codes = made.train(wish="torn@6")
     assert codes[0] == TrainerExit.CRASH
-    assert "it is incomplete" in str(made.exits()[0].message)
+    assert "it is incomplete" in made.message()
     assert made.good == [4, 2]
     assert read_record(made.run.done, DoneMarker) is None
 

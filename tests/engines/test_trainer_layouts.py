@@ -29,7 +29,9 @@ from trial_runs import (
     PP2,
     TOLERANCE,
     TP2,
+    TWO,
     VPP2,
+    MakeTrial,
     Trial,
     assert_near,
     largest_difference,
@@ -53,7 +55,6 @@ from hpctrain.train.engines.megatron.core_versions.supported import SUPPORTED
 from hpctrain.train.engines.megatron.mesh import parallel_sizes
 from hpctrain.train.engines.megatron.snapshot import MegatronSnapshot
 
-TWO = dict(data_parallel_size=2)
 SP = dict(sequence_parallel=True)
 PIPELINES_NEAR: Order = "tp-cp-ep-pp-dp"
 DATA_NEAR: Order = "tp-cp-ep-dp-pp"
@@ -87,7 +88,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", varied(CASES, "pp2 vpp2 dp2 overlap"))
-def test_layout_equals_one_process(name: str, trial: Callable[..., Trial]) -> None:
+def test_layout_equals_one_process(name: str, trial: MakeTrial) -> None:
     """From the checkpoint that one process wrote after step 4, to step 6."""
     base, layout = CASES[name]
     reference = trained(base)
@@ -96,9 +97,7 @@ def test_layout_equals_one_process(name: str, trial: Callable[..., Trial]) -> No
 
 @pytest.mark.variant("test_layout_equals_one_process")
 @pytest.mark.parametrize("layout", [PP2, {**TP2, **PP2}])
-def test_bf16_follows_fp32(
-    layout: dict[str, Any], gpt_reference: Trial, trial: Callable[..., Trial]
-) -> None:
+def test_bf16_follows_fp32(layout: dict[str, Any], gpt_reference: Trial, trial: MakeTrial) -> None:
     full, half = gpt_reference, trial(precision="bf16", **layout)
     assert set(half.train()) == {0}
     first, last = min(half.losses), max(half.losses)
@@ -108,7 +107,7 @@ def test_bf16_follows_fp32(
 
 
 @pytest.mark.variant("test_resume_is_exact")
-def test_words_of_bert_see_what_comes_after_them(trial: Callable[..., Trial]) -> None:
+def test_words_of_bert_see_what_comes_after_them(trial: MakeTrial) -> None:
     def causal_mask() -> None:
         """A mask as a GPT has it: what a bidirectional model must not have."""
 
@@ -224,7 +223,7 @@ def test_refusals_are_those_of_megatron() -> None:
 
 @pytest.mark.variant("test_resume_at_other_layouts")
 @pytest.mark.parametrize("settings", [FOUR, {**VPP2, **DP2}], ids=["plain", "interleaved, overlap"])
-def test_the_order_changes_no_loss(settings: dict[str, Any], trial: Callable[..., Trial]) -> None:
+def test_the_order_changes_no_loss(settings: dict[str, Any], trial: MakeTrial) -> None:
     """Two replicas add the same two gradients, whichever ranks they are on."""
     common = dict(settings, dropout=0.1, clip_grad=UNCLIPPED)
     near = trained(**common, parallel_order=DATA_NEAR)
@@ -236,7 +235,7 @@ def test_the_order_changes_no_loss(settings: dict[str, Any], trial: Callable[...
 
 
 @pytest.mark.variant("test_resume_at_other_layouts")
-def test_a_checkpoint_goes_from_one_order_to_the_other(trial: Callable[..., Trial]) -> None:
+def test_a_checkpoint_goes_from_one_order_to_the_other(trial: MakeTrial) -> None:
     """Plans change: a run that was saved in one order goes on in the other."""
     common = dict(FOUR, dropout=0.1, clip_grad=UNCLIPPED)
     whole = trained(**common, parallel_order=DATA_NEAR)
@@ -304,7 +303,7 @@ def moe_continued(tmp_path_factory: pytest.TempPathFactory) -> Trial:
 @pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
 @pytest.mark.parametrize("name", FOUR_EXPERT_LAYOUTS)
 def test_experts_layout_equals_one_process(
-    name: str, moe_continued: Trial, trial: Callable[..., Trial]
+    name: str, moe_continued: Trial, trial: MakeTrial
 ) -> None:
     layout = trial(MOE, **FOUR_EXPERT_LAYOUTS[name])
     assert_near(layout.goes_on(moe_continued, 2, prepare=weights_only), moe_continued, 3)
@@ -328,9 +327,7 @@ def keep_first_weights(directory: Path) -> Callable[[], None]:
 
 
 @pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
-def test_experts_of_other_ranks_are_other_experts(
-    trial: Callable[..., Trial], tmp_path: Path
-) -> None:
+def test_experts_of_other_ranks_are_other_experts(trial: MakeTrial, tmp_path: Path) -> None:
     """A fresh start on two ranks and on one: the same four experts, which all differ."""
     found: list[dict[Any, torch.Tensor]] = []
     for name, layout in {"one": {}, "two": {**TWO, **EP2}}.items():
@@ -360,7 +357,7 @@ def test_experts_of_other_ranks_are_other_experts(
 
 @pytest.mark.variant("test_a_fresh_start_is_that_of_one_process")
 def test_the_balance_loss_is_in_the_gradients_and_not_in_the_reported_loss(
-    trial: Callable[..., Trial],
+    trial: MakeTrial,
 ) -> None:
     without = trial(MOE, train_steps=2)
     assert without.train(prepare=lambda: setattr(model, "BALANCE_LOSS_WEIGHT", 0.0)) == [0]
@@ -369,7 +366,7 @@ def test_the_balance_loss_is_in_the_gradients_and_not_in_the_reported_loss(
     assert balanced.grad_norm != plain.grad_norm
 
 
-def test_spreading_experts_in_the_middle_of_a_run_is_refused(trial: Callable[..., Trial]) -> None:
+def test_spreading_experts_in_the_middle_of_a_run_is_refused(trial: MakeTrial) -> None:
     spread = trial(MOE, **TWO, **EP2)
     spread.adopt(trained(MOE), 2)
     ranks = spread.start(resume=2)
@@ -380,14 +377,12 @@ def test_spreading_experts_in_the_middle_of_a_run_is_refused(trial: Callable[...
 WHOLE_ON_TP = dict(TP2_SP, expert_tensor_parallel_size=1)
 
 
-def test_whole_experts_on_ranks_of_tp_alone_are_refused(trial: Callable[..., Trial]) -> None:
+def test_whole_experts_on_ranks_of_tp_alone_are_refused(trial: MakeTrial) -> None:
     assert set(trial(MOE, **WHOLE_ON_TP).train()) == {TrainerExit.CONFIG_ERROR}
 
 
 @pytest.mark.variant("test_whole_experts_on_ranks_of_tp_alone_are_refused")
-def test_whole_experts_on_ranks_of_tp_alone_would_learn_other_things(
-    trial: Callable[..., Trial],
-) -> None:
+def test_whole_experts_on_ranks_of_tp_alone_would_learn_other_things(trial: MakeTrial) -> None:
     """Why `preflight` refuses it; the newest megatron-core sums their gradients as it should."""
 
     def unchecked() -> None:
@@ -434,7 +429,7 @@ def counting(calls: Path, place: str, name: str) -> Callable[[], None]:
     return prepare
 
 
-def test_the_trainer_asks_for_graphs_and_userbuffers(trial: Callable[..., Trial]) -> None:
+def test_the_trainer_asks_for_graphs_and_userbuffers(trial: MakeTrial) -> None:
     """Whether a run has them is decided there; on a CPU none has."""
     short = trial(train_steps=2)
     calls = {place: short.run.directory / place[1] for place in TIMES}
@@ -466,7 +461,7 @@ RECOMPUTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.variant("test_layout_equals_one_process")
 @pytest.mark.parametrize("name", RECOMPUTED)
-def test_recompute_changes_no_bit(name: str, trial: Callable[..., Trial]) -> None:
+def test_recompute_changes_no_bit(name: str, trial: MakeTrial) -> None:
     base, settings = RECOMPUTED[name]
     plain, some = trained(base, dropout=0.1), trial(base, dropout=0.1, **settings)
     calls = some.run.directory / "calls"
@@ -479,7 +474,7 @@ def test_recompute_changes_no_bit(name: str, trial: Callable[..., Trial]) -> Non
 
 
 @pytest.mark.variant("test_layout_equals_one_process")
-def test_recompute_under_sequence_parallelism_changes_no_bit(trial: Callable[..., Trial]) -> None:
+def test_recompute_under_sequence_parallelism_changes_no_bit(trial: MakeTrial) -> None:
     settings = dict(dropout=0.1, train_steps=3, **TP2_SP)
     plain, recomputed = trial(**settings), trial(recompute_granularity="full", **settings)
     assert plain.train() == recomputed.train() == [0, 0]
@@ -510,9 +505,7 @@ FUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = {
 
 @pytest.mark.variant("test_the_trainer_asks_for_graphs_and_userbuffers")
 @pytest.mark.parametrize("name", FUSED)
-def test_what_is_fused_or_overlapped_computes_the_same(
-    name: str, trial: Callable[..., Trial]
-) -> None:
+def test_what_is_fused_or_overlapped_computes_the_same(name: str, trial: MakeTrial) -> None:
     base, settings, function = FUSED[name]
     fused = trial(base, **settings)
     calls = fused.run.directory / "calls"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from trial_runs import (
     PP2,
     TP2_PP2,
     VPP2,
+    MakeTrial,
     Trial,
     assert_near,
     assert_resumes_exactly,
@@ -84,7 +84,7 @@ EXACT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", varied(EXACT, "tp2 pp2, fp32, async"))
-def test_resume_is_exact(name: str, trial: Callable[..., Trial]) -> None:
+def test_resume_is_exact(name: str, trial: MakeTrial) -> None:
     base, settings = EXACT[name]
     whole, resumed = (
         trained(base, **settings),
@@ -96,7 +96,7 @@ def test_resume_is_exact(name: str, trial: Callable[..., Trial]) -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, pytest.param(TP2_PP2, marks=pytest.mark.variant)])
-def test_resume_at_other_layouts(layout: dict[str, Any], trial: Callable[..., Trial]) -> None:
+def test_resume_at_other_layouts(layout: dict[str, Any], trial: MakeTrial) -> None:
     """Saved with several padded gradient buckets, which megatron-core alone saves wrongly."""
     source = trained(**DP2, ddp_bucket_size=3000)
     assert_near(trial(save_interval_steps=3, **layout).goes_on(source), source, 5)
@@ -108,7 +108,7 @@ DENSE = dict(DP2, dropout=0.0, micro_batch_size=1, **OWN_PARTS)
 
 @pytest.mark.variant("test_resume_at_other_layouts")
 @pytest.mark.parametrize("kind", ["dense", "dense, more", "experts"])
-def test_another_dp_goes_on_within_rounding(kind: str, trial: Callable[..., Trial]) -> None:
+def test_another_dp_goes_on_within_rounding(kind: str, trial: MakeTrial) -> None:
     """What a run does that may go on with fewer nodes: each rank saves its own part, and the ranks
     of another size cut it anew when they load."""
     layout, size = DENSE | (EXPERTS if kind == "experts" else {}), 1 if kind == "dense" else 4
@@ -118,7 +118,7 @@ def test_another_dp_goes_on_within_rounding(kind: str, trial: Callable[..., Tria
 
 
 @pytest.mark.variant("test_resume_at_other_layouts")
-def test_no_other_layout_when_each_rank_saves_its_own(trial: Callable[..., Trial]) -> None:
+def test_no_other_layout_when_each_rank_saves_its_own(trial: MakeTrial) -> None:
     """Said before anything is loaded: megatron-core would fail in the middle, or not at all."""
     source = trained(**DENSE)
     for layout in (
@@ -169,7 +169,7 @@ KEPT: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 @pytest.mark.variant("test_checkpoint_files_are_as_the_manifest_says")
 @pytest.mark.parametrize("name", KEPT)
-def test_checkpoints_that_are_saved_and_kept(name: str, trial: Callable[..., Trial]) -> None:
+def test_checkpoints_that_are_saved_and_kept(name: str, trial: MakeTrial) -> None:
     settings, steps = KEPT[name]
     kept = trial(**settings)
     assert set(kept.train(prepare=retire_in_turn)) == {0}
@@ -210,7 +210,7 @@ _UNFIXED_PARAM_STATE = DistributedOptimizer.sharded_param_state_fully_reshardabl
 _UNFIXED_LOAD = DistributedOptimizer.load_state_dict
 
 
-def test_tensor_parallel_ranks_draw_different_masks(trial: Callable[..., Trial]) -> None:
+def test_tensor_parallel_ranks_draw_different_masks(trial: MakeTrial) -> None:
     """cpu._rng_trackers: without it the tracker never switches and both ranks draw the same."""
     drawn = trial(tensor_model_parallel_size=2)
     answers = drawn.run.directory
@@ -240,7 +240,7 @@ def test_tensor_parallel_ranks_draw_different_masks(trial: Callable[..., Trial])
 
 
 @pytest.mark.variant("test_resume_is_exact")
-def test_padded_buckets_are_saved_wrongly_without_the_fix(trial: Callable[..., Trial]) -> None:
+def test_padded_buckets_are_saved_wrongly_without_the_fix(trial: MakeTrial) -> None:
     """With it: test_resume_at_other_layouts."""
 
     def without_the_fix() -> None:
@@ -253,7 +253,7 @@ def test_padded_buckets_are_saved_wrongly_without_the_fix(trial: Callable[..., T
 
 
 @pytest.mark.variant("test_resume_is_exact")
-def test_steps_are_shared_without_the_fix(trial: Callable[..., Trial]) -> None:
+def test_steps_are_shared_without_the_fix(trial: MakeTrial) -> None:
     """With it: every test of test_trainer_layouts.py."""
 
     def shared_steps() -> None:

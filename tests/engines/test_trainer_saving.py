@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,11 @@ from trial_runs import (
     LIMIT_SECONDS,
     MODULE_GPT,
     PP2,
+    TWO,
     ZERO,
+    MakeTrial,
     Trial,
+    assert_resumes_exactly,
     config_of,
     held_at,
     make_trial,
@@ -26,7 +28,6 @@ from trial_runs import (
     trained,
     wrap,
 )
-from variants import varied
 from waiting import wait_until
 
 from hpctrain.checkpoints.publish import Retention, published_steps
@@ -38,16 +39,14 @@ from hpctrain.train.saving import save_interval, saver, spawned_writer, write_jo
 from hpctrain.train.saving.host_buffers import BufferReader, HostBuffers
 from hpctrain.train.saving.save_interval import SaveInterval
 
-DP2 = dict(data_parallel_size=2)
-
 
 @pytest.mark.parametrize(
     "async_save",
     [pytest.param(False, marks=pytest.mark.variant), True],
     ids=["sync", "async"],
 )
-def test_a_save_on_request(async_save: bool, trial: Callable[..., Trial]) -> None:
-    asked = trial(async_save=async_save, train_steps=16, lr_decay_steps=16, **DP2)
+def test_a_save_on_request(async_save: bool, trial: MakeTrial) -> None:
+    asked = trial(async_save=async_save, train_steps=16, lr_decay_steps=16, **TWO)
     go_on = asked.run.directory / "go-on"
     ranks = asked.start(prepare=held_at(8, lambda loop: go_on.exists()))
     asked.wait_for_step(2, ranks)
@@ -61,24 +60,18 @@ def test_a_save_on_request(async_save: bool, trial: Callable[..., Trial]) -> Non
     assert ranks.log().count("event=save_requested") == 1
 
 
-def _slow_writers(seconds: float, after: Path) -> None:
-    """So many seconds late, counted from the moment when `after` is there."""
-
-    @wrap(write_job, "write_rank_digests")
-    def slowly(real: Any, directory: Path, rank: int, names: list[str]) -> None:
-        wait_until(after.exists)
-        time.sleep(seconds)
-        real(directory, rank, names)
-
-
 def _writes_until(path: Path) -> None:
     """The first save lasts until half a second after `path` is there. Training waits for the first
     request at its second step, and is slow while it saves, lest it ends before."""
-    _slow_writers(0.5, after=path)
     held_at(2, lambda loop: loop.job.run.save_request.exists(), rank=0)()
-    from hpctrain.train.loop import Loop
 
-    @wrap(Loop, "one_step")
+    @wrap(write_job, "write_rank_digests")
+    def slowly(real: Any, *given: Any) -> None:
+        wait_until(path.exists)
+        time.sleep(0.5)
+        real(*given)
+
+    @wrap("hpctrain.train.loop:Loop", "one_step")
     def one_step(real: Any, self: Any) -> Any:
         if self.saver.busy:
             time.sleep(0.5)
@@ -86,7 +79,7 @@ def _writes_until(path: Path) -> None:
 
 
 @pytest.mark.variant("test_a_save_on_request")
-def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Trial]) -> None:
+def test_a_request_during_a_save_is_kept_until_after_it(trial: MakeTrial) -> None:
     """It asks for the state of now, which the save under way does not have."""
     asked = trial(async_save=True, train_steps=25, lr_decay_steps=25)
     twice = asked.run.directory / "twice"
@@ -113,35 +106,31 @@ def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Tri
 
 def _waited_for(place: Path) -> None:
     """No save is written, nor then published, before rank 0 has waited for that for 0.4 s."""
-    from hpctrain.train.saving.saver import Saver
 
-    real_wait, real_write = Saver._agree_or_rest, write_job.write_rank_digests
-    real_publish = saver.publish
-
-    def wait(self: Any) -> Any:
+    @wrap(saver.Saver, "_agree_or_rest")
+    def wait(real: Any, self: Any) -> Any:
         pending = self._pending
         step, stage = pending.position.step, "published" if pending.publishing else "written"
         waited = place / f"{partial_name(step, 0)}-{stage}"
         if os.environ["RANK"] == "0" and not waited.exists():
             time.sleep(0.4)
             waited.touch()
-        return real_wait(self)
+        return real(self)
 
-    def write(directory: Path, rank: int, names: list[str]) -> None:
+    @wrap(write_job, "write_rank_digests")
+    def write(real: Any, directory: Path, *given: Any) -> None:
         wait_until((place / f"{directory.name}-written").exists)
-        real_write(directory, rank, names)
+        real(directory, *given)
 
-    def publish(root: Path, manifest: Any, fence: Any) -> Path:
+    @wrap(saver, "publish")
+    def publish(real: Any, root: Path, manifest: Any, fence: Any) -> Path:
         wait_until((place / f"{partial_name(manifest.step, manifest.epoch)}-published").exists)
-        return real_publish(root, manifest, fence)
-
-    Saver._agree_or_rest = wait  # type: ignore[method-assign]
-    write_job.write_rank_digests, saver.publish = write, publish
+        return real(root, manifest, fence)
 
 
 @pytest.mark.variant("test_a_save_on_request")
-def test_each_save_is_written_down(trial: Callable[..., Trial]) -> None:
-    made = trial(save_interval_steps=2, async_save=True, **DP2)
+def test_each_save_is_written_down(trial: MakeTrial) -> None:
+    made = trial(save_interval_steps=2, async_save=True, **TWO)
     assert made.train(prepare=lambda: _waited_for(made.run.directory)) == [0, 0]
     saves = read_saves(made.run)
     assert [save.step for save in saves] == [2, 4, 6]
@@ -154,8 +143,8 @@ def test_each_save_is_written_down(trial: Callable[..., Trial]) -> None:
 
 
 @pytest.mark.variant("test_a_save_on_request")
-def test_a_synchronous_save_stalls_until_it_counts(trial: Callable[..., Trial]) -> None:
-    made = trial(save_interval_steps=3, **DP2)
+def test_a_synchronous_save_stalls_until_it_counts(trial: MakeTrial) -> None:
+    made = trial(save_interval_steps=3, **TWO)
     ranks = made.start(prepare=lambda: _waited_for(made.run.directory))
     assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
     saves = read_saves(made.run)
@@ -167,40 +156,32 @@ def test_a_synchronous_save_stalls_until_it_counts(trial: Callable[..., Trial]) 
 
 
 @pytest.mark.variant("test_a_save_on_request")
-def test_plans_are_used_again_and_the_files_are_right(trial: Callable[..., Trial]) -> None:
+def test_plans_are_used_again_and_the_files_are_right(trial: MakeTrial) -> None:
     """From the third save on megatron-core plans nothing; resuming from a late one is exact."""
     whole = trial(save_interval_steps=1, async_save=True, dropout=0.1, **PP2)
     assert set(whole.train(prepare=_count_plans)) == {0}
     plans = (whole.run.directory / "plans").read_text().split()
     assert plans == ["1", "2"], "planned for the first two of six saves"
     for step in (3, 5):
-        resumed = trial(dropout=0.1, **PP2)
-        resumed.adopt(whole, step)
-        assert set(resumed.train(resume=step)) == {0}
-        assert resumed.exact == {s: whole.exact[s] for s in range(step + 1, 7)}
+        assert_resumes_exactly(trial(dropout=0.1, **PP2), whole, step)
 
 
 def _count_plans() -> None:
     """Rank 0 notes each time when plans of all ranks are gathered."""
     from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
-    from hpctrain.train.loop import Loop
+    saving: list[Any] = []
 
-    real, state = MCoreSavePlanner.create_global_plan, {"loop": None}
-    save = Loop._save
-
-    def note(self: Any, plans: Any) -> Any:
-        loop: Any = state["loop"]
-        with (loop.job.run.directory / "plans").open("a") as stream:
-            stream.write(f"{loop.position.step}\n")
+    @wrap(MCoreSavePlanner, "create_global_plan")
+    def note(real: Any, self: Any, plans: Any) -> Any:
+        with (saving[-1].job.run.directory / "plans").open("a") as stream:
+            stream.write(f"{saving[-1].position.step}\n")
         return real(self, plans)
 
-    def remember(self: Loop, *, wait: bool) -> None:
-        state["loop"] = self  # type: ignore[assignment]
-        save(self, wait=wait)
-
-    MCoreSavePlanner.create_global_plan = note
-    Loop._save = remember  # type: ignore[method-assign]
+    @wrap("hpctrain.train.loop:Loop", "_save")
+    def remember(real: Any, self: Any, *, wait: bool) -> None:
+        saving.append(self)
+        real(self, wait=wait)
 
 
 def _patient_retirement() -> None:
@@ -219,7 +200,7 @@ def _patient_retirement() -> None:
 
 
 @pytest.mark.variant("test_checkpoint_files_are_as_the_manifest_says")
-def test_deleting_old_checkpoints_stops_nobody(trial: Callable[..., Trial]) -> None:
+def test_deleting_old_checkpoints_stops_nobody(trial: MakeTrial) -> None:
     made = trial(save_interval_steps=1, keep_checkpoints=1)
     assert made.train(prepare=_patient_retirement) == [0]
     assert not (made.run.directory / "stopped-by-deleting").exists()
@@ -238,7 +219,7 @@ def _save(stall: float, publish: float, step: int = 1) -> SaveRecord:
     )
 
 
-def test_the_interval_follows_the_costs(trial: Callable[..., Trial]) -> None:
+def test_the_interval_follows_the_costs(trial: MakeTrial) -> None:
     config = trial(save_interval_auto=True, save_interval_seconds=600.0).config
     interval = SaveInterval(config, 36000.0)
     assert interval.seconds == 600.0
@@ -254,7 +235,7 @@ def test_the_interval_follows_the_costs(trial: Callable[..., Trial]) -> None:
     assert resumed.seconds == pytest.approx(daly_seconds(2.0, 36000.0))
 
 
-def test_without_a_failure_rate_or_auto_the_interval_stays(trial: Callable[..., Trial]) -> None:
+def test_without_a_failure_rate_or_auto_the_interval_stays(trial: MakeTrial) -> None:
     auto = trial(save_interval_auto=True, save_interval_seconds=600.0).config
     fixed = trial(save_interval_seconds=300.0).config
     for config, mttf, expected in ((auto, float("inf"), 600.0), (fixed, 3600.0, 300.0)):
@@ -267,27 +248,25 @@ def test_without_a_failure_rate_or_auto_the_interval_stays(trial: Callable[..., 
 def _clock_of_steps() -> None:
     """By the clock of the interval a step takes 50 ms and a save costs 10 ms, whatever the machine
     does meanwhile."""
-    from hpctrain.train.loop import Loop
+    now = 0.0
 
-    real_step, real_published, now = Loop.one_step, SaveInterval.published, 0.0
-
-    def one_step(self: Loop) -> Any:
+    @wrap("hpctrain.train.loop:Loop", "one_step")
+    def one_step(real: Any, self: Any) -> Any:
         nonlocal now
         now += 0.05
-        return real_step(self)
+        return real(self)
 
-    def published(self: SaveInterval, save: SaveRecord) -> None:
+    @wrap(SaveInterval, "published")
+    def published(real: Any, self: SaveInterval, save: SaveRecord) -> None:
         costs = dict(stall_seconds=0.01, publish_seconds=0.01)
-        real_published(self, save.model_copy(update=costs))
+        real(self, save.model_copy(update=costs))
 
-    Loop.one_step = one_step  # type: ignore[method-assign]
-    SaveInterval.published = published  # type: ignore[method-assign]
     setattr(save_interval, "time", SimpleNamespace(monotonic=lambda: now))  # noqa: B010
 
 
 @pytest.mark.variant("test_checkpoint_files_are_as_the_manifest_says")
 def test_the_launch_s_failure_rate_sets_the_interval(
-    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+    trial: MakeTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the first save by the initial interval the measured costs allow many more."""
     monkeypatch.setenv("HPCTRAIN_MTTF_SECONDS", "0.2")
@@ -326,9 +305,9 @@ def _count_copied_bytes() -> None:
 
 
 @pytest.mark.variant("test_a_save_on_request")
-def test_training_waits_for_no_copies_on_a_cpu(trial: Callable[..., Trial]) -> None:
+def test_training_waits_for_no_copies_on_a_cpu(trial: MakeTrial) -> None:
     """Its state is snapshotted by forking; what has to be copied, the writers copy."""
-    made = trial(save_interval_steps=3, async_save=True, **DP2)
+    made = trial(save_interval_steps=3, async_save=True, **TWO)
     assert made.train(prepare=_count_copied_bytes) == [0, 0]
     (save, *_) = read_saves(made.run)
     for rank in (0, 1):
@@ -343,8 +322,8 @@ def test_training_waits_for_no_copies_on_a_cpu(trial: Callable[..., Trial]) -> N
 
 OVERLAPPED = dict(overlap_param_gather=True, overlap_grad_reduce=True)
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "megatron": (GPT, dict(DP2, **OVERLAPPED, precision="bf16", dropout=0.1)),
-    "fsdp": (MODULE_GPT, dict(DP2, engine="fsdp", shard_size=2)),
+    "megatron": (GPT, dict(TWO, **OVERLAPPED, precision="bf16", dropout=0.1)),
+    "fsdp": (MODULE_GPT, dict(TWO, engine="fsdp", shard_size=2)),
     "deepspeed, offloaded": (ZERO, dict(precision="bf16", offload_optimizer="cpu")),
 }
 
@@ -434,21 +413,19 @@ def test_the_files_are_those_of_a_forked_writer(kind: str) -> None:
 
 
 @pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
-@pytest.mark.parametrize("kind", varied(["megatron", "fsdp"], "megatron"))
-def test_a_resume_from_it_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
+@pytest.mark.parametrize("kind", ["megatron", "fsdp"])
+def test_a_resume_from_it_is_exact(kind: str, trial: MakeTrial) -> None:
     base, changes = RUNS[kind]
     whole = written(kind)
     again = trial(base, **changes, save_interval_steps=2)
-    again.adopt(whole, 4)
-    assert again.train(resume=4, prepare=_copies) == [0, 0]
-    assert again.exact == {step: row for step, row in whole.exact.items() if step > 4}
+    assert_resumes_exactly(again, whole, prepare=_copies)
 
 
 @pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
-def test_a_writer_that_dies_loses_no_save(trial: Callable[..., Trial]) -> None:
+def test_a_writer_that_dies_loses_no_save(trial: MakeTrial) -> None:
     """The rank writes the same copies, and after two deaths starts no process any more."""
-    plain = trained(**DP2)
-    lost = trial(**DP2, save_interval_steps=2, async_save=True)
+    plain = trained(**TWO)
+    lost = trial(**TWO, save_interval_steps=2, async_save=True)
     assert lost.train(prepare=_copies_and_deaths) == [0, 0]
     assert published_steps(lost.run.checkpoints) == [2, 4, 6]
     assert content(lost) == content(plain)
@@ -456,7 +433,7 @@ def test_a_writer_that_dies_loses_no_save(trial: Callable[..., Trial]) -> None:
 
 
 @pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
-def test_no_process_outlives_its_rank(trial: Callable[..., Trial]) -> None:
+def test_no_process_outlives_its_rank(trial: MakeTrial) -> None:
     made = trial(save_interval_steps=2)
     assert made.train(prepare=_copies) == [0]
     wait_until(lambda: not _writing_processes(made.run.directory), "the end of all writers")

@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 from late_products import late_products
-from trial_runs import EVALUATING, GPT, MODULE_GPT, PLAIN_LLAMA, TP2_PP2, ZERO, Trial, trained, wrap
+from trial_runs import (
+    EVALUATING,
+    GPT,
+    MODULE_GPT,
+    PLAIN_LLAMA,
+    TP2_PP2,
+    ZERO,
+    MakeTrial,
+    Trial,
+    trained,
+    wrap,
+)
 
 from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
 from hpctrain.train import speed_check, speed_measurements
@@ -53,9 +64,7 @@ def only_check(trial: Trial) -> SpeedCheck:
 
 
 @pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
-def test_a_slow_rank_is_reported_and_training_goes_on_as_without(
-    trial: Callable[..., Trial],
-) -> None:
+def test_a_slow_rank_is_reported_and_training_goes_on_as_without(trial: MakeTrial) -> None:
     settings = dict(TP2_PP2, dropout=0.1, async_save=True, **EVALUATING)
     checked = trial(**checking("tp", "pp"), **settings)
     assert checked.train(prepare=on_two_nodes()) == [0] * 4
@@ -76,7 +85,7 @@ def test_a_slow_rank_is_reported_and_training_goes_on_as_without(
     assert read_speed_checks(plain.run) == []
 
 
-def test_the_launch_ends_where_the_node_can_be_replaced(trial: Callable[..., Trial]) -> None:
+def test_the_launch_ends_where_the_node_can_be_replaced(trial: MakeTrial) -> None:
     ddp = trial(MODULE_GPT, data_parallel_size=4, **checking("dp"))
     assert ddp.train(prepare=on_two_nodes("1")) == [1] * 4
     check = only_check(ddp)
@@ -88,7 +97,7 @@ def test_the_launch_ends_where_the_node_can_be_replaced(trial: Callable[..., Tri
 
 
 @pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
-def test_a_launch_that_is_not_to_check_does_not(trial: Callable[..., Trial]) -> None:
+def test_a_launch_that_is_not_to_check_does_not(trial: MakeTrial) -> None:
     ddp = trial(MODULE_GPT, data_parallel_size=2, **checking("dp"))
     assert ddp.train(prepare=on_two_nodes("off")) == [0] * 2
     assert read_speed_checks(ddp.run) == []
@@ -101,7 +110,7 @@ def no_time_is_left() -> None:
 
 
 @pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
-def test_nothing_is_begun_when_the_time_is_over(trial: Callable[..., Trial]) -> None:
+def test_nothing_is_begun_when_the_time_is_over(trial: MakeTrial) -> None:
     ddp = trial(MODULE_GPT, data_parallel_size=2, **checking("dp"))
     assert ddp.train(prepare=no_time_is_left) == [0] * 2
     check = only_check(ddp)
@@ -140,7 +149,7 @@ def one_link_is_slow() -> None:
 
 
 @pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
-def test_a_slow_link_is_found_pair_by_pair(trial: Callable[..., Trial]) -> None:
+def test_a_slow_link_is_found_pair_by_pair(trial: MakeTrial) -> None:
     """The plan assumes more than the one group reaches, and its pairs show whose link it is."""
     given = checking("dp", expected=1e15, slow_link=0.05, slow_gpu=0.0001)
     ddp = trial(MODULE_GPT, data_parallel_size=4, **given)
@@ -163,7 +172,7 @@ def test_a_slow_link_is_found_pair_by_pair(trial: Callable[..., Trial]) -> None:
     ],
 )
 def test_the_axes_of_each_engine(
-    trial: Callable[..., Trial], base: dict[str, Any], changes: dict[str, Any], expected: list[str]
+    trial: MakeTrial, base: dict[str, Any], changes: dict[str, Any], expected: list[str]
 ) -> None:
     made = trial(base, **changes, **checking("tp", "dp", "pp", slow_gpu=0.0001, slow_link=1e-9))
     assert made.train(prepare=on_two_nodes(slow=None)) == [0] * made.world_size

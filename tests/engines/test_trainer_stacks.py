@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trial_runs import LIMIT_SECONDS, Trial, held_at, trained
+from trial_runs import LIMIT_SECONDS, PP2, TP2, TWO, MakeTrial, held_at, trained
 from waiting import wait_until
 
 from bench import prefork
@@ -25,7 +25,6 @@ from hpctrain.train.rank_environment import Launch
 from hpctrain.train.saving import write_job
 from hpctrain.train.stacks import flight_recorder
 
-DP2 = dict(data_parallel_size=2)
 LONG = dict(train_steps=400, lr_decay_steps=400)
 
 
@@ -68,9 +67,9 @@ def _hold_the_lock() -> None:
     Loop.one_step = hold  # type: ignore[method-assign,assignment]
 
 
-def test_stacks_of_ranks_that_are_stuck(trial: Callable[..., Trial]) -> None:
+def test_stacks_of_ranks_that_are_stuck(trial: MakeTrial) -> None:
     """Rank 1 keeps Python's lock for ever, rank 0 waits for it in a collective of gloo."""
-    stuck = trial(**DP2, **LONG)
+    stuck = trial(**TWO, **LONG)
     assert claim_epoch(stuck.run.epochs, "this launch") == 1
     ranks = stuck.start(prepare=_hold_the_lock, epoch=1)
     with _running(ranks):
@@ -89,15 +88,15 @@ def test_stacks_of_ranks_that_are_stuck(trial: Callable[..., Trial]) -> None:
 
 
 @pytest.mark.variant("test_stacks_of_ranks_that_are_stuck")
-def test_a_dump_disturbs_nothing_and_unused_files_go(trial: Callable[..., Trial]) -> None:
-    asked = trial(**DP2)
+def test_a_dump_disturbs_nothing_and_unused_files_go(trial: MakeTrial) -> None:
+    asked = trial(**TWO)
     ranks = asked.start(prepare=held_at(3, _has_given_its_stack))
     asked.wait_for_step(1, ranks)
     ranks.signal(signal.SIGQUIT, 1)
     assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
     assert "most recent call first" in asked.run.stack_dump(0, 1).read_text()
     assert not asked.run.stack_dump(0, 0).exists(), "nobody asked rank 0"
-    assert asked.exact == trained(**DP2).exact
+    assert asked.exact == trained(**TWO).exact
 
 
 def _has_given_its_stack(loop: Any) -> bool:
@@ -119,7 +118,7 @@ def _writer_waits(asked: Path) -> None:
     write_job.write_rank_digests = slowly
 
 
-def test_a_writer_does_not_answer_in_its_rank_s_file(trial: Callable[..., Trial]) -> None:
+def test_a_writer_does_not_answer_in_its_rank_s_file(trial: MakeTrial) -> None:
     saving = trial(train_steps=1)
     asked = saving.run.directory / "asked"
     ranks = saving.start(prepare=lambda: _writer_waits(asked))
@@ -136,7 +135,7 @@ def test_a_writer_does_not_answer_in_its_rank_s_file(trial: Callable[..., Trial]
 
 
 @pytest.mark.variant("test_stacks_of_ranks_that_are_stuck")
-def test_without_a_file_training_goes_on(trial: Callable[..., Trial]) -> None:
+def test_without_a_file_training_goes_on(trial: MakeTrial) -> None:
     made = trial()
     made.run.stacks.rmdir()
     made.run.stacks.write_text("in the way")
@@ -149,9 +148,7 @@ def test_without_a_file_training_goes_on(trial: Callable[..., Trial]) -> None:
     assert "stacks cannot be written" in ranks.log()
 
 
-def test_flight_recorder(
-    trial: Callable[..., Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flight_recorder(trial: MakeTrial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trial().run
     launch = Launch(3, 4, 3, "n1", 7, "")
     monkeypatch.setattr(stacks, "_GPU_FILES", (tmp_path / "absent",))
@@ -172,9 +169,6 @@ def test_flight_recorder(
 
 # -----------------------------------------------------------------------------------------------
 # The rank that hangs is named from the stacks of a real trainer, whatever the others wait in.
-
-PP2 = dict(pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,)))
-TP2 = dict(tensor_model_parallel_size=2)
 
 
 def _hangs(rank: int, where: str) -> Callable[[], None]:
@@ -209,16 +203,14 @@ def _hangs(rank: int, where: str) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("layout", "rank", "where"),
     [
-        (DP2, 1, "loop"),
+        (TWO, 1, "loop"),
         pytest.param(TP2, 0, "forward", marks=pytest.mark.variant),
         (PP2, 0, "forward"),
-        pytest.param({**PP2, **DP2}, 3, "forward", marks=pytest.mark.variant),
-        pytest.param({**PP2, **DP2}, 0, "loop", marks=pytest.mark.variant),
+        pytest.param({**PP2, **TWO}, 3, "forward", marks=pytest.mark.variant),
+        pytest.param({**PP2, **TWO}, 0, "loop", marks=pytest.mark.variant),
     ],
 )
-def test_one_rank_hangs(
-    trial: Callable[..., Trial], layout: dict[str, Any], rank: int, where: str
-) -> None:
+def test_one_rank_hangs(trial: MakeTrial, layout: dict[str, Any], rank: int, where: str) -> None:
     stuck = trial(**layout, **LONG)
     run = stuck.run
     assert claim_epoch(run.epochs, "this launch") == 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from trial_runs import LIMIT_SECONDS, Trial, held_at, trained, wrap
+from trial_runs import LIMIT_SECONDS, TWO, MakeTrial, Trial, held_at, trained, wrap
 
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.publish import published_steps
@@ -23,7 +23,6 @@ from hpctrain.train.free_space import Need, check_room
 from hpctrain.train.saving import saver, write_job
 
 CRASHED = TrainerExit.CRASH
-DP2 = dict(data_parallel_size=2)
 MEGABYTE = 1 << 20
 # A checkpoint of the tiny model has about 2.4 MB.
 ONE_AND_A_HALF, TWO_AND_A_HALF = 4 * MEGABYTE, 6 * MEGABYTE
@@ -57,9 +56,9 @@ def _full(made: Trial) -> str:
     return records[0].message or ""
 
 
-def test_no_room_for_the_first_checkpoint(trial: Callable[..., Trial], small: Mount) -> None:
+def test_no_room_for_the_first_checkpoint(trial: MakeTrial, small: Mount) -> None:
     """Its size is estimated from the parameters; nothing of it is written."""
-    made = trial(save_interval_steps=2, **DP2)
+    made = trial(save_interval_steps=2, **TWO)
     small(made.run.checkpoints, MEGABYTE)
     assert made.train() == [CRASHED, CRASHED]
     message = _full(made)
@@ -69,9 +68,9 @@ def test_no_room_for_the_first_checkpoint(trial: Callable[..., Trial], small: Mo
 
 
 @pytest.mark.variant("test_full_in_the_middle_of_a_save")
-def test_the_estimate_is_near_the_truth(gpt_reference: Trial, trial: Callable[..., Trial]) -> None:
+def test_the_estimate_is_near_the_truth(gpt_reference: Trial, trial: MakeTrial) -> None:
     found: list[float] = []
-    for settings in ({}, dict(tensor_model_parallel_size=2), DP2):
+    for settings in ({}, dict(tensor_model_parallel_size=2), TWO):
         made = trial(train_steps=1, **settings)
         told = made.run.directory / "estimate"
 
@@ -89,9 +88,9 @@ def test_the_estimate_is_near_the_truth(gpt_reference: Trial, trial: Callable[..
 
 
 @pytest.mark.variant("test_full_in_the_middle_of_a_save")
-def test_no_room_for_the_next_one(trial: Callable[..., Trial], small: Mount) -> None:
+def test_no_room_for_the_next_one(trial: MakeTrial, small: Mount) -> None:
     """Asked before anything is written; the old checkpoint stays, whatever `keep` says."""
-    made = trial(save_interval_steps=2, keep_checkpoints=1, async_save=True, **DP2)
+    made = trial(save_interval_steps=2, keep_checkpoints=1, async_save=True, **TWO)
     small(made.run.checkpoints, ONE_AND_A_HALF)
     assert made.train() == [CRASHED, CRASHED]
     message = _full(made)
@@ -100,7 +99,7 @@ def test_no_room_for_the_next_one(trial: Callable[..., Trial], small: Mount) -> 
     assert [one.good for one in checkpoints(made.run.checkpoints, "sha256")] == [True]
 
 
-def test_no_inodes_left(trial: Callable[..., Trial], small: Mount) -> None:
+def test_no_inodes_left(trial: MakeTrial, small: Mount) -> None:
     made = trial(save_interval_steps=2)
     small(made.run.checkpoints, 64 * MEGABYTE, 10)
     assert made.train() == [CRASHED]
@@ -122,10 +121,10 @@ def _look_away() -> None:
     ],
 )
 def test_full_in_the_middle_of_a_save(
-    size_bytes: int, async_save: bool, trial: Callable[..., Trial], small: Mount
+    size_bytes: int, async_save: bool, trial: MakeTrial, small: Mount
 ) -> None:
     """The older checkpoints stay good, and the unfinished one takes no room any more."""
-    made = trial(save_interval_steps=2, async_save=async_save, **DP2)
+    made = trial(save_interval_steps=2, async_save=async_save, **TWO)
     small(made.run.checkpoints, size_bytes)
     assert made.train(prepare=_look_away) == [CRASHED, CRASHED]
     # where rank 0 cannot even write what is common to all, the other rank only loses its peer
@@ -137,11 +136,9 @@ def test_full_in_the_middle_of_a_save(
 
 
 @pytest.mark.variant("test_full_in_the_middle_of_a_save")
-def test_full_while_records_are_written(
-    trial: Callable[..., Trial], small: Mount, tmp_path: Path
-) -> None:
+def test_full_while_records_are_written(trial: MakeTrial, small: Mount, tmp_path: Path) -> None:
     """The whole run directory is on the full file system: the record finds room again."""
-    made = trial(save_interval_steps=2, data_cache=str(tmp_path / "cache"), **DP2)
+    made = trial(save_interval_steps=2, data_cache=str(tmp_path / "cache"), **TWO)
     config = made.run.train_config.read_text()
     small(made.run.directory, TWO_AND_A_HALF)
     for directory in ("control", "epochs", "exits", "logs", "stacks", "checkpoints"):
@@ -153,7 +150,7 @@ def test_full_while_records_are_written(
 
 
 @pytest.mark.variant("test_no_room_for_the_first_checkpoint")
-def test_a_used_up_quota(trial: Callable[..., Trial]) -> None:
+def test_a_used_up_quota(trial: MakeTrial) -> None:
     """Met by one rank's writer, known by all ranks."""
 
     def no_quota() -> None:
@@ -163,7 +160,7 @@ def test_a_used_up_quota(trial: Callable[..., Trial]) -> None:
         if os.environ["RANK"] == "1":
             write_job.write_rank_digests = refuse
 
-    made = trial(train_steps=1, **DP2)
+    made = trial(train_steps=1, **TWO)
     assert made.train(prepare=no_quota) == [CRASHED, CRASHED]
     assert "on another rank" in _full(made) and "Disk quota exceeded" in made.message(1)
 
@@ -179,7 +176,7 @@ def test_file_systems_without_a_number_of_inodes(
     assert check_room(tmp_path, Need(1, 10**12, "test")) is None
 
 
-def test_no_room_for_the_sample_order(trial: Callable[..., Trial], small: Mount) -> None:
+def test_no_room_for_the_sample_order(trial: MakeTrial, small: Mount) -> None:
     """numpy names no errno there, and megatron-core wraps it twice."""
     made = trial(data_cache=None)
     made.run.data_cache.mkdir()
@@ -246,9 +243,7 @@ def assert_exact(hurt: Trial, reference: Trial) -> None:
 
 
 @pytest.mark.variant("test_one_that_is_away_for_too_long_is_a_fault_of_storage")
-def test_rows_wait_while_training_goes_on(
-    trial: Callable[..., Trial], gpt_reference: Trial
-) -> None:
+def test_rows_wait_while_training_goes_on(trial: MakeTrial, gpt_reference: Trial) -> None:
     hurt = trial()
     released = hurt.run.directory.with_name("released")
     ranks = hurt.start(prepare=held_at(2, lambda loop: released.exists(), rank=0))
@@ -261,7 +256,7 @@ def test_rows_wait_while_training_goes_on(
     assert_exact(hurt, gpt_reference)
 
 
-ASYNC: dict[str, Any] = dict(DP2, async_save=True)
+ASYNC: dict[str, Any] = dict(TWO, async_save=True)
 # what loses the directory, on which rank; rank 0 alone writes what follows the files of the ranks,
 # and megatron-core has the others wait for it
 LOST: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
@@ -275,9 +270,7 @@ LOST: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
 
 @pytest.mark.variant("test_one_that_is_away_for_too_long_is_a_fault_of_storage")
 @pytest.mark.parametrize("what", LOST)
-def test_a_save_that_loses_its_directory_is_made_again_by_all(
-    what: str, trial: Callable[..., Trial]
-) -> None:
+def test_a_save_that_loses_its_directory_is_made_again_by_all(what: str, trial: MakeTrial) -> None:
     module, name, rank, changes = LOST[what]
     hurt = trial(save_interval_steps=2, **changes)
     run = hurt.run.directory
@@ -291,9 +284,9 @@ def test_a_save_that_loses_its_directory_is_made_again_by_all(
         assert 2 in {save.step for save in read_saves(hurt.run)} or changes
 
 
-def test_one_that_is_away_for_too_long_is_a_fault_of_storage(trial: Callable[..., Trial]) -> None:
+def test_one_that_is_away_for_too_long_is_a_fault_of_storage(trial: MakeTrial) -> None:
     """Not a newer launch, and no crash of the program: the supervisor waits and tries again."""
-    hurt = trial(save_interval_steps=2, **DP2)
+    hurt = trial(save_interval_steps=2, **TWO)
     run = hurt.run.directory
 
     def leaving(rank: int) -> Path:

@@ -16,7 +16,9 @@ from trial_runs import (
     MODULE_GPT,
     PP2,
     TP2_PP2,
+    TWO,
     ZERO,
+    MakeTrial,
     Trial,
     keep_quietest_window,
     trained,
@@ -60,7 +62,7 @@ def reads_slowly(seconds: float, *ranks: int) -> Callable[[], None]:
 
 
 @pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
-def test_a_slow_rank_shows_and_only_it(trial: Callable[..., Trial]) -> None:
+def test_a_slow_rank_shows_and_only_it(trial: MakeTrial) -> None:
     """Its pipeline neighbour and its data-parallel one wait for it in every step. An evaluation
     in each window, of twice as many microbatches, is not counted."""
 
@@ -88,7 +90,7 @@ def test_a_slow_rank_shows_and_only_it(trial: Callable[..., Trial]) -> None:
 
 @pytest.mark.variant("test_the_time_of_each_rank")
 @pytest.mark.parametrize("base", [GPT, MODULE_GPT, ZERO], ids=lambda base: base.get("engine", ""))
-def test_waiting_for_data_is_told_apart(base: dict[str, Any], trial: Callable[..., Trial]) -> None:
+def test_waiting_for_data_is_told_apart(base: dict[str, Any], trial: MakeTrial) -> None:
     slow = trial({**base, **WINDOWS}, data_parallel_size=2)
     assert slow.train(prepare=reads_slowly(SLOW_SECONDS, 1)) == [0] * 2
     times = read_record(slow.run.rank_times, RankTimes)
@@ -112,7 +114,7 @@ def test_a_record_of_an_older_version_is_read() -> None:
 
 
 @pytest.mark.variant("test_the_time_of_each_rank")
-def test_timing_changes_no_numbers(trial: Callable[..., Trial]) -> None:
+def test_timing_changes_no_numbers(trial: MakeTrial) -> None:
     settings = dict(PP2, dropout=0.1, **EVALUATING)
     often, never = trial(rank_times_interval_steps=1, **settings), trained(**settings)
     assert never.config.rank_times_interval_steps > 6
@@ -202,7 +204,6 @@ def calls_of(work: Callable[[], None]) -> int:
 
 FP32_BYTES = 4
 OFTEN: dict[str, Any] = dict(messages_interval_steps=2)
-TWO: dict[str, Any] = dict(data_parallel_size=2)
 DDP: dict[str, Any] = dict(MODULE_GPT, **TWO)
 FSDP: dict[str, Any] = dict(DDP, engine="fsdp", shard_size=2)
 LOSS_BYTES = 8  # the sum of losses of a step, and their number
@@ -229,7 +230,7 @@ def the_axis(record: CommunicationRecord, name: str) -> AxisMessages:
     return next(axis for axis in record.axes if axis.axis == name)
 
 
-def test_gradients_of_ddp_that_cpp_sums(trial: Callable[..., Trial]) -> None:
+def test_gradients_of_ddp_that_cpp_sums(trial: MakeTrial) -> None:
     record = measured(trial(DDP, **OFTEN))
     (axis,) = record.axes
     assert (axis.axis, axis.ranks_per_group, axis.groups) == ("dp", 2, (0, 0))
@@ -247,7 +248,7 @@ def test_gradients_of_ddp_that_cpp_sums(trial: Callable[..., Trial]) -> None:
     ("base", "times", "others"), [(FSDP, 3.0, 500), (ZERO, 1.5, 50)], ids=["fsdp", "deepspeed"]
 )
 def test_weights_that_are_gathered(
-    base: dict[str, Any], times: float, others: int, trial: Callable[..., Trial]
+    base: dict[str, Any], times: float, others: int, trial: MakeTrial
 ) -> None:
     (axis,) = measured(trial(base, **OFTEN)).axes
     assert axis.axis == "dp"
@@ -257,7 +258,7 @@ def test_weights_that_are_gathered(
 
 
 @pytest.mark.variant("test_gradients_of_ddp_that_cpp_sums")
-def test_tensors_and_pipeline_of_megatron(trial: Callable[..., Trial]) -> None:
+def test_tensors_and_pipeline_of_megatron(trial: MakeTrial) -> None:
     """Measured or not, training is the same bit for bit, also where sends are watched."""
     settings = dict(TP2_PP2, dropout=0.1, async_save=True, **EVALUATING)
     run, plain = trial(**settings, **OFTEN), trained(**settings)
@@ -282,7 +283,7 @@ def test_tensors_and_pipeline_of_megatron(trial: Callable[..., Trial]) -> None:
 
 
 @pytest.mark.variant("test_gradients_of_ddp_that_cpp_sums")
-def test_a_failure_ends_measuring_and_not_training(trial: Callable[..., Trial]) -> None:
+def test_a_failure_ends_measuring_and_not_training(trial: MakeTrial) -> None:
     def reading_fails() -> None:
         def row_of(*_arguments: Any) -> list[float]:
             raise ValueError("a surprise")
@@ -318,7 +319,7 @@ TRACED = ["profile.steps=[3, 4]", "profile.ranks=[0, 1]"]
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Callable[..., Trial]:
+def small(tmp_path: Path) -> MakeTrial:
     """A run directory as `submit` makes it, with windows of two steps."""
 
     def make(*changes: str) -> Trial:
@@ -337,7 +338,7 @@ def _findings(made: Trial) -> tuple[TopicFinding, ...]:
 
 
 @pytest.mark.variant("test_the_time_of_each_rank")
-def test_a_slow_loader_is_found(small: Callable[..., Trial]) -> None:
+def test_a_slow_loader_is_found(small: MakeTrial) -> None:
     slow = small(NINE_STEPS)
     assert slow.train(prepare=reads_slowly(SLOWED_SECONDS, 0, 1)) == [0, 0]
     first = _findings(slow)[0]
@@ -363,7 +364,7 @@ def _compute_slowly() -> None:
 
 
 @pytest.mark.variant("test_the_time_of_each_rank")
-def test_a_slow_rank_is_found_and_not_its_peer_that_waits(small: Callable[..., Trial]) -> None:
+def test_a_slow_rank_is_found_and_not_its_peer_that_waits(small: MakeTrial) -> None:
     slow = small(NINE_STEPS)
     assert slow.train(prepare=_compute_slowly) == [0, 0]
     found = {one.topic: one for one in _findings(slow)}
@@ -393,7 +394,7 @@ def _send_slowly() -> None:
 
 
 @pytest.mark.variant("test_the_time_of_each_rank")
-def test_a_slow_link_is_found_by_a_trace(small: Callable[..., Trial]) -> None:
+def test_a_slow_link_is_found_by_a_trace(small: MakeTrial) -> None:
     slow = small(*TRACED)
     assert slow.train(prepare=_send_slowly) == [0, 0]
     told = diagnose(RunFiles(slow.run))

@@ -126,6 +126,7 @@ MODULE_LLAMA: dict[str, Any] = dict(
 )
 
 # Settings of runs that several tests read or go on from (`trained`).
+TWO: dict[str, Any] = dict(data_parallel_size=2)
 DP2: dict[str, Any] = dict(
     data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True
 )
@@ -267,6 +268,10 @@ class Trial:
                 return
             assert not ended and time.monotonic() < end, ranks.log()
             time.sleep(0.02)
+
+
+# The fixture `trial`, which makes run directories.
+MakeTrial = Callable[..., Trial]
 
 
 def held_at(step: int, released: Callable[[Any], bool], rank: int = 1) -> Callable[[], None]:

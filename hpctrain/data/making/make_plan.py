@@ -48,9 +48,6 @@ from hpctrain.train.datasets.image_listing import list_images
 DEFAULT_VOCAB_SIZE = 4096
 BUILTIN_MAX_BYTES = 4_000_000
 _SKIPPED_SHOWN = 20
-_SHARDED: dict[str, ShardedFormat] = {
-    "tokens": "tokens", "packed": "packed", "examples": "examples", "images": "images"
-}  # fmt: skip
 
 PrepareStage = Literal["all", "plan", "merge"]
 DEFAULT_FIELD = "text"
@@ -231,7 +228,8 @@ def obtain_plan(
 
 
 def _recipe(options: PrepareOptions, corpus: Corpus, staging: StagingDirectory, log: Log) -> Recipe:
-    sharded_format = _SHARDED[options.format]
+    assert options.format != "arrays", "has no shards"
+    sharded_format: ShardedFormat = options.format
     if sharded_format == "images":
         return Recipe(format=sharded_format, directory=options.inputs[0].absolute())
     if options.hugging_face:

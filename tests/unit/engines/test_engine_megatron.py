@@ -24,10 +24,24 @@ from hpctrain.spec.run import RunSpec
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def planned(spec: RunSpec, profile: str) -> MegatronConfig:
+    return megatron_config(planned_job(spec, load_profile(find_profile(profile)).document))
+
+
 def told(example: str, profile: str, *overrides: str) -> MegatronConfig:
-    spec = load_run_spec(ROOT / "examples" / f"{example}.yaml", overrides).document
-    site = load_profile(find_profile(profile)).document
-    return megatron_config(planned_job(spec, site))
+    return planned(
+        load_run_spec(ROOT / "examples" / f"{example}.yaml", overrides).document, profile
+    )
+
+
+def told_model(parallel: dict[str, Any] | None = None, **model: Any) -> MegatronConfig:
+    """The example llama7b with `model` changed, on one node of 8 GPUs."""
+    base = load_run_spec(ROOT / "examples" / "llama7b.yaml", ()).document
+    document = base.model_dump(mode="json", by_alias=True)
+    document["model"] |= {"layers": 4, **model}
+    document["parallel"] = parallel or {}
+    document["resources"]["gpus"] = 8
+    return planned(RunSpec.model_validate(document), "a100x1")
 
 
 def test_gpt() -> None:
@@ -105,18 +119,6 @@ def test_short_runs_tell_the_times_of_their_ranks_too(steps: int, interval: int)
 
 EXPERTS = dict(experts=8, top_k=2, ffn=1024, shared_ffn=2048, dense_layers=1)
 LATENT = dict(kv_rank=512, nope_dim=64, rope_dim=32, value_dim=96)
-
-
-def told_model(parallel: dict[str, Any] | None = None, **model: Any) -> MegatronConfig:
-    """The example llama7b with `model` changed, on one node of 8 GPUs."""
-    base = load_run_spec(ROOT / "examples" / "llama7b.yaml", ()).document
-    document = base.model_dump(mode="json", by_alias=True)
-    document["model"] |= {"layers": 4, **model}
-    document["parallel"] = parallel or {}
-    document["resources"]["gpus"] = 8
-    spec = RunSpec.model_validate(document)
-    site = load_profile(find_profile("a100x1")).document
-    return megatron_config(planned_job(spec, site))
 
 
 def test_a_dense_model_has_none_of_it() -> None:

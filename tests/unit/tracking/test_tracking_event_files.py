@@ -19,7 +19,7 @@ from hpctrain.records.run_records import EvaluationMetrics, StepMetrics, append_
 from hpctrain.records.tracking import position_file
 from hpctrain.tracking.continuous import Settled, continuation, scalars, settled
 from hpctrain.tracking.event_files import EventFiles
-from hpctrain.tracking.writer_lock import TrackingInUseError
+from hpctrain.tracking.follower import TrackingInUseError
 
 
 @pytest.fixture
