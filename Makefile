@@ -52,8 +52,7 @@ unit: install-tests  ## The fast tests only
 megatron-core-newest: install  ## The tests of megatron-core with its newest release
 	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/megatron-lm $(PYTHON) -m pytest -n $(COMPUTE) \
 		--dist worksteal tests/engines --ignore-glob='*/test_deepspeed_*' \
-		--ignore-glob='*/test_megatron_lm_*' --ignore-glob='*/test_native_*' \
-		--ignore-glob='*/test_plan_parameters*'
+		--ignore-glob='*/test_megatron_lm_*' --ignore-glob='*/test_native_*'
 
 lint: install  ## Style, types, architecture contracts, shell scripts
 	@$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .

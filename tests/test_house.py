@@ -119,7 +119,7 @@ OWN_TIME = {
 
 # Unit tests that sleep, beside programs in strings, which are other processes.
 SLEEPERS = {
-    "checkpoints/test_verify.py": "leaves other threads the time to come, if they may",
+    "checkpoints/test_discover.py": "leaves other threads the time to come, if they may",
     "observe/test_service_metrics.py": "a server that answers slowly",
     "serve/router/test_router_programs.py": "clients that come one after the other",
     "serve/test_load_sending.py": "an engine that answers slowly",
@@ -146,7 +146,7 @@ NOT_THE_ENGINE = {
     ("cli/failures.py", "megatron"): "a Python package, and the extra of pip that has it",
     ("cli/failures.py", "deepspeed"): "a Python package, and the extra of pip that has it",
     ("data/making/tokenized_text.py", "megatron"): "the extra of pip that has the tokenizers",
-    ("data/making/byte_tokenizer.py", "megatron"): "the extra of pip that has the tokenizers",
+    ("data/making/text_tokenizers.py", "megatron"): "the extra of pip that has the tokenizers",
     ("train/startup.py", "megatron"): "the logger of the Python package",
 }
 

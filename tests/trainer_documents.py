@@ -9,7 +9,7 @@ from typing import Any
 
 from planned_job import planned_job
 
-from hpctrain.engines.documents import train_config
+from hpctrain.engines.train_json import train_config
 from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from bench import prefork
 from bench.free_ports import free_port
 from bench.gpu.rung import ROOT, Site
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name

@@ -28,7 +28,7 @@ from bench.free_ports import free_port
 from bench.gpu.planned_spec import planned_spec
 from bench.one_gpu.jobs import CASES, Case
 from hpctrain.base.errors import DoesNotFitError, HpctrainError
-from hpctrain.engines.documents import train_config
+from hpctrain.engines.train_json import train_config
 from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.documents import Plan
 from hpctrain.records.gpu_report import StepTime

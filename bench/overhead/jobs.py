@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.engines.training import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]

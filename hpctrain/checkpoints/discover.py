@@ -1,7 +1,9 @@
-"""Finding the checkpoint to resume from: the newest good one, and what is wrong with others.
+"""Find the checkpoint to resume from, and check all of a run: what is wrong with each.
 
-Never trusts the tracker file or the highest number alone, and never reports "none" when there is
-something that could not be used: starting from step 0 would lose work silently.
+The choice never trusts the tracker file or the highest number alone, and never reports "none" when
+there is something that could not be used: starting from step 0 would lose work silently. Belongs
+here: choosing, and moving bad ones away. Does not belong here: what a good checkpoint is (see
+`hpctrain.records.manifest`).
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,8 +29,10 @@ from hpctrain.checkpoints.publish import (
     quarantine,
 )
 from hpctrain.records.manifest import (
+    FileDigest,
     Manifest,
     checkpoint_name,
+    file_problem,
     list_problem,
     read_manifest,
     what_is_wrong,
@@ -168,16 +174,16 @@ def select_for_resume(
             _put_aside(root, step, decisions.from_scratch)
         (root / TRACKER_NAME).unlink(missing_ok=True)
         return Selection(None, ())
-    return _newest_good(root, level, decisions)
-
-
-def _newest_good(root: Path, level: VerifyLevel, decisions: Decisions) -> Selection:
     rejected: list[Checkpoint] = []
     at_most_step = decisions.at_most_step
     for step in reversed(published_steps(root)):
         if at_most_step is not None and step > at_most_step:
             continue
-        candidate = _inspect_twice(root, step, level)
+        candidate = inspect(root / checkpoint_name(step), step, level)
+        if not candidate.good:
+            # the directory may just have been away
+            os.listdir(root)
+            candidate = inspect(root / checkpoint_name(step), step, level)
         if candidate.newer:
             raise CheckpointError(f"{candidate.problem}", hint=USE_NEWER)
         if candidate.good:
@@ -186,24 +192,19 @@ def _newest_good(root: Path, level: VerifyLevel, decisions: Decisions) -> Select
             return Selection(candidate, tuple(rejected))
         quarantine(root, candidate.directory, candidate.problem or "")
         rejected.append(candidate)
-    known = not decisions.loss_accepted and _something_was_published(root)
+    shelf = root / QUARANTINE_NAME
+    known = not decisions.loss_accepted and (
+        (shelf.is_dir() and any(path.is_dir() for path in shelf.iterdir()))
+        or (root / TRACKER_NAME).exists()
+    )
     if rejected or known or published_steps(root):
         limit = "" if at_most_step is None else f" of step {at_most_step} or before"
         raise CheckpointError(
             f"no good checkpoint{limit} is left in {root}, so a start from step 0 would lose work"
             + "".join(f"; step {bad.step}: {bad.problem}" for bad in rejected),
-            hint=f"look into {root / QUARANTINE_NAME}; {HOW_TO_START_OVER}",
+            hint=f"look into {shelf}; {HOW_TO_START_OVER}",
         )
     return Selection(None, ())
-
-
-def _inspect_twice(root: Path, step: int, level: VerifyLevel) -> Checkpoint:
-    """One that seems bad is looked at again: the directory may just have been away."""
-    candidate = inspect(root / checkpoint_name(step), step, level)
-    if candidate.good:
-        return candidate
-    os.listdir(root)
-    return inspect(root / checkpoint_name(step), step, level)
 
 
 def _put_aside(root: Path, step: int, reason: str) -> None:
@@ -221,8 +222,67 @@ def _move_newer(root: Path, step: int) -> None:
         point_tracker_to(root, step)
 
 
-def _something_was_published(root: Path) -> bool:
-    """True if anything says that there is or once was a published checkpoint."""
-    shelf = root / QUARANTINE_NAME
-    quarantined = shelf.is_dir() and any(path.is_dir() for path in shelf.iterdir())
-    return quarantined or (root / TRACKER_NAME).exists()
+# -- Read every byte on demand, with several threads --------------------------------------------
+# Reading and hashing release Python's lock, so threads are enough to keep a parallel file system
+# busy.
+
+
+@dataclass(frozen=True)
+class Verified:
+    """How far a verification is: files and bytes that were read, of all there are to read."""
+
+    step: int
+    files: int
+    total_files: int
+    read_bytes: int
+    total_bytes: int
+
+
+def verify_all(
+    root: Path,
+    level: VerifyLevel = "sha256",
+    workers: int = 4,
+    progress: Callable[[Verified], None] | None = None,
+) -> list[Checkpoint]:
+    """Check all published checkpoints, newest first; moves and changes nothing.
+
+    With `sha256` every byte of every file is read, by `workers` threads over the files of all
+    checkpoints; `auto` reads only checkpoints of up to 1 GiB. `progress` is called after each
+    file, never by two threads at once.
+    """
+    found = [(step, root / checkpoint_name(step)) for step in reversed(published_steps(root))]
+    manifests = {step: read_manifest(directory) for step, directory in found}
+    deep = {step for step, manifest in manifests.items() if reads_content(manifest, level)}
+    items: list[tuple[int, Path, FileDigest]] = [
+        (step, directory, file)
+        for step, directory in found
+        if step in deep and (manifest := manifests[step]) is not None
+        for file in manifest.files
+    ]
+    total_bytes = sum(file.size_bytes for _, _, file in items)
+    lock, done_files, done_bytes = threading.Lock(), 0, 0
+
+    def check(item: tuple[int, Path, FileDigest]) -> str | None:
+        nonlocal done_files, done_bytes
+        step, directory, file = item
+        problem = file_problem(directory, file, deep=True)
+        with lock:
+            done_files, done_bytes = done_files + 1, done_bytes + file.size_bytes
+            if progress is not None:
+                progress(Verified(step, done_files, len(items), done_bytes, total_bytes))
+        return problem
+
+    problems: dict[int, str] = {}  # of each step the first, in the order of the manifest
+    with ThreadPoolExecutor(max(1, workers), thread_name_prefix="verify") as pool:
+        for (step, _, _), problem in zip(items, pool.map(check, items), strict=True):
+            if problem is not None:
+                problems.setdefault(step, problem)
+    judged = []
+    for step, directory in found:
+        if step in deep:
+            # Names and sizes first, then what reading has found.
+            problem = what_is_wrong(directory, manifests[step], deep=False) or problems.get(step)
+            judged.append(Checkpoint(directory, step, manifests[step], problem, deep=True))
+        else:
+            judged.append(inspect(directory, step, "size"))
+    return judged

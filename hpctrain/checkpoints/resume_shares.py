@@ -1,30 +1,84 @@
-"""Hand each rank of a launch its share of the checkpoint to resume from, in one read per rank.
+"""Distribute the files of a checkpoint over the ranks of a launch, which compare their digests.
+
+Each file goes to exactly one rank: to the one that wrote it, which reads it anyway when it loads
+the same layout, unless that rank would have much more to read than others. Every rank computes the
+same distribution from the manifest alone, so no message is needed.
 
 A manifest lists the files of all ranks. If each of R ranks parsed it and asked the file system
 about every file, a start would cost R x R operations on the metadata server. So the supervisor,
 which has verified the checkpoint just before, divides the files once and writes the shares into
 one file with lines of equal length: a rank reads the head and its own line.
 
-Belongs here: that file. Does not belong here: who gets which file (`digest_shares`), what is done
-with a share (`hpctrain.train.saving.digest_check`).
+Belongs here: who reads what, and that file. Does not belong here: reading and comparing (see
+`hpctrain.train.saving.digest_check`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpctrain.base.durable import replace_text
-from hpctrain.checkpoints.digest_shares import deal
 from hpctrain.records.manifest import MANIFEST_NAME, FileDigest, Manifest
 
 SHARES_NAME = "resume-shares.jsonl"
 # The head has no list: names, a layout, numbers. A longer one is not written.
 _HEAD_BYTES = 4096
 _SHA256_LENGTH = 64
+# A rank keeps the files it wrote up to so many times an even share; a file cannot be divided.
+_MOST_SHARES = 1.25
+
+
+def files_of_rank(manifest: Manifest, rank: int, world_size: int) -> tuple[FileDigest, ...]:
+    """The files whose digests `rank` of `world_size` compares, the largest first."""
+    return deal(manifest, world_size)[rank]
+
+
+def deal(manifest: Manifest, world_size: int) -> tuple[tuple[FileDigest, ...], ...]:
+    """The files of each rank. Ranks of another number than the writers' get neighbouring files."""
+    known = len(manifest.writers) == len(manifest.files)
+    writers = manifest.writers if known else (-1,) * len(manifest.files)
+    homes = [writer * world_size // max(manifest.world_size, 1) for writer in writers]
+    return _dealt(list(zip(manifest.files, homes, strict=True)), world_size)
+
+
+def even_share(files: Sequence[FileDigest], rank: int, world_size: int) -> tuple[FileDigest, ...]:
+    """The same for files that no rank has at home."""
+    return _dealt([(file, -1) for file in files], world_size)[rank]
+
+
+def _dealt(
+    files: Sequence[tuple[FileDigest, int]], world_size: int
+) -> tuple[tuple[FileDigest, ...], ...]:
+    """`files` with the rank that each should go to, -1 for any."""
+    limit_bytes = _MOST_SHARES * sum(file.size_bytes for file, _ in files) / world_size
+    dealt: list[list[FileDigest]] = [[] for _ in range(world_size)]
+    bytes_of = [0] * world_size
+    left: list[FileDigest] = []
+    for file, home in sorted(files, key=lambda pair: (-pair[0].size_bytes, pair[0].name)):
+        fits = 0 <= home < world_size and bytes_of[home] + file.size_bytes <= limit_bytes
+        if fits:
+            dealt[home].append(file)
+            bytes_of[home] += file.size_bytes
+        else:
+            left.append(file)
+    least_loaded = [(load, rank) for rank, load in enumerate(bytes_of)]
+    heapq.heapify(least_loaded)
+    for file in left:
+        load, rank = heapq.heappop(least_loaded)
+        dealt[rank].append(file)
+        heapq.heappush(least_loaded, (load + file.size_bytes, rank))
+    return tuple(
+        tuple(sorted(files, key=lambda file: file.size_bytes, reverse=True)) for files in dealt
+    )
+
+
+# -- The file of shares, which the supervisor writes beside the checkpoint -----------------------
 
 
 class SharesHead(BaseModel):

@@ -3,11 +3,12 @@
 Two kinds: Hugging Face's (`config.json` and safetensors) and what `hpctrain convert` makes of one
 for megatron-core (the same `config.json`, and a `torch_dist` checkpoint). Belongs here: whether
 all of it is there. Does not belong here: whether it is the model that somebody wants
-(`hpctrain.engines.described`), loading it.
+(`hpctrain.engines.hugging_face`), loading it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -27,7 +28,6 @@ _HINT = (
     "stage it before, on a node with internet: `hf download OWNER/MODEL --local-dir {path}`; "
     "nothing is downloaded while a job runs"
 )
-_CONVERT = "`hpctrain convert HUGGING_FACE_DIRECTORY {path}` makes it"
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,21 @@ def open_staged(path: Path) -> Staged:
     """Look at every file, read none but headers. Raises InvalidInputError for what is missing."""
     config = _read_json(path, path / CONFIG_NAME)
     # newer versions of megatron-core write no common.pt
-    if (path / MEGATRON_NAME).exists() and any(map(Path.exists, _beside(path))):
+    beside = (path / "common.pt", path / ".metadata")
+    if (path / MEGATRON_NAME).exists() and any(file.exists() for file in beside):
         return Staged(path, config, "megatron_core")
     for file in weight_files(path):
-        _check_length(path, file)
+        # a download that was cut off is shorter than its header says
+        try:
+            expected, size_bytes = expected_bytes(file), file.stat().st_size
+        except FileNotFoundError:
+            raise _missing(path, f"{path} is incomplete: {file.name} is missing") from None
+        except (OSError, ValueError) as error:
+            raise _missing(path, f"{file} cannot be read: {error}") from error
+        if size_bytes < expected:
+            cut = f"{file.name} has {size_bytes} of {expected} bytes"
+            raise _missing(path, f"{path} is incomplete: {cut}")
     return Staged(path, config, "hugging_face")
-
-
-def _beside(path: Path) -> tuple[Path, Path]:
-    return path / "common.pt", path / ".metadata"
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -96,19 +102,6 @@ def _header(file: Path) -> tuple[int, list[dict[str, Any]]]:
     return header_bytes, [about for name, about in header.items() if name != "__metadata__"]
 
 
-def _check_length(path: Path, file: Path) -> None:
-    """A download that was cut off is shorter than its header says."""
-    try:
-        expected, size_bytes = expected_bytes(file), file.stat().st_size
-    except FileNotFoundError:
-        raise _missing(path, f"{path} is incomplete: {file.name} is missing") from None
-    except (OSError, ValueError) as error:
-        raise _missing(path, f"{file} cannot be read: {error}") from error
-    if size_bytes < expected:
-        cut = f"{file.name} has {size_bytes} of {expected} bytes"
-        raise _missing(path, f"{path} is incomplete: {cut}")
-
-
 def _read_json(path: Path, file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())
@@ -127,7 +120,7 @@ def require_kind(staged: Staged, kind: Kind) -> None:
     if staged.kind == kind:
         return
     if kind == "megatron_core":
-        hint = _CONVERT.format(path="DIRECTORY")
+        hint = "`hpctrain convert HUGGING_FACE_DIRECTORY DIRECTORY` makes it"
         raise _problem(f"megatron-core cannot start from {staged.path}, a Hugging Face model", hint)
     raise _problem(
         f"{staged.path} is for megatron-core",
@@ -137,19 +130,12 @@ def require_kind(staged: Staged, kind: Kind) -> None:
 
 def _missing(path: Path, words: str) -> InvalidInputError:
     hint = _HINT.format(path=path)
-    if not path.exists() and (meant := _similar(path)) is not None:
-        hint = f"did you mean {meant}? Else {hint}"
+    if not path.exists():
+        with contextlib.suppress(OSError):
+            names = [one.name for one in path.parent.iterdir() if one.is_dir()]
+            for close in get_close_matches(path.name, names, n=1):
+                hint = f"did you mean {path.parent / close}? Else {hint}"
     return InvalidInputError([Problem(words, hint=hint, node_dependent=True)])
-
-
-def _similar(path: Path) -> Path | None:
-    """Find the directory beside `path` whose name is nearest to its own."""
-    try:
-        names = [one.name for one in path.parent.iterdir() if one.is_dir()]
-    except OSError:
-        return None
-    close = get_close_matches(path.name, names, n=1)
-    return path.parent / close[0] if close else None
 
 
 def _problem(words: str, hint: str) -> InvalidInputError:

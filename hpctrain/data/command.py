@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,32 +32,22 @@ def data() -> None:
     """
 
 
-class Size(click.ParamType[ByteSize]):
-    """A byte size such as 4MB."""
+class Quantity(click.ParamType[Any]):
+    """A `size` such as 4MB, or a `time` such as 30min or 04:00:00."""
 
-    name = "size"
+    def __init__(self, name: str, accept: Callable[[object], object]) -> None:
+        self.name, self._accept = name, accept
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> ByteSize:
+    ) -> object:
         try:
-            return ByteSize.accept(value)
+            return self._accept(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-class Time(click.ParamType[Duration]):
-    """A duration such as 30min or 04:00:00."""
-
-    name = "time"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Duration:
-        try:
-            return Duration.accept(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+SIZE, TIME = Quantity("size", ByteSize.accept), Quantity("time", Duration.accept)
 
 
 @data.command(short_help="Make a dataset from text, conversations or images")
@@ -71,7 +62,7 @@ class Time(click.ParamType[Duration]):
     help="Source text of Python's standard library, or scikit-learn's handwritten digits.",
 )
 @click.option("--suffix", multiple=True, help="Suffix of files to take from directories.")
-@click.option("--max-bytes", type=Size(), help="Stop reading after so much text, such as 4MB.")
+@click.option("--max-bytes", type=SIZE, help="Stop reading after so much text, such as 4MB.")
 @click.option("--vocab-size", type=click.IntRange(2), help="Including the end of a document.")
 @click.option("--tokenizer", type=PATH, help="A tokenizer.json or a directory; train none.")
 @click.option("--tokenizer-output", type=PATH, help="Where to write a trained tokenizer.")
@@ -80,12 +71,12 @@ class Time(click.ParamType[Duration]):
 @click.option("--chat-template", type=PATH, help="packed: instead of the tokenizer's own.")
 @click.option("--classes", metavar="A,B,...", help="examples: names of labels by number.")
 @click.option("--workers", type=click.IntRange(1), help="Processes at once (of each element).")
-@click.option("--shard-size", type=Size(), help="Text that a process takes at a time.")
+@click.option("--shard-size", type=SIZE, help="Text that a process takes at a time.")
 @click.option("--slurm", is_flag=True, help="Make the shards by a job array.")
 @click.option("--profile", "-p", type=ProfileName(), help="--slurm: cluster profile.")
 @click.option("--jobs", type=click.IntRange(1), help="--slurm: elements of the array. Default: 8.")
 @click.option("--partition", help="--slurm: default: that of the profile.")
-@click.option("--time", type=Time(), help="--slurm: time limit of an element.")
+@click.option("--time", type=TIME, help="--slurm: time limit of an element.")
 @click.option("--force", is_flag=True, help="Replace another dataset of that name.")
 @json_option
 def prepare(output: Path, as_json: bool, **options: Any) -> None:

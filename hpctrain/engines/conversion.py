@@ -6,14 +6,14 @@ weights (see `hpctrain.convert`), files.
 
 from __future__ import annotations
 
-from hpctrain.engines.described import (
+from hpctrain.engines.hugging_face import (
+    ACTIVATIONS,
     Config,
     Inexpressible,
     described,
     family_described,
     rope_of,
 )
-from hpctrain.engines.hugging_face import ACTIVATIONS
 from hpctrain.engines.megatron import MegatronConfig, megatron_model
 from hpctrain.plan.abilities.trainable_hugging_face import unrepresentable_model
 from hpctrain.spec.model import ModelSpec

@@ -2,17 +2,18 @@
 
 `MegatronConfig` uses Megatron's own names (megatron-core TransformerConfig, OptimizerConfig,
 DistributedDataParallelConfig), which makes `train.json` readable to users of Megatron.
-Belongs here: the document and the pure functions that fill it. Does not belong here: torch,
-megatron imports, or reading files.
+Belongs here: the document, the pure functions that fill it, and what its options need of libraries
+and GPUs. Does not belong here: what ranks have (see `hpctrain.train.software_agreement`), options
+that exclude each other (see `hpctrain.train.engines.megatron.option_problems`), torch, megatron
+imports, or reading files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpctrain.engines.megatron_software import software_needs
-from hpctrain.engines.needed_software import SoftwareNeed
-from hpctrain.engines.training import TrainConfig, shared_config
+from hpctrain.engines.training import SoftwareNeed, TrainConfig, shared_config
 from hpctrain.plan.layout_words import DEFAULT_ORDER, Order
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import RecomputeModule
@@ -20,7 +21,6 @@ from hpctrain.spec.engines.megatron import Fp8Recipe
 from hpctrain.spec.model import MlaSpec, ModelSpec, MoeSpec
 
 if TYPE_CHECKING:
-    from hpctrain.plan.documents import Plan
     from hpctrain.plan.job import TrainingJob
 
 # Weight of the loss that spreads tokens over experts (Fedus et al. 2021, arXiv 2101.03961, section
@@ -191,49 +191,59 @@ class MegatronConfig(MegatronModel, TrainConfig):
     def model(self) -> ModelSpec:
         """The model as in a spec; a Llama if it has that family's choices."""
         rope, rms = self.position_embedding_type == "rope", self.normalization == "RMSNorm"
-        family: Literal["gpt", "llama"] = "gpt"
-        if rope and rms and self.activation == "swiglu":
-            family = "llama"
-        moe, mla = None, None
-        if self.num_moe_experts is not None:
-            moe = MoeSpec(
-                experts=self.num_moe_experts,
-                top_k=self.moe_router_topk,
-                ffn=self.moe_ffn_hidden_size or self.ffn_hidden_size,
-                shared_ffn=self.moe_shared_expert_intermediate_size or 0,
-                dense_layers=self.moe_first_dense_layers,
-            )
-        if self.multi_latent_attention:
-            mla = MlaSpec(
-                q_rank=self.q_lora_rank,
-                kv_rank=self.kv_lora_rank,
-                nope_dim=self.qk_head_dim,
-                rope_dim=self.qk_pos_emb_head_dim,
-                value_dim=self.v_head_dim,
-            )
+        family: Literal["gpt", "llama"] = (
+            "llama" if rope and rms and self.activation == "swiglu" else "gpt"
+        )
+        latent = self.multi_latent_attention
         return ModelSpec(
             family="bert" if self.model_type == "bert" else family,
-            layers=self.num_layers,
-            hidden=self.hidden_size,
-            ffn=self.ffn_hidden_size,
-            heads=self.num_attention_heads,
-            kv_heads=self.num_query_groups if mla is None else None,
-            head_dim=self.kv_channels if mla is None else None,
+            **{ours: getattr(self, name) for name, ours in _MODEL_NAMES.items()},
+            kv_heads=None if latent else self.num_query_groups,
+            head_dim=None if latent else self.kv_channels,
             vocab=self.vocab_size,
             seq=self.seq_length,
-            activation=self.activation,
             norm="rmsnorm" if rms else "layernorm",
             norm_epsilon=self.layernorm_epsilon,
             positions="rope" if rope else "learned",
-            rope_base=self.rotary_base,
-            tied=self.share_embeddings_and_output_weights,
-            bias=self.add_bias_linear,
-            dropout=self.dropout,
-            moe=moe,
-            mla=mla,
+            moe=None
+            if self.num_moe_experts is None
+            else MoeSpec(
+                **{ours: getattr(self, name) for name, ours in _EXPERT_NAMES.items()},
+                ffn=self.moe_ffn_hidden_size or self.ffn_hidden_size,
+                shared_ffn=self.moe_shared_expert_intermediate_size or 0,
+            ),
+            mla=MlaSpec(**{ours: getattr(self, name) for name, ours in _LATENT_NAMES.items()})
+            if latent
+            else None,
             mtp_layers=self.mtp_num_layers or 0,
-            pretrained=self.pretrained,
         )
+
+
+# Names of megatron-core, and fields of a spec with the same values: of `model`, `moe` and `mla`.
+_MODEL_NAMES = {
+    "pretrained": "pretrained",
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "ffn_hidden_size": "ffn",
+    "num_attention_heads": "heads",
+    "activation": "activation",
+    "rotary_base": "rope_base",
+    "share_embeddings_and_output_weights": "tied",
+    "add_bias_linear": "bias",
+    "dropout": "dropout",
+}
+_EXPERT_NAMES = {
+    "num_moe_experts": "experts",
+    "moe_router_topk": "top_k",
+    "moe_first_dense_layers": "dense_layers",
+}
+_LATENT_NAMES = {
+    "q_lora_rank": "q_rank",
+    "kv_lora_rank": "kv_rank",
+    "qk_head_dim": "nope_dim",
+    "qk_pos_emb_head_dim": "rope_dim",
+    "v_head_dim": "value_dim",
+}
 
 
 def megatron_config(job: TrainingJob) -> MegatronConfig:
@@ -243,6 +253,8 @@ def megatron_config(job: TrainingJob) -> MegatronConfig:
     # Sizes of an elastic run have the same buckets, also the one that is left with dp 1.
     elastic = spec.resources.min_nodes is not None
     replicated = layout.dp > 1 or elastic
+    # as TransformerEngine's MXFP8BlockScaling does
+    eight_bits: Literal["hybrid", "e4m3"] = "e4m3" if plan.fp8_recipe == "mxfp8" else "hybrid"
     return MegatronConfig(
         **dict(shared_config(job)),
         **dict(
@@ -263,7 +275,7 @@ def megatron_config(job: TrainingJob) -> MegatronConfig:
         recompute_num_layers=plan.recompute_layers or spec.recompute_layers,
         cpu_offloading_num_layers=plan.activation_offload_layers or spec.offloaded_layers,
         expert_tensor_parallel_size=layout.etp,
-        fp8=_format_of_8_bits(plan),
+        fp8=eight_bits if plan.precision == "fp8" else None,
         fp8_recipe=plan.fp8_recipe or "delayed",
         fp8_param=own.fp8_param_gather,
         fp4="e2m1" if plan.precision == "fp4" else None,
@@ -281,13 +293,6 @@ def megatron_config(job: TrainingJob) -> MegatronConfig:
     )
 
 
-def _format_of_8_bits(plan: Plan) -> Literal["hybrid", "e4m3"] | None:
-    """Choose the format by the recipe, as TransformerEngine's MXFP8BlockScaling does (E4M3)."""
-    if plan.precision != "fp8":
-        return None
-    return "e4m3" if plan.fp8_recipe == "mxfp8" else "hybrid"
-
-
 def megatron_model(
     model: ModelSpec,
     padded_vocab: int,
@@ -295,45 +300,107 @@ def megatron_model(
 ) -> MegatronModel:
     """Translate a model's shape into megatron-core's names."""
     moe, mla = model.moe, model.mla
-    activation, tied, bias = model.activation, model.tied, model.bias
-    assert activation is not None and tied is not None and bias is not None, "by the family"
-    others: dict[str, Any] = {}
+    shape: dict[str, Any] = {name: getattr(model, ours) for name, ours in _MODEL_NAMES.items()}
+    assert None not in (model.activation, model.tied, model.bias), "by the family"
     if moe is not None:
-        others = dict(
-            num_moe_experts=moe.experts,
-            moe_router_topk=moe.top_k,
-            moe_ffn_hidden_size=moe.ffn,
-            moe_shared_expert_intermediate_size=moe.shared_ffn or None,
-            moe_first_dense_layers=moe.dense_layers,
-        )
+        shape |= {name: getattr(moe, ours) for name, ours in _EXPERT_NAMES.items()}
+        shape["moe_ffn_hidden_size"] = moe.ffn
+        shape["moe_shared_expert_intermediate_size"] = moe.shared_ffn or None
     if mla is not None:
-        others |= dict(
-            multi_latent_attention=True,
-            q_lora_rank=mla.q_rank,
-            kv_lora_rank=mla.kv_rank,
-            qk_head_dim=mla.nope_dim,
-            qk_pos_emb_head_dim=mla.rope_dim,
-            v_head_dim=mla.value_dim,
-        )
+        shape |= {name: getattr(mla, ours) for name, ours in _LATENT_NAMES.items()}
+    shape["ffn_hidden_size"] = model.ffn_size
     return MegatronModel(
-        pretrained=model.pretrained,
+        **shape,
         model_type="bert" if model.family == "bert" else "gpt",
-        num_layers=model.layers,
-        hidden_size=model.hidden,
-        ffn_hidden_size=model.ffn_size,
-        num_attention_heads=model.heads,
         num_query_groups=model.key_value_heads,
         kv_channels=model.head_size,
         padded_vocab_size=padded_vocab,
-        activation=activation,
         normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         layernorm_epsilon=model.norm_epsilon,
         position_embedding_type="rope" if model.positions == "rope" else "learned_absolute",
-        rotary_base=model.rope_base,
-        share_embeddings_and_output_weights=tied,
-        add_bias_linear=bias,
-        dropout=model.dropout,
         transformer_impl=implementation,
+        multi_latent_attention=mla is not None,
         mtp_num_layers=model.mtp_layers or None,
-        **others,
     )
+
+
+# -- What the options need of libraries and GPUs -----------------------------------------------
+# Versions are those that megatron-core 0.16.1 compares with, capabilities those of
+# TransformerEngine (pytorch/quantization.py at commit d0067d0d).
+
+# fp8_utils.py, get_fp8_recipe; _compute_fp8_support, _compute_fp8_block_scaling_support and
+# _compute_mxfp8_support
+_BY_RECIPE: dict[str, dict[str, Any]] = {
+    "delayed": dict(version=(1, 0), capability=(8, 9)),
+    "tensorwise": dict(version=(2, 2), capability=(8, 9)),
+    "blockwise": dict(version=(2, 3), capability=(9, 0), cuda=(12, 9)),
+    "mxfp8": dict(version=(2, 1), capability=(10, 0), capability_below=(12, 0)),
+}
+
+
+def software_needs(config: MegatronConfig) -> Iterator[SoftwareNeed]:
+    """Yield what each option that is set needs."""
+    engine = dict[str, Any](library="transformer_engine")
+    bf16 = "set `precision: bf16`"
+    if config.fp4 is not None:
+        yield SoftwareNeed(
+            setting="`precision: fp4`",
+            version=(2, 7),
+            capability=(10, 0),
+            instead=bf16,
+            **engine,
+        )
+    if config.fp8 is not None:
+        blocks = config.fp8_recipe in ("mxfp8", "blockwise")
+        yield SoftwareNeed(
+            setting=f"`precision: fp8` with `fp8_recipe: {config.fp8_recipe}`",
+            instead="set `fp8_recipe: tensorwise` or `precision: bf16`" if blocks else bf16,
+            **engine,
+            **_BY_RECIPE[config.fp8_recipe],
+        )
+    if config.tp_comm_overlap:
+        # Before 1.9 userbuffers are started by MPI (megatron/training/initialize.py).
+        setting = "`tp_comm_overlap`"
+        yield SoftwareNeed(setting=setting, version=(1, 9), instead="leave it false", **engine)
+    if config.defer_embedding_wgrad_compute:
+        # model_parallel_config.py: only with gradient_accumulation_fusion, which is Apex's
+        yield SoftwareNeed(
+            setting="`defer_embedding_wgrad_compute`",
+            library="apex_wgrad",
+            instead="leave it false",
+        )
+    if config.cpu_offloading_num_layers:
+        yield SoftwareNeed(
+            setting="`activation_offload_layers`", instead="set it to 0", **engine
+        )  # transformer_block.py, get_cpu_offload_context
+    if config.cuda_graph_impl == "transformer_engine":
+        yield SoftwareNeed(
+            setting="`cuda_graph_impl: transformer_engine`", instead="set it to none", **engine
+        )
+    if config.cuda_graph_impl == "local":
+        # streams and captures are CUDA's own; any GPU has them
+        yield SoftwareNeed(
+            setting="`cuda_graph_impl: local`", capability=(7, 0), instead="set it to none"
+        )
+    discarded = {"layernorm", "moe_act", "mla_up_proj"} & set(config.recompute_modules)
+    if config.recompute_granularity == "selective" and discarded:
+        # tensor_parallel/random.py, CheckpointWithoutOutput
+        names = ", ".join(sorted(discarded))
+        yield SoftwareNeed(
+            setting=f"`recompute_modules: [{names}]`", instead="recompute other modules", **engine
+        )
+    if config.moe_permute_fusion:
+        # transformer_config.py: "Please install TE >= 2.1.0"
+        yield SoftwareNeed(
+            setting="`moe_permute_fusion`", version=(2, 1), instead="leave it false", **engine
+        )
+    if config.moe_token_dispatcher_type == "flex":
+        # Generations: Megatron-Bridge, training/flex_dispatcher_backend.py
+        backend = config.moe_flex_dispatcher_backend
+        yield SoftwareNeed(
+            setting=f"`moe_flex_dispatcher_backend: {backend}`",
+            library="deep_ep" if backend == "deepep" else "hybrid_ep",
+            capability=(8, 0),
+            capability_below=(11, 0),
+            instead="set `moe_token_dispatcher_type: alltoall`",
+        )

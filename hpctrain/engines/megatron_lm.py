@@ -120,15 +120,17 @@ _CPU: Arguments = {
 }
 
 
+def _same(config: MegatronLmConfig, *fields: str) -> Arguments:
+    """Arguments that have the names of these fields."""
+    return {name.replace("_", "-"): getattr(config, name) for name in fields}
+
+
 def _model(config: MegatronLmConfig) -> Arguments:
     grouped = config.num_query_groups != config.num_attention_heads
     latent = config.multi_latent_attention
     rotary = config.position_embedding_type == "rope"
     return {
-        "num-layers": config.num_layers,
-        "hidden-size": config.hidden_size,
-        "ffn-hidden-size": config.ffn_hidden_size,
-        "num-attention-heads": config.num_attention_heads,
+        **_same(config, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
         "group-query-attention": grouped and not latent,
         "num-query-groups": config.num_query_groups if grouped and not latent else None,
         "kv-channels": None if latent else config.kv_channels,
@@ -176,11 +178,8 @@ def _latent_attention(config: MegatronLmConfig) -> Arguments:
         return {}
     return {
         "multi-latent-attention": True,
-        "q-lora-rank": config.q_lora_rank,
-        "kv-lora-rank": config.kv_lora_rank,
-        "qk-head-dim": config.qk_head_dim,
-        "qk-pos-emb-head-dim": config.qk_pos_emb_head_dim,
-        "v-head-dim": config.v_head_dim,
+        **_same(config, "q_lora_rank", "kv_lora_rank"),
+        **_same(config, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
         "qk-layernorm": True,
         "rope-type": "rope",
         "no-rope-fusion": True,  # transformer_config.py: for latent attention with YaRN only
@@ -191,8 +190,7 @@ def _layout(config: MegatronLmConfig) -> Arguments:
     uneven = stage_layout(config.pipeline_layer_split, config.mtp_num_layers or 0)
     experts = config.num_moe_experts is not None
     return {
-        "tensor-model-parallel-size": config.tensor_model_parallel_size,
-        "pipeline-model-parallel-size": config.pipeline_model_parallel_size,
+        **_same(config, "tensor_model_parallel_size", "pipeline_model_parallel_size"),
         "pipeline-model-parallel-layout": uneven,
         "num-virtual-stages-per-pipeline-rank": (
             None if uneven else config.virtual_pipeline_model_parallel_size
@@ -231,26 +229,17 @@ def _training(config: MegatronLmConfig) -> Arguments:
     elif config.recompute_granularity == "selective":
         recompute = {"recompute-modules": config.recompute_modules}
     return {
-        "micro-batch-size": config.micro_batch_size,
-        "global-batch-size": config.global_batch_size,
+        **_same(config, "micro_batch_size", "global_batch_size"),
         "train-iters": config.train_steps,
-        "lr": config.lr,
-        "min-lr": config.min_lr,
-        "lr-decay-style": config.lr_decay_style,
+        **_same(config, "lr", "min_lr", "lr_decay_style"),
         "lr-warmup-iters": config.lr_warmup_steps,
         "lr-decay-iters": config.lr_decay_steps,
         "bf16": config.precision == "bf16",
-        "deterministic-mode": config.deterministic_mode,
-        "seed": config.seed,
+        **_same(config, "deterministic_mode", "seed"),
         "optimizer": "adam",
-        "adam-beta1": config.adam_beta1,
-        "adam-beta2": config.adam_beta2,
-        "adam-eps": config.adam_eps,
-        "weight-decay": config.weight_decay,
-        "clip-grad": config.clip_grad,
-        "use-distributed-optimizer": config.use_distributed_optimizer,
-        "overlap-grad-reduce": config.overlap_grad_reduce,
-        "overlap-param-gather": config.overlap_param_gather,
+        **_same(config, "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"),
+        **_same(config, "use_distributed_optimizer"),
+        **_same(config, "overlap_grad_reduce", "overlap_param_gather"),
         # arguments.py: the one must be used in conjunction with the other
         "optimizer-cpu-offload": config.optimizer_cpu_offload,
         "use-precision-aware-optimizer": config.optimizer_cpu_offload,
@@ -269,8 +258,7 @@ def _data(config: MegatronLmConfig, places: Places) -> Arguments:
         "split": config.data_split if paths else None,
         "data-cache-path": places.data_cache,
         "tokenizer-type": "NullTokenizer",
-        "vocab-size": config.vocab_size,
-        "padded-vocab-size": config.padded_vocab_size,
+        **_same(config, "vocab_size", "padded_vocab_size"),
         "eval-interval": config.eval_interval_steps or config.train_steps,
         "eval-iters": config.eval_batches if config.eval_interval_steps else 0,
     }

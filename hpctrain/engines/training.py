@@ -1,27 +1,71 @@
 """The trainer configuration that all engines share: batch, schedule, data, checkpoints, logging.
 
 `TrainConfig` is the base of the engines' own documents, with Megatron's names; its file is the
-run's `train.json`. Belongs here: those fields, and the pure function that fills them. Does not
-belong here: fields of one engine (see `megatron`, `native`), torch, reading files.
+run's `train.json`. Belongs here: those fields, the pure functions that fill them, the settings of
+the check of GPUs and links before training, and the record of what a setting needs of libraries and
+GPUs. Does not belong here: fields of one engine (see `megatron`, `native`), measuring and comparing
+(see `hpctrain.train.speed_check`, `hpctrain.train.software_agreement`), torch, reading files.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from hpctrain.base.units import Duration
-from hpctrain.engines.needed_software import SoftwareNeed
-from hpctrain.engines.speed_check import SpeedCheckConfig
+from hpctrain.plan.layout_words import Axis
 from hpctrain.spec.document import Document
+from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.profiling import ProfileSpec
 from hpctrain.spec.supervision import SoftwareMode
 
 if TYPE_CHECKING:
+    from hpctrain.plan.cost.expected_speed import ExpectedSpeed
     from hpctrain.plan.job import TrainingJob
 
 MESSAGES_INTERVAL_STEPS = 200
 _TIMES_INTERVAL_STEPS = 20
 _FIRST_SAVE_SECONDS = 600.0  # until `auto` has measured saves
+
+
+# Fields of `hpctrain.records.software.SoftwareFacts` with a library.
+LibraryName = Literal["transformer_engine", "apex_wgrad", "deep_ep", "hybrid_ep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftwareNeed:
+    """`setting`, as people write it, needs a library, or GPUs of some compute capability.
+
+    Versions and capabilities are (major, minor). A `version` None means any; a GPU's capability is
+    at least `capability` and below `capability_below`; `cuda` is the least CUDA of torch's build.
+    """
+
+    setting: str
+    library: LibraryName | None = None
+    version: tuple[int, int] | None = None
+    capability: tuple[int, int] | None = None
+    capability_below: tuple[int, int] | None = None
+    cuda: tuple[int, int] | None = None
+    # the setting without it
+    instead: str
+
+
+class CheckedAxis(Document):
+    """The message that is sent along an axis, and the bandwidth that the plan assumes there."""
+
+    axis: Axis
+    message_bytes: int
+    expected_bytes_per_second: float | None = None
+
+
+class SpeedCheckConfig(Document):
+    """What the check compares: thresholds as shares, the fabric, and the plan's assumptions."""
+
+    slow_gpu: float
+    slow_link: float
+    fabric: Literal["infiniband", "roce", "efa", "slingshot", "ethernet"]
+    expected_flops_per_second: float | None = None
+    axes: tuple[CheckedAxis, ...] = ()
 
 
 class TrainConfig(Document):
@@ -230,4 +274,54 @@ def shared_config(job: TrainingJob) -> TrainConfig:
         profile=spec.profile,
         model_flops_per_step=plan.model_flops_per_step,
         peak_flops_per_gpu=job.peak_flops_per_gpu,
+    )
+
+
+# -- The check of GPUs and links before training -----------------------------------------------
+
+_MIB = 2**20
+# The least and the most bytes of a message. An all-reduce over NVLink or InfiniBand reaches its
+# bandwidth from some tens of MiB on (nccl-tests), above the upper bound it only takes longer; gloo
+# on CPUs copies through main memory.
+_MESSAGE_BYTES = {"cuda": (64 * _MIB, 256 * _MIB), "cpu": (_MIB, 4 * _MIB)}
+
+
+def speed_check_mode(job: TrainingJob) -> Literal["off", "report", "exclude"]:
+    """Choose the mode of the check: the spec's, or the profile's for `auto`.
+
+    An external program opens process groups of its own, which the check cannot use.
+    """
+    mode = job.spec.supervise.speed_check.mode
+    chosen = job.profile.usual_speed_check if mode == "auto" else mode
+    return "off" if abilities_of(job.spec.engine.name).program is not None else chosen
+
+
+def speed_check_config(job: TrainingJob, expected: ExpectedSpeed | None) -> SpeedCheckConfig | None:
+    """Fill the settings of the check; None where it is off."""
+    if speed_check_mode(job) == "off":
+        return None
+    plan, given = job.plan, job.spec.supervise.speed_check
+    known = expected.bytes_per_second if expected is not None else {}
+    least, most = _MESSAGE_BYTES[plan.accelerator]
+    # the plan's messages: gradients on dp, the activations of a microbatch elsewhere
+    gradients = 4 * max((stage.parameters_per_gpu for stage in plan.stages), default=0)
+    tokens = plan.batch.micro_batch * job.spec.model.seq // plan.layout.cp
+    activations = 2 * tokens * job.spec.model.hidden
+    flops = expected.product_flops_per_second if expected is not None else None
+    return SpeedCheckConfig(
+        slow_gpu=given.slow_gpu,
+        slow_link=given.slow_link,
+        fabric=job.profile.network.fabric,
+        expected_flops_per_second=None if plan.precision == "fp32" else flops,
+        axes=tuple(
+            CheckedAxis(
+                axis=place.axis,
+                message_bytes=max(
+                    least, min(gradients if place.axis == "dp" else activations, most)
+                ),
+                expected_bytes_per_second=known.get(place.axis),
+            )
+            for place in plan.placements
+            if place.size > 1
+        ),
     )

@@ -1,17 +1,32 @@
 """Compare the model that megatron-core builds with the plan: the documents of `plan --verify`.
 
 `BuiltModel` is printed by the process `hpctrain.train.engines.megatron.verify`; `Verification`
-compares it with the plan. Belongs here: these documents and their comparison. Does not belong here:
-building (see `hpctrain.train.engines.megatron.verify`), starting the process (see
-`hpctrain.job.verify`).
+compares it with the plan, and with the activations that the plan expects one microbatch to keep.
+Belongs here: these documents, their comparison, and the formulas of `hpctrain.plan.cost.memory`
+combined for that measurement. Does not belong here: building (see
+`hpctrain.train.engines.megatron.verify`), starting the process (see `hpctrain.job.verify`), new
+formulas.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
-from hpctrain.plan.documents import Plan
+from hpctrain.plan.cost.case import Case, Mesh
+from hpctrain.plan.cost.composition import Blocks
+from hpctrain.plan.cost.from_spec import (
+    ELEMENT_BYTES,
+    NO_MACHINE,
+    PLAIN,
+    shape_of,
+    uses_flash_attention,
+)
+from hpctrain.plan.cost.memory import kept_bytes, logit_bytes, outside_bytes
+from hpctrain.plan.documents import RECOMPUTES, Plan
+from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.document import Document
+from hpctrain.spec.engines.abilities import MODEL_AXES
 
 
 class BuiltStage(Document):
@@ -95,4 +110,46 @@ def compare(plan: Plan, kept_bytes: tuple[int | None, ...], built: BuiltModel) -
         equal=all(stage.equal for stage in stages),
         stages=stages,
         remarks=built.remarks,
+    )
+
+
+def planned_kept_bytes(job: TrainingJob) -> tuple[int, ...]:
+    """Predict the bytes that one microbatch of a dense model keeps on each stage, by `cost.memory`.
+
+    One forward pass through all chunks of a stage: without the allocator's slack, without the
+    layer that is being recomputed, with one dropout mask behind the embedding and the logits.
+    """
+    spec, plan = job.spec, job.plan
+    layout, batch = plan.layout, plan.batch
+    layers = [sum(stage.chunk_layers) for stage in plan.stages]
+    mesh = Mesh(
+        **{axis: getattr(layout, axis) for axis in (*MODEL_AXES, "dp")},
+        micro_batch=batch.micro_batch,
+        accumulation=batch.accumulation,
+        sequence_parallel=int(layout.sequence_parallel),
+        zero=plan.zero,
+        recompute=RECOMPUTES.index(plan.recompute),
+        layers_first=layers[0],
+        layers_middle=layers[len(layers) // 2],
+        layers_last=layers[-1],
+        element_bytes=ELEMENT_BYTES[plan.precision],
+    )
+    # attention and rotary positions as in megatron-core
+    software = replace(
+        PLAIN,
+        flash=int(plan.implementation != "local" and uses_flash_attention(spec)),
+        turned_copy=1,
+    )
+    shape = replace(shape_of(spec.model), vocab=plan.padded_vocab)
+    case = Case(shape, mesh, NO_MACHINE, software)
+    outside = float(outside_bytes(case))
+    mask = outside / float(mesh.element_bytes) if spec.model.dropout else 0.0
+    logits = float(logit_bytes(case))
+    return tuple(
+        round(
+            float(kept_bytes(case, Blocks(layers=n, attention=n, mlp=n, moe=0, mamba=0)))
+            + stage.embedding * mask
+            + stage.loss * (2 * outside + logits)
+        )
+        for stage, n in zip(plan.stages, layers, strict=True)
     )

@@ -18,10 +18,9 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base import clock
 from hpctrain.base.errors import CheckpointError
-from hpctrain.checkpoints.discover import Checkpoint
+from hpctrain.checkpoints.discover import Checkpoint, Verified, verify_all
 from hpctrain.checkpoints.discover import checkpoints as inspect_all
 from hpctrain.checkpoints.publish import QUARANTINE_NAME
-from hpctrain.checkpoints.verify import Verified, verify_all
 from hpctrain.engines.training import TrainConfig
 from hpctrain.judge.launch_history import (
     loaded_instead,

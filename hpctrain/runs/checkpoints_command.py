@@ -17,7 +17,7 @@ from hpctrain.page.text import facts, or_dash
 from hpctrain.runs.evaluation_text import evaluation_lines
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoints.verify import Verified
+    from hpctrain.checkpoints.discover import Verified
     from hpctrain.runs.checkpoint_list import CheckpointReport, SaveInterval
 
 _HEADERS = ("STEP", "EPOCH", "AGE", "SIZE", "FILES", "STALL", "PUBLISH", "CHECK", "KEPT")

@@ -18,7 +18,7 @@ from typing import Any
 
 from hpctrain.base.errors import InvalidInputError, Problem, UsageError
 from hpctrain.base.units import short_bytes
-from hpctrain.engines.described import described, family_described
+from hpctrain.engines.hugging_face import described, family_described
 from hpctrain.job.plan import load, plan_option
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.model.parameters import total_parameters

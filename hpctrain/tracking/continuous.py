@@ -3,7 +3,8 @@
 A launch that resumes from step 40 after another had reached 47 trains 41 to 47 again, and its
 values count. TensorBoard can be told to forget steps, so it gets rows at once. W&B cannot, so it
 gets a row when no launch can train it again: when a checkpoint is behind it. Belongs here: which
-rows are written when. Does not belong here: reading and writing them.
+rows are written when, and the names of their values, which group curves by what stands before the
+slash. Does not belong here: reading and writing them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,13 @@ def continuation(placed: Iterable[PlacedRow], *, epoch: int, step: int) -> Conti
             continue
         epoch = row.epoch
         if isinstance(row, EvaluationMetrics):
-            if not _completed(rows, row):
+            index = next((i for i in range(len(rows)) if rows[i].row.step == row.step), None)
+            if index is None:
                 late.append(row)
+            else:
+                values = {"eval_loss": row.eval_loss, "eval_accuracy": row.eval_accuracy}
+                completed = rows[index].row.model_copy(update=values)
+                rows[index] = replace(rows[index], row=completed)
             continue
         while rows and rows[-1].row.step >= row.step:
             rows.pop()
@@ -59,16 +65,6 @@ def continuation(placed: Iterable[PlacedRow], *, epoch: int, step: int) -> Conti
     first = rows[0].row.step if rows else None
     rewound_to = first if first is not None and first <= step else None
     return Continuation(tuple(rows), rewound_to, tuple(late))
-
-
-def _completed(rows: list[PlacedStep], late: EvaluationMetrics) -> bool:
-    """Put an evaluation into the row of its step; False if that row is not there."""
-    for index in reversed(range(len(rows))):
-        if rows[index].row.step == late.step:
-            values = {"eval_loss": late.eval_loss, "eval_accuracy": late.eval_accuracy}
-            rows[index] = replace(rows[index], row=rows[index].row.model_copy(update=values))
-            return True
-    return False
 
 
 @dataclass(frozen=True)
@@ -116,3 +112,34 @@ def settled(
         epoch=ready[-1].row.epoch if ready else epoch,
         kept_first=sum(one.row.step <= step and one.offset < offset for one in found.rows),
     )
+
+
+# -- Names of the values of a row, as TensorBoard and W&B show them -----------------------------
+
+_EVALUATION = {"eval/loss": "eval_loss", "eval/accuracy": "eval_accuracy"}
+
+
+def scalars(row: StepMetrics) -> dict[str, float]:
+    """The values of a step that are known. The loss may be NaN or infinite: that is shown, too."""
+    values: dict[str, float | None] = {
+        "train/loss": float.fromhex(row.loss_hex),
+        "train/grad_norm": row.grad_norm,
+        "train/learning_rate": row.learning_rate,
+        "train/consumed_samples": row.consumed_samples,
+        "speed/step_seconds": row.step_seconds,
+        "speed/tokens_per_second": row.tokens_per_second,
+        "speed/mfu": row.mfu,
+        "memory/peak_bytes": row.memory_bytes,
+        "run/launch": row.epoch,
+        **_evaluation(row),
+    }
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def evaluation_scalars(row: EvaluationMetrics) -> dict[str, float]:
+    """The values of an evaluation whose step has been written before."""
+    return {name: value for name, value in _evaluation(row).items() if value is not None}
+
+
+def _evaluation(row: StepMetrics | EvaluationMetrics) -> dict[str, float | None]:
+    return {name: getattr(row, field) for name, field in _EVALUATION.items()}

@@ -3,7 +3,7 @@
 Each start of the program begins a file of its own, in the order of numbers, so that nothing is ever
 appended to a file that another process has written. TensorBoard forgets steps from a START record
 on. Belongs here: records and files of TensorBoard. Does not belong here: names of values
-(`scalars`), which rows come next (`continuous`).
+(`continuous`), which rows come next (`continuous`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.metrics_reader import rows_from
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.tracking import TensorboardPosition, position_file
-from hpctrain.tracking.continuous import Continuation, continuation
-from hpctrain.tracking.scalars import evaluation_scalars, scalars
-from hpctrain.tracking.writer_lock import WriterLock
+from hpctrain.tracking.continuous import Continuation, continuation, evaluation_scalars, scalars
+from hpctrain.tracking.follower import WriterLock
 
 _VERSION = "brain.Event:2"
 
 
 class EventFiles:
-    """The event files of one run in one directory."""
+    """The event files of one run in one directory: rows at once, and a rewind when it happens."""
+
+    name = "TensorBoard"
 
     def __init__(self, run: RunLayout, directory: Path) -> None:
         """Make the directory, and cut off what a killed process wrote and did not record.
@@ -52,21 +53,19 @@ class EventFiles:
         if newest.exists() and newest.stat().st_size > self._position.size_bytes:
             os.truncate(newest, self._position.size_bytes)
 
-    def write(self) -> int:
-        """Write the rows that have come since the last call; return how many."""
+    def write(self, *, last: bool = False) -> None:
+        """Write the rows that have come since the last call."""
         before = self._position
         placed, end = rows_from(self._run, before.offset)
         found = continuation(placed, epoch=before.epoch, step=before.step)
         if found.rows or found.late:
             self._write(found)
         if end != before.offset:
-            last = found.rows[-1].row if found.rows else None
-            self._record(
-                offset=end,
-                epoch=last.epoch if last else before.epoch,
-                step=last.step if last else before.step,
-            )
-        return len(found.rows)
+            newest = found.rows[-1].row if found.rows else before
+            size_bytes = self._file.tell() if self._file is not None else before.size_bytes
+            values = dict(offset=end, epoch=newest.epoch, step=newest.step, size_bytes=size_bytes)
+            self._position = self._position.model_copy(update=values)
+            write_record(position_file(self._directory), self._position, durable=False)
 
     def close(self) -> None:
         if self._file is not None:
@@ -113,11 +112,6 @@ class EventFiles:
         self._file = stream
         self._position = self._position.model_copy(update={"file_number": number})
         return stream
-
-    def _record(self, **values: int) -> None:
-        size_bytes = self._file.tell() if self._file is not None else self._position.size_bytes
-        self._position = self._position.model_copy(update={**values, "size_bytes": size_bytes})
-        write_record(position_file(self._directory), self._position, durable=False)
 
 
 def _start(wall_time: float, step: int) -> bytes:

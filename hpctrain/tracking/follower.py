@@ -1,28 +1,55 @@
 """Follow the metrics of a run and write them, until it is told that the attempt ends.
 
-Belongs here: when what is written, and what a failure of one writer means for the other. Does not
-belong here: the writers (`event_files`, `wandb_run`), the process (`__main__`).
+Belongs here: when what is written, by one process at a time, and what a failure of one writer means
+for the other. Does not belong here: the writers (`event_files`, `wandb_run`), the process
+(`__main__`).
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from hpctrain.base import clock
-from hpctrain.base.errors import HpctrainError
-from hpctrain.records.jobs import cancel_requested
+from hpctrain.base.durable import shared_mode
+from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.ledger import EventKind, Ledger
 from hpctrain.records.tracking import TrackingConfig, tensorboard_directory
-from hpctrain.tracking.writer_lock import TrackingInUseError
 
 # So often metrics are read; plan/footprint/footprint.yaml counts by it.
 FOLLOW_SECONDS = 10.0
-# So often rows become a segment that can be uploaded; at the end of an attempt the others do.
-SEGMENT_SECONDS = 3600.0
-_ENDS = frozenset({"stop", "finish"})
+
+
+class TrackingInUseError(UsageError):
+    """Another process writes the same files."""
+
+
+class WriterLock:
+    """A lock beside the files that it protects, from its making until `release`.
+
+    Without locks on the file system nothing is kept apart; TensorBoard then still shows each step
+    once, because each process has event files of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Take the lock. Raises TrackingInUseError if another process has it, OSError."""
+        flags = os.O_RDWR | os.O_CREAT
+        self._descriptor = os.open(path, flags, shared_mode(path.parent, 0o600))
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                self.release()
+                raise TrackingInUseError(
+                    f"another process is writing {path.parent}",
+                    hint="the job of a run does that while it runs",
+                ) from None
+
+    def release(self) -> None:
+        os.close(self._descriptor)
 
 
 class Writer(Protocol):
@@ -35,70 +62,23 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
-class TensorboardWriter:
-    """Event files: rows at once, and a rewind when it happens."""
-
-    name = "TensorBoard"
-
-    def __init__(self, run: RunLayout, directory: Path) -> None:
-        from hpctrain.tracking.event_files import EventFiles
-
-        self._files = EventFiles(run, directory)
-
-    def write(self, *, last: bool) -> None:
-        self._files.write()
-
-    def close(self) -> None:
-        self._files.close()
-
-
-class WandbWriter:
-    """The W&B run: settled rows, offline once an hour and at the end."""
-
-    name = "W&B"
-
-    def __init__(self, run: RunLayout, config: TrackingConfig) -> None:
-        from hpctrain.tracking.wandb_run import WandbRun
-
-        self._run = run
-        self._wandb = WandbRun(run, config)
-        # An attempt that was killed may have left rows.
-        self._due_at = clock.monotonic()
-
-    def write(self, *, last: bool) -> None:
-        if not last and not self._wandb.online and clock.monotonic() < self._due_at:
-            return
-        self._due_at = clock.monotonic() + SEGMENT_SECONDS
-        self._wandb.write(over=run_is_over(self._run))
-
-    def close(self) -> None:
-        self._wandb.close()
-
-
 def writers(run: RunLayout, config: TrackingConfig) -> list[Callable[[], Writer]]:
     """What makes the writers that the settings ask for; making one imports its package."""
-    made: list[Callable[[], Writer]] = []
+
+    def event_files() -> Writer:
+        from hpctrain.tracking.event_files import EventFiles
+
+        assert directory is not None
+        return EventFiles(run, directory)
+
+    def wandb_run() -> Writer:
+        from hpctrain.tracking.wandb_run import WandbRun
+
+        return WandbRun(run, config)
+
     directory = tensorboard_directory(run, config)
-    if directory is not None:
-        made.append(lambda: TensorboardWriter(run, directory))
-    if config.wandb is not None:
-        made.append(lambda: WandbWriter(run, config))
-    return made
-
-
-def run_is_over(run: RunLayout) -> bool:
-    """True once no job of the run trains it further, unless a person resumes it."""
-    if run.done.exists():
-        return True
-    events = Ledger(run.ledger).events()
-    if cancel_requested(events):
-        return True
-    for event in reversed(events):
-        if event.event in (EventKind.ATTEMPT_STARTED, EventKind.SUBMITTED):
-            return False
-        if event.event is EventKind.ACTION:
-            return event.action in _ENDS
-    return False
+    made = [event_files] if directory is not None else []
+    return made + ([wandb_run] if config.wandb is not None else [])
 
 
 class Follower:

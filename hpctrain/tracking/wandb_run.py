@@ -3,8 +3,8 @@
 All segments have the same id and steps that do not overlap, so `wandb sync` makes one run of them.
 A segment is made on the node, copied, and moved to the finished ones when it is complete: what is
 there can be uploaded at any time, and a process that was killed leaves nothing of it. Belongs here:
-what is asked of the package wandb. Does not belong here: when a segment is due (`follower`), which
-rows are settled (`continuous`).
+what is asked of the package wandb, and when a segment is due. Does not belong here: which rows are
+settled (`continuous`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpctrain.base import clock
 from hpctrain.base.durable import make_private_directory, shared_mode
 from hpctrain.base.errors import StorageError
+from hpctrain.records.jobs import cancel_requested
 from hpctrain.records.layout import RunLayout
+from hpctrain.records.ledger import EventKind, Ledger
 from hpctrain.records.metrics_reader import rows_from
 from hpctrain.records.run_records import StepMetrics, read_record, read_saves, write_record
 from hpctrain.records.tracking import (
@@ -30,15 +33,19 @@ from hpctrain.records.tracking import (
     finished_segments,
     position_file,
 )
-from hpctrain.tracking.continuous import settled
-from hpctrain.tracking.scalars import scalars
-from hpctrain.tracking.writer_lock import WriterLock
+from hpctrain.tracking.continuous import scalars, settled
+from hpctrain.tracking.follower import WriterLock
 
 STEP_NAME = "train/step"
+# So often rows become a segment that can be uploaded; at the end of an attempt the others do.
+SEGMENT_SECONDS = 3600.0
+_ENDS = frozenset({"stop", "finish"})
 
 
 class WandbRun:
-    """The W&B run of one hpctrain run."""
+    """The W&B run of one hpctrain run: settled rows, offline once an hour and at the end."""
+
+    name = "W&B"
 
     def __init__(self, run: RunLayout, config: TrackingConfig) -> None:
         assert config.wandb is not None, "W&B is asked for"
@@ -49,22 +56,22 @@ class WandbRun:
         shutil.rmtree(run.wandb_unfinished, ignore_errors=True)
         self._position = _newest_position(run)
         self._session: _Session | None = None
+        # An attempt that was killed may have left rows.
+        self._due_at = clock.monotonic()
 
-    @property
-    def online(self) -> bool:
-        return self._settings.mode == "online"
-
-    @property
-    def position(self) -> WandbPosition:
-        return self._position
-
-    def write(self, *, over: bool) -> int:
-        """Write the rows that are settled, offline as one segment; return how many.
-
-        `over`: the run has ended, and all its rows are settled.
-        """
-        if self.online and self._session is None:
-            self._begin_online()
+    def write(self, *, last: bool) -> None:
+        """Write the rows that are settled, offline as one segment where it is time for one."""
+        online = self._settings.mode == "online"
+        if not last and not online and clock.monotonic() < self._due_at:
+            return
+        self._due_at = clock.monotonic() + SEGMENT_SECONDS
+        if online and self._session is None:
+            # Begin where the server is: what a killed process sent may not have arrived.
+            self._session = _Session(self._settings, self._config)
+            known = self._session.next_step
+            if known is not None and known <= self._position.step:
+                again = {"offset": 0, "epoch": 0, "step": known - 1}
+                self._position = self._position.model_copy(update=again)
         before = self._position
         placed, end = rows_from(self._run, before.offset)
         found = settled(
@@ -73,10 +80,10 @@ class WandbRun:
             epoch=before.epoch,
             step=before.step,
             end=end,
-            over=over,
+            over=run_is_over(self._run),
         )
         if not found.rows:
-            return 0
+            return
         after = WandbPosition(
             offset=found.offset,
             epoch=found.epoch,
@@ -89,7 +96,6 @@ class WandbRun:
             self._write_segment(found.rows, after)
         self._position = after
         write_record(self._run.wandb_position, after, durable=False)
-        return len(found.rows)
 
     def close(self) -> None:
         if self._session is not None:
@@ -97,14 +103,6 @@ class WandbRun:
             self._session.close()
             self._session = None
         self._lock.release()
-
-    def _begin_online(self) -> None:
-        """Begin where the server is: what a killed process sent may not have arrived."""
-        self._session = _Session(self._settings, self._config)
-        known = self._session.next_step
-        if known is not None and known <= self._position.step:
-            again = {"offset": 0, "epoch": 0, "step": known - 1}
-            self._position = self._position.model_copy(update=again)
 
     def _write_segment(self, rows: Sequence[StepMetrics], after: WandbPosition) -> None:
         unfinished = self._run.wandb_unfinished
@@ -121,6 +119,21 @@ class WandbRun:
         write_record(position_file(segment), after)
         os.rename(segment, _free_name(self._run.wandb / segment.name))
         unfinished.rmdir()
+
+
+def run_is_over(run: RunLayout) -> bool:
+    """True once no job of the run trains it further, unless a person resumes it."""
+    if run.done.exists():
+        return True
+    events = Ledger(run.ledger).events()
+    if cancel_requested(events):
+        return True
+    for event in reversed(events):
+        if event.event in (EventKind.ATTEMPT_STARTED, EventKind.SUBMITTED):
+            return False
+        if event.event is EventKind.ACTION:
+            return event.action in _ENDS
+    return False
 
 
 def _copy_segment(source: Path, target: Path) -> None:

@@ -18,8 +18,7 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.engines.needed_software import LibraryName, SoftwareNeed
-from hpctrain.engines.training import TrainConfig
+from hpctrain.engines.training import LibraryName, SoftwareNeed, TrainConfig
 from hpctrain.records.kept_code import is_current
 from hpctrain.records.software import Library, SoftwareFacts, SoftwareRecord, write_software
 from hpctrain.records.software_lock import changes, read_lock, write_lock

@@ -12,7 +12,7 @@ import torch
 from trial_runs import LIMIT_SECONDS, Trial
 
 from bench.free_ports import free_port
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.records.layout import RunLayout
 
 

@@ -13,7 +13,7 @@ import fake_cuda
 import torch
 from host_reads import engine_of
 
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 
 
 def seen_in_a_step(document: str) -> dict[str, Any]:

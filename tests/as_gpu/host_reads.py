@@ -22,7 +22,7 @@ from fake_worlds import fake_groups, group_of_one
 from fresh_process import place_of_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.records.layout import RunLayout
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch

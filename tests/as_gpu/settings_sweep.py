@@ -23,8 +23,8 @@ from unittest import mock
 import torch
 from trial_runs import GPT, LLAMA
 
-from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.records.layout import RunLayout
 

@@ -12,7 +12,7 @@ from fake_worlds import visit
 from test_worlds import apart
 from trial_runs import LLAMA, make_trial
 
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.train.engines.megatron import fixes
 
 REPLACED = (

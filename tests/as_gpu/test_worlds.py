@@ -20,8 +20,8 @@ from fake_worlds import coordinate, fake_groups, optimizer_ranges, visit
 from trial_runs import LIMIT_SECONDS, LLAMA, MODULE_GPT
 from variants import varied
 
-from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.train.engines.megatron import model
 from hpctrain.train.engines.native.assembly import wrapped_module
 from hpctrain.train.engines.native.engine import NativeEngine, open_mesh, scale_and_clip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import trial_runs
 from trial_runs import (
     GPT,
     LLAMA,
+    MakeTrial,
     Trained,
     Trial,
     make_trial,
@@ -50,7 +50,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Callable[..., Trial]:
+def trial(tmp_path: Path) -> MakeTrial:
     """Make run directories below this test's own directory."""
     made: list[Trial] = []
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from trial_runs import MODULE_GPT
 
-from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.module import ModuleConfig
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.train.data import Data, Share, open_data
 
 VIT: dict[str, Any] = dict(

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed import PrefixStore
-from trial_runs import LIMIT_SECONDS, Trial
+from trial_runs import LIMIT_SECONDS, MODULE_GPT, MakeTrial, Trial
 
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.records.manifest import checkpoint_name
 from hpctrain.records.run_records import TrainerExit
 from hpctrain.records.software import read_software
 from hpctrain.train import software, software_agreement
 from hpctrain.train.engines.megatron.core_versions import check, supported
-from hpctrain.train.engines.megatron.core_versions.check import names_of_all_versions
-from hpctrain.train.engines.megatron.core_versions.supported import CoreName
+from hpctrain.train.engines.megatron.core_versions.names import names_of_all_versions
+from hpctrain.train.engines.megatron.core_versions.record import CoreName
+from hpctrain.train.schedule import learning_rate
 
 PACKAGE = Path(check.__file__).parents[4]
 # bound by `fixes`, where megatron-core does not
@@ -113,7 +118,7 @@ class LateReader(PrefixStore):
         return super().get(key)
 
 
-def test_ranks_refuse_before_process_groups_exist(trial: Callable[..., Trial]) -> None:
+def test_ranks_refuse_before_process_groups_exist(trial: MakeTrial) -> None:
     """As a newer release that has renamed it; no rank waits for another."""
     run = trial(data_parallel_size=2)
 
@@ -140,7 +145,7 @@ def test_ranks_refuse_before_process_groups_exist(trial: Callable[..., Trial]) -
 
 
 @pytest.mark.variant("test_every_used_name_is_listed")
-def test_an_unknown_newer_version_trains_with_a_warning(trial: Callable[..., Trial]) -> None:
+def test_an_unknown_newer_version_trains_with_a_warning(trial: MakeTrial) -> None:
     run = trial(data_parallel_size=2, save_interval_steps=6)
     unknown = f"{software.megatron_core()}.1"
 
@@ -177,7 +182,7 @@ def test_a_checkout_in_the_path_is_the_version(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_an_untested_version_is_refused(
-    gpt_reference: Trial, trial: Callable[..., Trial]
+    gpt_reference: Trial, trial: MakeTrial
 ) -> None:
     resumed, installed = trial(), software.megatron_core()
     resumed.adopt(gpt_reference, 2)
@@ -188,3 +193,34 @@ def test_checkpoint_of_an_untested_version_is_refused(
     assert resumed.train(resume=2) == [TrainerExit.CONFIG_ERROR]
     (record,) = resumed.exits()
     assert f"was saved by megatron-core 0.17.0, and this is {installed}" in (record.message or "")
+
+
+# -- Engines without a schedule of their own take megatron-core's numbers -----------------------
+
+SCHEDULED_STEPS = 60
+
+
+@pytest.mark.parametrize("style", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_the_same_rates(style: str, warmup: int) -> None:
+    changes: dict[str, Any] = dict(lr_decay_style=style, lr_warmup_steps=warmup, lr_decay_steps=50)
+    config = parse_train_config(json.dumps({**MODULE_GPT, **changes}))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.lr)
+    theirs = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=50,
+        lr_decay_style=style,
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=SCHEDULED_STEPS,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    for step in range(SCHEDULED_STEPS):
+        assert learning_rate(config, step) == optimizer.param_groups[0]["lr"], step
+        theirs.step(increment=1)

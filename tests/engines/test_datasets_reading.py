@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from dataset_specimens import (
 )
 from PIL import Image
 from torch.utils.data._utils import signal_handling
+from waiting import wait_until
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.train.datasets.npz_arrays import open_archive
@@ -232,11 +232,12 @@ def test_signals_of_slurm_do_not_end_the_readers(tmp_path: Path) -> None:
     more = [pixels(ahead, step * 8) for step in range(1, 6)]
     assert len(first) == 8 and all(len(one) == 8 for one in more)
     close(ahead)
-    end = time.monotonic() + 300  # torch waits for them for 5 s, and a busy machine takes longer
-    while set(readers) & set(_children()):
-        assert time.monotonic() < end, f"{readers} live on"
+
+    def gone() -> bool:
         multiprocessing.active_children()  # collects those that have ended
-        time.sleep(0.02)
+        return not set(readers) & set(_children())
+
+    wait_until(gone, f"the end of {readers}")
 
 
 def test_a_reader_that_is_killed_is_an_error_of_the_data(tmp_path: Path) -> None:
@@ -267,10 +268,7 @@ def test_readers_end_with_a_rank_that_is_gone(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0 and ended.stdout.strip(), ended.stderr
     readers = [int(word) for word in ended.stdout.split()]
-    end = time.monotonic() + 300
-    while any(_lives(reader) for reader in readers):
-        assert time.monotonic() < end, f"{readers} live on"
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(_lives, readers)), f"the end of {readers}")
 
 
 @pytest.mark.variant("test_a_reader_that_is_killed_is_an_error_of_the_data")

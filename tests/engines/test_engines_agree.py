@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_trials import PLAIN, PLAIN_LLAMA, ZERO
 from torch.nn import functional
-from trial_runs import LIMIT_SECONDS, Trial, make_trial, once
+from trial_runs import PLAIN, PLAIN_LLAMA, ZERO, MakeTrial, apart, make_trial, once
 
 from hpctrain.train.data import open_data
 from hpctrain.train.datasets.sample_order import Share
@@ -141,12 +138,7 @@ def plain(family: str) -> Told:
     """What the loop has told of a family; each runs once."""
 
     def run(directory: Path) -> None:
-        process = multiprocessing.get_context("fork").Process(
-            target=alone, args=(directory, family)
-        )
-        process.start()
-        process.join(LIMIT_SECONDS)
-        assert process.exitcode == 0
+        apart(alone, directory, family)
 
     told = json.loads((once(f"plain loop, {family}", run) / "told.json").read_text())
     learns = told[-1][0] < told[0][0] - 0.1
@@ -156,7 +148,7 @@ def plain(family: str) -> Told:
 
 @pytest.mark.variant("test_losses_are_those_of_one_process")
 @pytest.mark.parametrize("name", list(TABLE))
-def test_several_processes_learn_what_one_does(name: str, trial: Callable[..., Trial]) -> None:
+def test_several_processes_learn_what_one_does(name: str, trial: MakeTrial) -> None:
     spread = trial(TABLE[name], **SAME)
     assert spread.train() == [0] * spread.world_size
     assert [row.step for row in spread.rows] == list(range(1, STEPS + 1))

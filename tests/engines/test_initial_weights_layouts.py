@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_trials import PLAIN, PLAIN_LLAMA, ZERO
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from trial_runs import LIMIT_SECONDS, MODULE_GPT
+from trial_runs import LIMIT_SECONDS, MODULE_GPT, PLAIN, PLAIN_LLAMA, ZERO, apart, wrap
 from variants import varied
 
 from bench import prefork
-from hpctrain.engines.documents import parse_train_config
-from hpctrain.train import initial_weights
+from hpctrain.engines.train_json import parse_train_config
+from hpctrain.train.engines.models import initialisers
 from hpctrain.train.engines.models.allocation import allocate
 from hpctrain.train.engines.models.build import build_module
-from hpctrain.train.initial_weights import initial_weight
+from hpctrain.train.engines.models.initialisers import initial_weight
 from hpctrain.train.rank_environment import read_launch
 
 CPU = torch.device("cpu")
@@ -67,11 +65,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, int]] = {
 def built(config: Any, mesh: Any) -> Any:
     """The rank's module, before an optimizer or gradients."""
     if config.engine == "deepspeed":
-        from hpctrain.train.engines.deepspeed.assembly import placed_module, staged_module
+        from hpctrain.train.engines.deepspeed.module import placed_module, staged_module
 
         build = staged_module if config.pipeline_stages else placed_module
         return build(config, mesh, initialize=True)
-    from hpctrain.train.engines.native.assembly import wrapped_module
+    from hpctrain.train.engines.native.wrapping import wrapped_module
 
     module = wrapped_module(config, mesh, initialize=True)
     return module.module if config.engine == "ddp" else module
@@ -105,13 +103,12 @@ def whole_weights(module: Any) -> dict[str, torch.Tensor]:
 def count_drawn() -> list[int]:
     """From now on: how many elements are drawn each time."""
     drawn: list[int] = []
-    original = initial_weights.fill
 
-    def fill(part: torch.Tensor, *given: Any, **named: Any) -> None:
+    @wrap(initialisers, "fill")
+    def fill(original: Any, part: torch.Tensor, *given: Any, **named: Any) -> None:
         drawn.append(part.numel())
         original(part, *given, **named)
 
-    initial_weights.fill = fill
     return drawn
 
 
@@ -260,17 +257,17 @@ def lone_mesh(config: Any) -> Any:
     if config.engine == "deepspeed":
         from datetime import timedelta
 
-        from hpctrain.train.engines.deepspeed import mesh
+        from hpctrain.train.engines.deepspeed import library
         from hpctrain.train.engines.deepspeed.mesh import DeepSpeedMesh
 
-        mesh.join(timedelta(minutes=1))
+        library.join(timedelta(minutes=1))
         return DeepSpeedMesh(
             device=CPU, rank=5, size=64, replicas=64, stages=1, stage=0, replica=5,
             control=None, tensors=None, data=None, pipeline=(5,),
         )  # fmt: skip
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hpctrain.train.engines.native.engine import NativeMesh
+    from hpctrain.train.engines.native.mesh import NativeMesh
 
     shards = init_device_mesh("cpu", (64,), mesh_dim_names=("shard",))
     return NativeMesh(device=CPU, rank=5, size=64, control=None, shards=shards)
@@ -295,12 +292,7 @@ def stored_elements(parameter: Any) -> int:
     ids=["fsdp", "deepspeed"],
 )
 def test_the_start_costs_a_rank_its_part(document: dict[str, Any], tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(
-        target=measure_peak, args=(document, tmp_path)
-    )
-    process.start()
-    process.join(LIMIT_SECONDS)
-    assert process.exitcode == 0
+    apart(measure_peak, document, tmp_path)
     figures = json.loads((tmp_path / "figures.json").read_text())
     total = sum(
         weight.numel()

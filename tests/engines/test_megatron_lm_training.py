@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from megatron_lm_trials import (
     trained_real,
 )
 from trial_runs import LIMIT_SECONDS, once
+from waiting import wait_until
 
 from hpctrain.diagnose.of_run import diagnose
 from hpctrain.records.epochs import claim_epoch
@@ -91,12 +91,8 @@ def test_the_time_of_each_rank(whole: RealTrial, stopped: RealTrial) -> None:
 
 def test_nothing_outlives_a_launch(whole: RealTrial, stopped: RealTrial) -> None:
     """megatron-core's saver has a process of its own, which knows nothing of how its rank ended."""
-    end = time.monotonic() + 300  # multiprocessing's own tracker takes a moment to see it
-    while left := [path for made in (whole, stopped) for path in writers(made)]:
-        assert time.monotonic() < end, [
-            Path(path.parents[1], "cmdline").read_text() for path in left
-        ]
-        time.sleep(0.1)
+    # multiprocessing's own tracker takes a moment to see it
+    wait_until(lambda: not [*writers(whole), *writers(stopped)], "the end of all writers")
 
 
 def writers(made: RealTrial) -> list[Path]:
@@ -185,10 +181,7 @@ def test_a_stop_during_the_start_leaves_it(tmp_path: Path) -> None:
     made = make_real_trial(tmp_path / "starting", entry=ASKED)
     environment = {"COMPUTED": str(tmp_path), "SLOW_START": "1"}
     ranks = made.start(epoch=claim_epoch(made.run.epochs, "first"), environment=environment)
-    end = time.monotonic() + LIMIT_SECONDS
-    while len(list(tmp_path.glob("slow-*"))) < 2:
-        assert time.monotonic() < end, ranks.log()
-        time.sleep(0.05)
+    wait_until(lambda: len(list(tmp_path.glob("slow-*"))) == 2, ranks.log)
     ranks.signal(signal.SIGTERM)
     assert ranks.wait(LIMIT_SECONDS) == [TrainerExit.YIELDED] * 2, ranks.log()
     assert made.rows == [] and made.good == []

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_trials import PLAIN
+import torch
+import torch.distributed as dist
 from trial_runs import (
     DDP2,
     FSDP2,
+    LIMIT_SECONDS,
     MODULE_LLAMA,
+    PLAIN,
+    TWO,
+    MakeTrial,
     Trial,
+    assert_near,
+    assert_resumes_exactly,
     largest_difference,
     trained,
 )
 from variants import varied
 
+from bench import prefork
+from hpctrain.train.engines.native.wrapping import SummedBatchNorm, synchronize_batch_norms
+
 # fp32 rounding of a mean over other partial sums, after six steps
 ROUNDING = 5e-6
 FSDP = dict(PLAIN, engine="fsdp")
 LLAMA_FSDP = dict(MODULE_LLAMA, engine="fsdp")
-TWO = dict(data_parallel_size=2)
 
 
 def alone(base: dict[str, Any]) -> Trial:
@@ -41,12 +50,11 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", varied(KINDS, "ddp"))
-def test_losses_are_those_of_one_process(kind: str, trial: Callable[..., Trial]) -> None:
+def test_losses_are_those_of_one_process(kind: str, trial: MakeTrial) -> None:
     base, changes = KINDS[kind]
     spread = trial(base, **{**changes, "micro_batch_size": 1})
     assert spread.train() == [0] * spread.world_size
-    loss, norm = largest_difference(spread, alone(base), 1)
-    assert loss <= ROUNDING and norm <= 10 * ROUNDING
+    assert_near(spread, alone(base), 1, ROUNDING, 10 * ROUNDING)
     assert spread.losses[6] < spread.losses[1] - 0.1, "it learns"
 
 
@@ -58,11 +66,9 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", varied(RESUMED, "fsdp"))
-def test_a_resume_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
+def test_a_resume_is_exact(kind: str, trial: MakeTrial) -> None:
     whole, resumed = trained(RESUMED[kind]), trial(RESUMED[kind])
-    resumed.adopt(whole, 4)
-    assert resumed.train(resume=4) == [0] * resumed.world_size
-    assert resumed.exact == {step: row for step, row in whole.exact.items() if step > 4}
+    assert_resumes_exactly(resumed, whole)
 
 
 MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -72,22 +78,18 @@ MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("move", varied(MOVES, "to ddp"))
-def test_a_checkpoint_moves_to_other_ranks_and_engines(
-    move: str, trial: Callable[..., Trial]
-) -> None:
+def test_a_checkpoint_moves_to_other_ranks_and_engines(move: str, trial: MakeTrial) -> None:
     base, changes = MOVES[move]
     source = alone(base)
     moved = trial(base, **changes, micro_batch_size=1)
-    moved.adopt(source, 4)
-    assert moved.train(resume=4) == [0] * moved.world_size
-    loss, norm = largest_difference(moved, source, 5)
-    assert loss <= ROUNDING and norm <= 10 * ROUNDING
-    assert "re-seeded" in "".join(path.read_text() for path in moved.run.logs.rglob("*.log"))
+    moved.goes_on(source)
+    assert_near(moved, source, 5, ROUNDING, 10 * ROUNDING)
+    assert "re-seeded" in moved.said
 
 
 @pytest.mark.variant("test_losses_are_those_of_one_process")
-@pytest.mark.parametrize("hook", varied(["bf16", "powersgd", "hierarchical"], "hierarchical"))
-def test_fewer_bytes_between_nodes(hook: str, trial: Callable[..., Trial]) -> None:
+@pytest.mark.parametrize("hook", ["bf16", "powersgd", "hierarchical"])
+def test_fewer_bytes_between_nodes(hook: str, trial: MakeTrial) -> None:
     """Two nodes of two ranks. Not exact, or the hook was not there; near, or it does harm."""
     spread = trial(
         PLAIN,
@@ -103,7 +105,60 @@ def test_fewer_bytes_between_nodes(hook: str, trial: Callable[..., Trial]) -> No
 
 
 @pytest.mark.variant("test_losses_are_those_of_one_process")
-def test_one_node_needs_no_half_precision(trial: Callable[..., Trial]) -> None:
+def test_one_node_needs_no_half_precision(trial: MakeTrial) -> None:
     spread = trial(PLAIN, **TWO, node_size=2, ddp=dict(hook="hierarchical"))
     assert spread.train() == [0, 0]
     assert largest_difference(spread, alone(PLAIN), 1)[0] <= ROUNDING
+
+
+# -----------------------------------------------------------------------------------------------
+# Batch statistics over ranks: two halves of a batch are normalized as one process does the whole.
+# In fp64, so that what is left is no rounding: forward, gradients and the running statistics.
+
+TOLERANCE = 1e-12
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    layers = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(),
+        torch.nn.Sequential(torch.nn.Conv2d(4, 3, 3), torch.nn.BatchNorm2d(3)),
+    )  # fmt: skip
+    return layers.double()
+
+
+def pictures() -> torch.Tensor:
+    return torch.randn(8, 1, 6, 6, dtype=torch.float64, generator=torch.manual_seed(5)) * 3 + 1
+
+
+def passed(layers: torch.nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients of a loss that is a sum over samples, and buffers."""
+    (layers(batch) ** 3).sum().backward()
+    gradients = {name: weight.grad for name, weight in layers.named_parameters()}
+    return {**gradients, **dict(layers.named_buffers())}
+
+
+def test_two_halves_are_one_batch(tmp_path: Path) -> None:
+    def work() -> None:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        layers = synchronize_batch_norms(network(), torch.device("cpu"))
+        found = passed(layers, pictures()[4 * rank : 4 * rank + 4])
+        for name in dict(layers.named_parameters()):
+            dist.all_reduce(found[name])
+        torch.save(found, tmp_path / f"found-{rank}.pt")
+        dist.destroy_process_group()
+
+    assert prefork.fork(work, 2, tmp_path / "logs").wait(LIMIT_SECONDS) == [0, 0]
+    whole = passed(network(), pictures())
+    for rank in range(2):
+        found = torch.load(tmp_path / f"found-{rank}.pt")
+        assert found.keys() == whole.keys()
+        for name, expected in whole.items():
+            assert torch.allclose(found[name], expected, rtol=TOLERANCE, atol=TOLERANCE), name
+
+
+def test_evaluation_asks_no_other_rank() -> None:
+    layers = synchronize_batch_norms(network(), torch.device("cpu")).eval()
+    assert sum(isinstance(one, SummedBatchNorm) for one in layers.modules()) == 2
+    assert torch.equal(layers(pictures()), network().eval()(pictures()))

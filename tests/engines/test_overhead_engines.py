@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_trials import ZERO
-from trial_runs import GPT, MODULE_GPT, make_trial
+from trial_runs import GPT, MODULE_GPT, ZERO, make_trial
 
 from bench.overhead import __main__ as overhead
 from bench.overhead import turns

@@ -1,9 +1,13 @@
-"""`plan --verify` on real megatron-core: what is counted, what is measured, what it refuses."""
+"""The planner's counts against the models that megatron-core really builds, and `plan --verify`."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import resource
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +17,18 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 from planned_job import planned_job
+from trial_runs import once
 from variants import varied
 
-from hpctrain.engines.kept import planned_kept_bytes
 from hpctrain.engines.megatron import megatron_config
-from hpctrain.engines.verification import Verification, compare
+from hpctrain.engines.verification import Verification, compare, planned_kept_bytes
 from hpctrain.job.verify import verify_plan
 from hpctrain.plan.documents import NodeRequest, Plan, Stage
 from hpctrain.plan.job import TrainingJob
 from hpctrain.plan.mesh.candidate import batch_split, candidate_of, layout_of
 from hpctrain.plan.mesh.rules import MODEL_RULES, broken_rules
 from hpctrain.plan.mesh.stages import build_stages, split_layers
-from hpctrain.plan.model.parameters import pad_vocab
+from hpctrain.plan.model.parameters import expert_tp, pad_vocab
 from hpctrain.plan.request import Knowledge
 from hpctrain.spec.catalogue import cluster_gpu
 from hpctrain.spec.loader import (
@@ -35,21 +39,112 @@ from hpctrain.spec.loader import (
     load_run_spec,
 )
 from hpctrain.spec.run import ParallelSpec, RunSpec
+from hpctrain.train import software
 from hpctrain.train.engines.megatron import verify
+from hpctrain.train.engines.megatron.core_versions.supported import SUPPORTED
 from hpctrain.train.engines.megatron.verify import build
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-GPT = dict(layers=8, hidden=64, heads=8, vocab=300, seq=64)
-LLAMA = dict(family="llama", layers=8, hidden=64, ffn=176, heads=8, kv_heads=4, vocab=500, seq=64)
-EXPERTS = dict(experts=8, top_k=2, ffn=48)
-LATENT = dict(q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=12)
-DEEPSEEK = {
-    **{key: value for key, value in LLAMA.items() if key != "kv_heads"},
-    "moe": {**EXPERTS, "shared_ffn": 96, "dense_layers": 3},
-    "mla": LATENT,
-    "mtp_layers": 1,
+GPT: dict[str, Any] = dict(layers=8, hidden=64, heads=8, vocab=300, seq=64)
+UNTIED = dict(GPT, tied=False)
+NO_BIAS = dict(GPT, bias=False)
+SHORT_GPT = dict(GPT, layers=6)
+GPT175B: dict[str, Any] = dict(layers=96, hidden=12288, heads=96, vocab=51200, seq=2048, tied=False)
+BERT = dict(GPT, family="bert")
+LLAMA: dict[str, Any] = dict(
+    family="llama", layers=8, hidden=64, ffn=176, heads=8, kv_heads=4, vocab=500, seq=64
+)
+EXPERTS: dict[str, Any] = dict(experts=8, top_k=2, ffn=48)
+LATENT: dict[str, Any] = dict(q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=12)
+MOE = dict(LLAMA, moe=EXPERTS)
+BIASED_MOE = dict(GPT, moe=EXPERTS)
+SHARED = dict(LLAMA, moe=dict(EXPERTS, shared_ffn=96, dense_layers=3))
+MLA = dict(LLAMA, mla=LATENT, kv_heads=None)
+MTP = dict(LLAMA, mtp_layers=2)
+TIED_MTP = dict(MTP, tied=True)
+DEEPSEEK = dict(SHARED, mla=LATENT, kv_heads=None, mtp_layers=1)
+DEEPSEEK_V3: dict[str, Any] = dict(
+    family="llama",
+    layers=61,
+    hidden=7168,
+    ffn=18432,
+    heads=128,
+    vocab=129280,
+    seq=4096,
+    moe=dict(experts=256, top_k=8, ffn=2048, shared_ffn=2048, dense_layers=3),
+    mla=dict(q_rank=1536, kv_rank=512),
+    mtp_layers=1,
+)
+COUNT_BOTH = dict(count_embedding=True, count_loss=True)
+
+# model and layout
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt": (GPT, {}),
+    "gpt tp2": (GPT, dict(tp=2)),
+    "gpt tp4 pp2": (GPT, dict(tp=4, pp=2)),
+    "gpt pp4": (GPT, dict(pp=4)),
+    "gpt pp2 vpp2": (GPT, dict(pp=2, vpp=2)),
+    "gpt tp2 pp4 vpp2": (GPT, dict(tp=2, pp=4, vpp=2)),
+    "gpt tp2 pp2, pipelines near": (GPT, dict(tp=2, pp=2, order="tp-cp-ep-pp-dp")),
+    "untied": (UNTIED, {}),
+    "untied tp2 pp2": (UNTIED, dict(tp=2, pp=2)),
+    "no bias tp4": (NO_BIAS, dict(tp=4)),
+    "no bias tp2 pp2": (NO_BIAS, dict(tp=2, pp=2)),
+    "llama": (LLAMA, {}),
+    "llama tp4 pp2": (LLAMA, dict(tp=4, pp=2)),
+    "llama tp2 pp2 vpp4": (LLAMA, dict(tp=2, pp=2, vpp=4)),
+    "llama tied tp2 pp2": (dict(LLAMA, tied=True, bias=True), dict(tp=2, pp=2)),
+    "fewer kv heads than tp": (dict(LLAMA, kv_heads=1), dict(tp=4, pp=2)),
+    "head size of its own": (dict(LLAMA, head_dim=16), dict(tp=2)),
+    "learned positions, layernorm": (
+        dict(LLAMA, positions="learned", norm="layernorm"),
+        dict(tp=2, pp=2),
+    ),
+    "uneven": (GPT, dict(pp=3, stages=(2, 4, 2))),
+    "uneven, interleaved": (UNTIED, dict(tp=2, pp=2, vpp=2, stages=(1, 3, 3, 1))),
+    "embedding and loss alone": (UNTIED, dict(pp=4, stages=(0, 4, 4, 0))),
+    "counted": (SHORT_GPT, dict(pp=4, **COUNT_BOTH)),
+    "counted, interleaved": (dict(LLAMA, layers=6), dict(tp=2, pp=2, vpp=2, **COUNT_BOTH)),
+    "gpt 175b": (GPT175B, dict(tp=8, pp=8)),
+    "bert": (BERT, {}),
+    "bert tp4 pp2": (BERT, dict(tp=4, pp=2)),
+    "bert tp2 pp2 vpp2": (BERT, dict(tp=2, pp=2, vpp=2)),
+    "bert untied, rms": (dict(BERT, tied=False, norm="rmsnorm", bias=False), dict(tp=2, pp=2)),
+    "moe": (MOE, {}),
+    "moe tp2: experts split": (MOE, dict(tp=2, pp=2)),
+    "moe ep4": (MOE, dict(ep=4)),
+    "moe tp2 ep8: experts whole": (MOE, dict(tp=2, pp=2, ep=8)),
+    "moe tp2 ep2 etp2: experts spread and split": (MOE, dict(tp=2, pp=2, ep=2, etp=2)),
+    "moe tp4 ep2 etp2": (SHARED, dict(tp=4, ep=2, etp=2)),
+    "moe with biases": (BIASED_MOE, dict(ep=2)),
+    "moe with biases tp2 ep2": (BIASED_MOE, dict(tp=2, ep=2)),
+    "shared experts, dense layers": (SHARED, dict(tp=4, pp=2, ep=2)),
+    "dense layers, interleaved": (SHARED, dict(tp=2, pp=2, vpp=2, ep=2)),
+    "dense layers, uneven": (SHARED, dict(pp=3, ep=4, stages=(2, 2, 4))),
+    "mla": (MLA, {}),
+    "mla tp4 pp2": (MLA, dict(tp=4, pp=2)),
+    "mla, full query": (dict(MLA, mla=dict(LATENT, q_rank=None)), dict(tp=2)),
+    "mla, layernorm and bias": (dict(MLA, norm="layernorm", bias=True), dict(tp=2, pp=2)),
+    "mtp": (MTP, {}),
+    "mtp tp2 pp2": (MTP, dict(tp=2, pp=2)),
+    "mtp tied": (TIED_MTP, {}),
+    "mtp tied, pp2": (TIED_MTP, dict(tp=2, pp=2)),
+    "mtp tied, learned positions": (dict(TIED_MTP, positions="learned"), dict(tp=2)),
+    "mtp, interleaved": (MTP, dict(tp=2, pp=2, vpp=2)),
+    "mtp behind an empty stage": (MTP, dict(pp=4, stages=(0, 4, 4, 0))),
+    "mtp behind an empty chunk": (MTP, dict(pp=2, vpp=2, stages=(2, 3, 3, 0))),
+    "deepseek tp2 pp2 ep4": (DEEPSEEK, dict(tp=2, pp=2, ep=4)),
+    "deepseek tp2 pp4 vpp2 ep2": (DEEPSEEK, dict(tp=2, pp=4, vpp=2, ep=2)),
+    "deepseek-v3": (DEEPSEEK_V3, dict(tp=1, pp=16, ep=64, stages=(4, *[4] * 14, 1))),
 }
-GPT175B = dict(layers=96, hidden=12288, heads=96, vocab=51200, seq=2048, tied=False)
+# those that the trainer builds, too
+TRAINED = (
+    *("gpt tp4 pp2", "untied", "gpt tp2 pp2, pipelines near", "llama tp2 pp2 vpp4"),
+    *("fewer kv heads than tp", "uneven", "uneven, interleaved", "embedding and loss alone"),
+    *("counted", "counted, interleaved", "moe tp2: experts split", "moe tp2 ep8: experts whole"),
+    *("moe with biases", "mla tp4 pp2", "mtp behind an empty chunk", "deepseek tp2 pp4 vpp2 ep2"),
+    "bert tp2 pp2 vpp2",
+)
 
 
 def spec_of(
@@ -109,31 +204,84 @@ def verified(spec: RunSpec) -> Verification:
     return compare(job.plan, planned_kept_bytes(job), build(megatron_config(job)))
 
 
-COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "gpt tied": (GPT, dict(tp=2, pp=2)),
-    "gpt untied, one stage": ({**GPT, "tied": False}, {}),
-    "gpt dp and order": (GPT, dict(tp=2, pp=2, order="tp-cp-ep-pp-dp")),
-    "llama gqa tp4 vpp2": (LLAMA, dict(tp=4, pp=2, vpp=2)),
-    "fewer kv heads than tp": ({**LLAMA, "kv_heads": 1}, dict(tp=4)),
-    "uneven": (GPT, dict(pp=3, stages=(2, 4, 2))),
-    "uneven, interleaved": ({**GPT, "tied": False}, dict(tp=2, pp=2, vpp=2, stages=(1, 3, 3, 1))),
-    "embedding and loss alone": ({**GPT, "tied": False}, dict(pp=4, stages=(0, 4, 4, 0))),
-    "counted": ({**LLAMA, "layers": 6}, dict(pp=4, count_embedding=True, count_loss=True)),
-    "counted, interleaved": (
-        {**GPT, "layers": 6},
-        dict(tp=2, pp=2, vpp=2, count_embedding=True, count_loss=True),
-    ),
-    "experts split over tp": ({**LLAMA, "moe": EXPERTS}, dict(tp=2, pp=2)),
-    "experts whole": ({**LLAMA, "moe": EXPERTS}, dict(tp=2, pp=2, ep=4)),
-    "experts with biases": ({**GPT, "moe": EXPERTS}, dict(ep=2)),
-    "latent attention": ({**DEEPSEEK, "moe": None, "mtp_layers": 0}, dict(tp=4, pp=2)),
-    "prediction behind an empty chunk": (
-        {**LLAMA, "mtp_layers": 2},
-        dict(pp=2, vpp=2, stages=(2, 3, 3, 0)),
-    ),
-    "deepseek": (DEEPSEEK, dict(tp=2, pp=4, vpp=2, ep=2)),
-    "bert": ({**GPT, "family": "bert"}, dict(tp=2, pp=2, vpp=2)),
-}
+def case_document(name: str) -> dict[str, Any]:
+    spec = spec_of(*CASES[name])
+    model, parallel = spec.model, spec.parallel
+    assert isinstance(parallel, ParallelSpec)
+    return dict(
+        family=model.family,
+        layers=model.layers,
+        hidden=model.hidden,
+        ffn=model.ffn_size,
+        heads=model.heads,
+        kv_heads=model.key_value_heads,
+        head_size=model.head_size,
+        normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        gated=model.gated,
+        bias=model.bias,
+        tied=model.tied,
+        seq=model.seq,
+        padded_vocab=pad_vocab(model.vocab, parallel.tp),
+        positions="rope" if model.positions == "rope" else "learned_absolute",
+        mtp_layers=model.mtp_layers,
+        moe=model.moe.model_dump() if model.moe else None,
+        mla=model.mla.model_dump() if model.mla else None,
+        tp=parallel.tp,
+        ep=parallel.ep,
+        expert_tp=expert_tp(parallel.tp, parallel.ep, parallel.etp),
+        pp=parallel.pp,
+        vpp=parallel.vpp,
+        stages=parallel.stages,
+        count_embedding=parallel.count_embedding,
+        count_loss=parallel.count_loss,
+    )
+
+
+@pytest.fixture(scope="module")
+def built(request: pytest.FixtureRequest) -> dict[str, list[int]]:
+    """Parameters per pipeline stage of the cases of this run, as megatron-core builds them."""
+    if software.megatron_core() == SUPPORTED[-1].number:
+        pytest.skip("meta_parameters.py builds models of the installed megatron-core")
+    params = (getattr(item, "callspec", None) for item in request.session.items)
+    chosen = {"gpt 175b", *(one.params.get("name") for one in params if one is not None)}
+    cases = [name for name in CASES if name in chosen]
+
+    def build(directory: Path) -> None:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("meta_parameters.py"))],
+            input=json.dumps([case_document(name) for name in cases]),
+            env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        directory.mkdir()
+        (directory / "built.json").write_text(done.stdout.splitlines()[-1])
+
+    found = json.loads(
+        (once(f"parameters of megatron-core: {cases}", build) / "built.json").read_text()
+    )
+    return dict(zip(cases, found, strict=True))
+
+
+@pytest.mark.variant("test_parameters_are_what_the_trainers_model_has")
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_per_gpu_are_what_megatron_builds(
+    name: str, built: dict[str, list[int]]
+) -> None:
+    stages = plan_of(spec_of(*CASES[name])).stages
+    assert [stage.parameters_per_gpu for stage in stages] == built[name]
+
+
+def test_gpt_175b_has_the_known_counts(built: dict[str, list[int]]) -> None:
+    # per layer and GPU: (12 h^2 + 7 h) / 8 + 6 h = 226,576,896 at h 12288, twelve layers a stage;
+    # stage 0: + 51200 h / 8 + 2048 h; stage 7: + 51200 h / 8 + 2 h
+    assert built["gpt 175b"] == [2822731776, *[2718922752] * 6, 2797590528]
+
+
+# -- the trainer's model ---------------------------------------------------------------------------
 
 
 @pytest.mark.variant("test_parameters_are_what_the_trainers_model_has")
@@ -157,12 +305,12 @@ def test_options_of_a_gpu_change_no_parameters() -> None:
     assert "built in bf16 or fp32 without options that need a GPU" in found.remarks
 
 
-SHOWN = ("llama gqa tp4 vpp2", "experts split over tp", "deepseek")
+SHOWN = ("llama tp2 pp2 vpp4", "moe tp2: experts split", "deepseek tp2 pp4 vpp2 ep2")
 
 
-@pytest.mark.parametrize("name", varied(COUNTED, *SHOWN))
+@pytest.mark.parametrize("name", varied(TRAINED, *SHOWN))
 def test_parameters_are_what_the_trainers_model_has(name: str) -> None:
-    model, parallel = COUNTED[name]
+    model, parallel = CASES[name]
     found = verified(spec_of(model, parallel, dp=2))
     assert found.equal, [(s.planned_parameters, s.built_parameters) for s in found.stages]
     assert len(found.stages) == parallel.get("pp", 1)
@@ -304,7 +452,7 @@ def test_gpt_175b_is_verified_without_its_memory(pp: int) -> None:
         found, peak_kib = process.submit(verified_by_a_process, spec).result(300)
     assert found.equal
     assert peak_kib < 1_000_000, "its stage alone would be 5.6 GB of weights"
-    # 12 layers of (12 h^2 + 7 h) / 8 + 6 h = 226,576,896 parameters; see test_plan_parameters.py
+    # 12 layers of (12 h^2 + 7 h) / 8 + 6 h = 226,576,896 parameters
     built = [stage.built_parameters for stage in found.stages]
     assert built == [2822731776, *[2718922752] * (pp - 2), 2797590528]
     assert [stage.rank for stage in found.stages] == list(range(0, 64 * pp, 64))

@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from trial_runs import Trial
+from trial_runs import PP2, TWO, MakeTrial, Trial, wrap
 
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.records.run_records import ExitRecord, TrainerExit
-from hpctrain.train.engines.megatron import engine
+from hpctrain.train.engines.megatron import forward
 from hpctrain.train.engines.megatron.engine import MegatronEngine
-from hpctrain.train.loop import Loop
 from hpctrain.train.numerics import LEAST_STEPS, LossWindow
 
 DIVERGED = TrainerExit.DIVERGED
-DP2 = dict(data_parallel_size=2)
 LONG = dict(train_steps=24, lr_decay_steps=24)
 
 
@@ -27,20 +25,19 @@ def _at_step(step: int, rank: int, change: Callable[[Any], Any]) -> Callable[[],
     """Change one rank's output of the model in one step, every microbatch."""
 
     def prepare() -> None:
-        real_one, real_step = Loop.one_step, engine.forward_step
-        state = {"step": 0}
+        current = 0
 
-        def one_step(self: Loop) -> Any:
-            state["step"] = self.position.step + 1
-            return real_one(self)
+        @wrap("hpctrain.train.loop:Loop", "one_step")
+        def one_step(real: Any, self: Any) -> Any:
+            nonlocal current
+            current = self.position.step + 1
+            return real(self)
 
-        def forward_step(iterator: Any, model: Any) -> Any:
-            output, loss = real_step(iterator, model)
-            hit = state["step"] == step and os.environ["RANK"] == str(rank)
+        @wrap(forward, "forward_step")
+        def forward_step(real: Any, iterator: Any, model: Any) -> Any:
+            output, loss = real(iterator, model)
+            hit = current == step and os.environ["RANK"] == str(rank)
             return (change(output) if hit else output), loss
-
-        Loop.one_step = one_step  # type: ignore[method-assign]
-        engine.forward_step = forward_step  # type: ignore[assignment]
 
     return prepare
 
@@ -56,9 +53,9 @@ def _diverged(trial: Trial, step: int) -> list[ExitRecord]:
 
 
 @pytest.mark.variant("test_broken_weights_are_never_saved")
-def test_a_loss_that_is_not_finite_ends_all_ranks(trial: Callable[..., Trial]) -> None:
+def test_a_loss_that_is_not_finite_ends_all_ranks(trial: MakeTrial) -> None:
     """One rank of two has it, in the step after an asynchronous save was begun."""
-    wild = trial(async_save=True, save_interval_steps=1, **DP2)
+    wild = trial(async_save=True, save_interval_steps=1, **TWO)
     codes = wild.train(prepare=_at_step(3, 1, lambda output: output * float("nan")))
     assert codes == [DIVERGED, DIVERGED]
     records = _diverged(wild, 3)
@@ -72,16 +69,15 @@ def test_a_loss_that_is_not_finite_ends_all_ranks(trial: Callable[..., Trial]) -
 
 
 @pytest.mark.variant("test_broken_weights_are_never_saved")
-def test_across_pipeline_stages(trial: Callable[..., Trial]) -> None:
-    stages = dict(pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,)))
-    wild = trial(save_interval_steps=1, **stages)
+def test_across_pipeline_stages(trial: MakeTrial) -> None:
+    wild = trial(save_interval_steps=1, **PP2)
     codes = wild.train(prepare=_at_step(2, 1, lambda output: output * float("inf")))
     assert codes == [DIVERGED, DIVERGED]
     _diverged(wild, 2)
     assert published_steps(wild.run.checkpoints) == [1]
 
 
-def test_at_the_last_step(trial: Callable[..., Trial]) -> None:
+def test_at_the_last_step(trial: MakeTrial) -> None:
     """The final save must not happen, nor may the run be done."""
     wild = trial(train_steps=2)
     assert wild.train(prepare=_at_step(2, 0, lambda out: out * float("nan"))) == [DIVERGED]
@@ -89,7 +85,7 @@ def test_at_the_last_step(trial: Callable[..., Trial]) -> None:
     assert not wild.run.done.exists()
 
 
-def test_an_overflowing_update(trial: Callable[..., Trial]) -> None:
+def test_an_overflowing_update(trial: MakeTrial) -> None:
     wild = trial(lr=1e25, min_lr=0.0, clip_grad=0.0, save_interval_steps=100)
     assert wild.train() == [DIVERGED]
     assert published_steps(wild.run.checkpoints) == []
@@ -97,10 +93,10 @@ def test_an_overflowing_update(trial: Callable[..., Trial]) -> None:
 
 def _break_weights() -> None:
     """Rank 1 of two pipeline stages has a weight that is not finite after the update."""
-    real = MegatronEngine.update
     steps: list[int] = []
 
-    def update(self: MegatronEngine, *arguments: Any) -> Any:
+    @wrap(MegatronEngine, "update")
+    def update(real: Any, self: MegatronEngine, *arguments: Any) -> Any:
         result = real(self, *arguments)
         steps.append(1)
         if len(steps) == 2 and os.environ["RANK"] == "1":
@@ -108,13 +104,10 @@ def _break_weights() -> None:
                 next(iter(self.runner.model.bare[0].parameters())).view(-1)[7] = float("inf")
         return result
 
-    MegatronEngine.update = update  # type: ignore[method-assign]
 
-
-def test_broken_weights_are_never_saved(trial: Callable[..., Trial]) -> None:
+def test_broken_weights_are_never_saved(trial: MakeTrial) -> None:
     """The loss of their step is still good: it was computed before the update."""
-    stages = dict(pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,)))
-    wild = trial(save_interval_steps=1, **stages)
+    wild = trial(save_interval_steps=1, **PP2)
     assert wild.train(prepare=_break_weights) == [DIVERGED, DIVERGED]
     records = _diverged(wild, 2)
     assert "weights are not finite" in (records[0].message or "")
@@ -122,7 +115,7 @@ def test_broken_weights_are_never_saved(trial: Callable[..., Trial]) -> None:
 
 
 @pytest.mark.variant("test_broken_weights_are_never_saved")
-def test_a_spike_ends_the_launch_also_right_after_a_resume(trial: Callable[..., Trial]) -> None:
+def test_a_spike_ends_the_launch_also_right_after_a_resume(trial: MakeTrial) -> None:
     """The window is that of the run, not of the launch: it is read back from the metrics."""
     settings = dict(loss_spike=10.0, save_interval_steps=4, **LONG)
     spiking = trial(**settings)
@@ -139,7 +132,7 @@ def test_a_spike_ends_the_launch_also_right_after_a_resume(trial: Callable[..., 
 
 
 @pytest.mark.parametrize(("code", "cause"), [(16, "suspect_numerics"), (17, "diverged")])
-def test_megatrons_own_verdict(code: int, cause: str, trial: Callable[..., Trial]) -> None:
+def test_megatrons_own_verdict(code: int, cause: str, trial: MakeTrial) -> None:
     def leave() -> None:
         MegatronEngine.update = lambda *_: sys.exit(code)  # type: ignore[method-assign]
 

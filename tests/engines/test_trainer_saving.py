@@ -1,33 +1,43 @@
-"""When checkpoints are made and what is written down about them."""
+"""When checkpoints are made, what is written about them, and writers as ranks with GPUs have."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from trial_runs import LIMIT_SECONDS, PP2, Trial, held_at
+import torch
+from trial_runs import (
+    GPT,
+    LIMIT_SECONDS,
+    MODULE_GPT,
+    PP2,
+    TWO,
+    ZERO,
+    MakeTrial,
+    Trial,
+    assert_resumes_exactly,
+    config_of,
+    held_at,
+    make_trial,
+    once,
+    trained,
+    wrap,
+)
+from waiting import wait_until
 
-from bench import prefork
 from hpctrain.checkpoints.publish import Retention, published_steps
 from hpctrain.plan.forecast.intervals import daly_seconds
+from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name, partial_name, read_manifest
 from hpctrain.records.run_records import SaveRecord, read_saves
-from hpctrain.train.saving import save_interval, saver, writer
+from hpctrain.train.saving import save_interval, saver, spawned_writer, write_job, writer
+from hpctrain.train.saving.host_buffers import BufferReader, HostBuffers
 from hpctrain.train.saving.save_interval import SaveInterval
-
-DP2 = dict(data_parallel_size=2)
-
-
-def _wait_for_log(ranks: prefork.Ranks, word: str) -> None:
-    end = time.monotonic() + LIMIT_SECONDS
-    while word not in ranks.log():
-        assert time.monotonic() < end, ranks.log()
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -35,14 +45,14 @@ def _wait_for_log(ranks: prefork.Ranks, word: str) -> None:
     [pytest.param(False, marks=pytest.mark.variant), True],
     ids=["sync", "async"],
 )
-def test_a_save_on_request(async_save: bool, trial: Callable[..., Trial]) -> None:
-    asked = trial(async_save=async_save, train_steps=16, lr_decay_steps=16, **DP2)
+def test_a_save_on_request(async_save: bool, trial: MakeTrial) -> None:
+    asked = trial(async_save=async_save, train_steps=16, lr_decay_steps=16, **TWO)
     go_on = asked.run.directory / "go-on"
     ranks = asked.start(prepare=held_at(8, lambda loop: go_on.exists()))
     asked.wait_for_step(2, ranks)
     asked.run.save_request.touch()
     go_on.touch()
-    _wait_for_log(ranks, "event=save_requested")
+    wait_until(lambda: "event=save_requested" in ranks.log(), ranks.log)
     assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
     assert not asked.run.save_request.exists()
     first, *others = published_steps(asked.run.checkpoints)
@@ -50,50 +60,33 @@ def test_a_save_on_request(async_save: bool, trial: Callable[..., Trial]) -> Non
     assert ranks.log().count("event=save_requested") == 1
 
 
-def _wait_for(path: Path) -> None:
-    end = time.monotonic() + LIMIT_SECONDS
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-
-
-def _slow_writers(seconds: float, after: Path) -> None:
-    """So many seconds late, counted from the moment when `after` is there."""
-    real = writer.write_rank_digests
-
-    def slowly(directory: Path, rank: int, names: list[str]) -> None:
-        _wait_for(after)
-        time.sleep(seconds)
-        real(directory, rank, names)
-
-    writer.write_rank_digests = slowly
-
-
 def _writes_until(path: Path) -> None:
     """The first save lasts until half a second after `path` is there. Training waits for the first
     request at its second step, and is slow while it saves, lest it ends before."""
-    _slow_writers(0.5, after=path)
     held_at(2, lambda loop: loop.job.run.save_request.exists(), rank=0)()
-    from hpctrain.train.loop import Loop
 
-    real = Loop.one_step
+    @wrap(write_job, "write_rank_digests")
+    def slowly(real: Any, *given: Any) -> None:
+        wait_until(path.exists)
+        time.sleep(0.5)
+        real(*given)
 
-    def one_step(self: Any) -> Any:
+    @wrap("hpctrain.train.loop:Loop", "one_step")
+    def one_step(real: Any, self: Any) -> Any:
         if self.saver.busy:
             time.sleep(0.5)
         return real(self)
 
-    Loop.one_step = one_step  # type: ignore[method-assign]
-
 
 @pytest.mark.variant("test_a_save_on_request")
-def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Trial]) -> None:
+def test_a_request_during_a_save_is_kept_until_after_it(trial: MakeTrial) -> None:
     """It asks for the state of now, which the save under way does not have."""
     asked = trial(async_save=True, train_steps=25, lr_decay_steps=25)
     twice = asked.run.directory / "twice"
     ranks = asked.start(prepare=lambda: _writes_until(twice))
     asked.wait_for_step(1, ranks)
     asked.run.save_request.touch()
-    _wait_for_log(ranks, "event=save_requested")
+    wait_until(lambda: "event=save_requested" in ranks.log(), ranks.log)
     asked.run.save_request.touch()
     twice.touch()
     assert ranks.wait(LIMIT_SECONDS) == [0], ranks.log()
@@ -113,35 +106,31 @@ def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Tri
 
 def _waited_for(place: Path) -> None:
     """No save is written, nor then published, before rank 0 has waited for that for 0.4 s."""
-    from hpctrain.train.saving.saver import Saver
 
-    real_wait, real_write = Saver._agree_or_rest, writer.write_rank_digests
-    real_publish = saver.publish
-
-    def wait(self: Any) -> Any:
+    @wrap(saver.Saver, "_agree_or_rest")
+    def wait(real: Any, self: Any) -> Any:
         pending = self._pending
         step, stage = pending.position.step, "published" if pending.publishing else "written"
         waited = place / f"{partial_name(step, 0)}-{stage}"
         if os.environ["RANK"] == "0" and not waited.exists():
             time.sleep(0.4)
             waited.touch()
-        return real_wait(self)
+        return real(self)
 
-    def write(directory: Path, rank: int, names: list[str]) -> None:
-        _wait_for(place / f"{directory.name}-written")
-        real_write(directory, rank, names)
+    @wrap(write_job, "write_rank_digests")
+    def write(real: Any, directory: Path, *given: Any) -> None:
+        wait_until((place / f"{directory.name}-written").exists)
+        real(directory, *given)
 
-    def publish(root: Path, manifest: Any, fence: Any) -> Path:
-        _wait_for(place / f"{partial_name(manifest.step, manifest.epoch)}-published")
-        return real_publish(root, manifest, fence)
-
-    Saver._agree_or_rest = wait  # type: ignore[method-assign]
-    writer.write_rank_digests, saver.publish = write, publish
+    @wrap(saver, "publish")
+    def publish(real: Any, root: Path, manifest: Any, fence: Any) -> Path:
+        wait_until((place / f"{partial_name(manifest.step, manifest.epoch)}-published").exists)
+        return real(root, manifest, fence)
 
 
 @pytest.mark.variant("test_a_save_on_request")
-def test_each_save_is_written_down(trial: Callable[..., Trial]) -> None:
-    made = trial(save_interval_steps=2, async_save=True, **DP2)
+def test_each_save_is_written_down(trial: MakeTrial) -> None:
+    made = trial(save_interval_steps=2, async_save=True, **TWO)
     assert made.train(prepare=lambda: _waited_for(made.run.directory)) == [0, 0]
     saves = read_saves(made.run)
     assert [save.step for save in saves] == [2, 4, 6]
@@ -154,8 +143,8 @@ def test_each_save_is_written_down(trial: Callable[..., Trial]) -> None:
 
 
 @pytest.mark.variant("test_a_save_on_request")
-def test_a_synchronous_save_stalls_until_it_counts(trial: Callable[..., Trial]) -> None:
-    made = trial(save_interval_steps=3, **DP2)
+def test_a_synchronous_save_stalls_until_it_counts(trial: MakeTrial) -> None:
+    made = trial(save_interval_steps=3, **TWO)
     ranks = made.start(prepare=lambda: _waited_for(made.run.directory))
     assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
     saves = read_saves(made.run)
@@ -167,47 +156,39 @@ def test_a_synchronous_save_stalls_until_it_counts(trial: Callable[..., Trial]) 
 
 
 @pytest.mark.variant("test_a_save_on_request")
-def test_plans_are_used_again_and_the_files_are_right(trial: Callable[..., Trial]) -> None:
+def test_plans_are_used_again_and_the_files_are_right(trial: MakeTrial) -> None:
     """From the third save on megatron-core plans nothing; resuming from a late one is exact."""
     whole = trial(save_interval_steps=1, async_save=True, dropout=0.1, **PP2)
     assert set(whole.train(prepare=_count_plans)) == {0}
     plans = (whole.run.directory / "plans").read_text().split()
     assert plans == ["1", "2"], "planned for the first two of six saves"
     for step in (3, 5):
-        resumed = trial(dropout=0.1, **PP2)
-        resumed.adopt(whole, step)
-        assert set(resumed.train(resume=step)) == {0}
-        assert resumed.exact == {s: whole.exact[s] for s in range(step + 1, 7)}
+        assert_resumes_exactly(trial(dropout=0.1, **PP2), whole, step)
 
 
 def _count_plans() -> None:
     """Rank 0 notes each time when plans of all ranks are gathered."""
     from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
-    from hpctrain.train.loop import Loop
+    saving: list[Any] = []
 
-    real, state = MCoreSavePlanner.create_global_plan, {"loop": None}
-    save = Loop._save
-
-    def note(self: Any, plans: Any) -> Any:
-        loop: Any = state["loop"]
-        with (loop.job.run.directory / "plans").open("a") as stream:
-            stream.write(f"{loop.position.step}\n")
+    @wrap(MCoreSavePlanner, "create_global_plan")
+    def note(real: Any, self: Any, plans: Any) -> Any:
+        with (saving[-1].job.run.directory / "plans").open("a") as stream:
+            stream.write(f"{saving[-1].position.step}\n")
         return real(self, plans)
 
-    def remember(self: Loop, *, wait: bool) -> None:
-        state["loop"] = self  # type: ignore[assignment]
-        save(self, wait=wait)
-
-    MCoreSavePlanner.create_global_plan = note
-    Loop._save = remember  # type: ignore[method-assign]
+    @wrap("hpctrain.train.loop:Loop", "_save")
+    def remember(real: Any, self: Any, *, wait: bool) -> None:
+        saving.append(self)
+        real(self, wait=wait)
 
 
 def _patient_retirement() -> None:
     """Deleting lasts until the next checkpoint counts, which nothing but the training makes."""
-    real = Retention.retire
 
-    def patiently(self: Retention, *arguments: Any) -> list[int]:
+    @wrap(Retention, "retire")
+    def patiently(real: Any, self: Retention, *arguments: Any) -> list[int]:
         root = self._root
         newest, end = published_steps(root)[-1], time.monotonic() + LIMIT_SECONDS / 2
         while newest < 6 and published_steps(root)[-1] == newest:
@@ -217,11 +198,9 @@ def _patient_retirement() -> None:
             time.sleep(0.01)
         return real(self, *arguments)
 
-    Retention.retire = patiently  # type: ignore[method-assign]
-
 
 @pytest.mark.variant("test_checkpoint_files_are_as_the_manifest_says")
-def test_deleting_old_checkpoints_stops_nobody(trial: Callable[..., Trial]) -> None:
+def test_deleting_old_checkpoints_stops_nobody(trial: MakeTrial) -> None:
     made = trial(save_interval_steps=1, keep_checkpoints=1)
     assert made.train(prepare=_patient_retirement) == [0]
     assert not (made.run.directory / "stopped-by-deleting").exists()
@@ -229,8 +208,6 @@ def test_deleting_old_checkpoints_stops_nobody(trial: Callable[..., Trial]) -> N
 
 
 # -- the clock -------------------------------------------------------------------------------
-
-
 def _save(stall: float, publish: float, step: int = 1) -> SaveRecord:
     return SaveRecord(
         step=step,
@@ -242,7 +219,7 @@ def _save(stall: float, publish: float, step: int = 1) -> SaveRecord:
     )
 
 
-def test_the_interval_follows_the_costs(trial: Callable[..., Trial]) -> None:
+def test_the_interval_follows_the_costs(trial: MakeTrial) -> None:
     config = trial(save_interval_auto=True, save_interval_seconds=600.0).config
     interval = SaveInterval(config, 36000.0)
     assert interval.seconds == 600.0
@@ -258,7 +235,7 @@ def test_the_interval_follows_the_costs(trial: Callable[..., Trial]) -> None:
     assert resumed.seconds == pytest.approx(daly_seconds(2.0, 36000.0))
 
 
-def test_without_a_failure_rate_or_auto_the_interval_stays(trial: Callable[..., Trial]) -> None:
+def test_without_a_failure_rate_or_auto_the_interval_stays(trial: MakeTrial) -> None:
     auto = trial(save_interval_auto=True, save_interval_seconds=600.0).config
     fixed = trial(save_interval_seconds=300.0).config
     for config, mttf, expected in ((auto, float("inf"), 600.0), (fixed, 3600.0, 300.0)):
@@ -271,27 +248,25 @@ def test_without_a_failure_rate_or_auto_the_interval_stays(trial: Callable[..., 
 def _clock_of_steps() -> None:
     """By the clock of the interval a step takes 50 ms and a save costs 10 ms, whatever the machine
     does meanwhile."""
-    from hpctrain.train.loop import Loop
+    now = 0.0
 
-    real_step, real_published, now = Loop.one_step, SaveInterval.published, 0.0
-
-    def one_step(self: Loop) -> Any:
+    @wrap("hpctrain.train.loop:Loop", "one_step")
+    def one_step(real: Any, self: Any) -> Any:
         nonlocal now
         now += 0.05
-        return real_step(self)
+        return real(self)
 
-    def published(self: SaveInterval, save: SaveRecord) -> None:
+    @wrap(SaveInterval, "published")
+    def published(real: Any, self: SaveInterval, save: SaveRecord) -> None:
         costs = dict(stall_seconds=0.01, publish_seconds=0.01)
-        real_published(self, save.model_copy(update=costs))
+        real(self, save.model_copy(update=costs))
 
-    Loop.one_step = one_step  # type: ignore[method-assign]
-    SaveInterval.published = published  # type: ignore[method-assign]
     setattr(save_interval, "time", SimpleNamespace(monotonic=lambda: now))  # noqa: B010
 
 
 @pytest.mark.variant("test_checkpoint_files_are_as_the_manifest_says")
 def test_the_launch_s_failure_rate_sets_the_interval(
-    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+    trial: MakeTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the first save by the initial interval the measured costs allow many more."""
     monkeypatch.setenv("HPCTRAIN_MTTF_SECONDS", "0.2")
@@ -311,18 +286,16 @@ def _count_copied_bytes() -> None:
 
     from hpctrain.train.saving.saver import Saver
 
-    real = Saver.begin
+    @wrap(Saver, "begin")
+    def begin(real: Any, self: Any, position: Any) -> None:
+        copied_bytes, clone = 0, torch.Tensor.clone
 
-    def begin(self: Any, position: Any) -> None:
-        copied_bytes = 0
-        clone = torch.Tensor.clone
-
-        def counted(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        @wrap(torch.Tensor, "clone")
+        def counted(_: Any, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
             nonlocal copied_bytes
             copied_bytes += tensor.numel() * tensor.element_size()
             return clone(tensor, **options)
 
-        torch.Tensor.clone = counted  # type: ignore[method-assign, assignment]
         try:
             real(self, position)
         finally:
@@ -330,15 +303,180 @@ def _count_copied_bytes() -> None:
         name = f"copied-{os.environ['RANK']}"
         (self._job.run.directory / name).write_text(str(copied_bytes))
 
-    Saver.begin = begin  # type: ignore[method-assign]
-
 
 @pytest.mark.variant("test_a_save_on_request")
-def test_training_waits_for_no_copies_on_a_cpu(trial: Callable[..., Trial]) -> None:
+def test_training_waits_for_no_copies_on_a_cpu(trial: MakeTrial) -> None:
     """Its state is snapshotted by forking; what has to be copied, the writers copy."""
-    made = trial(save_interval_steps=3, async_save=True, **DP2)
+    made = trial(save_interval_steps=3, async_save=True, **TWO)
     assert made.train(prepare=_count_copied_bytes) == [0, 0]
     (save, *_) = read_saves(made.run)
     for rank in (0, 1):
         copied_bytes = int((made.run.directory / f"copied-{rank}").read_text())
         assert copied_bytes < save.size_bytes / 100
+
+
+# -----------------------------------------------------------------------------------------------
+# Writers as ranks with GPUs have them: a process that is not forked, and reads copies of tensors.
+# CUDA cannot be had here; memory that the process shares with the rank behaves as pinned memory
+# does: what the rank changes later, the process sees.
+
+OVERLAPPED = dict(overlap_param_gather=True, overlap_grad_reduce=True)
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "megatron": (GPT, dict(TWO, **OVERLAPPED, precision="bf16", dropout=0.1)),
+    "fsdp": (MODULE_GPT, dict(TWO, engine="fsdp", shard_size=2)),
+    "deepspeed, offloaded": (ZERO, dict(precision="bf16", offload_optimizer="cpu")),
+}
+
+
+def _copies() -> None:
+    """Every rank writes as with a GPU."""
+    writer.needs_copies = lambda: True
+
+
+def _copies_sent_late() -> None:
+    """The process gets the tensors when the rank has trained on for steps."""
+    _copies()
+
+    @wrap(spawned_writer.SpawnedWriter, "_send")
+    def late(send: Any, self: Any, job: Any) -> None:
+        time.sleep(1.0)
+        send(self, job)
+
+
+def _copies_and_deaths() -> None:
+    """The process of rank 0 dies as it gets a job."""
+    _copies()
+
+    def dies(self: Any, job: Any) -> None:
+        self._process.kill()
+
+    if os.environ["RANK"] == "0":
+        spawned_writer.SpawnedWriter._send = dies
+
+
+def content(run: Trial) -> dict[str, str]:
+    """Everything in the first checkpoint, each file of DeepSpeed as a hash of its tensors.
+
+    What stands around them differs after pickling, as `.metadata` differs by the run's directory.
+    """
+    directory = run.run.checkpoints / checkpoint_name(2)
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    files = {file.name: file.sha256 for file in manifest.files if file.name != ".metadata"}
+    for name in [name for name in files if name.endswith(".pt")]:
+        state = torch.load(directory / name, weights_only=False)
+        files[name] = hashlib.sha256(repr(_comparable(state)).encode()).hexdigest()
+    return files
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return str(state.dtype), tuple(state.shape), state.flatten().view(torch.uint8).tolist()
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [_comparable(value) for value in state]
+    return state if isinstance(state, int | float | str | bool | None) else type(state)
+
+
+def test_a_rank_with_a_gpu_does_not_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots ask `needs_copies`, and what they answer with decides on the writer."""
+    monkeypatch.setattr(writer, "on_cpu", lambda: False)
+    assert writer.needs_copies()
+    run = RunLayout(tmp_path)
+    assert isinstance(writer.open_writer(0, run, HostBuffers()), spawned_writer.SpawnedWriter)
+    monkeypatch.setattr(writer, "on_cpu", lambda: True)
+    assert not writer.needs_copies()
+    assert isinstance(writer.open_writer(0, run, None), writer.ForkedWriter)
+
+
+def written(kind: str) -> Trial:
+    """A run whose files another process writes, late; made once for each kind."""
+    base, changes = RUNS[kind]
+    changes = dict(changes, save_interval_steps=2, async_save=True)
+
+    def train(directory: Path) -> None:
+        made = make_trial(directory, base, **changes)
+        assert made.train(prepare=_copies_sent_late) == [0, 0]
+
+    return Trial(RunLayout(once(f"spawned writer, {kind}", train)), config_of(base, **changes))
+
+
+@pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_files_are_those_of_a_forked_writer(kind: str) -> None:
+    """Also where training goes on before the process has seen a tensor."""
+    base, changes = RUNS[kind]
+    plain, beside = trained(base, **changes), written(kind)
+    assert beside.exact == plain.exact
+    assert content(beside) == content(plain)
+
+
+@pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
+@pytest.mark.parametrize("kind", ["megatron", "fsdp"])
+def test_a_resume_from_it_is_exact(kind: str, trial: MakeTrial) -> None:
+    base, changes = RUNS[kind]
+    whole = written(kind)
+    again = trial(base, **changes, save_interval_steps=2)
+    assert_resumes_exactly(again, whole, prepare=_copies)
+
+
+@pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
+def test_a_writer_that_dies_loses_no_save(trial: MakeTrial) -> None:
+    """The rank writes the same copies, and after two deaths starts no process any more."""
+    plain = trained(**TWO)
+    lost = trial(**TWO, save_interval_steps=2, async_save=True)
+    assert lost.train(prepare=_copies_and_deaths) == [0, 0]
+    assert published_steps(lost.run.checkpoints) == [2, 4, 6]
+    assert content(lost) == content(plain)
+    assert lost.said.count("the rank writes by itself") == 2
+
+
+@pytest.mark.variant("test_tensors_are_read_where_they_were_copied")
+def test_no_process_outlives_its_rank(trial: MakeTrial) -> None:
+    made = trial(save_interval_steps=2)
+    assert made.train(prepare=_copies) == [0]
+    wait_until(lambda: not _writing_processes(made.run.directory), "the end of all writers")
+
+
+def _writing_processes(directory: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words, cwd = (path / "cmdline").read_bytes().split(b"\0"), os.readlink(path / "cwd")
+        except OSError:
+            continue
+        if b"hpctrain.train.saving.writing_process" in words and cwd == str(directory):
+            found.append(int(path.name))
+    return found
+
+
+def test_tensors_are_read_where_they_were_copied() -> None:
+    buffers = HostBuffers()
+    sources = [
+        torch.arange(1000, dtype=torch.float32),
+        torch.ones(3, 5, dtype=torch.bfloat16)[:, ::2],  # not contiguous
+        torch.tensor(7),
+        torch.empty(0, 4),
+    ]
+    copies = buffers.copy(sources)
+    expected = [source.clone() for source in sources]
+    data = buffers.dumps({"copies": copies, "beside": torch.zeros(2)})
+    assert len(data) < 2000, "places, not tensors"
+    for source in sources:
+        source.add_(1)
+    found = BufferReader(buffers.descriptor).loads(data, buffers.size_bytes)
+    for copy, one in zip(found["copies"], expected, strict=True):
+        assert torch.equal(copy, one) and copy.dtype == one.dtype
+        assert copy.untyped_storage().size() == copy.numel() * copy.element_size()
+    assert torch.equal(found["beside"], torch.zeros(2))
+
+
+def test_buffers_grow_and_are_used_again() -> None:
+    buffers, reader = HostBuffers(), None
+    reader = BufferReader(buffers.descriptor)
+    for size in (10, 100_000, 50):
+        (copy,) = buffers.copy([torch.full((size,), float(size))])
+        (found,) = reader.loads(buffers.dumps([copy]), buffers.size_bytes)
+        assert torch.equal(found, torch.full((size,), float(size)))
+    assert buffers.size_bytes >= 400_000

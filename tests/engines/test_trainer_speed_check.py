@@ -9,9 +9,19 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from deepspeed_trials import PLAIN_LLAMA, ZERO
 from late_products import late_products
-from trial_runs import EVALUATING, GPT, MODULE_GPT, TP2_PP2, Trial, trained
+from trial_runs import (
+    EVALUATING,
+    GPT,
+    MODULE_GPT,
+    PLAIN_LLAMA,
+    TP2_PP2,
+    ZERO,
+    MakeTrial,
+    Trial,
+    trained,
+    wrap,
+)
 
 from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
 from hpctrain.train import speed_check
@@ -39,13 +49,11 @@ def on_two_nodes(check: str = "0", slow: int | None = SLOW_RANK) -> Callable[[],
     def prepare() -> None:
         rank = int(os.environ["RANK"])
         os.environ.update(SLURMD_NODENAME=f"n{rank // 2}", HPCTRAIN_SPEED_CHECK=check)
-        real = speed_check.measure_products
 
-        def measured(*given: Any) -> float:
+        @wrap(speed_check, "measure_products")
+        def measured(real: Any, *given: Any) -> float:
             with late_products() if rank == slow else nullcontext():
                 return real(*given)
-
-        speed_check.measure_products = measured
 
     return prepare
 
@@ -56,9 +64,7 @@ def only_check(trial: Trial) -> SpeedCheck:
 
 
 @pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
-def test_a_slow_rank_is_reported_and_training_goes_on_as_without(
-    trial: Callable[..., Trial],
-) -> None:
+def test_a_slow_rank_is_reported_and_training_goes_on_as_without(trial: MakeTrial) -> None:
     settings = dict(TP2_PP2, dropout=0.1, async_save=True, **EVALUATING)
     checked = trial(**checking("tp", "pp"), **settings)
     assert checked.train(prepare=on_two_nodes()) == [0] * 4
@@ -79,7 +85,7 @@ def test_a_slow_rank_is_reported_and_training_goes_on_as_without(
     assert read_speed_checks(plain.run) == []
 
 
-def test_the_launch_ends_where_the_node_can_be_replaced(trial: Callable[..., Trial]) -> None:
+def test_the_launch_ends_where_the_node_can_be_replaced(trial: MakeTrial) -> None:
     ddp = trial(MODULE_GPT, data_parallel_size=4, **checking("dp"))
     assert ddp.train(prepare=on_two_nodes("1")) == [1] * 4
     check = only_check(ddp)
@@ -91,7 +97,7 @@ def test_the_launch_ends_where_the_node_can_be_replaced(trial: Callable[..., Tri
 
 
 @pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
-def test_a_launch_that_is_not_to_check_does_not(trial: Callable[..., Trial]) -> None:
+def test_a_launch_that_is_not_to_check_does_not(trial: MakeTrial) -> None:
     ddp = trial(MODULE_GPT, data_parallel_size=2, **checking("dp"))
     assert ddp.train(prepare=on_two_nodes("off")) == [0] * 2
     assert read_speed_checks(ddp.run) == []
@@ -104,7 +110,7 @@ def no_time_is_left() -> None:
 
 
 @pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
-def test_nothing_is_begun_when_the_time_is_over(trial: Callable[..., Trial]) -> None:
+def test_nothing_is_begun_when_the_time_is_over(trial: MakeTrial) -> None:
     ddp = trial(MODULE_GPT, data_parallel_size=2, **checking("dp"))
     assert ddp.train(prepare=no_time_is_left) == [0] * 2
     check = only_check(ddp)
@@ -143,7 +149,7 @@ def one_link_is_slow() -> None:
 
 
 @pytest.mark.variant("test_the_launch_ends_where_the_node_can_be_replaced")
-def test_a_slow_link_is_found_pair_by_pair(trial: Callable[..., Trial]) -> None:
+def test_a_slow_link_is_found_pair_by_pair(trial: MakeTrial) -> None:
     """The plan assumes more than the one group reaches, and its pairs show whose link it is."""
     given = checking("dp", expected=1e15, slow_link=0.05, slow_gpu=0.0001)
     ddp = trial(MODULE_GPT, data_parallel_size=4, **given)
@@ -166,7 +172,7 @@ def test_a_slow_link_is_found_pair_by_pair(trial: Callable[..., Trial]) -> None:
     ],
 )
 def test_the_axes_of_each_engine(
-    trial: Callable[..., Trial], base: dict[str, Any], changes: dict[str, Any], expected: list[str]
+    trial: MakeTrial, base: dict[str, Any], changes: dict[str, Any], expected: list[str]
 ) -> None:
     made = trial(base, **changes, **checking("tp", "dp", "pp", slow_gpu=0.0001, slow_link=1e-9))
     assert made.train(prepare=on_two_nodes(slow=None)) == [0] * made.world_size

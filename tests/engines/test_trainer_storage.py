@@ -1,24 +1,191 @@
-"""A run directory that is away while the real trainer trains, saves and publishes."""
+"""A file system without room, and a run directory that is away: said before writing, survived."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from trial_runs import LIMIT_SECONDS, Trial, held_at, trained
+from trial_runs import LIMIT_SECONDS, TWO, MakeTrial, Trial, held_at, trained, wrap
 
 from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.checkpoints.publish import published_steps
 from hpctrain.records.run_records import TrainerExit, read_saves
-from hpctrain.train import storage
-from hpctrain.train.saving import saver, writer
+from hpctrain.train import free_space, storage
+from hpctrain.train.free_space import Need, check_room
+from hpctrain.train.saving import saver, write_job
 
-DP2 = dict(data_parallel_size=2)
+CRASHED = TrainerExit.CRASH
+MEGABYTE = 1 << 20
+# A checkpoint of the tiny model has about 2.4 MB.
+ONE_AND_A_HALF, TWO_AND_A_HALF = 4 * MEGABYTE, 6 * MEGABYTE
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Callable[[Path, int], None]]:
+    """Mount a real file system of a few megabytes over an empty directory."""
+    mounted: list[Path] = []
+
+    def mount(directory: Path, size_bytes: int, inodes: int = 0) -> None:
+        options = f"size={size_bytes}" + (f",nr_inodes={inodes}" if inodes else "")
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            pytest.skip(f"mounting needs privileges: {done.stderr.strip()}")
+        mounted.append(directory)
+
+    yield mount
+    for directory in mounted:
+        subprocess.run(["umount", "-l", str(directory)], check=True, timeout=300)
+
+
+Mount = Callable[..., None]
+
+
+def _full(made: Trial) -> str:
+    """The message, when all ranks say that the disk is full."""
+    records = made.exits()
+    assert {record.cause for record in records} == {"disk_full"}
+    return records[0].message or ""
+
+
+def test_no_room_for_the_first_checkpoint(trial: MakeTrial, small: Mount) -> None:
+    """Its size is estimated from the parameters; nothing of it is written."""
+    made = trial(save_interval_steps=2, **TWO)
+    small(made.run.checkpoints, MEGABYTE)
+    assert made.train() == [CRASHED, CRASHED]
+    message = _full(made)
+    assert "estimated from the parameters" in message and "nothing was written" in message
+    assert [row.step for row in made.rows] == [1, 2]
+    assert list(made.run.checkpoints.iterdir()) == []
+
+
+@pytest.mark.variant("test_full_in_the_middle_of_a_save")
+def test_the_estimate_is_near_the_truth(gpt_reference: Trial, trial: MakeTrial) -> None:
+    found: list[float] = []
+    for settings in ({}, dict(tensor_model_parallel_size=2), TWO):
+        made = trial(train_steps=1, **settings)
+        told = made.run.directory / "estimate"
+
+        def note_estimate(told: Path = told) -> None:
+            @wrap(saver, "check_room")
+            def note(real: Any, root: Path, need: Need) -> str | None:
+                told.write_text(str(need.size_bytes))
+                return real(root, need)
+
+        assert set(made.train(prepare=note_estimate)) == {0}
+        (checkpoint,) = checkpoints(made.run.checkpoints)
+        assert checkpoint.manifest is not None
+        found.append(int(told.read_text()) / checkpoint.manifest.total_bytes)
+    assert all(0.8 < ratio < 1.2 for ratio in found), found
+
+
+@pytest.mark.variant("test_full_in_the_middle_of_a_save")
+def test_no_room_for_the_next_one(trial: MakeTrial, small: Mount) -> None:
+    """Asked before anything is written; the old checkpoint stays, whatever `keep` says."""
+    made = trial(save_interval_steps=2, keep_checkpoints=1, async_save=True, **TWO)
+    small(made.run.checkpoints, ONE_AND_A_HALF)
+    assert made.train() == [CRASHED, CRASHED]
+    message = _full(made)
+    assert "as much as iter_0000002" in message and "nothing was written or deleted" in message
+    assert [one.name for one in made.run.checkpoints.glob("iter_*")] == ["iter_0000002"]
+    assert [one.good for one in checkpoints(made.run.checkpoints, "sha256")] == [True]
+
+
+def test_no_inodes_left(trial: MakeTrial, small: Mount) -> None:
+    made = trial(save_interval_steps=2)
+    small(made.run.checkpoints, 64 * MEGABYTE, 10)
+    assert made.train() == [CRASHED]
+    assert "inodes for" in _full(made)
+
+
+def _look_away() -> None:
+    """The question is answered wrongly, as a user's quota does: statvfs does not know of it."""
+    saver.check_room = lambda root, need: None
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "async_save"),
+    [
+        (ONE_AND_A_HALF, True),
+        pytest.param(TWO_AND_A_HALF, False, marks=pytest.mark.variant),
+        pytest.param(ONE_AND_A_HALF, False, marks=pytest.mark.variant),
+        pytest.param(TWO_AND_A_HALF, True, marks=pytest.mark.variant),
+    ],
+)
+def test_full_in_the_middle_of_a_save(
+    size_bytes: int, async_save: bool, trial: MakeTrial, small: Mount
+) -> None:
+    """The older checkpoints stay good, and the unfinished one takes no room any more."""
+    made = trial(save_interval_steps=2, async_save=async_save, **TWO)
+    small(made.run.checkpoints, size_bytes)
+    assert made.train(prepare=_look_away) == [CRASHED, CRASHED]
+    # where rank 0 cannot even write what is common to all, the other rank only loses its peer
+    causes = {record.cause for record in made.exits()}
+    assert "disk_full" in causes and causes <= {"disk_full", None}
+    kept = checkpoints(made.run.checkpoints, "sha256")
+    assert kept and all(one.good for one in kept)
+    assert not list(made.run.checkpoints.glob("*.partial-*"))
+
+
+@pytest.mark.variant("test_full_in_the_middle_of_a_save")
+def test_full_while_records_are_written(trial: MakeTrial, small: Mount, tmp_path: Path) -> None:
+    """The whole run directory is on the full file system: the record finds room again."""
+    made = trial(save_interval_steps=2, data_cache=str(tmp_path / "cache"), **TWO)
+    config = made.run.train_config.read_text()
+    small(made.run.directory, TWO_AND_A_HALF)
+    for directory in ("control", "epochs", "exits", "logs", "stacks", "checkpoints"):
+        (made.run.directory / directory).mkdir()
+    made.run.train_config.write_text(config)
+    assert made.train(prepare=_look_away) == [CRASHED, CRASHED]
+    assert _full(made)
+    assert published_steps(made.run.checkpoints)
+
+
+@pytest.mark.variant("test_no_room_for_the_first_checkpoint")
+def test_a_used_up_quota(trial: MakeTrial) -> None:
+    """Met by one rank's writer, known by all ranks."""
+
+    def no_quota() -> None:
+        def refuse(*arguments: object) -> None:
+            raise OSError(122, "Disk quota exceeded")
+
+        if os.environ["RANK"] == "1":
+            write_job.write_rank_digests = refuse
+
+    made = trial(train_steps=1, **TWO)
+    assert made.train(prepare=no_quota) == [CRASHED, CRASHED]
+    assert "on another rank" in _full(made) and "Disk quota exceeded" in made.message(1)
+
+
+def test_file_systems_without_a_number_of_inodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They report none of none (btrfs, some parallel ones), which is not too few."""
+    real = os.statvfs(tmp_path)
+    values = list(real)[:10]
+    values[5:8] = [0, 0, 0]  # f_files, f_ffree, f_favail
+    monkeypatch.setattr(free_space.os, "statvfs", lambda path: os.statvfs_result(values))
+    assert check_room(tmp_path, Need(1, 10**12, "test")) is None
+
+
+def test_no_room_for_the_sample_order(trial: MakeTrial, small: Mount) -> None:
+    """numpy names no errno there, and megatron-core wraps it twice."""
+    made = trial(data_cache=None)
+    made.run.data_cache.mkdir()
+    small(made.run.data_cache, MEGABYTE)
+    assert made.train() == [CRASHED]
+    assert made.exits()[0].cause == "disk_full"
+
+
+# -- A run directory that is away while the real trainer trains, saves and publishes ------------
 
 
 def away(run: Path) -> Path:
@@ -47,15 +214,12 @@ def missed(run: Path) -> Path:
     return run.with_name(f"{run.name}.missed")
 
 
-def once(module: Any, name: str, run: Path, rank: int) -> Callable[[], None]:
+def goes_away_at(module: Any, name: str, run: Path, rank: int) -> Callable[[], None]:
     """A `prepare`: the directory goes away when this rank calls the function for the first time."""
 
     def prepare() -> None:
-        import os
-
-        real = getattr(module, name)
-
-        def with_the_directory_gone(*arguments: Any) -> Any:
+        @wrap(module, name)
+        def with_the_directory_gone(real: Any, *arguments: Any) -> Any:
             # a file of its own name, for a writer is a process that forgets
             done = run.with_name(f"{run.name}.done")
             if os.environ["RANK"] == str(rank) and not done.exists():
@@ -66,8 +230,6 @@ def once(module: Any, name: str, run: Path, rank: int) -> Callable[[], None]:
                 finally:
                     missed(run).touch()
             return real(*arguments)
-
-        setattr(module, name, with_the_directory_gone)
 
     return prepare
 
@@ -81,9 +243,7 @@ def assert_exact(hurt: Trial, reference: Trial) -> None:
 
 
 @pytest.mark.variant("test_one_that_is_away_for_too_long_is_a_fault_of_storage")
-def test_rows_wait_while_training_goes_on(
-    trial: Callable[..., Trial], gpt_reference: Trial
-) -> None:
+def test_rows_wait_while_training_goes_on(trial: MakeTrial, gpt_reference: Trial) -> None:
     hurt = trial()
     released = hurt.run.directory.with_name("released")
     ranks = hurt.start(prepare=held_at(2, lambda loop: released.exists(), rank=0))
@@ -96,70 +256,37 @@ def test_rows_wait_while_training_goes_on(
     assert_exact(hurt, gpt_reference)
 
 
+ASYNC: dict[str, Any] = dict(TWO, async_save=True)
+# what loses the directory, on which rank; rank 0 alone writes what follows the files of the ranks,
+# and megatron-core has the others wait for it
+LOST: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
+    "writer": (write_job, "write_rank_digests", 0, {}),
+    "publisher": (saver, "publish", 0, dict(async_save=True)),
+    "writer of one rank": (write_job, "write_rank_digests", 1, ASYNC),
+    "index": (filesystem_async.FileSystemWriterAsync, "finish", 0, ASYNC),
+    "format": (serialization, "save_config", 0, ASYNC),
+}
+
+
 @pytest.mark.variant("test_one_that_is_away_for_too_long_is_a_fault_of_storage")
-@pytest.mark.parametrize(
-    ("module", "name", "changes"),
-    [
-        pytest.param(writer, "write_rank_digests", {}, id="writer"),
-        pytest.param(saver, "publish", {"async_save": True}, id="publisher"),
-    ],
-)
-def test_a_save_that_loses_its_directory_is_made_again(
-    trial: Callable[..., Trial],
-    gpt_reference: Trial,
-    module: Any,
-    name: str,
-    changes: dict[str, bool],
-) -> None:
+@pytest.mark.parametrize("what", LOST)
+def test_a_save_that_loses_its_directory_is_made_again_by_all(what: str, trial: MakeTrial) -> None:
+    module, name, rank, changes = LOST[what]
     hurt = trial(save_interval_steps=2, **changes)
     run = hurt.run.directory
     back = brings_back(run, missed(run))
-    assert hurt.train(prepare=once(module, name, run, 0)) == [0]
+    assert set(hurt.train(prepare=goes_away_at(module, name, run, rank))) == {0}
     back.join()
-    assert_exact(hurt, gpt_reference)
-    assert 2 in {save.step for save in read_saves(hurt.run)} or changes
+    assert_exact(hurt, trained(data_parallel_size=hurt.world_size))
+    if hurt.world_size > 1:
+        assert "event=save_put_off checkpoint=iter_0000002" in hurt.said
+    else:
+        assert 2 in {save.step for save in read_saves(hurt.run)} or changes
 
 
-@pytest.mark.variant("test_one_that_is_away_for_too_long_is_a_fault_of_storage")
-def test_a_save_whose_files_one_rank_has_lost_is_made_again_by_all(
-    trial: Callable[..., Trial],
-) -> None:
-    hurt = trial(save_interval_steps=2, async_save=True, **DP2)
-    run = hurt.run.directory
-    back = brings_back(run, missed(run))
-    ranks = hurt.start(prepare=once(writer, "write_rank_digests", run, 1))
-    assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
-    back.join()
-    assert_exact(hurt, trained(**DP2))
-    assert "event=save_put_off checkpoint=iter_0000002" in ranks.log()
-
-
-@pytest.mark.variant("test_one_that_is_away_for_too_long_is_a_fault_of_storage")
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (filesystem_async.FileSystemWriterAsync, "finish"),
-        pytest.param(serialization, "save_config", marks=pytest.mark.variant),
-    ],
-    ids=["index", "format"],
-)
-def test_a_save_that_loses_its_directory_before_its_metadata_is_made_again_by_all(
-    trial: Callable[..., Trial], module: Any, name: str
-) -> None:
-    """Rank 0 alone writes these, and megatron-core has the others wait for it."""
-    hurt = trial(save_interval_steps=2, async_save=True, **DP2)
-    run = hurt.run.directory
-    back = brings_back(run, missed(run))
-    ranks = hurt.start(prepare=once(module, name, run, 0))
-    assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
-    back.join()
-    assert_exact(hurt, trained(**DP2))
-    assert "event=save_put_off checkpoint=iter_0000002" in ranks.log()
-
-
-def test_one_that_is_away_for_too_long_is_a_fault_of_storage(trial: Callable[..., Trial]) -> None:
+def test_one_that_is_away_for_too_long_is_a_fault_of_storage(trial: MakeTrial) -> None:
     """Not a newer launch, and no crash of the program: the supervisor waits and tries again."""
-    hurt = trial(save_interval_steps=2, **DP2)
+    hurt = trial(save_interval_steps=2, **TWO)
     run = hurt.run.directory
 
     def leaving(rank: int) -> Path:
@@ -170,14 +297,12 @@ def test_one_that_is_away_for_too_long_is_a_fault_of_storage(trial: Callable[...
 
         storage.PATIENCE_SECONDS = 1.0
         entry._EXIT_RECORD_SECONDS = LIMIT_SECONDS
-        once(saver, "publish", run, 0)()
-        real = entry.write_exit_record
+        goes_away_at(saver, "publish", run, 0)()
 
-        def write_exit_record(layout: Any, node_rank: int, record: Any) -> None:
+        @wrap(entry, "write_exit_record")
+        def write_exit_record(real: Any, layout: Any, node_rank: int, record: Any) -> None:
             leaving(record.rank).touch()
             real(layout, node_rank, record)
-
-        entry.write_exit_record = write_exit_record
 
     back = brings_back(run, leaving(0), leaving(1))
     assert hurt.train(prepare=prepare) == [TrainerExit.CRASH] * 2

@@ -6,8 +6,10 @@ import atexit
 import fcntl
 import functools
 import hashlib
+import importlib
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import prefork
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.records.exit_records import read_exit_records
 from hpctrain.records.layout import RunLayout
@@ -28,6 +30,9 @@ from hpctrain.records.run_records import ExitRecord, StepMetrics, read_metrics
 LIMIT_SECONDS = 300.0
 # Longer than any pause of a busy machine, and over before LIMIT_SECONDS.
 COLLECTIVE_SECONDS = 150.0
+# How far losses and norms may be from those of one process: of megatron-core's layouts, and of a
+# mean in fp32 over other partial sums after six steps, whose norms may be ten times as far.
+TOLERANCE, ROUNDING = 1e-5, 5e-6
 
 GPT: dict[str, Any] = dict(
     run_name="tiny",
@@ -121,6 +126,7 @@ MODULE_LLAMA: dict[str, Any] = dict(
 )
 
 # Settings of runs that several tests read or go on from (`trained`).
+TWO: dict[str, Any] = dict(data_parallel_size=2)
 DP2: dict[str, Any] = dict(
     data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True
 )
@@ -130,6 +136,37 @@ EVALUATING: dict[str, Any] = dict(eval_interval_steps=2, eval_batches=2)
 WITH_DROPOUT: dict[str, Any] = dict(model={**MODULE_GPT["model"], "layers": 2, "dropout": 0.1})
 DDP2: dict[str, Any] = dict(MODULE_GPT, **WITH_DROPOUT, **EVALUATING, data_parallel_size=2)
 FSDP2: dict[str, Any] = dict(DDP2, engine="fsdp", shard_size=2)
+PLAIN: dict[str, Any] = dict(MODULE_GPT, model={**MODULE_GPT["model"], "layers": 2})
+PLAIN_LLAMA: dict[str, Any] = dict(PLAIN, model=MODULE_LLAMA["model"])
+ZERO: dict[str, Any] = dict(
+    PLAIN,
+    engine="deepspeed",
+    zero_stage=1,
+    data_parallel_size=2,
+    # several buckets for a model of 100,000 weights, of which the norms stay whole at stage 3
+    reduce_bucket_elements=30_000,
+    gather_bucket_elements=30_000,
+)
+DROPPING_ZERO: dict[str, Any] = dict(ZERO, **WITH_DROPOUT, async_save=True)
+ZERO3: dict[str, Any] = dict(DROPPING_ZERO, **EVALUATING, zero_stage=3)
+ZERO_PP2: dict[str, Any] = dict(
+    DROPPING_ZERO, **EVALUATING, pipeline_stages=(1, 1), data_parallel_size=1
+)
+# Tensors and pipeline: two of each.
+ZERO_TP2_PP2: dict[str, Any] = dict(
+    ZERO,
+    model=PLAIN_LLAMA["model"],
+    tensor_parallel=2,
+    pipeline_stages=(1, 1),
+    data_parallel_size=1,
+)
+TP2: dict[str, Any] = dict(tensor_model_parallel_size=2)
+VPP2: dict[str, Any] = dict(
+    pipeline_model_parallel_size=2,
+    virtual_pipeline_model_parallel_size=2,
+    pipeline_layer_split=((1, 1), (1, 1)),
+)
+EP2: dict[str, Any] = dict(expert_model_parallel_size=2)
 MOE: dict[str, Any] = dict(
     LLAMA,
     num_moe_experts=4,
@@ -186,6 +223,22 @@ class Trial:
         name = checkpoint_name(step)
         shutil.copytree(other.run.checkpoints / name, self.run.checkpoints / name)
 
+    def goes_on(self, other: Trial, step: int = 4, **launch: Any) -> Trial:
+        """Train to the end from a checkpoint of another run."""
+        self.adopt(other, step)
+        assert self.train(resume=step, **launch) == [0] * self.world_size
+        return self
+
+    @property
+    def said(self) -> str:
+        """Everything that the ranks have said, in all launches."""
+        return "".join(path.read_text() for path in sorted(self.run.logs.rglob("*.log")))
+
+    @property
+    def evaluated(self) -> dict[int, float]:
+        """The losses of evaluations by step."""
+        return {row.step: row.eval_loss for row in self.rows if row.eval_loss is not None}
+
     @property
     def rows(self) -> list[StepMetrics]:
         return read_metrics(self.run)
@@ -202,6 +255,10 @@ class Trial:
     def exits(self, epoch: int = 0) -> list[ExitRecord]:
         return read_exit_records(self.run, epoch)
 
+    def message(self, rank: int = 0, epoch: int = 0) -> str:
+        """What the exit record of a rank says."""
+        return next(one.message or "" for one in self.exits(epoch) if one.rank == rank)
+
     def wait_for_step(self, step: int, ranks: prefork.Ranks) -> None:
         """Return when the run has recorded `step`."""
         end = time.monotonic() + LIMIT_SECONDS
@@ -213,23 +270,22 @@ class Trial:
             time.sleep(0.02)
 
 
+# The fixture `trial`, which makes run directories.
+MakeTrial = Callable[..., Trial]
+
+
 def held_at(step: int, released: Callable[[Any], bool], rank: int = 1) -> Callable[[], None]:
     """A `prepare`: this rank begins the step when its loop is `released`, and the others wait for
     it. For tests that do something to a run at its midst, which would be over in no time."""
 
     def prepare() -> None:
-        from hpctrain.train.loop import Loop
-
-        real = Loop.one_step
-
-        def one_step(self: Any) -> Any:
+        @wrap("hpctrain.train.loop:Loop", "one_step")
+        def one_step(real: Any, self: Any) -> Any:
             end = time.monotonic() + LIMIT_SECONDS
             here = self.position.step + 1 == step and os.environ["RANK"] == str(rank)
             while here and not released(self) and time.monotonic() < end:
                 time.sleep(0.01)
             return real(self)
-
-        Loop.one_step = one_step  # type: ignore[method-assign]
 
     return prepare
 
@@ -239,15 +295,14 @@ def keep_quietest_window() -> None:
     machine did not pause. For tests of what takes how long."""
     from hpctrain.train.report import Reporter
 
-    real, shortest = Reporter.rank_times, math.inf
+    shortest = math.inf
 
-    def rank_times(self: Reporter, times: Any) -> None:
+    @wrap(Reporter, "rank_times")
+    def rank_times(real: Any, self: Reporter, times: Any) -> None:
         nonlocal shortest
         if sum(times.step_seconds) < shortest:
             shortest = sum(times.step_seconds)
             real(self, times)
-
-    Reporter.rank_times = rank_times  # type: ignore[method-assign]
 
 
 def retire_in_turn() -> None:
@@ -255,14 +310,12 @@ def retire_in_turn() -> None:
     alone, and the end of the launch waits for the last one."""
     from hpctrain.train.saving import saver
 
-    real = saver.Publisher._retire_old
-
-    def retire_old(self: Any) -> None:
+    @wrap(saver.Publisher, "_retire_old")
+    def retire_old(real: Any, self: Any) -> None:
         with self._retiring:
             pass
         real(self)
 
-    saver.Publisher._retire_old = retire_old  # type: ignore[method-assign]
     saver._RETIRE_SECONDS = LIMIT_SECONDS
 
 
@@ -362,3 +415,45 @@ def largest_difference(one: Trial, other: Trial, first_step: int) -> tuple[float
     loss = max(abs(float.fromhex(a.loss_hex) - float.fromhex(b.loss_hex)) for a, b in pairs)
     norm = max(abs((a.grad_norm or 0) - (b.grad_norm or 0)) for a, b in pairs)
     return loss, norm
+
+
+def assert_near(
+    one: Trial, other: Trial, first_step: int, loss: float = TOLERANCE, norm: float | None = None
+) -> None:
+    """Compare two runs from a step on; norms may be as far as losses, unless given."""
+    losses, norms = largest_difference(one, other, first_step)
+    assert losses <= loss and norms <= (loss if norm is None else norm), (losses, norms)
+
+
+def assert_resumes_exactly(resumed: Trial, whole: Trial, step: int = 4, **launch: Any) -> None:
+    """Bit by bit, from a checkpoint of a run that was not interrupted."""
+    resumed.goes_on(whole, step, **launch)
+    assert resumed.exact == {later: row for later, row in whole.exact.items() if later > step}
+    assert resumed.exact, "no steps to compare"
+
+
+def wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """In a `prepare`: a decorator of what takes the place of a function or method of `owner` (or
+    `module`, `module:Class`), and gets the real one as its first argument."""
+    if isinstance(owner, str):
+        module, _, attribute = owner.partition(":")
+        owner = importlib.import_module(module)
+        owner = getattr(owner, attribute) if attribute else owner
+    real = getattr(owner, name)
+
+    def install(replacement: Callable[..., Any]) -> None:
+        def called(*given: Any, **named: Any) -> Any:
+            return replacement(real, *given, **named)
+
+        setattr(owner, name, called)
+
+    return install
+
+
+def apart(function: Callable[..., object], *given: Any) -> None:
+    """Call it in a forked process: process groups and threads must not live where ranks are forked
+    from later on (bench.prefork)."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=given)
+    process.start()
+    process.join(LIMIT_SECONDS)
+    assert process.exitcode == 0

@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from ruamel.yaml import YAML
 
 from hpctrain.base.units import ByteSize
-from hpctrain.engines.documents import train_config
 from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.train_json import train_config
 from hpctrain.job.prepare import load_inputs, load_knowledge
 from hpctrain.plan.abilities.trainable import untrainable_fields
 from hpctrain.plan.job import TrainingJob

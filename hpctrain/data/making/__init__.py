@@ -1,8 +1,7 @@
 """Make datasets for the trainer from texts, conversations and images.
 
-There are three stages: plan (`make_plan`) cuts the input into shards, `stages` makes them,
-and `merging` joins them into one dataset. Many processes on many nodes can make shards, and
-finished shards survive an interruption. `python -m hpctrain.data.making` is the program. Only
-Megatron's own writer of .bin/.idx files needs torch. Does not belong here: reading datasets while
-training (`hpctrain.train.datasets`).
+`make_plan` cuts the input into shards; `stages` makes them, and joins them into one dataset. Many
+processes on many nodes can make shards, and finished shards survive an interruption.
+`python -m hpctrain.data.making` is the program. Only Megatron's own writer of .bin/.idx files needs
+torch. Does not belong here: reading datasets while training (`hpctrain.train.datasets`).
 """

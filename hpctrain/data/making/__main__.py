@@ -15,8 +15,14 @@ from typing import get_args
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, UsageError
 from hpctrain.data.making.corpus import DEFAULT_SUFFIXES
-from hpctrain.data.making.make_plan import BUILTIN_MAX_BYTES, DEFAULT_VOCAB_SIZE
-from hpctrain.data.making.options import PrepareOptions, PrepareStage, check_usage
+from hpctrain.data.making.make_plan import (
+    BUILTIN_MAX_BYTES,
+    DEFAULT_VOCAB_SIZE,
+    PrepareOptions,
+    PrepareStage,
+    check_usage,
+)
+from hpctrain.data.making.shards import reported
 from hpctrain.data.making.stages import make_share, merge, prepare
 from hpctrain.records.datasets import (
     END_OF_DOCUMENT,
@@ -117,10 +123,7 @@ def _options(args: argparse.Namespace) -> PrepareOptions:
 
 def _print_failure(error: HpctrainError, *, as_json: bool) -> None:
     if isinstance(error, InvalidInputError):
-        problems = tuple(
-            ReportedProblem(message=p.message, file=p.file, line=p.line, hint=p.hint)
-            for p in error.problems
-        )
+        problems = reported(error.problems)
     else:
         problems = (ReportedProblem(message=str(error), hint=error.hint),)
     if as_json:

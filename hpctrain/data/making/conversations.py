@@ -1,26 +1,29 @@
-"""Format `packed`, first half: conversations to tokens, with loss on the answers only.
+"""Format `packed`: conversations to tokens, with loss on the answers only, packed into sequences.
 
 Lines are `{"messages": [{"role": ..., "content": ...}, ...]}`, rendered by the tokenizer's chat
 template, or `{"prompt": ..., "completion": ...}`, used verbatim. Belongs here: what is an answer,
-and shards. Does not belong here: packing into sequences (see `merging`).
+shards, and joining them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpctrain.data.making.corpus import Source
-from hpctrain.data.making.dataset_plan import Recipe
-from hpctrain.data.making.hugging_face_tokenizer import HuggingFaceTokenizer, load_hugging_face
-from hpctrain.data.making.jsonl import Line, read_lines
-from hpctrain.data.making.shard_contents import DocumentCounts, ShardContents, token_type
+from hpctrain.data.making.corpus import Line, Source, read_lines
+from hpctrain.data.making.shards import DocumentCounts, Recipe, ShardContents, token_type
+from hpctrain.data.making.text_tokenizers import HuggingFaceTokenizer, load_hugging_face
+from hpctrain.train.datasets.npz_arrays import Pieces, open_archive, write_archive
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 ASSISTANT_ROLE = "assistant"
+_COLUMNS = ("tokens", "learned", "lengths")
+_SEQUENCES_AT_ONCE = 256
 _LINE_FORMATS = (
     f'lines are {{"{MESSAGES}": [{{"role": ..., "content": ...}}, ...]}} or '
     f'{{"{PROMPT}": ..., "{COMPLETION}": ...}}'
@@ -165,3 +168,76 @@ def _refuse_control_tokens(line: Line, tokenizer: HuggingFaceTokenizer, *texts: 
         if any(token in text for text in texts):
             message = f"spells the control token {token}, which a template alone may write"
             raise line.error(message)
+
+
+# -- Pack conversations into sequences of one length --------------------------------------------
+# Best-fit decreasing (Ding et al. 2024, arXiv 2404.10830): each conversation goes whole into the
+# fullest sequence with enough free space, the longest conversation first.
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Assign conversations to sequences; returns the conversation numbers of each sequence.
+
+    All `lengths` are at most `capacity`. Deterministic; time n log n.
+    """
+    sequences: list[list[int]] = []
+    free_sizes: list[int] = []  # distinct free spaces, sorted
+    by_free: dict[int, list[int]] = {}  # the sequences with that free space
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[number])
+        index = bisect_left(free_sizes, length)
+        if index == len(free_sizes):
+            sequence, free = len(sequences), capacity
+            sequences.append([])
+        else:
+            free = free_sizes[index]
+            sequence = by_free[free].pop()
+            if not by_free[free]:
+                del by_free[free], free_sizes[index]
+        sequences[sequence].append(number)
+        left = free - length
+        if left:
+            if left not in by_free:
+                insort(free_sizes, left)
+            by_free.setdefault(left, []).append(sequence)
+    return sequences
+
+
+def join_conversations(archives: Sequence[Path], capacity: int, pad_id: int, target: Path) -> int:
+    """Pack the conversations of all shards; returns the number of sequences.
+
+    The bytes do not depend on how the input was cut into shards.
+    """
+    shards = [open_archive(path, _COLUMNS) for path in archives]
+    # the offsets of the conversations of each shard in its token columns
+    begins = [np.cumsum(columns["lengths"]) - columns["lengths"] for columns in shards]
+    # conversation number -> (its shard, its number within the shard)
+    places = [(s, number) for s, offsets in enumerate(begins) for number in range(len(offsets))]
+    lengths = np.concatenate([columns["lengths"] for columns in shards])
+    sequences = best_fit(lengths, capacity)
+
+    def row(name: str, numbers: list[int]) -> np.ndarray:
+        """One sequence of a column. Padding has positions from 0 like a text of its own, and no
+        loss."""
+        values = []
+        for shard, number in map(places.__getitem__, numbers):
+            length, begin = int(shards[shard]["lengths"][number]), int(begins[shard][number])
+            if name == "positions":
+                values.append(np.arange(length))
+            else:
+                values.append(shards[shard][name][begin : begin + length])
+        padding = capacity - sum(map(len, values))
+        fill = pad_id if name == "tokens" else 0
+        filler = np.arange(padding) if name == "positions" else np.full(padding, fill)
+        return np.concatenate([*values, filler])
+
+    def blocks(name: str) -> Iterator[np.ndarray]:
+        for first in range(0, len(sequences), _SEQUENCES_AT_ONCE):
+            chosen = sequences[first : first + _SEQUENCES_AT_ONCE]
+            yield np.stack([row(name, numbers) for numbers in chosen])
+
+    shape = (len(sequences), capacity)
+    dtypes = {name: shards[0][name].dtype for name in ("tokens", "learned")}
+    dtypes["positions"] = np.dtype(np.uint16 if capacity <= 2**16 else np.int32)
+    write_archive(target, {name: Pieces(dtypes[name], shape, blocks(name)) for name in dtypes})
+    return len(sequences)

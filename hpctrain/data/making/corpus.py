@@ -2,23 +2,23 @@
 
 A text file is one document. Each line of a JSONL file is one document, and the file is read in
 pieces of whole lines. Only names and digests stay in memory, so the text may be larger than the
-memory. Belongs here: which files are used, in which order, and reading them exactly as they are
-on disk. Does not belong here: tokens, the fields of a line.
+memory. Belongs here: which files are used, in which order, reading them exactly as they are on
+disk, and the fields that lines must have. Does not belong here: tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from pydantic import BaseModel, ConfigDict
+from typing import Any
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.records.datasets import SkippedFile
+from hpctrain.records.datasets import DatasetDocument, SkippedFile
 
 LINES_SUFFIX = ".jsonl"
 DEFAULT_SUFFIXES = (".txt", ".md", ".rst", ".py", LINES_SUFFIX)
@@ -26,6 +26,7 @@ DEFAULT_SUFFIXES = (".txt", ".md", ".rst", ".py", LINES_SUFFIX)
 # (Debian ships the tests in a package of their own).
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 _STDLIB_GENERATED = "_sysconfigdata"
+_MAX_QUOTED_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,12 @@ class InputFile:
     name: str
 
 
-class Source(BaseModel):
+class Source(DatasetDocument):
     """Bytes `start` to `start + size_bytes` of a file, not empty; `sha256` is the digest of them.
 
     Either a whole text file (`first_line` None), or some lines of a JSONL file, of which
     `first_line` is the first (counted from 1).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path
     name: str
@@ -57,7 +56,7 @@ class Source(BaseModel):
 class Corpus:
     """All sources in document order, and the files that were skipped.
 
-    `digests`: one per file that documents come from, however it is cut into pieces.
+    `shards`: one per file that documents come from, however it is cut into pieces.
     """
 
     sources: tuple[Source, ...]
@@ -133,7 +132,7 @@ def _walk(root: Path, suffixes: tuple[str, ...], problems: list[Problem]) -> lis
 
 
 def read_corpus(
-    files: Iterable[InputFile],
+    files: Sequence[InputFile],
     max_bytes: int | None,
     piece_bytes: int,
     *,
@@ -148,10 +147,9 @@ def read_corpus(
     sources: list[Source] = []
     skipped: list[SkippedFile] = []
     digests: list[str] = []
-    remaining = list(files)
     budget_bytes = max_bytes
     beyond = 0
-    for number, file in enumerate(remaining):
+    for number, file in enumerate(files):
         has_lines = file.path.suffix == LINES_SUFFIX if lines is None else lines
         checked = _cut_lines(file, piece_bytes) if has_lines else _read_document(file)
         if isinstance(checked, SkippedFile):
@@ -161,7 +159,7 @@ def read_corpus(
         if budget_bytes is not None:
             budget_bytes -= sum(source.size_bytes for source in pieces)
             if budget_bytes < 0:
-                beyond = len(remaining) - number
+                beyond = len(files) - number
                 break
         sources.extend(pieces)
         digests.append(digest)
@@ -249,3 +247,70 @@ def batches(texts: Iterable[str], batch_characters: int) -> Iterator[list[str]]:
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+# -- JSONL: one JSON object per line, with file and line number for error messages --------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """The object of a line; `number` counts from 1."""
+
+    file: str
+    number: int
+    fields: dict[str, Any]
+
+    def error(self, message: str, hint: str | None = None) -> InvalidInputError:
+        """Return an exception that names this line."""
+        return InvalidInputError([Problem(message, file=self.file, line=self.number, hint=hint)])
+
+    def text(self, field: str) -> str:
+        """Return a field that must be non-empty text. Raises InvalidInputError."""
+        value = self.fields.get(field)
+        if not isinstance(value, str):
+            known = ", ".join(self.fields) or "none"
+            raise self.error(f"has no text in field `{field}`; its fields: {known}")
+        if not value:
+            raise self.error(f"field `{field}` is empty")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            message = f"field `{field}` has half of a surrogate pair, which is no text"
+            raise self.error(message) from None
+        return value
+
+
+def read_lines(sources: Iterable[Source]) -> Iterator[Line]:
+    """Parse the lines of JSONL pieces; blank lines are skipped. Raises InvalidInputError."""
+    for source in sources:
+        first = source.first_line or 1
+        # not splitlines(): U+2028 and others do not end a line in JSON
+        for number, text in enumerate(read_text(source).split("\n"), first):
+            if not text.strip():
+                continue
+            line = Line(source.name, number, {})
+            try:
+                value = json.loads(text)
+            except ValueError as error:
+                column = getattr(error, "colno", None)
+                problem = Problem(
+                    f"is not JSON: {error}", file=line.file, line=number, column=column
+                )
+                raise InvalidInputError([problem]) from error
+            except RecursionError as error:
+                raise line.error("is nested too deep") from error
+            if not isinstance(value, dict):
+                raise line.error(f"is not a JSON object but {text[:_MAX_QUOTED_CHARACTERS]}")
+            yield Line(source.name, number, value)
+
+
+def documents(sources: Iterable[Source], field: str) -> Iterator[str]:
+    """Yield the text of each document: a whole file, or a field of each line of a JSONL file.
+
+    Raises InvalidInputError.
+    """
+    for source in sources:
+        if source.first_line is None:
+            yield read_text(source)
+        else:
+            yield from (line.text(field) for line in read_lines([source]))

@@ -11,11 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.data.making.corpus import Source, batches
-from hpctrain.data.making.dataset_plan import Recipe
-from hpctrain.data.making.hugging_face_tokenizer import load_hugging_face
-from hpctrain.data.making.jsonl import Line, read_lines
-from hpctrain.data.making.shard_contents import DocumentCounts, ShardContents, token_type
+from hpctrain.data.making.corpus import Line, Source, batches, read_lines
+from hpctrain.data.making.shards import DocumentCounts, Recipe, ShardContents, token_type
+from hpctrain.data.making.text_tokenizers import load_hugging_face
 from hpctrain.data.making.tokenized_text import BATCH_CHARACTERS
 from hpctrain.train.datasets.npz_arrays import Pieces, open_archive, write_archive
 

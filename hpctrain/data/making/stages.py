@@ -1,35 +1,37 @@
 """The stages of making a dataset, and their order.
 
-Belongs here: which stages a command runs, and which files stay when one fails. Does not belong
-here: how a stage is done, output.
+Belongs here: which stages a command runs, which files stay when one fails, making the shards,
+verifying them, and merging them into one dataset and its sidecar. Does not belong here: the plan
+(see `make_plan`), the rows of a format, output.
 """
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import multiprocessing
 import os
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem, UsageError
-from hpctrain.data.making.conversations import tokenize_conversations
+from hpctrain.data.making.conversations import (
+    ASSISTANT_ROLE,
+    join_conversations,
+    tokenize_conversations,
+)
 from hpctrain.data.making.corpus import Source
-from hpctrain.data.making.dataset_plan import DatasetPlan, Recipe, ShardPlan, need_plan, write_plan
-from hpctrain.data.making.digests import sha256_of_file
-from hpctrain.data.making.image_folders import check_images
-from hpctrain.data.making.labelled_text import tokenize_examples
-from hpctrain.data.making.make_plan import Log, find_corpus, obtain_plan, request_digest
-from hpctrain.data.making.merging import join
-from hpctrain.data.making.optional_packages import missing_package
-from hpctrain.data.making.options import PrepareOptions
+from hpctrain.data.making.images import check_images, join_images, load_digits, load_idx
+from hpctrain.data.making.labelled_text import join_examples, tokenize_examples
+from hpctrain.data.making.make_plan import (
+    Log,
+    PrepareOptions,
+    find_corpus,
+    obtain_plan,
+    request_digest,
+)
 from hpctrain.data.making.publication import (
     StagingDirectory,
     is_intact,
@@ -37,12 +39,25 @@ from hpctrain.data.making.publication import (
     refuse_to_replace,
     staging_directory,
 )
-from hpctrain.data.making.shard_contents import ShardContents
-from hpctrain.data.making.shard_directory import ShardDirectory
-from hpctrain.data.making.tokenized_text import tokenize_texts
+from hpctrain.data.making.shards import (
+    DatasetPlan,
+    DocumentCounts,
+    Recipe,
+    ShardContents,
+    ShardDirectory,
+    ShardPlan,
+    need_plan,
+    sha256_of_file,
+    write_plan,
+)
+from hpctrain.data.making.text_tokenizers import load_hugging_face, tokenizer_file
+from hpctrain.data.making.tokenized_text import join_texts, tokenize_texts
+from hpctrain.records.archives import read_heads
 from hpctrain.records.datasets import (
+    END_OF_DOCUMENT,
     AnySidecar,
     DatasetReport,
+    DatasetSidecar,
     SamplesSidecar,
     ShardsReport,
     npz_path,
@@ -174,81 +189,6 @@ def make_share(directory: Path, share: str, workers: int, log: Log) -> ShardsRep
     )
 
 
-# -- Format `arrays`: load small images from scikit-learn's digits or files in MNIST's format ---
-
-
-_DIGITS_LARGEST = 16.0
-# http://yann.lecun.com/exdb/mnist/: two zeros, the type (8: unsigned byte), the number of axes,
-# then the length of each axis as 4 bytes, the highest first
-_IDX_BYTES = 8
-_LABEL_AXES, _IMAGE_AXES = 1, 3
-
-
-@dataclass(frozen=True)
-class LabelledImages:
-    """Images [sample, side, side] and their classes [sample]."""
-
-    x: np.ndarray
-    y: np.ndarray
-    classes: tuple[str, ...]
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the numbers, independent of the files they came from."""
-        digest = hashlib.sha256()
-        for array in (self.x, self.y):
-            digest.update(f"{array.dtype} {array.shape}\n".encode())
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
-
-
-def load_digits() -> LabelledImages:
-    """Load the 1797 handwritten digits of 8 x 8 pixels that come with scikit-learn.
-
-    From the UCI repository, "Optical recognition of handwritten digits".
-    """
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        raise missing_package(error, "data") from error
-    digits = datasets.load_digits()
-    images = (digits.images / _DIGITS_LARGEST).astype(np.float32)
-    return LabelledImages(images, digits.target.astype(np.int64), tuple("0123456789"))
-
-
-def load_idx(paths: Sequence[Path]) -> LabelledImages:
-    """Load an idx file of images and one of labels, in any order, optionally gzipped.
-
-    Raises InvalidInputError for anything else.
-    """
-    arrays = [_read_idx(path) for path in paths]
-    by_axes = {array.ndim: array for array in arrays}
-    if len(arrays) != 2 or set(by_axes) != {_LABEL_AXES, _IMAGE_AXES}:
-        message = "give two files: images and labels in MNIST's format (idx3-ubyte, idx1-ubyte)"
-        raise InvalidInputError([Problem(message)])
-    x, y = by_axes[_IMAGE_AXES], by_axes[_LABEL_AXES]
-    if len(x) != len(y):
-        raise InvalidInputError([Problem(f"{len(x)} images, but {len(y)} labels")])
-    return LabelledImages(x, y.astype(np.int64), tuple(map(str, range(int(y.max()) + 1))))
-
-
-def _read_idx(path: Path) -> np.ndarray:
-    try:
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError) as error:
-        raise InvalidInputError([Problem(f"cannot be read: {error}", file=str(path))]) from error
-    axes = raw[3] if raw[:3] == bytes((0, 0, _IDX_BYTES)) and len(raw) > 3 else 0
-    begin = 4 + 4 * axes
-    if axes not in (_LABEL_AXES, _IMAGE_AXES) or len(raw) < begin:
-        raise InvalidInputError([Problem("is not a file in MNIST's format", file=str(path))])
-    shape = struct.unpack(f">{axes}I", raw[4:begin])
-    if len(raw) - begin != int(np.prod(shape)) or 0 in shape:
-        message = f"has {len(raw) - begin} numbers instead of {' x '.join(map(str, shape))}"
-        raise InvalidInputError([Problem(message, file=str(path))])
-    return np.frombuffer(raw, np.uint8, offset=begin).reshape(shape)
-
-
 # -- Make the shards of a plan, in this process or in several forked ones -----------------------
 
 
@@ -325,3 +265,96 @@ def _make_if_needed(recipe: Recipe, directory: ShardDirectory, shard: ShardPlan)
         directory.write_failure(shard, error.problems)
         return _Outcome(error.problems)
     return _Outcome()
+
+
+# -- Verify all shards, and merge them into one dataset and its sidecar ------------------------
+
+
+def join(plan: DatasetPlan, shards: ShardDirectory, prefix: Path) -> AnySidecar:
+    """Write the dataset's files beside `prefix`, and return the sidecar that describes them.
+
+    Raises InvalidInputError with the problems of the input where a shard is missing,
+    HpctrainError when one was damaged.
+    """
+    counts = verified_counts(plan, shards)
+    if counts.documents == 0:
+        if counts.dropped:
+            problem = Problem(
+                f"none of {counts.dropped} conversations has an answer within "
+                f"{plan.recipe.seq_length} tokens",
+                hint=f"answers are messages of role `{ASSISTANT_ROLE}`; --seq may be too small",
+            )
+        else:
+            problem = Problem("no documents in the input")
+        raise InvalidInputError([problem])
+    archives = [shards.archive(shard) for shard in plan.shards]
+    recipe, path = plan.recipe, npz_path(prefix)
+    made_of: dict[str, Any] = dict(
+        sources_sha256=plan.sources_sha256, request_sha256=plan.request_sha256
+    )
+    classes, tokenizer_sha256 = recipe.classes, None
+    if recipe.tokenizer is not None:
+        tokenizer_sha256 = sha256_of_file(tokenizer_file(recipe.tokenizer))
+    if recipe.format == "images":
+        assert recipe.directory is not None
+        rows = join_images(recipe.directory, counts.documents, path)
+        # the directories are the classes
+        names = (source.name for shard in plan.shards for source in shard.sources)
+        classes = tuple(dict.fromkeys(Path(name).parts[0] for name in names))
+    elif recipe.format == "examples":
+        rows = join_examples(archives, path)
+    else:
+        assert recipe.tokenizer is not None
+        tokenizer = load_hugging_face(recipe.tokenizer) if recipe.hugging_face else None
+        if recipe.format == "tokens":
+            files = join_texts(plan, archives, counts, prefix)
+            assert plan.tokenizer_reference is not None and tokenizer_sha256 is not None
+            return DatasetSidecar(
+                **files,
+                text_bytes=plan.text_bytes,
+                vocab_size=recipe.vocab_size,
+                end_of_document=END_OF_DOCUMENT if tokenizer is None else tokenizer.end,
+                end_of_document_id=recipe.vocab_size - 1 if tokenizer is None else tokenizer.end_id,
+                tokenizer=plan.tokenizer_reference,
+                tokenizer_sha256=tokenizer_sha256,
+                **made_of,
+            )
+        assert recipe.seq_length is not None and tokenizer is not None
+        rows = join_conversations(archives, recipe.seq_length, tokenizer.pad_id, path)
+    rows_read = {head.rows for name, head in read_heads(path).items() if name != "names"}
+    if rows_read != {rows}:
+        raise HpctrainError(f"{path} reads back with {rows_read} rows, but {rows} were written")
+    return SamplesSidecar(
+        format=recipe.format,
+        samples=rows,
+        seq_length=recipe.seq_length,
+        npz_bytes=path.stat().st_size,
+        npz_sha256=sha256_of_file(path),
+        classes=classes,
+        directory=None if recipe.directory is None else str(recipe.directory),
+        **made_of,
+        **counts.model_dump(exclude={"documents"}),
+        vocab_size=None if tokenizer_sha256 is None else recipe.vocab_size,
+        tokenizer=None if tokenizer_sha256 is None else plan.tokenizer_reference,
+        tokenizer_sha256=tokenizer_sha256,
+    )
+
+
+def verified_counts(plan: DatasetPlan, shards: ShardDirectory) -> DocumentCounts:
+    """Compare every shard with its digest, and return the sum of their counts."""
+    missing = shards.missing(plan)
+    if missing:
+        if problems := shards.failure_problems(missing):
+            raise InvalidInputError(problems)
+        message = f"{len(missing)} of {len(plan.shards)} shards are missing in {shards.directory}"
+        raise HpctrainError(message, hint="the same command makes only the missing shards")
+    total = DocumentCounts()
+    for shard in plan.shards:
+        record = shards.intact_record(shard)
+        if record is None:
+            raise HpctrainError(
+                f"shard {shards.archive(shard)} is not what it was when it was written",
+                hint="the same command makes it again; check the health of the file system",
+            )
+        total += record.counts
+    return total

@@ -15,14 +15,21 @@ from typing import Any
 import numpy as np
 
 from hpctrain.base.errors import HpctrainError
-from hpctrain.data.making.byte_tokenizer import encode_losslessly, load_tokenizer
-from hpctrain.data.making.corpus import Source, batches
-from hpctrain.data.making.dataset_plan import DatasetPlan, Recipe
-from hpctrain.data.making.digests import sha256_of_file
-from hpctrain.data.making.hugging_face_tokenizer import load_hugging_face
-from hpctrain.data.making.jsonl import documents
-from hpctrain.data.making.optional_packages import missing_package
-from hpctrain.data.making.shard_contents import DocumentCounts, ShardContents, token_type
+from hpctrain.data.making.corpus import Source, batches, documents
+from hpctrain.data.making.shards import (
+    DatasetPlan,
+    DocumentCounts,
+    Recipe,
+    ShardContents,
+    sha256_of_file,
+    token_type,
+)
+from hpctrain.data.making.text_tokenizers import (
+    encode_losslessly,
+    load_hugging_face,
+    load_tokenizer,
+    missing_package,
+)
 from hpctrain.records.datasets import bin_path, idx_path
 from hpctrain.train.datasets.npz_arrays import open_archive
 

@@ -533,7 +533,7 @@ def added_bytes(
 
 # -- What Hugging Face's classes keep and move in memory where Megatron's fused kernels do not --
 # Read off transformers' models and torch's operations, and compared with what their forward and
-# backward passes hold (tests/engines/test_kept_by_modules.py).
+# backward passes hold (tests/engines/test_kept_activations.py).
 
 
 # Per logit, in fp32 whatever the precision: log-probabilities, their gradient, and that of the

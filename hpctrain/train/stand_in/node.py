@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.base.errors import CheckpointError
-from hpctrain.checkpoints.digest_shares import files_of_rank
+from hpctrain.checkpoints.resume_shares import files_of_rank
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import read_manifest, step_of, write_rank_digests
 from hpctrain.records.run_records import DoneMarker, TrainerExit, read_record

@@ -10,7 +10,7 @@ import pytest
 from planned_job import planned_job
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
-from hpctrain.engines.documents import parse_train_config, train_config
+from hpctrain.engines.train_json import parse_train_config, train_config
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from planned_job import planned_job
 
-from hpctrain.engines.documents import parse_train_config, train_config
 from hpctrain.engines.megatron_lm import (
     MegatronLmConfig,
     Places,
@@ -18,6 +17,7 @@ from hpctrain.engines.megatron_lm import (
     megatron_lm_config,
     stage_layout,
 )
+from hpctrain.engines.train_json import parse_train_config, train_config
 from hpctrain.spec.engines.megatron_lm import refusal
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.run import RunSpec

@@ -15,7 +15,7 @@ from toy_engine import ABILITIES as TOY
 from toy_engine_document import ToyConfig
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.job.prepare import Prepared, prepare
 from hpctrain.job.run_directory import write_run_directory
 from hpctrain.records.layout import RunLayout

@@ -12,7 +12,7 @@ from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, publ
 from token_files import write_tokens
 
 from hpctrain.base.errors import InvalidInputError, UsageError
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.job.data_records import identity_of, record_data
 from hpctrain.job.prepare import prepare
 from hpctrain.job.run_directory import write_run_directory

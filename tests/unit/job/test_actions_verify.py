@@ -10,8 +10,8 @@ from planned_job import planned_job
 from stand_ins import python_program
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, UsageError
-from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.engines.verification import BuiltModel, BuiltStage
 from hpctrain.job.verify import verify_plan
 from hpctrain.plan.job import TrainingJob

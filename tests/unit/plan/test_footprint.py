@@ -155,7 +155,7 @@ SOURCES = {
     "messages steps": ["engines.training:MESSAGES_INTERVAL_STEPS"],
     "startup poll seconds": ["train.entry:_POLL_SECONDS"],
     "follow seconds": ["tracking.follower:FOLLOW_SECONDS"],
-    "segment seconds": ["tracking.follower:SEGMENT_SECONDS"],
+    "segment seconds": ["tracking.wandb_run:SEGMENT_SECONDS"],
     "pass seconds": ["observe.attempt_exporter:PASS_SECONDS"],
     "patience seconds": [
         "supervise.act.successor:_PATIENCE_SECONDS",

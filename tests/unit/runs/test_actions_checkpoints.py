@@ -10,8 +10,8 @@ import pytest
 from fabricated_runs import NOW, STARTED, SUBMITTED, fabricate, published, said
 
 from hpctrain.base.errors import CheckpointError
+from hpctrain.checkpoints.discover import Verified
 from hpctrain.checkpoints.publish import Retention, quarantine
-from hpctrain.checkpoints.verify import Verified
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.job.prepare import prepare
 from hpctrain.plan.forecast.intervals import daly_seconds

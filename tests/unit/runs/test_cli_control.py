@@ -14,8 +14,8 @@ import pytest
 from command_line import hpctrain
 from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, ended, fabricate, published, said
 
+from hpctrain.checkpoints.discover import Verified
 from hpctrain.checkpoints.publish import quarantine
-from hpctrain.checkpoints.verify import Verified
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_records import SaveRecord, append_save

@@ -14,7 +14,7 @@ from tracked_runs import tracked
 from bench.footprint.system_calls import calls_below, strace_command
 from hpctrain.job.footprint import load_footprint_table
 from hpctrain.plan.footprint.table import CONSTANTS, OPERATIONS, Operation, RunSize
-from hpctrain.tracking import follower
+from hpctrain.tracking import follower, wandb_run
 
 ROOT = Path(__file__).resolve().parents[3]
 PLACES = ("tracking", "metrics", "saves")
@@ -24,11 +24,11 @@ import sys, time
 from pathlib import Path
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.tracking import tracking_config
-from hpctrain.tracking import follower
+from hpctrain.tracking import follower, wandb_run
 from tracked_runs import train
 
 run, times = RunLayout(Path(sys.argv[1])), int(sys.argv[2])
-follower.SEGMENT_SECONDS = 0.0
+wandb_run.SEGMENT_SECONDS = 0.0
 (make,) = follower.writers(run, tracking_config(run))
 writer = make()
 for number in range(times):
@@ -62,7 +62,7 @@ def counted(tmp_path: Path, kind: str, times: int) -> Counter[tuple[str, Operati
 
 def test_intervals_are_those_of_the_process() -> None:
     assert CONSTANTS["follow seconds"] == follower.FOLLOW_SECONDS
-    assert CONSTANTS["segment seconds"] == follower.SEGMENT_SECONDS
+    assert CONSTANTS["segment seconds"] == wandb_run.SEGMENT_SECONDS
 
 
 @pytest.mark.variant("test_intervals_are_those_of_the_process")
@@ -70,7 +70,7 @@ def test_intervals_are_those_of_the_process() -> None:
     ("kind", "seconds"),
     [
         ("tensorboard", follower.FOLLOW_SECONDS),
-        ("wandb", follower.SEGMENT_SECONDS),
+        ("wandb", wandb_run.SEGMENT_SECONDS),
     ],
 )
 def test_each_round_is_as_predicted(tmp_path: Path, kind: str, seconds: float) -> None:

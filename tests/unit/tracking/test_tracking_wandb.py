@@ -16,8 +16,7 @@ from wandb_files import history, run_records
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind, Ledger
 from hpctrain.records.tracking import finished_segments, tracking_commands, unsynced_segments
-from hpctrain.tracking.follower import run_is_over
-from hpctrain.tracking.wandb_run import is_complete
+from hpctrain.tracking.wandb_run import is_complete, run_is_over
 
 WORDS = (sys.executable, "-P", "-m", "hpctrain.tracking", "--wandb", "--run-directory")
 

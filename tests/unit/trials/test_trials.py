@@ -11,7 +11,7 @@ from trained_trials import SPEC, train
 from virtual_clock import VirtualClock
 
 from hpctrain.base.errors import InvalidInputError, NoSuchRunError, SlurmUnreachableError
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import parse_train_config
 from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind, Ledger

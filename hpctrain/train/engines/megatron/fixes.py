@@ -1,7 +1,7 @@
 """Correct faults of megatron-core that do not concern CPUs, each by one small function.
 
 Three of them would give wrong numbers silently. A version that contains a fix lists it in
-`CoreVersion.mended`, and the fix can be deleted once all do; `tests/engines/test_mcore_fixes.py`
+`CoreVersion.mended`, and the fix can be deleted once all do; `tests/engines/test_trainer_resume.py`
 shows when. Belongs here: corrections of
 megatron-core. Does not belong here: replacements of CUDA (see `hpctrain.train.megatron_on_cpu`).
 """

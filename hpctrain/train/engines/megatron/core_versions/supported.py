@@ -220,7 +220,7 @@ def resumes_exactly(saved: str, now: str) -> bool:
     """Return whether a checkpoint of version `saved` is known to resume exactly with `now`.
 
     Every version resumes its own checkpoints. All pairs of tested versions do
-    (tests/engines/test_core_upgrade.py compares losses bit for bit); nothing is known of others.
+    (tests/engines/test_core_newest.py compares losses bit for bit); nothing is known of others.
     """
     return saved == now or (is_tested(saved) and is_tested(now))
 
