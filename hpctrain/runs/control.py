@@ -37,7 +37,7 @@ from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.runs.acceptances import Acceptance, accept
 from hpctrain.runs.describe import TAKE_BACK
 from hpctrain.runs.run_documents import known_plan
-from hpctrain.runs.state import RunState
+from hpctrain.runs.state import ENDS_RUN, RunState, standing_action
 from hpctrain.runs.status import statuses
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
@@ -345,13 +345,9 @@ _HOW_TO_CONTINUE = "`hpctrain resume` continues it"
 
 
 def _is_leaving(run: RunFiles) -> bool:
-    """Check that the supervisor has decided to stop or hold, and that no attempt began since."""
-    for event in reversed(run.ledger.events()):
-        if event.event is EventKind.ATTEMPT_STARTED:
-            return False
-        if event.event is EventKind.ACTION:
-            return event.action in (ActionKind.HOLD, ActionKind.STOP)
-    return False
+    """Tell whether the supervisor has ended the run while its job still has nodes."""
+    action = standing_action(run.ledger.events())
+    return action is not None and action.action in ENDS_RUN
 
 
 def _refuse_if_done(run: RunFiles, verb: str) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.checkpoints.discover import checkpoints
-from hpctrain.judge.documents import ActionKind
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import SaveRecord, read_saves
@@ -20,7 +19,7 @@ from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
 from hpctrain.records.tracking import tracking_commands
 from hpctrain.runs.evaluations import EvaluatedDocument, evaluation_rows
 from hpctrain.runs.notify import NoticeState, notice_states
-from hpctrain.runs.state import RunState, judge
+from hpctrain.runs.state import ENDS_RUN, RunState, judge_without_slurm
 
 # What the ledger calls the withdrawal of pending requests.
 TAKE_BACK = "take back"
@@ -31,7 +30,6 @@ _DONE_AT_ONCE = {
     EventKind.CLEANED: "clean",
     EventKind.UPGRADED: "upgrade",
 }
-_ENDS = frozenset({ActionKind.STOP, ActionKind.FINISH, ActionKind.HOLD})
 
 
 class LaunchStory(BaseModel):
@@ -126,7 +124,7 @@ def describe(run: RunFiles) -> RunStory:
     """Describe the run's history; reads the run directory only."""
     found = checkpoints(run.layout.checkpoints)
     events, done = run.ledger.events(), run.layout.done.exists()
-    judged = judge(events, done=done, queued=None, answered=False)
+    judged = judge_without_slurm(events, done=done)
     starts = [i for i, event in enumerate(events) if event.event is EventKind.ATTEMPT_STARTED]
     checks, software = read_speed_checks(run.layout), read_software(run.layout)
     ends = [*starts[1:], len(events)]  # one too many if nothing has started yet
@@ -271,6 +269,6 @@ def _answer(
             return one.time, f"submitted as job {one.job_id}"
         if resumes and one.event is EventKind.ATTEMPT_STARTED:
             return one.time, "started again"
-        if not resumes and one.event is EventKind.ACTION and one.action in _ENDS:
+        if not resumes and one.event is EventKind.ACTION and one.action in ENDS_RUN:
             return one.time, f"{one.action}: {one.reason}"
     return None

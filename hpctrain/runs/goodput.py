@@ -25,6 +25,7 @@ from hpctrain.records.run_records import (
 from hpctrain.records.step_times import read_step_times
 from hpctrain.records.supervise_config import SuperviseConfig, known_supervise_config
 from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.state import waits_for_person
 from hpctrain.telemetry.goodput import Goodput, account
 from hpctrain.telemetry.timeline import Mark, MarkKind, Timeline, TrainedStep, timeline
 
@@ -65,13 +66,16 @@ class History:
 
 
 def read_history(
-    run: RunFiles, now: float | None = None, rows: Sequence[StepMetrics] | None = None
+    run: RunFiles,
+    now: float | None = None,
+    rows: Sequence[StepMetrics] | None = None,
+    events: Sequence[Event] | None = None,
 ) -> History:
     """Read a run's records and cut its time up to `now` (default: the present) or to its end.
 
-    `rows`: its metrics, where they have been read already.
+    `rows`, `events`: its metrics and its ledger, where they have been read already.
     """
-    layout, events = run.layout, run.ledger.events()
+    layout, events = run.layout, run.ledger.events() if events is None else events
     saves = read_saves(layout)
     steps: Sequence[TrainedStep] = read_step_times(layout) if rows is None else rows
     cut = timeline(
@@ -81,7 +85,8 @@ def read_history(
         clock.now() if now is None else now,
         quiet_seconds_of(known_supervise_config(layout.supervise_config)),
     )
-    return History(steps[-1].step if steps else 0, saves, cut, is_over(events))
+    over = waits_for_person(events, done=layout.done.exists())
+    return History(steps[-1].step if steps else 0, saves, cut, over)
 
 
 def marks_of(events: Sequence[Event]) -> list[Mark]:
@@ -95,17 +100,6 @@ def marks_of(events: Sequence[Event]) -> list[Mark]:
             attempt, failure = (event.job_id, event.restart_count), event.cause in _FAILURES
             marks.append(Mark(kind, event.time, attempt, event.epoch, event.cause, failure))
     return marks
-
-
-def is_over(events: Sequence[Event]) -> bool:
-    """Tell whether the last action since the newest submission has ended the run."""
-    over = False
-    for event in events:
-        if event.event in (EventKind.SUBMITTED, EventKind.ADOPTED, EventKind.ATTEMPT_STARTED):
-            over = False
-        elif event.event is EventKind.ACTION:
-            over = event.action in (ActionKind.STOP, ActionKind.HOLD, ActionKind.FINISH)
-    return over
 
 
 def quiet_seconds_of(config: SuperviseConfig | None) -> float:
@@ -137,6 +131,6 @@ def goodput(run: RunFiles, now: float | None = None, history: History | None = N
         known.timeline,
         gpus_held(plan, config),
         run_id=run.run_id,
-        over=done is not None or known.over,
+        over=known.over,
         unsaved_steps=max(0, known.newest_step - saved),
     )

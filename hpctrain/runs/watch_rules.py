@@ -28,7 +28,7 @@ from hpctrain.runs.run_problems import (
     report_only,
     storm_message,
 )
-from hpctrain.runs.state import RunState, counted, stopped_by_supervisor
+from hpctrain.runs.state import ENDS_RUN, RunState, counted, ended_by_supervisor, standing_action
 from hpctrain.slurm.reasons import JobHold, WaitReason
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
@@ -199,7 +199,6 @@ _PENDING = (_launch_held, _no_node_left, _delayed, _too_few_nodes, _waits_long)
 
 
 _BY_SUPERVISOR = (EventKind.ATTEMPT_STARTED, EventKind.ACTION)
-_OVER = (ActionKind.FINISH, ActionKind.STOP, ActionKind.HOLD)
 # A failed run is reported for this long, and only once.
 _FAILED_SECONDS = 7 * 86400.0
 _CHAINS = ("chain", "singleton", "array")
@@ -210,11 +209,10 @@ def problems_without_jobs(run: WatchedRun) -> list[RunProblem]:
     recent = generation(run.events)
     starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
     written = [event for event in recent if event.event in _BY_SUPERVISOR]
-    decided = [event for event in written if event.action != ActionKind.RELAUNCH]
-    last = decided[-1] if decided and decided[-1].event is EventKind.ACTION else None
-    if last is not None and last.action in _OVER:
-        stopped = stopped_by_supervisor(run.events)
-        failed = stopped is not None and stopped.state is RunState.FAILED
+    last = standing_action(run.events)
+    if last is not None and last.action in ENDS_RUN:
+        judged = ended_by_supervisor(run.events)
+        failed = judged is not None and judged.state is RunState.FAILED
         if not failed or run.now - last.time > _FAILED_SECONDS:
             return []
         message = f"it has stopped and is not done: {last.reason}"

@@ -23,7 +23,7 @@ from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.runs.job_holds import hold_text
 from hpctrain.runs.policy_preview import CauseBudget, PolicyPreview, budgets, preview_policy
 from hpctrain.runs.state import RunState, scattered_groups
-from hpctrain.runs.status import statuses
+from hpctrain.runs.status import observe
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.reasons import WaitReason
 from hpctrain.slurm.records import JobRecord
@@ -110,7 +110,8 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
     """Explain a run. Raises InvalidInputError when its supervise.json cannot be read."""
     now = clock.now() if now is None else now
     config = read_supervise_config(run.layout.supervise_config)
-    row, events = statuses([run], slurm)[0], run.ledger.events()
+    observed = observe([run], slurm)[0]
+    row, events = observed.row, observed.events
     past = history(events, config.storm_window_seconds)
     checkpoint_step = next(iter(good_steps(run.layout.checkpoints)), None)
     waiting = None

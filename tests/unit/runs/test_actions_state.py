@@ -6,6 +6,7 @@ import pytest
 from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, Said, ended, said
 
 from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_jobs import RunJobs
 from hpctrain.runs.state import RunState, judge, last_job_id
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
@@ -108,8 +109,10 @@ def events(entries: tuple[Said, ...]) -> list[Event]:
 def test_judge(
     entries: tuple[Said, ...], known: dict[str, object], state: RunState, words: str
 ) -> None:
-    facts: dict[str, object] = {"done": False, "queued": None, "answered": True}
-    judged = judge(events(entries), **{**facts, **known})  # type: ignore[arg-type]
+    queued = [known["queued"]] if "queued" in known else []
+    jobs = {key: known[key] for key in ("answered", "elsewhere") if key in known}
+    found = RunJobs(tuple(queued), **jobs)  # type: ignore[arg-type]
+    judged = judge(events(entries), found, done=bool(known.get("done")))
     assert judged.state is state
     assert words in judged.reason and bool(words) == bool(judged.reason)
 

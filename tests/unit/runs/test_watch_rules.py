@@ -9,6 +9,7 @@ from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, Said, ended, said
 
 from hpctrain.judge.causes import Cause
 from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.supervise_config import LaunchShape, SuperviseConfig
 from hpctrain.runs.run_problems import (
     DiskSpace,
@@ -534,6 +535,6 @@ def test_a_stopped_run_is_reported_as_failed_if_its_status_is(
     for cause in (None, *Cause):
         stop = said(EventKind.ACTION, action="stop", cause=cause, exit_code=exit_code)
         seen = look((*BEGUN, *launch_end, stop), last_job)
-        state = judge(seen.events, done=False, queued=last_job, answered=True).state
+        state = judge(seen.events, RunJobs((last_job,)), done=False).state
         reported = [problem.symptom for problem in find_problems(seen)]
         assert reported == [Symptom.FAILED] * (state is RunState.FAILED), (cause, state)
