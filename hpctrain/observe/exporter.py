@@ -26,7 +26,7 @@ from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.watch_heartbeat import WatchHeartbeat, heartbeat_path
 from hpctrain.runs.node_evidence import node_rows
 from hpctrain.runs.services import all_services
-from hpctrain.runs.status import ObservedRun, observe, status_row
+from hpctrain.runs.status import ObservedRun, observe
 from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.process import Command, CommandResult, run_command
@@ -200,11 +200,8 @@ class AttemptExporter:
         run = self._metrics.run
         with contextlib.suppress(OSError, NewerFormatError):
             run.layout.require()
-            events, jobs = run.ledger.events(), RunJobs((self._job,))
-            row = status_row(run, events, jobs)
-            return list(
-                self._metrics.samples(ObservedRun(run, row, events, jobs), now, self.account_share)
-            )
+            observed = ObservedRun(run, run.ledger.events(), RunJobs((self._job,)))
+            return list(self._metrics.samples(observed, now, self.account_share))
         return []
 
 

@@ -33,8 +33,8 @@ from hpctrain.runs.poll_interval import poll_interval
 from hpctrain.runs.run_documents import known_plan
 from hpctrain.runs.run_page import CurvePoint, curve_of
 from hpctrain.runs.run_problems import Symptom, WatchRemedy
-from hpctrain.runs.state import RunState, judge
-from hpctrain.runs.status import ObservedRun, RunStatus, observe, status_row
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import ObservedRun, RunStatus, observe
 from hpctrain.runs.watch import snapshot
 from hpctrain.runs.watch_rules import find_problems
 from hpctrain.slurm.client import SlurmClient
@@ -133,8 +133,7 @@ class LiveRuns:
             rows[one.run.run_id] = row
             # Unless only Slurm says so: then `watch` may find it orphaned, and submit it again. Or
             # only the ledger: its job has not ended yet, and the row still says RUNNING.
-            judged = judge(one.events, done=one.jobs is None, queued=None, answered=False)
-            if one.row.readable and judged.state.over and row.status.state.over:
+            if one.is_over_by_ledger and row.status.state.over:
                 self._over[one.run.run_id] = (versions[one.run.run_id], row)
         newest_first = [rows.get(run.run_id) or self._over[run.run_id][1] for run in reversed(runs)]
         return LiveView(
@@ -154,10 +153,12 @@ class LiveRuns:
     def _as_last_known(self, one: ObservedRun) -> ObservedRun:
         """Judge a run by the last answer of Slurm where there is no new one."""
         known = self._jobs.get(one.run.run_id)
-        if one.jobs is None or one.jobs.answered or known is None or not one.row.readable:
+        if one.jobs is None or one.jobs.answered or known is None:
             return one
+        again = replace(one, jobs=known)
         with contextlib.suppress(NewerFormatError):
-            return replace(one, row=status_row(one.run, one.events, known), jobs=known)
+            _ = again.row
+            return again
         return one
 
     def _row(self, one: ObservedRun) -> LiveRow:
@@ -246,7 +247,7 @@ def _problems(one: ObservedRun) -> tuple[RunAlert, ...]:
     if one.jobs is None or one.jobs.elsewhere or not generation(one.events):
         return ()
     try:
-        watched = snapshot(one.run, one.events, one.jobs)
+        watched = snapshot(one)
     except NewerFormatError:
         return ()
     return tuple(

@@ -127,7 +127,7 @@ class RunMetrics:
         job = _active(observed)
         _put_identity(out, observed, submitted, job)
         rows = tail_metrics(layout, _RECENT_STEPS)
-        progress = read_record(layout.progress, Progress)
+        progress = observed.progress
         _put_progress(out, observed, submitted, rows, progress)
         _put_learning(out, rows)
         _put_speed(out, observed, submitted)
