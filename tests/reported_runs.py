@@ -27,7 +27,7 @@ from hpctrain.records.run_records import (
     append_save,
     write_record,
 )
-from hpctrain.records.software_lock import SoftwareLock, write_lock
+from hpctrain.records.software import SoftwareLock, write_lock
 from hpctrain.runs.run_documents import known_plan
 from tests.fabricated_runs import published
 from tests.judged_runs import submitted

@@ -35,7 +35,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.part
 RATCHETS = {
     "pairs of classes that share five fields": 111,
     "lines that hand on a field": 704,
-    "small modules of one other": 89,
+    "small modules of one other": 85,
 }
 
 # Rooms that compute: what they are about is handed to them.
@@ -156,7 +156,7 @@ JUDGES = {
     "judge/": "from the evidence of a launch to its cause, and to what follows",
     "supervise/": "acts in the job, and reads what it has decided itself",
     "runs/state.py": "it is the place",
-    "runs/cancel.py": "jobs that end already need no scancel",
+    "runs/control.py": "a job that ends already needs no scancel",
     "runs/watch_rules.py": "tells apart how Slurm has ended a job",
     "notify/": "words for each end",
     "serve/": "replicas, which have a life of their own",

@@ -4,7 +4,7 @@
 
 Weights are left out unless they are asked for; manifests of checkpoints are always in it. Belongs
 here: what goes into the file, writing and checking it. Does not belong here: packing logs of a live
-run (`hpctrain.records.old_launches`), removing the run (`remove`).
+run (`hpctrain.records.old_launches`), removing the run (`clean`).
 """
 
 from __future__ import annotations

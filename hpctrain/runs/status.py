@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base import clock
-from hpctrain.base.errors import SlurmError
+from hpctrain.base.errors import SlurmError, UsageError
 from hpctrain.base.formats import NewerFormatError
+from hpctrain.base.units import short_duration
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.job.job_queries import find_jobs, with_past
 from hpctrain.records.find import RunFiles
@@ -23,7 +24,11 @@ from hpctrain.records.jobs import generation, job_ids
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.run_records import Progress, read_record, tail_metrics
-from hpctrain.records.supervise_config import SuperviseConfig, known_supervise_config
+from hpctrain.records.supervise_config import (
+    DEFAULT_POLL_SECONDS,
+    SuperviseConfig,
+    known_supervise_config,
+)
 from hpctrain.runs.state import (
     ENDS_ATTEMPT,
     ENDS_RUN,
@@ -254,3 +259,27 @@ def queue_ahead_seconds(
     if not length:
         return None
     return statistics.mean(waits) * (left_seconds // length)
+
+
+# -- Choose how often a command that waits asks Slurm: not more often than the site allows ------
+# Everybody's queries are served by one process, so a site sets the least time between two queries
+# of one command (`limits.poll` of the profile). Each query is one squeue for all runs of the
+# command.
+
+
+def poll_interval(runs: Iterable[RunFiles], wanted_seconds: float | None = None) -> float:
+    """Return the seconds between two queries about `runs`: as wanted, or as the site sets.
+
+    Raises UsageError if less is wanted than the site of one of the runs allows.
+    """
+    configs = [known_supervise_config(run.layout.supervise_config) for run in runs]
+    floors = [config.poll_seconds for config in configs if config is not None]
+    floor_seconds = max(floors, default=DEFAULT_POLL_SECONDS)
+    if wanted_seconds is None:
+        return floor_seconds
+    if wanted_seconds < floor_seconds:
+        raise UsageError(
+            f"asking Slurm every {short_duration(wanted_seconds)} is too often for this site",
+            hint=f"the profile allows {short_duration(floor_seconds)} or more (`limits.poll`)",
+        )
+    return wanted_seconds

@@ -33,15 +33,15 @@ from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.watch_heartbeat import WatchHeartbeat, heartbeat_path, watch_directory
 from hpctrain.runs.evaluations import evaluations_of_runs, submit_evaluations
 from hpctrain.runs.notify import disk_space, send_notices
-from hpctrain.runs.run_problems import (
+from hpctrain.runs.status import ObservedRun
+from hpctrain.runs.watch_rules import (
     RunProblem,
     Symptom,
     WatchedRun,
     WatchRemedy,
+    find_problems,
     is_reported,
 )
-from hpctrain.runs.status import ObservedRun
-from hpctrain.runs.watch_rules import find_problems
 from hpctrain.slurm.client import SlurmClient
 
 # Between the end of a job and the pass that calls its run orphaned. The last line of its ledger may

@@ -6,7 +6,11 @@ Belongs here: querying the ledger, the policy and Slurm. Does not belong here: d
 
 from __future__ import annotations
 
+import textwrap
+import time
 from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,19 +18,170 @@ from hpctrain.base import clock
 from hpctrain.base.errors import SlurmError
 from hpctrain.base.units import short_duration
 from hpctrain.checkpoints.discover import good_steps
+from hpctrain.judge.causes import FAILURE_CAUSES, Cause, can_happen
+from hpctrain.judge.documents import History, Situation, Verdict
 from hpctrain.judge.launch_history import history
-from hpctrain.judge.policy import limit_of_all
+from hpctrain.judge.policy import budget_of, decide, limit_of_all
+from hpctrain.page.text import paragraph
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.requests import is_requested, read_request
-from hpctrain.records.supervise_config import read_supervise_config
-from hpctrain.runs.job_holds import hold_text
-from hpctrain.runs.policy_preview import CauseBudget, PolicyPreview, budgets, preview_policy
-from hpctrain.runs.state import RunState, scattered_groups
+from hpctrain.records.supervise_config import SuperviseConfig, read_supervise_config
+from hpctrain.runs.run_page import next_lines
+from hpctrain.runs.state import RunState, hold_text, scattered_groups
 from hpctrain.runs.status import observe
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.reasons import WaitReason
 from hpctrain.slurm.records import JobRecord
+
+# -- Previews what the supervisor would do for each possible failure, if it happened now. Pure --
+# It calls `policy.decide` with the same counts (`launch_history`) as in the job, for a hypothetical
+# end of the launch.
+
+
+# Each cause as a condition; the previews are in this order.
+FAILURE_CONDITIONS: dict[Cause, str] = {
+    Cause.PREEMPTED: "the job is preempted",
+    Cause.TIME_LIMIT: "the time limit comes",
+    Cause.NODE_FAILURE: "a node is lost",
+    Cause.GPU_ERROR: "a GPU fails",
+    Cause.FABRIC: "the network fails",
+    Cause.STORAGE: "the file system fails",
+    Cause.HANG: "the run hangs",
+    Cause.CRASH: "a rank crashes",
+    Cause.LAUNCH_FAILURE: "srun cannot start the step",
+    Cause.PORT: "a port is taken",
+    Cause.GPU_OOM: "a GPU runs out of memory",
+    Cause.HOST_OOM: "a node runs out of memory",
+    Cause.DATA_LOADER: "the data loader dies",
+    Cause.WEIGHTS: "the weights of a service cannot be read",
+    Cause.ENGINE_EXIT: "the engine of a service ends by itself",
+    Cause.UNKNOWN: "a launch ends and nothing says why",
+    Cause.SUSPECT_NUMERICS: "a result cannot be reproduced",
+    Cause.DIVERGED: "the loss is not finite or jumps",
+    Cause.DISK_FULL: "the disk is full",
+    Cause.LOAD_FAILED: "a checkpoint cannot be loaded",
+    Cause.BAD_CHECKPOINT: "no checkpoint can be used",
+    Cause.DATA_CHANGED: "the data have changed",
+    Cause.CONFIG_ERROR: "the trainer refuses its settings",
+    Cause.USER_ERROR: "the code has an error",
+}
+_SUSPECT = "the suspected node"
+
+
+class PolicyPreview(BaseModel):
+    """One decision of the policy, and all conditions that lead to it.
+
+    `action` is an `ActionKind`, `observed` what would be done if the spec allowed it.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    causes: tuple[str, ...]
+    conditions: tuple[str, ...]
+    action: str
+    reason: str
+    delay_seconds: float = 0.0
+    observed: tuple[str, ...] = ()
+
+
+class CauseBudget(BaseModel):
+    """Failures of one cause since the last new checkpoint, and the retries allowed (None: any)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    cause: str
+    used: int
+    allowed: int | None
+
+
+def budgets(past: History, config: SuperviseConfig) -> list[CauseBudget]:
+    """List the budgets of all causes that are counted."""
+    counted = [
+        cause
+        for cause in Cause
+        if cause in FAILURE_CAUSES or cause is Cause.TIME_LIMIT
+        if can_happen(cause, serves=config.serves)
+    ]
+    return [
+        CauseBudget(cause=cause, used=past.of(cause), allowed=budget_of(cause, config))
+        for cause in counted
+    ]
+
+
+def preview_policy(
+    events: Sequence[Event], config: SuperviseConfig, now: float, checkpoint_step: int, step: int
+) -> list[PolicyPreview]:
+    """Preview the decision for each cause; causes with the same decision are in one preview.
+
+    `checkpoint_step` is the newest good checkpoint (0: none), `step` the last finished step.
+    """
+    # The launch that still runs, if there is one.
+    ends = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
+    marks = [event for event in events if event.event in (*ends, EventKind.LAUNCH_STARTED)]
+    resume_step: int | None = checkpoint_step
+    if marks and marks[-1].event is EventKind.LAUNCH_STARTED:
+        resume_step = marks[-1].resume_step or 0
+    needed = config.shapes[0].nodes if config.shapes else 1
+    least = config.shapes[-1].nodes if config.shapes else needed
+    allocated = needed + config.spare_nodes
+    again = "the loss is not finite or jumps twice at the same step"
+    conditions = [
+        (cause, words)
+        for cause, words in (*FAILURE_CONDITIONS.items(), (Cause.DIVERGED, again))
+        if can_happen(cause, serves=config.serves)
+    ]
+    groups: dict[PolicyPreview, list[tuple[str, str]]] = {}
+    for cause, condition in conditions:
+        end = Event(
+            event=EventKind.LAUNCH_ENDED,
+            time=now,
+            cause=cause,
+            resume_step=resume_step,
+            checkpoint_step=checkpoint_step or None,
+            failed_step=step + 1,
+        )
+        assumed = [*events, end]
+        if condition == again:  # the second launch makes no progress
+            assumed.append(end.model_copy(update={"resume_step": checkpoint_step}))
+        past = history(assumed, config.storm_window_seconds)
+        # `hard` stays False, because the consequence of broken hardware depends on its node. The
+        # verdict has no reason, so that the reason of the action is the decision alone.
+        verdict = Verdict(cause, reason="", nodes=(_SUSPECT,), step=step + 1)
+        # All nodes answer, but for a lost one. Without spare nodes and smaller sizes the job ends
+        # with its node.
+        lost = 1 if cause is Cause.NODE_FAILURE else 0
+        situation = Situation(
+            keeps_nodes=not lost or allocated - lost >= least,
+            allocated_nodes=allocated,
+            healthy_nodes=allocated - lost,
+            needed_nodes=needed,
+            least_nodes=least,
+            good_checkpoints=(checkpoint_step,) if checkpoint_step else (),
+        )
+        action = decide(verdict, past, situation, config)
+        decision = PolicyPreview(
+            causes=(),
+            conditions=(),
+            action=action.kind,
+            reason=action.reason,
+            delay_seconds=action.delay_seconds,
+            observed=action.observed,
+        )
+        groups.setdefault(decision, []).append((cause, condition))
+    return [
+        decision.model_copy(
+            update={
+                "causes": tuple(cause for cause, _ in group),
+                "conditions": tuple(condition for _, condition in group),
+            }
+        )
+        for decision, group in groups.items()
+    ]
+
+
+# ----------------------------------------------------------------------------------------------
+
 
 _ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
 _CONTINUATION = {
@@ -259,3 +414,149 @@ def waiting_words(job: JobRecord, now: float) -> str:
     if job.exclude_nodes:
         parts.append(f"it must not run on {job.exclude_nodes}")
     return "; ".join(parts)
+
+
+# -- Formats the state of a run and its reasons, in lines of at most 80 columns -----------------
+# Lines of evidence are not cut.
+
+
+_WIDTH, _MARGIN, _INDENT = 80, 10, "  "
+# The setting of the spec with which the supervisor does what it now only reports.
+_SWITCHES = (
+    ("would go back", "supervise.rollback.mode: act"),
+    ("would avoid", "supervise.exclude_nodes: act"),
+    ("would repeat them without", "supervise.exclude_nodes: act"),
+)
+
+
+def why_lines(why: Why, now: float) -> list[str]:
+    """Format why a run is in its state and what to type, then what the policy allows and does."""
+    job = "" if why.job_id is None else f", job {why.job_id}"
+    number = f", attempt {why.attempts}" if why.attempts else ""
+    lines = _entry("Run", f"{why.run_id} {why.state}{job}{number}")
+    if why.state_reason:
+        lines += _entry("Reason", why.state_reason)
+    if why.waiting:
+        lines += _entry("Waits", why.waiting)
+    if why.placement:
+        lines += _entry("Placed", why.placement)
+    for request in why.requests:
+        lines += _entry("Asked", f"{request}; not followed yet")
+    lines += _end_lines(why.ended, now)
+    if why.state.over:
+        lines += next_lines(Path(why.directory), why.state.value, _MARGIN, explained=True)
+    for index, line in enumerate(why.ended.evidence if why.ended else ()):
+        lines.append(f"{'' if index else 'Evidence':<{_MARGIN}}| {line}")
+    if action := why.action:
+        done = action.action
+        if action.reason != why.state_reason:
+            done += f": {action.reason}"
+        lines += _entry("Done", f"{done}{_after(action.delay_seconds)}")
+        if action.result:
+            lines += _entry("  answer", action.result)
+        if action.excluded:
+            lines += _entry("  avoids", ", ".join(action.excluded))
+        for observation in action.observed:
+            lines += _entry("Observed", _observed(observation))
+    if not why.state.over:
+        lines += _entry("Goes on", f"{why.continuation}: {why.continuation_words}")
+    lines += ["", "Policy", *_budget_lines(why)]
+    if why.foresight:
+        when = "after `hpctrain resume`, when" if why.state.over else "when"
+        lines += ["", f"Next, {when}"]
+    for one in why.foresight:
+        lines += _paragraph(", ".join(one.conditions), _INDENT)
+        text = f"{one.action}: {one.reason}{_after(one.delay_seconds)}"
+        lines += _paragraph(text, f"{_INDENT}  -> ")
+        for observation in one.observed:
+            lines += _paragraph(f"observed: {_observed(observation)}", f"{_INDENT}     ")
+    return lines
+
+
+def _end_lines(ended: LastEnd | None, now: float) -> list[str]:
+    if ended is None:
+        return _entry("Ended", "no launch has ended yet")
+    launch = "the attempt was lost" if ended.epoch is None else f"launch {ended.epoch}"
+    ago = short_duration(max(0.0, now - ended.end_time))
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended.end_time))
+    lines = _entry("Ended", f"{launch}, {clock}, {ago} ago")
+    lines += _entry("  cause", f"{_words(ended.cause)}: {ended.reason}")
+    suspect = [
+        f"rank {ended.rank}" if ended.rank is not None else "",
+        f"node {ended.node}" if ended.node else "",
+        "hardware beyond doubt" if ended.hard else "",
+        f"at step {ended.failed_step:,}" if ended.failed_step is not None else "",
+    ]
+    if any(suspect):
+        lines += _entry("  suspect", ", ".join(part for part in suspect if part))
+    if ended.stop_time:
+        lines += _entry("  stopped", ended.stop_time)
+    if ended.launches_alike > 1:
+        lines += _entry("  alike", f"the last {ended.launches_alike} launches ended the same way")
+    return lines
+
+
+def _observed(observation: str) -> str:
+    """Add the setting that turns an observation into an action."""
+    for start, switch in _SWITCHES:
+        if observation.startswith(start):
+            return f"{observation}; set `{switch}` to have it done"
+    return observation
+
+
+# -- budgets -----------------------------------------------------------------------------------
+
+
+def _budget_lines(why: Why) -> list[str]:
+    newest = "none yet" if why.checkpoint_step is None else f"step {why.checkpoint_step:,}"
+    head = f"Budgets: retries without a new checkpoint (newest: {newest}), which fills them up"
+    # Only replicas of a service have a budget for ends of their engine.
+    if any(budget.cause == Cause.ENGINE_EXIT for budget in why.budgets):
+        head = "Budgets: retries without having served for a while, which fills them up"
+    lines = textwrap.wrap(head, _WIDTH)
+    used = [budget for budget in why.budgets if budget.used]
+    for budget in used:
+        lines.append(f"  {_words(budget.cause):<18}{_used(budget.used, budget.allowed)}")
+    all_used = why.failures_without_progress
+    lines.append(f"  {'all together':<18}{_used(all_used, why.failures_allowed)}")
+    for allowed, group in groupby(
+        sorted((b for b in why.budgets if not b.used), key=_by_allowance), key=_by_allowance
+    ):
+        count = "no limit" if allowed < 0 else "no retry" if allowed == 0 else f"{allowed} free"
+        names = ", ".join(_words(budget.cause) for budget in group)
+        lines += _paragraph(names, f"  {count:<18}")
+    storm = why.storm
+    window = short_duration(storm.window_seconds)
+    failures = f"{storm.failures} failure{'' if storm.failures == 1 else 's'}"
+    text = f"{failures} in the last {window}; from {storm.threshold} on it waits"
+    return [*lines, f"  {'storm':<18}{text}"]
+
+
+def _by_allowance(budget: CauseBudget) -> int:
+    return -1 if budget.allowed is None else budget.allowed
+
+
+def _used(used: int, allowed: int | None) -> str:
+    if allowed is None:
+        return f"{used}, as often as it comes"
+    spent = "; the next one stops the run" if used == allowed else ""
+    return f"{used} of {allowed} used{spent}" if used <= allowed else f"used up ({allowed})"
+
+
+def _after(delay_seconds: float | None) -> str:
+    return f", after {short_duration(delay_seconds)}" if delay_seconds else ""
+
+
+# -- columns -----------------------------------------------------------------------------------
+
+
+def _entry(label: str, text: str) -> list[str]:
+    return _paragraph(text, f"{label:<{_MARGIN}}")
+
+
+def _paragraph(text: str, first: str) -> list[str]:
+    return paragraph(text, first, hang=len(first))
+
+
+def _words(cause: str) -> str:
+    return cause.replace("_", " ")

@@ -35,9 +35,9 @@ from hpctrain.records.run_records import (
 from hpctrain.records.supervise_config import (
     SuperviseConfig,
     known_supervise_config,
+    read_inputs,
     read_supervise_config,
 )
-from hpctrain.records.supervise_inputs import read_inputs
 from hpctrain.runs.run_documents import known_plan, known_train_config
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.version import __version__

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.records.launch_logs import LOG_NAME, LabelledLines, lines_of_rank
+from hpctrain.records.old_launches import LOG_NAME, LabelledLines, lines_of_rank
 
 # What slurmstepd 22.05.8 wrote of ranks that printed 1022 to 1025 and 2048 times the same letter.
 LENGTHS = (1022, 1023, 1024, 1025, 2048)

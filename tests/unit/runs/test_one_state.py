@@ -20,10 +20,10 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.report.collect import collect_reports
 from hpctrain.runs.describe import describe
 from hpctrain.runs.goodput import goodput
-from hpctrain.runs.run_problems import Symptom
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import statuses
 from hpctrain.runs.watch import watch
+from hpctrain.runs.watch_rules import Symptom
 from hpctrain.runs.why import why
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.runs.page_text import page_lines
-from hpctrain.runs.run_page import Planned, RunPage, run_page
+from hpctrain.runs.run_page import Planned, RunPage, page_lines, run_page
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import RunStatus
 from tests.judged_runs import submitted

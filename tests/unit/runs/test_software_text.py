@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.records.software import Library, SoftwareFacts, SoftwareRecord
-from hpctrain.runs.story_text import software_lines
+from hpctrain.runs.describe import software_lines
 
 FACTS = SoftwareFacts(
     python="3.12.3",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.records.speed_checks import AxisSpeed, SlowPart, SpeedCheck
-from hpctrain.runs.story_text import speed_lines
+from hpctrain.runs.describe import speed_lines
 
 CHECK = SpeedCheck(
     epoch=3,

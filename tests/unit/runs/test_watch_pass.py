@@ -21,8 +21,8 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_records import Progress, write_record
 from hpctrain.records.supervise_config import LaunchShape, SuperviseConfig
 from hpctrain.records.watch_heartbeat import heartbeat_age_seconds, heartbeat_path
-from hpctrain.runs.run_problems import Symptom, WatchRemedy
 from hpctrain.runs.watch import watch
+from hpctrain.runs.watch_rules import Symptom, WatchRemedy
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord

@@ -11,16 +11,16 @@ from hpctrain.judge.causes import Cause
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.supervise_config import LaunchShape, SuperviseConfig
-from hpctrain.runs.run_problems import (
+from hpctrain.runs.state import RunState, judge
+from hpctrain.runs.watch_rules import (
     DiskSpace,
     RunProblem,
     Symptom,
     WatchedRun,
     WatchRemedy,
+    find_problems,
     is_reported,
 )
-from hpctrain.runs.state import RunState, judge
-from hpctrain.runs.watch_rules import find_problems
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 
