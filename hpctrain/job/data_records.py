@@ -26,8 +26,14 @@ from hpctrain.records.data_identity import (
     identify_folder,
     write_identity,
 )
-from hpctrain.records.dataset_checks import read_samples_sidecar
-from hpctrain.records.datasets import DatasetSidecar, bin_path, idx_path, npz_path, sidecar_path
+from hpctrain.records.datasets import (
+    DatasetSidecar,
+    bin_path,
+    idx_path,
+    npz_path,
+    read_samples_sidecar,
+    sidecar_path,
+)
 from hpctrain.records.layout import RunLayout
 
 _SAMPLED_IMAGES = 64

@@ -2,7 +2,7 @@
 
 `validate SPEC -p PROFILE` and `plan` show the list, `submit` refuses what fails, all at once.
 Belongs here: which checks there are, and in which order. Does not belong here: how data is checked
-(`token_checks`, `hpctrain.records.dataset_checks`), planning, what nodes find when a launch begins
+(`token_checks`, `hpctrain.records.datasets`), planning, what nodes find when a launch begins
 (`hpctrain.supervise.evidence.node_checks`, `hpctrain.train.preflight`).
 """
 

@@ -2,7 +2,7 @@
 
 Heads, sizes and samples are read, so that a terabyte takes as long as a megabyte. Belongs here:
 `.bin` and `.idx` of a spec. Does not belong here: describing a dataset (`hpctrain.job.datasets`),
-other formats (`hpctrain.records.dataset_checks`).
+other formats (`hpctrain.records.datasets`).
 """
 
 from __future__ import annotations

@@ -21,11 +21,10 @@ from hpctrain.observe.metrics_scraper import ANSWER_SECONDS, MetricsScraper
 from hpctrain.observe.run_metrics import RunMetrics
 from hpctrain.observe.samples import Sample, own_sample
 from hpctrain.observe.service_metrics import ServiceMetrics
-from hpctrain.records.find import RunFiles, all_runs
+from hpctrain.records.find import RunFiles, all_runs, all_services
 from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.watch_heartbeat import WatchHeartbeat, heartbeat_path
 from hpctrain.runs.node_evidence import node_rows
-from hpctrain.runs.services import all_services
 from hpctrain.runs.status import ObservedRun, observe
 from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.slurm.client import SlurmClient

@@ -41,10 +41,10 @@ from hpctrain.records.run_records import (
 )
 from hpctrain.records.supervise_config import SuperviseConfig, known_supervise_config
 from hpctrain.runs.goodput import goodput
-from hpctrain.runs.policy_preview import budgets
 from hpctrain.runs.run_documents import known_plan, known_train_config
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import ObservedRun
+from hpctrain.runs.why import budgets
 from hpctrain.slurm.host_lists import expand_hosts
 from hpctrain.slurm.records import JobRecord
 from hpctrain.spec.profile import ClusterProfile

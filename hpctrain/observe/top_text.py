@@ -21,8 +21,8 @@ from rich.text import Text
 from hpctrain.base.units import short_duration
 from hpctrain.observe.live_view import LiveRow, LiveView, RunDetails
 from hpctrain.page.text import is_numeric, paragraph
-from hpctrain.runs.notify_text import state_words
-from hpctrain.runs.page_text import curve_lines
+from hpctrain.runs.notify import state_words
+from hpctrain.runs.run_page import curve_lines
 from hpctrain.runs.status_text import COLOURS, sentences
 
 # Colours and positions of a cursor in logs (ECMA-48, CSI); other controls become `?`.

@@ -18,8 +18,13 @@ from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError
 from hpctrain.plan.gpu_price import GpuPrice, gpu_price
 from hpctrain.records.run_records import read_record
-from hpctrain.records.service_ledger import ServiceEvent, ServiceEventKind
-from hpctrain.records.service_records import Address, ServiceState, Traffic
+from hpctrain.records.service_records import (
+    Address,
+    ServiceEvent,
+    ServiceEventKind,
+    ServiceState,
+    Traffic,
+)
 from hpctrain.report.collect import Unread
 from hpctrain.serve.latency_windows import (
     FailedRequest,

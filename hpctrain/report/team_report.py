@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError, NoSuchRunError, UsageError
 from hpctrain.plan.gpu_price import GpuPrice, gpu_price
-from hpctrain.records.find import RunFiles, all_runs
+from hpctrain.records.find import RunFiles, all_runs, all_services
 from hpctrain.records.jobs import cluster_of
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import read_saves
@@ -38,7 +38,6 @@ from hpctrain.report.team_tally import (
 )
 from hpctrain.runs.goodput import gpus_held, marks_of, quiet_seconds_of
 from hpctrain.runs.run_documents import known_plan
-from hpctrain.runs.services import all_services
 from hpctrain.runs.state import waits_for_person
 from hpctrain.serve.replica_lives import held_timeline, job_records, replica_life
 from hpctrain.serve.service_files import ServiceFiles

@@ -17,8 +17,8 @@ from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.requests import user_name
 from hpctrain.records.service_layout import ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
-from hpctrain.runs.cancel import cancel
+from hpctrain.records.service_records import ServiceEventKind, ServiceLedger
+from hpctrain.runs.control import cancel
 from hpctrain.serve.replicas import drain_replica
 from hpctrain.serve.router_on_login_node import runs_here
 from hpctrain.slurm.client import SlurmClient

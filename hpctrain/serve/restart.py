@@ -11,8 +11,12 @@ from hpctrain.base.errors import UsageError
 from hpctrain.records.requests import printable_reason, user_name
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
-from hpctrain.records.service_records import RestartRequest, ServiceState
+from hpctrain.records.service_records import (
+    RestartRequest,
+    ServiceEventKind,
+    ServiceLedger,
+    ServiceState,
+)
 from hpctrain.records.service_settings import read_service_settings
 from hpctrain.serve.scale import refuse_ending
 

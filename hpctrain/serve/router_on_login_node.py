@@ -20,8 +20,7 @@ from hpctrain.base.errors import UsageError
 from hpctrain.records.requests import take_back
 from hpctrain.records.run_records import read_record
 from hpctrain.records.service_layout import ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
-from hpctrain.records.service_records import Address
+from hpctrain.records.service_records import Address, ServiceEventKind, ServiceLedger
 
 # How long the router may take until its address is there.
 _START_SECONDS = 90.0

@@ -11,8 +11,7 @@ from hpctrain.base.errors import UsageError
 from hpctrain.records.requests import user_name
 from hpctrain.records.run_records import write_record
 from hpctrain.records.service_layout import ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
-from hpctrain.records.service_records import ScaleRequest
+from hpctrain.records.service_records import ScaleRequest, ServiceEventKind, ServiceLedger
 from hpctrain.records.service_settings import read_service_settings
 
 

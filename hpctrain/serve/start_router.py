@@ -21,7 +21,7 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import take_back
 from hpctrain.records.service_layout import ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
+from hpctrain.records.service_records import ServiceEventKind, ServiceLedger
 from hpctrain.serve.plan.leaving import leave_times, term_seconds
 from hpctrain.serve.replicas import copy_job
 from hpctrain.serve.router.job_settings import RouterJobSettings

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.job.prepare import load_knowledge
-from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.speed_checks import read_speed_checks
+from hpctrain.records.sweeps import ComparisonLayout
 from hpctrain.site.calibrate import packaged_fabric, packaged_shares
 from hpctrain.site.engine_learning import (
     EngineLearning,

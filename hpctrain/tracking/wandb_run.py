@@ -21,8 +21,8 @@ from typing import Any
 from hpctrain.base.durable import make_private_directory, shared_mode
 from hpctrain.base.errors import StorageError
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.metrics_reader import rows_from
 from hpctrain.records.run_records import StepMetrics, read_record, read_saves, write_record
+from hpctrain.records.step_times import rows_from
 from hpctrain.records.tracking import (
     TrackingConfig,
     WandbPosition,

@@ -3,7 +3,7 @@
 Rank 0 finds it for all: ranks that differ in what numbers or messages depend on are refused before
 (`software_agreement`). Belongs here: the names, and reading the installed packages and the engine's
 checkout. Does not belong here: finding facts by importing (`software`), comparing
-(`hpctrain.records.software_lock`).
+(`hpctrain.records.software`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.records.software import SoftwareFacts
-from hpctrain.records.software_lock import SoftwareLock
+from hpctrain.records.software import SoftwareFacts, SoftwareLock
 
 # Set by the supervisor, which sees the image from outside.
 IMAGE_VARIABLE = "HPCTRAIN_IMAGE"

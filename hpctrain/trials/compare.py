@@ -14,8 +14,8 @@ from pathlib import Path
 
 from hpctrain.base.errors import UsageError
 from hpctrain.base.units import Duration
-from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.find import runs_directory
+from hpctrain.records.sweeps import ComparisonLayout
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.trials.documents import Comparison
 from hpctrain.trials.run_trials import TrialRunner, look, start

@@ -14,7 +14,7 @@ from hpctrain.page.output import json_out, say, table
 
 if TYPE_CHECKING:
     from hpctrain.base.units import Duration
-    from hpctrain.records.comparisons import ComparisonLayout
+    from hpctrain.records.sweeps import ComparisonLayout
     from hpctrain.trials.documents import Comparison
     from hpctrain.trials.trial_plans import Subject, TrialRequest
 
@@ -160,7 +160,7 @@ def _carry_out(
     if spec.is_dir():
         if asked or options["profile"] or options["overrides"] or options["predict"]:
             raise click.UsageError("a comparison that exists has its variants, profile and fields")
-        from hpctrain.records.comparisons import ComparisonLayout
+        from hpctrain.records.sweeps import ComparisonLayout
         from hpctrain.trials.run_trials import read_record_of
 
         _check_plot(options)

@@ -27,7 +27,7 @@ from prepared_specimens import (
 from hpctrain.data.making import __main__
 from hpctrain.data.making.hugging_face_tokenizer import tokenizer_digest
 from hpctrain.data.making.merging import best_fit
-from hpctrain.records.dataset_checks import Expected, problems_of
+from hpctrain.records.datasets import Expected, problems_of
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,13 @@ from variants import varied
 
 from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.run_records import TrainerExit
-from hpctrain.records.software import of_newest_launch, read_software
-from hpctrain.records.software_lock import SoftwareLock, read_lock, write_lock
+from hpctrain.records.software import (
+    SoftwareLock,
+    of_newest_launch,
+    read_lock,
+    read_software,
+    write_lock,
+)
 
 SHORT = dict(data_parallel_size=2, save_interval_steps=3, train_steps=6)
 PARTS = {"hpctrain", "Python", "torch"}

@@ -23,13 +23,14 @@ from hpctrain.base.errors import HpctrainError
 from hpctrain.records.epochs import is_superseded
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
 from hpctrain.records.service_records import (
     Endpoint,
     ReplicaState,
     RestartRequest,
     ScaleRequest,
     ScalingMemory,
+    ServiceEventKind,
+    ServiceLedger,
     ServiceState,
 )
 from hpctrain.records.service_settings import ServiceSettings

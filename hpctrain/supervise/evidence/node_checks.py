@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hpctrain.base import clock
-from hpctrain.records.supervise_inputs import read_inputs
+from hpctrain.records.supervise_config import read_inputs
 
 KERNEL_LOG_VARIABLE = "HPCTRAIN_KERNEL_LOG"
 _TRIAL_BYTES = 4096

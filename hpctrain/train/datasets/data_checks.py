@@ -1,7 +1,7 @@
 """Check the data files of a run before torch is imported.
 
 Belongs here: which files a configuration names. Does not belong here: the checks of each (see
-`hpctrain.records.dataset_checks`), the same at submission (`hpctrain.job.input_checks`).
+`hpctrain.records.datasets`), the same at submission (`hpctrain.job.input_checks`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from hpctrain.base.errors import Problem
 from hpctrain.engines.hugging_face import classes_of
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
-from hpctrain.records.dataset_checks import Expected, problems_of
-from hpctrain.records.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
+from hpctrain.records.datasets import (
+    DatasetSidecar,
+    Expected,
+    bin_path,
+    idx_path,
+    problems_of,
+    sidecar_path,
+)
 
 
 def data_problems(config: TrainConfig) -> Iterator[Problem]:

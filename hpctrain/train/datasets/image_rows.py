@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpctrain.records.dataset_checks import class_directories
+from hpctrain.records.datasets import class_directories
 from hpctrain.train.datasets.batches import ImageBatch
 from hpctrain.train.datasets.image_listing import list_images, listing_columns
 from hpctrain.train.datasets.image_transforms import ImageTransform

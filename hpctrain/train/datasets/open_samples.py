@@ -1,7 +1,7 @@
 """Open training and validation samples of a configuration, for all formats but tokens.
 
 Belongs here: which files make up a part, and whether their classes fit the model. Does not belong
-here: headers and sidecars (see `hpctrain.records.dataset_checks`), reading rows.
+here: headers and sidecars (see `hpctrain.records.datasets`), reading rows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch.distributed as dist
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.hugging_face import classes_of
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.records.dataset_checks import read_samples_sidecar
-from hpctrain.records.datasets import COLUMNS, npz_path
+from hpctrain.records.datasets import COLUMNS, npz_path, read_samples_sidecar
 from hpctrain.train.datasets.image_rows import ImageRows, list_into_cache
 from hpctrain.train.datasets.image_transforms import ImageTransform
 from hpctrain.train.datasets.mock_samples import MockConversations, MockImages, MockTexts

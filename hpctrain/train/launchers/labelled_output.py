@@ -2,7 +2,7 @@
 
 srun labels what its own tasks write (`--label`), and the agent is the only one on its node. Each
 rank writes into a named pipe that the agent reads (fifo(7)), so the log of the node looks as it
-does without an agent. Does not belong here: reading such a log (`hpctrain.records.launch_logs`).
+does without an agent. Does not belong here: reading such a log (`hpctrain.records.old_launches`).
 """
 
 from __future__ import annotations

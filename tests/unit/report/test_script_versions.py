@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.records.find import RunFiles
-from hpctrain.records.kept_scripts import keep_script
+from hpctrain.records.kept_code import keep_script
 from hpctrain.records.ledger import EventKind
 from hpctrain.report.collect import script_versions
 from tests.fabricated_runs import fabricate, said

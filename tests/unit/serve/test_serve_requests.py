@@ -10,6 +10,7 @@ import pytest
 from serving_documents import service_plan, service_spec_text
 
 from hpctrain.base.errors import InvalidInputError, NoSuchRunError, UsageError
+from hpctrain.records.find import find_service
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
 from hpctrain.records.service_records import (
@@ -22,7 +23,6 @@ from hpctrain.records.service_records import (
 )
 from hpctrain.records.service_settings import read_service_settings
 from hpctrain.runs.service_status import service_status
-from hpctrain.runs.services import find_service
 from hpctrain.serve.jobs import SlurmReplicaJobs
 from hpctrain.serve.restart import request_restart
 from hpctrain.serve.router import programs

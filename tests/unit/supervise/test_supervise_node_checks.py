@@ -388,7 +388,7 @@ def test_the_program_imports_little() -> None:
         "hpctrain.supervise",
         *("hpctrain.supervise.evidence", "hpctrain.supervise.evidence.node_checks"),
         *("hpctrain.judge", "hpctrain.judge.preflight_format"),
-        *("hpctrain.supervise.preflight", "hpctrain.records", "hpctrain.records.supervise_inputs"),
+        *("hpctrain.supervise.preflight", "hpctrain.records", "hpctrain.records.supervise_config"),
     }
 
 

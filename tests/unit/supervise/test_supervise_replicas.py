@@ -16,7 +16,7 @@ from hpctrain.judge.policy import decide
 from hpctrain.judge.silence_limits import StallLimits
 from hpctrain.records.ledger import Event
 from hpctrain.records.run_records import Phase
-from hpctrain.runs.policy_preview import budgets, preview_policy
+from hpctrain.runs.why import budgets, preview_policy
 
 SERVES = config().model_copy(update={"serves": True})
 HERE = Situation()

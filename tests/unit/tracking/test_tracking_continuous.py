@@ -9,8 +9,8 @@ import pytest
 from fabricated_runs import fabricate
 from tracked_runs import evaluation, row, save, train
 
-from hpctrain.records.metrics_reader import PlacedRow, rows_from
 from hpctrain.records.run_records import EvaluationMetrics, StepMetrics, append_metrics, lineage
+from hpctrain.records.step_times import PlacedRow, rows_from
 from hpctrain.tracking.continuous import Settled, continuation, settled
 from hpctrain.tracking.scalars import scalars
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_software_agreement import GOOD
 
-from hpctrain.records.software_lock import SoftwareLock, changes
+from hpctrain.records.software import SoftwareLock, changes
 from hpctrain.supervise.srun_launch import image_identity
 from hpctrain.train.found_software import checkout_state, found_software, installed_packages
 

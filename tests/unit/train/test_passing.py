@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from hpctrain.records.launch_logs import lines_of_rank
+from hpctrain.records.old_launches import lines_of_rank
 from hpctrain.train.launchers.agent_rank_setup import LOG_VARIABLE, set_up_under_agent
 from hpctrain.train.launchers.labelled_output import LabelledOutput
 from hpctrain.train.launchers.signal_forwarding import FORWARDED_SIGNALS, SignalForwarder, catches

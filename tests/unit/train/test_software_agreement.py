@@ -15,10 +15,10 @@ from hpctrain.records.software import (
     Library,
     SoftwareFacts,
     of_newest_launch,
+    read_lock,
     read_software,
     write_software,
 )
-from hpctrain.records.software_lock import read_lock
 from hpctrain.train import software_agreement
 from hpctrain.train.faults import RefusedElsewhereError
 from hpctrain.train.job import Job

@@ -15,11 +15,12 @@ from hpctrain.base.errors import SlurmRefusedError
 from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
 from hpctrain.records.service_records import (
     Endpoint,
     RestartRequest,
     ScaleRequest,
+    ServiceEventKind,
+    ServiceLedger,
     ServiceState,
     Traffic,
 )
