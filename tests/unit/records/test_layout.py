@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.records.layout import RunLayout
+from hpctrain.records.layout import Place, RunLayout
 
 
 def test_a_new_run_directory_is_private(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_an_existing_directory_is_not_taken_over(tmp_path: Path) -> None:
 
 def test_all_paths_are_inside_and_differ() -> None:
     run = RunLayout(Path("runs/gpt-1a2b"))
-    names = [name for name, kind in vars(RunLayout).items() if isinstance(kind, property)]
+    names = [name for name, kind in vars(RunLayout).items() if isinstance(kind, property | Place)]
     found = [getattr(run, name) for name in names if name != "run_id"]
     paths = [path for path in found if isinstance(path, Path)]
     assert run.run_id == "gpt-1a2b"
