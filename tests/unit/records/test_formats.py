@@ -55,6 +55,8 @@ READERS: dict[str, Callable[[RunLayout], object]] = {
     "skips.json": lambda run: read_record(run.skips, SkipList),
     "exits/e000001/rank-000000.json": lambda run: read_record(run.exit_record(1, 0), ExitRecord),
 }
+
+
 LINES: dict[str, Callable[[RunLayout], list[Any]]] = {
     "ledger.jsonl": lambda run: RunFiles(run).ledger.events(),
     "ledger.jsonl, its end": lambda run: RunFiles(run).ledger.last_events(10_000)[0],

@@ -38,6 +38,7 @@ ASKED = ended("yielded", "asked", "stop")
 SILENT = dict(answered=False)
 ELSEWHERE = dict(answered=False, elsewhere="alpha")
 
+
 # what the ledger says, what else is known, state, words of the reason
 ROWS: list[tuple[tuple[Said, ...], dict[str, object], RunState, str]] = [
     (BEGUN, dict(done=True, queued=RUNNING), RunState.DONE, ""),
