@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,7 +17,7 @@ from hpctrain.base.formats import refuse_newer
 
 DEFAULT_POLL_SECONDS = 10.0
 # Fields of earlier versions, by which nobody acts any more.
-_FORMER = frozenset({"url_env", "token_env", "other_nodes"})
+_FORMER = frozenset({"url_env", "token_env", "other_nodes", "storm_window_seconds"})
 
 
 class _Settings(BaseModel):
@@ -150,7 +150,7 @@ class SuperviseConfig(_Settings):
     cluster: str = ""
     budgets: dict[str, int] = Field(default_factory=dict)
     storm_failures: int = 5
-    storm_window_seconds: float = 1800.0
+    storm_window_seconds: ClassVar[float] = 1800.0
     learn_stalls: bool = True
     slow_rank: float = 1.2
     speed_check: Literal["off", "report", "exclude"] = "off"

@@ -184,40 +184,33 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
     A supervisor that outlives its attempt still writes after the next one has begun.
     """
     start = events[0]
-
-    def is_same(event: Event) -> bool:
-        return (event.job_id, event.restart_count) == (start.job_id, start.restart_count)
-
     about_no_attempt = (EventKind.SUBMITTED, EventKind.ADOPTED)
     events = [
         event
         for event in events
-        if event.job_id is None or event.event in about_no_attempt or is_same(event)
+        if event.job_id is None or event.event in about_no_attempt or event.attempt == start.attempt
     ]
-    lost = [e for e in (*events, *later) if e.event is EventKind.ATTEMPT_LOST and is_same(e)]
-    actions = [event for event in events if event.event is EventKind.ACTION]
-    last = actions[-1] if actions else next(iter(lost), None)
-    placed = next((e for e in reversed(events) if e.event is EventKind.PLACED), None)
-    untracked = next((e for e in events if e.event is EventKind.TRACKING_FAILED), None)
-    unexported = next((e for e in events if e.event is EventKind.METRICS_FAILED), None)
+    first = {event.event: event for event in reversed(events)}
+    newest = {event.event: event for event in events}
+    lost = (
+        event
+        for event in (*events, *later)
+        if event.event is EventKind.ATTEMPT_LOST and event.attempt == start.attempt
+    )
+    last = newest.get(EventKind.ACTION) or next(lost, None)
+    placed = newest.get(EventKind.PLACED)
+    untracked = first.get(EventKind.TRACKING_FAILED)
+    unexported = first.get(EventKind.METRICS_FAILED)
+    timed = newest.get(EventKind.STOP_TIMED)
     ends = {event.epoch: event for event in events if event.event is EventKind.LAUNCH_ENDED}
     launches = []
     for begin in events:
         if begin.event is not EventKind.LAUNCH_STARTED or begin.epoch is None:
             continue
-        launch = LaunchStory(epoch=begin.epoch, resume_step=begin.resume_step)
+        launch: dict[str, object] = {"epoch": begin.epoch, "resume_step": begin.resume_step}
         if (end := ends.get(begin.epoch)) is not None:
-            update = {
-                "last_step": end.last_step,
-                "checkpoint_step": end.checkpoint_step,
-                "cause": end.cause,
-                "reason": end.reason,
-                "evidence": end.evidence,
-                "seconds": end.time - begin.time,
-            }
-            launch = launch.model_copy(update=update)
-        launches.append(launch)
-    timed = [event for event in events if event.event is EventKind.STOP_TIMED]
+            launch = {**vars(end), **launch, "seconds": end.time - begin.time}
+        launches.append(LaunchStory.model_validate(launch))
     return AttemptStory(
         job_id=start.job_id,
         restart_count=start.restart_count,
@@ -225,7 +218,7 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
         start_time=start.time,
         launches=tuple(launches),
         signals=tuple(e.signal or "" for e in events if e.event is EventKind.SIGNAL),
-        stop_time=timed[-1].reason if timed else None,
+        stop_time=timed.reason if timed else None,
         action=(last.action or last.cause) if last else None,
         reason=last.reason if last else None,
         placement=placed.reason if placed else None,

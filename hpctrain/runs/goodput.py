@@ -99,8 +99,8 @@ def marks_of(events: Sequence[Event]) -> list[Mark]:
         if event.event is EventKind.ACTION and event.action in tuple(ActionKind):
             kind = _ACTIONS[ActionKind(event.action)]
         if kind is not None:
-            attempt, failure = (event.job_id, event.restart_count), event.cause in _FAILURES
-            marks.append(Mark(kind, event.time, attempt, event.epoch, event.cause, failure))
+            failure = event.cause in _FAILURES
+            marks.append(Mark(kind, event.time, event.attempt, event.epoch, event.cause, failure))
     return marks
 
 

@@ -98,7 +98,7 @@ def _newest_epoch(run: RunFiles, name: str) -> int | None:
         event.epoch
         for event in run.ledger.events()
         if event.event is EventKind.LAUNCH_STARTED
-        and (event.job_id, event.restart_count) == attempt
+        and event.attempt == attempt
         and event.epoch is not None
     ]
     return max(epochs, default=None)

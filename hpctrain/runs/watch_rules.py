@@ -488,12 +488,8 @@ def allowed_by_policy(
 
     The policy decides as on a site that requeues, because the pass can submit the run again.
     """
-    closed = [
-        (event.job_id, event.restart_count)
-        for event in run.events
-        if event.event is EventKind.ATTEMPT_LOST
-    ]
-    if lost is not None and (lost.job_id, lost.restart_count) in closed:
+    closed = {one.attempt for one in run.events if one.event is EventKind.ATTEMPT_LOST}
+    if lost is not None and lost.attempt in closed:
         lost = None
     events = [*run.events, lost] if lost else run.events
     past = history(events, run.config.storm_window_seconds)

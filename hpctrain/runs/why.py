@@ -303,7 +303,7 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
         continuation=config.continuation,
         continuation_words=_CONTINUATION[config.continuation],
         ended=_last_end(events, past.same_fingerprint),
-        action=_last_action(_since_the_attempt_before(events)),
+        action=_last_action(events),
         checkpoint_step=checkpoint_step,
         budgets=tuple(budgets(past, config)),
         failures_without_progress=past.failures_without_progress,
@@ -317,66 +317,46 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
     )
 
 
-def _since_the_attempt_before(events: Sequence[Event]) -> Sequence[Event]:
-    """Leave out what was done about earlier attempts, if the last one was lost without a word."""
-    lost = [number for number, event in enumerate(events) if event.event in _ENDS][-1:]
-    if not lost or events[lost[0]].event is not EventKind.ATTEMPT_LOST:
-        return events
-    begun = [
-        number
-        for number, event in enumerate(events[: lost[0]])
-        if event.event is EventKind.ATTEMPT_STARTED
-    ]
-    # the one that tells of the loss may have begun before it did
-    own = [n for n in begun if _same_attempt(events[n], events[lost[0]])]
-    return events[own[-1] :] if own else events
-
-
-def _same_attempt(left: Event, right: Event) -> bool:
-    return (left.job_id, left.restart_count) == (right.job_id, right.restart_count)
-
-
 def _last_end(events: Sequence[Event], alike: int) -> LastEnd | None:
-    ends = [event for event in events if event.event in _ENDS]
-    if not ends:
+    last = next((event for event in reversed(events) if event.event in _ENDS), None)
+    if last is None:
         return None
-    last = ends[-1]
-    return LastEnd(
-        end_time=last.time,
-        epoch=last.epoch,
-        cause=last.cause or "unknown",
-        reason=last.reason or "",
-        evidence=last.evidence,
-        rank=last.rank,
-        node=last.node,
-        hard=last.hard,
-        failed_step=last.failed_step,
-        launches_alike=alike,
-        stop_time=_stop_time(events, last),
-    )
-
-
-def _stop_time(events: Sequence[Event], ended: Event) -> str | None:
-    """Find what the time of the stop of this launch was computed from; None by Slurm's warning."""
-    own = (e for e in events if e.event is EventKind.STOP_TIMED and e.epoch == ended.epoch)
-    return next((event.reason for event in own), None)
+    # What the time of its stop was computed from; none where Slurm's warning came.
+    timed = (e for e in events if e.event is EventKind.STOP_TIMED and e.epoch == last.epoch)
+    more = {
+        "end_time": last.time,
+        "cause": last.cause or "unknown",
+        "reason": last.reason or "",
+        "launches_alike": alike,
+        "stop_time": next((event.reason for event in timed), None),
+    }
+    return LastEnd.model_validate({**vars(last), **more})
 
 
 def _last_action(events: Sequence[Event]) -> LastAction | None:
+    last = next((event for event in reversed(events) if event.event in _ENDS), None)
+    if last is not None and last.event is EventKind.ATTEMPT_LOST:
+        # What was done about earlier attempts explains nothing. The attempt that tells of the loss
+        # may have begun before it did.
+        begun = [
+            number
+            for number, event in enumerate(events[: events.index(last)])
+            if event.event is EventKind.ATTEMPT_STARTED and event.attempt == last.attempt
+        ]
+        events = events[begun[-1] :] if begun else events
     numbers = [n for n, event in enumerate(events) if event.event is EventKind.ACTION]
     if not numbers:
         return None
-    last, later = events[numbers[-1]], events[numbers[-1] + 1 :]
-    results = [event.reason for event in later if event.event is EventKind.ACTION_RESULT]
-    return LastAction(
-        action_time=last.time,
-        action=last.action or "",
-        reason=last.reason or "",
-        result=results[0] if results else None,
-        excluded=last.excluded,
-        delay_seconds=last.delay_seconds,
-        observed=tuple(e.reason or "" for e in later if e.event is EventKind.OBSERVED),
-    )
+    action, later = events[numbers[-1]], events[numbers[-1] + 1 :]
+    results = (event.reason for event in later if event.event is EventKind.ACTION_RESULT)
+    more = {
+        "action_time": action.time,
+        "action": action.action or "",
+        "reason": action.reason or "",
+        "result": next(results, None),
+        "observed": [e.reason or "" for e in later if e.event is EventKind.OBSERVED],
+    }
+    return LastAction.model_validate({**vars(action), **more})
 
 
 # -- why a job waits ---------------------------------------------------------------------------

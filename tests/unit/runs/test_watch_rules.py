@@ -273,10 +273,10 @@ SEEN: list[tuple[str, WatchedRun, Symptom, WatchRemedy, str]] = [
     ),
     (
         "failures come thick and fast",
-        look((*BEGUN, *STORM), RUNNING, signs_time=NOW, storm_window_seconds=7200.0),
+        look((*BEGUN, *STORM), RUNNING, now=NOW - 3000, signs_time=NOW - 3000),
         Symptom.STORM,
         WatchRemedy.TELL,
-        "5 failures within 120 min",
+        "5 failures within 30 min",
     ),
 ]
 
@@ -325,7 +325,7 @@ LEFT_ALONE: list[tuple[str, WatchedRun]] = [
     ),
     (
         "a wait that does it good",
-        look((*BEGUN, *STORM), DELAYED, storm_window_seconds=7200.0),
+        look((*BEGUN, *STORM), DELAYED),
     ),
     ("no node, but none is excluded", look(REQUEUED, NO_NODE)),
     (
@@ -447,7 +447,7 @@ def test_an_attempt_that_is_closed_already_is_not_counted_twice() -> None:
 
 def test_a_storm_is_waited_out() -> None:
     entries = (*BEGUN, *STORM, said(EventKind.ACTION, action="requeue", reason="storm"))
-    settings = dict(storm_window_seconds=1e6, failures_without_progress=99)
+    settings = dict(failures_without_progress=99)
     calm = look(entries, job(JobState.COMPLETED, end_time=NOW - 3600), **settings)
     assert only(calm).remedy is WatchRemedy.RESUBMIT
     soon = replace(calm, now=calm.events[-1].time + 290, grace_seconds=0.0)
@@ -519,7 +519,7 @@ def test_what_was_only_told_is_done_once_it_may_be() -> None:
     """A storm of failures is waited out; its report does not keep the run from going on."""
     told = said(EventKind.WATCH, action="tell", symptom=Symptom.ORPHANED)
     entries = (*BEGUN, *STORM, said(EventKind.ACTION, action="requeue", reason="storm"), told)
-    settings = dict(storm_window_seconds=1e6, failures_without_progress=99)
+    settings = dict(failures_without_progress=99)
     calm = look(entries, job(JobState.COMPLETED, end_time=NOW - 3600), **settings)
     found = only(calm)
     assert found.remedy is WatchRemedy.RESUBMIT and not is_reported(calm, found)
