@@ -13,13 +13,15 @@ from pathlib import Path
 
 from hpctrain.base.durable import append_line
 from hpctrain.plan.documents import Plan
-from hpctrain.records.communication import AxisMessages, CommunicationRecord, LinkBytes
 from hpctrain.records.exit_records import write_exit_record
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import (
+    AxisMessages,
+    CommunicationRecord,
     DoneMarker,
     ExitRecord,
+    LinkBytes,
     Progress,
     RankTimes,
     SaveRecord,

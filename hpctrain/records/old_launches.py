@@ -166,8 +166,7 @@ def start_packing(
     return thread
 
 
-# ----------------------------------------------------------------------------------------------
-# Names of the logs of a launch, and the lines of each rank in a log that several ranks share.
+# -- Names of the logs of a launch, and the lines of one rank in a shared log -------------------
 # logs/4711.0/step0-rank0003.log one rank logs/4711.0/step0-node0001.log one node: its ranks' lines
 # with labels (`12: text`), and those of its torchelastic agent without (launcher: torchrun)
 #

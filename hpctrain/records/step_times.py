@@ -1,7 +1,7 @@
 """Read of the step metrics only what an account of time needs: several times as fast.
 
-Belongs here: time and tokens of steps. Does not belong here: the other metrics (`run_records`),
-reading on from a place in the file (`step_times`).
+Belongs here: time and tokens of steps, and reading on from a place in the file. Does not belong
+here: the other metrics (`run_records`).
 """
 
 from __future__ import annotations

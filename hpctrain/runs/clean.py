@@ -1,7 +1,7 @@
-"""Removes what a run does not need or can make again: remains of saves, old logs, stacks, caches.
+"""Removes what a run does not need or can make again, such as old logs, or a run as a whole.
 
 Belongs here: what may go, and what has to stay while a job of the run is alive. Does not belong
-here: retention of checkpoints (`hpctrain.checkpoints`), removing a run (`clean`).
+here: retention of checkpoints (`hpctrain.checkpoints`), commands.
 """
 
 from __future__ import annotations

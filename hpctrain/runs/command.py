@@ -19,6 +19,7 @@ from hpctrain.page.options import (
     set_option,
 )
 from hpctrain.page.output import busy, json_out, say, table, terminal_width
+from hpctrain.records.find import find_run, runs_directory
 
 if TYPE_CHECKING:
     from hpctrain.runs.node_evidence import NodeRow
@@ -91,7 +92,7 @@ def status(
 
 
 def _pause_seconds(names: tuple[str, ...], runs: Path | None, every: float | None) -> float:
-    from hpctrain.records.find import all_runs, find_run, runs_directory
+    from hpctrain.records.find import all_runs
     from hpctrain.runs.status import poll_interval
 
     directory = runs_directory(runs)
@@ -110,7 +111,6 @@ def _show(
     elif not rows:
         return
     elif len(names) == 1:
-        from hpctrain.records.find import find_run, runs_directory
         from hpctrain.runs.run_page import page_lines, run_page
 
         for line in page_lines(run_page(find_run(runs_directory(runs), names[0]), rows[0])):
@@ -124,7 +124,7 @@ def _show(
 
 def _services(show_all: bool, runs: Path | None) -> list[ServiceRow]:
     """Find a line about each service; those that were ended only with `--all`."""
-    from hpctrain.records.find import all_services, runs_directory
+    from hpctrain.records.find import all_services
 
     services = all_services(runs_directory(runs))
     if not services:
@@ -155,7 +155,7 @@ def _collect(
 
     By default these are the unfinished runs, those that are only prepared, and the last finished.
     """
-    from hpctrain.records.find import all_runs, find_run, runs_directory
+    from hpctrain.records.find import all_runs
     from hpctrain.runs.state import RunState
     from hpctrain.runs.status import statuses
     from hpctrain.slurm.client import SlurmClient
@@ -207,7 +207,6 @@ def describe(run: str, runs: Path | None, as_json: bool) -> None:
       hpctrain describe gpt175b-7f3a
       hpctrain describe gpt175b-7f3a --json
     """
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs.describe import describe as read_story
     from hpctrain.runs.describe import story_lines
 
@@ -244,7 +243,6 @@ def logs(
       hpctrain logs gpt175b-7f3a --rank 0 -f
       hpctrain logs gpt175b-7f3a --errors
     """
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs import logs as action
 
     if attempt is not None and ((rank is None and not errors) or follow):
@@ -274,7 +272,6 @@ def logs(
 def _follow(run_id: str, rank: int | None, runs: Path | None, tail: int | None) -> None:
     """Print the newest log as it grows, or from its last lines on, until the run is over."""
     from hpctrain.base.errors import UsageError
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs import logs as action
     from hpctrain.runs.status import poll_interval
 
@@ -328,7 +325,6 @@ def goodput(run: str, runs: Path | None, as_json: bool) -> None:
       hpctrain goodput gpt175b-7f3a
       hpctrain goodput gpt175b-7f3a --json
     """
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs.goodput import goodput as account_for
     from hpctrain.runs.goodput import goodput_lines
 
@@ -356,7 +352,6 @@ def why(run: str, runs: Path | None, as_json: bool) -> None:
       hpctrain why gpt175b-7f3a --json
     """
 
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs.why import why as explain
     from hpctrain.runs.why import why_lines
     from hpctrain.slurm.client import SlurmClient
@@ -396,7 +391,6 @@ def nodes(
       hpctrain nodes --forgive n17
     """
     from hpctrain.job.supervisor_settings import NODE_LEDGER_NAME
-    from hpctrain.records.find import runs_directory
     from hpctrain.runs import node_evidence as action
 
     if profile and cluster:
@@ -472,7 +466,6 @@ def notify(
       hpctrain notify gpt175b.yaml -p a100x64 --test
     """
     from hpctrain.base.errors import HpctrainError
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs import notify as action
     from hpctrain.runs.notify import answer_lines, settings_lines, state_words
 

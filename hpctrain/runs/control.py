@@ -1,4 +1,4 @@
-"""Makes requests to a run: `stop`, `save`, `hold`, `resume`, and checks that they make sense.
+"""Steers a run: requests (`stop`, `save`, `hold`, `resume`), acceptances, cancelling, upgrades.
 
 A run that trains gets a file (`records.requests`), so that no signal is lost and the trainer
 chooses the step boundary. A job that waits in the queue is changed in Slurm. If Slurm does not
@@ -642,8 +642,7 @@ def _wait_for_end(run: RunFiles, slurm: SlurmClient, asked_for: tuple[int, ...])
         clock.sleep(pauses.next_seconds())
 
 
-# ----------------------------------------------------------------------------------------------
-# Move a run to the hpctrain that is installed, and let it begin anew with the software it finds.
+# -- Moving a run to the hpctrain that is installed, and to the software it then finds ----------
 
 
 @dataclass(frozen=True)

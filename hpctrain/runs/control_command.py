@@ -11,9 +11,9 @@ import click
 from hpctrain.page.options import Decorated, RunName, confirm, runs_option, yes_option
 from hpctrain.page.output import busy, say
 from hpctrain.page.text import paragraph
+from hpctrain.records.find import RunFiles, find_run, runs_directory
 
 if TYPE_CHECKING:
-    from hpctrain.records.find import RunFiles
     from hpctrain.runs.control import ControlResult
     from hpctrain.slurm.client import SlurmClient
 
@@ -171,8 +171,6 @@ def cancel(run: str, runs: Path | None, yes: bool) -> None:
 
 
 def _found(run: str, runs: Path | None) -> RunFiles:
-    from hpctrain.records.find import find_run, runs_directory
-
     return find_run(runs_directory(runs), run)
 
 

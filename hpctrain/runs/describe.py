@@ -281,12 +281,8 @@ _TEXT = 12
 
 def story_lines(story: RunStory) -> list[str]:
     """Format attempts in order, each with its launches, then requests and checkpoints."""
-    lines = [f"Run        {story.run_id}"]
-    if story.state is not None:
-        lines.append(f"State      {story.state}")
-    if story.reason:
-        lines += _wrapped("Reason     ", story.reason)
-    lines.append(f"Directory  {story.directory}")
+    head = (("Run", story.run_id), ("State", story.state), ("Reason", story.reason))
+    lines = [*facts(*head, margin=11), f"Directory  {story.directory}"]
     for number, attempt in enumerate(story.attempts, 1):
         lines += ["", *_attempt_lines(number, attempt)]
     if story.asked:
@@ -294,11 +290,11 @@ def story_lines(story: RunStory) -> list[str]:
     for asked in story.asked:
         why = f": {asked.reason}" if asked.reason else ""
         who = asked.user or "somebody"
-        lines += _wrapped(f"  {_clock(asked.asked_time)}  ", f"{asked.action} by {who}{why}")
+        lines += _hung(f"  {_clock(asked.asked_time)}  ", f"{asked.action} by {who}{why}")
         if asked.answer is None or asked.answer_seconds is None:
             lines.append("    not followed yet")
         else:
-            lines += _wrapped(f"    {short_duration(asked.answer_seconds)} later  ", asked.answer)
+            lines += _hung(f"    {short_duration(asked.answer_seconds)} later  ", asked.answer)
     lines += ["", "Checkpoints"]
     for checkpoint in story.checkpoints:
         size = "-" if checkpoint.total_bytes is None else short_bytes(checkpoint.total_bytes)
@@ -327,8 +323,9 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
     job = f"job {attempt.job_id}, restart {attempt.restart_count}"
     lines = [f"Attempt {number}  {_clock(attempt.start_time)}   {job}   nodes {attempt.nodes}"]
     lines += facts(("  placed", attempt.placement), margin=_TEXT)
+    details = f"{'':{_TEXT}}| "
     for line in attempt.placement_details:
-        lines += _detail(line)
+        lines += _hung(details, line)
     for launch in attempt.launches:
         steps = f"from step {launch.resume_step}"
         if launch.last_step is not None:
@@ -338,7 +335,7 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
         if launch.cause:
             lines += facts(("  ended", f"{launch.cause}: {launch.reason}"), margin=_TEXT)
         for line in launch.evidence:
-            lines += _detail(line)
+            lines += _hung(details, line)
     then = attempt.action and f"{attempt.action}: {attempt.reason}"
     return lines + facts(
         ("  signals", ", ".join(attempt.signals)),
@@ -350,11 +347,7 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
     )
 
 
-def _detail(text: str) -> list[str]:
-    return paragraph(text, f"{'':{_TEXT}}| ", hang=_TEXT + 2)
-
-
-def _wrapped(first: str, text: str) -> list[str]:
+def _hung(first: str, text: str) -> list[str]:
     return paragraph(text, first, hang=len(first))
 
 

@@ -14,6 +14,7 @@ from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.page.options import RunName, confirm, json_option, runs_option, yes_option
 from hpctrain.page.output import busy, json_out, say, table
 from hpctrain.page.text import facts, or_dash
+from hpctrain.records.find import find_run, runs_directory
 
 if TYPE_CHECKING:
     from hpctrain.checkpoints.verify import Verified
@@ -50,7 +51,6 @@ def clean(
       hpctrain clean gpt175b-7f3a --dry-run
       hpctrain clean gpt175b-7f3a --keep-launches 1 --traces -y
     """
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs import clean as action
     from hpctrain.slurm.client import SlurmClient
 
@@ -126,7 +126,6 @@ def archive(
       hpctrain archive gpt175b-7f3a
       hpctrain archive gpt175b-7f3a --with-checkpoints last -o /archive/gpt.tar
     """
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs import archive as action
     from hpctrain.slurm.client import SlurmClient
 
@@ -160,7 +159,6 @@ def rm(run: str, runs: Path | None, yes: bool) -> None:
       hpctrain rm gpt175b-7f3a
       hpctrain rm gpt175b-7f3a -y
     """
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs import clean as action
     from hpctrain.slurm.client import SlurmClient
 
@@ -203,7 +201,6 @@ def checkpoints(run: str, verify: bool, threads: int, runs: Path | None, as_json
       hpctrain checkpoints gpt175b-7f3a
       hpctrain checkpoints gpt175b-7f3a --verify --threads 16
     """
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs.checkpoint_list import report_checkpoints
 
     found = find_run(runs_directory(runs), run)

@@ -1,7 +1,7 @@
 """Account for the time of one run (`goodput`), from its directory only.
 
-Belongs here: converting ledger, metrics and saves into the input of `telemetry`. Does not belong
-here: assigning time to categories (`telemetry.timeline`), sums (`telemetry.goodput`), text.
+Belongs here: converting ledger, metrics and saves into the input of `telemetry`, and the text. Does
+not belong here: assigning time to categories (`telemetry.timeline`), sums (`telemetry.goodput`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collects the first page about one run: state, plan against reality, loss, time, what to read.
 
-Belongs here: which facts the page has. Does not belong here: finding them (`status`, `goodput`,
-`logs`), text.
+Belongs here: which facts the page has, and their text. Does not belong here: finding them
+(`status`, `goodput`, `logs`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reports what a service is doing: address, replicas, rotation, load, what is wanted and why.
 
 Everything is read from the service directory, so it costs Slurm nothing and works where Slurm does
-not answer; ages show how old it is. Belongs here: the document. Does not belong here: printing it,
-finding a service (`hpctrain.records.find`).
+not answer; ages show how old it is. Belongs here: the document, and the line of `status`.
+Does not belong here: finding a service (`hpctrain.records.find`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hpctrain.records.service_records import (
     ServiceLedger,
     ServiceState,
     Traffic,
+    read_service_settings,
 )
-from hpctrain.records.service_settings import read_service_settings
 
 # A controller writes its state every few seconds, a router its rotation every two.
 _STALE_SECONDS = 30.0
@@ -192,8 +192,7 @@ def _age(then: float, now: float) -> float:
     return max(0.0, now - then)
 
 
-# ----------------------------------------------------------------------------------------------
-# Finds one line about each service, for `hpctrain status`: from records, without Slurm or network.
+# -- One line about each service, for `hpctrain status` -----------------------------------------
 
 
 class PlannedLimit(RecordPart):

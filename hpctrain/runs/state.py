@@ -241,8 +241,7 @@ def scattered_groups(events: Sequence[Event]) -> str | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------
-# Texts about jobs that Slurm holds after it could not start them: the cause and the cure. Pure.
+# -- Texts about jobs that Slurm holds: the cause and the cure ----------------------------------
 
 
 @dataclass(frozen=True)

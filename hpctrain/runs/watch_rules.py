@@ -4,8 +4,8 @@ A live supervisor handles its own run. What remains is a supervisor that was los
 and a job that waits for something that will not happen by itself. A pass never touches what a user
 has cancelled, held or stopped, nor what an administrator holds. A job whose end is unknown may have
 been cancelled, so it is only reported. Budgets are the supervisor's, counted in the run's ledger.
-Belongs here: one rule per symptom of a job that runs or waits. Does not belong here: runs without
-a job (`watch_rules`), querying Slurm, reading files, acting (`watch`).
+Belongs here: symptoms, one rule for each, what the policy allows. Does not belong here: querying
+Slurm, reading files, acting (`watch`).
 """
 
 from __future__ import annotations
@@ -297,8 +297,7 @@ def _unfollowed(run: WatchedRun, last: Event) -> RunProblem:
     return allowed_by_policy(run, symptom, WatchRemedy.RESUBMIT, verdict, last.job_id)
 
 
-# ----------------------------------------------------------------------------------------------
-# Defines the problems of runs that `watch` finds, and which remedies the policy allows. Pure.
+# -- What the rules share: symptoms, remedies, the policy ---------------------------------------
 
 
 # A storm is over this long after its last failure: the first delay of a relaunch in `policy`.

@@ -1,14 +1,14 @@
 """Explains the state of a run: the last verdict and action, remaining budgets, and what comes next.
 
 Belongs here: querying the ledger, the policy and Slurm. Does not belong here: deciding
-(`hpctrain.judge.policy`), wording for terminals.
+(`hpctrain.judge.policy`).
 """
 
 from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from hpctrain.judge.causes import FAILURE_CAUSES, Cause, can_happen
 from hpctrain.judge.documents import History, Situation, Verdict
 from hpctrain.judge.launch_history import history
 from hpctrain.judge.policy import budget_of, decide, limit_of_all
-from hpctrain.page.text import paragraph
+from hpctrain.page.text import LINE_WIDTH, facts, paragraph
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.requests import is_requested, read_request
@@ -180,7 +180,7 @@ def preview_policy(
     ]
 
 
-# ----------------------------------------------------------------------------------------------
+# -- the explanation ---------------------------------------------------------------------------
 
 
 _ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
@@ -400,7 +400,7 @@ def waiting_words(job: JobRecord, now: float) -> str:
 # Lines of evidence are not cut.
 
 
-_WIDTH, _MARGIN, _INDENT = 80, 10, "  "
+_MARGIN = 10
 # The setting of the spec with which the supervisor does what it now only reports.
 _SWITCHES = (
     ("would go back", "supervise.rollback.mode: act"),
@@ -410,70 +410,66 @@ _SWITCHES = (
 
 
 def why_lines(why: Why, now: float) -> list[str]:
-    """Format why a run is in its state and what to type, then what the policy allows and does."""
+    """Format why a run is in its state and what to type, then what the policy allows and does.
+
+    Lines of at most 80 columns, but for evidence, which is not cut.
+    """
     job = "" if why.job_id is None else f", job {why.job_id}"
     number = f", attempt {why.attempts}" if why.attempts else ""
-    lines = _entry("Run", f"{why.run_id} {why.state}{job}{number}")
-    if why.state_reason:
-        lines += _entry("Reason", why.state_reason)
-    if why.waiting:
-        lines += _entry("Waits", why.waiting)
-    if why.placement:
-        lines += _entry("Placed", why.placement)
-    for request in why.requests:
-        lines += _entry("Asked", f"{request}; not followed yet")
-    lines += _end_lines(why.ended, now)
+    lines = facts(
+        ("Run", f"{why.run_id} {why.state}{job}{number}"),
+        ("Reason", why.state_reason),
+        ("Waits", why.waiting),
+        ("Placed", why.placement),
+        *(("Asked", f"{request}; not followed yet") for request in why.requests),
+        *_end_facts(why.ended, now),
+    )
     if why.state.over:
         lines += next_lines(Path(why.directory), why.state.value, _MARGIN, explained=True)
     for index, line in enumerate(why.ended.evidence if why.ended else ()):
         lines.append(f"{'' if index else 'Evidence':<{_MARGIN}}| {line}")
     if action := why.action:
-        done = action.action
-        if action.reason != why.state_reason:
-            done += f": {action.reason}"
-        lines += _entry("Done", f"{done}{_after(action.delay_seconds)}")
-        if action.result:
-            lines += _entry("  answer", action.result)
-        if action.excluded:
-            lines += _entry("  avoids", ", ".join(action.excluded))
-        for observation in action.observed:
-            lines += _entry("Observed", _observed(observation))
+        reason = "" if action.reason == why.state_reason else f": {action.reason}"
+        lines += facts(
+            ("Done", f"{action.action}{reason}{_after(action.delay_seconds)}"),
+            ("  answer", action.result),
+            ("  avoids", ", ".join(action.excluded)),
+            *(("Observed", _observed(observation)) for observation in action.observed),
+        )
     if not why.state.over:
-        lines += _entry("Goes on", f"{why.continuation}: {why.continuation_words}")
+        lines += facts(("Goes on", f"{why.continuation}: {why.continuation_words}"))
     lines += ["", "Policy", *_budget_lines(why)]
     if why.foresight:
         when = "after `hpctrain resume`, when" if why.state.over else "when"
         lines += ["", f"Next, {when}"]
     for one in why.foresight:
-        lines += _paragraph(", ".join(one.conditions), _INDENT)
+        lines += paragraph(", ".join(one.conditions), "  ", hang=2)
         text = f"{one.action}: {one.reason}{_after(one.delay_seconds)}"
-        lines += _paragraph(text, f"{_INDENT}  -> ")
+        lines += paragraph(text, "    -> ", hang=7)
         for observation in one.observed:
-            lines += _paragraph(f"observed: {_observed(observation)}", f"{_INDENT}     ")
+            lines += paragraph(f"observed: {_observed(observation)}", " " * 7, hang=7)
     return lines
 
 
-def _end_lines(ended: LastEnd | None, now: float) -> list[str]:
+def _end_facts(ended: LastEnd | None, now: float) -> Iterator[tuple[str, str | None]]:
     if ended is None:
-        return _entry("Ended", "no launch has ended yet")
+        yield "Ended", "no launch has ended yet"
+        return
     launch = "the attempt was lost" if ended.epoch is None else f"launch {ended.epoch}"
     ago = short_duration(max(0.0, now - ended.end_time))
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended.end_time))
-    lines = _entry("Ended", f"{launch}, {clock}, {ago} ago")
-    lines += _entry("  cause", f"{_words(ended.cause)}: {ended.reason}")
+    yield "Ended", f"{launch}, {clock}, {ago} ago"
+    yield "  cause", f"{_words(ended.cause)}: {ended.reason}"
     suspect = [
         f"rank {ended.rank}" if ended.rank is not None else "",
         f"node {ended.node}" if ended.node else "",
         "hardware beyond doubt" if ended.hard else "",
         f"at step {ended.failed_step:,}" if ended.failed_step is not None else "",
     ]
-    if any(suspect):
-        lines += _entry("  suspect", ", ".join(part for part in suspect if part))
-    if ended.stop_time:
-        lines += _entry("  stopped", ended.stop_time)
+    yield "  suspect", ", ".join(filter(None, suspect))
+    yield "  stopped", ended.stop_time
     if ended.launches_alike > 1:
-        lines += _entry("  alike", f"the last {ended.launches_alike} launches ended the same way")
-    return lines
+        yield "  alike", f"the last {ended.launches_alike} launches ended the same way"
 
 
 def _observed(observation: str) -> str:
@@ -493,18 +489,17 @@ def _budget_lines(why: Why) -> list[str]:
     # Only replicas of a service have a budget for ends of their engine.
     if any(budget.cause == Cause.ENGINE_EXIT for budget in why.budgets):
         head = "Budgets: retries without having served for a while, which fills them up"
-    lines = textwrap.wrap(head, _WIDTH)
+    lines = textwrap.wrap(head, LINE_WIDTH)
     used = [budget for budget in why.budgets if budget.used]
     for budget in used:
         lines.append(f"  {_words(budget.cause):<18}{_used(budget.used, budget.allowed)}")
     all_used = why.failures_without_progress
     lines.append(f"  {'all together':<18}{_used(all_used, why.failures_allowed)}")
-    for allowed, group in groupby(
-        sorted((b for b in why.budgets if not b.used), key=_by_allowance), key=_by_allowance
-    ):
+    unused = sorted((b for b in why.budgets if not b.used), key=_by_allowance)
+    for allowed, group in groupby(unused, key=_by_allowance):
         count = "no limit" if allowed < 0 else "no retry" if allowed == 0 else f"{allowed} free"
         names = ", ".join(_words(budget.cause) for budget in group)
-        lines += _paragraph(names, f"  {count:<18}")
+        lines += facts((f"  {count}", names), margin=20)
     storm = why.storm
     window = short_duration(storm.window_seconds)
     failures = f"{storm.failures} failure{'' if storm.failures == 1 else 's'}"
@@ -525,17 +520,6 @@ def _used(used: int, allowed: int | None) -> str:
 
 def _after(delay_seconds: float | None) -> str:
     return f", after {short_duration(delay_seconds)}" if delay_seconds else ""
-
-
-# -- columns -----------------------------------------------------------------------------------
-
-
-def _entry(label: str, text: str) -> list[str]:
-    return _paragraph(text, f"{label:<{_MARGIN}}")
-
-
-def _paragraph(text: str, first: str) -> list[str]:
-    return paragraph(text, first, hang=len(first))
 
 
 def _words(cause: str) -> str:

@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.records.archives import read_heads
-from hpctrain.records.datasets import Expected, SamplesSidecar, problems_of, sidecar_path
+from hpctrain.records.datasets import (
+    Expected,
+    SamplesSidecar,
+    problems_of,
+    read_heads,
+    sidecar_path,
+)
 
 PICTURES = Expected("arrays", seq_length=5, vocab_size=10, classes=10, side=8)
 TEXTS = Expected("examples", seq_length=16, vocab_size=50, classes=3, side=224)
