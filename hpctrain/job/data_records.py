@@ -16,7 +16,6 @@ from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.engines.training import TrainConfig
-from hpctrain.records.archives import read_heads
 from hpctrain.records.data_identity import (
     DataIdentity,
     FileIdentity,
@@ -31,6 +30,7 @@ from hpctrain.records.datasets import (
     bin_path,
     idx_path,
     npz_path,
+    read_heads,
     read_samples_sidecar,
     sidecar_path,
 )

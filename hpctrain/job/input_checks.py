@@ -20,7 +20,6 @@ from hpctrain.checkpoints.staged import open_staged, require_kind
 from hpctrain.engines.described import disagreements
 from hpctrain.engines.hugging_face import classes_of
 from hpctrain.job.token_checks import token_problems
-from hpctrain.records.archives import read_heads
 from hpctrain.records.datasets import (
     COLUMNS,
     DatasetSidecar,
@@ -28,6 +27,7 @@ from hpctrain.records.datasets import (
     SamplesSidecar,
     npz_path,
     problems_of,
+    read_heads,
     sidecar_path,
 )
 from hpctrain.records.shares import parts_without_rows, split_hint

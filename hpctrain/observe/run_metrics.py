@@ -26,7 +26,6 @@ from hpctrain.judge.launch_history import history
 from hpctrain.observe.samples import RunSamples, Sample
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.gpu_price import gpu_price
-from hpctrain.records.communication import read_communication
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import cluster_of
 from hpctrain.records.ledger import Event, EventKind
@@ -35,6 +34,7 @@ from hpctrain.records.run_records import (
     RankTimes,
     SaveRecord,
     StepMetrics,
+    read_communication,
     read_record,
     read_saves,
     tail_metrics,
@@ -127,7 +127,7 @@ class RunMetrics:
         job = _active(observed)
         _put_identity(out, observed, submitted, job)
         rows = tail_metrics(layout, _RECENT_STEPS)
-        progress = observed.progress
+        progress = read_record(layout.progress, Progress)
         _put_progress(out, observed, submitted, rows, progress)
         _put_learning(out, rows)
         _put_speed(out, observed, submitted)

@@ -16,8 +16,8 @@ from hpctrain.records.service_records import (
     ServiceEventKind,
     ServiceLedger,
     ServiceState,
+    read_service_settings,
 )
-from hpctrain.records.service_settings import read_service_settings
 from hpctrain.serve.scale import refuse_ending
 
 

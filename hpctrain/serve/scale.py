@@ -11,8 +11,12 @@ from hpctrain.base.errors import UsageError
 from hpctrain.records.requests import user_name
 from hpctrain.records.run_records import write_record
 from hpctrain.records.service_layout import ServiceLayout
-from hpctrain.records.service_records import ScaleRequest, ServiceEventKind, ServiceLedger
-from hpctrain.records.service_settings import read_service_settings
+from hpctrain.records.service_records import (
+    ScaleRequest,
+    ServiceEventKind,
+    ServiceLedger,
+    read_service_settings,
+)
 
 
 def request_scale(service: ServiceLayout, replicas: int | None) -> ScaleRequest:

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.records.service_settings import RouterSettings, ScalingSettings, ServiceSettings
+from hpctrain.records.service_records import RouterSettings, ScalingSettings, ServiceSettings
 from hpctrain.serve.plan.documents import ServicePlan
 from hpctrain.serve.router.haproxy import (
     find_haproxy_before_router,

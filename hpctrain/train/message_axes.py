@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hpctrain.records.communication import AxisMessages, CommunicationRecord, LinkBytes
+from hpctrain.records.run_records import AxisMessages, CommunicationRecord, LinkBytes
 from hpctrain.telemetry.intervals import length, merged
 
 AXES = ("tp", "cp", "ep", "dp", "pp", "other")

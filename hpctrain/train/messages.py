@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.records.communication import CommunicationRecord
+from hpctrain.records.run_records import CommunicationRecord
 from hpctrain.train.engine import AxisGroup
 from hpctrain.train.message_axes import (
     ROW_SIZE,

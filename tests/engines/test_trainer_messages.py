@@ -9,7 +9,7 @@ import pytest
 from deepspeed_trials import ZERO
 from trial_runs import EVALUATING, GPT, MODULE_GPT, TP2_PP2, Trial, trained
 
-from hpctrain.records.communication import AxisMessages, CommunicationRecord, read_communication
+from hpctrain.records.run_records import AxisMessages, CommunicationRecord, read_communication
 from hpctrain.train import messages
 
 FP32_BYTES = 4

@@ -24,13 +24,13 @@ from hpctrain.data.making.labelled_text import join_examples
 from hpctrain.data.making.shard_contents import DocumentCounts
 from hpctrain.data.making.shard_directory import ShardDirectory
 from hpctrain.data.making.tokenized_text import join_texts
-from hpctrain.records.archives import read_heads
 from hpctrain.records.datasets import (
     END_OF_DOCUMENT,
     AnySidecar,
     DatasetSidecar,
     SamplesSidecar,
     npz_path,
+    read_heads,
 )
 from hpctrain.train.datasets.npz_arrays import Pieces, open_archive, write_archive
 

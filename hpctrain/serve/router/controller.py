@@ -31,9 +31,9 @@ from hpctrain.records.service_records import (
     ScalingMemory,
     ServiceEventKind,
     ServiceLedger,
+    ServiceSettings,
     ServiceState,
 )
-from hpctrain.records.service_settings import ServiceSettings
 from hpctrain.serve.replica.log import say
 from hpctrain.serve.router.decide import (
     Action,

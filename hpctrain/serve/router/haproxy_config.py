@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.records.service_settings import RouterSettings
+from hpctrain.records.service_records import RouterSettings
 from hpctrain.serve.router.programs import RETRY_AFTER_SECONDS
 
 BACKEND = "replicas"

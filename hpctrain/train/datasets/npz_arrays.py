@@ -1,6 +1,6 @@
 """Read arrays of .npz files by memory mapping, and write them piece by piece.
 
-Belongs here: array data. Does not belong here: headers (see `hpctrain.records.archives`), the
+Belongs here: array data. Does not belong here: headers (see `hpctrain.records.datasets`), the
 meaning of the arrays.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.records.archives import read_heads
+from hpctrain.records.datasets import read_heads
 
 
 def open_archive(path: Path, columns: Iterable[str]) -> dict[str, np.ndarray]:

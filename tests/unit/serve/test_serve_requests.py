@@ -20,8 +20,8 @@ from hpctrain.records.service_records import (
     Rotation,
     ScaleRequest,
     ServiceState,
+    read_service_settings,
 )
-from hpctrain.records.service_settings import read_service_settings
 from hpctrain.runs.service_status import service_status
 from hpctrain.serve.jobs import SlurmReplicaJobs
 from hpctrain.serve.restart import request_restart

@@ -18,13 +18,15 @@ from hpctrain.records.service_layout import ReplicaName, ServiceLayout
 from hpctrain.records.service_records import (
     Endpoint,
     RestartRequest,
+    RouterSettings,
     ScaleRequest,
+    ScalingSettings,
     ServiceEventKind,
     ServiceLedger,
+    ServiceSettings,
     ServiceState,
     Traffic,
 )
-from hpctrain.records.service_settings import RouterSettings, ScalingSettings, ServiceSettings
 from hpctrain.serve.router import controller as module
 from hpctrain.serve.router.controller import Controller
 from hpctrain.serve.router.engine_figures import Engines

@@ -24,7 +24,7 @@ from waiting import wait_until
 
 from hpctrain.base import reserved_ports
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.records.service_settings import RouterSettings, ScalingSettings, ServiceSettings
+from hpctrain.records.service_records import RouterSettings, ScalingSettings, ServiceSettings
 from hpctrain.serve.router.haproxy import Haproxy
 from hpctrain.serve.router.haproxy_config import MOST_BODY_BYTES, HaproxyFiles, configuration
 from hpctrain.serve.router.programs import (
