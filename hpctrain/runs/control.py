@@ -565,35 +565,25 @@ def cancel(run: RunFiles, slurm: SlurmClient) -> Cancelled:
     ordered = [*(job for job in live if job not in active), *active]
     for job in ordered:
         run.ledger.append(EventKind.CANCEL_REQUESTED, job_id=job.job_id, user=user_name())
-    announced = _Announced(ordered[-1].job_id)
+    cancelled: list[int] = []  # the jobs that Slurm has accepted to end
     try:
         # A job may have submitted its successor while we cancelled the others.
-        while more := [job for job in live if job.submitted_id not in announced.cancelled]:
-            announced.cancel(more, slurm)
+        while more := [job for job in live if job.submitted_id not in cancelled]:
+            for job in more:
+                with contextlib.suppress(SlurmRefusedError):  # a job that has just ended
+                    slurm.update_job(job.job_id, requeue=False)
+            ids = list(dict.fromkeys(job.submitted_id for job in more))
+            slurm.cancel_all(ids, pending_only=True)
+            slurm.cancel_all(ids)
+            cancelled += ids
             live = _live(run, slurm)
     except SlurmError as error:
-        raise _withdraw(run, slurm, live, announced.cancelled, error) from error
-    still = _wait_for_end(run, slurm, tuple(announced.cancelled))
+        raise _withdraw(run, slurm, live, cancelled, error) from error
+    still = _wait_for_end(run, slurm, tuple(cancelled))
+    job_id = ordered[-1].job_id
     if not still:
-        run.ledger.append(EventKind.CANCELLED, job_id=announced.job_id, user=user_name())
-    return Cancelled(run.run_id, announced.job_id, tuple(announced.cancelled), still=still)
-
-
-class _Announced:
-    """A cancel that the ledger contains: the jobs that Slurm has accepted to end so far."""
-
-    def __init__(self, job_id: int) -> None:
-        self.job_id = job_id
-        self.cancelled: list[int] = []
-
-    def cancel(self, jobs: list[JobRecord], slurm: SlurmClient) -> None:
-        for job in jobs:
-            with contextlib.suppress(SlurmRefusedError):  # a job that has just ended
-                slurm.update_job(job.job_id, requeue=False)
-        ids = list(dict.fromkeys(job.submitted_id for job in jobs))
-        slurm.cancel_all(ids, pending_only=True)
-        slurm.cancel_all(ids)
-        self.cancelled += ids
+        run.ledger.append(EventKind.CANCELLED, job_id=job_id, user=user_name())
+    return Cancelled(run.run_id, job_id, tuple(cancelled), still=still)
 
 
 def _live(run: RunFiles, slurm: SlurmClient) -> list[JobRecord]:
@@ -604,8 +594,7 @@ def _live(run: RunFiles, slurm: SlurmClient) -> list[JobRecord]:
             hint=f"try again, or `{run.command('stop')}`: the run itself follows that",
         )
     record_found(run, found)
-    ending = (JobState.COMPLETING,)
-    return [job for job in found.live if job.state not in ending or job.requeue]
+    return [job for job in found.live if job.state is not JobState.COMPLETING or job.requeue]
 
 
 def _withdraw(

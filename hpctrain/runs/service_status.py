@@ -104,24 +104,20 @@ def service_status(service: ServiceLayout, now: float | None = None) -> ServiceS
     down = service.down_request.exists()
     live = [one for one in replicas if one.phase not in _OVER]
     problems = _problems(replicas, controller_age, rotation_age, down=down and not live)
-    return ServiceStatus(
-        service_id=service.service_id,
-        state=_state(replicas, state.wanted, controller_age, down=down),
-        address=read_record(service.address, Address),
-        wanted=state.wanted,
-        reason=state.reason,
-        ready=sum(one.in_rotation for one in replicas),
-        replicas=replicas,
-        traffic=read_record(service.traffic, Traffic),
-        restart=state.restart,
-        waits=state.waits,
-        problems=problems,
-        controller_age_seconds=controller_age,
-        rotation_age_seconds=rotation_age,
-        load_seconds=state.load_seconds,
-        queue_seconds=state.queue_seconds,
-        events=tuple(events[-_LAST_EVENTS:]),
-    )
+    found = {
+        "service_id": service.service_id,
+        "state": _state(replicas, state.wanted, controller_age, down=down),
+        "address": read_record(service.address, Address),
+        "ready": sum(one.in_rotation for one in replicas),
+        "replicas": replicas,
+        "traffic": read_record(service.traffic, Traffic),
+        "problems": problems,
+        "controller_age_seconds": controller_age,
+        "rotation_age_seconds": rotation_age,
+        "events": events[-_LAST_EVENTS:],
+    }
+    # What is wanted and why, as the controller has recorded it.
+    return ServiceStatus.model_validate({**vars(state), **found})
 
 
 def _replica(
@@ -131,20 +127,17 @@ def _replica(
     endpoint = None
     if name is not None and one.phase not in _OVER:
         endpoint = read_record(service.endpoint(name), Endpoint)
-    ends = endpoint.walltime_ends if endpoint is not None else None
-    return ReplicaStatus(
-        name=one.name,
-        phase=one.phase,
-        job_id=one.job_id,
-        node=one.node,
-        age_seconds=max(0.0, now - one.since),
-        in_rotation=one.name in asked and one.phase not in _OVER,
-        lease_seconds=endpoint.lease_until - now if endpoint is not None else None,
-        load_seconds=endpoint.load_seconds if endpoint is not None else None,
-        walltime_seconds=ends - now if ends is not None else None,
-        url=endpoint.url if endpoint is not None else None,
-        reason=one.reason,
-    )
+    found: dict[str, object] = {
+        "age_seconds": max(0.0, now - one.since),
+        "in_rotation": one.name in asked and one.phase not in _OVER,
+    }
+    if endpoint is not None:
+        ends = endpoint.walltime_ends
+        found["lease_seconds"] = endpoint.lease_until - now
+        found["load_seconds"] = endpoint.load_seconds
+        found["walltime_seconds"] = ends - now if ends is not None else None
+        found["url"] = endpoint.url
+    return ReplicaStatus.model_validate({**vars(one), **found})
 
 
 def _state(
