@@ -34,7 +34,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.part
 # What stays as it is or becomes less; a class that mirrors another one is that one.
 RATCHETS = {
     "pairs of classes that share five fields": 111,
-    "lines that hand on a field": 696,
+    "lines that hand on a field": 684,
     "small modules of one other": 85,
 }
 

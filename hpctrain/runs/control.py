@@ -246,7 +246,10 @@ def resume(
     _refuse_if_done(run, "resume")
     queue = _queue(run, slurm)
     for _ in range(_SECONDS_TO_LEAVE):
-        if not (queue.unheld and queue.active is not None and _is_leaving(run)):
+        runs = queue.unheld and queue.active is not None
+        # How its supervisor has ended the attempt whose job still has nodes.
+        action = standing_action(run.ledger.events()) if runs else None
+        if action is None or action.action not in ENDS_RUN:
             break
         clock.sleep(1.0)
         queue = _queue(run, slurm)
@@ -362,12 +365,6 @@ def wait_for_save(
 
 _ONLY_OWNER = "only the owner of the job can"
 _HOW_TO_CONTINUE = "`hpctrain resume` continues it"
-
-
-def _is_leaving(run: RunFiles) -> bool:
-    """Tell whether the supervisor has ended the run while its job still has nodes."""
-    action = standing_action(run.ledger.events())
-    return action is not None and action.action in ENDS_RUN
 
 
 def _refuse_if_done(run: RunFiles, verb: str) -> None:

@@ -17,7 +17,7 @@ from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError, SlurmError, SlurmUnreachableError
 from hpctrain.checkpoints.discover import saving_epochs
 from hpctrain.job.job_queries import find_jobs
-from hpctrain.page.text import aligned, is_numeric, paragraph
+from hpctrain.page.text import aligned, is_numeric, or_dash, paragraph
 from hpctrain.records.evaluations import (
     Evaluation,
     newest_of_each_step,
@@ -184,10 +184,13 @@ def evaluation_lines(rows: Sequence[EvaluationRow], most: int | None = None) -> 
     """List evaluations, newest step first, at most so many; failures with reason and log."""
     ordered = sorted(rows, key=lambda row: (-row.step, row.name))
     shown = ordered[:most]
-    cells = [[f"{row.step:,}", row.name, row.state, *_job(row)] for row in shown]
+    cells = [[f"{row.step:,}", row.name, row.state, or_dash(row.job_id)] for row in shown]
     grid = [("STEP", "EVALUATION", "STATE", "JOB"), *cells]
     numeric = [is_numeric([line[column] for line in cells]) for column in range(4)]
-    metrics = ["METRICS", *(_metrics(row) for row in shown)]
+    metrics = ["METRICS"]
+    for row in shown:
+        numbers = (f"{name} {value:.6g}" for name, value in (row.metrics or {}).items())
+        metrics.append("-" if row.metrics is None else ", ".join(numbers))
     for line, words in zip(aligned(grid, numeric), metrics, strict=True):
         first = "  ".join(line)
         yield from paragraph(words, f"{first}  ", hang=len(first) + 2) or [first.rstrip()]
@@ -199,13 +202,3 @@ def evaluation_lines(rows: Sequence[EvaluationRow], most: int | None = None) -> 
                 yield f"  {row.log}"
     if len(ordered) > len(shown):
         yield f"and {len(ordered) - len(shown)} of older checkpoints"
-
-
-def _job(row: EvaluationRow) -> tuple[str]:
-    return ("-" if row.job_id is None else str(row.job_id),)
-
-
-def _metrics(row: EvaluationRow) -> str:
-    if row.metrics is None:
-        return "-"
-    return ", ".join(f"{name} {value:.6g}" for name, value in row.metrics.items())

@@ -35,7 +35,6 @@ from hpctrain.records.manifest import checkpoint_name, read_manifest
 from hpctrain.records.notices import EXPIRES_SECONDS, read_outbox
 from hpctrain.records.requests import user_name
 from hpctrain.records.supervise_config import (
-    ChannelSettings,
     NotifySettings,
     SuperviseConfig,
     known_supervise_config,
@@ -99,7 +98,10 @@ def send_notices(runs: Sequence[RunFiles], grace_seconds: float = 0.0) -> tuple[
             config = known_supervise_config(run.layout.supervise_config)
             if config is None or config.notify is None:
                 continue
-            channels = {_address(one): one.name for one in config.notify.channels}
+            # Where each leads, without reading its secret.
+            channels = {
+                (one.kind, one.url_file, one.sendmail): one.name for one in config.notify.channels
+            }
             skipped = frozenset(name for key, name in channels.items() if key in broken)
             events = run.ledger.events()
             found = deliver(run.layout, config, events, sender, clock.now(), skipped).results
@@ -109,11 +111,6 @@ def send_notices(runs: Sequence[RunFiles], grace_seconds: float = 0.0) -> tuple[
         failed = {one.channel for one in found if one.problem is not None and not one.unrecorded}
         broken |= {key for key, name in channels.items() if name in failed}
     return tuple(results)
-
-
-def _address(channel: ChannelSettings) -> tuple[str | None, ...]:
-    """Where a channel leads, without reading its secret."""
-    return (channel.kind, channel.url_file, channel.sendmail)
 
 
 def disk_space(run: RunLayout, config: SuperviseConfig) -> DiskSpace | None:
