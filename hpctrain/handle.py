@@ -22,14 +22,12 @@ from hpctrain.job.submit import submit
 from hpctrain.plan.documents import Plan
 from hpctrain.records.find import RunFiles, find_run, runs_directory
 from hpctrain.runs import control
-from hpctrain.runs.acceptances import Acceptance
-from hpctrain.runs.cancel import cancel
 from hpctrain.runs.checkpoint_list import CheckpointReport, report_checkpoints
+from hpctrain.runs.control import Acceptance, cancel
 from hpctrain.runs.describe import RunStory, describe
 from hpctrain.runs.logs import logs_of
-from hpctrain.runs.poll_interval import poll_interval
 from hpctrain.runs.state import RunState
-from hpctrain.runs.status import RunStatus, statuses
+from hpctrain.runs.status import RunStatus, poll_interval, statuses
 from hpctrain.runs.why import Why, why
 from hpctrain.slurm.client import SlurmClient
 

@@ -14,13 +14,14 @@ from hpctrain.base.durable import append_line, replace_text
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
-from hpctrain.records.service_ledger import ServiceEvent, ServiceEventKind
 from hpctrain.records.service_records import (
     Address,
     DrainRecord,
     Endpoint,
     ReplicaState,
     Rotation,
+    ServiceEvent,
+    ServiceEventKind,
     ServiceState,
     Traffic,
 )

@@ -13,13 +13,15 @@ from pathlib import Path
 
 from hpctrain.base.durable import append_line
 from hpctrain.plan.documents import Plan
-from hpctrain.records.communication import AxisMessages, CommunicationRecord, LinkBytes
 from hpctrain.records.exit_records import write_exit_record
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import (
+    AxisMessages,
+    CommunicationRecord,
     DoneMarker,
     ExitRecord,
+    LinkBytes,
     Progress,
     RankTimes,
     SaveRecord,
@@ -27,7 +29,7 @@ from hpctrain.records.run_records import (
     append_save,
     write_record,
 )
-from hpctrain.records.software_lock import SoftwareLock, write_lock
+from hpctrain.records.software import SoftwareLock, write_lock
 from hpctrain.runs.run_documents import known_plan
 from tests.fabricated_runs import published
 from tests.judged_runs import submitted

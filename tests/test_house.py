@@ -138,6 +138,21 @@ BEFORE_A_PLAN = {
     "report/team_report.py": "reads runs of which any document may be missing",
 }
 
+# Who decides in what state a run is, and who asks the same of something else.
+JUDGES = {
+    "judge/": "from the evidence of a launch to its cause, and to what follows",
+    "supervise/": "acts in the job, and reads what it has decided itself",
+    "runs/state.py": "it is the place",
+    "runs/control.py": "a job that ends already needs no scancel",
+    "runs/watch_rules.py": "tells apart how Slurm has ended a job",
+    "notify/": "words for each end",
+    "serve/": "replicas, which have a life of their own",
+    "simulate/": "plays what the policy has decided",
+    "slurm/": "what Slurm calls the states of jobs",
+}
+DECISIVE = ("ActionKind.STOP", "ActionKind.HOLD", "ActionKind.FINISH", "Cause.CANCELLED")
+DECISIVE = (*DECISIVE, "Cause.YIELDED", "Cause.DONE", "JobState.")
+
 # Rooms of engines, which may name them; all others ask `EngineAbilities` what an engine can do.
 ENGINE_ROOMS = ("spec/engines/", "engines/", "train/engines/")
 # Names that are an engine's and something else's.
@@ -400,6 +415,21 @@ def test_time_comes_from_one_clock() -> None:
                 found += [where(path, node)] if own is None else []
     assert not found, f"`hpctrain.base.clock`, which a test can replace: {found}"
     assert needed == {*OWN_TIME}, "not all of them have a time of their own any more"
+
+
+def test_one_module_decides_in_what_state_a_run_is() -> None:
+    """By comparing what ends a run, or putting it into a set to compare with."""
+    found, needed = [], set()
+    for path, tree in trees().items():
+        judge = next((one for one in JUDGES if name(path).startswith(one)), None)
+        for node in nodes(tree):
+            if isinstance(node, (ast.Compare, ast.Tuple, ast.Set, ast.List)):
+                parts = [dotted(one) for one in ast.walk(node) if isinstance(one, ast.Attribute)]
+                if any(part.startswith(DECISIVE) for part in parts):
+                    needed.add(judge)
+                    found += [where(path, node)] if judge is None else []
+    assert not found, f"ask `hpctrain.runs.state`, or `ObservedRun` in `runs/status.py`: {found}"
+    assert needed == {*JUDGES}, "not all of them decide anything any more"
 
 
 def test_unit_tests_do_not_sleep() -> None:

@@ -104,7 +104,9 @@ def append_line(
             raise
         descriptor = os.open(path, flags | os.O_CREAT, shared_mode(path.parent, mode))
     try:
-        prefix = "" if _ends_with_newline(descriptor) else "\n"
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        prefix = "\n" if is_torn else ""
         _write_all(descriptor, f"{prefix}{line}\n".encode())
         if durable:
             os.fsync(descriptor)
@@ -244,11 +246,6 @@ def _write_new(path: Path, data: bytes, *, mode: int, durable: bool) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _ends_with_newline(descriptor: int) -> bool:
-    size = os.fstat(descriptor).st_size
-    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

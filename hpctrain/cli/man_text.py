@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import click
 
@@ -158,16 +158,12 @@ def _paragraphs(help_text: str) -> Iterator[str]:
         if number:
             yield ".PP"
         if kept:
-            yield from _kept(rows[1:])
+            yield ".nf"
+            for row in textwrap.dedent("\n".join(rows[1:])).splitlines():
+                yield _text(row.rstrip())
+            yield ".fi"
         else:
             yield _text(" ".join(row.strip() for row in rows))
-
-
-def _kept(rows: Sequence[str]) -> Iterator[str]:
-    yield ".nf"
-    for row in textwrap.dedent("\n".join(rows)).splitlines():
-        yield _text(row.rstrip())
-    yield ".fi"
 
 
 def _text(text: str) -> str:

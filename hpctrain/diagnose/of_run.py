@@ -28,12 +28,13 @@ from hpctrain.diagnose.facts import (
 from hpctrain.diagnose.judge import judge, shares
 from hpctrain.job.prepare import load_inputs, load_knowledge
 from hpctrain.plan.documents import Plan
-from hpctrain.records.communication import CommunicationRecord, read_communication
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import (
+    CommunicationRecord,
     RankTimes,
     StepMetrics,
+    read_communication,
     read_metrics,
     read_record,
     read_saves,

@@ -16,7 +16,6 @@ from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.engines.training import TrainConfig
-from hpctrain.records.archives import read_heads
 from hpctrain.records.data_identity import (
     DataIdentity,
     FileIdentity,
@@ -26,8 +25,15 @@ from hpctrain.records.data_identity import (
     identify_folder,
     write_identity,
 )
-from hpctrain.records.dataset_checks import read_samples_sidecar
-from hpctrain.records.datasets import DatasetSidecar, bin_path, idx_path, npz_path, sidecar_path
+from hpctrain.records.datasets import (
+    DatasetSidecar,
+    bin_path,
+    idx_path,
+    npz_path,
+    read_heads,
+    read_samples_sidecar,
+    sidecar_path,
+)
 from hpctrain.records.layout import RunLayout
 
 _SAMPLED_IMAGES = 64

@@ -18,8 +18,6 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem, UsageError
-from hpctrain.records.archives import read_heads
-from hpctrain.records.dataset_checks import read_samples_sidecar
 from hpctrain.records.datasets import (
     DatasetFailure,
     DatasetReport,
@@ -29,6 +27,8 @@ from hpctrain.records.datasets import (
     bin_path,
     idx_path,
     npz_path,
+    read_heads,
+    read_samples_sidecar,
     sidecar_path,
 )
 

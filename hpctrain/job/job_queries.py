@@ -1,7 +1,7 @@
 """Queries Slurm for the jobs of runs: one query for all, whatever their number.
 
 Belongs here: the query, refusing jobs of another cluster by name, recording jobs that are missing
-in a ledger. Does not belong here: assigning jobs to runs (`hpctrain.records.run_jobs`).
+in a ledger. Does not belong here: assigning jobs to runs (`hpctrain.records.jobs`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from hpctrain.records.jobs import (
     submitted_ids,
     was_put_back,
 )
-from hpctrain.records.kept_scripts import keep_script
+from hpctrain.records.kept_code import keep_script
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import take_back
 from hpctrain.records.supervise_config import SuperviseConfig, read_supervise_config

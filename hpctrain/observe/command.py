@@ -148,7 +148,7 @@ def exporter(
     from hpctrain.observe.samples import exposed
     from hpctrain.records.find import all_runs, runs_directory
     from hpctrain.records.requests import user_name
-    from hpctrain.runs.poll_interval import poll_interval
+    from hpctrain.runs.status import poll_interval
 
     chosen = directories or (runs_directory(),)
     # Raises if the site asks for more time between two queries.

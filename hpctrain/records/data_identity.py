@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import HpctrainError
 from hpctrain.base.formats import refuse_newer
-from hpctrain.records.dataset_checks import class_directories, is_image
+from hpctrain.records.datasets import class_directories, is_image
 
 _BLOCK_BYTES = 64 * 2**10
 # At each start 4 MiB of a file; when its time has changed 64 MiB, so smaller files are read whole.

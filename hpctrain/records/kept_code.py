@@ -6,11 +6,12 @@ names and the link. Does not belong here: packing (see `hpctrain.job.kept_code`)
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from pathlib import Path
 
-from hpctrain.base.durable import replace_link
+from hpctrain.base.durable import replace_bytes, replace_link
 from hpctrain.records.layout import RunLayout
 
 _NAME = re.compile(r"hpctrain-(?P<version>.+)-(?P<digest>[0-9a-f]{12})\.zip")
@@ -68,3 +69,33 @@ def unread_archive(run: RunLayout, python_path: str, module: str) -> Path | None
 def use_archive(run: RunLayout, name: str) -> None:
     """Make the next attempt import this archive. Raises OSError."""
     replace_link(run.current_code, name)
+
+
+# -- Copies of the job scripts that a run was submitted with (`scripts/`), one for each text ----
+# `job.sbatch` is the script of the next submission, which a person may have edited; Slurm keeps its
+# own copy only while the job is there.
+
+
+def keep_script(run: RunLayout) -> str | None:
+    """Keep a copy of the script, unless that text has been kept; returns its SHA-256.
+
+    None when that is not possible: a submission does not fail for its copy.
+    """
+    try:
+        text = run.script.read_bytes()
+        digest = hashlib.sha256(text).hexdigest()
+        kept = run.kept_script(digest)
+        if not kept.exists():
+            run.make_directory(kept.parent)
+            replace_bytes(kept, text, mode=0o600)
+    except OSError:
+        return None
+    return digest
+
+
+def read_kept_script(run: RunLayout, sha256: str) -> str | None:
+    """Read the script of that digest; None where no copy of it was kept."""
+    try:
+        return run.kept_script(sha256).read_text(errors="replace")
+    except OSError:
+        return None

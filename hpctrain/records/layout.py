@@ -47,6 +47,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from hpctrain.base.durable import make_private_directory
 from hpctrain.base.errors import StorageError
@@ -55,6 +56,23 @@ from hpctrain.base.errors import StorageError
 _GROUP_READS = 0o2750
 _GROUP_WRITES = 0o2770
 _OF_ROUTER = re.compile(r"router(-g\d{3,})?")
+
+
+class Place:
+    """A path below the directory of a run or of a service: `layout.ledger`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __get__(self, layout: Directory, owner: type | None = None) -> Path:
+        return layout.directory / self.path
+
+
+class Directory(Protocol):
+    """What has places."""
+
+    @property
+    def directory(self) -> Path: ...
 
 
 @dataclass(frozen=True)
@@ -75,159 +93,59 @@ class RunLayout:
             return f"{above.parent.name}-{name}"
         return f"{above.name}-{name}" if _OF_ROUTER.fullmatch(name) else name
 
-    @property
-    def spec(self) -> Path:
-        return self.directory / "spec.yaml"
-
-    @property
-    def profile(self) -> Path:
-        return self.directory / "profile.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.directory / "plan.json"
-
-    @property
-    def train_config(self) -> Path:
-        return self.directory / "train.json"
-
-    @property
-    def replica_config(self) -> Path:
-        """The settings of a replica; a run that trains has `train_config` instead."""
-        return self.directory / "replica.json"
-
-    @property
-    def router_config(self) -> Path:
-        """The settings of a service's router; a run that trains has `train_config` instead."""
-        return self.directory / "router.json"
-
-    @property
-    def drain(self) -> Path:
-        """How the newest launch of a replica has left the router and ended its requests."""
-        return self.directory / "drain.json"
-
-    @property
-    def supervise_config(self) -> Path:
-        return self.directory / "supervise.json"
-
-    @property
-    def prologue(self) -> Path:
-        return self.directory / "prologue.sh"
-
-    @property
-    def script(self) -> Path:
-        return self.directory / "job.sbatch"
+    spec = Place("spec.yaml")
+    profile = Place("profile.yaml")
+    plan = Place("plan.json")
+    train_config = Place("train.json")
+    # The settings of a replica; a run that trains has `train_config` instead.
+    replica_config = Place("replica.json")
+    # The settings of a service's router; a run that trains has `train_config` instead.
+    router_config = Place("router.json")
+    # How the newest launch of a replica has left the router and ended its requests.
+    drain = Place("drain.json")
+    supervise_config = Place("supervise.json")
+    prologue = Place("prologue.sh")
+    script = Place("job.sbatch")
 
     def kept_script(self, sha256: str) -> Path:
         """The copy of a script that was submitted."""
         return self.directory / "scripts" / f"{sha256[:12]}.sbatch"
 
-    @property
-    def ledger(self) -> Path:
-        return self.directory / "ledger.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.directory / "metrics.jsonl"
-
-    @property
-    def progress(self) -> Path:
-        return self.directory / "progress.json"
-
-    @property
-    def data_identity(self) -> Path:
-        """Which bytes the run trains on."""
-        return self.directory / "data.json"
-
-    @property
-    def done(self) -> Path:
-        return self.directory / "done.json"
-
-    @property
-    def control(self) -> Path:
-        return self.directory / "control"
-
-    @property
-    def stop_request(self) -> Path:
-        """Exists while the trainer is to save and leave at the next step boundary."""
-        return self.control / "stop"
-
-    @property
-    def stop_now_request(self) -> Path:
-        """Exists while the supervisor is to end the run at once, without a save."""
-        return self.control / "stop-now"
-
-    @property
-    def hold_request(self) -> Path:
-        """Exists while the run is to save, leave its nodes and be held in the queue."""
-        return self.control / "hold"
-
-    @property
-    def save_request(self) -> Path:
-        """Exists until the trainer has begun the requested save."""
-        return self.control / "save"
-
-    @property
-    def signatures(self) -> Path:
-        return self.directory / "signatures.json"
-
-    @property
-    def software(self) -> Path:
-        return self.directory / "software.jsonl"
-
-    @property
-    def software_lock(self) -> Path:
-        """What the run trains with; a launch that finds something else says so."""
-        return self.directory / "software.lock"
-
-    @property
-    def kept_software(self) -> Path:
-        """Code that the run keeps for itself."""
-        return self.directory / "software"
-
-    @property
-    def current_code(self) -> Path:
-        """A link to the archive of hpctrain's code that the next attempt imports."""
-        return self.kept_software / "current"
-
-    @property
-    def checkout_changes(self) -> Path:
-        """What was not committed in the engine's checkout when the run was submitted."""
-        return self.kept_software / "checkout.patch"
-
-    @property
-    def speed_checks(self) -> Path:
-        return self.directory / "speed.jsonl"
-
-    @property
-    def rank_times(self) -> Path:
-        return self.directory / "ranks.json"
-
-    @property
-    def metrics_endpoint(self) -> Path:
-        """Where the running job serves metrics, as a document of Prometheus' file_sd."""
-        return self.directory / "metrics-endpoint.json"
-
-    @property
-    def metrics_log(self) -> Path:
-        """What the process that exports metrics beside training could not do."""
-        return self.logs / "metrics.log"
-
-    @property
-    def communication(self) -> Path:
-        return self.directory / "communication.json"
-
-    @property
-    def saves(self) -> Path:
-        return self.directory / "saves.jsonl"
-
-    @property
-    def skips(self) -> Path:
-        return self.directory / "skips.json"
-
-    @property
-    def stacks(self) -> Path:
-        return self.directory / "stacks"
+    ledger = Place("ledger.jsonl")
+    metrics = Place("metrics.jsonl")
+    progress = Place("progress.json")
+    # Which bytes the run trains on.
+    data_identity = Place("data.json")
+    done = Place("done.json")
+    control = Place("control")
+    # Exists while the trainer is to save and leave at the next step boundary.
+    stop_request = Place("control/stop")
+    # Exists while the supervisor is to end the run at once, without a save.
+    stop_now_request = Place("control/stop-now")
+    # Exists while the run is to save, leave its nodes and be held in the queue.
+    hold_request = Place("control/hold")
+    # Exists until the trainer has begun the requested save.
+    save_request = Place("control/save")
+    signatures = Place("signatures.json")
+    software = Place("software.jsonl")
+    # What the run trains with; a launch that finds something else says so.
+    software_lock = Place("software.lock")
+    # Code that the run keeps for itself.
+    kept_software = Place("software")
+    # A link to the archive of hpctrain's code that the next attempt imports.
+    current_code = Place("software/current")
+    # What was not committed in the engine's checkout when the run was submitted.
+    checkout_changes = Place("software/checkout.patch")
+    speed_checks = Place("speed.jsonl")
+    rank_times = Place("ranks.json")
+    # Where the running job serves metrics, as a document of Prometheus' file_sd.
+    metrics_endpoint = Place("metrics-endpoint.json")
+    # What the process that exports metrics beside training could not do.
+    metrics_log = Place("logs/metrics.log")
+    communication = Place("communication.json")
+    saves = Place("saves.jsonl")
+    skips = Place("skips.json")
+    stacks = Place("stacks")
 
     def stack_dump(self, epoch: int, rank: int) -> Path:
         return self.stacks / f"e{epoch:06d}" / f"rank-{rank:06d}.txt"
@@ -236,9 +154,7 @@ class RunLayout:
         """The trainer's file for a launch on fewer nodes than planned."""
         return self.directory / f"train-n{nodes:06d}.json"
 
-    @property
-    def ds_config(self) -> Path:
-        return self.directory / "ds_config.json"
+    ds_config = Place("ds_config.json")
 
     def ds_config_for(self, nodes: int) -> Path:
         """DeepSpeed's configuration for a launch on fewer nodes than planned."""
@@ -249,67 +165,34 @@ class RunLayout:
         """DeepSpeed's configurations for all sizes of the run that there are."""
         return [self.ds_config, *sorted(self.directory.glob("ds_config-n*.json"))]
 
-    @property
-    def traces(self) -> Path:
-        return self.directory / "traces"
+    traces = Place("traces")
 
     def trace(self, epoch: int, rank: int, first_step: int, last_step: int) -> Path:
         """A Chrome trace of torch.profiler; Nsight's have other endings."""
         name = f"e{epoch:06d}-rank-{rank:06d}-steps-{first_step}-{last_step}"
         return self.traces / f"{name}.json.gz"
 
-    @property
-    def tracking_config(self) -> Path:
-        return self.directory / "tracking.json"
-
-    @property
-    def tracking(self) -> Path:
-        """Files of TensorBoard and W&B, and of the process that writes them."""
-        return self.directory / "tracking"
-
-    @property
-    def tracking_log(self) -> Path:
-        return self.tracking / "follower.log"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files, unless the spec names a directory of its own."""
-        return self.tracking / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        """Finished segments of the W&B run, which `wandb sync` takes as they are."""
-        return self.tracking / "wandb"
-
-    @property
-    def wandb_unfinished(self) -> Path:
-        """The segment that is being written."""
-        return self.tracking / "wandb-unfinished"
-
-    @property
-    def wandb_lock(self) -> Path:
-        return self.tracking / "wandb.lock"
-
-    @property
-    def wandb_position(self) -> Path:
-        return self.tracking / "wandb.json"
-
-    @property
-    def evaluation_config(self) -> Path:
-        return self.directory / "evaluation.json"
+    tracking_config = Place("tracking.json")
+    # Files of TensorBoard and W&B, and of the process that writes them.
+    tracking = Place("tracking")
+    tracking_log = Place("tracking/follower.log")
+    # Event files, unless the spec names a directory of its own.
+    tensorboard = Place("tracking/tensorboard")
+    # Finished segments of the W&B run, which `wandb sync` takes as they are.
+    wandb = Place("tracking/wandb")
+    # The segment that is being written.
+    wandb_unfinished = Place("tracking/wandb-unfinished")
+    wandb_lock = Place("tracking/wandb.lock")
+    wandb_position = Place("tracking/wandb.json")
+    evaluation_config = Place("evaluation.json")
 
     def evaluation_script(self, name: str) -> Path:
         return self.directory / f"evaluation-{name}.sbatch"
 
-    @property
-    def evaluations(self) -> Path:
-        """Append-only events: submissions, starts, ends with their numbers."""
-        return self.directory / "evaluations.jsonl"
-
-    @property
-    def evaluations_lock(self) -> Path:
-        """Held by the process that submits evaluations."""
-        return self.directory / "evaluations.lock"
+    # Append-only events: submissions, starts, ends with their numbers.
+    evaluations = Place("evaluations.jsonl")
+    # Held by the process that submits evaluations.
+    evaluations_lock = Place("evaluations.lock")
 
     def evaluation_output(self, name: str, step: int, attempt: int) -> Path:
         """Where a command writes; the script of the job makes the same path."""
@@ -319,21 +202,10 @@ class RunLayout:
         """The log of a job; `%j` as its id is Slurm's pattern for it."""
         return self.logs / f"evaluation-{name}-{step}-a{attempt}-{job_id}.out"
 
-    @property
-    def epochs(self) -> Path:
-        return self.directory / "epochs"
-
-    @property
-    def exits(self) -> Path:
-        return self.directory / "exits"
-
-    @property
-    def notices(self) -> Path:
-        return self.directory / "notices"
-
-    @property
-    def logs(self) -> Path:
-        return self.directory / "logs"
+    epochs = Place("epochs")
+    exits = Place("exits")
+    notices = Place("notices")
+    logs = Place("logs")
 
     def host_file(self, job_id: int, restart_count: int, epoch: int) -> Path:
         """The node of each task of a launch whose ranks do not follow Slurm's order of nodes."""
@@ -355,13 +227,8 @@ class RunLayout:
         """Logs and exit records that were old when a launch began."""
         return self.logs / f"archive-e{epoch:06d}.tar.gz"
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.directory / "checkpoints"
-
-    @property
-    def data_cache(self) -> Path:
-        return self.directory / "data-cache"
+    checkpoints = Place("checkpoints")
+    data_cache = Place("data-cache")
 
     def exits_of(self, epoch: int) -> Path:
         """The directory with all exit records of a launch."""

@@ -107,6 +107,11 @@ class Event(Record):
     after_run: str | None = None
     served_seconds: float | None = None
 
+    @property
+    def attempt(self) -> tuple[int | None, int | None]:
+        """Job and restart count: which start of the run by Slurm the event belongs to."""
+        return self.job_id, self.restart_count
+
 
 class Ledger:
     """Appends to and reads one ledger file."""

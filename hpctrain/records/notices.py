@@ -171,13 +171,8 @@ def read_outbox(run: RunLayout) -> Outbox:
         if name.startswith(".") or not number.isdecimal():
             continue
         numbers[stem] = max(numbers.get(stem, 0), int(number))
-        if (record := _read(run, name)) is not None:
-            found.setdefault((record.notice, record.channel), []).append(record)
+        with contextlib.suppress(FileNotFoundError):
+            path = run.notices / name
+            if (record := parse_record(path, path.read_bytes(), SendRecord)) is not None:
+                found.setdefault((record.notice, record.channel), []).append(record)
     return Outbox(run, {key: Tries(tuple(records)) for key, records in found.items()}, numbers)
-
-
-def _read(run: RunLayout, name: str) -> SendRecord | None:
-    with contextlib.suppress(FileNotFoundError):
-        path = run.notices / name
-        return parse_record(path, path.read_bytes(), SendRecord)
-    return None

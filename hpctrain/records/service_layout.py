@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.base.durable import make_private_directory
-from hpctrain.records.layout import RunLayout
+from hpctrain.records.layout import Place, RunLayout
 
 _ROUTER = re.compile(r"router(?:-g(\d{3,}))?")
 _REPLICA = re.compile(r"r(\d{3,})-g(\d{3,})")
@@ -70,77 +70,32 @@ class ServiceLayout:
     def service_id(self) -> str:
         return self.directory.name
 
-    @property
-    def spec(self) -> Path:
-        return self.directory / "service.yaml"
-
-    @property
-    def profile(self) -> Path:
-        return self.directory / "profile.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.directory / "plan.json"
-
-    @property
-    def settings(self) -> Path:
-        return self.directory / "service.json"
+    spec = Place("service.yaml")
+    profile = Place("profile.yaml")
+    plan = Place("plan.json")
+    settings = Place("service.json")
 
     @property
     def prototype(self) -> RunLayout:
         """The documents of all replicas, written for a replica whose name is `PROTOTYPE`."""
         return RunLayout(self.directory / "prototype")
 
-    @property
-    def ledger(self) -> Path:
-        return self.directory / "ledger.jsonl"
-
-    @property
-    def epochs(self) -> Path:
-        return self.directory / "epochs"
-
-    @property
-    def control(self) -> Path:
-        return self.directory / "control"
-
-    @property
-    def scale_request(self) -> Path:
-        return self.control / "scale.json"
-
-    @property
-    def restart_request(self) -> Path:
-        return self.control / "restart.json"
-
-    @property
-    def down_request(self) -> Path:
-        return self.control / "down"
-
-    @property
-    def endpoints(self) -> Path:
-        return self.directory / "endpoints"
+    ledger = Place("ledger.jsonl")
+    epochs = Place("epochs")
+    control = Place("control")
+    scale_request = Place("control/scale.json")
+    restart_request = Place("control/restart.json")
+    down_request = Place("control/down")
+    endpoints = Place("endpoints")
 
     def endpoint(self, name: ReplicaName) -> Path:
         return self.endpoints / f"{name}.json"
 
-    @property
-    def rotation(self) -> Path:
-        return self.directory / "rotation.json"
-
-    @property
-    def address(self) -> Path:
-        return self.directory / "address.json"
-
-    @property
-    def state(self) -> Path:
-        return self.directory / "state.json"
-
-    @property
-    def traffic(self) -> Path:
-        return self.directory / "traffic.json"
-
-    @property
-    def replicas(self) -> Path:
-        return self.directory / "replicas"
+    rotation = Place("rotation.json")
+    address = Place("address.json")
+    state = Place("state.json")
+    traffic = Place("traffic.json")
+    replicas = Place("replicas")
 
     def replica(self, name: ReplicaName) -> RunLayout:
         return RunLayout(self.replicas / str(name))
@@ -173,9 +128,7 @@ class ServiceLayout:
         """Held by the router that runs on a login node instead of a job."""
         return self.router.directory / "login.lock"
 
-    @property
-    def tests(self) -> Path:
-        return self.directory / "tests"
+    tests = Place("tests")
 
     def create(self) -> None:
         """Make the directory and its fixed sub-directories, private to the user. Raises OSError."""

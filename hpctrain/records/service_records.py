@@ -1,14 +1,22 @@
 """Records of a service: endpoints, rotation, address, requests of people, state of the controller.
 
-Belongs here: the formats and who writes them. Times are seconds since the epoch. Does not belong
-here: paths (`service_layout`), the settings (`service_settings`), what follows from a record.
+Belongs here: the formats and who writes them, also of its settings and of its ledger. Times are
+seconds since the epoch. Does not belong here: paths (`service_layout`), what follows from a record.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
+from pathlib import Path
 from typing import Literal
 
-from hpctrain.records.run_records import Record, RecordPart
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hpctrain.base import clock
+from hpctrain.base.durable import append_line
+from hpctrain.base.errors import InvalidInputError, Problem, StorageError
+from hpctrain.base.formats import refuse_newer
+from hpctrain.records.run_records import Record, RecordPart, parse_record
 
 
 class Endpoint(Record):
@@ -165,3 +173,167 @@ class ServiceState(Record):
     scaling: ScalingMemory = ScalingMemory()
     load_seconds: float | None = None
     queue_seconds: float | None = None
+
+
+# -- The ledger of a service: what its controller, its commands and its people have done to it --
+# A line is written and flushed *before* the action it announces, as in the ledger of a run, because
+# the controller may end in the middle of one. Each job of the service has a ledger of its own
+# (`ledger`).
+
+
+class ServiceEventKind(StrEnum):
+    """What happened; the fields of `ServiceEvent` that are set depend on it."""
+
+    CONTROLLER_STARTED = "controller_started"
+    CONTROLLER_LEFT = "controller_left"
+    WANTED = "wanted"
+    START_REPLICA = "start_replica"
+    START_FAILED = "start_failed"
+    DRAIN_REPLICA = "drain_replica"
+    DRAIN_FAILED = "drain_failed"
+    REPLICA_READY = "replica_ready"
+    REPLICA_FAILED = "replica_failed"
+    REPLICA_ENDED = "replica_ended"
+    GIVEN_UP = "given_up"
+    ADDRESS = "address"
+    SCALE_REQUESTED = "scale_requested"
+    RESTART_REQUESTED = "restart_requested"
+    RESTART_STOPPED = "restart_stopped"
+    RESTART_DONE = "restart_done"
+    ROUTER_STARTED = "router_started"
+    UP_REQUESTED = "up_requested"
+    DOWN_REQUESTED = "down_requested"
+
+
+class ServiceEvent(Record):
+    """One line of the ledger. `time` is seconds since the epoch.
+
+    `epoch` is that of the controller, None for a person's command. `replicas`: how many were
+    wanted. `replica`: a name such as `r001-g002`; `instead_of` is the generation that it replaces
+    while that one still answers.
+    """
+
+    event: ServiceEventKind
+    time: float
+    epoch: int | None = None
+    replica: str | None = None
+    instead_of: str | None = None
+    replicas: int | None = None
+    job_id: int | None = None
+    node: str | None = None
+    reason: str | None = None
+    user: str | None = None
+    url: str | None = None
+
+
+class ServiceLedger:
+    """Appends to and reads the ledger of one service."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, kind: ServiceEventKind, **fields: object) -> ServiceEvent:
+        """Write one event durably and return it. Raises OSError."""
+        event = ServiceEvent.model_validate({"event": kind, "time": clock.now(), **fields})
+        append_line(self.path, event.model_dump_json(exclude_defaults=True), mode=0o600)
+        return event
+
+    def events(self) -> list[ServiceEvent]:
+        """All readable events, oldest first; a torn line of a killed writer is left out.
+
+        Raises OSError when the file is there and cannot be read.
+        """
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        found = (parse_record(self.path, line, ServiceEvent) for line in data.splitlines())
+        return [event for event in found if event is not None]
+
+
+# -- The settings of router and controller (`service.json`), made from spec and plan ------------
+
+
+class _Settings(BaseModel):
+    """Unlike in records, an unknown field is an error: nobody would act on it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+
+class RouterSettings(_Settings):
+    """The router itself; paths are absolute. See `spec.service.RouterSpec`.
+
+    `program` and `python` say where it is looked for; `ports`: the first and the last that it may
+    take, None: any. `processes`: the threads of HAProxy.
+    """
+
+    name: Literal["vllm-router", "haproxy"]
+    program: str | None = None
+    python: str | None = None
+    policy: Literal["least_loaded", "round_robin", "cache_aware"]
+    place: Literal["job", "login"]
+    port: int | None = None
+    ports: tuple[int, int] | None = None
+    address: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    token_file: str | None = None
+    rate_limit: float | None = None
+    retries: int = 2
+    processes: int = 1
+
+
+class ScalingSettings(_Settings):
+    """How many replicas; see `spec.service.ReplicasSpec` and the plan.
+
+    `count` is for the busiest hour and contains `spare`; `capacity_rate` are requests per second of
+    one replica within the objectives. `hours`: minute of the day in `time_zone`, and the share of
+    the busiest hour's rate from then on, in order. `idle_seconds`: None where the last replica
+    stays. `most_jobs`: how many jobs of replicas there may be at a time; None: no limit.
+    """
+
+    count: int
+    spare: int
+    least: int
+    most: int
+    capacity_rate: float
+    hours: tuple[tuple[int, float], ...] = ()
+    time_zone: str = "UTC"
+    react: bool = False
+    idle_seconds: float | None = None
+    most_jobs: int | None = None
+
+
+class ServiceSettings(_Settings):
+    """Written when the service is started; durations in seconds.
+
+    `load_seconds` is the plan's word until a replica has been measured. Slurm is not asked more
+    often than every `poll_seconds`.
+    """
+
+    schema_version: Literal[1] = 1
+    service_id: str
+    engine: str
+    router: RouterSettings
+    scaling: ScalingSettings
+    load_seconds: float
+    drain_seconds: float
+    poll_seconds: float = 10.0
+
+
+def read_service_settings(path: Path) -> ServiceSettings:
+    """Read the settings of a service.
+
+    Raises StorageError when the file cannot be read, NewerFormatError when a newer hpctrain has
+    written it, InvalidInputError when it is no such file.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return ServiceSettings.model_validate_json(text)
+    except ValidationError as error:
+        refuse_newer(path, text, ServiceSettings)
+        problem = Problem("cannot be read: not a service.json", str(path))
+        raise InvalidInputError([problem]) from error

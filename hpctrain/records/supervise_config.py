@@ -6,8 +6,9 @@ Belongs here: the document and its reader. Does not belong here: what the settin
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,7 +17,7 @@ from hpctrain.base.formats import refuse_newer
 
 DEFAULT_POLL_SECONDS = 10.0
 # Fields of earlier versions, by which nobody acts any more.
-_FORMER = frozenset({"url_env", "token_env", "other_nodes"})
+_FORMER = frozenset({"url_env", "token_env", "other_nodes", "storm_window_seconds"})
 
 
 class _Settings(BaseModel):
@@ -149,7 +150,7 @@ class SuperviseConfig(_Settings):
     cluster: str = ""
     budgets: dict[str, int] = Field(default_factory=dict)
     storm_failures: int = 5
-    storm_window_seconds: float = 1800.0
+    storm_window_seconds: ClassVar[float] = 1800.0
     learn_stalls: bool = True
     slow_rank: float = 1.2
     speed_check: Literal["off", "report", "exclude"] = "off"
@@ -207,3 +208,20 @@ def known_supervise_config(path: Path) -> SuperviseConfig | None:
     except ValidationError:
         refuse_newer(path, text, SuperviseConfig)
         return None
+
+
+# -- Read only the `inputs` of `supervise.json`, with the standard library ----------------------
+# The check of a node starts on all nodes of a job at once, from a shared file system: it cannot
+# afford to import pydantic.
+
+
+def read_inputs(path: Path) -> tuple[str, ...]:
+    """The files and directories that every node must be able to read; none if `path` is unreadable.
+
+    Paths are not checked against the format version: a node is not to blame for it, and the
+    supervisor has read the whole document before.
+    """
+    try:
+        return tuple(json.loads(path.read_bytes()).get("inputs", ()))
+    except (OSError, ValueError):
+        return ()

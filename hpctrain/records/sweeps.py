@@ -11,6 +11,7 @@ the runs.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import InvalidInputError, NoSuchRunError, Problem, UsageError
 from hpctrain.base.formats import refuse_newer
 from hpctrain.records.run_records import Record, RecordPart
-from hpctrain.records.submission_lock import try_lock
 
 _GROUP_READS = 0o2750
 
@@ -104,7 +104,7 @@ class SweepLayout:
             self.directory.chmod(_GROUP_READS)
 
     def try_lock(self) -> int | None:
-        """Take the lock of the process that submits or cancels; see `submission_lock`."""
+        """Take the lock of the process that submits or cancels; see `sweeps`."""
         return try_lock(self.directory)
 
     def write(self, record: SweepRecord) -> None:
@@ -151,3 +151,55 @@ def find_sweep(runs: Path, name: str) -> SweepLayout:
         raise UsageError(f"`{name}` is the start of several sweeps: {names}")
     hint = f"there are {names}" if names else "no sweep has been submitted here yet"
     raise NoSuchRunError(f"no sweep `{name}` in {runs}", hint=hint)
+
+
+# -- The directory of a comparison, beside the directories of its runs --------------------------
+# comparison.json what was asked for: variants, the ids of their runs, refusals comparison.png the
+# plot lock held by the process that submits the trials
+#
+# It has no ledger, so that it is no run; everything that happens to a trial is in the directory of
+# its run.
+
+
+@dataclass(frozen=True)
+class ComparisonLayout:
+    """Paths of one comparison."""
+
+    directory: Path
+
+    @property
+    def record(self) -> Path:
+        return self.directory / "comparison.json"
+
+    @property
+    def plot(self) -> Path:
+        return self.directory / "comparison.png"
+
+    @property
+    def runs(self) -> Path:
+        """Where the runs of its trials are."""
+        return self.directory.parent
+
+    def try_lock(self) -> int | None:
+        """Take the lock of the process that submits; see `sweeps`."""
+        return try_lock(self.directory)
+
+
+# -- Lock a directory of several runs, so that one process at a time submits them ---------------
+
+
+def try_lock(directory: Path) -> int | None:
+    """Return a descriptor that holds the lock until it is closed; None while another process does.
+
+    The kernel frees it when its process ends in any way (flock(2)), so it is never stale. On
+    a file system without locks everybody gets it.
+    """
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        pass
+    return descriptor

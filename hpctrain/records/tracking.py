@@ -1,7 +1,7 @@
 """What goes to TensorBoard and W&B, and how far it has been written.
 
 Belongs here: the formats, the segments on disk, and the command that uploads them. Does not belong
-here: which rows are written (`hpctrain.tracking`), reading metrics (`metrics_reader`).
+here: which rows are written (`hpctrain.tracking`), reading metrics (`step_times`).
 """
 
 from __future__ import annotations

@@ -18,14 +18,19 @@ from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.diagnose.of_run import Diagnosis, diagnose
 from hpctrain.plan.documents import Plan
-from hpctrain.records.communication import read_communication
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import cluster_of
-from hpctrain.records.kept_scripts import read_kept_script
+from hpctrain.records.kept_code import read_kept_script
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import Event, EventKind
-from hpctrain.records.run_records import RankTimes, lineage, read_metrics, read_record
-from hpctrain.records.software_lock import SoftwareLock, read_lock
+from hpctrain.records.run_records import (
+    RankTimes,
+    lineage,
+    read_communication,
+    read_metrics,
+    read_record,
+)
+from hpctrain.records.software import SoftwareLock, read_lock
 from hpctrain.report.measures import (
     Curves,
     MeasuredMessages,

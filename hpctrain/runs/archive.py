@@ -4,7 +4,7 @@
 
 Weights are left out unless they are asked for; manifests of checkpoints are always in it. Belongs
 here: what goes into the file, writing and checking it. Does not belong here: packing logs of a live
-run (`hpctrain.records.old_launches`), removing the run (`remove`).
+run (`hpctrain.records.old_launches`), removing the run (`clean`).
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def archive(
         # private, as the run directory is
         with open(output, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as raw:
             try:
-                listing = _write(run, raw, with_checkpoints, compressed=_is_compressed(output))
+                listing = _write(
+                    run, raw, with_checkpoints, compressed=output.suffix in (".gz", ".tgz")
+                )
                 raw.flush()
                 os.fsync(raw.fileno())
                 _compare(output, listing)
@@ -125,10 +127,6 @@ def archive(
     except OSError as error:
         raise UsageError(f"run `{run.run_id}` cannot be archived: {error}") from error
     return Archived(output, output.stat().st_size, listing)
-
-
-def _is_compressed(path: Path) -> bool:
-    return path.suffix in (".gz", ".tgz")
 
 
 def _write(
@@ -158,6 +156,7 @@ def _write(
             else:
                 files.append(_add(tar, path, f"{run.run_id}/{name}", name))
         files.sort(key=lambda file: file.name)
+        lines = (f"{file.sha256} {file.size_bytes} {file.name}" for file in files)
         listing = ArchiveListing(
             run_id=run.run_id,
             version=__version__,
@@ -166,7 +165,7 @@ def _write(
             left_out_files=left_out_files,
             left_out_bytes=left_out_bytes,
             special_files=tuple(special),
-            content_sha256=_content_sha256(files),
+            content_sha256=hashlib.sha256("\n".join(lines).encode()).hexdigest(),
             files=tuple(files),
         )
         text = listing.model_dump_json(indent=1).encode()
@@ -237,11 +236,6 @@ class _Digesting(io.RawIOBase):
         data = self._stream.read(size)
         self.sha256.update(data)
         return data
-
-
-def _content_sha256(files: list[ArchivedFile]) -> str:
-    lines = (f"{file.sha256} {file.size_bytes} {file.name}" for file in files)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _compare(path: Path, listing: ArchiveListing) -> None:

@@ -1,7 +1,8 @@
-"""Commands `status`, `describe`, `logs` and `cancel`: the state and history of runs."""
+"""Commands that show runs: `status`, `describe`, `logs`, `goodput`, `why`, `nodes`, `notify`."""
 
 from __future__ import annotations
 
+import getpass
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,11 +10,20 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.base import clock
-from hpctrain.page.options import RunName, Seconds, confirm, json_option, runs_option, yes_option
+from hpctrain.page.options import (
+    ProfileName,
+    RunName,
+    Seconds,
+    json_option,
+    runs_option,
+    set_option,
+)
 from hpctrain.page.output import busy, json_out, say, table, terminal_width
+from hpctrain.records.find import find_run, runs_directory
 
 if TYPE_CHECKING:
-    from hpctrain.runs.service_rows import ServiceRow
+    from hpctrain.runs.node_evidence import NodeRow
+    from hpctrain.runs.service_status import ServiceRow
     from hpctrain.runs.status import RunStatus
 
 
@@ -82,8 +92,8 @@ def status(
 
 
 def _pause_seconds(names: tuple[str, ...], runs: Path | None, every: float | None) -> float:
-    from hpctrain.records.find import all_runs, find_run, runs_directory
-    from hpctrain.runs.poll_interval import poll_interval
+    from hpctrain.records.find import all_runs
+    from hpctrain.runs.status import poll_interval
 
     directory = runs_directory(runs)
     found = [find_run(directory, name) for name in names] if names else all_runs(directory)
@@ -101,9 +111,7 @@ def _show(
     elif not rows:
         return
     elif len(names) == 1:
-        from hpctrain.records.find import find_run, runs_directory
-        from hpctrain.runs.page_text import page_lines
-        from hpctrain.runs.run_page import run_page
+        from hpctrain.runs.run_page import page_lines, run_page
 
         for line in page_lines(run_page(find_run(runs_directory(runs), names[0]), rows[0])):
             click.echo(line)
@@ -116,13 +124,12 @@ def _show(
 
 def _services(show_all: bool, runs: Path | None) -> list[ServiceRow]:
     """Find a line about each service; those that were ended only with `--all`."""
-    from hpctrain.records.find import runs_directory
-    from hpctrain.runs.services import all_services
+    from hpctrain.records.find import all_services
 
     services = all_services(runs_directory(runs))
     if not services:
         return []
-    from hpctrain.runs.service_rows import service_rows
+    from hpctrain.runs.service_status import service_rows
 
     return [row for row in service_rows(services) if show_all or not row.is_over]
 
@@ -131,7 +138,7 @@ def _show_services(rows: list[ServiceRow], *, below: bool) -> None:
     """Print one line per service, below the runs if there are any."""
     if not rows:
         return
-    from hpctrain.runs.services_text import SERVICE_HEADERS, service_cells
+    from hpctrain.runs.service_status import SERVICE_HEADERS, service_cells
 
     if below:
         click.echo()
@@ -148,7 +155,7 @@ def _collect(
 
     By default these are the unfinished runs, those that are only prepared, and the last finished.
     """
-    from hpctrain.records.find import all_runs, find_run, runs_directory
+    from hpctrain.records.find import all_runs
     from hpctrain.runs.state import RunState
     from hpctrain.runs.status import statuses
     from hpctrain.slurm.client import SlurmClient
@@ -200,9 +207,8 @@ def describe(run: str, runs: Path | None, as_json: bool) -> None:
       hpctrain describe gpt175b-7f3a
       hpctrain describe gpt175b-7f3a --json
     """
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs.describe import describe as read_story
-    from hpctrain.runs.story_text import story_lines
+    from hpctrain.runs.describe import story_lines
 
     story = read_story(find_run(runs_directory(runs), run))
     if as_json:
@@ -237,7 +243,6 @@ def logs(
       hpctrain logs gpt175b-7f3a --rank 0 -f
       hpctrain logs gpt175b-7f3a --errors
     """
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs import logs as action
 
     if attempt is not None and ((rank is None and not errors) or follow):
@@ -246,8 +251,7 @@ def logs(
         raise click.UsageError("--errors goes with no option but --attempt")
     found = find_run(runs_directory(runs), run)
     if errors:
-        from hpctrain.runs.log_errors import launch_errors
-        from hpctrain.runs.logs_text import error_lines
+        from hpctrain.runs.log_errors import error_lines, launch_errors
 
         for line in error_lines(launch_errors(found, attempt)):
             click.echo(line)
@@ -268,9 +272,8 @@ def logs(
 def _follow(run_id: str, rank: int | None, runs: Path | None, tail: int | None) -> None:
     """Print the newest log as it grows, or from its last lines on, until the run is over."""
     from hpctrain.base.errors import UsageError
-    from hpctrain.records.find import find_run, runs_directory
     from hpctrain.runs import logs as action
-    from hpctrain.runs.poll_interval import poll_interval
+    from hpctrain.runs.status import poll_interval
 
     found = find_run(runs_directory(runs), run_id)
 
@@ -302,28 +305,198 @@ def _follow(run_id: str, rank: int | None, runs: Path | None, tail: int | None) 
 @click.command()
 @click.argument("run", type=RunName())
 @runs_option
-@yes_option
-def cancel(run: str, runs: Path | None, yes: bool) -> None:
-    """Cancel a run; it stays cancelled until somebody resumes it.
+@json_option
+def goodput(run: str, runs: Path | None, as_json: bool) -> None:
+    """Show where the time of a run went, and what each cause of interruptions has cost.
+
+    \b
+    Every moment counts once, from the first submission to now or to the end:
+      productive     steps that are in the final weights
+      redone steps   steps that were lost and are trained again
+      saving         training stood still for a checkpoint
+      starting       from the start of a launch to its first step
+      detecting      from the last sign of life to the verdict
+      restarting     from the verdict to the next launch
+      down           an attempt that was lost without a word
+      held           stopped or held; not counted in ETTR
 
     \b
     Examples:
-      hpctrain cancel gpt175b-7f3a -y
+      hpctrain goodput gpt175b-7f3a
+      hpctrain goodput gpt175b-7f3a --json
     """
-    from hpctrain.records.find import find_run, runs_directory
-    from hpctrain.runs import cancel as action
+    from hpctrain.runs.goodput import goodput as account_for
+    from hpctrain.runs.goodput import goodput_lines
+
+    account = account_for(find_run(runs_directory(runs), run))
+    if as_json:
+        json_out("goodput", account)
+        return
+    for line in goodput_lines(account):
+        click.echo(line)
+
+
+@click.command()
+@click.argument("run", type=RunName())
+@runs_option
+@json_option
+def why(run: str, runs: Path | None, as_json: bool) -> None:
+    """Explain the state of a run: the last cause and the action taken, the budget of
+    each cause, why it waits, and what happens at the next failure.
+
+    The last part applies the policy that the supervisor itself uses.
+
+    \b
+    Examples:
+      hpctrain why gpt175b-7f3a
+      hpctrain why gpt175b-7f3a --json
+    """
+
+    from hpctrain.runs.why import why as explain
+    from hpctrain.runs.why import why_lines
     from hpctrain.slurm.client import SlurmClient
 
-    found = find_run(runs_directory(runs), run)
-    confirm(f"Cancel run `{found.run_id}`?", yes=yes)
-    cancelled = action.cancel(found, SlurmClient())
-    if cancelled.already or cancelled.job_id is None:
-        say(f"Run `{cancelled.run_id}` was cancelled already")
+    now = clock.now()
+    explained = explain(find_run(runs_directory(runs), run), SlurmClient(), now)
+    if as_json:
+        json_out("why", explained)
         return
-    others = len(cancelled.job_ids) - 1
-    jobs = f"job {cancelled.job_id}" + (f" and {others} more of it" if others >= 1 else "")
-    if cancelled.still:
-        say(f"Slurm accepted to cancel run `{cancelled.run_id}` ({jobs}), which has not ended yet:")
-        say(f"`{found.command('status')}` shows when it has ended")
+    for line in why_lines(explained, now):
+        click.echo(line)
+
+
+@click.command()
+@click.option("--profile", "-p", type=ProfileName(), help="Only the cluster of this profile.")
+@click.option("--cluster", metavar="NAME", help="Only the cluster of this name.")
+@click.option("--forgive", metavar="NODE", help="Void the evidence against a node.")
+@runs_option
+@json_option
+def nodes(
+    profile: str | None,
+    cluster: str | None,
+    forgive: str | None,
+    runs: Path | None,
+    as_json: bool,
+) -> None:
+    """Show the nodes with evidence against them, and hints for the administrators.
+
+    Runs share evidence about nodes in RUNS/nodes.jsonl. A node with a score of 100 or more is
+    avoided by runs with `supervise.exclude_nodes: act`. Evidence counts in full for a day, broken
+    hardware for a week; later it fades. Users cannot drain nodes: the last lines are for a ticket.
+
+    \b
+    Examples:
+      hpctrain nodes
+      hpctrain nodes --profile a100x64 --json
+      hpctrain nodes --forgive n17
+    """
+    from hpctrain.job.supervisor_settings import NODE_LEDGER_NAME
+    from hpctrain.runs import node_evidence as action
+
+    if profile and cluster:
+        raise click.UsageError("--profile and --cluster exclude each other")
+    ledger = runs_directory(runs) / NODE_LEDGER_NAME
+    usable_nodes = 0
+    if profile:
+        from hpctrain.spec.profiles import load_named_profile
+
+        document = load_named_profile(profile).document
+        cluster, usable_nodes = document.name, document.nodes.count
+    if forgive is not None:
+        entry = action.forgive(ledger, forgive, getpass.getuser(), cluster)
+        say(f"Forgave node `{entry.node}` of {entry.cluster}")
         return
-    say(f"Cancelled run `{cancelled.run_id}` ({jobs})")
+    rows = action.node_rows(ledger, cluster, usable_nodes)
+    if as_json:
+        json_out("nodes", rows)
+    elif not rows:
+        say("no run has evidence against a node")
+    else:
+        headers = ["NODE", "SCORE", "AVOIDED", "RUNS", "AGE", "EVIDENCE"]
+        cells = [_cells(row) for row in rows]
+        if len({row.cluster for row in rows}) > 1:
+            headers.insert(0, "CLUSTER")
+            cells = [[row.cluster, *line] for row, line in zip(rows, cells, strict=True)]
+        table(headers, cells)
+        hints = [row.admin_hint for row in rows if row.admin_hint]
+        if hints:
+            click.echo("\nFor the administrators (users cannot drain nodes):")
+        for hint in hints:
+            click.echo(f"  {hint}")
+
+
+def _cells(row: NodeRow) -> list[str]:
+    from hpctrain.base.units import short_duration
+
+    avoided = "yes" if row.avoided else "spared" if row.spared else "no"
+    return [
+        row.node,
+        f"{row.score:g}",
+        avoided,
+        str(len(row.runs)),
+        short_duration(row.age_seconds),
+        row.reason or row.kind,
+    ]
+
+
+@click.command()
+@click.argument("run_or_spec", metavar="RUN|SPEC")
+@click.option("--profile", "-p", type=ProfileName(), help="With a SPEC: the cluster's profile.")
+@click.option("--test", "is_test", is_flag=True, help="Send a test message over each channel.")
+@set_option
+@runs_option
+@json_option
+def notify(
+    run_or_spec: str,
+    profile: str | None,
+    is_test: bool,
+    overrides: tuple[str, ...],
+    runs: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what a run has told people, and over which channels.
+
+    With a SPEC and a profile: the channels of a run before it is submitted. Ends with exit code 1
+    when a channel does not take the test.
+
+    \b
+    Examples:
+      hpctrain notify gpt175b-7f3a
+      hpctrain notify gpt175b-7f3a --test
+      hpctrain notify gpt175b.yaml -p a100x64 --test
+    """
+    from hpctrain.base.errors import HpctrainError
+    from hpctrain.runs import notify as action
+    from hpctrain.runs.notify import answer_lines, settings_lines, state_words
+
+    directory = runs_directory(runs)
+    run = None
+    if profile is None:
+        if overrides:
+            raise click.UsageError("`--set` needs a SPEC and `--profile`")
+        run = find_run(directory, run_or_spec)
+        settings, facts = action.told_by_run(run)
+    else:
+        settings, facts = action.told_by_spec(Path(run_or_spec), profile, overrides, directory)
+    if is_test:
+        tests = action.try_channels(settings, facts)
+        if as_json:
+            json_out("tests", tests)
+        else:
+            click.echo("\n".join(answer_lines(tests)))
+        failed = [one for one in tests if one.problem is not None]
+        if failed:
+            names = ", ".join(one.channel for one in failed)
+            raise HpctrainError(
+                f"not sent: {names}", next((f.hint for f in failed if f.hint), None)
+            )
+        return
+    states = action.notice_states(run) if run is not None else []
+    if as_json:
+        json_out("notices", states)
+        return
+    click.echo("\n".join(settings_lines(settings)))
+    for one in states:
+        click.echo(state_words(one))
+    if run is not None and not states:
+        say("nothing has happened yet that the run tells")

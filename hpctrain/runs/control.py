@@ -1,4 +1,4 @@
-"""Makes requests to a run: `stop`, `save`, `hold`, `resume`, and checks that they make sense.
+"""Steers a run: requests (`stop`, `save`, `hold`, `resume`), acceptances, cancelling, upgrades.
 
 A run that trains gets a file (`records.requests`), so that no signal is lost and the trainer
 chooses the step boundary. A job that waits in the queue is changed in Slurm. If Slurm does not
@@ -11,15 +11,34 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hpctrain.base import clock
-from hpctrain.base.errors import RunFailedError, SlurmError, SlurmUnreachableError, UsageError
+from hpctrain.base.errors import (
+    HpctrainError,
+    RunFailedError,
+    SlurmError,
+    SlurmRefusedError,
+    SlurmUnreachableError,
+    UsageError,
+)
+from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.publish import published_steps
+from hpctrain.engines.train_json import train_config_of
+from hpctrain.job.data_records import record_data
 from hpctrain.job.job_queries import jobs_of, record_found
 from hpctrain.job.job_submission import resubmit
+from hpctrain.job.kept_code import keep_checkout_changes, keep_code
+from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import ActionKind
+from hpctrain.judge.launch_history import pending_rejections
+from hpctrain.records.data_identity import compare, read_identity
+from hpctrain.records.epochs import current_epoch
 from hpctrain.records.find import RunFiles
+from hpctrain.records.kept_code import current_archive, parse_archive_name
+from hpctrain.records.known_steps import known_steps
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import (
@@ -34,13 +53,14 @@ from hpctrain.records.requests import (
 )
 from hpctrain.records.run_records import Progress, read_record
 from hpctrain.records.supervise_config import read_supervise_config
-from hpctrain.runs.acceptances import Acceptance, accept
 from hpctrain.runs.describe import TAKE_BACK
 from hpctrain.runs.run_documents import known_plan
-from hpctrain.runs.state import RunState
+from hpctrain.runs.state import ENDS_RUN, RunState, standing_action
 from hpctrain.runs.status import statuses
+from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
 from hpctrain.spec.engines.registry import abilities_of
 
 # A checkpoint takes seconds to minutes; squeue(1), PERFORMANCE: no queries in a tight loop.
@@ -226,7 +246,10 @@ def resume(
     _refuse_if_done(run, "resume")
     queue = _queue(run, slurm)
     for _ in range(_SECONDS_TO_LEAVE):
-        if not (queue.unheld and queue.active is not None and _is_leaving(run)):
+        runs = queue.unheld and queue.active is not None
+        # How its supervisor has ended the attempt whose job still has nodes.
+        action = standing_action(run.ledger.events()) if runs else None
+        if action is None or action.action not in ENDS_RUN:
             break
         clock.sleep(1.0)
         queue = _queue(run, slurm)
@@ -344,16 +367,6 @@ _ONLY_OWNER = "only the owner of the job can"
 _HOW_TO_CONTINUE = "`hpctrain resume` continues it"
 
 
-def _is_leaving(run: RunFiles) -> bool:
-    """Check that the supervisor has decided to stop or hold, and that no attempt began since."""
-    for event in reversed(run.ledger.events()):
-        if event.event is EventKind.ATTEMPT_STARTED:
-            return False
-        if event.event is EventKind.ACTION:
-            return event.action in (ActionKind.HOLD, ActionKind.STOP)
-    return False
-
-
 def _refuse_if_done(run: RunFiles, verb: str) -> None:
     if run.layout.done.exists():
         raise UsageError(f"run {_name(run)} is done: there is nothing to {verb}")
@@ -400,3 +413,276 @@ def _over(run: RunFiles, slurm: SlurmClient, verb: str) -> UsageError:
         f"run {_name(run)} is {row.state}, so there is nothing to {verb}{reason}",
         hint=f"`{run.command('resume')}` submits it{again}",
     )
+
+
+# -- Records what a person accepts when a run resumes: a start at step 0, or changed data -------
+
+
+# After these causes the remaining checkpoints are of no use.
+_OF_CHECKPOINTS = frozenset({Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED})
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a person accepts with `hpctrain resume`."""
+
+    from_scratch: bool = False
+    data: bool = False
+
+    @property
+    def anything(self) -> bool:
+        return self.from_scratch or self.data
+
+
+def accept(run: RunFiles, acceptance: Acceptance, reason: str) -> list[str]:
+    """Write what is accepted into the ledger, and apply it; returns a sentence for each part.
+
+    The run must not be running. Raises UsageError where there is nothing to accept, so that nobody
+    gives up steps out of habit, InvalidInputError when the data cannot be read.
+    """
+    accepted = []
+    if acceptance.data:
+        accepted.append(_accept_data(run, reason))
+    if acceptance.from_scratch:
+        accepted.append(_accept_fresh_start(run, reason))
+    return accepted
+
+
+def _accept_fresh_start(run: RunFiles, reason: str) -> str:
+    events, root = run.ledger.events(), run.layout.checkpoints
+    if not root.is_dir():
+        if root.is_symlink():
+            message = f"{root} leads to {root.readlink()}, which is not there"
+            raise UsageError(message, hint="mount its file system; nothing is given up meanwhile")
+        root.mkdir(mode=0o700)
+    given_up = pending_rejections(events)
+    good = [one.step for one in checkpoints(root) if one.good and one.step not in given_up]
+    ends = [event for event in events if event.event is EventKind.LAUNCH_ENDED]
+    if good and not (ends and ends[-1].cause in _OF_CHECKPOINTS):
+        raise UsageError(
+            f"run `{run.run_id}` has a good checkpoint of step {good[0]:,}",
+            hint=f"`{run.command('resume')}` continues from it; a new run starts at step 0",
+        )
+    known = known_steps(run.layout, events)
+    lost = max(known.saved_step, known.trained)
+    if not lost and not good:
+        raise UsageError(
+            f"run `{run.run_id}` has not trained a step: there is nothing to give up",
+            hint=f"`{run.command('resume')}`",
+        )
+    run.ledger.append(
+        EventKind.FRESH_START_ACCEPTED,
+        epoch=current_epoch(run.layout.epochs),
+        user=user_name(),
+        reason=printable_reason(reason) or None,
+        last_step=lost or None,
+        checkpoint_step=known.saved_step or None,
+    )
+    return f"it starts at step 0: {lost:,} steps are given up, their remaining files are kept"
+
+
+def _accept_data(run: RunFiles, reason: str) -> str:
+    try:
+        identity = read_identity(run.layout.data_identity)
+    except HpctrainError as error:
+        changed: tuple[str, ...] = (str(error),)
+    else:
+        if identity is None:  # a run of an older version
+            changed = ("nothing was recorded about the data before",)
+        else:
+            changed = compare(identity).changed
+    if not changed:
+        raise UsageError(
+            f"the data of run `{run.run_id}` are as they were recorded",
+            hint=f"`{run.command('resume')}`",
+        )
+    run.ledger.append(
+        EventKind.DATA_ACCEPTED,
+        epoch=current_epoch(run.layout.epochs),
+        user=user_name(),
+        reason=printable_reason(reason) or None,
+        evidence=changed,
+    )
+    record_data(run.layout)
+    # The engine would use indexes of the old data for the new data.
+    shutil.rmtree(run.layout.data_cache, ignore_errors=True)
+    return f"it continues with changed data ({changed[0]})"
+
+
+# -- Cancels a run so that it stays cancelled, and reports exactly which jobs have ended --------
+# The first query finds the run's jobs, because an id alone may be somebody else's job. Then the
+# ledger announces the cancel, so that a supervisor that is terminated can find the reason. Then
+# comes `Requeue=0`: otherwise a supervisor that is just requeueing its job could revive it. The
+# last step is scancel, for waiting jobs before the running one, because they would start after it.
+# If Slurm refuses, the announcement is withdrawn, or it would be followed at the next crash.
+
+
+# A controller that has accepted scancel shows COMPLETING or CANCELLED within one pass.
+_CONFIRM_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """The cancelled jobs; `job_id` is the one that counts, None if there was none.
+
+    `already`: the run was cancelled before, so nothing was done. `still` are jobs that Slurm still
+    shows as running or waiting.
+    """
+
+    run_id: str
+    job_id: int | None = None
+    job_ids: tuple[int, ...] = ()
+    already: bool = False
+    still: tuple[int, ...] = ()
+
+
+def cancel(run: RunFiles, slurm: SlurmClient) -> Cancelled:
+    """Cancel the run's jobs.
+
+    Raises UsageError for a run that has nothing to cancel or whose jobs are on another cluster,
+    SlurmUnreachableError or SlurmRefusedError when nothing, or not everything, was cancelled.
+    """
+    if run.layout.done.exists():
+        raise UsageError(f"run `{run.run_id}` is done: there is nothing to cancel")
+    run.refuse_unless_writable("cancel")
+    live = _live(run, slurm)
+    if not live:
+        row = statuses([run], slurm)[0]
+        if row.state is RunState.CANCELLED:
+            return Cancelled(run.run_id, already=True)
+        if row.state is RunState.RUNNING:  # it is just ending, and will not be requeued
+            return Cancelled(run.run_id, row.job_id, already=True)
+        reason = f": {row.reason}" if row.reason else ""
+        raise UsageError(
+            f"run `{run.run_id}` is {row.state}, so there is nothing to cancel{reason}",
+            hint=f"`{run.command('resume')}` would continue it",
+        )
+    # One line for each job, because every supervisor looks for a cancel of its own job.
+    active = [job for job in live if job.state.is_active]
+    ordered = [*(job for job in live if job not in active), *active]
+    for job in ordered:
+        run.ledger.append(EventKind.CANCEL_REQUESTED, job_id=job.job_id, user=user_name())
+    cancelled: list[int] = []  # the jobs that Slurm has accepted to end
+    try:
+        # A job may have submitted its successor while we cancelled the others.
+        while more := [job for job in live if job.submitted_id not in cancelled]:
+            for job in more:
+                with contextlib.suppress(SlurmRefusedError):  # a job that has just ended
+                    slurm.update_job(job.job_id, requeue=False)
+            ids = list(dict.fromkeys(job.submitted_id for job in more))
+            slurm.cancel_all(ids, pending_only=True)
+            slurm.cancel_all(ids)
+            cancelled += ids
+            live = _live(run, slurm)
+    except SlurmError as error:
+        raise _withdraw(run, slurm, live, cancelled, error) from error
+    still = _wait_for_end(run, slurm, tuple(cancelled))
+    job_id = ordered[-1].job_id
+    if not still:
+        run.ledger.append(EventKind.CANCELLED, job_id=job_id, user=user_name())
+    return Cancelled(run.run_id, job_id, tuple(cancelled), still=still)
+
+
+def _live(run: RunFiles, slurm: SlurmClient) -> list[JobRecord]:
+    found = jobs_of(run, slurm)
+    if not found.answered:
+        raise SlurmUnreachableError(
+            f"Slurm does not answer, so nothing of run `{run.run_id}` was cancelled",
+            hint=f"try again, or `{run.command('stop')}`: the run itself follows that",
+        )
+    record_found(run, found)
+    return [job for job in found.live if job.state is not JobState.COMPLETING or job.requeue]
+
+
+def _withdraw(
+    run: RunFiles,
+    slurm: SlurmClient,
+    live: list[JobRecord],
+    cancelled: list[int],
+    error: SlurmError,
+) -> SlurmError:
+    """Withdraw the announcement if Slurm has followed none of it; returns the error to raise."""
+    if not cancelled:
+        for job in live:
+            with contextlib.suppress(SlurmError):
+                slurm.update_job(job.job_id, requeue=job.requeue)
+            run.ledger.append(
+                EventKind.CANCEL_FAILED, job_id=job.job_id, user=user_name(), reason=str(error)
+            )
+        message = f"nothing of run `{run.run_id}` was cancelled: {error}"
+    else:
+        ids = ", ".join(map(str, cancelled))
+        message = f"run `{run.run_id}`: job {ids} was cancelled, others perhaps not: {error}"
+    kind = SlurmRefusedError if isinstance(error, SlurmRefusedError) else SlurmUnreachableError
+    return kind(message, hint=f"`{run.command('cancel')}` again")
+
+
+def _wait_for_end(run: RunFiles, slurm: SlurmClient, asked_for: tuple[int, ...]) -> tuple[int, ...]:
+    """Wait a few seconds for jobs to end; returns those that Slurm has not begun to end."""
+    deadline, pauses = clock.monotonic() + _CONFIRM_SECONDS, Backoff()
+    while True:
+        found = jobs_of(run, slurm)
+        going = [job for job in found.live if job.state is not JobState.COMPLETING]
+        if (found.answered and not going) or clock.monotonic() >= deadline:
+            return tuple(job.job_id for job in going) if found.answered else asked_for
+        clock.sleep(pauses.next_seconds())
+
+
+# -- Moving a run to the hpctrain that is installed, and to the software it then finds ----------
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """What the next attempt of a run imports, and what it has imported before."""
+
+    run_id: str
+    before: str
+    after: str
+
+    @property
+    def moved(self) -> bool:
+        return self.before != self.after
+
+
+def upgrade(run: RunFiles, reason: str = "") -> Upgrade:
+    """Make the next attempt of a run import the installed hpctrain, and write a new software lock.
+
+    The attempt that runs goes on with what it has begun with. The script stays as it is.
+
+    Raises UsageError for a run that is done or keeps no code, InvalidInputError
+    (NewerFormatError) where this hpctrain cannot read the run's settings, OSError.
+    """
+    layout = run.layout
+    before = current_archive(layout)
+    if before is None:
+        raise UsageError(
+            f"run `{run.run_id}` keeps no code of hpctrain",
+            hint="its script is of an hpctrain that kept none: each of its attempts imports the "
+            "installed one",
+        )
+    if layout.done.exists():
+        raise UsageError(f"run `{run.run_id}` is done: it has no next attempt")
+    # What the next attempt will read with the new code.
+    read_supervise_config(layout.supervise_config)
+    run.ledger.events()
+    config = train_config_of(layout.train_config, layout.train_config.read_bytes())
+    for path in sorted(layout.directory.glob("train-n*.json")):
+        train_config_of(path, path.read_bytes())
+    after = keep_code(layout)
+    if config.checkout_directory is not None:
+        keep_checkout_changes(layout, Path(config.checkout_directory))
+    layout.software_lock.unlink(missing_ok=True)
+    found = Upgrade(run.run_id, _code_words(before), _code_words(after))
+    run.ledger.append(
+        EventKind.UPGRADED,
+        user=user_name(),
+        reason=printable_reason(reason) or None,
+        evidence=(f"{found.before} -> {found.after}",),
+    )
+    return found
+
+
+def _code_words(archive: str) -> str:
+    """Describe an archive of code as people read it: version and digest."""
+    parsed = parse_archive_name(archive)
+    return archive if parsed is None else f"hpctrain {parsed[0]} ({parsed[1]})"

@@ -1,4 +1,4 @@
-"""Commands `stop`, `save`, `hold` and `resume`: requests of a team to a run."""
+"""Commands that steer a run: `stop`, `save`, `hold`, `resume`, `cancel`, `control`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import click
 from hpctrain.page.options import Decorated, RunName, confirm, runs_option, yes_option
 from hpctrain.page.output import busy, say
 from hpctrain.page.text import paragraph
+from hpctrain.records.find import RunFiles, find_run, runs_directory
 
 if TYPE_CHECKING:
-    from hpctrain.records.find import RunFiles
     from hpctrain.runs.control import ControlResult
     from hpctrain.slurm.client import SlurmClient
 
@@ -133,7 +133,7 @@ def resume(run: str, from_scratch: bool, accept_data: bool, reason: str, runs: P
       hpctrain resume gpt175b-7f3a --from-scratch --reason "scratch was purged"
     """
     from hpctrain.runs import control
-    from hpctrain.runs.acceptances import Acceptance
+    from hpctrain.runs.control import Acceptance
 
     acceptance = Acceptance(from_scratch=from_scratch, data=accept_data)
     found = _found(run, runs)
@@ -142,9 +142,35 @@ def resume(run: str, from_scratch: bool, accept_data: bool, reason: str, runs: P
     _tell(answer)
 
 
-def _found(run: str, runs: Path | None) -> RunFiles:
-    from hpctrain.records.find import find_run, runs_directory
+@click.command()
+@click.argument("run", type=RunName())
+@runs_option
+@yes_option
+def cancel(run: str, runs: Path | None, yes: bool) -> None:
+    """Cancel a run; it stays cancelled until somebody resumes it.
 
+    \b
+    Examples:
+      hpctrain cancel gpt175b-7f3a -y
+    """
+    from hpctrain.runs import control
+
+    found = _found(run, runs)
+    confirm(f"Cancel run `{found.run_id}`?", yes=yes)
+    cancelled = control.cancel(found, _slurm())
+    if cancelled.already or cancelled.job_id is None:
+        say(f"Run `{cancelled.run_id}` was cancelled already")
+        return
+    others = len(cancelled.job_ids) - 1
+    jobs = f"job {cancelled.job_id}" + (f" and {others} more of it" if others >= 1 else "")
+    if cancelled.still:
+        say(f"Slurm accepted to cancel run `{cancelled.run_id}` ({jobs}), which has not ended yet:")
+        say(f"`{found.command('status')}` shows when it has ended")
+        return
+    say(f"Cancelled run `{cancelled.run_id}` ({jobs})")
+
+
+def _found(run: str, runs: Path | None) -> RunFiles:
     return find_run(runs_directory(runs), run)
 
 
@@ -156,3 +182,33 @@ def _slurm() -> SlurmClient:
 
 def _tell(answer: ControlResult) -> None:
     say("\n".join(paragraph(answer.message, "", hang=2)) if sys.stderr.isatty() else answer.message)
+
+
+@click.command()
+@click.argument("run", type=RunName())
+@reason_option
+@runs_option
+@yes_option
+def upgrade(run: str, reason: str, runs: Path | None, yes: bool) -> None:
+    """Move a run to the hpctrain that is installed, and accept the software it then finds.
+
+    A run keeps the hpctrain with which it was submitted, whatever is installed meanwhile. After
+    this its next attempt imports the installed one, and what that attempt finds (Python, packages,
+    driver, image) becomes the software of the run (`supervise.software`). The attempt that runs
+    goes on as it began.
+
+    \b
+    Examples:
+      hpctrain upgrade gpt175b-7f3a
+      hpctrain upgrade gpt175b-7f3a -y --reason "new driver on all nodes"
+    """
+    from hpctrain.runs import control
+
+    found = _found(run, runs)
+    confirm(f"Move run `{found.run_id}` to the installed hpctrain?", yes=yes)
+    done = control.upgrade(found, reason)
+    if done.moved:
+        say(f"Run `{done.run_id}`: its next attempt imports {done.after} instead of {done.before}")
+    else:
+        say(f"Run `{done.run_id}` has {done.after} already")
+    say("What its next launch finds installed becomes the software of the run")

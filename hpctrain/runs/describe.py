@@ -6,21 +6,25 @@ Belongs here: reading the history from ledger and saves. Does not belong here: m
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.checkpoints.discover import checkpoints
-from hpctrain.judge.documents import ActionKind
+from hpctrain.page.text import facts, paragraph
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import SaveRecord, read_saves
-from hpctrain.records.software import SoftwareRecord, of_newest_launch, read_software
+from hpctrain.records.software import SoftwareFacts, SoftwareRecord, of_newest_launch, read_software
 from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
 from hpctrain.records.tracking import tracking_commands
-from hpctrain.runs.evaluations import EvaluatedDocument, evaluation_rows
-from hpctrain.runs.notify import NoticeState, notice_states
-from hpctrain.runs.state import RunState, judge
+from hpctrain.runs.evaluations import EvaluatedDocument, evaluation_lines, evaluation_rows
+from hpctrain.runs.notify import NoticeState, notice_lines, notice_states
+from hpctrain.runs.state import ENDS_RUN, RunState, judge_without_slurm
 
 # What the ledger calls the withdrawal of pending requests.
 TAKE_BACK = "take back"
@@ -31,7 +35,6 @@ _DONE_AT_ONCE = {
     EventKind.CLEANED: "clean",
     EventKind.UPGRADED: "upgrade",
 }
-_ENDS = frozenset({ActionKind.STOP, ActionKind.FINISH, ActionKind.HOLD})
 
 
 class LaunchStory(BaseModel):
@@ -126,7 +129,7 @@ def describe(run: RunFiles) -> RunStory:
     """Describe the run's history; reads the run directory only."""
     found = checkpoints(run.layout.checkpoints)
     events, done = run.ledger.events(), run.layout.done.exists()
-    judged = judge(events, done=done, queued=None, answered=False)
+    judged = judge_without_slurm(events, done=done)
     starts = [i for i, event in enumerate(events) if event.event is EventKind.ATTEMPT_STARTED]
     checks, software = read_speed_checks(run.layout), read_software(run.layout)
     ends = [*starts[1:], len(events)]  # one too many if nothing has started yet
@@ -181,40 +184,33 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
     A supervisor that outlives its attempt still writes after the next one has begun.
     """
     start = events[0]
-
-    def is_same(event: Event) -> bool:
-        return (event.job_id, event.restart_count) == (start.job_id, start.restart_count)
-
     about_no_attempt = (EventKind.SUBMITTED, EventKind.ADOPTED)
     events = [
         event
         for event in events
-        if event.job_id is None or event.event in about_no_attempt or is_same(event)
+        if event.job_id is None or event.event in about_no_attempt or event.attempt == start.attempt
     ]
-    lost = [e for e in (*events, *later) if e.event is EventKind.ATTEMPT_LOST and is_same(e)]
-    actions = [event for event in events if event.event is EventKind.ACTION]
-    last = actions[-1] if actions else next(iter(lost), None)
-    placed = next((e for e in reversed(events) if e.event is EventKind.PLACED), None)
-    untracked = next((e for e in events if e.event is EventKind.TRACKING_FAILED), None)
-    unexported = next((e for e in events if e.event is EventKind.METRICS_FAILED), None)
+    first = {event.event: event for event in reversed(events)}
+    newest = {event.event: event for event in events}
+    lost = (
+        event
+        for event in (*events, *later)
+        if event.event is EventKind.ATTEMPT_LOST and event.attempt == start.attempt
+    )
+    last = newest.get(EventKind.ACTION) or next(lost, None)
+    placed = newest.get(EventKind.PLACED)
+    untracked = first.get(EventKind.TRACKING_FAILED)
+    unexported = first.get(EventKind.METRICS_FAILED)
+    timed = newest.get(EventKind.STOP_TIMED)
     ends = {event.epoch: event for event in events if event.event is EventKind.LAUNCH_ENDED}
     launches = []
     for begin in events:
         if begin.event is not EventKind.LAUNCH_STARTED or begin.epoch is None:
             continue
-        launch = LaunchStory(epoch=begin.epoch, resume_step=begin.resume_step)
+        launch: dict[str, object] = {"epoch": begin.epoch, "resume_step": begin.resume_step}
         if (end := ends.get(begin.epoch)) is not None:
-            update = {
-                "last_step": end.last_step,
-                "checkpoint_step": end.checkpoint_step,
-                "cause": end.cause,
-                "reason": end.reason,
-                "evidence": end.evidence,
-                "seconds": end.time - begin.time,
-            }
-            launch = launch.model_copy(update=update)
-        launches.append(launch)
-    timed = [event for event in events if event.event is EventKind.STOP_TIMED]
+            launch = {**vars(end), **launch, "seconds": end.time - begin.time}
+        launches.append(LaunchStory.model_validate(launch))
     return AttemptStory(
         job_id=start.job_id,
         restart_count=start.restart_count,
@@ -222,7 +218,7 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
         start_time=start.time,
         launches=tuple(launches),
         signals=tuple(e.signal or "" for e in events if e.event is EventKind.SIGNAL),
-        stop_time=timed[-1].reason if timed else None,
+        stop_time=timed.reason if timed else None,
         action=(last.action or last.cause) if last else None,
         reason=last.reason if last else None,
         placement=placed.reason if placed else None,
@@ -271,6 +267,208 @@ def _answer(
             return one.time, f"submitted as job {one.job_id}"
         if resumes and one.event is EventKind.ATTEMPT_STARTED:
             return one.time, "started again"
-        if not resumes and one.event is EventKind.ACTION and one.action in _ENDS:
+        if not resumes and one.event is EventKind.ACTION and one.action in ENDS_RUN:
             return one.time, f"{one.action}: {one.reason}"
     return None
+
+
+# -- Formats the history of a run ---------------------------------------------------------------
+
+
+# Columns before the texts of an attempt.
+_TEXT = 12
+
+
+def story_lines(story: RunStory) -> list[str]:
+    """Format attempts in order, each with its launches, then requests and checkpoints."""
+    head = (("Run", story.run_id), ("State", story.state), ("Reason", story.reason))
+    lines = [*facts(*head, margin=11), f"Directory  {story.directory}"]
+    for number, attempt in enumerate(story.attempts, 1):
+        lines += ["", *_attempt_lines(number, attempt)]
+    if story.asked:
+        lines += ["", "Requests"]
+    for asked in story.asked:
+        why = f": {asked.reason}" if asked.reason else ""
+        who = asked.user or "somebody"
+        lines += _hung(f"  {_clock(asked.asked_time)}  ", f"{asked.action} by {who}{why}")
+        if asked.answer is None or asked.answer_seconds is None:
+            lines.append("    not followed yet")
+        else:
+            lines += _hung(f"    {short_duration(asked.answer_seconds)} later  ", asked.answer)
+    lines += ["", "Checkpoints"]
+    for checkpoint in story.checkpoints:
+        size = "-" if checkpoint.total_bytes is None else short_bytes(checkpoint.total_bytes)
+        lines.append(f"  step {checkpoint.step:,}   {size}   {checkpoint.problem or 'good'}")
+    if not story.checkpoints:
+        lines.append("  none")
+    if story.notices:
+        lines += ["", *notice_lines(story.notices)]
+    if story.evaluations:
+        lines += ["", "Evaluations", *evaluation_lines(story.evaluations)]
+    if story.software:
+        lines += ["", *software_lines(story.software)]
+    if story.software_changes:
+        lines += ["", "Software has changed"]
+    for change in story.software_changes:
+        lines.append(f"  with launch {change.epoch}")
+        lines += [f"    {text}" for text in change.changes]
+    if story.speed is not None:
+        lines += ["", *speed_lines(story.speed)]
+    if story.tracking:
+        lines += ["", "Curves", *(f"  {command}" for command in story.tracking)]
+    return lines
+
+
+def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
+    job = f"job {attempt.job_id}, restart {attempt.restart_count}"
+    lines = [f"Attempt {number}  {_clock(attempt.start_time)}   {job}   nodes {attempt.nodes}"]
+    lines += facts(("  placed", attempt.placement), margin=_TEXT)
+    details = f"{'':{_TEXT}}| "
+    for line in attempt.placement_details:
+        lines += _hung(details, line)
+    for launch in attempt.launches:
+        steps = f"from step {launch.resume_step}"
+        if launch.last_step is not None:
+            steps += f" to {launch.last_step}, newest checkpoint {launch.checkpoint_step or 'none'}"
+        seconds = "" if launch.seconds is None else f"   {short_duration(launch.seconds)}"
+        lines.append(f"  launch {launch.epoch}  {steps}{seconds}")
+        if launch.cause:
+            lines += facts(("  ended", f"{launch.cause}: {launch.reason}"), margin=_TEXT)
+        for line in launch.evidence:
+            lines += _hung(details, line)
+    then = attempt.action and f"{attempt.action}: {attempt.reason}"
+    return lines + facts(
+        ("  signals", ", ".join(attempt.signals)),
+        ("  stopped", attempt.stop_time),
+        ("  tracking", attempt.tracking_failure),
+        ("  metrics", attempt.metrics_failure),
+        ("  then", then),
+        margin=_TEXT,
+    )
+
+
+def _hung(first: str, text: str) -> list[str]:
+    return paragraph(text, first, hang=len(first))
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+# -- Formats the software and the GPUs that a launch has found on its nodes ---------------------
+
+
+_MOST_NODES = 4
+
+
+def software_lines(records: Sequence[SoftwareRecord]) -> list[str]:
+    """Format the facts of the newest launch, once for all nodes that have the same."""
+    if not records:
+        return []
+    lines = [f"Software of launch {records[0].epoch}"]
+    for record in records:
+        if len(records) > 1:
+            nodes = ", ".join(record.nodes[:_MOST_NODES])
+            more = len(record.nodes) - _MOST_NODES
+            lines.append(f"  on {nodes}" + (f" and {more} more" if more > 0 else ""))
+        lines += [f"  {name:<19}{value}" for name, value in _facts(record.facts)]
+    return lines
+
+
+def _facts(facts: SoftwareFacts) -> Iterator[tuple[str, str]]:
+    if facts.hpctrain is not None:
+        code = f" ({facts.code}), kept with the run" if facts.code else ", as it is installed"
+        yield "hpctrain", f"{facts.hpctrain}{code}"
+    yield "python, torch", f"{facts.python}, {facts.torch}"
+    if facts.cuda_build is not None:
+        driver = f"driver {facts.driver or 'unknown'}"
+        if facts.driver_cuda is not None:
+            driver += f" (up to CUDA {facts.driver_cuda})"
+        yield "CUDA", f"{facts.cuda_build}, {driver}, NCCL {facts.nccl}"
+        gpus = [f"{count} x {name}" for name, count in Counter(facts.gpus).items()]
+        yield "GPUs of a rank", ", ".join(gpus) or f"none: {facts.gpu_error}"
+    if facts.megatron_core is not None:
+        yield "megatron-core", facts.megatron_core
+    if facts.cuda_build is not None:
+        kernels = f", attention: {', '.join(facts.attention)}" if facts.attention else ""
+        yield "TransformerEngine", f"{facts.transformer_engine}{kernels}"
+        yield "Apex wgrad", str(facts.apex_wgrad)
+        yield "triton, compiler", f"{facts.triton}, {facts.compiler or 'no compiler'}"
+    yield "open files", f"{facts.open_files:,} at most"
+    for remark in facts.remarks:
+        yield "warning", remark
+
+
+# -- Formats the check of GPUs and links before training, in lines of at most 80 columns --------
+
+
+_COLUMN = 20
+
+
+def speed_lines(check: SpeedCheck) -> list[str]:
+    """Format the measurements of one launch: medians and extremes, then what is slow."""
+    nodes = len(set(check.nodes))
+    second = ", in two rounds" if check.rounds > 1 else ""
+    lines = [
+        f"Speed before launch {check.epoch}: {len(check.nodes)} ranks on {nodes} "
+        f"node{'s' * (nodes != 1)}, measured in {check.seconds:.0f} s{second}"
+    ]
+    named = ((f"  {name}", value) for name, value in _measurements(check))
+    return lines + facts(*named, margin=_COLUMN)
+
+
+def _measurements(check: SpeedCheck) -> Iterator[tuple[str, str]]:
+    if check.gpu is not None:
+        yield "GPU", check.gpu
+    size = "x".join(map(str, check.product_mnk))
+    flops = _spread(check.product_flops_per_second, 1e12, "TFLOP/s")
+    yield "matrix products", f"{flops}{_planned(check.expected_flops_per_second, 1e12, 'TFLOP/s')}"
+    yield "", f"{check.precision}, {size}"
+    if any(check.copy_bytes_per_second):
+        yield "copies in memory", _spread(check.copy_bytes_per_second, 1e9, "GB/s")
+    if any(check.clock_hz):
+        highest = max((clock or 0.0 for clock in check.highest_clock_hz), default=0.0)
+        most = f" of {highest / 1e6:,.0f} MHz" if highest else ""
+        yield "SM clock", f"{_spread(check.clock_hz, 1e6, 'MHz')}{most}"
+    slowdowns = Counter(words for words in check.slowdowns if words)
+    if slowdowns:
+        yield "held down by", _counts(slowdowns)
+    free = [bytes_ for bytes_ in check.free_memory_bytes if bytes_ is not None]
+    if free:
+        yield "free memory", f"{short_bytes(min(free))} at least"
+    networks = Counter(found for found in check.networks if found)
+    if networks:
+        yield "network of NCCL", _counts(networks)
+    for axis in check.axes:
+        rates = _spread(axis.bus_bytes_per_second, 1e9, "GB/s")
+        yield (
+            f"axis {axis.axis} {axis.ranks_per_group}",
+            f"{rates}{_planned(axis.expected_bytes_per_second, 1e9, 'GB/s')}",
+        )
+        yield "", f"{axis.operation} of {short_bytes(axis.message_bytes)}"
+    for words in [part.message for part in check.slow] or ["nothing"]:
+        yield "slow", words
+    for skipped in check.skipped:
+        yield "not measured", skipped
+    if check.leaves:
+        yield "then", "the launch ended, so that these nodes are replaced"
+
+
+def _counts(found: Counter[str]) -> str:
+    return ", ".join(f"{words}: {n} rank{'s' * (n != 1)}" for words, n in found.items())
+
+
+def _spread(values: Sequence[float | None], unit: float, name: str) -> str:
+    known = [value / unit for value in values if value is not None]
+    if not known:
+        return "unknown"
+    return f"{_number(median(known))} {name}, lowest {_number(min(known))} {name}"
+
+
+def _planned(expected: float | None, unit: float, name: str) -> str:
+    return "" if expected is None else f", the plan has {_number(expected / unit)} {name}"
+
+
+def _number(value: float) -> str:
+    """Format three digits, or all digits of a whole part that has more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

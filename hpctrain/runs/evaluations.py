@@ -7,7 +7,7 @@ Belongs here: rows for the commands, one pass for `watch`. Does not belong here:
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError, SlurmError, SlurmUnreachableError
 from hpctrain.checkpoints.discover import saving_epochs
 from hpctrain.job.job_queries import find_jobs
+from hpctrain.page.text import aligned, is_numeric, or_dash, paragraph
 from hpctrain.records.evaluations import (
     Evaluation,
     newest_of_each_step,
@@ -171,3 +172,33 @@ def evaluations_of_runs(runs: Path) -> list[RunFiles]:
         for run in all_runs(runs)
         if not run.unreadable and run.layout.evaluation_config.exists()
     ]
+
+
+# -- Formats results of evaluation jobs, for the pages of runs ----------------------------------
+
+
+_WIDTH = 80
+
+
+def evaluation_lines(rows: Sequence[EvaluationRow], most: int | None = None) -> Iterator[str]:
+    """List evaluations, newest step first, at most so many; failures with reason and log."""
+    ordered = sorted(rows, key=lambda row: (-row.step, row.name))
+    shown = ordered[:most]
+    cells = [[f"{row.step:,}", row.name, row.state, or_dash(row.job_id)] for row in shown]
+    grid = [("STEP", "EVALUATION", "STATE", "JOB"), *cells]
+    numeric = [is_numeric([line[column] for line in cells]) for column in range(4)]
+    metrics = ["METRICS"]
+    for row in shown:
+        numbers = (f"{name} {value:.6g}" for name, value in (row.metrics or {}).items())
+        metrics.append("-" if row.metrics is None else ", ".join(numbers))
+    for line, words in zip(aligned(grid, numeric), metrics, strict=True):
+        first = "  ".join(line)
+        yield from paragraph(words, f"{first}  ", hang=len(first) + 2) or [first.rstrip()]
+    for row in shown:
+        if row.state != "done" and row.reason:
+            text = f"{row.name} of step {row.step:,}, attempt {row.attempt}: {row.reason}"
+            yield from paragraph(text, "", hang=2)
+            if row.log is not None:
+                yield f"  {row.log}"
+    if len(ordered) > len(shown):
+        yield f"and {len(ordered) - len(shown)} of older checkpoints"

@@ -7,17 +7,20 @@ Belongs here: which lines are shown, and grouping them. Does not belong here: ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.errors import UsageError
 from hpctrain.judge.catalogue import load_signatures
 from hpctrain.judge.documents import LogFinding
+from hpctrain.judge.odd_stacks import ranges
+from hpctrain.page.output import coloured
+from hpctrain.page.text import paragraph
 from hpctrain.records.exit_records import read_exit_records
 from hpctrain.records.find import RunFiles
-from hpctrain.records.launch_logs import ATTEMPT_NAME
 from hpctrain.records.ledger import EventKind
+from hpctrain.records.old_launches import ATTEMPT_NAME
 from hpctrain.records.run_records import ExitRecord
 from hpctrain.runs.logs import attempt_directories
 from hpctrain.supervise.evidence.log_scan import TRACEBACK, LaunchRanks, Scanner, read_signatures
@@ -95,7 +98,7 @@ def _newest_epoch(run: RunFiles, name: str) -> int | None:
         event.epoch
         for event in run.ledger.events()
         if event.event is EventKind.LAUNCH_STARTED
-        and (event.job_id, event.restart_count) == attempt
+        and event.attempt == attempt
         and event.epoch is not None
     ]
     return max(epochs, default=None)
@@ -141,3 +144,35 @@ def _grouped(told: Iterable[LogFinding]) -> list[LogError]:
 def _alike(line: str) -> str:
     """Make lines equal that differ in numbers only."""
     return _VARYING.sub("#", line)
+
+
+# -- Formats the errors of a launch: what began it, and what followed ---------------------------
+
+
+_SHOWN_NODES = 4
+
+
+def error_lines(found: LaunchErrors) -> Iterator[str]:
+    """Format errors, those that follow from others last and without their lines' details."""
+    launch = "" if found.epoch is None else f"launch {found.epoch}, "
+    yield f"{launch}logs in {found.directory}"
+    for error in found.errors:
+        yield ""
+        cause = error.cause.replace("_", " ")
+        head = f"follows: {cause}" if error.follows else cause
+        yield coloured(head, None if error.follows else "red") + _whose(error)
+        yield from paragraph(error.line, "  ", hang=4)
+    if not found.errors:
+        yield "no line in them names a cause"
+    yield from found.unread
+
+
+def _whose(error: LogError) -> str:
+    if not error.ranks:
+        return ""
+    count = f"rank {error.ranks[0]}"
+    if len(error.ranks) > 1:
+        count = f"{len(error.ranks):,} ranks ({ranges(list(error.ranks))})"
+    more = len(error.nodes) - _SHOWN_NODES
+    nodes = ", ".join(error.nodes[:_SHOWN_NODES]) + (f" and {more} more" if more > 0 else "")
+    return f"  {count}" + (f" on {nodes}" if nodes else "")

@@ -15,8 +15,13 @@ from hpctrain.base import clock
 from hpctrain.base.errors import UsageError
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import started_ids
-from hpctrain.records.launch_logs import ATTEMPT_NAME, LOG_NAME, LabelledLines, lines_of_rank
-from hpctrain.records.old_launches import log_archives
+from hpctrain.records.old_launches import (
+    ATTEMPT_NAME,
+    LOG_NAME,
+    LabelledLines,
+    lines_of_rank,
+    log_archives,
+)
 from hpctrain.runs.run_documents import known_plan
 
 _JOB_LOG = re.compile(r"slurm-(?P<job>\d+)(?:_(?P<task>\d+))?\.out")
@@ -168,3 +173,47 @@ class _Growing:
             data = b"".join(line + b"\n" for rank, line in found if rank == self.part.rank)
         if data:
             yield data.decode(errors="replace")
+
+
+# -- Reads the end of a run's newest log, and what is added to it, for a live view --------------
+
+
+# What a first look reads, and how many lines are kept.
+_FIRST_BYTES = 128 * 1024
+_KEPT_LINES = 2000
+
+
+class LogTail:
+    """The last lines of the newest log of a job; each call reads what was added since the last."""
+
+    def __init__(self, run: RunFiles) -> None:
+        self._run = run
+        self._path: Path | None = None
+        self._position = 0
+        self._lines: list[str] = []
+        self._torn = b""
+
+    def read(self) -> tuple[str, ...]:
+        """Return the lines that are kept, none before there is a log. Raises OSError."""
+        try:
+            newest = next(reversed(job_logs(self._run)), None)
+        except FileNotFoundError:
+            newest = None
+        if newest is None:
+            return ()
+        with newest.open("rb") as stream:
+            size_bytes = stream.seek(0, 2)
+            if newest != self._path or size_bytes < self._position:
+                self._path, self._lines, self._torn = newest, [], b""
+                self._position = max(0, size_bytes - _FIRST_BYTES)
+                begins_inside = self._position > 0
+            else:
+                begins_inside = False
+            stream.seek(self._position)
+            data = stream.read()
+        self._position += len(data)
+        *whole, self._torn = (self._torn + data).split(b"\n")
+        lines = [line.decode(errors="replace") for line in whole]
+        self._lines = (self._lines + lines[1 if begins_inside else 0 :])[-_KEPT_LINES:]
+        torn = self._torn.decode(errors="replace")
+        return (*self._lines, torn) if torn else tuple(self._lines)

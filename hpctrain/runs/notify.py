@@ -7,6 +7,7 @@ which events are told, sending one message (`hpctrain.notify`), when passes are 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -27,13 +28,13 @@ from hpctrain.notify.delivery import (
 )
 from hpctrain.notify.message_text import write_test_message
 from hpctrain.notify.notices import NoticeKind, RunFacts, notices_of
+from hpctrain.page.text import marked
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name, read_manifest
 from hpctrain.records.notices import EXPIRES_SECONDS, read_outbox
 from hpctrain.records.requests import user_name
 from hpctrain.records.supervise_config import (
-    ChannelSettings,
     NotifySettings,
     SuperviseConfig,
     known_supervise_config,
@@ -41,7 +42,9 @@ from hpctrain.records.supervise_config import (
 )
 
 if TYPE_CHECKING:
-    from hpctrain.runs.run_problems import DiskSpace
+    from hpctrain.records.supervise_config import NotifySettings
+    from hpctrain.runs.watch_rules import DiskSpace
+
 
 # What a pass spends on sending before it leaves the rest to the next one: cron starts it again.
 _PASS_SECONDS = 60.0
@@ -95,7 +98,10 @@ def send_notices(runs: Sequence[RunFiles], grace_seconds: float = 0.0) -> tuple[
             config = known_supervise_config(run.layout.supervise_config)
             if config is None or config.notify is None:
                 continue
-            channels = {_address(one): one.name for one in config.notify.channels}
+            # Where each leads, without reading its secret.
+            channels = {
+                (one.kind, one.url_file, one.sendmail): one.name for one in config.notify.channels
+            }
             skipped = frozenset(name for key, name in channels.items() if key in broken)
             events = run.ledger.events()
             found = deliver(run.layout, config, events, sender, clock.now(), skipped).results
@@ -107,14 +113,9 @@ def send_notices(runs: Sequence[RunFiles], grace_seconds: float = 0.0) -> tuple[
     return tuple(results)
 
 
-def _address(channel: ChannelSettings) -> tuple[str | None, ...]:
-    """Where a channel leads, without reading its secret."""
-    return (channel.kind, channel.url_file, channel.sendmail)
-
-
 def disk_space(run: RunLayout, config: SuperviseConfig) -> DiskSpace | None:
     """Measure what is left for a run that tells about it; None for others, and before a save."""
-    from hpctrain.runs.run_problems import DiskSpace
+    from hpctrain.runs.watch_rules import DiskSpace
 
     if config.notify is None or NoticeKind.DISK_LOW not in config.notify.on:
         return None
@@ -234,3 +235,57 @@ def _told(settings: NotifySettings | None) -> NotifySettings:
             hint="docs/notifications.md; `hpctrain explain notify`",
         )
     return settings
+
+
+# -- Formats what a run tells people, and how channels have taken it ----------------------------
+
+
+def notice_lines(states: Sequence[NoticeState]) -> list[str]:
+    """Sum up what was told in one line, and list what was not sent."""
+    sent = [one for one in states if one.state == "sent"]
+    words = f"Notices    {len(sent)} sent"
+    if sent:
+        last = sent[-1]
+        words += f", the last: {last.kind}, {_clock(last.event_time)}, {last.channel}"
+    lines = [words]
+    for one in states:
+        if one.state != "sent":
+            lines.append(f"  {_clock(one.event_time)}  {state_words(one)}")
+    return lines
+
+
+def state_words(one: NoticeState) -> str:
+    """Describe what became of one event on one channel."""
+    tries = f", {one.tries} {'try' if one.tries == 1 else 'tries'}" if one.tries else ""
+    problem = f": {one.problem}" if one.problem else ""
+    return f"{one.channel}  {one.kind} {one.state}{tries}{problem}"
+
+
+def settings_lines(settings: NotifySettings) -> list[str]:
+    """List channels and times; a secret is shown by its source only."""
+    lines = []
+    for channel in settings.channels:
+        source = channel.url_file
+        where = f"address in {source}" if source else f"to {', '.join(channel.to)}"
+        lines.append(f"{channel.name:<10}{where}")
+    lines.append(f"{'events':<10}{', '.join(settings.on)}")
+    if settings.quiet_minutes is not None:
+        begin, end = (f"{minutes // 60:02d}:{minutes % 60:02d}" for minutes in
+                      settings.quiet_minutes)  # fmt: skip
+        night = ", ".join(settings.even_at_night)
+        but = f", but for {night}" if night else ""
+        lines.append(f"{'quiet':<10}{begin}-{end} {settings.time_zone}{but}")
+    return lines
+
+
+def answer_lines(tests: Sequence[ChannelTest]) -> list[str]:
+    """Say how each channel has taken the test."""
+    lines: list[str] = []
+    for one in tests:
+        state = "works" if one.problem is None else "fails"
+        lines += marked(state, f"{one.channel}: {one.problem or one.answer}")
+    return lines
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -25,13 +25,20 @@ from hpctrain.records.jobs import (
     was_put_back,
 )
 from hpctrain.records.ledger import Event, EventKind
-from hpctrain.runs.job_holds import BY_SLURM, hold_text
+from hpctrain.records.run_jobs import RunJobs
+from hpctrain.slurm.reasons import JobHold
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 
 # slurmd's error 4021 (it could not open the log of the batch script) is kept as if it were a wait
 # status, where it reads as signal 53; seen with 22.05.8 and 24.11.5.
 _NO_LOG_SIGNAL = 53
+
+
+# After these actions nothing follows until a person asks for it.
+ENDS_RUN = frozenset({ActionKind.STOP, ActionKind.HOLD, ActionKind.FINISH})
+# After these the job leaves its nodes.
+ENDS_ATTEMPT = ENDS_RUN | {ActionKind.REQUEUE, ActionKind.LEAVE}
 
 
 class RunState(StrEnum):
@@ -66,41 +73,39 @@ class Judged:
     reason: str = ""
 
 
-def judge(
-    events: Sequence[Event],
-    *,
-    done: bool,
-    queued: JobRecord | None,
-    answered: bool,
-    elsewhere: str | None = None,
-) -> Judged:
-    """Decide the state of one run.
-
-    `queued` is the job that counts (see `counted`), as squeue or accounting knows it; `answered`
-    is False if Slurm did not answer, `elsewhere` names another cluster with the run's jobs.
-    """
+def judge(events: Sequence[Event], jobs: RunJobs, *, done: bool) -> Judged:
+    """Decide the state of one run; `jobs` as squeue or accounting knows them."""
     if done:
         return Judged(RunState.DONE)
+    queued, answered = counted(jobs.jobs), jobs.answered
     if queued is not None and not queued.state.is_ended:
         return _in_queue(events, queued)
     # Without a recorded answer to the newest sbatch there may be a new job, and then the end of
     # earlier jobs does not count.
     last = last_submission(events)
     failed = last is not None and last.event is EventKind.SUBMIT_FAILED
-    if not answered and (being_submitted(events) or (failed and not _has_no_job(events))):
-        return Judged(RunState.UNKNOWN, _why_unknown(events, elsewhere))
-    stopped = stopped_by_supervisor(events)
-    if stopped is not None:
-        return stopped
+    # Slurm has no job of it: sbatch was never called, or Slurm itself refused the newest one.
+    jobless = last is None or (failed and last.answered)
+    unknown = Judged(RunState.UNKNOWN, _why_unknown(events, jobs.elsewhere))
+    if not answered and (being_submitted(events) or (failed and not jobless)):
+        return unknown
+    ended = ended_by_supervisor(events)
+    if ended is not None:
+        return ended
     if cancel_confirmed(events):
         return Judged(RunState.CANCELLED, "by its user")
-    if last_job_id(events) is None and (answered or _has_no_job(events)):
+    if last_job_id(events) is None and (answered or jobless):
         return _without_job(events)
     if not answered:
-        return Judged(RunState.UNKNOWN, _why_unknown(events, elsewhere))
+        return unknown
     if cancel_requested(events):
         return Judged(RunState.CANCELLED, "by its user")
     return _after_the_queue(queued)
+
+
+def judge_without_slurm(events: Sequence[Event], *, done: bool) -> Judged:
+    """Decide the state of one run by its ledger alone; UNKNOWN where only Slurm could tell."""
+    return judge(events, RunJobs(answered=False), done=done)
 
 
 def _without_job(events: Sequence[Event]) -> Judged:
@@ -119,12 +124,6 @@ def _why_unknown(events: Sequence[Event], elsewhere: str | None) -> str:
     if cancel_requested(events):
         return f"{reason}, so nobody knows whether the cancel was done"
     return reason
-
-
-def _has_no_job(events: Sequence[Event]) -> bool:
-    """Return True if sbatch was never called, or Slurm itself refused the newest submission."""
-    last = last_submission(events)
-    return last is None or (last.event is EventKind.SUBMIT_FAILED and last.answered)
 
 
 def counted(jobs: Collection[JobRecord]) -> JobRecord | None:
@@ -149,11 +148,6 @@ def last_job_id(events: Sequence[Event]) -> int | None:
     return next(reversed(submitted_ids(events) or started_ids(events)), None)
 
 
-def _since_submission(events: Sequence[Event]) -> list[Event]:
-    """Return the events after the newest submission; earlier ends do not count any more."""
-    return generation(events)[1:]
-
-
 def _in_queue(events: Sequence[Event], job: JobRecord) -> Judged:
     """Judge a run whose job waits or runs, with the cause that ended the attempt before."""
     if not job.state.is_pending:
@@ -162,7 +156,8 @@ def _in_queue(events: Sequence[Event], job: JobRecord) -> Judged:
     reason = job.reason or "waiting"
     if job.hold is not None and job.hold in BY_SLURM:
         reason = f"{hold_text(job.hold).short} ({reason})"
-    recent, awaited = _since_submission(events), awaited_run(events)
+    # The submission itself, which may be the start of a job, tells nothing about an attempt before.
+    recent, awaited = generation(events)[1:], awaited_run(events)
     if awaited is not None and was_put_back(events):
         reason = f"run `{awaited}` has to be done first; {reason}"
     elif any(event.event is EventKind.ACTION for event in recent):
@@ -174,22 +169,39 @@ def _in_queue(events: Sequence[Event], job: JobRecord) -> Judged:
     return Judged(RunState.PENDING, reason)
 
 
-def stopped_by_supervisor(events: Sequence[Event]) -> Judged | None:
-    """Judge a run whose supervisor has stopped it for good; None if it has not."""
-    recent = _since_submission(events)
-    stops = [e for e in recent if e.event is EventKind.ACTION and e.action == ActionKind.STOP]
-    starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
-    if not stops or (starts and recent.index(starts[-1]) > recent.index(stops[-1])):
-        return None  # the job has been started again since
-    if stops[-1].exit_code == 0:  # on request, perhaps before any launch
-        return Judged(RunState.STOPPED, stops[-1].reason or "")
-    ends = [event for event in recent if event.event is EventKind.LAUNCH_ENDED]
-    cause = stops[-1].cause or (ends[-1].cause if ends else None)
+def standing_action(events: Sequence[Event]) -> Event | None:
+    """Return how the newest attempt was ended; None while it goes on, also by a relaunch."""
+    for event in reversed(generation(events)[1:]):
+        if event.event is EventKind.ATTEMPT_STARTED:
+            return None
+        if event.event is EventKind.ACTION and event.action != ActionKind.RELAUNCH:
+            return event
+    return None
+
+
+def waits_for_person(events: Sequence[Event], *, done: bool) -> bool:
+    """Tell by the ledger alone whether nothing more happens by itself; a held run counts, too."""
+    action = standing_action(events)
+    held = action is not None and action.action == ActionKind.HOLD
+    return held or judge_without_slurm(events, done=done).state.over
+
+
+def ended_by_supervisor(events: Sequence[Event]) -> Judged | None:
+    """Judge a run whose supervisor has ended it for good; None if it has not."""
+    stop = standing_action(events)
+    if stop is not None and stop.action == ActionKind.FINISH:
+        return Judged(RunState.DONE)  # its marker reaches this host later than the ledger
+    if stop is None or stop.action != ActionKind.STOP:
+        return None
+    if stop.exit_code == 0:  # on request, perhaps before any launch
+        return Judged(RunState.STOPPED, stop.reason or "")
+    ends = [e for e in generation(events)[1:] if e.event is EventKind.LAUNCH_ENDED]
+    cause = stop.cause or (ends[-1].cause if ends else None)
     if cause == Cause.CANCELLED:
         return Judged(RunState.CANCELLED, ends[-1].reason or "" if ends else "")
     if cause == Cause.YIELDED:
         return Judged(RunState.STOPPED, ends[-1].reason or "" if ends else "")
-    return Judged(RunState.FAILED, stops[-1].reason or "")
+    return Judged(RunState.FAILED, stop.reason or "")
 
 
 def _after_the_queue(job: JobRecord | None) -> Judged:
@@ -227,3 +239,50 @@ def scattered_groups(events: Sequence[Event]) -> str | None:
         if event.event is EventKind.ATTEMPT_STARTED:
             return None
     return None
+
+
+# -- Texts about jobs that Slurm holds: the cause and the cure ----------------------------------
+
+
+@dataclass(frozen=True)
+class HoldText:
+    """`short` for a table; `cause` and `cure` as sentences without a full stop."""
+
+    short: str
+    cause: str
+    cure: str
+
+
+# Nobody has requested these holds, so that a user does not expect them.
+BY_SLURM = (JobHold.LAUNCH_FAILED, JobHold.USER_ENVIRONMENT, JobHold.REQUEUE_LIMIT)
+_RELEASE = "`hpctrain resume` releases it"
+_TEXTS = {
+    JobHold.ADMIN: HoldText(
+        "held by an administrator", "an administrator holds it", "only they can release it"
+    ),
+    JobHold.LAUNCH_FAILED: HoldText(
+        "held: the launch failed",
+        "a prolog or the launch of the script failed on a node, which Slurm has drained",
+        _RELEASE,
+    ),
+    JobHold.USER_ENVIRONMENT: HoldText(
+        "held: the login environment could not be read",
+        "a login shell of yours failed or took too long on a node, which Slurm has drained: the "
+        "site has SchedulerParameters=requeue_setup_env_fail or no_env_cache, and --export with a "
+        "list or --get-user-env starts such a shell",
+        "repair ~/.bash_profile and ~/.profile first, because each further try costs a node; then "
+        + _RELEASE,
+    ),
+    JobHold.REQUEUE_LIMIT: HoldText(
+        "held: launched too often",
+        "Slurm has started it again as often as MaxBatchRequeue allows (5 by default): launches "
+        "that failed, and from Slurm 24.05 on ends within a grace without `scontrol requeue`",
+        f"{_RELEASE}, and the count begins anew; where it may not, an administrator does",
+    ),
+}
+_OTHERS = HoldText("held", "it is held", _RELEASE)
+
+
+def hold_text(hold: JobHold) -> HoldText:
+    """Return the texts about a hold."""
+    return _TEXTS.get(hold, _OTHERS)

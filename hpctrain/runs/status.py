@@ -7,24 +7,39 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base import clock
-from hpctrain.base.errors import SlurmError
+from hpctrain.base.errors import SlurmError, UsageError
 from hpctrain.base.formats import NewerFormatError
+from hpctrain.base.units import short_duration
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.job.job_queries import find_jobs, with_past
-from hpctrain.judge.documents import ActionKind
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import generation, job_ids
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.run_records import Progress, read_record, tail_metrics
-from hpctrain.records.supervise_config import known_supervise_config
-from hpctrain.runs.state import RunState, counted, judge, last_job_id, scattered_groups
+from hpctrain.records.supervise_config import (
+    DEFAULT_POLL_SECONDS,
+    SuperviseConfig,
+    known_supervise_config,
+)
+from hpctrain.runs.state import (
+    ENDS_ATTEMPT,
+    ENDS_RUN,
+    Judged,
+    RunState,
+    counted,
+    judge,
+    judge_without_slurm,
+    last_job_id,
+    scattered_groups,
+)
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.telemetry.rates import recent_rates
 
@@ -66,16 +81,46 @@ class RunStatus(BaseModel):
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """One run at one moment: its row, its ledger, and its jobs as Slurm knows them.
+    """One run at one moment: its ledger, its jobs as Slurm knows them, and what follows from both.
 
-    `jobs` is None for a run that is done, because no query was made, and `events` is empty for one
-    that cannot be read.
+    Whoever needs the state of a run has one of these. `jobs` is None for a run that is done,
+    because no query was made. `unreadable`: why the run cannot be read; then `events` is empty.
+    What files contain is read when it is first asked for, and then kept.
     """
 
     run: RunFiles
-    row: RunStatus
     events: Sequence[Event] = ()
     jobs: RunJobs | None = None
+    unreadable: str | None = None
+
+    @cached_property
+    def judged(self) -> Judged:
+        """The state of the run and its reason."""
+        if self.unreadable is not None:
+            return Judged(RunState.UNKNOWN, self.unreadable)
+        return judge(self.events, self.jobs or RunJobs(), done=self.jobs is None)
+
+    @property
+    def is_over_by_ledger(self) -> bool:
+        """True if the run is over, whatever Slurm knows about its jobs."""
+        if self.unreadable is not None:
+            return False
+        return judge_without_slurm(self.events, done=self.jobs is None).state.over
+
+    @cached_property
+    def progress(self) -> Progress | None:
+        """The trainer's newest record. Raises NewerFormatError."""
+        return read_record(self.run.layout.progress, Progress)
+
+    @cached_property
+    def config(self) -> SuperviseConfig | None:
+        """The settings of the supervisor. Raises NewerFormatError."""
+        return known_supervise_config(self.run.layout.supervise_config)
+
+    @cached_property
+    def row(self) -> RunStatus:
+        """The row of `hpctrain status`. Raises NewerFormatError."""
+        return _status_row(self)
 
 
 def statuses(runs: Sequence[RunFiles], slurm: SlurmClient | None) -> list[RunStatus]:
@@ -91,7 +136,8 @@ def statuses(runs: Sequence[RunFiles], slurm: SlurmClient | None) -> list[RunSta
 def observe(runs: Sequence[RunFiles], slurm: SlurmClient | None) -> list[ObservedRun]:
     """Find the status of each run with what it was judged by; at most one squeue and one sacct.
 
-    Without `slurm` nothing is asked, and what only Slurm knows is unknown.
+    Without `slurm` nothing is asked, and what only Slurm knows is unknown. The rows of all runs are
+    read.
     """
     events: dict[str, list[Event]] = {}
     unreadable = {run.run_id: run.unreadable for run in runs if run.unreadable}
@@ -116,53 +162,34 @@ def observe(runs: Sequence[RunFiles], slurm: SlurmClient | None) -> list[Observe
     with contextlib.suppress(SlurmError):
         past = slurm.past_jobs(gone) if slurm is not None else {}
         jobs = {one: with_past(jobs[one], one, events[one], past) for one in jobs}
-    observed: list[ObservedRun] = []
+    observed = []
     for run in runs:
         reason = unreadable.get(run.run_id)
-        if reason is None:
-            known, found = events[run.run_id], jobs.get(run.run_id)
-            try:
-                observed.append(ObservedRun(run, status_row(run, known, found), known, found))
-                continue
-            except NewerFormatError as error:
-                reason = str(error)
-        row = RunStatus(
-            run_id=run.run_id,
-            state=RunState.UNKNOWN,
-            reason=reason,
-            readable=False,
-            owner=run.owner_name,
-        )
-        observed.append(ObservedRun(run, row))
+        one = ObservedRun(run, events.get(run.run_id, ()), jobs.get(run.run_id), reason)
+        try:
+            _ = one.row
+        except NewerFormatError as error:
+            one = ObservedRun(run, unreadable=str(error))
+        observed.append(one)
     return observed
 
 
-def _with_placement(reason: str, events: Sequence[Event]) -> str:
-    """Add that ranks are further apart than planned, which `why` explains."""
-    if scattered_groups(events) is None:
-        return reason
-    return f"{reason}; spread too far, see why" if reason else "spread too far, see why"
-
-
-def status_row(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> RunStatus:
-    """Build the row of one run; `found` is None for a run that is done: no query was made."""
-    jobs = found or RunJobs()
-    queued = counted(jobs.jobs)
-    judged = judge(
-        events,
-        done=found is None,
-        queued=queued,
-        answered=jobs.answered,
-        elsewhere=jobs.elsewhere,
-    )
-    progress = read_record(run.layout.progress, Progress)
-    config = known_supervise_config(run.layout.supervise_config)
+def _status_row(one: ObservedRun) -> RunStatus:
+    run, events, state, reason = one.run, one.events, one.judged.state, one.judged.reason
+    if one.unreadable is not None:
+        return RunStatus(
+            run_id=run.run_id, state=state, reason=reason, readable=False, owner=run.owner_name
+        )
+    queued = counted(one.jobs.jobs) if one.jobs is not None else None
+    progress, config = one.progress, one.config
     rates = recent_rates(tail_metrics(run.layout, _RECENT_STEPS))
     age = None if progress is None else max(0.0, clock.now() - progress.time)
     step = progress.step if progress else None
     target = config.target_step if config else progress.target_step if progress else None
     left = None if target is None or step is None else max(0, target - step)
-    running = judged.state is RunState.RUNNING
+    running = state is RunState.RUNNING
+    if running and scattered_groups(events) is not None:
+        reason = "; ".join(filter(None, (reason, "spread too far, see why")))
     checkpoint_step = progress.checkpoint_step if progress else None
     if checkpoint_step is not None:
         # The supervisor may have moved it to quarantine since.
@@ -178,8 +205,8 @@ def status_row(run: RunFiles, events: Sequence[Event], found: RunJobs | None) ->
         at_risk = (step - (checkpoint_step or 0)) * rates.step_seconds
     return RunStatus(
         run_id=run.run_id,
-        state=judged.state,
-        reason=_with_placement(judged.reason, events) if running else judged.reason,
+        state=state,
+        reason=reason,
         job_id=queued.job_id if queued else last_job_id(events),
         attempts=sum(event.event is EventKind.ATTEMPT_STARTED for event in events),
         step=step,
@@ -198,15 +225,6 @@ def status_row(run: RunFiles, events: Sequence[Event], found: RunJobs | None) ->
     )
 
 
-# -- Estimates how long a run will still wait in the queue, from its own starts. Pure -----------
-
-
-_ASKS = (EventKind.SUBMITTED, EventKind.ADOPTED)
-_QUEUES_AGAIN = (ActionKind.REQUEUE, ActionKind.LEAVE)
-# A stop or a hold between two starts was a person's wish, and no wait for nodes.
-_PERSONS = (ActionKind.STOP, ActionKind.HOLD, ActionKind.FINISH)
-
-
 def queue_ahead_seconds(
     events: Sequence[Event], left_seconds: float, time_limit_seconds: float | None
 ) -> float | None:
@@ -216,17 +234,6 @@ def queue_ahead_seconds(
     that is left. An attempt is as long as those that have ended were on the average, and before one
     has ended, as its job may be. None where the run has never started or that is not known.
     """
-    waits, lengths = _waits_and_lengths(events)
-    if not waits:
-        return None
-    length = statistics.mean(lengths) if lengths else time_limit_seconds
-    if not length:
-        return None
-    return statistics.mean(waits) * (left_seconds // length)
-
-
-def _waits_and_lengths(events: Sequence[Event]) -> tuple[list[float], list[float]]:
-    """Collect how long the run waited for each start, and how long the ended attempts were."""
     waits: list[float] = []
     lengths: list[float] = []
     asked: float | None = None
@@ -236,15 +243,43 @@ def _waits_and_lengths(events: Sequence[Event]) -> tuple[list[float], list[float
             if asked is not None:
                 waits.append(max(0.0, event.time - asked))
             asked, started = None, event.time
-            continue
-        if event.event in _ASKS and started is None:
+        elif event.event in (EventKind.SUBMITTED, EventKind.ADOPTED) and started is None:
             asked = event.time if asked is None else asked
-            continue
-        if event.event is EventKind.ATTEMPT_LOST:  # written when the next one starts
+        elif event.event is EventKind.ATTEMPT_LOST:  # written when the next one starts
             asked = started = None
-        elif event.event is EventKind.ACTION and event.action in (*_QUEUES_AGAIN, *_PERSONS):
+        elif event.event is EventKind.ACTION and event.action in ENDS_ATTEMPT:
             if started is not None:
                 lengths.append(max(0.0, event.time - started))
-            asked = None if event.action in _PERSONS else event.time
+            # From the end of a run to the next start is a person's time, and no wait for nodes.
+            asked = None if event.action in ENDS_RUN else event.time
             started = None
-    return waits, lengths
+    if not waits:
+        return None
+    length = statistics.mean(lengths) if lengths else time_limit_seconds
+    if not length:
+        return None
+    return statistics.mean(waits) * (left_seconds // length)
+
+
+# -- Choose how often a command that waits asks Slurm: not more often than the site allows ------
+# Everybody's queries are served by one process, so a site sets the least time between two queries
+# of one command (`limits.poll` of the profile). Each query is one squeue for all runs of the
+# command.
+
+
+def poll_interval(runs: Iterable[RunFiles], wanted_seconds: float | None = None) -> float:
+    """Return the seconds between two queries about `runs`: as wanted, or as the site sets.
+
+    Raises UsageError if less is wanted than the site of one of the runs allows.
+    """
+    configs = [known_supervise_config(run.layout.supervise_config) for run in runs]
+    floors = [config.poll_seconds for config in configs if config is not None]
+    floor_seconds = max(floors, default=DEFAULT_POLL_SECONDS)
+    if wanted_seconds is None:
+        return floor_seconds
+    if wanted_seconds < floor_seconds:
+        raise UsageError(
+            f"asking Slurm every {short_duration(wanted_seconds)} is too often for this site",
+            hint=f"the profile allows {short_duration(floor_seconds)} or more (`limits.poll`)",
+        )
+    return wanted_seconds

@@ -1,7 +1,7 @@
 """Formats the states of runs: for pipes one line each, for terminals what fits, and more below.
 
 Belongs here: columns, colours and sentences about rows. Does not belong here: finding out states
-(`hpctrain.runs.status`), the page of one run (`page_text`).
+(`hpctrain.runs.status`), the page of one run (`run_page`).
 """
 
 from __future__ import annotations

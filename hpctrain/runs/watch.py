@@ -24,26 +24,24 @@ from hpctrain.base.errors import HpctrainError, SlurmError, UsageError
 from hpctrain.base.formats import NewerFormatError
 from hpctrain.job.job_queries import find_jobs, jobs_of, record_found, with_past
 from hpctrain.job.job_submission import submit_jobs
-from hpctrain.judge.documents import ActionKind
 from hpctrain.notify.delivery import NoticeResult
 from hpctrain.records.find import RunFiles, all_runs
 from hpctrain.records.jobs import generation, job_ids
-from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import read_request, user_name
 from hpctrain.records.run_jobs import RunJobs
-from hpctrain.records.run_records import Progress, read_record
-from hpctrain.records.supervise_config import known_supervise_config
 from hpctrain.records.watch_heartbeat import WatchHeartbeat, heartbeat_path, watch_directory
 from hpctrain.runs.evaluations import evaluations_of_runs, submit_evaluations
 from hpctrain.runs.notify import disk_space, send_notices
-from hpctrain.runs.run_problems import (
+from hpctrain.runs.status import ObservedRun
+from hpctrain.runs.watch_rules import (
     RunProblem,
     Symptom,
     WatchedRun,
     WatchRemedy,
+    find_problems,
     is_reported,
 )
-from hpctrain.runs.watch_rules import find_problems
 from hpctrain.slurm.client import SlurmClient
 
 # Between the end of a job and the pass that calls its run orphaned. The last line of its ledger may
@@ -100,22 +98,16 @@ class WatchPass(BaseModel):
         return any(one.outcome == "failed" for one in self.seen)
 
 
-@dataclass(frozen=True)
-class _OpenRun:
-    """A run that is not done; `over` if its supervisor has ended it for good."""
-
-    run: RunFiles
-    events: Sequence[Event]
-    ledger_bytes: int
-    over: bool
-
-
 @dataclass
 class _Survey:
-    """What the run directories contain, before Slurm is queried; and runs that are done."""
+    """What the run directories contain; `open` are the runs that are not done.
+
+    `ledger_bytes`: the sizes of the ledgers of these, by run id, when they were read.
+    """
 
     runs: int = 0
-    open: list[_OpenRun] = field(default_factory=list)
+    open: list[ObservedRun] = field(default_factory=list)
+    ledger_bytes: dict[str, int] = field(default_factory=dict)
     done: list[RunFiles] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
 
@@ -134,14 +126,20 @@ def watch(
     """
     with _only_one(runs) if act else contextlib.nullcontext():
         survey = _read_runs(runs)
-        jobs, silence = _query_jobs(slurm, survey.open)
-        here = [one for one in survey.open if not silence and not jobs[one.run.run_id].elsewhere]
-        found = _find_new_problems(here, jobs, grace_seconds, survey.unreadable)
+        silence = None
+        here: list[ObservedRun] = []
+        try:
+            survey.open = _with_jobs(survey.open, slurm)
+            here = [one for one in survey.open if one.jobs is not None and not one.jobs.elsewhere]
+        except SlurmError as error:
+            silence = f"Slurm does not answer: {error}"
+        found = _find_new_problems(here, grace_seconds, survey.unreadable)
         blind = (*survey.unreadable, *([silence] if silence else []))
         seen = []
         for one, problem in found:
             if act:
-                outcome, answer = _apply_remedy(one, problem, slurm)
+                size_bytes = survey.ledger_bytes[one.run.run_id]
+                outcome, answer = _apply_remedy(one.run, size_bytes, problem, slurm)
             elif problem.remedy is WatchRemedy.NOTE:
                 continue
             else:
@@ -171,7 +169,7 @@ def watch(
         pass_time=clock.now(),
         act=act,
         runs=survey.runs,
-        open_runs=sum(not one.over for one in survey.open),
+        open_runs=sum(not one.is_over_by_ledger for one in survey.open),
         complete=not blind,
         elsewhere=0 if silence else len(survey.open) - len(here),
         blind_because=blind,
@@ -224,47 +222,40 @@ def _read_runs(runs: Path) -> _Survey:
         except NewerFormatError as error:
             survey.unreadable.append(str(error))
             continue
-        recent = generation(events)
-        if not any(event.event is EventKind.SUBMITTING for event in events) and not recent:
+        if not any(event.event is EventKind.SUBMITTING for event in events) and not generation(
+            events
+        ):
             continue  # it has never been submitted
-        last = [e for e in recent if e.event in (EventKind.ACTION, EventKind.ATTEMPT_STARTED)]
-        over = bool(last) and last[-1].action in (ActionKind.STOP, ActionKind.FINISH)
-        survey.open.append(_OpenRun(run, events, size_bytes, over))
+        survey.open.append(ObservedRun(run, events, RunJobs(answered=False)))
+        survey.ledger_bytes[run.run_id] = size_bytes
     return survey
 
 
-def _query_jobs(
-    slurm: SlurmClient, opened: Sequence[_OpenRun]
-) -> tuple[dict[str, RunJobs], str | None]:
-    """Query the jobs of each run, by run id; the second value is the error, if any."""
+def _with_jobs(opened: Sequence[ObservedRun], slurm: SlurmClient) -> list[ObservedRun]:
+    """Query the jobs of all runs: one squeue, and one sacct for those that ought to have jobs."""
     events = {one.run.run_id: one.events for one in opened}
-    try:
-        found = find_jobs([one.run for one in opened], slurm, events, silent=False)
-        gone = {
-            job_id
-            for one in opened
-            if not one.over and not found[one.run.run_id].jobs
-            for job_id in job_ids(generation(one.events))
-        }
-        past = slurm.past_jobs(gone)
-    except SlurmError as error:
-        return {}, f"Slurm does not answer: {error}"
-    return {
-        run_id: with_past(found[run_id], run_id, events[run_id], past) for run_id in found
-    }, None
+    found = find_jobs([one.run for one in opened], slurm, events, silent=False)
+    gone = {
+        job_id
+        for one in opened
+        if not one.is_over_by_ledger and not found[one.run.run_id].jobs
+        for job_id in job_ids(generation(one.events))
+    }
+    past = slurm.past_jobs(gone)
+    return [
+        replace(one, jobs=with_past(found[one.run.run_id], one.run.run_id, one.events, past))
+        for one in opened
+    ]
 
 
 def _find_new_problems(
-    opened: Sequence[_OpenRun],
-    jobs: dict[str, RunJobs],
-    grace_seconds: float,
-    unreadable: list[str],
-) -> list[tuple[_OpenRun, RunProblem]]:
+    opened: Sequence[ObservedRun], grace_seconds: float, unreadable: list[str]
+) -> list[tuple[ObservedRun, RunProblem]]:
     """Find problems that are not reported yet; adds runs that cannot be read to `unreadable`."""
-    found: list[tuple[_OpenRun, RunProblem]] = []
+    found: list[tuple[ObservedRun, RunProblem]] = []
     for one in opened:
         try:
-            watched = snapshot(one.run, one.events, jobs[one.run.run_id], grace_seconds)
+            watched = snapshot(one, grace_seconds)
         except NewerFormatError as error:
             unreadable.append(str(error))
             continue
@@ -277,19 +268,15 @@ def _find_new_problems(
     return found
 
 
-def snapshot(
-    run: RunFiles, events: Sequence[Event], jobs: RunJobs, grace_seconds: float = GRACE_SECONDS
-) -> WatchedRun | None:
+def snapshot(one: ObservedRun, grace_seconds: float = GRACE_SECONDS) -> WatchedRun | None:
     """Read what the rules look at in a run that is not done; None for one without settings.
 
     Raises NewerFormatError.
     """
-    layout = run.layout
-    config = known_supervise_config(layout.supervise_config)
-    progress = read_record(layout.progress, Progress)
-    if config is None:
+    layout, config, progress = one.run.layout, one.config, one.progress
+    if config is None or one.jobs is None:
         return None
-    signs = [event.time for event in events if event.event is not EventKind.WATCH]
+    signs = [event.time for event in one.events if event.event is not EventKind.WATCH]
     alive_until = 0.0
     if progress is not None:
         signs.append(progress.time)
@@ -299,15 +286,15 @@ def snapshot(
             alive_until = progress.time + max(grace_seconds, pace_seconds)
     request = read_request(layout)
     return WatchedRun(
-        run_id=run.run_id,
-        events=events,
+        run_id=one.run.run_id,
+        events=one.events,
         config=config,
-        jobs=jobs.jobs,
+        jobs=one.jobs.jobs,
         now=clock.now(),
         grace_seconds=grace_seconds,
         signs_time=max(signs, default=None),
         asked_by=request.by if request else None,
-        unrecorded=jobs.unrecorded,
+        unrecorded=one.jobs.unrecorded,
         alive_until=alive_until,
         disk=disk_space(layout, config),
     )
@@ -317,10 +304,12 @@ def _unreported(watched: WatchedRun) -> list[RunProblem]:
     return [one for one in find_problems(watched) if not is_reported(watched, one)]
 
 
-def _apply_remedy(one: _OpenRun, problem: RunProblem, slurm: SlurmClient) -> tuple[str, str]:
+def _apply_remedy(
+    run: RunFiles, ledger_bytes: int, problem: RunProblem, slurm: SlurmClient
+) -> tuple[str, str]:
     """Record and apply a remedy, unless the run has changed; returns outcome and answer."""
-    run, ledger, job_id = one.run, one.run.ledger, problem.job_id
-    if run.layout.ledger.stat().st_size != one.ledger_bytes or read_request(run.layout):
+    ledger, job_id = run.ledger, problem.job_id
+    if run.layout.ledger.stat().st_size != ledger_bytes or read_request(run.layout):
         return "told", "the run has changed meanwhile; the next pass looks again"
     try:
         if problem.lost is not None:

@@ -4,31 +4,34 @@ A live supervisor handles its own run. What remains is a supervisor that was los
 and a job that waits for something that will not happen by itself. A pass never touches what a user
 has cancelled, held or stopped, nor what an administrator holds. A job whose end is unknown may have
 been cancelled, so it is only reported. Budgets are the supervisor's, counted in the run's ledger.
-Belongs here: one rule per symptom of a job that runs or waits. Does not belong here: runs without
-a job (`watch_rules`), querying Slurm, reading files, acting (`watch`).
+Belongs here: symptoms, one rule for each, what the policy allows. Does not belong here: querying
+Slurm, reading files, acting (`watch`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.judge.causes import Cause
-from hpctrain.judge.documents import ActionKind, Verdict
-from hpctrain.judge.job_end import why_ended
+from hpctrain.judge.documents import ActionKind, History, Situation, Verdict
+from hpctrain.judge.launch_history import history
+from hpctrain.judge.lost_attempts import why_ended
+from hpctrain.judge.policy import decide
 from hpctrain.records.jobs import cancel_requested, generation, started_ids, submitted_ids
 from hpctrain.records.ledger import Event, EventKind
-from hpctrain.runs.job_holds import BY_SLURM, hold_text
-from hpctrain.runs.run_problems import (
-    RunProblem,
-    Symptom,
-    WatchedRun,
-    WatchRemedy,
-    allowed_by_policy,
-    report_only,
-    storm_message,
+from hpctrain.records.supervise_config import SuperviseConfig
+from hpctrain.runs.state import (
+    BY_SLURM,
+    ENDS_RUN,
+    RunState,
+    counted,
+    ended_by_supervisor,
+    hold_text,
+    standing_action,
 )
-from hpctrain.runs.state import RunState, counted, stopped_by_supervisor
 from hpctrain.slurm.reasons import JobHold, WaitReason
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
@@ -199,7 +202,6 @@ _PENDING = (_launch_held, _no_node_left, _delayed, _too_few_nodes, _waits_long)
 
 
 _BY_SUPERVISOR = (EventKind.ATTEMPT_STARTED, EventKind.ACTION)
-_OVER = (ActionKind.FINISH, ActionKind.STOP, ActionKind.HOLD)
 # A failed run is reported for this long, and only once.
 _FAILED_SECONDS = 7 * 86400.0
 _CHAINS = ("chain", "singleton", "array")
@@ -210,11 +212,10 @@ def problems_without_jobs(run: WatchedRun) -> list[RunProblem]:
     recent = generation(run.events)
     starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
     written = [event for event in recent if event.event in _BY_SUPERVISOR]
-    decided = [event for event in written if event.action != ActionKind.RELAUNCH]
-    last = decided[-1] if decided and decided[-1].event is EventKind.ACTION else None
-    if last is not None and last.action in _OVER:
-        stopped = stopped_by_supervisor(run.events)
-        failed = stopped is not None and stopped.state is RunState.FAILED
+    last = standing_action(run.events)
+    if last is not None and last.action in ENDS_RUN:
+        judged = ended_by_supervisor(run.events)
+        failed = judged is not None and judged.state is RunState.FAILED
         if not failed or run.now - last.time > _FAILED_SECONDS:
             return []
         message = f"it has stopped and is not done: {last.reason}"
@@ -294,3 +295,214 @@ def _unfollowed(run: WatchedRun, last: Event) -> RunProblem:
         symptom = Symptom.PREEMPTED
     verdict = Verdict(cause, reason)
     return allowed_by_policy(run, symptom, WatchRemedy.RESUBMIT, verdict, last.job_id)
+
+
+# -- What the rules share: symptoms, remedies, the policy ---------------------------------------
+
+
+# A storm is over this long after its last failure: the first delay of a relaunch in `policy`.
+_STORM_PAUSE_SECONDS = 300.0
+_TOLD_AGAIN_SECONDS = 86400.0
+
+
+class Symptom(StrEnum):
+    """What is wrong with a run."""
+
+    ORPHANED = "orphaned"
+    CHAIN_EXHAUSTED = "chain exhausted"
+    PREEMPTED = "preempted"
+    VANISHED = "vanished"
+    LAUNCH_HELD = "launch failed, held"
+    ENVIRONMENT_HELD = "no login environment, held"
+    LIMIT_HELD = "launched too often, held"
+    DELAYED = "requeue delay"
+    EXCLUDED = "no node left"
+    TOO_FEW_NODES = "too few nodes"
+    WAITS_LONG = "waits long"
+    DISK_LOW = "little disk left"
+    STALLED = "stalled"
+    STORM = "storm"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    UNRECORDED = "unrecorded job"
+
+
+class WatchRemedy(StrEnum):
+    """What a pass does about a problem.
+
+    TELL only reports it. NOTE records what a person has done, because Slurm forgets it
+    (MinJobAge). ADOPT records a job that the ledger does not contain.
+    """
+
+    RESUBMIT = "resubmit"
+    RELEASE = "release"
+    START_NOW = "start now"
+    CLEAR_EXCLUDED = "clear excluded nodes"
+    TAKE_FEWER = "take fewer nodes"
+    ADOPT = "record it"
+    TELL = "tell"
+    NOTE = "note"
+
+
+@dataclass(frozen=True)
+class DiskSpace:
+    """What the file system of a run has left, and what its newest checkpoint takes, in bytes."""
+
+    free_bytes: int
+    checkpoint_bytes: int
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """Snapshot of one run at the time `now`; times in seconds since the epoch.
+
+    `events` reach back at least to the newest submission. `jobs` are the jobs of that generation
+    that Slurm knows, ended ones included; `unrecorded` are those missing in the ledger.
+    `signs_time` is the newest sign of life of trainer or supervisor, `alive_until` the latest time
+    at which the trainer's next one is due. `asked_by` is the author of a pending request. `disk`:
+    None where nobody is to be told about it.
+    """
+
+    run_id: str
+    events: Sequence[Event]
+    config: SuperviseConfig
+    jobs: tuple[JobRecord, ...]
+    now: float
+    grace_seconds: float
+    signs_time: float | None = None
+    asked_by: str | None = None
+    unrecorded: tuple[JobRecord, ...] = ()
+    alive_until: float = 0.0
+    disk: DiskSpace | None = None
+
+    @property
+    def past(self) -> History:
+        return history(self.events, self.config.storm_window_seconds)
+
+    @property
+    def last_failure_time(self) -> float:
+        return max((event.time for event in self.events if event.cause), default=0.0)
+
+    def attempt_lost(self, job: JobRecord, cause: Cause, reason: str) -> Event:
+        """Build the event that closes an attempt whose supervisor can no longer do so."""
+        return Event(
+            event=EventKind.ATTEMPT_LOST,
+            time=self.now,
+            job_id=job.job_id,
+            restart_count=job.restart_count or 0,
+            cause=cause,
+            reason=reason,
+        )
+
+
+@dataclass(frozen=True)
+class RunProblem:
+    """One symptom of a run, its remedy, and a message about both.
+
+    `lost` is the event that must close an attempt in the ledger before the remedy.
+    """
+
+    run_id: str
+    symptom: Symptom
+    remedy: WatchRemedy
+    message: str
+    job_id: int | None = None
+    lost: Event | None = None
+    nodes: tuple[int, int] | None = None
+
+
+def is_reported(run: WatchedRun, problem: RunProblem) -> bool:
+    """Whether the newest report of this problem and job still stands: then it is not told again.
+
+    What else happens in the run does not end a problem. A problem whose end no event shows, such as
+    a full disk, is told again after a day, if the run has gone on meanwhile. A remedy is never a
+    repetition: what was only told before may be possible now.
+    """
+    if problem.remedy is not WatchRemedy.TELL:
+        return False
+    report, later = None, list[Event]()
+    for event in reversed(run.events):
+        if event.event is not EventKind.WATCH:
+            later.append(event)
+        elif (
+            event.symptom == problem.symptom
+            and event.action == WatchRemedy.TELL
+            and event.job_id == problem.job_id
+        ):
+            report = event
+            break
+    if report is None:
+        return False
+    if later and run.now - report.time >= _TOLD_AGAIN_SECONDS:
+        return False
+    return not _has_ended(run, problem, report, later)
+
+
+def _has_ended(run: WatchedRun, problem: RunProblem, report: Event, later: Sequence[Event]) -> bool:
+    """Whether a problem was over between its report and now, so that this is another one."""
+    if problem.symptom is Symptom.STALLED:
+        return bool(later) or (run.signs_time or 0.0) > report.time
+    if problem.symptom is Symptom.STORM:
+        return any(
+            event.cause
+            and history(
+                [one for one in run.events if one.time <= event.time],
+                run.config.storm_window_seconds,
+            ).recent_failures
+            < run.config.storm_failures
+            for event in later
+        )
+    if problem.symptom is Symptom.DISK_LOW:
+        return False
+    # The job waits, or it has ended.
+    return any(
+        (event.event is EventKind.ATTEMPT_STARTED and event.job_id == problem.job_id)
+        or (event.event is EventKind.CONTROL and event.action == "resume")
+        for event in later
+    )
+
+
+def report_only(
+    run: WatchedRun, symptom: Symptom, message: str, job_id: int | None = None
+) -> RunProblem:
+    """Build a problem that is only reported."""
+    return RunProblem(run.run_id, symptom, WatchRemedy.TELL, message, job_id)
+
+
+def storm_message(run: WatchedRun, past: History) -> str:
+    """Describe how many failures were in the window of a storm."""
+    minutes = run.config.storm_window_seconds / 60
+    return f"{past.recent_failures} failures within {minutes:.0f} min"
+
+
+def allowed_by_policy(
+    run: WatchedRun,
+    symptom: Symptom,
+    remedy: WatchRemedy,
+    verdict: Verdict,
+    job_id: int | None,
+    lost: Event | None = None,
+) -> RunProblem:
+    """Build a problem with its remedy if the run's policy would continue, else only report it.
+
+    The policy decides as on a site that requeues, because the pass can submit the run again.
+    """
+    closed = {one.attempt for one in run.events if one.event is EventKind.ATTEMPT_LOST}
+    if lost is not None and lost.attempt in closed:
+        lost = None
+    events = [*run.events, lost] if lost else run.events
+    past = history(events, run.config.storm_window_seconds)
+    config = run.config.model_copy(update={"continuation": "requeue"})
+    action = decide(verdict, past, Situation(keeps_nodes=False), config)
+    lost_in_a_row = past.of(verdict.cause) if verdict.cause is Cause.SUPERVISOR_LOST else 0
+    recent = run.now - run.last_failure_time < _STORM_PAUSE_SECONDS
+    # The policy leaves these two limits to the queue.
+    if lost_in_a_row >= run.config.failures_without_progress:
+        refusal = f"{lost_in_a_row} supervisors lost in a row without a new checkpoint"
+    elif past.recent_failures >= run.config.storm_failures and recent:
+        refusal = f"{storm_message(run, past)}, so it waits"
+    elif action.kind is not ActionKind.REQUEUE:
+        refusal = action.reason
+    else:
+        return RunProblem(run.run_id, symptom, remedy, verdict.reason, job_id, lost)
+    return report_only(run, symptom, f"{verdict.reason}; left alone: {refusal}", job_id)

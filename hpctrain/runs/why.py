@@ -1,12 +1,16 @@
 """Explains the state of a run: the last verdict and action, remaining budgets, and what comes next.
 
 Belongs here: querying the ledger, the policy and Slurm. Does not belong here: deciding
-(`hpctrain.judge.policy`), wording for terminals.
+(`hpctrain.judge.policy`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,19 +18,170 @@ from hpctrain.base import clock
 from hpctrain.base.errors import SlurmError
 from hpctrain.base.units import short_duration
 from hpctrain.checkpoints.discover import good_steps
+from hpctrain.judge.causes import FAILURE_CAUSES, Cause, can_happen
+from hpctrain.judge.documents import History, Situation, Verdict
 from hpctrain.judge.launch_history import history
-from hpctrain.judge.policy import limit_of_all
+from hpctrain.judge.policy import budget_of, decide, limit_of_all
+from hpctrain.page.text import LINE_WIDTH, facts, paragraph
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.requests import is_requested, read_request
-from hpctrain.records.supervise_config import read_supervise_config
-from hpctrain.runs.job_holds import hold_text
-from hpctrain.runs.policy_preview import CauseBudget, PolicyPreview, budgets, preview_policy
-from hpctrain.runs.state import RunState, scattered_groups
-from hpctrain.runs.status import statuses
+from hpctrain.records.supervise_config import SuperviseConfig, read_supervise_config
+from hpctrain.runs.run_page import next_lines
+from hpctrain.runs.state import RunState, hold_text, scattered_groups
+from hpctrain.runs.status import observe
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.reasons import WaitReason
 from hpctrain.slurm.records import JobRecord
+
+# -- Previews what the supervisor would do for each possible failure, if it happened now. Pure --
+# It calls `policy.decide` with the same counts (`launch_history`) as in the job, for a hypothetical
+# end of the launch.
+
+
+# Each cause as a condition; the previews are in this order.
+FAILURE_CONDITIONS: dict[Cause, str] = {
+    Cause.PREEMPTED: "the job is preempted",
+    Cause.TIME_LIMIT: "the time limit comes",
+    Cause.NODE_FAILURE: "a node is lost",
+    Cause.GPU_ERROR: "a GPU fails",
+    Cause.FABRIC: "the network fails",
+    Cause.STORAGE: "the file system fails",
+    Cause.HANG: "the run hangs",
+    Cause.CRASH: "a rank crashes",
+    Cause.LAUNCH_FAILURE: "srun cannot start the step",
+    Cause.PORT: "a port is taken",
+    Cause.GPU_OOM: "a GPU runs out of memory",
+    Cause.HOST_OOM: "a node runs out of memory",
+    Cause.DATA_LOADER: "the data loader dies",
+    Cause.WEIGHTS: "the weights of a service cannot be read",
+    Cause.ENGINE_EXIT: "the engine of a service ends by itself",
+    Cause.UNKNOWN: "a launch ends and nothing says why",
+    Cause.SUSPECT_NUMERICS: "a result cannot be reproduced",
+    Cause.DIVERGED: "the loss is not finite or jumps",
+    Cause.DISK_FULL: "the disk is full",
+    Cause.LOAD_FAILED: "a checkpoint cannot be loaded",
+    Cause.BAD_CHECKPOINT: "no checkpoint can be used",
+    Cause.DATA_CHANGED: "the data have changed",
+    Cause.CONFIG_ERROR: "the trainer refuses its settings",
+    Cause.USER_ERROR: "the code has an error",
+}
+_SUSPECT = "the suspected node"
+
+
+class PolicyPreview(BaseModel):
+    """One decision of the policy, and all conditions that lead to it.
+
+    `action` is an `ActionKind`, `observed` what would be done if the spec allowed it.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    causes: tuple[str, ...]
+    conditions: tuple[str, ...]
+    action: str
+    reason: str
+    delay_seconds: float = 0.0
+    observed: tuple[str, ...] = ()
+
+
+class CauseBudget(BaseModel):
+    """Failures of one cause since the last new checkpoint, and the retries allowed (None: any)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    cause: str
+    used: int
+    allowed: int | None
+
+
+def budgets(past: History, config: SuperviseConfig) -> list[CauseBudget]:
+    """List the budgets of all causes that are counted."""
+    counted = [
+        cause
+        for cause in Cause
+        if cause in FAILURE_CAUSES or cause is Cause.TIME_LIMIT
+        if can_happen(cause, serves=config.serves)
+    ]
+    return [
+        CauseBudget(cause=cause, used=past.of(cause), allowed=budget_of(cause, config))
+        for cause in counted
+    ]
+
+
+def preview_policy(
+    events: Sequence[Event], config: SuperviseConfig, now: float, checkpoint_step: int, step: int
+) -> list[PolicyPreview]:
+    """Preview the decision for each cause; causes with the same decision are in one preview.
+
+    `checkpoint_step` is the newest good checkpoint (0: none), `step` the last finished step.
+    """
+    # The launch that still runs, if there is one.
+    ends = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
+    marks = [event for event in events if event.event in (*ends, EventKind.LAUNCH_STARTED)]
+    resume_step: int | None = checkpoint_step
+    if marks and marks[-1].event is EventKind.LAUNCH_STARTED:
+        resume_step = marks[-1].resume_step or 0
+    needed = config.shapes[0].nodes if config.shapes else 1
+    least = config.shapes[-1].nodes if config.shapes else needed
+    allocated = needed + config.spare_nodes
+    again = "the loss is not finite or jumps twice at the same step"
+    conditions = [
+        (cause, words)
+        for cause, words in (*FAILURE_CONDITIONS.items(), (Cause.DIVERGED, again))
+        if can_happen(cause, serves=config.serves)
+    ]
+    groups: dict[PolicyPreview, list[tuple[str, str]]] = {}
+    for cause, condition in conditions:
+        end = Event(
+            event=EventKind.LAUNCH_ENDED,
+            time=now,
+            cause=cause,
+            resume_step=resume_step,
+            checkpoint_step=checkpoint_step or None,
+            failed_step=step + 1,
+        )
+        assumed = [*events, end]
+        if condition == again:  # the second launch makes no progress
+            assumed.append(end.model_copy(update={"resume_step": checkpoint_step}))
+        past = history(assumed, config.storm_window_seconds)
+        # `hard` stays False, because the consequence of broken hardware depends on its node. The
+        # verdict has no reason, so that the reason of the action is the decision alone.
+        verdict = Verdict(cause, reason="", nodes=(_SUSPECT,), step=step + 1)
+        # All nodes answer, but for a lost one. Without spare nodes and smaller sizes the job ends
+        # with its node.
+        lost = 1 if cause is Cause.NODE_FAILURE else 0
+        situation = Situation(
+            keeps_nodes=not lost or allocated - lost >= least,
+            allocated_nodes=allocated,
+            healthy_nodes=allocated - lost,
+            needed_nodes=needed,
+            least_nodes=least,
+            good_checkpoints=(checkpoint_step,) if checkpoint_step else (),
+        )
+        action = decide(verdict, past, situation, config)
+        decision = PolicyPreview(
+            causes=(),
+            conditions=(),
+            action=action.kind,
+            reason=action.reason,
+            delay_seconds=action.delay_seconds,
+            observed=action.observed,
+        )
+        groups.setdefault(decision, []).append((cause, condition))
+    return [
+        decision.model_copy(
+            update={
+                "causes": tuple(cause for cause, _ in group),
+                "conditions": tuple(condition for _, condition in group),
+            }
+        )
+        for decision, group in groups.items()
+    ]
+
+
+# -- the explanation ---------------------------------------------------------------------------
+
 
 _ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
 _CONTINUATION = {
@@ -110,7 +265,8 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
     """Explain a run. Raises InvalidInputError when its supervise.json cannot be read."""
     now = clock.now() if now is None else now
     config = read_supervise_config(run.layout.supervise_config)
-    row, events = statuses([run], slurm)[0], run.ledger.events()
+    observed = observe([run], slurm)[0]
+    row, events = observed.row, observed.events
     past = history(events, config.storm_window_seconds)
     checkpoint_step = next(iter(good_steps(run.layout.checkpoints)), None)
     waiting = None
@@ -147,7 +303,7 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
         continuation=config.continuation,
         continuation_words=_CONTINUATION[config.continuation],
         ended=_last_end(events, past.same_fingerprint),
-        action=_last_action(_since_the_attempt_before(events)),
+        action=_last_action(events),
         checkpoint_step=checkpoint_step,
         budgets=tuple(budgets(past, config)),
         failures_without_progress=past.failures_without_progress,
@@ -161,66 +317,46 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
     )
 
 
-def _since_the_attempt_before(events: Sequence[Event]) -> Sequence[Event]:
-    """Leave out what was done about earlier attempts, if the last one was lost without a word."""
-    lost = [number for number, event in enumerate(events) if event.event in _ENDS][-1:]
-    if not lost or events[lost[0]].event is not EventKind.ATTEMPT_LOST:
-        return events
-    begun = [
-        number
-        for number, event in enumerate(events[: lost[0]])
-        if event.event is EventKind.ATTEMPT_STARTED
-    ]
-    # the one that tells of the loss may have begun before it did
-    own = [n for n in begun if _same_attempt(events[n], events[lost[0]])]
-    return events[own[-1] :] if own else events
-
-
-def _same_attempt(left: Event, right: Event) -> bool:
-    return (left.job_id, left.restart_count) == (right.job_id, right.restart_count)
-
-
 def _last_end(events: Sequence[Event], alike: int) -> LastEnd | None:
-    ends = [event for event in events if event.event in _ENDS]
-    if not ends:
+    last = next((event for event in reversed(events) if event.event in _ENDS), None)
+    if last is None:
         return None
-    last = ends[-1]
-    return LastEnd(
-        end_time=last.time,
-        epoch=last.epoch,
-        cause=last.cause or "unknown",
-        reason=last.reason or "",
-        evidence=last.evidence,
-        rank=last.rank,
-        node=last.node,
-        hard=last.hard,
-        failed_step=last.failed_step,
-        launches_alike=alike,
-        stop_time=_stop_time(events, last),
-    )
-
-
-def _stop_time(events: Sequence[Event], ended: Event) -> str | None:
-    """Find what the time of the stop of this launch was computed from; None by Slurm's warning."""
-    own = (e for e in events if e.event is EventKind.STOP_TIMED and e.epoch == ended.epoch)
-    return next((event.reason for event in own), None)
+    # What the time of its stop was computed from; none where Slurm's warning came.
+    timed = (e for e in events if e.event is EventKind.STOP_TIMED and e.epoch == last.epoch)
+    more = {
+        "end_time": last.time,
+        "cause": last.cause or "unknown",
+        "reason": last.reason or "",
+        "launches_alike": alike,
+        "stop_time": next((event.reason for event in timed), None),
+    }
+    return LastEnd.model_validate({**vars(last), **more})
 
 
 def _last_action(events: Sequence[Event]) -> LastAction | None:
+    last = next((event for event in reversed(events) if event.event in _ENDS), None)
+    if last is not None and last.event is EventKind.ATTEMPT_LOST:
+        # What was done about earlier attempts explains nothing. The attempt that tells of the loss
+        # may have begun before it did.
+        begun = [
+            number
+            for number, event in enumerate(events[: events.index(last)])
+            if event.event is EventKind.ATTEMPT_STARTED and event.attempt == last.attempt
+        ]
+        events = events[begun[-1] :] if begun else events
     numbers = [n for n, event in enumerate(events) if event.event is EventKind.ACTION]
     if not numbers:
         return None
-    last, later = events[numbers[-1]], events[numbers[-1] + 1 :]
-    results = [event.reason for event in later if event.event is EventKind.ACTION_RESULT]
-    return LastAction(
-        action_time=last.time,
-        action=last.action or "",
-        reason=last.reason or "",
-        result=results[0] if results else None,
-        excluded=last.excluded,
-        delay_seconds=last.delay_seconds,
-        observed=tuple(e.reason or "" for e in later if e.event is EventKind.OBSERVED),
-    )
+    action, later = events[numbers[-1]], events[numbers[-1] + 1 :]
+    results = (event.reason for event in later if event.event is EventKind.ACTION_RESULT)
+    more = {
+        "action_time": action.time,
+        "action": action.action or "",
+        "reason": action.reason or "",
+        "result": next(results, None),
+        "observed": [e.reason or "" for e in later if e.event is EventKind.OBSERVED],
+    }
+    return LastAction.model_validate({**vars(action), **more})
 
 
 # -- why a job waits ---------------------------------------------------------------------------
@@ -258,3 +394,133 @@ def waiting_words(job: JobRecord, now: float) -> str:
     if job.exclude_nodes:
         parts.append(f"it must not run on {job.exclude_nodes}")
     return "; ".join(parts)
+
+
+# -- Formats the state of a run and its reasons, in lines of at most 80 columns -----------------
+# Lines of evidence are not cut.
+
+
+_MARGIN = 10
+# The setting of the spec with which the supervisor does what it now only reports.
+_SWITCHES = (
+    ("would go back", "supervise.rollback.mode: act"),
+    ("would avoid", "supervise.exclude_nodes: act"),
+    ("would repeat them without", "supervise.exclude_nodes: act"),
+)
+
+
+def why_lines(why: Why, now: float) -> list[str]:
+    """Format why a run is in its state and what to type, then what the policy allows and does.
+
+    Lines of at most 80 columns, but for evidence, which is not cut.
+    """
+    job = "" if why.job_id is None else f", job {why.job_id}"
+    number = f", attempt {why.attempts}" if why.attempts else ""
+    lines = facts(
+        ("Run", f"{why.run_id} {why.state}{job}{number}"),
+        ("Reason", why.state_reason),
+        ("Waits", why.waiting),
+        ("Placed", why.placement),
+        *(("Asked", f"{request}; not followed yet") for request in why.requests),
+        *_end_facts(why.ended, now),
+    )
+    if why.state.over:
+        lines += next_lines(Path(why.directory), why.state.value, _MARGIN, explained=True)
+    for index, line in enumerate(why.ended.evidence if why.ended else ()):
+        lines.append(f"{'' if index else 'Evidence':<{_MARGIN}}| {line}")
+    if action := why.action:
+        reason = "" if action.reason == why.state_reason else f": {action.reason}"
+        lines += facts(
+            ("Done", f"{action.action}{reason}{_after(action.delay_seconds)}"),
+            ("  answer", action.result),
+            ("  avoids", ", ".join(action.excluded)),
+            *(("Observed", _observed(observation)) for observation in action.observed),
+        )
+    if not why.state.over:
+        lines += facts(("Goes on", f"{why.continuation}: {why.continuation_words}"))
+    lines += ["", "Policy", *_budget_lines(why)]
+    if why.foresight:
+        when = "after `hpctrain resume`, when" if why.state.over else "when"
+        lines += ["", f"Next, {when}"]
+    for one in why.foresight:
+        lines += paragraph(", ".join(one.conditions), "  ", hang=2)
+        text = f"{one.action}: {one.reason}{_after(one.delay_seconds)}"
+        lines += paragraph(text, "    -> ", hang=7)
+        for observation in one.observed:
+            lines += paragraph(f"observed: {_observed(observation)}", " " * 7, hang=7)
+    return lines
+
+
+def _end_facts(ended: LastEnd | None, now: float) -> Iterator[tuple[str, str | None]]:
+    if ended is None:
+        yield "Ended", "no launch has ended yet"
+        return
+    launch = "the attempt was lost" if ended.epoch is None else f"launch {ended.epoch}"
+    ago = short_duration(max(0.0, now - ended.end_time))
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended.end_time))
+    yield "Ended", f"{launch}, {clock}, {ago} ago"
+    yield "  cause", f"{_words(ended.cause)}: {ended.reason}"
+    suspect = [
+        f"rank {ended.rank}" if ended.rank is not None else "",
+        f"node {ended.node}" if ended.node else "",
+        "hardware beyond doubt" if ended.hard else "",
+        f"at step {ended.failed_step:,}" if ended.failed_step is not None else "",
+    ]
+    yield "  suspect", ", ".join(filter(None, suspect))
+    yield "  stopped", ended.stop_time
+    if ended.launches_alike > 1:
+        yield "  alike", f"the last {ended.launches_alike} launches ended the same way"
+
+
+def _observed(observation: str) -> str:
+    """Add the setting that turns an observation into an action."""
+    for start, switch in _SWITCHES:
+        if observation.startswith(start):
+            return f"{observation}; set `{switch}` to have it done"
+    return observation
+
+
+# -- budgets -----------------------------------------------------------------------------------
+
+
+def _budget_lines(why: Why) -> list[str]:
+    newest = "none yet" if why.checkpoint_step is None else f"step {why.checkpoint_step:,}"
+    head = f"Budgets: retries without a new checkpoint (newest: {newest}), which fills them up"
+    # Only replicas of a service have a budget for ends of their engine.
+    if any(budget.cause == Cause.ENGINE_EXIT for budget in why.budgets):
+        head = "Budgets: retries without having served for a while, which fills them up"
+    lines = textwrap.wrap(head, LINE_WIDTH)
+    used = [budget for budget in why.budgets if budget.used]
+    for budget in used:
+        lines.append(f"  {_words(budget.cause):<18}{_used(budget.used, budget.allowed)}")
+    all_used = why.failures_without_progress
+    lines.append(f"  {'all together':<18}{_used(all_used, why.failures_allowed)}")
+    unused = sorted((b for b in why.budgets if not b.used), key=_by_allowance)
+    for allowed, group in groupby(unused, key=_by_allowance):
+        count = "no limit" if allowed < 0 else "no retry" if allowed == 0 else f"{allowed} free"
+        names = ", ".join(_words(budget.cause) for budget in group)
+        lines += facts((f"  {count}", names), margin=20)
+    storm = why.storm
+    window = short_duration(storm.window_seconds)
+    failures = f"{storm.failures} failure{'' if storm.failures == 1 else 's'}"
+    text = f"{failures} in the last {window}; from {storm.threshold} on it waits"
+    return [*lines, f"  {'storm':<18}{text}"]
+
+
+def _by_allowance(budget: CauseBudget) -> int:
+    return -1 if budget.allowed is None else budget.allowed
+
+
+def _used(used: int, allowed: int | None) -> str:
+    if allowed is None:
+        return f"{used}, as often as it comes"
+    spent = "; the next one stops the run" if used == allowed else ""
+    return f"{used} of {allowed} used{spent}" if used <= allowed else f"used up ({allowed})"
+
+
+def _after(delay_seconds: float | None) -> str:
+    return f", after {short_duration(delay_seconds)}" if delay_seconds else ""
+
+
+def _words(cause: str) -> str:
+    return cause.replace("_", " ")

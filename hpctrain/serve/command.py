@@ -151,9 +151,8 @@ def status(service: str | None, runs: Path | None, as_json: bool) -> None:
       hpctrain serve status
       hpctrain serve status chat70b
     """
-    from hpctrain.records.find import runs_directory
+    from hpctrain.records.find import all_services, runs_directory
     from hpctrain.runs.service_status import service_status
-    from hpctrain.runs.services import all_services
     from hpctrain.serve.serve_text import status_lines, status_row
 
     if service is not None:
@@ -301,7 +300,6 @@ def test_service(
 
 
 def _found(service: str, runs: Path | None) -> ServiceLayout:
-    from hpctrain.records.find import runs_directory
-    from hpctrain.runs.services import find_service
+    from hpctrain.records.find import find_service, runs_directory
 
     return find_service(runs_directory(runs), service)

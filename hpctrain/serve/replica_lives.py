@@ -20,8 +20,12 @@ from hpctrain.judge.documents import ActionKind
 from hpctrain.records.ledger import Event, EventKind, Ledger
 from hpctrain.records.run_records import read_record
 from hpctrain.records.service_layout import ReplicaName
-from hpctrain.records.service_ledger import ServiceEvent, ServiceEventKind
-from hpctrain.records.service_records import DrainRecord, ServiceState
+from hpctrain.records.service_records import (
+    DrainRecord,
+    ServiceEvent,
+    ServiceEventKind,
+    ServiceState,
+)
 from hpctrain.runs.goodput import marks_of
 from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.telemetry.goodput import with_work

@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.records.find import RunFiles, all_runs
+from hpctrain.records.find import RunFiles, all_runs, all_services
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import read_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
-from hpctrain.records.service_ledger import ServiceLedger
-from hpctrain.records.service_records import Address, Endpoint, Rotation, ServiceState
-from hpctrain.runs.services import all_services
+from hpctrain.records.service_records import (
+    Address,
+    Endpoint,
+    Rotation,
+    ServiceLedger,
+    ServiceState,
+)
 
 if TYPE_CHECKING:
     from hpctrain.serve.plan.documents import ServicePlan

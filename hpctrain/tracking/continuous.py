@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.records.metrics_reader import PlacedRow
 from hpctrain.records.run_records import EvaluationMetrics, SaveRecord, StepMetrics
+from hpctrain.records.step_times import PlacedRow
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hpctrain.base.durable import make_private_directory, shared_mode
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.metrics_reader import rows_from
 from hpctrain.records.run_records import read_record, write_record
+from hpctrain.records.step_times import rows_from
 from hpctrain.records.tracking import TensorboardPosition, position_file
 from hpctrain.tracking.continuous import Continuation, continuation, evaluation_scalars, scalars
 from hpctrain.tracking.follower import WriterLock

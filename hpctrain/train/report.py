@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.durable import FULL_ERRNOS, LineBuffer
 from hpctrain.engines.training import TrainConfig
-from hpctrain.records.communication import CommunicationRecord
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import step_of
 from hpctrain.records.run_records import (
+    CommunicationRecord,
     EvaluationMetrics,
     Phase,
     Progress,

@@ -20,8 +20,15 @@ from torch.distributed.rendezvous import rendezvous
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.training import LibraryName, SoftwareNeed, TrainConfig
 from hpctrain.records.kept_code import is_current
-from hpctrain.records.software import Library, SoftwareFacts, SoftwareRecord, write_software
-from hpctrain.records.software_lock import changes, read_lock, write_lock
+from hpctrain.records.software import (
+    Library,
+    SoftwareFacts,
+    SoftwareRecord,
+    changes,
+    read_lock,
+    write_lock,
+    write_software,
+)
 from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.train import software
 from hpctrain.train.device import gpu_ids, gpu_index

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.base.units import Duration
-from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.find import runs_directory
+from hpctrain.records.sweeps import ComparisonLayout
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.trials.documents import Comparison
 from hpctrain.trials.run_trials import TrialRunner, look, predict, start

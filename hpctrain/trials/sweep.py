@@ -41,7 +41,7 @@ from hpctrain.records.find import runs_directory
 from hpctrain.records.jobs import generation, submitted_ids
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.sweeps import SweepLayout, SweepRecord, find_sweep
-from hpctrain.runs.cancel import cancel
+from hpctrain.runs.control import cancel
 from hpctrain.runs.state import RunState
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_run_spec

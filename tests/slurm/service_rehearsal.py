@@ -24,8 +24,7 @@ from serving_documents import SERVED_NAME, service_plan, service_spec_text, writ
 
 from hpctrain.records.run_records import read_record
 from hpctrain.records.service_layout import ServiceLayout
-from hpctrain.records.service_ledger import ServiceEvent, ServiceEventKind, ServiceLedger
-from hpctrain.records.service_records import Address
+from hpctrain.records.service_records import Address, ServiceEvent, ServiceEventKind, ServiceLedger
 from hpctrain.runs.service_status import ServiceStatus, service_status
 from hpctrain.sandbox.daemons import JobProcess
 from hpctrain.sandbox.faults import job_processes

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rehearsal import Stage
 
-from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
+from hpctrain.records.sweeps import ComparisonLayout
 from hpctrain.trials.compare import (
     engines_request,
     open_comparison,

@@ -12,7 +12,7 @@ from variants import varied
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import started_ids, submitted_ids
 from hpctrain.records.ledger import EventKind
-from hpctrain.runs.cancel import cancel
+from hpctrain.runs.control import cancel
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import RunStatus
 from hpctrain.sandbox.daemons import step_daemons

@@ -14,9 +14,8 @@ from hpctrain.records.find import find_run
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_records import read_metrics
 from hpctrain.runs.archive import archive
-from hpctrain.runs.clean import clean, plan_cleaning
+from hpctrain.runs.clean import clean, plan_cleaning, remove
 from hpctrain.runs.logs import rank_logs
-from hpctrain.runs.remove import remove
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import statuses
 

@@ -15,7 +15,7 @@ from service_rehearsal import service_on
 from variants import varied
 
 from hpctrain.base.errors import UsageError
-from hpctrain.records.service_ledger import ServiceEventKind
+from hpctrain.records.service_records import ServiceEventKind
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.serve.control import request_restart, request_scale
 from hpctrain.serve.start_router import start_router_here

@@ -13,8 +13,7 @@ from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.node_record import EvidenceKind, NodeLedger
 from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
-from hpctrain.runs.describe import describe
-from hpctrain.runs.story_text import story_lines
+from hpctrain.runs.describe import describe, story_lines
 
 pytestmark = pytest.mark.nightly("all ranks measure themselves with torch, several launches")
 

@@ -19,8 +19,7 @@ from hpctrain.job.submit import submit
 from hpctrain.records.find import all_runs
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import read_request
-from hpctrain.runs.cancel import cancel
-from hpctrain.runs.control import resume
+from hpctrain.runs.control import cancel, resume
 from hpctrain.runs.describe import describe
 from hpctrain.runs.state import RunState
 from hpctrain.slurm.client import SlurmClient

@@ -14,9 +14,9 @@ from variants import varied
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import submitted_ids
 from hpctrain.records.ledger import EventKind
-from hpctrain.runs.run_problems import Symptom
 from hpctrain.runs.state import RunState
 from hpctrain.runs.watch import WatchPass, watch
+from hpctrain.runs.watch_rules import Symptom
 from hpctrain.sandbox import faults
 
 pytestmark = pytest.mark.stand_in

@@ -20,7 +20,7 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.requests import is_requested, make_request
 from hpctrain.records.run_records import TrainerExit
 from hpctrain.records.service_layout import ServiceLayout
-from hpctrain.records.service_settings import read_service_settings
+from hpctrain.records.service_records import read_service_settings
 from hpctrain.serve.jobs import SlurmReplicaJobs
 from hpctrain.serve.replica.config import RouterJobSettings, read_program_settings
 from hpctrain.serve.replica.life import Life, ReplicaError, SupersededError, say

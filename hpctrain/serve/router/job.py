@@ -19,9 +19,13 @@ from hpctrain.base.errors import HpctrainError
 from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
-from hpctrain.records.service_records import Address, Rotation
-from hpctrain.records.service_settings import ServiceSettings
+from hpctrain.records.service_records import (
+    Address,
+    Rotation,
+    ServiceEventKind,
+    ServiceLedger,
+    ServiceSettings,
+)
 from hpctrain.serve.engines.registry import SERVING_ENGINES
 from hpctrain.serve.jobs import SlurmReplicaJobs
 from hpctrain.serve.replica.life import say

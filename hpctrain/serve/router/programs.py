@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
-from hpctrain.records.service_settings import RouterSettings
+from hpctrain.records.service_records import RouterSettings
 
 # What clients are told while no replica is ready.
 RETRY_AFTER_SECONDS = 5

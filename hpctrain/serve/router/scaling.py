@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hpctrain.records.service_records import ScalingMemory
-from hpctrain.records.service_settings import ScalingSettings
+from hpctrain.records.service_records import ScalingMemory, ScalingSettings
 
 # An engine whose requests wait for so many per replica is behind: about one batch's turn.
 WAITING_PER_REPLICA = 4.0

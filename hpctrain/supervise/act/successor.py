@@ -27,7 +27,7 @@ from hpctrain.records.jobs import (
     submitted_ids,
     successor_ids,
 )
-from hpctrain.records.kept_scripts import keep_script
+from hpctrain.records.kept_code import keep_script
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_jobs import RunJobs, identity_of, select_jobs

@@ -25,7 +25,7 @@ from hpctrain.base import clock
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import LogFinding
 from hpctrain.judge.signatures import Matcher, Signatures, Where
-from hpctrain.records.launch_logs import LOG_NAME, LabelledLines
+from hpctrain.records.old_launches import LOG_NAME, LabelledLines
 
 UNREAD, TRACEBACK = "logs_unread", "traceback"
 # CSI and OSC sequences (ECMA-48): colours, and titles of terminals.

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.records.dataset_checks import IMAGE_SUFFIXES, class_directories, is_image
+from hpctrain.records.datasets import IMAGE_SUFFIXES, class_directories, is_image
 
 
 @dataclass(frozen=True)

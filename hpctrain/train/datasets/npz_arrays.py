@@ -1,6 +1,6 @@
 """Read arrays of .npz files by memory mapping, and write array files piece by piece or atomically.
 
-Belongs here: array data. Does not belong here: headers (see `hpctrain.records.archives`), the
+Belongs here: array data. Does not belong here: headers (see `hpctrain.records.datasets`), the
 meaning of the arrays.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.records.archives import read_heads
+from hpctrain.records.datasets import read_heads
 
 
 def open_archive(path: Path, columns: Iterable[str]) -> dict[str, np.ndarray]:

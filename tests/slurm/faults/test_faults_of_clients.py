@@ -32,8 +32,7 @@ from hpctrain.job.prepare import prepare
 from hpctrain.job.submit import submit
 from hpctrain.records.find import RunFiles, all_runs
 from hpctrain.records.ledger import EventKind
-from hpctrain.runs.cancel import cancel
-from hpctrain.runs.control import resume, stop
+from hpctrain.runs.control import cancel, resume, stop
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import statuses
 from hpctrain.runs.watch import watch

@@ -18,8 +18,8 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.records.manifest import MANIFEST_NAME, checkpoint_name, read_manifest
 from hpctrain.records.run_records import read_metrics
 from hpctrain.runs import control
-from hpctrain.runs.acceptances import Acceptance
 from hpctrain.runs.checkpoint_list import report_checkpoints
+from hpctrain.runs.control import Acceptance
 from hpctrain.runs.state import RunState
 
 

@@ -13,7 +13,7 @@ from survival import Fault, Survival
 
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
-from hpctrain.runs.cancel import cancel
+from hpctrain.runs.control import cancel
 from hpctrain.runs.state import RunState
 from hpctrain.runs.watch import watch
 from hpctrain.sandbox.sandbox import Sandbox

@@ -9,8 +9,7 @@ from rehearsal import Rehearsal, Stage, waits_for
 from survival import Fault, Survival
 
 from hpctrain.records.find import RunFiles
-from hpctrain.runs.cancel import cancel
-from hpctrain.runs.control import stop
+from hpctrain.runs.control import cancel, stop
 from hpctrain.runs.state import RunState
 from hpctrain.sandbox.processes import find_process
 

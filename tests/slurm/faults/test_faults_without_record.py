@@ -16,8 +16,8 @@ from survival import BY_SLURM, Fault, Survival
 from hpctrain.base.errors import SlurmError
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
-from hpctrain.runs.run_problems import WatchRemedy
 from hpctrain.runs.watch import watch
+from hpctrain.runs.watch_rules import WatchRemedy
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.faults import resume_node
 from hpctrain.sandbox.sandbox import Sandbox

@@ -23,7 +23,7 @@ from hpctrain.records.find import RunFiles
 from hpctrain.records.known_steps import fresh_start_pending
 from hpctrain.records.ledger import EventKind
 from hpctrain.runs import control
-from hpctrain.runs.acceptances import Acceptance, accept
+from hpctrain.runs.control import Acceptance, accept
 from hpctrain.runs.describe import request_history
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState

@@ -20,7 +20,7 @@ from hpctrain.records.find import RunFiles
 from hpctrain.records.kept_code import archive_name, current_archive, parse_archive_name
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
-from hpctrain.runs.upgrade import upgrade
+from hpctrain.runs.control import upgrade
 from hpctrain.version import __version__
 
 # What a job runs, by the words of its script and of its processes; none of them needs an engine.

@@ -11,9 +11,8 @@ from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, Said, ended, fabr
 from hpctrain.notify.message_text import compose, for_slack
 from hpctrain.notify.notices import WATCHED, NoticeKind, RunFacts, notices_of
 from hpctrain.records.ledger import Event, EventKind
-from hpctrain.runs.run_problems import Symptom, WatchRemedy
-from hpctrain.runs.why import why
-from hpctrain.runs.why_text import why_lines
+from hpctrain.runs.watch_rules import Symptom, WatchRemedy
+from hpctrain.runs.why import why, why_lines
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.spec.notify import NEED_A_PERSON, NoticeName
 

@@ -22,7 +22,7 @@ from hpctrain.records.run_records import (
     append_metrics,
     write_record,
 )
-from hpctrain.runs.log_tail import LogTail
+from hpctrain.runs.logs import LogTail
 from hpctrain.runs.run_page import loss_curve
 from hpctrain.runs.state import RunState
 from hpctrain.slurm.client import SlurmClient

@@ -13,8 +13,14 @@ from bench.footprint.system_calls import calls_below, strace_command
 from hpctrain.job.footprint import load_footprint_table
 from hpctrain.observe.attempt_exporter import PASS_SECONDS
 from hpctrain.plan.footprint.table import OPERATIONS, Operation, RunSize
-from hpctrain.records.communication import AxisMessages, CommunicationRecord
-from hpctrain.records.run_records import RankTimes, SaveRecord, append_save, write_record
+from hpctrain.records.run_records import (
+    AxisMessages,
+    CommunicationRecord,
+    RankTimes,
+    SaveRecord,
+    append_save,
+    write_record,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 # Reads the directory as often as it is told to; the account of all steps only once.

@@ -30,10 +30,11 @@ from hpctrain.observe.metrics_outlets import (
     published_endpoint,
 )
 from hpctrain.observe.samples import Sample, own_sample
-from hpctrain.records.communication import AxisMessages, CommunicationRecord
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind, Ledger
 from hpctrain.records.run_records import (
+    AxisMessages,
+    CommunicationRecord,
     Progress,
     RankTimes,
     SaveRecord,

@@ -30,7 +30,7 @@ from hpctrain.plan.footprint.table import (
     Formula,
     RunSize,
 )
-from hpctrain.records.layout import RunLayout
+from hpctrain.records.layout import Place, RunLayout
 from hpctrain.records.old_launches import pack_old_launches
 from hpctrain.records.supervise_config import TopologySettings
 from hpctrain.slurm import client
@@ -89,7 +89,7 @@ def test_every_documented_file_has_a_place_with_rows() -> None:
 
 def test_every_path_of_the_layout_has_a_place() -> None:
     run = RunLayout(Path("/runs/one"))
-    names = [name for name, value in vars(RunLayout).items() if isinstance(value, property)]
+    names = [name for name, value in vars(RunLayout).items() if isinstance(value, property | Place)]
     paths = [value for name in names if isinstance(value := getattr(run, name), Path)]
     paths += [run.rank_log(7, 0, 1, 3), run.trace(1, 0, 2, 3), run.stack_dump(1, 2)]
     paths += [run.train_config_for(3), run.ds_config_for(3), run.exit_records(1, 0)]

@@ -35,9 +35,9 @@ from hpctrain.records.run_records import (
 from hpctrain.records.supervise_config import (
     SuperviseConfig,
     known_supervise_config,
+    read_inputs,
     read_supervise_config,
 )
-from hpctrain.records.supervise_inputs import read_inputs
 from hpctrain.runs.run_documents import known_plan, known_train_config
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.version import __version__
@@ -55,6 +55,8 @@ READERS: dict[str, Callable[[RunLayout], object]] = {
     "skips.json": lambda run: read_record(run.skips, SkipList),
     "exits/e000001/rank-000000.json": lambda run: read_record(run.exit_record(1, 0), ExitRecord),
 }
+
+
 LINES: dict[str, Callable[[RunLayout], list[Any]]] = {
     "ledger.jsonl": lambda run: RunFiles(run).ledger.events(),
     "ledger.jsonl, its end": lambda run: RunFiles(run).ledger.last_events(10_000)[0],

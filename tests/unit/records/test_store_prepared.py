@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.records.archives import read_heads
-from hpctrain.records.dataset_checks import Expected, problems_of
-from hpctrain.records.datasets import SamplesSidecar, sidecar_path
+from hpctrain.records.datasets import (
+    Expected,
+    SamplesSidecar,
+    problems_of,
+    read_heads,
+    sidecar_path,
+)
 
 PICTURES = Expected("arrays", seq_length=5, vocab_size=10, classes=10, side=8)
 TEXTS = Expected("examples", seq_length=16, vocab_size=50, classes=3, side=224)
@@ -133,6 +137,6 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_this_needs_no_numpy() -> None:
-    code = "import sys, hpctrain.records.dataset_checks; print('numpy' in sys.modules)"
+    code = "import sys, hpctrain.records.datasets; print('numpy' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.stdout == "False\n", ended.stderr

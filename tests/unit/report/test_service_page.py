@@ -10,7 +10,7 @@ from command_line import hpctrain
 
 from hpctrain.base.durable import replace_text
 from hpctrain.records.service_layout import ReplicaName
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
+from hpctrain.records.service_records import ServiceEventKind, ServiceLedger
 from hpctrain.report.service_page import write_service_page
 from hpctrain.report.service_report import (
     ServiceReport,

@@ -17,12 +17,11 @@ from virtual_clock import VirtualClock
 
 from hpctrain.base.durable import replace_text
 from hpctrain.observe.live_view import LiveRuns
-from hpctrain.records.find import all_runs
+from hpctrain.records.find import all_runs, all_services
 from hpctrain.records.ledger import Ledger
 from hpctrain.records.service_layout import ReplicaName
 from hpctrain.report.report_windows import ReportWindow
 from hpctrain.report.team_report import team_report
-from hpctrain.runs.services import all_services
 from hpctrain.runs.watch import watch
 from hpctrain.slurm.fake import FakeSlurm
 

@@ -28,6 +28,8 @@ from hpctrain.records.run_records import (
 from hpctrain.runs.checkpoint_list import CheckpointReport, SaveInterval, report_checkpoints
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt-tiny.yaml"
+
+
 # 1000 s of training with one failure: that is the time between failures.
 FAILED_ONCE = (
     said(EventKind.LAUNCH_STARTED, epoch=1, resume_step=0, time=NOW - 2000),

@@ -22,9 +22,8 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import user_name
 from hpctrain.runs import archive as archives
 from hpctrain.runs.archive import ArchiveListing, archive
-from hpctrain.runs.clean import clean, plan_cleaning
+from hpctrain.runs.clean import clean, plan_cleaning, refuse_to_remove, remove
 from hpctrain.runs.describe import describe
-from hpctrain.runs.remove import refuse_to_remove, remove
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import statuses
 from hpctrain.slurm.fake import FakeSlurm
@@ -358,7 +357,7 @@ def test_half_of_a_removed_run_is_no_run(
         raise OSError(5, "Input/output error", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr("hpctrain.runs.remove.remove_tree", fail)
+        patched.setattr("hpctrain.runs.clean.remove_tree", fail)
         with pytest.raises(UsageError, match="cannot be removed completely"):
             remove(run, slurm)  # type: ignore[arg-type]
     assert all_runs(tmp_path / "runs") == []

@@ -21,8 +21,8 @@ from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.runs.notify import send_notices
-from hpctrain.runs.run_problems import DiskSpace, Symptom
 from hpctrain.runs.watch import watch
+from hpctrain.runs.watch_rules import DiskSpace, Symptom
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord

@@ -21,8 +21,7 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_jobs import identity_of, select_jobs
 from hpctrain.records.run_records import append_metrics, read_metrics
 from hpctrain.runs.bitwise import compare_runs
-from hpctrain.runs.cancel import cancel
-from hpctrain.runs.control import hold, resume, stop
+from hpctrain.runs.control import cancel, hold, resume, stop
 from hpctrain.runs.describe import describe
 from hpctrain.runs.logs import LogPart, attempt_directories, follow, job_logs, rank_logs
 from hpctrain.runs.run_documents import known_plan

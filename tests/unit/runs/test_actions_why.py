@@ -22,12 +22,17 @@ from hpctrain.judge.documents import ActionKind, History
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.supervise_config import LaunchShape, RollbackSettings, SuperviseConfig
-from hpctrain.runs.describe import describe
-from hpctrain.runs.policy_preview import PolicyPreview, budgets, preview_policy
+from hpctrain.runs.describe import describe, story_lines
 from hpctrain.runs.status import statuses
-from hpctrain.runs.story_text import story_lines
-from hpctrain.runs.why import Why, waiting_words, why
-from hpctrain.runs.why_text import why_lines
+from hpctrain.runs.why import (
+    PolicyPreview,
+    Why,
+    budgets,
+    preview_policy,
+    waiting_words,
+    why,
+    why_lines,
+)
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState

@@ -19,7 +19,7 @@ from hpctrain.checkpoints.publish import quarantine
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_records import SaveRecord, append_save
-from hpctrain.runs.checkpoints_command import progress_line
+from hpctrain.runs.files_command import progress_line
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 
@@ -269,9 +269,9 @@ def test_the_progress_line_ends_clean(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_these_commands_import_nothing_heavy() -> None:
     code = (
-        "import sys; import hpctrain.runs.control_command, hpctrain.runs.why_text;"
-        "import hpctrain.runs.why_command;"
-        "import hpctrain.runs.checkpoints_command, hpctrain.runs.control, hpctrain.runs.why;"
+        "import sys; import hpctrain.runs.control_command, hpctrain.runs.why;"
+        "import hpctrain.runs.command;"
+        "import hpctrain.runs.files_command, hpctrain.runs.control, hpctrain.runs.why;"
         "import hpctrain.runs.checkpoint_list;"
         "print([m for m in ('torch', 'numpy', 'pandas', 'ruamel', 'jinja2') if m in sys.modules])"
     )

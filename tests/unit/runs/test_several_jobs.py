@@ -17,7 +17,7 @@ from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import generation, started_ids, submitted_ids, successor_ids
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
-from hpctrain.runs.cancel import cancel
+from hpctrain.runs.control import cancel
 from hpctrain.runs.describe import describe
 from hpctrain.runs.logs import attempt_directories, job_logs
 from hpctrain.runs.state import RunState, counted

@@ -9,17 +9,18 @@ from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, Said, ended, said
 
 from hpctrain.judge.causes import Cause
 from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.supervise_config import LaunchShape, SuperviseConfig
-from hpctrain.runs.run_problems import (
+from hpctrain.runs.state import RunState, judge
+from hpctrain.runs.watch_rules import (
     DiskSpace,
     RunProblem,
     Symptom,
     WatchedRun,
     WatchRemedy,
+    find_problems,
     is_reported,
 )
-from hpctrain.runs.state import RunState, judge
-from hpctrain.runs.watch_rules import find_problems
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 
@@ -108,184 +109,150 @@ STORM = tuple(
     )
 )
 
-SEEN: list[tuple[str, WatchedRun, Symptom, WatchRemedy, str]] = [
-    (
-        "a node died, and Slurm may not requeue",
-        look(BEGUN, job(JobState.NODE_FAIL), continuation="none"),
-        Symptom.ORPHANED,
-        WatchRemedy.RESUBMIT,
-        "one of its nodes failed",
-    ),
-    (
-        "preempted where preempted jobs are cancelled",
-        look(BEGUN, job(JobState.PREEMPTED)),
-        Symptom.PREEMPTED,
-        WatchRemedy.RESUBMIT,
-        "preempted",
-    ),
-    (
-        "the supervisor was killed",
-        look(BEGUN, job(JobState.FAILED, exit_signal=9)),
-        Symptom.ORPHANED,
-        WatchRemedy.RESUBMIT,
-        "supervisor of job 1 was lost (signal 9)",
-    ),
-    (
-        "the script failed before the supervisor",
-        look(SUBMITTED, job(JobState.FAILED, exit_code=127)),
-        Symptom.ORPHANED,
-        WatchRemedy.RESUBMIT,
-        "ended before its supervisor began (exit code 127)",
-    ),
-    (
-        "a restarted script failed before the supervisor",
-        look(REQUEUED, job(JobState.FAILED, exit_code=1, restart_count=1)),
-        Symptom.ORPHANED,
-        WatchRemedy.RESUBMIT,
-        "ended before its supervisor began",
-    ),
-    (
-        "the time limit took the supervisor along",
-        look(BEGUN, job(JobState.TIMEOUT)),
-        Symptom.ORPHANED,
-        WatchRemedy.RESUBMIT,
-        "it reached its time limit",
-    ),
-    (
-        "Slurm has forgotten a job that was running",
-        look(BEGUN),
-        Symptom.ORPHANED,
-        WatchRemedy.RESUBMIT,
-        "its supervisor left no record",
-    ),
-    (
-        "Slurm has forgotten a job that it was ending",
-        look((*BEGUN, said(EventKind.SIGNAL, signal="TERM"))),
-        Symptom.VANISHED,
-        WatchRemedy.TELL,
-        "how it ended is unknown",
-    ),
-    (
-        "Slurm has forgotten a job that waited",
-        look(SUBMITTED),
-        Symptom.VANISHED,
-        WatchRemedy.TELL,
-        "how it ended is unknown",
-    ),
-    (
-        "Slurm has forgotten a job that waited after a requeue: it may have been cancelled",
-        look(REQUEUED),
-        Symptom.VANISHED,
-        WatchRemedy.TELL,
-        "how it ended is unknown",
-    ),
-    (
-        "a requeue that Slurm never heard of",
-        look(REQUEUED, job(JobState.COMPLETED)),
-        Symptom.PREEMPTED,
-        WatchRemedy.RESUBMIT,
-        "nothing followed",
-    ),
-    (
-        "the last job of a chain",
-        look(LEFT, job(JobState.COMPLETED), continuation="chain"),
-        Symptom.CHAIN_EXHAUSTED,
-        WatchRemedy.RESUBMIT,
-        "no job of the chain is left",
-    ),
-    (
-        "the last element of an array",
-        look(LEFT, job(JobState.COMPLETED), continuation="array"),
-        Symptom.CHAIN_EXHAUSTED,
-        WatchRemedy.RESUBMIT,
-        "no job of the array is left",
-    ),
-    (
-        "the successor of a chain that nobody knows any more",
-        look((*LEFT, SUCCESSOR), job(JobState.COMPLETED), continuation="chain"),
-        Symptom.VANISHED,
-        WatchRemedy.TELL,
-        "how it ended is unknown",
-    ),
-    (
-        "a job that the ledger does not know",
-        look(SUBMITTED[:2], UNKNOWN_JOB, unrecorded=(UNKNOWN_JOB,)),
-        Symptom.UNRECORDED,
-        WatchRemedy.ADOPT,
-        "job 7 is one of this run",
-    ),
-    (
-        "a run that is over without being done",
-        look((*BEGUN, *FAILED), job(JobState.FAILED)),
-        Symptom.FAILED,
-        WatchRemedy.TELL,
-        "it has stopped and is not done: 3 crashes",
-    ),
-    (
-        "a prolog failed",
-        look(REQUEUED, HELD_LAUNCH),
-        Symptom.LAUNCH_HELD,
-        WatchRemedy.RELEASE,
-        "Slurm holds the job",
-    ),
-    (
-        "a login shell failed on a node: a release would cost the next one",
-        look(REQUEUED, HELD_ENVIRONMENT),
-        Symptom.ENVIRONMENT_HELD,
-        WatchRemedy.TELL,
-        "repair ~/.bash_profile",
-    ),
-    (
-        "Slurm has launched it five times",
-        look(REQUEUED, HELD_LIMIT),
-        Symptom.LIMIT_HELD,
-        WatchRemedy.RELEASE,
-        "MaxBatchRequeue",
-    ),
-    (
-        "the wait after a requeue",
-        look(REQUEUED, DELAYED),
-        Symptom.DELAYED,
-        WatchRemedy.START_NOW,
-        "101 s more",
-    ),
-    (
-        "excluded nodes are the only ones",
-        look(AVOIDING, NO_NODE),
-        Symptom.EXCLUDED,
-        WatchRemedy.CLEAR_EXCLUDED,
-        "while it avoids n1, n2",
-    ),
-    (
-        "nodes are missing for long",
-        look(SUBMITTED, WAITING, shapes=SHAPES),
-        Symptom.TOO_FEW_NODES,
-        WatchRemedy.TAKE_FEWER,
-        "33 min for 4 nodes and may begin with 2",
-    ),
-    (
-        "nothing moves",
-        look(BEGUN, RUNNING, signs_time=NOW - 1921),
-        Symptom.STALLED,
-        WatchRemedy.TELL,
-        "`scontrol requeue 1` restarts it",
-    ),
-    (
-        "failures come thick and fast",
-        look((*BEGUN, *STORM), RUNNING, signs_time=NOW, storm_window_seconds=7200.0),
-        Symptom.STORM,
-        WatchRemedy.TELL,
-        "5 failures within 120 min",
-    ),
-]
+# what has happened, words of the message, by symptom and remedy
+SEEN: dict[tuple[Symptom, WatchRemedy], list[tuple[str, WatchedRun, str]]] = {
+    (Symptom.ORPHANED, WatchRemedy.RESUBMIT): [
+        (
+            "a node died, and Slurm may not requeue",
+            look(BEGUN, job(JobState.NODE_FAIL), continuation="none"),
+            "one of its nodes failed",
+        ),
+        (
+            "the supervisor was killed",
+            look(BEGUN, job(JobState.FAILED, exit_signal=9)),
+            "supervisor of job 1 was lost (signal 9)",
+        ),
+        (
+            "the script failed before the supervisor",
+            look(SUBMITTED, job(JobState.FAILED, exit_code=127)),
+            "ended before its supervisor began (exit code 127)",
+        ),
+        (
+            "a restarted script failed before the supervisor",
+            look(REQUEUED, job(JobState.FAILED, exit_code=1, restart_count=1)),
+            "ended before its supervisor began",
+        ),
+        (
+            "the time limit took the supervisor along",
+            look(BEGUN, job(JobState.TIMEOUT)),
+            "it reached its time limit",
+        ),
+        (
+            "Slurm has forgotten a job that was running",
+            look(BEGUN),
+            "its supervisor left no record",
+        ),
+    ],
+    (Symptom.PREEMPTED, WatchRemedy.RESUBMIT): [
+        (
+            "preempted where preempted jobs are cancelled",
+            look(BEGUN, job(JobState.PREEMPTED)),
+            "preempted",
+        ),
+        (
+            "a requeue that Slurm never heard of",
+            look(REQUEUED, job(JobState.COMPLETED)),
+            "nothing followed",
+        ),
+    ],
+    (Symptom.VANISHED, WatchRemedy.TELL): [
+        (
+            "Slurm has forgotten a job that it was ending",
+            look((*BEGUN, said(EventKind.SIGNAL, signal="TERM"))),
+            "how it ended is unknown",
+        ),
+        ("Slurm has forgotten a job that waited", look(SUBMITTED), "how it ended is unknown"),
+        (
+            "Slurm has forgotten a job that waited after a requeue: it may have been cancelled",
+            look(REQUEUED),
+            "how it ended is unknown",
+        ),
+        (
+            "the successor of a chain that nobody knows any more",
+            look((*LEFT, SUCCESSOR), job(JobState.COMPLETED), continuation="chain"),
+            "how it ended is unknown",
+        ),
+    ],
+    (Symptom.CHAIN_EXHAUSTED, WatchRemedy.RESUBMIT): [
+        (
+            "the last job of a chain",
+            look(LEFT, job(JobState.COMPLETED), continuation="chain"),
+            "no job of the chain is left",
+        ),
+        (
+            "the last element of an array",
+            look(LEFT, job(JobState.COMPLETED), continuation="array"),
+            "no job of the array is left",
+        ),
+    ],
+    (Symptom.UNRECORDED, WatchRemedy.ADOPT): [
+        (
+            "a job that the ledger does not know",
+            look(SUBMITTED[:2], UNKNOWN_JOB, unrecorded=(UNKNOWN_JOB,)),
+            "job 7 is one of this run",
+        ),
+    ],
+    (Symptom.FAILED, WatchRemedy.TELL): [
+        (
+            "a run that is over without being done",
+            look((*BEGUN, *FAILED), job(JobState.FAILED)),
+            "it has stopped and is not done: 3 crashes",
+        ),
+    ],
+    (Symptom.LAUNCH_HELD, WatchRemedy.RELEASE): [
+        ("a prolog failed", look(REQUEUED, HELD_LAUNCH), "Slurm holds the job"),
+    ],
+    (Symptom.ENVIRONMENT_HELD, WatchRemedy.TELL): [
+        (
+            "a login shell failed on a node: a release would cost the next one",
+            look(REQUEUED, HELD_ENVIRONMENT),
+            "repair ~/.bash_profile",
+        ),
+    ],
+    (Symptom.LIMIT_HELD, WatchRemedy.RELEASE): [
+        ("Slurm has launched it five times", look(REQUEUED, HELD_LIMIT), "MaxBatchRequeue"),
+    ],
+    (Symptom.DELAYED, WatchRemedy.START_NOW): [
+        ("the wait after a requeue", look(REQUEUED, DELAYED), "101 s more"),
+    ],
+    (Symptom.EXCLUDED, WatchRemedy.CLEAR_EXCLUDED): [
+        ("excluded nodes are the only ones", look(AVOIDING, NO_NODE), "while it avoids n1, n2"),
+    ],
+    (Symptom.TOO_FEW_NODES, WatchRemedy.TAKE_FEWER): [
+        (
+            "nodes are missing for long",
+            look(SUBMITTED, WAITING, shapes=SHAPES),
+            "33 min for 4 nodes and may begin with 2",
+        ),
+    ],
+    (Symptom.STALLED, WatchRemedy.TELL): [
+        (
+            "nothing moves",
+            look(BEGUN, RUNNING, signs_time=NOW - 1921),
+            "`scontrol requeue 1` restarts it",
+        ),
+    ],
+    (Symptom.STORM, WatchRemedy.TELL): [
+        (
+            "failures come thick and fast",
+            look((*BEGUN, *STORM), RUNNING, now=NOW - 3000, signs_time=NOW - 3000),
+            "5 failures within 30 min",
+        ),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("seen", "symptom", "remedy", "words"), [row[1:] for row in SEEN], ids=[row[0] for row in SEEN]
+    ("seen", "expected", "words"),
+    [
+        pytest.param(seen, expected, words, id=name)
+        for expected, rows in SEEN.items()
+        for name, seen, words in rows
+    ],
 )
-def test_what_is_seen(seen: WatchedRun, symptom: Symptom, remedy: WatchRemedy, words: str) -> None:
+def test_what_is_seen(seen: WatchedRun, expected: tuple[Symptom, WatchRemedy], words: str) -> None:
     found = only(seen)
-    assert (found.symptom, found.remedy) == (symptom, remedy), found
+    assert (found.symptom, found.remedy) == expected, found
     assert words in found.message
 
 
@@ -324,7 +291,7 @@ LEFT_ALONE: list[tuple[str, WatchedRun]] = [
     ),
     (
         "a wait that does it good",
-        look((*BEGUN, *STORM), DELAYED, storm_window_seconds=7200.0),
+        look((*BEGUN, *STORM), DELAYED),
     ),
     ("no node, but none is excluded", look(REQUEUED, NO_NODE)),
     (
@@ -446,7 +413,7 @@ def test_an_attempt_that_is_closed_already_is_not_counted_twice() -> None:
 
 def test_a_storm_is_waited_out() -> None:
     entries = (*BEGUN, *STORM, said(EventKind.ACTION, action="requeue", reason="storm"))
-    settings = dict(storm_window_seconds=1e6, failures_without_progress=99)
+    settings = dict(failures_without_progress=99)
     calm = look(entries, job(JobState.COMPLETED, end_time=NOW - 3600), **settings)
     assert only(calm).remedy is WatchRemedy.RESUBMIT
     soon = replace(calm, now=calm.events[-1].time + 290, grace_seconds=0.0)
@@ -518,7 +485,7 @@ def test_what_was_only_told_is_done_once_it_may_be() -> None:
     """A storm of failures is waited out; its report does not keep the run from going on."""
     told = said(EventKind.WATCH, action="tell", symptom=Symptom.ORPHANED)
     entries = (*BEGUN, *STORM, said(EventKind.ACTION, action="requeue", reason="storm"), told)
-    settings = dict(storm_window_seconds=1e6, failures_without_progress=99)
+    settings = dict(failures_without_progress=99)
     calm = look(entries, job(JobState.COMPLETED, end_time=NOW - 3600), **settings)
     found = only(calm)
     assert found.remedy is WatchRemedy.RESUBMIT and not is_reported(calm, found)
@@ -534,6 +501,6 @@ def test_a_stopped_run_is_reported_as_failed_if_its_status_is(
     for cause in (None, *Cause):
         stop = said(EventKind.ACTION, action="stop", cause=cause, exit_code=exit_code)
         seen = look((*BEGUN, *launch_end, stop), last_job)
-        state = judge(seen.events, done=False, queued=last_job, answered=True).state
+        state = judge(seen.events, RunJobs((last_job,)), done=False).state
         reported = [problem.symptom for problem in find_problems(seen)]
         assert reported == [Symptom.FAILED] * (state is RunState.FAILED), (cause, state)

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.records.service_records import ScalingMemory
-from hpctrain.records.service_settings import ScalingSettings
+from hpctrain.records.service_records import ScalingMemory, ScalingSettings
 from hpctrain.serve.router.scaling import (
     LEAST_CALM_SECONDS,
     Load,
