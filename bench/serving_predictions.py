@@ -33,12 +33,12 @@ from hpctrain.plan.cost.case import Floats, stack
 from hpctrain.serve.plan.served_model import stack_served
 from hpctrain.serve.plan.serving_machine import ReplicaCase, ServingMachine, serving_machine
 from hpctrain.serve.plan.step_time import fits, largest_batch
-from hpctrain.spec.loader import load_calibration, load_catalogue, load_serving_calibration
-from hpctrain.spec.serving_calibration import (
+from hpctrain.spec.calibration import (
     ServingCalibration,
     ServingEngineCalibration,
     ServingGpuCalibration,
 )
+from hpctrain.spec.loader import load_calibration, load_catalogue, load_serving_calibration
 
 CLOSED, SPLIT, OPEN, OFFLINE = "closed", "split", "open", "offline"
 OFFLINE_STREAMS = 2.0  # times the largest batch: what offline runs have waiting at least

@@ -21,7 +21,7 @@ from hpctrain.serve.plan.step_time import (
     largest_batch,
     sequence_bytes,
 )
-from hpctrain.spec.serving_calibration import ServingEngineCalibration
+from hpctrain.spec.calibration import ServingEngineCalibration
 
 ROUNDS = 6  # of the fixed point; it is damped and settles to 1e-3 in fewer
 

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
-from hpctrain.records.service_records import Endpoint
-from hpctrain.records.service_settings import RouterSettings, ScalingSettings, ServiceSettings
+from hpctrain.records.service_records import (
+    Endpoint,
+    RouterSettings,
+    ScalingSettings,
+    ServiceSettings,
+)
 from hpctrain.serve.plan.documents import ReplicaPlan, ServicePlan
 from hpctrain.serve.service_job import ServiceInputs, replica_documents, write_prototype
 from hpctrain.spec.loader import load_profile, load_service_spec, partition_profile

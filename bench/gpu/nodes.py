@@ -31,8 +31,8 @@ from hpctrain.records.speed_checks import read_speed_checks
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import load_named_profile, load_run_spec
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.trials.measure import counted_steps, spread_of, warm_up_steps
-from hpctrain.trials.trial_spec import sizes
+from hpctrain.trials.judging import counted_steps, spread_of, warm_up_steps
+from hpctrain.trials.variants import sizes
 
 STEPS, SAVE_STEPS = 50, 20
 _POLL_SECONDS = 5.0

@@ -21,8 +21,8 @@ from hpctrain.records.service_layout import ReplicaName
 from hpctrain.records.service_records import DrainRecord, Endpoint
 from hpctrain.records.supervise_config import known_supervise_config
 from hpctrain.runs.service_status import ReplicaStatus
+from hpctrain.sandbox.daemons import JobProcess
 from hpctrain.sandbox.faults import crash_node, job_processes
-from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.serve.control import request_restart, request_scale
 from hpctrain.serve.engines.registry import SERVING_ENGINES
 from hpctrain.serve.replica.engine_process import EngineAnswers

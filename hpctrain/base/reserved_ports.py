@@ -3,7 +3,7 @@
 A port that was only found free may be another's by the time its program listens. A reservation is
 a UDP socket that is bound to the number: TCP does not mind it, and nobody else who reserves gets
 it. Belongs here: which numbers, and the reservation. Does not belong here: the block of a sandbox
-(`hpctrain.sandbox.ports`), what replicas of several jobs on one node agree on
+(`hpctrain.sandbox.paths`), what replicas of several jobs on one node agree on
 (`hpctrain.serve.replica.lifecycle`).
 """
 
@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterable
 
 # Below the ephemeral ports of Linux (ip_local_port_range starts at 32768), so that no outgoing
-# connection takes one meanwhile, and above those of sandboxes (`hpctrain.sandbox.ports`).
+# connection takes one meanwhile, and above those of sandboxes (`hpctrain.sandbox.paths`).
 FIRST, COUNT = 20000, 10000
 
 

@@ -26,11 +26,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "Count files, metadata operations and RPCs before submitting",
         ),
         "compare": (
-            "trials.compare",
+            "trials",
             "Run variants of a spec for a few steps each, and recommend one",
         ),
         "scale": (
-            "trials.compare",
+            "trials",
             "Run a spec on several numbers of GPUs: speed-up, shares of time",
         ),
         "simulate": ("job.simulate", "Play a run with failures: choose interval, spares, budgets"),
@@ -39,10 +39,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "submit": ("job", "Plan, render and submit a run"),
         "sweep": ("trials", "Submit a run for each point of a grid; compare their results"),
         "status": ("runs", "Show what runs are doing; with a name, a page about it"),
-        "top": ("observe.top", "Show runs live on a terminal; keys explain, save and stop"),
+        "top": ("observe", "Show runs live on a terminal; keys explain, save and stop"),
         "logs": ("runs", "Show or follow the logs of a run, or only its errors"),
         "watch": ("runs.watch", "Look after all runs once, from cron: revive lost ones"),
-        "exporter": ("observe.exporter", "Export metrics of runs for Prometheus"),
+        "exporter": ("observe", "Export metrics of runs for Prometheus"),
         "notify": ("runs", "Show whom a run tells about which events; send a test"),
     },
     "Serve": {
@@ -79,7 +79,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "site.calibrate",
             "Turn measurements of a cluster into constants of the planner",
         ),
-        "monitoring": ("observe.monitoring", "Write alert rules, Grafana dashboards and examples"),
+        "monitoring": ("observe", "Write alert rules, Grafana dashboards and examples"),
         "sandbox": ("sandbox", "A real multi-node Slurm in a directory"),
     },
     "Make": {

@@ -4,7 +4,7 @@
 `config.json` (transformers 5). `described` reads such a file back, and `disagreements` compares it
 with a spec. Belongs here: these names. Does not belong here: transformers (see
 `hpctrain.train.engines.models`), opening the file (see `hpctrain.checkpoints.staged`), models that
-the classes cannot represent (`hpctrain.plan.abilities.representable_hugging_face`).
+the classes cannot represent (`hpctrain.plan.abilities.trainable_hugging_face`).
 """
 
 from __future__ import annotations

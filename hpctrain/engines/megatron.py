@@ -4,7 +4,7 @@
 DistributedDataParallelConfig), which makes `train.json` readable to users of Megatron.
 Belongs here: the document, the pure functions that fill it, and what its options need of libraries
 and GPUs. Does not belong here: what ranks have (see `hpctrain.train.software_agreement`), options
-that exclude each other (see `hpctrain.train.engines.megatron.option_problems`), torch, megatron
+that exclude each other (see `hpctrain.train.engines.megatron.preflight`), torch, megatron
 imports, or reading files.
 """
 

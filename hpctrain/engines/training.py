@@ -20,7 +20,7 @@ from hpctrain.spec.profiling import ProfileSpec
 from hpctrain.spec.supervision import SoftwareMode
 
 if TYPE_CHECKING:
-    from hpctrain.plan.cost.expected_speed import ExpectedSpeed
+    from hpctrain.plan.cost.prediction import ExpectedSpeed
     from hpctrain.plan.job import TrainingJob
 
 MESSAGES_INTERVAL_STEPS = 200

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Literal
 
 from hpctrain.plan.cost.case import Case, Mesh
-from hpctrain.plan.cost.composition import Blocks
 from hpctrain.plan.cost.from_spec import (
     ELEMENT_BYTES,
     NO_MACHINE,
@@ -23,6 +22,7 @@ from hpctrain.plan.cost.from_spec import (
     uses_flash_attention,
 )
 from hpctrain.plan.cost.memory import kept_bytes, logit_bytes, outside_bytes
+from hpctrain.plan.cost.weights import Blocks
 from hpctrain.plan.documents import RECOMPUTES, Plan
 from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.document import Document

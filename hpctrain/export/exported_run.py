@@ -18,8 +18,13 @@ from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import UsageError
 from hpctrain.export.lost_settings import Destination, LostSetting, lost_settings
 from hpctrain.job.prepare import Prepared, input_paths
-from hpctrain.job.render.job_environment import Variable, inherited_names, script_variables
-from hpctrain.job.render.software import cache_directories, per_rank_variables
+from hpctrain.job.render.environment import (
+    Variable,
+    cache_directories,
+    inherited_names,
+    per_rank_variables,
+    script_variables,
+)
 from hpctrain.spec.job_text import expanded_names, literal_text
 from hpctrain.spec.profile import INTERFACE_VARIABLES
 from hpctrain.version import __version__

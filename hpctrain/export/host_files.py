@@ -15,7 +15,7 @@ from hpctrain.export.exported_run import Export, ExportedFile, exported_run
 from hpctrain.export.lost_settings import LostSetting
 from hpctrain.job.prepare import Prepared
 from hpctrain.job.render.quoting import sh, sh_expanded
-from hpctrain.slurm.host_lists import expand_hosts
+from hpctrain.slurm.parse import expand_hosts
 
 HOSTFILE, NODE_SCRIPT, COMMANDS = "hostfile", "run-node.sh", "commands.txt"
 _PORT = 29500

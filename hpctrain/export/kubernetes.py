@@ -22,8 +22,8 @@ from hpctrain.export.lost_settings import LostSetting
 from hpctrain.job.prepare import Prepared
 from hpctrain.job.render.containers import has_amd_gpus, run_container
 from hpctrain.spec.job_text import literal_text
-from hpctrain.spec.profile.container import ContainerProfile
-from hpctrain.spec.resolved import scalar_text
+from hpctrain.spec.positions import scalar_text
+from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.version import __version__
 
 # The name of container and Job that Kubeflow's trainer looks for (pkg/constants, Node).

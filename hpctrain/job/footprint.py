@@ -15,12 +15,10 @@ from hpctrain.base.errors import DoesNotFitError
 from hpctrain.base.units import short_duration
 from hpctrain.job.prepare import Prepared, prepare
 from hpctrain.job.render.script import log_files
-from hpctrain.plan.footprint.documents import Footprint
-from hpctrain.plan.footprint.predict import footprint, run_size
+from hpctrain.plan.footprint.predict import Footprint, footprint, run_size
 from hpctrain.plan.footprint.table import FootprintTable, RunSize
 from hpctrain.plan.forecast.documents import Forecast
-from hpctrain.plan.forecast.facts import run_facts
-from hpctrain.plan.forecast.predict import forecast
+from hpctrain.plan.forecast.predict import forecast, run_facts
 from hpctrain.spec.loader import load_packaged
 
 PACKAGED_FOOTPRINT = Path(__file__).resolve().parents[1] / "plan" / "footprint" / "footprint.yaml"

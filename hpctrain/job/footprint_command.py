@@ -11,7 +11,7 @@ from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.page.options import json_option, profile_option, runs_option, set_option
 from hpctrain.page.output import json_out, table
 from hpctrain.page.text import facts
-from hpctrain.plan.footprint.documents import Footprint
+from hpctrain.plan.footprint.predict import Footprint
 from hpctrain.plan.footprint.table import OPERATIONS, Operation
 
 

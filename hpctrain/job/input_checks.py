@@ -1,7 +1,7 @@
 """Checks before submission that weights and data of a spec exist and fit its model.
 
 Belongs here: which files a spec names, and reporting problems at their place in the spec. Does not
-belong here: which properties of data are checked (`hpctrain.records.dataset_checks`), loading
+belong here: which properties of data are checked (`hpctrain.records.datasets`), loading
 weights (`hpctrain.train.engines.models`), which imports torch.
 """
 
@@ -18,18 +18,18 @@ from pydantic import ValidationError
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import open_staged, require_kind
-from hpctrain.engines.described import disagreements
-from hpctrain.engines.hugging_face import classes_of
+from hpctrain.engines.hugging_face import classes_of, disagreements
 from hpctrain.job.datasets import DatasetDescription, describe_dataset
-from hpctrain.records.archives import read_heads
-from hpctrain.records.dataset_checks import Expected, problems_of
 from hpctrain.records.datasets import (
     COLUMNS,
     DatasetSidecar,
+    Expected,
     SamplesSidecar,
     bin_path,
     idx_path,
     npz_path,
+    problems_of,
+    read_heads,
     sidecar_path,
 )
 from hpctrain.records.shares import parts_without_documents, parts_without_rows, split_hint

@@ -28,7 +28,6 @@ from hpctrain.base.errors import (
 from hpctrain.job.prepare import load_inputs, load_knowledge
 from hpctrain.plan.alternatives import explain
 from hpctrain.plan.documents import Explanation, Goal, Plan
-from hpctrain.plan.forecast.budget import cheapest_plan, check_currency
 from hpctrain.plan.forecast.documents import (
     Budget,
     BudgetDecision,
@@ -36,9 +35,14 @@ from hpctrain.plan.forecast.documents import (
     RunFacts,
     SpotComparison,
 )
-from hpctrain.plan.forecast.facts import run_facts
-from hpctrain.plan.forecast.sentences import days, days_range
-from hpctrain.plan.forecast.spot import compare_spot
+from hpctrain.plan.forecast.options import (
+    cheapest_plan,
+    check_currency,
+    compare_spot,
+    days,
+    days_range,
+)
+from hpctrain.plan.forecast.predict import run_facts
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.planner import Decision, decide

@@ -95,7 +95,7 @@ def plan(
     from hpctrain.job import plan as action
     from hpctrain.job.plan_text import answer_lines, decision_lines
     from hpctrain.job.preflight import input_words, ready_sentence
-    from hpctrain.plan.forecast.budget import check_currency, parse_budget
+    from hpctrain.plan.forecast.options import check_currency, parse_budget
 
     budget = parse_budget(money, deadline) if money or deadline else None
     inputs = action.load(spec, profile, overrides)

@@ -25,9 +25,9 @@ from hpctrain.plan.forecast.documents import (
     Forecast,
     SpotComparison,
 )
-from hpctrain.plan.forecast.sentences import days, days_column, days_range, money_range
+from hpctrain.plan.forecast.options import days, days_column, days_range, money_range
 from hpctrain.plan.layout_words import DEFAULT_ORDER
-from hpctrain.plan.mesh.recomputation import recompute_words
+from hpctrain.plan.mesh.candidate import recompute_words
 
 if TYPE_CHECKING:
     from hpctrain.job.plan import Advice, Option

@@ -2,8 +2,8 @@
 
 `validate SPEC -p PROFILE` and `plan` show the list, `submit` refuses what fails, all at once.
 Belongs here: which checks there are, and in which order. Does not belong here: how data is checked
-(`input_checks`, `hpctrain.records.dataset_checks`), planning, what nodes find when a launch begins
-(`hpctrain.supervise.evidence.node_checks`, `hpctrain.train.preflight`).
+(`input_checks`, `hpctrain.records.datasets`), planning, what nodes find when a launch begins
+(`hpctrain.supervise.preflight`, `hpctrain.train.preflight`).
 """
 
 from __future__ import annotations

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hpctrain.base.errors import DoesNotFitError, InvalidInputError, LimitError, Problem
-from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.engines.speed_check import speed_check_config
-from hpctrain.engines.training import TrainConfig
+from hpctrain.engines.train_json import train_config
+from hpctrain.engines.training import TrainConfig, speed_check_config
 from hpctrain.job.render.containers import container_problems
 from hpctrain.job.render.environment import SetupFile, prologue_text, submit_variables
 from hpctrain.job.render.evaluation_script import evaluation_problems, evaluation_script
@@ -37,9 +36,8 @@ from hpctrain.job.site_warnings import refuse_ended_reservation, site_warnings
 from hpctrain.job.supervisor_settings import training_supervision
 from hpctrain.judge.catalogue import load_signatures
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
-from hpctrain.plan.as_planned import parallel_as_planned
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.job import TrainingJob
+from hpctrain.plan.job import TrainingJob, parallel_as_planned
 from hpctrain.records.datasets import bin_path, idx_path, npz_path
 from hpctrain.records.evaluations import EvaluationJob, EvaluationSettings
 from hpctrain.records.find import new_run_id
@@ -259,7 +257,7 @@ def site_knowledge(
     gpu: Gpu, calibration: Calibration, uncertainty: Uncertainty | None, site: SiteCalibration
 ) -> Knowledge:
     """Put what a site has measured and learned in place of packaged figures."""
-    from hpctrain.plan.cost.constants import calibrated_at_site
+    from hpctrain.plan.cost.from_spec import calibrated_at_site
     from hpctrain.plan.request import Knowledge
 
     measured = measured_rates(site)
@@ -319,7 +317,7 @@ def _prepared(
     python: str,
 ) -> Prepared:
     # with NumPy, which only planning needs
-    from hpctrain.plan.cost.expected_speed import expected_speed
+    from hpctrain.plan.cost.prediction import expected_speed
     from hpctrain.plan.planner import make_plan
     from hpctrain.plan.request import PlanRequest
 

@@ -15,7 +15,7 @@ from hpctrain.page.text import facts
 
 if TYPE_CHECKING:
     from hpctrain.job.simulation import Interval, Simulation
-    from hpctrain.simulate.interval_choice import Goal
+    from hpctrain.simulate.monte_carlo import Goal
     from hpctrain.simulate.scenario import MixName
 
 

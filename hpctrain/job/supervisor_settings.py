@@ -2,7 +2,7 @@
 
 Belongs here: which field becomes which setting, and what follows from several of them. Does not
 belong here: the document (`hpctrain.records.supervise_config`), the trainer's settings
-(`hpctrain.engines.documents`), writing files (`hpctrain.job.run_directory`).
+(`hpctrain.engines.train_json`), writing files (`hpctrain.job.run_directory`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from hpctrain.engines.speed_check import speed_check_mode
+from hpctrain.engines.training import speed_check_mode
 from hpctrain.job.render.containers import container_words, run_container
 from hpctrain.job.render.environment import submit_variables
 from hpctrain.job.render.warning_lead import warning_lead

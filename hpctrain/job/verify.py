@@ -19,9 +19,14 @@ from pydantic import ValidationError
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem, UsageError
 from hpctrain.base.module_subprocess import ModuleProgram, run_module
 from hpctrain.base.units import short_bytes
-from hpctrain.engines.documents import train_config
-from hpctrain.engines.kept import planned_kept_bytes
-from hpctrain.engines.verification import BuiltModel, Verification, VerifiedStage, compare
+from hpctrain.engines.train_json import train_config
+from hpctrain.engines.verification import (
+    BuiltModel,
+    Verification,
+    VerifiedStage,
+    compare,
+    planned_kept_bytes,
+)
 from hpctrain.page.text import LINE_WIDTH, columns_text
 from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.engines.registry import abilities_of

@@ -48,7 +48,7 @@ def top(names: tuple[str, ...], over: bool, every: float | None, runs: Path | No
     """
     from hpctrain.base.errors import HpctrainError, UsageError
     from hpctrain.records.find import all_runs, find_run, runs_directory
-    from hpctrain.runs.poll_interval import poll_interval
+    from hpctrain.runs.status import poll_interval
     from hpctrain.slurm.client import SlurmClient
 
     # Textual draws on stderr.
@@ -65,7 +65,7 @@ def top(names: tuple[str, ...], over: bool, every: float | None, runs: Path | No
         poll_interval(found, every)  # refuses what is too often
 
     from hpctrain.observe.top_screen import TopApp, TopOptions
-    from hpctrain.runs.page_text import can_print_dots
+    from hpctrain.runs.run_page import can_print_dots
 
     options = TopOptions(
         runs=directory,

@@ -19,10 +19,9 @@ from hpctrain.job.supervisor_settings import NODE_LEDGER_NAME
 from hpctrain.observe.run_metrics import RunMetrics
 from hpctrain.observe.samples import Sample, own_sample
 from hpctrain.observe.service_metrics import ANSWER_SECONDS, MetricsScraper, ServiceMetrics
-from hpctrain.records.find import RunFiles, all_runs
+from hpctrain.records.find import RunFiles, all_runs, all_services
 from hpctrain.records.watch_heartbeat import WatchHeartbeat, heartbeat_path
 from hpctrain.runs.node_evidence import node_rows
-from hpctrain.runs.services import all_services
 from hpctrain.runs.status import observe
 from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.slurm.client import SlurmClient

@@ -28,14 +28,12 @@ from hpctrain.records.manifest import MANIFEST_NAME, checkpoint_name
 from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.run_records import StepMetrics, parse_record
 from hpctrain.runs.notify import NoticeState, notice_states
-from hpctrain.runs.poll_interval import poll_interval
 from hpctrain.runs.run_documents import known_plan
 from hpctrain.runs.run_page import CurvePoint, curve_of
-from hpctrain.runs.run_problems import Symptom, WatchRemedy
 from hpctrain.runs.state import RunState, judge
-from hpctrain.runs.status import ObservedRun, RunStatus, observe, status_row
+from hpctrain.runs.status import ObservedRun, RunStatus, observe, poll_interval, status_row
 from hpctrain.runs.watch import snapshot
-from hpctrain.runs.watch_rules import find_problems
+from hpctrain.runs.watch_rules import Symptom, WatchRemedy, find_problems
 from hpctrain.slurm.client import SlurmClient
 
 # The alert rules for Prometheus call the same a run behind its plan.

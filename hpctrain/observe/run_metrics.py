@@ -25,24 +25,24 @@ from hpctrain.judge.launch_history import history
 from hpctrain.observe.samples import Sample, Samples
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import gpu_price
-from hpctrain.records.communication import read_communication
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import cluster_of
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_records import (
     Progress,
     RankTimes,
+    read_communication,
     read_record,
     read_saves,
     tail_metrics,
 )
 from hpctrain.records.supervise_config import SuperviseConfig, known_supervise_config
 from hpctrain.runs.goodput import goodput, gpus_held
-from hpctrain.runs.policy_preview import budgets
 from hpctrain.runs.run_documents import known_plan, known_train_config
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import ObservedRun
-from hpctrain.slurm.host_lists import expand_hosts
+from hpctrain.runs.why import budgets
+from hpctrain.slurm.parse import expand_hosts
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.telemetry.goodput import Goodput

@@ -23,7 +23,7 @@ from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError
 from hpctrain.observe.families import DRAIN_RESULTS, PHASES
 from hpctrain.observe.samples import Sample, Samples
-from hpctrain.plan.gpu_price import gpu_price
+from hpctrain.plan.job import gpu_price
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_records import read_record
 from hpctrain.records.service_layout import ReplicaName

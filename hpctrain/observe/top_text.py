@@ -23,9 +23,9 @@ from hpctrain.base.units import short_duration
 from hpctrain.observe.live_view import LiveRow, LiveView, RunDetails
 from hpctrain.page.text import is_numeric, paragraph
 from hpctrain.records.find import RunFiles
-from hpctrain.runs.log_tail import LogTail
-from hpctrain.runs.notify_text import state_words
-from hpctrain.runs.page_text import curve_lines
+from hpctrain.runs.logs import LogTail
+from hpctrain.runs.notify import state_words
+from hpctrain.runs.run_page import curve_lines
 from hpctrain.runs.status_text import COLOURS, sentences
 from hpctrain.slurm.client import SlurmClient
 
@@ -455,23 +455,20 @@ class TextPage:
 
 def why_page(run: RunFiles, slurm: SlurmClient) -> list[str]:
     """Explain the state of a run; asks Slurm."""
-    from hpctrain.runs.why import why
-    from hpctrain.runs.why_text import why_lines
+    from hpctrain.runs.why import why, why_lines
 
     now = clock.now()
     return list(why_lines(why(run, slurm, now), now))
 
 
 def history_page(run: RunFiles) -> list[str]:
-    from hpctrain.runs.describe import describe
-    from hpctrain.runs.story_text import story_lines
+    from hpctrain.runs.describe import describe, story_lines
 
     return story_lines(describe(run))
 
 
 def errors_page(run: RunFiles) -> list[str]:
-    from hpctrain.runs.log_errors import launch_errors
-    from hpctrain.runs.logs_text import error_lines
+    from hpctrain.runs.log_errors import error_lines, launch_errors
 
     return list(error_lines(launch_errors(run)))
 

@@ -1,7 +1,7 @@
 """Compare the winner of a search with other meshes and with single changes of the winner.
 
 Belongs here: selecting the runners-up and their differences. Does not belong here: text for the
-terminal (`hpctrain.job.explain_text`), or the choice itself (`search.layouts`).
+terminal (`hpctrain.job.plan_text`), or the choice itself (`search.layouts`).
 """
 
 from __future__ import annotations

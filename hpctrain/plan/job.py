@@ -17,7 +17,7 @@ from hpctrain.base.units import Duration
 from hpctrain.plan.documents import NodeRequest, Plan
 from hpctrain.spec.notify import NotifySpec, joined_notify
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.partition import PartitionProfile
+from hpctrain.spec.profile.slurm import PartitionProfile
 from hpctrain.spec.run import ContainerSpec, EnvironmentSpec, ParallelSpec, ResourcesSpec, RunSpec
 from hpctrain.spec.service import ServiceSpec
 from hpctrain.spec.supervision import SuperviseSpec

@@ -12,13 +12,12 @@ from functools import cached_property
 
 from hpctrain.plan.documents import Goal
 from hpctrain.plan.model.parameters import ModelCounts, count_model
-from hpctrain.spec.calibration import Calibration
+from hpctrain.spec.calibration import Calibration, SiteLearning, Uncertainty
 from hpctrain.spec.catalogue import Generation, Gpu
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.engines.megatron import Fp8Recipe, with_fp8_recipe
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.spec.uncertainty import SiteLearning, Uncertainty
 
 
 @dataclass(frozen=True)

@@ -118,12 +118,11 @@ def _write_runs(
     names: tuple[str, ...], runs: Path | None, output: Path | None, offline: bool
 ) -> None:
     """Write the page about one run, about several side by side, or about one service."""
-    from hpctrain.records.find import find_run, runs_directory
+    from hpctrain.records.find import find_run, find_service, runs_directory
     from hpctrain.report.collect import collect_reports
     from hpctrain.report.run_page import write_page
     from hpctrain.report.service_page import write_service_page
     from hpctrain.report.service_report import collect_service_report
-    from hpctrain.runs.services import find_service
     from hpctrain.serve.service_files import ServiceFiles, is_meant_as_service
     from hpctrain.slurm.client import SlurmClient
 

@@ -15,9 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.diagnose.facts import stage_of
 from hpctrain.plan.documents import Plan
-from hpctrain.records.communication import CommunicationRecord
 from hpctrain.records.ledger import Event, EventKind
-from hpctrain.records.run_records import RankTimes, StepMetrics
+from hpctrain.records.run_records import CommunicationRecord, RankTimes, StepMetrics
 from hpctrain.telemetry.thinning import Point, averaged, coarse_segments, thinned
 from hpctrain.telemetry.timeline import Category, Timeline, seconds
 

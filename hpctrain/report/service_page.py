@@ -2,7 +2,7 @@
 
 Belongs here: promise beside measurement, the picture of its latencies through everything that
 happened to it, replicas, money, the plan. Does not belong here: collecting them
-(`hpctrain.report.service_report`), windows of requests (`hpctrain.serve.latency_windows`).
+(`hpctrain.report.service_report`), windows of requests (`hpctrain.serve.load.summary`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from hpctrain.page.words import (
     words_of,
 )
 from hpctrain.report.service_report import MarkKind, ServiceMark, ServiceReport, TestedLatency
-from hpctrain.serve.latency_windows import LatencyOverTime
 from hpctrain.serve.load.measurement import MeasuredQuantile
+from hpctrain.serve.load.summary import LatencyOverTime
 from hpctrain.serve.plan.documents import Promise
 from hpctrain.serve.replica_lives import LifePhase, ReplicaLife
 

@@ -16,19 +16,23 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base import clock
 from hpctrain.page.words import words_of
-from hpctrain.plan.gpu_price import gpu_price
+from hpctrain.plan.job import gpu_price
 from hpctrain.records.run_records import read_record
-from hpctrain.records.service_ledger import ServiceEvent, ServiceEventKind
-from hpctrain.records.service_records import Address, ServiceState, Traffic
+from hpctrain.records.service_records import (
+    Address,
+    ServiceEvent,
+    ServiceEventKind,
+    ServiceState,
+    Traffic,
+)
 from hpctrain.report.collect import PartReader, Unread
-from hpctrain.serve.latency_windows import (
+from hpctrain.serve.load.measurement import RequestRecord, ServiceTest
+from hpctrain.serve.load.summary import (
     FailedRequest,
     LatencyOverTime,
     failed_requests,
     latencies_over_time,
 )
-from hpctrain.serve.load.measurement import RequestRecord
-from hpctrain.serve.load.service_test import ServiceTest
 from hpctrain.serve.plan.documents import Promise, ServicePlan
 from hpctrain.serve.replica_lives import (
     ASKED_FOR,
@@ -40,9 +44,8 @@ from hpctrain.serve.replica_lives import (
 from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.spec.loader import load_profile, load_service_spec
 from hpctrain.spec.service import ServiceSpec
-from hpctrain.telemetry.clock_repair import seconds
 from hpctrain.telemetry.goodput import OCCUPYING
-from hpctrain.telemetry.time_categories import Category
+from hpctrain.telemetry.timeline import Category, seconds
 
 _STEERED: dict[ServiceEventKind, str] = {
     ServiceEventKind.RESTART_REQUESTED: "rolling restart",

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError, NoSuchRunError, UsageError
 from hpctrain.plan.job import GpuPrice, gpu_price
-from hpctrain.records.find import RunFiles, all_runs
+from hpctrain.records.find import RunFiles, all_runs, all_services
 from hpctrain.records.jobs import cluster_of
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import read_saves
@@ -38,16 +38,14 @@ from hpctrain.report.team_tally import (
 )
 from hpctrain.runs.goodput import gpus_held, is_over, marks_of, quiet_seconds_of
 from hpctrain.runs.run_documents import known_plan
-from hpctrain.runs.services import all_services
 from hpctrain.serve.replica_lives import held_timeline, job_records, replica_life
 from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.spec.loader import load_profile, load_run_spec, load_service_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.spec.service import ServiceSpec
-from hpctrain.telemetry.clock_repair import ticks
-from hpctrain.telemetry.timeline import Mark, MarkKind, timeline
-from hpctrain.telemetry.window_account import needless_epochs, window_accounts
+from hpctrain.telemetry.goodput import needless_epochs, window_accounts
+from hpctrain.telemetry.timeline import Mark, MarkKind, ticks, timeline
 
 ProjectSource = Literal["account", "wandb"]
 NO_PROJECT = "(none)"

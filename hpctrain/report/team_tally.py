@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.plan.gpu_price import GpuPrice
+from hpctrain.plan.job import GpuPrice
 from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING, WindowAccount
 from hpctrain.telemetry.timeline import TICKS_PER_SECOND, Category
 

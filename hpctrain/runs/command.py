@@ -398,7 +398,7 @@ def nodes(
     ledger = runs_directory(runs) / NODE_LEDGER_NAME
     usable_nodes = 0
     if profile:
-        from hpctrain.spec.profiles import load_named_profile
+        from hpctrain.spec.loader import load_named_profile
 
         document = load_named_profile(profile).document
         cluster, usable_nodes = document.name, document.nodes.count

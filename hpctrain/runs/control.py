@@ -57,8 +57,7 @@ from hpctrain.runs.describe import TAKE_BACK
 from hpctrain.runs.run_documents import known_plan
 from hpctrain.runs.state import ENDS_RUN, RunState, standing_action
 from hpctrain.runs.status import statuses
-from hpctrain.slurm.backoff import Backoff
-from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.client import Backoff, SlurmClient
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.engines.registry import abilities_of

@@ -17,7 +17,7 @@ from hpctrain.page.text import facts, or_dash
 from hpctrain.records.find import find_run, runs_directory
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoints.verify import Verified
+    from hpctrain.checkpoints.discover import Verified
     from hpctrain.runs.checkpoint_list import CheckpointReport, SaveInterval
     from hpctrain.runs.clean import Cleaning
 

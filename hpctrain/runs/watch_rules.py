@@ -17,8 +17,8 @@ from enum import StrEnum
 from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import ActionKind, History, Situation, Verdict
+from hpctrain.judge.job_end import why_ended
 from hpctrain.judge.launch_history import history
-from hpctrain.judge.lost_attempts import why_ended
 from hpctrain.judge.policy import decide
 from hpctrain.records.jobs import cancel_requested, generation, started_ids, submitted_ids
 from hpctrain.records.ledger import Event, EventKind

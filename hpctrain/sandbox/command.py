@@ -162,7 +162,7 @@ def _monitoring(runs: Path | None, webhook: str | None, alert_delays: float) -> 
 
     from hpctrain.base.errors import UsageError
     from hpctrain.records.find import all_runs, runs_directory
-    from hpctrain.runs.poll_interval import poll_interval
+    from hpctrain.runs.status import poll_interval
     from hpctrain.sandbox.debian import (
         PROMETHEUS_SUITE,
         fetch_prometheus,

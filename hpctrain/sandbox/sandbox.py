@@ -20,7 +20,7 @@ from typing import Literal
 
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import SlurmError, SlurmUnreachableError, UsageError
-from hpctrain.observe.alert_rules import RULES, with_delays
+from hpctrain.observe.monitoring import RULES, with_delays
 from hpctrain.sandbox.config import Site, config_files
 from hpctrain.sandbox.daemons import (
     DaemonLauncher,

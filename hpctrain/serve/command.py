@@ -72,8 +72,7 @@ def plan(
     from hpctrain.base.errors import InvalidInputError
     from hpctrain.serve.make_plan import plan_service
     from hpctrain.serve.serve_text import planned_lines
-    from hpctrain.spec.loader import load_service_spec
-    from hpctrain.spec.profiles import load_named_profile
+    from hpctrain.spec.loader import load_named_profile, load_service_spec
 
     loaded = load_service_spec(spec, overrides)
     with busy("playing requests ..."):

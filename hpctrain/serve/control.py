@@ -19,10 +19,15 @@ from hpctrain.records.find import RunFiles
 from hpctrain.records.requests import printable_reason, user_name
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
-from hpctrain.records.service_records import RestartRequest, ScaleRequest, ServiceState
-from hpctrain.records.service_settings import read_service_settings
-from hpctrain.runs.cancel import cancel
+from hpctrain.records.service_records import (
+    RestartRequest,
+    ScaleRequest,
+    ServiceEventKind,
+    ServiceLedger,
+    ServiceState,
+    read_service_settings,
+)
+from hpctrain.runs.control import cancel
 from hpctrain.serve.replicas import drain_replica
 from hpctrain.serve.start_router import runs_here
 from hpctrain.slurm.client import SlurmClient

@@ -27,14 +27,18 @@ from hpctrain.base.durable import make_private_directory, replace_text
 from hpctrain.base.errors import InvalidInputError, Problem, UsageError
 from hpctrain.base.printable_text import printable_line
 from hpctrain.base.units import Duration, short_duration
-from hpctrain.job.job_documents import JobDocuments
 from hpctrain.job.kept_code import keep_code
-from hpctrain.job.render.continuation import continuation_clause, continuation_sentence
-from hpctrain.job.render.script import JobTask, ScriptFacts, job_script
-from hpctrain.job.render.software import prologue_text
-from hpctrain.job.render.srun_tasks import SrunTasks
-from hpctrain.job.render.template import ServiceWords, render_service_script
-from hpctrain.job.site_files import setup_file, site_templates, templates_digest
+from hpctrain.job.prepare import JobDocuments, setup_file, site_templates, templates_digest
+from hpctrain.job.render.environment import prologue_text
+from hpctrain.job.render.job_options import continuation_clause, continuation_sentence
+from hpctrain.job.render.script import (
+    JobTask,
+    ScriptFacts,
+    ServiceWords,
+    SrunTasks,
+    job_script,
+    render_service_script,
+)
 from hpctrain.job.supervisor_settings import mttf_seconds, supervise_config
 from hpctrain.judge.catalogue import load_signatures
 from hpctrain.plan.documents import NodeRequest
@@ -44,17 +48,16 @@ from hpctrain.records.jobs import run_comment
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.service_layout import PROTOTYPE, ServiceLayout
-from hpctrain.records.service_settings import RouterSettings, ScalingSettings, ServiceSettings
+from hpctrain.records.service_records import RouterSettings, ScalingSettings, ServiceSettings
 from hpctrain.records.supervise_config import LaunchShape
 from hpctrain.serve.engines.contract import CpuEngine, EngineStart, LoraAdapter
 from hpctrain.serve.engines.registry import refusals_of
 from hpctrain.serve.plan.documents import ServicePlan
 from hpctrain.serve.plan.leaving import leave_times, term_seconds
 from hpctrain.serve.replica.config import ReplicaConfig, RouterJobSettings
-from hpctrain.spec.loader import Loaded
+from hpctrain.spec.loader import Loaded, profile_search_path
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.network import port_range
-from hpctrain.spec.profiles import profile_search_path
+from hpctrain.spec.profile.hardware import port_range
 from hpctrain.spec.run import ResourcesSpec
 from hpctrain.spec.service import ServiceSpec
 from hpctrain.spec.supervision import SuperviseSpec

@@ -27,8 +27,7 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.requests import take_back
 from hpctrain.records.run_records import read_record
 from hpctrain.records.service_layout import ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
-from hpctrain.records.service_records import Address
+from hpctrain.records.service_records import Address, ServiceEventKind, ServiceLedger
 from hpctrain.records.supervise_config import known_supervise_config
 from hpctrain.serve.jobs import EARLY_SECONDS
 from hpctrain.serve.replica.life import say

@@ -21,13 +21,11 @@ from hpctrain.base.errors import InvalidInputError, Problem, SlurmRefusedError, 
 from hpctrain.checkpoints.discover import good_steps
 from hpctrain.checkpoints.staged import open_staged
 from hpctrain.convert.of_spec import convert_weights
-from hpctrain.records.find import find_run, new_run_id
+from hpctrain.records.find import all_services, find_run, new_run_id
 from hpctrain.records.manifest import checkpoint_name
 from hpctrain.records.requests import user_name
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
-from hpctrain.records.service_settings import RouterSettings
-from hpctrain.runs.services import all_services
+from hpctrain.records.service_records import RouterSettings, ServiceEventKind, ServiceLedger
 from hpctrain.serve.engines.registry import SERVING_ENGINES
 from hpctrain.serve.make_plan import plan_service
 from hpctrain.serve.replicas import start_replica

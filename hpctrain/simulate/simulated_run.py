@@ -19,7 +19,7 @@ from hpctrain.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.judge.documents import Action, ActionKind, History, Situation, Verdict
 from hpctrain.judge.policy import decide
 from hpctrain.simulate.scenario import FailureKind, Scenario
-from hpctrain.telemetry.time_categories import Category
+from hpctrain.telemetry.timeline import Category
 
 # A run that takes this many times its work is taken as endless.
 _HOPELESS_FACTOR = 50.0

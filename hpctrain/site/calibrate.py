@@ -21,7 +21,7 @@ from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem, StorageError
 from hpctrain.base.units import Bandwidth
 from hpctrain.job.prepare import load_knowledge, site_knowledge
-from hpctrain.plan.cost.constants import calibration_of, fabric_of
+from hpctrain.plan.cost.from_spec import calibration_of, fabric_of
 from hpctrain.plan.request import Knowledge
 from hpctrain.records.gpu_report import GpuReport, StepTime
 from hpctrain.records.layout import RunLayout

@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.job.prepare import load_knowledge
-from hpctrain.plan.cost.constants import calibration_of, fabric_of
-from hpctrain.records.comparisons import ComparisonLayout
+from hpctrain.plan.cost.from_spec import calibration_of, fabric_of
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.speed_checks import read_speed_checks
+from hpctrain.records.sweeps import ComparisonLayout
 from hpctrain.site.calibrate import (
     CalibrationTarget,
     calibration_target,

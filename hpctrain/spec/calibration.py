@@ -99,7 +99,7 @@ class LearnedRest(Document):
     """What runs have shown of what configurations that are alike err by together.
 
     `deviation`, `reach`: before any run, as packaged then. `places`: where the runs are, on `axes`
-    (`hpctrain/plan/cost/places.py`).
+    (`hpctrain/plan/cost/multipliers.py`).
     """
 
     deviation: Deviation = Field(description="Of its logarithm before any run")

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from hpctrain.base import clock
 from hpctrain.judge.preflight_format import INPUTS, MARK, RUN_DIRECTORY, SHUTDOWN
-from hpctrain.records.supervise_inputs import read_inputs
+from hpctrain.records.supervise_config import read_inputs
 
 KERNEL_LOG_VARIABLE = "HPCTRAIN_KERNEL_LOG"
 _TRIAL_BYTES = 4096

@@ -24,8 +24,8 @@ from hpctrain.base.errors import StorageError
 from hpctrain.records.jobs import cancel_requested
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind, Ledger
-from hpctrain.records.metrics_reader import rows_from
 from hpctrain.records.run_records import StepMetrics, read_record, read_saves, write_record
+from hpctrain.records.step_times import rows_from
 from hpctrain.records.tracking import (
     TrackingConfig,
     WandbPosition,

@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from hpctrain.records.communication import AxisMessages, CommunicationRecord, LinkBytes
-from hpctrain.telemetry.intervals import length, merged
-from hpctrain.telemetry.traces import message_kind
+from hpctrain.records.run_records import AxisMessages, CommunicationRecord, LinkBytes
+from hpctrain.telemetry.traces import length, merged, message_kind
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engine import AxisGroup
 from hpctrain.train.times import GatheringClock

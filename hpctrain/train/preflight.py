@@ -17,13 +17,18 @@ from pydantic import ValidationError
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.checkpoints.staged import Staged, open_staged, require_kind
-from hpctrain.engines.described import disagreements
-from hpctrain.engines.hugging_face import classes_of
+from hpctrain.engines.hugging_face import classes_of, disagreements
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
-from hpctrain.records.dataset_checks import Expected, problems_of
-from hpctrain.records.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
+from hpctrain.records.datasets import (
+    DatasetSidecar,
+    Expected,
+    bin_path,
+    idx_path,
+    problems_of,
+    sidecar_path,
+)
 from hpctrain.records.epochs import current_epoch
 from hpctrain.records.manifest import checkpoint_name, read_manifest, step_of
 from hpctrain.spec.engines.registry import abilities_of, resolve

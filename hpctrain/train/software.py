@@ -3,7 +3,7 @@
 A library that is installed may still be unusable: another ABI, a missing symbol, no driver. All
 settings, corrections and refusals read these facts, so they cannot disagree about a library.
 Belongs here: finding the facts, and naming them for the run's lock. Does not belong here: what
-follows from them (see `software_agreement`), comparing (`hpctrain.records.software_lock`).
+follows from them (see `software_agreement`), comparing (`hpctrain.records.software`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpctrain.records.kept_code import own_code
-from hpctrain.records.software import Library, SoftwareFacts
-from hpctrain.records.software_lock import SoftwareLock
+from hpctrain.records.software import Library, SoftwareFacts, SoftwareLock
 from hpctrain.version import __version__
 
 # Kernels that TransformerEngine chooses from, by the module that each needs; cuDNN's are part of

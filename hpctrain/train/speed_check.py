@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.engines.speed_check import SpeedCheckConfig
+from hpctrain.engines.training import SpeedCheckConfig
 from hpctrain.records.speed_checks import AxisSpeed, SpeedCheck, write_speed_check
 from hpctrain.train.device import gpu_ids, gpu_index, on_cpu, wait_for_device
 from hpctrain.train.engine import AxisGroup, Mesh

@@ -175,8 +175,8 @@ def _carry_out(
     elif not asked:
         raise click.UsageError(f"say what to compare: {wanted}, as in the examples of --help")
     from hpctrain.base.errors import DoesNotFitError, RunFailedError
-    from hpctrain.records.comparisons import ComparisonLayout
     from hpctrain.records.find import runs_directory
+    from hpctrain.records.sweeps import ComparisonLayout
     from hpctrain.slurm.client import SlurmClient
     from hpctrain.trials.run_trials import TrialRunner, predict, read_record_of, start
     from hpctrain.trials.trial_plans import subject_of

@@ -25,15 +25,14 @@ from hpctrain.job.job_queries import find_jobs, record_found
 from hpctrain.job.job_submission import submit_jobs
 from hpctrain.job.run_directory import write_run_directory
 from hpctrain.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES
-from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.find import RunFiles, new_run_id
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.run_records import RankTimes, lineage, read_metrics, read_record
-from hpctrain.runs.poll_interval import poll_interval
+from hpctrain.records.sweeps import ComparisonLayout
 from hpctrain.runs.state import RunState
-from hpctrain.runs.status import RunStatus, statuses
+from hpctrain.runs.status import RunStatus, poll_interval, statuses
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.trials.documents import (
     Comparison,

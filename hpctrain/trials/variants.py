@@ -3,7 +3,7 @@
 A variant is a name and overrides of the spec, as for `--set`; a trial is its run, but short.
 Belongs here: the grammar, sizes, overrides of a trial. Does not belong here: the words of an engine
 (see `hpctrain.spec.engines`), whether the engine supports them (validation and the planner report
-that), applying overrides (`hpctrain.spec.overrides`).
+that), applying overrides (`hpctrain.spec.merging`).
 """
 
 from __future__ import annotations

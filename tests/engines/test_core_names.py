@@ -23,8 +23,8 @@ from hpctrain.records.run_records import TrainerExit
 from hpctrain.records.software import read_software
 from hpctrain.train import software, software_agreement
 from hpctrain.train.engines.megatron.core_versions import check, supported
-from hpctrain.train.engines.megatron.core_versions.names import names_of_all_versions
-from hpctrain.train.engines.megatron.core_versions.record import CoreName
+from hpctrain.train.engines.megatron.core_versions.check import names_of_all_versions
+from hpctrain.train.engines.megatron.core_versions.supported import CoreName
 from hpctrain.train.schedule import learning_rate
 
 PACKAGE = Path(check.__file__).parents[4]

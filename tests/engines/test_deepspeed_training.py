@@ -41,7 +41,7 @@ from hpctrain.base.errors import InvalidInputError
 from hpctrain.checkpoints.publish import TRACKER_NAME
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.engines.train_json import parse_train_config, train_config
-from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.candidate import layout_of
 from hpctrain.plan.mesh.stages import build_stages
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import (
@@ -54,7 +54,7 @@ from hpctrain.records.manifest import (
 from hpctrain.records.run_records import TrainerExit
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.run import ParallelSpec
-from hpctrain.train.engines.deepspeed.universal_checkpoint import refuse_unreadable_layout
+from hpctrain.train.engines.deepspeed.snapshot import refuse_unreadable_layout
 from hpctrain.train.engines.models.build import build_module
 
 if importlib.util.find_spec("deepspeed") is None:

@@ -20,14 +20,7 @@ from hpctrain.engines.train_json import parse_train_config
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.software import Library
 from hpctrain.train import entry, software
-from hpctrain.train.engines.megatron import (
-    cuda_graphs,
-    model,
-    optimizer,
-    option_settings,
-    random_state,
-    userbuffers,
-)
+from hpctrain.train.engines.megatron import assembly, engine, mesh, model, option_settings
 from hpctrain.train.engines.megatron.core_versions.supported import current
 from hpctrain.train.engines.megatron.model import _fusion_settings
 from hpctrain.train.job import Job
@@ -63,7 +56,7 @@ def settings(changes: dict[str, Any]) -> tuple[Any, Any, Any]:
     return (
         model.transformer_settings(made),
         model.ddp_settings(made),
-        optimizer.optimizer_settings(made),
+        engine.optimizer_settings(made),
     )
 
 
@@ -259,10 +252,10 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_userbuffers_have_the_shape_of_a_layers_input(transformer_engine: Any) -> None:
     recorder = transformer_engine("2.9.0")
-    userbuffers.open_userbuffers(config())
+    assembly.open_userbuffers(config())
     assert recorder.opened == [], "they were not asked for"
     made = config(tp_comm_overlap=True, fp8="hybrid", micro_batch_size=4, **TP2)
-    userbuffers.open_userbuffers(made)
+    assembly.open_userbuffers(made)
     assert recorder.opened == [
         dict(
             shape=[32 * 4, 64],
@@ -280,7 +273,7 @@ def test_older_userbuffers_take_one_format(
     monkeypatch.setitem(os.environ, "UB_SKIPMC", "")  # restored by monkeypatch
     monkeypatch.delenv("UB_SKIPMC")
     recorder = transformer_engine("2.4.0", multicast=False)
-    userbuffers.open_userbuffers(config(tp_comm_overlap=True, **TP2))
+    assembly.open_userbuffers(config(tp_comm_overlap=True, **TP2))
     assert recorder.opened[0]["use_fp8"] is False
     assert os.environ["UB_SKIPMC"] == "1", "GPUs without multicast exchange through CUDA IPC"
 
@@ -288,7 +281,7 @@ def test_older_userbuffers_take_one_format(
 def test_userbuffers_that_want_mpi_are_refused(transformer_engine: Any) -> None:
     transformer_engine("2.9.0", mpi=True)
     with pytest.raises(Exception, match="NVTE_UB_WITH_MPI"):
-        userbuffers.open_userbuffers(config(tp_comm_overlap=True, **TP2))
+        assembly.open_userbuffers(config(tp_comm_overlap=True, **TP2))
 
 
 class _Chunk:
@@ -329,7 +322,7 @@ def test_graphs_are_captured_once_after_the_steps_that_warm_up(
     monkeypatch.setattr(library, "TECudaGraphHelper", Helper)
     made = config(cuda_graph_impl="transformer_engine", overlap_param_gather=overlaps)
     chunks = model.ModelChunks(None, [_Chunk(done)], [])  # type: ignore[arg-type]
-    graphs = cuda_graphs.LayerGraphs(made, chunks, object())
+    graphs = engine.LayerGraphs(made, chunks, object())
     for step in range(6):
         graphs.before_step()
         assert ("captured" in done) is (step >= option_settings.CUDA_GRAPH_WARMUP_STEPS)
@@ -346,15 +339,15 @@ def test_only_runs_with_graphs_of_transformer_engine_ask_for_them(
     asked: list[str] = []
     monkeypatch.setattr(library, "TECudaGraphHelper", lambda *given: asked.append(kind))
     chunks = model.ModelChunks(None, [], [])  # type: ignore[arg-type]
-    cuda_graphs.LayerGraphs(config(cuda_graph_impl=kind), chunks, None)
+    engine.LayerGraphs(config(cuda_graph_impl=kind), chunks, None)
     assert asked == (["transformer_engine"] if kind == "transformer_engine" else [])
 
 
 def test_graphs_need_nccl_without_registered_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
-    cuda_graphs.prepare_environment(config())
+    engine.prepare_environment(config())
     assert os.environ["NCCL_GRAPH_REGISTER"] == "1", "graphs were not asked for"
-    cuda_graphs.prepare_environment(config(cuda_graph_impl="local"))
+    engine.prepare_environment(config(cuda_graph_impl="local"))
     assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
 
 
@@ -362,9 +355,9 @@ def test_generators_of_graphs_are_stored_as_tensors() -> None:
     """A run may begin or cease to use graphs at a resume."""
     generator = torch.Generator()
     generator.manual_seed(7)
-    stored = random_state._converted({"a": generator}, to_graphable=False)
+    stored = mesh._converted({"a": generator}, to_graphable=False)
     assert torch.equal(stored["a"], generator.get_state())
-    assert random_state._converted(stored, to_graphable=False)["a"] is stored["a"]
+    assert mesh._converted(stored, to_graphable=False)["a"] is stored["a"]
 
 
 def test_a_llama_has_no_option_by_itself() -> None:

@@ -16,10 +16,9 @@ from variants import varied
 
 from bench import prefork
 from hpctrain.engines.train_json import parse_train_config
-from hpctrain.train.engines.models import initialisers
 from hpctrain.train.engines.models.allocation import allocate
 from hpctrain.train.engines.models.build import build_module
-from hpctrain.train.engines.models.initialisers import initial_weight
+from hpctrain.train.initial_weights import initial_weight
 from hpctrain.train.rank_environment import read_launch
 
 CPU = torch.device("cpu")
@@ -65,11 +64,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, int]] = {
 def built(config: Any, mesh: Any) -> Any:
     """The rank's module, before an optimizer or gradients."""
     if config.engine == "deepspeed":
-        from hpctrain.train.engines.deepspeed.module import placed_module, staged_module
+        from hpctrain.train.engines.deepspeed.assembly import placed_module, staged_module
 
         build = staged_module if config.pipeline_stages else placed_module
         return build(config, mesh, initialize=True)
-    from hpctrain.train.engines.native.wrapping import wrapped_module
+    from hpctrain.train.engines.native.assembly import wrapped_module
 
     module = wrapped_module(config, mesh, initialize=True)
     return module.module if config.engine == "ddp" else module
@@ -257,17 +256,17 @@ def lone_mesh(config: Any) -> Any:
     if config.engine == "deepspeed":
         from datetime import timedelta
 
-        from hpctrain.train.engines.deepspeed import library
+        from hpctrain.train.engines.deepspeed import mesh
         from hpctrain.train.engines.deepspeed.mesh import DeepSpeedMesh
 
-        library.join(timedelta(minutes=1))
+        mesh.join(timedelta(minutes=1))
         return DeepSpeedMesh(
             device=CPU, rank=5, size=64, replicas=64, stages=1, stage=0, replica=5,
             control=None, tensors=None, data=None, pipeline=(5,),
         )  # fmt: skip
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hpctrain.train.engines.native.mesh import NativeMesh
+    from hpctrain.train.engines.native.engine import NativeMesh
 
     shards = init_device_mesh("cpu", (64,), mesh_dim_names=("shard",))
     return NativeMesh(device=CPU, rank=5, size=64, control=None, shards=shards)

@@ -281,11 +281,11 @@ SPLIT: dict[str, Any] = dict(
 
 def count(directory: Path) -> None:
     """In a process of its own, which joins a process group."""
-    from hpctrain.train.engines.deepspeed import library
+    from hpctrain.train.engines.deepspeed import mesh
     from hpctrain.train.engines.deepspeed.tensor_parallel import split_weights, token_losses_of
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    library.join(timedelta(minutes=1))
+    mesh.join(timedelta(minutes=1))
     group = dist.group.WORLD
 
     def loss_function(config: ModuleConfig) -> Loss:

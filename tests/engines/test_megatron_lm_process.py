@@ -30,8 +30,7 @@ from hpctrain.records.run_records import (
     read_saves,
 )
 from hpctrain.train.engines.megatron_lm import checkpoint_publisher
-from hpctrain.train.engines.megatron_lm.import_hooks import patch_on_import
-from hpctrain.train.engines.megatron_lm.step_timing import measure_steps
+from hpctrain.train.engines.megatron_lm.program_hooks import measure_steps, patch_on_import
 
 
 @pytest.fixture

@@ -22,20 +22,22 @@ from variants import varied
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.convert.hugging_face_directory import write_model
 from hpctrain.engines.train_json import parse_train_config
-from hpctrain.plan.abilities.representable_hugging_face import LINEAR_LAYERS
-from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.abilities.trainable_hugging_face import LINEAR_LAYERS
+from hpctrain.plan.mesh.candidate import layout_of
 from hpctrain.plan.mesh.stages import build_stages
-from hpctrain.plan.model.counts import count_model
-from hpctrain.plan.model.parameters import total_parameters
+from hpctrain.plan.model.parameters import count_model, total_parameters
+from hpctrain.spec.model import LoraSpec
 from hpctrain.spec.run import ParallelSpec, RunSpec
-from hpctrain.spec.tuning import LoraSpec
 from hpctrain.train.engines.models.allocation import allocate, slice_offsets
-from hpctrain.train.engines.models.blocks import blocks_of
-from hpctrain.train.engines.models.build import build_module, build_on_meta
-from hpctrain.train.engines.models.initialisers import initial_weight, recording
-from hpctrain.train.engines.models.lora import adapted_layers, merge_adapters
-from hpctrain.train.engines.models.masking import masking_of
-from hpctrain.train.engines.models.tasks import loss_of
+from hpctrain.train.engines.models.build import (
+    adapted_layers,
+    blocks_of,
+    build_module,
+    build_on_meta,
+    merge_adapters,
+)
+from hpctrain.train.engines.models.tasks import loss_of, masking_of
+from hpctrain.train.initial_weights import initial_weight, recording
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 TEXT: dict[str, Any] = dict(layers=2, hidden=32, heads=4, ffn=64, vocab=100, seq=16)

@@ -25,7 +25,7 @@ from trial_runs import (
 from variants import varied
 
 from bench import prefork
-from hpctrain.train.engines.native.wrapping import SummedBatchNorm, synchronize_batch_norms
+from hpctrain.train.engines.native.assembly import SummedBatchNorm, synchronize_batch_norms
 
 # fp32 rounding of a mean over other partial sums, after six steps
 ROUNDING = 5e-6

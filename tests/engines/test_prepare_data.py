@@ -26,8 +26,7 @@ from hpctrain.data.making.publication import staging_directory
 from hpctrain.data.making.shards import read_plan
 from hpctrain.data.making.text_tokenizers import tokenizer_digest
 from hpctrain.job.datasets import describe_dataset, prepare_dataset
-from hpctrain.records.dataset_checks import Expected, problems_of
-from hpctrain.records.datasets import DatasetReport, DatasetRequest
+from hpctrain.records.datasets import DatasetReport, DatasetRequest, Expected, problems_of
 from hpctrain.train.engines.megatron.core_versions.supported import current
 
 TEMPLATE = (

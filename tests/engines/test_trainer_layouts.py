@@ -410,7 +410,7 @@ OVERLAPPED = (
 )
 ASSEMBLY = "hpctrain.train.engines.megatron.assembly"
 TIMES = {
-    ("hpctrain.train.engines.megatron.cuda_graphs:LayerGraphs", "before_step"): 2,
+    ("hpctrain.train.engines.megatron.engine:LayerGraphs", "before_step"): 2,
     (ASSEMBLY, "open_userbuffers"): 1,
     (ASSEMBLY, "prepare_environment"): 1,
 }

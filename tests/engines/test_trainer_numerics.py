@@ -13,7 +13,6 @@ from trial_runs import PP2, TWO, MakeTrial, Trial, wrap
 
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.records.run_records import ExitRecord, TrainerExit
-from hpctrain.train.engines.megatron import forward
 from hpctrain.train.engines.megatron.engine import MegatronEngine
 from hpctrain.train.numerics import LEAST_STEPS, LossWindow
 

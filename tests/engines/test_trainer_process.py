@@ -25,11 +25,15 @@ from bench import prefork
 from bench.free_ports import free_port
 from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.run_records import TrainerExit
-from hpctrain.records.software import of_newest_launch, read_software
-from hpctrain.records.software_lock import SoftwareLock, read_lock, write_lock
+from hpctrain.records.software import (
+    SoftwareLock,
+    of_newest_launch,
+    read_lock,
+    read_software,
+    write_lock,
+)
 from hpctrain.train import device
-from hpctrain.train.launchers.nsight import nsight_command
-from hpctrain.train.launchers.nsight_task import UNDER_NSIGHT
+from hpctrain.train.launchers.nsight import UNDER_NSIGHT, nsight_command
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.startup import limit_collectives
 

@@ -35,7 +35,7 @@ from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name, partial_name, read_manifest
 from hpctrain.records.run_records import SaveRecord, read_saves
-from hpctrain.train.saving import save_interval, saver, spawned_writer, write_job, writer
+from hpctrain.train.saving import save_interval, saver, writer
 from hpctrain.train.saving.host_buffers import BufferReader, HostBuffers
 from hpctrain.train.saving.save_interval import SaveInterval
 
@@ -337,7 +337,7 @@ def _copies_sent_late() -> None:
     """The process gets the tensors when the rank has trained on for steps."""
     _copies()
 
-    @wrap(spawned_writer.SpawnedWriter, "_send")
+    @wrap(writer.SpawnedWriter, "_send")
     def late(send: Any, self: Any, job: Any) -> None:
         time.sleep(1.0)
         send(self, job)
@@ -351,7 +351,7 @@ def _copies_and_deaths() -> None:
         self._process.kill()
 
     if os.environ["RANK"] == "0":
-        spawned_writer.SpawnedWriter._send = dies
+        writer.SpawnedWriter._send = dies
 
 
 def content(run: Trial) -> dict[str, str]:
@@ -384,7 +384,7 @@ def test_a_rank_with_a_gpu_does_not_fork(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(writer, "on_cpu", lambda: False)
     assert writer.needs_copies()
     run = RunLayout(tmp_path)
-    assert isinstance(writer.open_writer(0, run, HostBuffers()), spawned_writer.SpawnedWriter)
+    assert isinstance(writer.open_writer(0, run, HostBuffers()), writer.SpawnedWriter)
     monkeypatch.setattr(writer, "on_cpu", lambda: True)
     assert not writer.needs_copies()
     assert isinstance(writer.open_writer(0, run, None), writer.ForkedWriter)

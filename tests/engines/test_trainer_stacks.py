@@ -19,7 +19,7 @@ from bench import prefork
 from hpctrain.judge.odd_stacks import odd_ranks, places
 from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.run_records import TrainerExit
-from hpctrain.supervise.evidence.stack_files import read_dumps, sizes, wait_for_dumps
+from hpctrain.supervise.evidence.stack_inquiry import read_dumps, sizes, wait_for_dumps
 from hpctrain.train import stacks
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.saving import writer

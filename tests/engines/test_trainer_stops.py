@@ -45,8 +45,9 @@ from hpctrain.records.run_records import (
     read_saves,
 )
 from hpctrain.train import entry
-from hpctrain.train.evaluation import EvaluationBatches, evaluation_is_missing
 from hpctrain.train.job import Job, read_config
+from hpctrain.train.loop import EvaluationBatches
+from hpctrain.train.numerics import evaluation_is_missing
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.report import Reporter
 from hpctrain.train.saving import writer

@@ -18,9 +18,9 @@ from trial_runs import LIMIT_SECONDS, TWO, MakeTrial, Trial, held_at, trained, w
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.records.run_records import TrainerExit, read_saves
-from hpctrain.train import free_space, storage
-from hpctrain.train.free_space import Need, check_room
-from hpctrain.train.saving import saver, write_job
+from hpctrain.train import storage
+from hpctrain.train.saving import saver, writer
+from hpctrain.train.storage import Need, check_room
 
 CRASHED = TrainerExit.CRASH
 MEGABYTE = 1 << 20
@@ -158,7 +158,7 @@ def test_a_used_up_quota(trial: MakeTrial) -> None:
             raise OSError(122, "Disk quota exceeded")
 
         if os.environ["RANK"] == "1":
-            write_job.write_rank_digests = refuse
+            writer.write_rank_digests = refuse
 
     made = trial(train_steps=1, **TWO)
     assert made.train(prepare=no_quota) == [CRASHED, CRASHED]
@@ -172,7 +172,7 @@ def test_file_systems_without_a_number_of_inodes(
     real = os.statvfs(tmp_path)
     values = list(real)[:10]
     values[5:8] = [0, 0, 0]  # f_files, f_ffree, f_favail
-    monkeypatch.setattr(free_space.os, "statvfs", lambda path: os.statvfs_result(values))
+    monkeypatch.setattr(storage.os, "statvfs", lambda path: os.statvfs_result(values))
     assert check_room(tmp_path, Need(1, 10**12, "test")) is None
 
 

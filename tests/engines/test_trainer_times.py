@@ -25,16 +25,20 @@ from trial_runs import (
     wrap,
 )
 
-from hpctrain.diagnose.findings import TopicFinding
+from hpctrain.diagnose.facts import TopicFinding
 from hpctrain.diagnose.of_run import diagnose
 from hpctrain.job.prepare import prepare
 from hpctrain.job.run_directory import write_run_directory
-from hpctrain.records.communication import AxisMessages, CommunicationRecord, read_communication
 from hpctrain.records.find import RunFiles
-from hpctrain.records.run_records import RankTimes, read_record
+from hpctrain.records.run_records import (
+    AxisMessages,
+    CommunicationRecord,
+    RankTimes,
+    read_communication,
+    read_record,
+)
 from hpctrain.train import messages
 from hpctrain.train.datasets.token_samples import TokenSamples
-from hpctrain.train.engines.megatron import forward
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import ComputeTimers, EventClock, RankClock, StepClock
 
@@ -380,7 +384,7 @@ def _send_slowly() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.profiler import record_function
 
-    from hpctrain.train.engines.native import wrapping
+    from hpctrain.train.engines.native import assembly
 
     def send(state: Any, bucket: Any) -> Any:
         with record_function("gloo:all_reduce"):
@@ -388,7 +392,7 @@ def _send_slowly() -> None:
         return allreduce_hook(state, bucket)
 
     # DDP wants real types as annotations, or none
-    wrapping.register_hook = lambda config, wrapped: wrapped.register_comm_hook(
+    assembly.register_hook = lambda config, wrapped: wrapped.register_comm_hook(
         None, lambda state, bucket: send(state, bucket)
     )
 

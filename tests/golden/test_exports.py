@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 from golden_files import Golden
 
-from hpctrain.export.of_spec import Export, PodOptions, export_hosts, export_pods
+from hpctrain.export.exported_run import Export
+from hpctrain.export.host_files import export_hosts
+from hpctrain.export.kubernetes import PodOptions, export_pods
 from hpctrain.job.footprint import PACKAGED_FOOTPRINT
 from hpctrain.job.prepare import prepare
 from hpctrain.judge.catalogue import PACKAGED
 from hpctrain.spec.calibration import Calibration
+from hpctrain.spec.catalogue import CATALOGUE as PACKAGED_PRESETS
 from hpctrain.spec.loader import (
     PACKAGED_CALIBRATION,
     PACKAGED_CATALOGUE,
@@ -24,7 +27,6 @@ from hpctrain.spec.loader import (
     load_packaged,
     packaged_json,
 )
-from hpctrain.spec.presets import CATALOGUE as PACKAGED_PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "/opt/hpctrain/bin/python3"

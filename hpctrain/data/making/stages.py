@@ -52,7 +52,6 @@ from hpctrain.data.making.shards import (
 )
 from hpctrain.data.making.text_tokenizers import load_hugging_face, tokenizer_file
 from hpctrain.data.making.tokenized_text import join_texts, tokenize_texts
-from hpctrain.records.archives import read_heads
 from hpctrain.records.datasets import (
     END_OF_DOCUMENT,
     AnySidecar,
@@ -61,6 +60,7 @@ from hpctrain.records.datasets import (
     SamplesSidecar,
     ShardsReport,
     npz_path,
+    read_heads,
 )
 from hpctrain.train.datasets.npz_arrays import write_archive
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from hpctrain.base.units import Duration
 from hpctrain.plan.job import Job
-from hpctrain.plan.mesh.islands import eligible_islands
+from hpctrain.plan.mesh.placement import eligible_islands
 from hpctrain.spec.notify import NoticeName, NotifySpec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.slurm import PartitionProfile
@@ -190,8 +190,8 @@ def srun_options(job: Job) -> dict[str, OptionValue]:
 # the order of their names, whatever slurm.conf and topology.conf say (22.05.8, tests/slurm/
 # test_rank_order.py), or along leaves and blocks where a site sets TopologyParam=SwitchAsNodeRank
 # (23.02) or BlockAsNodeRank. Where names cross leaves, the supervisor orders the nodes
-# (`hpctrain.judge.node_order`). Which segment of blocks is requested, the planner decides
-# (`hpctrain.plan.mesh.nvlink_domain`).
+# (`hpctrain.judge.launch_nodes`). Which segment of blocks is requested, the planner decides
+# (`hpctrain.plan.mesh.placement`).
 
 
 # slurm.conf(5), SchedulerParameters: max_switch_wait is 300 s unless the site raises it.

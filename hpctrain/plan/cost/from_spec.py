@@ -48,8 +48,8 @@ from hpctrain.spec.calibration import (
 from hpctrain.spec.catalogue import Gpu
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import MEGATRON_CORE, TRANSFORMERS, GradientAddition
-from hpctrain.spec.engines.ddp import POWERSGD_RANK
 from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
+from hpctrain.spec.engines.native import POWERSGD_RANK
 from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.run import ModelSpec, RunSpec
 

@@ -18,7 +18,7 @@ from hpctrain.plan.cost.case import Array, Case, Floats, Mask, once
 from hpctrain.plan.cost.memory import outside_allocator_bytes, peak_bytes
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.request import PlanRequest
-from hpctrain.spec.uncertainty import LearnedRest, SiteLearning
+from hpctrain.spec.calibration import LearnedRest, SiteLearning
 
 # -- Classes: reasons for which less is known of a case than of others --------------------------
 

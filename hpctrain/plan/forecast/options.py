@@ -2,7 +2,7 @@
 
 Belongs here: text that the forecast's own sentences and the command line share, choosing, and
 reporting what is missing. Does not belong here: forecasts (`predict`), paragraphs and columns
-(`hpctrain.job.forecast_text`).
+(`hpctrain.job.plan_text`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpctrain.plan.forecast.documents import (
 from hpctrain.plan.forecast.predict import forecast
 from hpctrain.plan.forecast.rates import node_mtbf_seconds
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.limits import ReliabilityProfile
+from hpctrain.spec.profile.hardware import ReliabilityProfile
 from hpctrain.spec.run import RunSpec
 
 # -- Words: means with the range of the played runs ---------------------------------------------

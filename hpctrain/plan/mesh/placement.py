@@ -7,7 +7,7 @@ A group is `size` ranks, `stride` apart; groups tile blocks of stride x size con
 
 Belongs here: nodes of each island, segments of nodes, strides, spans, groups that cross borders.
 Does not belong here: which axis ought to cross (`rank_order`), bandwidths and times, the options of
-Slurm (`hpctrain.job.render.topology`).
+Slurm (`hpctrain.job.render.job_options`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpctrain.plan.limits import node_request
 from hpctrain.plan.mesh.candidate import Candidate, Columns, LayoutValues
 from hpctrain.plan.model.parameters import expert_tp
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.network import IslandProfile
+from hpctrain.spec.profile.hardware import IslandProfile
 from hpctrain.spec.run import ResourcesSpec
 
 # -- Islands ------------------------------------------------------------------------------------

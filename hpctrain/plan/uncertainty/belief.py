@@ -5,7 +5,7 @@ per site from N(mean, covariance), rest is one Gaussian process per site, which 
 are alike share, and noise is one draw per configuration. All are Gaussian, so that what runs teach
 has a closed form (Rasmussen and Williams 2006, Gaussian Processes for Machine Learning, eq. 2.8).
 Belongs here: belief, update, predictive deviation. Does not belong here: the prior's figures
-(`hpctrain.spec.uncertainty`), effects (`cost.multipliers`), places (`cost.multipliers`), intervals
+(`hpctrain.spec.calibration`), effects (`cost.multipliers`), places (`cost.multipliers`), intervals
 (`intervals`).
 """
 

@@ -33,7 +33,7 @@ from hpctrain.plan.documents import Certainty, DoubtPart, MemoryBreakdown, Predi
 from hpctrain.plan.mesh.candidate import Candidate, columns_of
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.uncertainty.belief import TAILS, Belief, Observations, Rest, updated
-from hpctrain.spec.uncertainty import Doubt, Learned, LearnedRest, SiteLearning, Uncertainty
+from hpctrain.spec.calibration import Doubt, Learned, LearnedRest, SiteLearning, Uncertainty
 
 COVERED = 0.8  # share of unseen runs that the intervals of a plan promise to hold
 TIME_NAMES: tuple[str, ...] = (*TIME, *CLASSES)

@@ -35,7 +35,7 @@ from hpctrain.plan.uncertainty.intervals import (
     widened,
     with_rates,
 )
-from hpctrain.spec.uncertainty import Learned, LearnedMultiplier
+from hpctrain.spec.calibration import Learned, LearnedMultiplier
 
 _UNKNOWN = 1.0  # deviation of a multiplier's logarithm before its rate was measured
 _LEAST_TOLD = 0.005  # of a multiplier's logarithm, or a twentieth of its deviation

@@ -2,7 +2,7 @@
 
 Belongs here: counting, quantiles with intervals that assume no distribution, judging the client,
 and the requests of a test over time: windows, slow ones, failures. Does not belong here: the
-promise (see `measurement`), drawing (`hpctrain.report.latency_picture`).
+promise (see `measurement`), drawing (`hpctrain.report.service_page`).
 """
 
 from __future__ import annotations

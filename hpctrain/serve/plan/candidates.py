@@ -30,8 +30,8 @@ from hpctrain.serve.plan.step_time import (
     iteration_seconds,
     sequence_bytes,
 )
+from hpctrain.spec.calibration import ServingEngineCalibration
 from hpctrain.spec.service import KvPrecision, ServingEngineSpec, WeightPrecision
-from hpctrain.spec.serving_calibration import ServingEngineCalibration
 
 # Tokens of one iteration: from where prompts hardly disturb decoding to where products are as fast
 # as they get. Sequences: as vLLM's default for large GPUs.

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from hpctrain.plan.cost.case import Array, Machine
 from hpctrain.plan.cost.from_spec import calibration_of, machine_of, peak_rate
 from hpctrain.serve.plan.served_model import ReplicaLayout, ServedModel
-from hpctrain.spec.calibration import Calibration, FabricCalibration
-from hpctrain.spec.catalogue import Gpu
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.service import ServiceResourcesSpec
-from hpctrain.spec.serving_calibration import (
+from hpctrain.spec.calibration import (
+    Calibration,
+    FabricCalibration,
     ServingCalibration,
     ServingEngineCalibration,
     ServingGpuCalibration,
 )
+from hpctrain.spec.catalogue import Gpu
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.service import ServiceResourcesSpec
 
 
 @dataclass(frozen=True)

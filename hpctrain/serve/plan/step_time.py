@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.plan.cost import links
+from hpctrain.plan.cost import blocks
 from hpctrain.plan.cost.case import Array, Mask
 from hpctrain.serve.plan.served_model import (
     EIGHT_BLOCKS,
@@ -316,16 +316,16 @@ def message_seconds(case: ReplicaCase, numbers: Array, width: Array) -> Array:
     """Price an all-reduce of `numbers` of `width` bytes over tp ranks.
 
     A least time that grows with the doublings of ranks, and 2 (n - 1) / n of the bytes, as in the
-    training cost model (`hpctrain.plan.cost.links`), whose network counts where the ranks are in
+    training cost model (`hpctrain.plan.cost.blocks`), whose network counts where the ranks are in
     several NVLink domains and which is the slower part.
     """
     gpu, engine = case.gpu, case.engine
     size = np.asarray(case.layout.tp, dtype=float)
     linked = layout_case(NO_SHAPE, case.layout, gpu.links)
-    inside = links.members_inside(linked, size, 1)
+    inside = blocks.members_inside(linked, size, 1)
     domains = size / inside
     near = (size - 1) / size / (gpu.links.nvlink_bandwidth * gpu.shares.message_share)
-    far = (domains - 1) / domains / (inside * links.network(linked))
+    far = (domains - 1) / domains / (inside * blocks.network(linked))
     moving = 2.0 * width * numbers * np.maximum(near, far)
     doublings = np.log2(np.maximum(size, 1))
     least = engine.message_seconds + engine.message_hop_seconds * (doublings - 1)

@@ -25,16 +25,17 @@ from hpctrain.base.errors import HpctrainError
 from hpctrain.records.epochs import is_superseded
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
 from hpctrain.records.service_records import (
     Endpoint,
     ReplicaState,
     RestartRequest,
     ScaleRequest,
     ScalingMemory,
+    ServiceEventKind,
+    ServiceLedger,
+    ServiceSettings,
     ServiceState,
 )
-from hpctrain.records.service_settings import ServiceSettings
 from hpctrain.serve.http_request import address_of, http_request
 from hpctrain.serve.jobs import JobView, SlurmReplicaJobs
 from hpctrain.serve.replica.life import say

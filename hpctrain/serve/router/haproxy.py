@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from hpctrain.base import clock
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.records.service_settings import RouterSettings, ServiceSettings
+from hpctrain.records.service_records import RouterSettings, ServiceSettings
 from hpctrain.serve.replica.life import say
 from hpctrain.serve.router.programs import (
     RETRY_AFTER_SECONDS,

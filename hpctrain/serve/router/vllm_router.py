@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from hpctrain.base import clock, reserved_ports
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.records.service_settings import ServiceSettings
+from hpctrain.records.service_records import ServiceSettings
 from hpctrain.serve.http_request import http_request
 from hpctrain.serve.router.haproxy import Haproxy
 from hpctrain.serve.router.programs import Child, Counts, Place, PortTakenError, listen

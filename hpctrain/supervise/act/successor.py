@@ -32,8 +32,7 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_jobs import RunJobs, identity_of, select_jobs
 from hpctrain.records.run_records import Progress, read_record
-from hpctrain.slurm.backoff import Backoff
-from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.client import Backoff, SlurmClient
 from hpctrain.slurm.reasons import JobEnd
 from hpctrain.slurm.records import JobRecord, RequeueAnswer, RequeueResult
 from hpctrain.slurm.states import JobState

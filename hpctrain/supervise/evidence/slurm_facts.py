@@ -16,9 +16,9 @@ from hpctrain.base.errors import SlurmError
 from hpctrain.judge.documents import JobFacts
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import Progress, read_record
-from hpctrain.slurm.backoff import Backoff
-from hpctrain.slurm.environment import for_queries
+from hpctrain.slurm.client import Backoff
 from hpctrain.slurm.parse import has_leaves
+from hpctrain.slurm.process import for_queries
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.context import AttemptContext, is_of_attempt, log_message
 from hpctrain.supervise.evidence.log_scan import newest_step

@@ -3,7 +3,7 @@
 They are read directly, or by prefetching workers.
 
 Belongs here: which files make up a part, whether their classes fit the model, and one part as an
-engine reads it. Does not belong here: headers and sidecars (see `hpctrain.records.dataset_checks`),
+engine reads it. Does not belong here: headers and sidecars (see `hpctrain.records.datasets`),
 the content of a row (see `sample_rows`).
 """
 
@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.hugging_face import classes_of
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.records.dataset_checks import read_samples_sidecar
-from hpctrain.records.datasets import COLUMNS, npz_path
+from hpctrain.records.datasets import COLUMNS, npz_path, read_samples_sidecar
 from hpctrain.train.datasets.batches import Batch
 from hpctrain.train.datasets.npz_arrays import ArchiveTable, open_archive
 from hpctrain.train.datasets.sample_order import SampleOrder, Share, split_rows

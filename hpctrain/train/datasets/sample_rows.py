@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.records.dataset_checks import class_directories
+from hpctrain.records.datasets import class_directories
 from hpctrain.spec.data import Augmentation, Colors
 from hpctrain.train.datasets.batches import Batch, ImageBatch, LabelledTexts, Microbatch
 from hpctrain.train.datasets.image_listing import list_images, listing_columns

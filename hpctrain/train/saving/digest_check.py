@@ -4,7 +4,7 @@ Reading a checkpoint of terabytes takes one process half an hour, but all its ra
 read it anyway, so the page cache serves both. Hashing releases Python's lock and runs beside
 start-up and loading. No rank makes a step before all ranks have verified their files. Belongs
 here: the thread, the agreement of ranks, and checks that all engines share. Does not belong here:
-the assignment of files (`hpctrain.checkpoints.digest_shares`), loading (the engines' rooms).
+the assignment of files (`hpctrain.checkpoints.resume_shares`), loading (the engines' rooms).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.checkpoints.digest_shares import files_of_rank
-from hpctrain.checkpoints.resume_shares import read_share
+from hpctrain.checkpoints.resume_shares import files_of_rank, read_share
 from hpctrain.records.manifest import (
     FileDigest,
     digest_file,

@@ -10,10 +10,9 @@ import pytest
 from hpctrain.engines.verification import Verification, VerifiedStage
 from hpctrain.job.plan_text import decision_lines, forecast_lines, spot_lines
 from hpctrain.job.verify import verification_lines
-from hpctrain.plan.forecast.budget import cheapest_plan
 from hpctrain.plan.forecast.documents import Budget, Forecast, RunFacts, SpotComparison
+from hpctrain.plan.forecast.options import cheapest_plan, compare_spot
 from hpctrain.plan.forecast.predict import forecast
-from hpctrain.plan.forecast.spot import compare_spot
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec

@@ -13,7 +13,7 @@ from test_search import GPU, MOE, SMALL
 
 from hpctrain.base.errors import LimitError
 from hpctrain.base.units import Duration
-from hpctrain.job.elastic_sizes import smaller_sizes
+from hpctrain.job.prepare import smaller_sizes
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import Job, TrainingJob, spec_as_planned
 from hpctrain.plan.planner import make_plan

@@ -15,7 +15,7 @@ from hpctrain.base.durable import append_line
 from hpctrain.base.errors import NoSuchRunError
 from hpctrain.cli.main import cli
 from hpctrain.records.find import RunFiles
-from hpctrain.records.kept_scripts import keep_script
+from hpctrain.records.kept_code import keep_script
 from hpctrain.records.ledger import EventKind
 from hpctrain.report.collect import (
     Happening,

@@ -12,7 +12,7 @@ from fetched_prometheus import fetched_prometheus
 
 from hpctrain.base.errors import SlurmUnreachableError, UsageError
 from hpctrain.cli.main import cli
-from hpctrain.observe.alert_rules import RULES
+from hpctrain.observe.monitoring import RULES
 from hpctrain.sandbox import debian
 from hpctrain.sandbox.debian import fetch_prometheus, is_complete
 from hpctrain.sandbox.monitoring import (

@@ -20,8 +20,7 @@ from hpctrain.serve.plan.candidates import replica_shapes
 from hpctrain.serve.plan.documents import ServicePlan
 from hpctrain.serve.plan.service_plan import plan_on_cluster
 from hpctrain.serve.serve_text import planned_lines
-from hpctrain.spec.loader import load_serving_calibration
-from hpctrain.spec.profiles import load_named_profile
+from hpctrain.spec.loader import load_named_profile, load_serving_calibration
 
 # One shape, for tests that are not about choosing it.
 NARROW = ("engine.tp=4", "engine.batch_tokens=2048", "engine.precision=bf16")

@@ -10,6 +10,7 @@ import pytest
 from serving_documents import endpoint_of, service_plan, service_spec_text
 
 from hpctrain.base.errors import InvalidInputError, NoSuchRunError, UsageError
+from hpctrain.records.find import find_service
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
 from hpctrain.records.service_records import (
@@ -18,10 +19,9 @@ from hpctrain.records.service_records import (
     Rotation,
     ScaleRequest,
     ServiceState,
+    read_service_settings,
 )
-from hpctrain.records.service_settings import read_service_settings
 from hpctrain.runs.service_status import service_status
-from hpctrain.runs.services import find_service
 from hpctrain.serve.control import request_restart, request_scale
 from hpctrain.serve.jobs import SlurmReplicaJobs
 from hpctrain.serve.router import programs

@@ -13,7 +13,7 @@ from supervise_stage import Stage
 
 from hpctrain.judge import policy
 from hpctrain.judge.silence_limits import SilenceMonitor
-from hpctrain.slurm.backoff import Backoff
+from hpctrain.slurm.client import Backoff
 from hpctrain.supervise import loop, timeouts
 from hpctrain.supervise.act import successor
 from hpctrain.supervise.evidence import launch_watch, slurm_facts

@@ -16,7 +16,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 from hpctrain.base import reserved_ports
 from hpctrain.base.errors import InvalidInputError
-from hpctrain.sandbox.ports import HIGHEST
+from hpctrain.sandbox.paths import HIGHEST
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.spec.loader import load_profile
 from hpctrain.supervise.srun_launch import master_address

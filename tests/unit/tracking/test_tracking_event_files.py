@@ -14,8 +14,8 @@ from tracked_runs import evaluation, follow, loss_of, row, save, shown, tracked,
 from waiting import wait_until
 
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.metrics_reader import PlacedRow, rows_from
 from hpctrain.records.run_records import EvaluationMetrics, StepMetrics, append_metrics, lineage
+from hpctrain.records.step_times import PlacedRow, rows_from
 from hpctrain.records.tracking import position_file
 from hpctrain.tracking.continuous import Settled, continuation, scalars, settled
 from hpctrain.tracking.event_files import EventFiles

@@ -14,8 +14,8 @@ from waiting import wait_until
 
 from hpctrain.base.errors import CheckpointError, InvalidInputError
 from hpctrain.records.epochs import current_epoch
-from hpctrain.records.launch_logs import lines_of_rank
 from hpctrain.records.layout import RunLayout
+from hpctrain.records.old_launches import lines_of_rank
 from hpctrain.records.requests import is_requested
 from hpctrain.records.run_records import TrainerExit
 from hpctrain.train.launchers.agent_environment import (

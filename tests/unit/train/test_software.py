@@ -20,11 +20,13 @@ from hpctrain.records.layout import RunLayout
 from hpctrain.records.software import (
     Library,
     SoftwareFacts,
+    SoftwareLock,
+    changes,
     of_newest_launch,
+    read_lock,
     read_software,
     write_software,
 )
-from hpctrain.records.software_lock import SoftwareLock, changes, read_lock
 from hpctrain.supervise.srun_launch import image_identity
 from hpctrain.train import software, software_agreement
 from hpctrain.train.faults import RefusedElsewhereError

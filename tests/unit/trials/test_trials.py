@@ -12,10 +12,10 @@ from virtual_clock import VirtualClock
 
 from hpctrain.base.errors import InvalidInputError, NoSuchRunError, SlurmUnreachableError
 from hpctrain.engines.train_json import parse_train_config
-from hpctrain.records.comparisons import ComparisonLayout
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind, Ledger
 from hpctrain.records.run_records import RankTimes, write_record
+from hpctrain.records.sweeps import ComparisonLayout
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.loader import load_run_spec

@@ -28,7 +28,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import CheckpointError, InvalidInputError, Problem
-from hpctrain.checkpoints.digest_shares import even_share
+from hpctrain.checkpoints.resume_shares import even_share
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.records.manifest import file_problem, read_rank_digests, write_rank_digests
 from hpctrain.train.device import random_state, set_random_state

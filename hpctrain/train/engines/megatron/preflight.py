@@ -1,7 +1,7 @@
 """Find what megatron-core would refuse, or compute wrongly, before it is imported.
 
 Belongs here: pure checks of layout and options. Does not belong here: checks for all engines (see
-`hpctrain.train.preflight`), installed software (see `hpctrain.engines.megatron_software`). Imports
+`hpctrain.train.preflight`), installed software (see `hpctrain.engines.megatron`). Imports
 nothing heavy.
 """
 

@@ -20,8 +20,7 @@ from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.staged import Staged
 from hpctrain.engines.hugging_face import fresh_settings, settings_of
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.spec.model import ModelSpec
-from hpctrain.spec.tuning import LoraSpec
+from hpctrain.spec.model import LoraSpec, ModelSpec
 from hpctrain.train.engines.models.allocation import allocate
 from hpctrain.train.engines.models.transformers_library import (
     class_named,

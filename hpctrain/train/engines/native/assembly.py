@@ -24,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.engines.native import NativeConfig
-from hpctrain.spec.engines.ddp import POWERSGD_RANK
+from hpctrain.spec.engines.native import POWERSGD_RANK
 from hpctrain.train.data import open_data, sample_order, timed
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engine import Parts

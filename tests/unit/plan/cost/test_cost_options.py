@@ -12,7 +12,7 @@ from cost_specimens import NEVER, case, changed, drawn, many, only_products, pip
 from planned_job import planned_job
 from planner_knowledge import knowledge_of
 
-from hpctrain.engines.speed_check import speed_check_config, speed_check_mode
+from hpctrain.engines.training import speed_check_config, speed_check_mode
 from hpctrain.plan.cost.blocks import (
     attention,
     dispatch_messages,

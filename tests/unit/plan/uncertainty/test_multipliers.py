@@ -44,9 +44,9 @@ from hpctrain.plan.uncertainty.intervals import (
     time_spread,
     with_rates,
 )
+from hpctrain.spec.calibration import Learned, LearnedRest, OwnRun, SiteLearning
 from hpctrain.spec.loader import load_run_spec, load_uncertainty
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.uncertainty import Learned, LearnedRest, OwnRun, SiteLearning
 from tests.unit.plan.uncertainty.uncertain_cases import EXAMPLES, sure_knowledge, the_case
 
 

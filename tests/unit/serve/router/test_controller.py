@@ -16,14 +16,15 @@ from hpctrain.base.errors import SlurmRefusedError
 from hpctrain.records.epochs import claim_epoch
 from hpctrain.records.run_records import read_record, write_record
 from hpctrain.records.service_layout import ReplicaName, ServiceLayout
-from hpctrain.records.service_ledger import ServiceEventKind, ServiceLedger
 from hpctrain.records.service_records import (
     RestartRequest,
     ScaleRequest,
+    ServiceEventKind,
+    ServiceLedger,
+    ServiceSettings,
     ServiceState,
     Traffic,
 )
-from hpctrain.records.service_settings import ServiceSettings
 from hpctrain.serve.jobs import JobView
 from hpctrain.serve.router import controller as module
 from hpctrain.serve.router.controller import Controller
