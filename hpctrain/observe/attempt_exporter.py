@@ -31,7 +31,7 @@ from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.supervise_config import MetricsSettings, read_supervise_config
-from hpctrain.runs.status import ObservedRun, status_row
+from hpctrain.runs.status import ObservedRun
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 
@@ -62,11 +62,8 @@ class AttemptExporter:
         run = self._metrics.run
         with contextlib.suppress(OSError, NewerFormatError):
             run.layout.require()
-            events, jobs = run.ledger.events(), RunJobs((self._job,))
-            row = status_row(run, events, jobs)
-            return list(
-                self._metrics.samples(ObservedRun(run, row, events, jobs), now, self.account_share)
-            )
+            observed = ObservedRun(run, run.ledger.events(), RunJobs((self._job,)))
+            return list(self._metrics.samples(observed, now, self.account_share))
         return []
 
 

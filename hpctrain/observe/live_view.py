@@ -30,8 +30,8 @@ from hpctrain.records.run_records import StepMetrics, parse_record
 from hpctrain.runs.notify import NoticeState, notice_states
 from hpctrain.runs.run_documents import known_plan
 from hpctrain.runs.run_page import CurvePoint, curve_of
-from hpctrain.runs.state import RunState, judge
-from hpctrain.runs.status import ObservedRun, RunStatus, observe, poll_interval, status_row
+from hpctrain.runs.state import RunState
+from hpctrain.runs.status import ObservedRun, RunStatus, observe, poll_interval
 from hpctrain.runs.watch import snapshot
 from hpctrain.runs.watch_rules import Symptom, WatchRemedy, find_problems
 from hpctrain.slurm.client import SlurmClient
@@ -133,8 +133,7 @@ class LiveRuns:
             row = rows[run_id] = self._row(one)
             # Unless only Slurm says so: then `watch` may find it orphaned, and submit it again. Or
             # only the ledger: its job has not ended yet, and the row still says RUNNING.
-            judged = judge(one.events, done=one.jobs is None, queued=None, answered=False)
-            if one.row.readable and judged.state.over and row.status.state.over:
+            if one.is_over_by_ledger and row.status.state.over:
                 self._over[run_id] = (versions[run_id], row)
         newest_first = [rows.get(run.run_id) or over[run.run_id] for run in reversed(runs)]
         return LiveView(
@@ -154,7 +153,7 @@ class LiveRuns:
             return LiveRow(status=status)
         if one.jobs is not None and not one.jobs.answered and known is not None:
             with contextlib.suppress(NewerFormatError):
-                status = status_row(run, one.events, known)
+                status = replace(one, jobs=known).row
         version = _version(run.layout.plan)
         if run.run_id not in self._plans or self._plans[run.run_id][0] != version:
             plan = None
@@ -246,7 +245,7 @@ def _problems(one: ObservedRun) -> tuple[RunAlert, ...]:
     if one.jobs is None or one.jobs.elsewhere or not generation(one.events):
         return ()
     try:
-        watched = snapshot(one.run, one.events, one.jobs)
+        watched = snapshot(one)
     except NewerFormatError:
         return ()
     return tuple(

@@ -36,8 +36,9 @@ from hpctrain.report.team_tally import (
     causes_of,
     total,
 )
-from hpctrain.runs.goodput import gpus_held, is_over, marks_of, quiet_seconds_of
+from hpctrain.runs.goodput import gpus_held, marks_of, quiet_seconds_of
 from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.state import waits_for_person
 from hpctrain.serve.replica_lives import held_timeline, job_records, replica_life
 from hpctrain.serve.service_files import ServiceFiles
 from hpctrain.spec.loader import load_profile, load_run_spec, load_service_spec
@@ -325,7 +326,7 @@ class _Reader:
             cluster=cluster_of(events) or (profile.name if profile else UNKNOWN),
             engine=plan.engine if plan else spec.engine.name if spec else UNKNOWN,
             gpus=gpus,
-            over=is_over(events) or layout.done.exists(),
+            over=waits_for_person(events, done=layout.done.exists()),
         )
 
     def read_service(self, service: ServiceFiles) -> _Member | None:

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.base import clock
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.base.units import short_hours
-from hpctrain.judge.documents import ActionKind
 from hpctrain.page.text import columns_text, paragraph
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
@@ -28,7 +27,7 @@ from hpctrain.records.supervise_config import known_supervise_config
 from hpctrain.records.sweeps import SweepLayout, SweepPoint, SweepRecord, all_sweeps
 from hpctrain.runs.evaluations import evaluation_rows, newest_metrics
 from hpctrain.runs.run_documents import known_plan
-from hpctrain.runs.state import RunState
+from hpctrain.runs.state import ENDS_ATTEMPT, RunState
 from hpctrain.runs.status import RunStatus, statuses
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.trials.sweep_grid import short_fields
@@ -222,15 +221,13 @@ def held_seconds(events: Sequence[Event], now: float | None) -> float:
 
     `now` is the end of the newest attempt if that still runs, else None.
     """
-    leaving = (ActionKind.REQUEUE, ActionKind.LEAVE, ActionKind.STOP, ActionKind.HOLD)
-    ends = {kind.value for kind in (*leaving, ActionKind.FINISH)}
     held, began, last = 0.0, None, 0.0
     for event in events:
         if event.event is EventKind.ATTEMPT_STARTED:
             if began is not None:
                 held += last - began
             began = event.time
-        elif began is not None and event.event is EventKind.ACTION and event.action in ends:
+        elif began is not None and event.event is EventKind.ACTION and event.action in ENDS_ATTEMPT:
             held += event.time - began
             began = None
         if event.event not in (EventKind.ATTEMPT_LOST, EventKind.WATCH):

@@ -16,6 +16,7 @@ from variants import varied
 
 from bench import prefork
 from hpctrain.engines.train_json import parse_train_config
+from hpctrain.train import initial_weights
 from hpctrain.train.engines.models.allocation import allocate
 from hpctrain.train.engines.models.build import build_module
 from hpctrain.train.initial_weights import initial_weight
@@ -103,7 +104,7 @@ def count_drawn() -> list[int]:
     """From now on: how many elements are drawn each time."""
     drawn: list[int] = []
 
-    @wrap(initialisers, "fill")
+    @wrap(initial_weights, "fill")
     def fill(original: Any, part: torch.Tensor, *given: Any, **named: Any) -> None:
         drawn.append(part.numel())
         original(part, *given, **named)

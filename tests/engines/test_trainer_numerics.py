@@ -32,7 +32,7 @@ def _at_step(step: int, rank: int, change: Callable[[Any], Any]) -> Callable[[],
             current = self.position.step + 1
             return real(self)
 
-        @wrap(forward, "forward_step")
+        @wrap("hpctrain.train.engines.megatron.engine", "forward_step")
         def forward_step(real: Any, iterator: Any, model: Any) -> Any:
             output, loss = real(iterator, model)
             hit = current == step and os.environ["RANK"] == str(rank)

@@ -65,7 +65,7 @@ def _writes_until(path: Path) -> None:
     request at its second step, and is slow while it saves, lest it ends before."""
     held_at(2, lambda loop: loop.job.run.save_request.exists(), rank=0)()
 
-    @wrap(write_job, "write_rank_digests")
+    @wrap(writer, "write_rank_digests")
     def slowly(real: Any, *given: Any) -> None:
         wait_until(path.exists)
         time.sleep(0.5)
@@ -117,7 +117,7 @@ def _waited_for(place: Path) -> None:
             waited.touch()
         return real(self)
 
-    @wrap(write_job, "write_rank_digests")
+    @wrap(writer, "write_rank_digests")
     def write(real: Any, directory: Path, *given: Any) -> None:
         wait_until((place / f"{directory.name}-written").exists)
         real(directory, *given)

@@ -260,9 +260,9 @@ ASYNC: dict[str, Any] = dict(TWO, async_save=True)
 # what loses the directory, on which rank; rank 0 alone writes what follows the files of the ranks,
 # and megatron-core has the others wait for it
 LOST: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
-    "writer": (write_job, "write_rank_digests", 0, {}),
+    "writer": (writer, "write_rank_digests", 0, {}),
     "publisher": (saver, "publish", 0, dict(async_save=True)),
-    "writer of one rank": (write_job, "write_rank_digests", 1, ASYNC),
+    "writer of one rank": (writer, "write_rank_digests", 1, ASYNC),
     "index": (filesystem_async.FileSystemWriterAsync, "finish", 0, ASYNC),
     "format": (serialization, "save_config", 0, ASYNC),
 }

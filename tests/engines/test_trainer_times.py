@@ -74,7 +74,7 @@ def test_a_slow_rank_shows_and_only_it(trial: MakeTrial) -> None:
         keep_quietest_window()
         slow = os.environ["RANK"] == str(SLOW_RANK)
 
-        @wrap(forward, "forward_step")
+        @wrap("hpctrain.train.engines.megatron.engine", "forward_step")
         def step(real: Any, iterator: Any, model: Any) -> Any:
             time.sleep(SLOW_SECONDS if slow else USUAL_SECONDS)
             return real(iterator, model)
