@@ -45,7 +45,7 @@ class NoticeKind(StrEnum):
 
 # Told whatever the rate is: without them nobody would know that nothing happens any more.
 FINAL_KINDS = frozenset({NoticeKind.DONE, NoticeKind.FAILED, NoticeKind.HELD})
-# What `hpctrain watch` reports (`runs.run_problems.Symptom`) and does nothing about; None: the
+# What `hpctrain watch` reports (`runs.watch_rules.Symptom`) and does nothing about; None: the
 # supervisor or a person has told it already. A run that it submits again is requeued.
 WATCHED: dict[str, NoticeKind | None] = {
     "orphaned": NoticeKind.FAILED,
