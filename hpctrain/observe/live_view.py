@@ -13,6 +13,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
