@@ -275,6 +275,17 @@ def test_names_of_test_files_are_unique() -> None:
 # -- who may do what -------------------------------------------------------------------------
 
 
+def test_a_program_begins_when_all_of_it_is_there() -> None:
+    """What stands below `if __name__ == "__main__"` does not exist yet when the program runs."""
+    early = [
+        where(path, node)
+        for path, tree in trees().items()
+        for node in tree.body[:-1]
+        if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
+    ]
+    assert not early, f"the last lines of a module start it: {early}"
+
+
 def test_only_the_command_line_prints_and_exits() -> None:
     forbidden = {"print", "sys.exit", "exit", "quit", "os._exit", "click.echo"}
     forbidden |= {"sys.stdout.write", "sys.stderr.write"}

@@ -172,10 +172,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 # -- Measure how many bytes the forward pass of one microbatch keeps for its backward pass ------
 # Measured on meta tensors: a dispatch mode sees every tensor that an operation returns and tracks
 # its storage until it is freed. That counts what a GPU's memory would hold, except what happens
@@ -342,3 +338,7 @@ def flash_attention(enabled: bool) -> Iterator[None]:
         yield
     finally:
         DotProductAttention.forward = original
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
