@@ -34,8 +34,10 @@ _ROOMS = (
     *("base", "checkpoints", "data", "engines", "judge", "notify", "plan", "records", "serve"),
     *("slurm", "spec", "supervise", "tracking", "train"),
     # what exports metrics from a job (`attempt_exporter`)
-    *("diagnose", "job", "observe", "runs", "telemetry"),
+    *("diagnose", "job", "observe", "page", "runs", "telemetry"),
 )
+# Tables that a job reads (`observe.families`).
+_TABLES = ("families.yaml", "families.json")
 _INSIDE = "hpctrain/"
 # importlib.util.MAGIC_NUMBER, flags 1 (hash-based, unchecked: PEP 552), then the source's hash.
 _UNCHECKED = (1).to_bytes(4, "little")
@@ -110,7 +112,7 @@ def _entries(package: Path) -> Iterator[os.DirEntry[str]]:
 def _modules_in(directory: Path | str, *, deep: bool) -> Iterator[os.DirEntry[str]]:
     with os.scandir(directory) as entries:
         for entry in entries:
-            if entry.name.endswith(".py"):
+            if entry.name.endswith(".py") or entry.name in _TABLES:
                 yield entry
             elif deep and entry.is_dir(follow_symlinks=False):
                 yield from _modules_in(entry.path, deep=True)
@@ -148,7 +150,7 @@ def _is_whole(data: bytes, name: str) -> bool:
             texts = [
                 (path.removeprefix(_INSIDE), archive.read(path))
                 for path in archive.namelist()
-                if path.endswith(".py")
+                if path.endswith((".py", *_TABLES))
             ]
             whole = archive.testzip() is None
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError):
@@ -190,12 +192,12 @@ def _packed(package: Path, name: str) -> bytes:
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, text in _texts(package):
             inside = _INSIDE + path
-            compiled = _renamed(_compiled(package / path, text), f"{name}/{inside}")
-            head = importlib.util.MAGIC_NUMBER + _UNCHECKED + importlib.util.source_hash(text)
-            for entry, data in (
-                (inside, text),
-                (f"{inside}c", head + marshal.dumps(compiled)),
-            ):
+            entries = {inside: text}
+            if inside.endswith(".py"):
+                compiled = _renamed(_compiled(package / path, text), f"{name}/{inside}")
+                head = importlib.util.MAGIC_NUMBER + _UNCHECKED + importlib.util.source_hash(text)
+                entries[f"{inside}c"] = head + marshal.dumps(compiled)
+            for entry, data in entries.items():
                 info = zipfile.ZipInfo(entry, _TIME)
                 info.external_attr, info.compress_type = _MODE, zipfile.ZIP_DEFLATED
                 archive.writestr(info, data)

@@ -29,6 +29,8 @@ from hpctrain.records.layout import RunLayout
 
 RequestKind = Literal["stop", "stop-now", "hold", "save"]
 KINDS: tuple[RequestKind, ...] = get_args(RequestKind)
+# What the ledger calls the withdrawal of pending requests.
+TAKE_BACK = "take back"
 # The kinds that end a launch, the strongest first; rank 0 follows `save` by itself.
 _TO_LEAVE: tuple[RequestKind, ...] = ("stop-now", "hold", "stop")
 # `stop` and `hold` contradict each other, so the new one replaces the other; `stop-now` outranks

@@ -42,6 +42,7 @@ from hpctrain.records.known_steps import known_steps
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import (
+    TAKE_BACK,
     Request,
     RequestKind,
     is_requested,
@@ -53,7 +54,6 @@ from hpctrain.records.requests import (
 )
 from hpctrain.records.run_records import Progress, read_record
 from hpctrain.records.supervise_config import read_supervise_config
-from hpctrain.runs.describe import TAKE_BACK
 from hpctrain.runs.run_documents import known_plan
 from hpctrain.runs.state import ENDS_RUN, RunState, standing_action
 from hpctrain.runs.status import statuses

@@ -18,6 +18,7 @@ from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.page.text import facts, paragraph
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.requests import TAKE_BACK
 from hpctrain.records.run_records import SaveRecord, read_saves
 from hpctrain.records.software import SoftwareFacts, SoftwareRecord, of_newest_launch, read_software
 from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
@@ -26,8 +27,6 @@ from hpctrain.runs.evaluations import EvaluatedDocument, evaluation_lines, evalu
 from hpctrain.runs.notify import NoticeState, notice_lines, notice_states
 from hpctrain.runs.state import ENDS_RUN, RunState, judge_without_slurm
 
-# What the ledger calls the withdrawal of pending requests.
-TAKE_BACK = "take back"
 # What a person has accepted or removed, as words of the command line.
 _DONE_AT_ONCE = {
     EventKind.FRESH_START_ACCEPTED: "resume --from-scratch",

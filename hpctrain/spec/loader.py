@@ -13,13 +13,13 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from hpctrain.base import clock
 from hpctrain.base.errors import InvalidInputError, Problem, RefusedPlanError
@@ -360,11 +360,12 @@ def load_packaged(model: type[DocumentT], path: Path) -> DocumentT:
 
     Parsing YAML with the place of every value takes longer than planning, and packaged documents
     need no places. The JSON holds a digest of the YAML text that it was made from; with another
-    text it is ignored (see `packaged_json`).
+    text it is ignored (see `packaged_json`). Both may lie in the archive of a run's code.
     """
+    read: Callable[[str], bytes] = cast(Any, __spec__).loader.get_data  # PEP 302, also from a zip
     try:
-        made = json.loads(path.with_suffix(".json").read_bytes())
-        if made["yaml_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest():
+        made = json.loads(read(str(path.with_suffix(".json"))))
+        if made["yaml_sha256"] == hashlib.sha256(read(str(path))).hexdigest():
             return model.model_validate_json(json.dumps(made["values"]), strict=True)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # read the YAML instead: its reader has a message for every problem

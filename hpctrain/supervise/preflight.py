@@ -31,7 +31,6 @@ from pathlib import Path
 
 from hpctrain.base import clock
 from hpctrain.judge.preflight_format import INPUTS, MARK, RUN_DIRECTORY, SHUTDOWN
-from hpctrain.records.supervise_config import read_inputs
 
 KERNEL_LOG_VARIABLE = "HPCTRAIN_KERNEL_LOG"
 _TRIAL_BYTES = 4096
@@ -126,6 +125,19 @@ def check_directory(report: NodeReport, directory: Path, node: str) -> None:
     space = os.statvfs(directory)
     report.facts["free_bytes"] = space.f_bavail * space.f_frsize
     report.facts["free_inodes"] = space.f_favail
+
+
+def read_inputs(path: Path) -> tuple[str, ...]:
+    """Read only the `inputs` of a `supervise.json`; none if it cannot be read.
+
+    With the standard library: this program starts on all nodes of a job at once, from a shared file
+    system, and cannot afford pydantic. The format version is not looked at: a node is not to blame
+    for it, and the supervisor has read the whole document before.
+    """
+    try:
+        return tuple(json.loads(path.read_bytes()).get("inputs", ()))
+    except (OSError, ValueError, AttributeError):
+        return ()
 
 
 def check_inputs(report: NodeReport, settings: Path | None) -> None:

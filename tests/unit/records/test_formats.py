@@ -35,11 +35,11 @@ from hpctrain.records.run_records import (
 from hpctrain.records.supervise_config import (
     SuperviseConfig,
     known_supervise_config,
-    read_inputs,
     read_supervise_config,
 )
 from hpctrain.runs.run_documents import known_plan, known_train_config
 from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.supervise.preflight import read_inputs
 from hpctrain.version import __version__
 
 # Every reader of a document that carries a version, and the file that it reads.
@@ -180,5 +180,6 @@ def test_the_check_of_a_node_reads_the_same_inputs(tmp_path: Path) -> None:
     )
     path.write_text(config.model_dump_json())
     assert read_inputs(path) == config.inputs
-    path.write_text("[")
-    assert read_inputs(path) == ()
+    for broken in ("[", "[]"):
+        path.write_text(broken)
+        assert read_inputs(path) == ()
