@@ -581,7 +581,7 @@ def events(report: RunReport) -> Section | None:
         note = "What the supervisor has judged by."
         body = Table(columns, evidence[-_MOST_EVIDENCE:])
         cards.append(Card("Why launches ended", body, note, wide=True))
-    happened = [(one.event_time, one.kind, one.words) for one in report.happenings]
+    happened = [*report.happenings]
     for asked in report.story.asked if report.story else ():
         by = f" by {asked.user}" if asked.user else ""
         because = f": {asked.reason}" if asked.reason else ""
