@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.diagnose.facts import stage_of
+from hpctrain.diagnose.facts import fullest_of_stages
 from hpctrain.plan.documents import Plan
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import CommunicationRecord, RankTimes, StepMetrics
@@ -100,7 +100,7 @@ class RankWindow(_Frozen):
 
     first_step: int
     last_step: int
-    shares: Sequence[tuple[str, float]]
+    shares: dict[str, float]
     nodes: Sequence[NodeTimes]
     stages: Sequence[StageMemory]
 
@@ -220,14 +220,6 @@ def spans_of(timeline: Timeline, events: Sequence[Event]) -> tuple[Span, ...]:
 
 def window_of(times: RankTimes, plan: Plan | None) -> RankWindow:
     """Summarize the times and the memory of all ranks by node and by pipeline stage."""
-    # A record of an older version has no backward passes.
-    backward = times.backward_seconds or (0.0,) * len(times.compute_seconds)
-    parts = {
-        "passes": [sum(both) for both in zip(times.compute_seconds, backward, strict=True)],
-        "data": times.data_seconds,
-        "optimizer": times.optimizer_seconds,
-        "rest": times.rest_seconds,
-    }
     of_node: dict[str, list[int]] = defaultdict(list)
     for rank, node in enumerate(times.nodes):
         of_node[node].append(rank)
@@ -249,19 +241,13 @@ def window_of(times: RankTimes, plan: Plan | None) -> RankWindow:
         )
         for node, value in own.items()
     )
-    # Of each stage the fullest GPU: what PyTorch has allocated there, and what it has taken.
-    fullest: list[dict[int, int]] = []
-    for column in (times.peak_memory_bytes, times.reserved_memory_bytes):
-        most: dict[int, int] = {}
-        for rank, value in enumerate(column):
-            stage = stage_of(plan.layout if plan else None, rank)
-            most[stage] = max(most.get(stage, 0), value)
-        fullest.append(most)
-    allocated, reserved = fullest
+    layout = plan.layout if plan else None
+    allocated = fullest_of_stages(layout, times.peak_memory_bytes)
+    reserved = fullest_of_stages(layout, times.reserved_memory_bytes)
     return RankWindow(
         first_step=times.first_step,
         last_step=times.last_step,
-        shares=tuple((name, fmean(values)) for name, values in parts.items() if values),
+        shares=times.mean_parts,
         nodes=nodes,
         stages=[
             StageMemory(
@@ -282,7 +268,7 @@ def messages_of(record: CommunicationRecord, plan: Plan | None) -> MeasuredMessa
     planned = {str(axis): seconds for axis, seconds in parts.items()}
     axes = []
     for axis in record.axes:
-        taking_part = [rank for rank, group in enumerate(axis.groups) if group >= 0]
+        taking_part = axis.members
         if not taking_part:
             continue
         axes.append(
