@@ -5,6 +5,7 @@ Belongs here: these records and simple sums of them. Does not belong here: judgi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -138,6 +139,15 @@ def stage_of(layout: Layout | None, rank: int) -> int:
     if layout.order.endswith("-dp-pp"):
         inner *= layout.dp
     return rank // inner % layout.pp
+
+
+def fullest_of_stages(layout: Layout | None, of_ranks: Sequence[int]) -> dict[int, int]:
+    """Find the largest value of the ranks of each pipeline stage, such as bytes of memory."""
+    most: dict[int, int] = {}
+    for rank, value in enumerate(of_ranks):
+        stage = stage_of(layout, rank)
+        most[stage] = max(most.get(stage, 0), value)
+    return most
 
 
 # ----------------------------------------------------------------------------------------------

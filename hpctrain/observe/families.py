@@ -16,8 +16,6 @@ PACKAGED_FAMILIES = Path(__file__).with_name("families.yaml")
 Subject = Literal["run", "service", ""]
 _UNITS = ("seconds", "bytes", "ratio")
 
-# Names of parts of a step, as values of labels.
-STEP_PARTS = ("passes", "data", "optimizer", "rest")
 # Values of the label `phase` (hpctrain.records.service_records.ReplicaState).
 PHASES = ("queued", "loading", "ready", "draining", "ended", "failed")
 # Values of the label `result` of drains.
@@ -65,6 +63,4 @@ class FamilyTable(Document):
 
 
 FAMILIES = load_packaged(FamilyTable, PACKAGED_FAMILIES).families
-RUN_FAMILIES = tuple(one for one in FAMILIES if one.subject == "run")
-SERVICE_FAMILIES = tuple(one for one in FAMILIES if one.subject == "service")
 BY_NAME = {family.name: family for family in FAMILIES}

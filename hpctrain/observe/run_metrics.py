@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from hpctrain.base import clock
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.base.formats import NewerFormatError
-from hpctrain.diagnose.facts import stage_of
+from hpctrain.diagnose.facts import fullest_of_stages, stage_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.job.prepare import load_inputs
 from hpctrain.judge.launch_history import history
@@ -191,7 +191,7 @@ def _collected(
     messages = read_communication(layout)
     if messages is not None and is_running:
         for axis in messages.axes:
-            if ranks := [rank for rank, group in enumerate(axis.groups) if group >= 0]:
+            if ranks := axis.members:
                 seconds = statistics.fmean(axis.seconds[rank] for rank in ranks)
                 out.put("message_seconds", seconds, axis=axis.axis)
                 size = statistics.fmean(axis.bytes[rank] for rank in ranks)
@@ -271,18 +271,8 @@ def _collected(
 
 def _put_ranks(out: Samples, times: RankTimes, submitted: _Submitted) -> None:
     """Add means over ranks, the slowdown of nodes, and the memory of pipeline stages."""
-    backward = times.backward_seconds or (0.0,) * len(times.compute_seconds)
-    passes = tuple(f + b for f, b in zip(times.compute_seconds, backward, strict=True))
-    means = {
-        "passes": passes,
-        "data": times.data_seconds,
-        "optimizer": times.optimizer_seconds,
-        "rest": times.rest_seconds,
-    }
-    for part, of_ranks in means.items():
-        if of_ranks:
-            out.put("step_part_seconds", statistics.fmean(of_ranks), part=part)
-    layout = submitted.plan.layout if submitted.plan else None
+    out.put_each("step_part_seconds", "part", times.mean_parts)
+    passes, layout = times.pass_seconds, submitted.plan.layout if submitted.plan else None
     stages = [stage_of(layout, rank) for rank in range(len(passes))]
     # Stages have different layers: a rank is compared with those of its own.
     medians = {
@@ -296,10 +286,8 @@ def _put_ranks(out: Samples, times: RankTimes, submitted: _Submitted) -> None:
     out.put_each("node_slowdown_ratio", "node", slowest)
     if submitted.config is not None and submitted.config.slow_rank:
         out.put("slow_rank_limit_ratio", submitted.config.slow_rank)
-    peaks: dict[str, float] = {}
-    for stage, peak in zip(stages, times.peak_memory_bytes, strict=False):
-        peaks[str(stage)] = max(peaks.get(str(stage), 0), peak)
-    out.put_each("peak_memory_bytes", "stage", peaks)
+    peaks = fullest_of_stages(layout, times.peak_memory_bytes)
+    out.put_each("peak_memory_bytes", "stage", {str(stage): peak for stage, peak in peaks.items()})
     if submitted.plan is not None:
         planned = {str(n): m.total_bytes for n, m in enumerate(submitted.plan.memory)}
         out.put_each("planned_memory_bytes", "stage", planned)

@@ -7,6 +7,7 @@ not belong here: the files of exit records (`exit_records`), what follows from r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -248,6 +249,17 @@ class RankTimes(Record):
             for step, *of_rank in zip(self.step_seconds, *parts, strict=True)
         )
 
+    @property
+    def mean_parts(self) -> dict[str, float]:
+        """Means over ranks of the parts of a step, in seconds; without those that are not known."""
+        parts = {
+            "passes": self.pass_seconds,
+            "data": self.data_seconds,
+            "optimizer": self.optimizer_seconds,
+            "rest": self.rest_seconds,
+        }
+        return {name: math.fsum(of) / len(of) for name, of in parts.items() if of}
+
 
 class SkippedData(RecordPart):
     """Samples that training leaves out: after `from_samples` it continues at `to_samples`."""
@@ -432,6 +444,11 @@ class AxisMessages(RecordPart):
     calls: tuple[int, ...]
     bytes: tuple[int, ...]
     seconds: tuple[float, ...]
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that have a group."""
+        return [rank for rank, group in enumerate(self.groups) if group >= 0]
 
 
 class LinkBytes(RecordPart):

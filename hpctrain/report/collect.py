@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -82,35 +83,25 @@ def script_versions(layout: RunLayout, events: Sequence[Event]) -> tuple[ScriptV
     """
     current = layout.script.read_bytes()
     digest = hashlib.sha256(current).hexdigest()
-    used: list[tuple[str, list[int]]] = []
-    for event in events:
-        if event.script_sha256 is None:
-            continue
-        if not used or used[-1][0] != event.script_sha256:
-            used.append((event.script_sha256, []))
-        if event.event is EventKind.SUBMITTED and event.job_id is not None:
-            used[-1][1].append(event.job_id)
+    used: list[tuple[str, tuple[int, ...]]] = []
+    named = [event for event in events if event.script_sha256 is not None]
+    for sha256, group in itertools.groupby(named, lambda event: str(event.script_sha256)):
+        submitted = [event for event in group if event.event is EventKind.SUBMITTED]
+        used.append((sha256, tuple(one.job_id for one in submitted if one.job_id is not None)))
     if not used or used[-1][0] != digest:
-        used.append((digest, []))
+        used.append((digest, ()))
     versions: list[ScriptVersion] = []
     for sha256, jobs in used:
         text = read_kept_script(layout, sha256)
         if text is None and sha256 == digest:
             text = current.decode(errors="replace")
         before = versions[-1].text if versions else None
-        changes: list[str] = []
+        changes: tuple[str, ...] = ()
         if before is not None and text is not None:
             old, new = before.splitlines(), text.splitlines()
             lines = difflib.unified_diff(old, new, lineterm="", n=2)
-            changes = list(lines)[2:_MOST_LINES]  # without the names of files
-        versions.append(
-            ScriptVersion(
-                sha256=sha256,
-                job_ids=tuple(jobs),
-                text=text,
-                changes=tuple(changes),
-            )
-        )
+            changes = tuple(lines)[2:_MOST_LINES]  # without the names of files
+        versions.append(ScriptVersion(sha256=sha256, job_ids=jobs, text=text, changes=changes))
     return tuple(versions)
 
 
@@ -143,25 +134,12 @@ class Unread(_Frozen):
     reason: str
 
 
-class SpecValue(_Frozen):
-    """One value of the spec by its dotted name, as it stands in YAML."""
-
-    name: str
-    value: str
-
-
-class Happening(_Frozen):
-    """Something remarkable: when (seconds since the epoch), what, and its words."""
-
-    event_time: float
-    kind: str
-    words: str
-
-
 class RunReport(_Frozen):
     """Everything that the page about one run shows; None and empty: not known.
 
-    `made_time`: when it was collected, in seconds since the epoch.
+    `made_time`: when it was collected, in seconds since the epoch. `spec`: its values by their
+    dotted names, as they stand in YAML. `happenings`: something remarkable each: when (seconds
+    since the epoch), what, and its words.
     """
 
     run_id: str
@@ -171,7 +149,7 @@ class RunReport(_Frozen):
     cluster: str | None = None
     account: str | None = None
     partition: str | None = None
-    spec: tuple[SpecValue, ...] = ()
+    spec: dict[str, str] = {}
     plan: Plan | None = None
     story: RunStory | None = None
     goodput: Goodput | None = None
@@ -183,7 +161,7 @@ class RunReport(_Frozen):
     checkpoints: CheckpointReport | None = None
     diagnosis: Diagnosis | None = None
     errors: LaunchErrors | None = None
-    happenings: tuple[Happening, ...] = ()
+    happenings: tuple[tuple[float, str, str], ...] = ()
     scripts: tuple[ScriptVersion, ...] = ()
     software: SoftwareLock | None = None
     unread: tuple[Unread, ...] = ()
@@ -266,7 +244,7 @@ def _collected(run: RunFiles, row: RunStatus, now: float) -> RunReport:
         cluster=cluster_of(events),
         account=spec.resources.account if spec else None,
         partition=spec.resources.partition if spec else None,
-        spec=_values(spec.model_dump(mode="json", by_alias=True)) if spec else (),
+        spec=_values(spec.model_dump(mode="json", by_alias=True)) if spec else {},
         plan=plan,
         story=parts.read("story", lambda: describe(run)),
         window=window_of(times, plan) if times else None,
@@ -274,11 +252,11 @@ def _collected(run: RunFiles, row: RunStatus, now: float) -> RunReport:
         checkpoints=parts.read("checkpoints", lambda: report_checkpoints(run, now=now)),
         errors=parts.read("errors", lambda: _unless_early(lambda: launch_errors(run))),
         happenings=tuple(
-            Happening(
-                event_time=event.time,
-                kind=_REMARKABLE[event.event],
-                words=": ".join(
-                    word for word in (event.symptom, event.node, event.reason) if word is not None
+            (
+                event.time,
+                _REMARKABLE[event.event],
+                ": ".join(
+                    one for one in (event.symptom, event.node, event.reason) if one is not None
                 ),
             )
             for event in events
@@ -299,13 +277,13 @@ def _unless_early(read: Callable[[], _PartT]) -> _PartT | None:
         return None
 
 
-def _values(document: object, name: str = "") -> tuple[SpecValue, ...]:
+def _values(document: object, name: str = "") -> dict[str, str]:
     """List all values of a document by their dotted names."""
     if isinstance(document, dict) and document:
-        parts = (
-            _values(value, f"{name}.{key}" if name else str(key)) for key, value in document.items()
-        )
-        return tuple(one for part in parts for one in part)
+        found: dict[str, str] = {}
+        for key, value in document.items():
+            found |= _values(value, f"{name}.{key}" if name else str(key))
+        return found
     if isinstance(document, list):
-        return (SpecValue(name=name, value=", ".join(map(str, document))),)
-    return (SpecValue(name=name, value="" if document is None else str(document)),)
+        return {name: ", ".join(map(str, document))}
+    return {name: "" if document is None else str(document)}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.diagnose.facts import stage_of
+from hpctrain.diagnose.facts import fullest_of_stages
 from hpctrain.plan.documents import Plan
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import CommunicationRecord, RankTimes, StepMetrics
@@ -33,23 +33,22 @@ class _Frozen(BaseModel):
 class DroppedSteps(_Frozen):
     """Losses of steps of a launch that a later one has trained again; `count` of them."""
 
-    epoch: int
     count: int
-    loss: tuple[Point, ...]
+    loss: Sequence[Point]
 
 
 class Curves(_Frozen):
     """Values over steps that count, thinned; `loss_mean` is empty for short runs."""
 
-    loss: tuple[Point, ...]
-    loss_mean: tuple[Point, ...]
-    evaluation_loss: tuple[Point, ...]
-    gradient_norm: tuple[Point, ...]
-    learning_rate: tuple[Point, ...]
-    step_seconds: tuple[Point, ...]
-    tokens_per_second: tuple[Point, ...]
-    mfu: tuple[Point, ...]
-    dropped: tuple[DroppedSteps, ...]
+    loss: Sequence[Point]
+    loss_mean: Sequence[Point]
+    evaluation_loss: Sequence[Point]
+    gradient_norm: Sequence[Point]
+    learning_rate: Sequence[Point]
+    step_seconds: Sequence[Point]
+    tokens_per_second: Sequence[Point]
+    mfu: Sequence[Point]
+    dropped: Sequence[DroppedSteps]
 
 
 class MeasuredSpeed(_Frozen):
@@ -99,12 +98,11 @@ class RankWindow(_Frozen):
     engine can tell them apart.
     """
 
-    epoch: int
     first_step: int
     last_step: int
-    shares: tuple[tuple[str, float], ...]
-    nodes: tuple[NodeTimes, ...]
-    stages: tuple[StageMemory, ...]
+    shares: dict[str, float]
+    nodes: Sequence[NodeTimes]
+    stages: Sequence[StageMemory]
 
 
 class AxisTraffic(_Frozen):
@@ -126,10 +124,10 @@ class MeasuredMessages(_Frozen):
     step: int
     step_seconds: float
     source: str
-    axes: tuple[AxisTraffic, ...]
+    axes: Sequence[AxisTraffic]
     unit: str
-    names: tuple[str, ...]
-    matrix: tuple[tuple[int, ...], ...]
+    names: Sequence[str]
+    matrix: Sequence[Sequence[int]]
 
 
 def curves_of(rows: Sequence[StepMetrics], counted: Sequence[StepMetrics]) -> Curves:
@@ -139,31 +137,31 @@ def curves_of(rows: Sequence[StepMetrics], counted: Sequence[StepMetrics]) -> Cu
     """
     usual = usual_rows(counted)
 
-    def curve(value: Callable[[StepMetrics], float | None]) -> tuple[Point, ...]:
-        return tuple(thinned([(float(row.step), value(row)) for row in counted]))
+    def points_of(part: Iterable[StepMetrics], name: str) -> list[Point]:
+        return [(float(row.step), getattr(row, name)) for row in part]
 
-    def mean(value: Callable[[StepMetrics], float | None]) -> tuple[Point, ...]:
-        points = [(float(row.step), value(row)) for row in usual]
-        return tuple(averaged(points, 400) if len(points) > _NOISY_ROWS else points)
+    def mean(name: str) -> Sequence[Point]:
+        points = points_of(usual, name)
+        return averaged(points, 400) if len(points) > _NOISY_ROWS else points
 
-    losses = [(float(row.step), row.loss) for row in counted]
+    losses = points_of(counted, "loss")
     kept = {(row.epoch, row.step) for row in counted}
     gone = [row for row in rows if (row.epoch, row.step) not in kept]
     dropped = []
-    for epoch, group in itertools.groupby(gone, lambda row: row.epoch):
-        points = [(float(row.step), row.loss) for row in group]
-        dropped.append(DroppedSteps(epoch=epoch, count=len(points), loss=tuple(thinned(points))))
+    for _, group in itertools.groupby(gone, lambda row: row.epoch):
+        points = points_of(group, "loss")
+        dropped.append(DroppedSteps(count=len(points), loss=thinned(points)))
     evaluated = [row for row in counted if row.eval_loss is not None]
     return Curves(
-        loss=curve(lambda row: row.loss),
-        loss_mean=tuple(averaged(losses)) if len(losses) > _NOISY_ROWS else (),
-        evaluation_loss=tuple(thinned([(float(row.step), row.eval_loss) for row in evaluated])),
-        gradient_norm=curve(lambda row: row.grad_norm),
-        learning_rate=curve(lambda row: row.learning_rate),
-        step_seconds=tuple(thinned([(float(row.step), row.step_seconds) for row in usual])),
-        tokens_per_second=mean(lambda row: row.tokens_per_second),
-        mfu=mean(lambda row: row.mfu),
-        dropped=tuple(dropped),
+        loss=thinned(losses),
+        loss_mean=averaged(losses) if len(losses) > _NOISY_ROWS else (),
+        evaluation_loss=thinned(points_of(evaluated, "eval_loss")),
+        gradient_norm=thinned(points_of(counted, "grad_norm")),
+        learning_rate=thinned(points_of(counted, "learning_rate")),
+        step_seconds=thinned(points_of(usual, "step_seconds")),
+        tokens_per_second=mean("tokens_per_second"),
+        mfu=mean("mfu"),
+        dropped=dropped,
     )
 
 
@@ -222,14 +220,6 @@ def spans_of(timeline: Timeline, events: Sequence[Event]) -> tuple[Span, ...]:
 
 def window_of(times: RankTimes, plan: Plan | None) -> RankWindow:
     """Summarize the times and the memory of all ranks by node and by pipeline stage."""
-    # A record of an older version has no backward passes.
-    backward = times.backward_seconds or (0.0,) * len(times.compute_seconds)
-    parts = {
-        "passes": [sum(both) for both in zip(times.compute_seconds, backward, strict=True)],
-        "data": times.data_seconds,
-        "optimizer": times.optimizer_seconds,
-        "rest": times.rest_seconds,
-    }
     of_node: dict[str, list[int]] = defaultdict(list)
     for rank, node in enumerate(times.nodes):
         of_node[node].append(rank)
@@ -251,36 +241,23 @@ def window_of(times: RankTimes, plan: Plan | None) -> RankWindow:
         )
         for node, value in own.items()
     )
+    layout = plan.layout if plan else None
+    allocated = fullest_of_stages(layout, times.peak_memory_bytes)
+    reserved = fullest_of_stages(layout, times.reserved_memory_bytes)
     return RankWindow(
-        epoch=times.epoch,
         first_step=times.first_step,
         last_step=times.last_step,
-        shares=tuple((name, fmean(values)) for name, values in parts.items() if values),
+        shares=times.mean_parts,
         nodes=nodes,
-        stages=_stages(times, plan),
-    )
-
-
-def _stages(times: RankTimes, plan: Plan | None) -> tuple[StageMemory, ...]:
-    layout = plan.layout if plan else None
-    allocated: dict[int, int] = defaultdict(int)
-    reserved: dict[int, int] = defaultdict(int)
-    for columns, found in (
-        (times.peak_memory_bytes, allocated),
-        (times.reserved_memory_bytes, reserved),
-    ):
-        for rank, value in enumerate(columns):
-            stage = stage_of(layout, rank)
-            found[stage] = max(found[stage], value)
-    stages = range(len(plan.memory)) if plan else sorted(allocated)
-    return tuple(
-        StageMemory(
-            stage=stage,
-            predicted_bytes=plan.memory[stage].total_bytes if plan else None,
-            allocated_bytes=allocated.get(stage) or None,
-            reserved_bytes=reserved.get(stage) or None,
-        )
-        for stage in stages
+        stages=[
+            StageMemory(
+                stage=stage,
+                predicted_bytes=plan.memory[stage].total_bytes if plan else None,
+                allocated_bytes=allocated.get(stage) or None,
+                reserved_bytes=reserved.get(stage) or None,
+            )
+            for stage in (range(len(plan.memory)) if plan else sorted(allocated))
+        ],
     )
 
 
@@ -291,7 +268,7 @@ def messages_of(record: CommunicationRecord, plan: Plan | None) -> MeasuredMessa
     planned = {str(axis): seconds for axis, seconds in parts.items()}
     axes = []
     for axis in record.axes:
-        taking_part = [rank for rank, group in enumerate(axis.groups) if group >= 0]
+        taking_part = axis.members
         if not taking_part:
             continue
         axes.append(
@@ -306,7 +283,17 @@ def messages_of(record: CommunicationRecord, plan: Plan | None) -> MeasuredMessa
                 planned_seconds=planned.get(axis.axis),
             )
         )
-    unit, names, place = _places(record.nodes)
+    # Rows of the matrix: ranks, or nodes, or groups of consecutive nodes.
+    unit, names = "rank", [str(rank) for rank in range(len(record.nodes))]
+    place = {rank: rank for rank in range(len(record.nodes))}
+    if len(record.nodes) > _MOST_RANKS:
+        nodes = list(dict.fromkeys(record.nodes))
+        size = -(-len(nodes) // _MOST_RANKS)
+        unit = "node" if size == 1 else f"{size} nodes"
+        groups = [nodes[start : start + size] for start in range(0, len(nodes), size)]
+        names = [one[0] if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in groups]
+        row = {node: number // size for number, node in enumerate(nodes)}
+        place = {rank: row[node] for rank, node in enumerate(record.nodes)}
     matrix = [[0] * len(names) for _ in names]
     for link in record.links:
         if link.source in place and link.target in place:
@@ -315,25 +302,8 @@ def messages_of(record: CommunicationRecord, plan: Plan | None) -> MeasuredMessa
         step=record.step,
         step_seconds=record.step_seconds,
         source=record.source,
-        axes=tuple(axes),
+        axes=axes,
         unit=unit,
         names=names,
-        matrix=tuple(map(tuple, matrix)),
+        matrix=matrix,
     )
-
-
-def _places(nodes: Sequence[str]) -> tuple[str, tuple[str, ...], dict[int, int]]:
-    """Choose rows of the matrix: ranks, or nodes, or groups of consecutive nodes; at most 64."""
-    if len(nodes) <= _MOST_RANKS:
-        return (
-            "rank",
-            tuple(map(str, range(len(nodes)))),
-            {rank: rank for rank in range(len(nodes))},
-        )
-    names = list(dict.fromkeys(nodes))
-    size = -(-len(names) // _MOST_RANKS)
-    groups = [names[start : start + size] for start in range(0, len(names), size)]
-    labels = tuple(one[0] if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in groups)
-    row = {name: number for number, group in enumerate(groups) for name in group}
-    unit = "node" if size == 1 else f"{size} nodes"
-    return unit, labels, {rank: row[node] for rank, node in enumerate(nodes)}

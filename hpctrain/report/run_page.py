@@ -335,7 +335,7 @@ def _time(reports: Sequence[RunReport]) -> list[Card]:
 
 def _differences(reports: Sequence[RunReport]) -> Card:
     """List what differs in spec and plan; equal values are left out."""
-    specs = [{one.name: one.value for one in report.spec} for report in reports]
+    specs = [report.spec for report in reports]
     compared = [
         (name, [spec.get(name, "") or UNKNOWN for spec in specs])
         for name in dict.fromkeys(name for spec in specs for name in spec)

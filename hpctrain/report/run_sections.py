@@ -6,6 +6,7 @@ Belongs here: what each section shows, and why a card is empty. Does not belong 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -61,6 +62,7 @@ from hpctrain.report.collect import RunReport
 from hpctrain.report.measures import NodeTimes, Span
 from hpctrain.runs.describe import LaunchStory
 from hpctrain.telemetry.goodput import Goodput, LossByCause
+from hpctrain.telemetry.thinning import Point
 
 
 def missing(title: str, report: RunReport, part: str, otherwise: str, wide: bool = False) -> Card:
@@ -89,7 +91,7 @@ def rank_cards(report: RunReport) -> list[Card]:
     if window is None:
         return [missing("Nodes", report, "ranks", "Ranks have not written their times yet.")]
     steps = f"{window.first_step:,} to {window.last_step:,}"
-    parts = [(Entry(name, _PART_COLOURS[name]), value) for name, value in window.shares]
+    parts = [(Entry(name, _PART_COLOURS[name]), value) for name, value in window.shares.items()]
     bar = stacked_bar(parts, label="Parts of a step", format=duration)
     cards = [Card("Parts of a step", bar, f"Steps {steps}, means of ranks.")]
     nodes = window.nodes
@@ -296,31 +298,32 @@ def learning(report: RunReport) -> Section:
     chart = line_chart(
         lines, label="Loss over steps", x=Axis("step"), y=Axis("loss"), rules=rules, height=280
     )
-    norm = Axis("norm before clipping", from_zero=True)
-    rate = Axis("learning rate", from_zero=True)
-    return Section(
-        "learning",
-        "Learning",
-        [
-            Card("Loss", chart, note, wide=True),
-            _curve_card(report, "Gradient norm", Line("", curves.gradient_norm, "c7"), norm),
-            _curve_card(report, "Learning rate", Line("", curves.learning_rate, "c5"), rate),
-        ],
-    )
+    curve = functools.partial(_curve_card, report)
+    norm, rate = "norm before clipping", "learning rate"
+    cards = [
+        Card("Loss", chart, note, wide=True),
+        curve("Gradient norm", curves.gradient_norm, "c7", Axis(norm, from_zero=True)),
+        curve("Learning rate", curves.learning_rate, "c5", Axis(rate, from_zero=True)),
+    ]
+    return Section("learning", "Learning", cards)
 
 
 def _curve_card(
-    report: RunReport, title: str, line: Line, y: Axis, levels: Sequence[Level] = ()
+    report: RunReport,
+    title: str,
+    points: Sequence[Point],
+    colour: str,
+    y: Axis,
+    planned: tuple[float | None, str] = (None, ""),
 ) -> Card:
-    """Draw one curve over steps, with launches as lines without words."""
-    rules = [replace(rule, label="") for rule in rules_of(report)]
+    """Draw one curve over steps, what was planned as a level, launches as lines without words."""
     chart = line_chart(
-        [line],
+        [Line("", points, colour)],
         label=f"{title} over steps",
         x=Axis("step"),
         y=y,
-        rules=rules,
-        levels=levels,
+        rules=[replace(rule, label="") for rule in rules_of(report)],
+        levels=[Level(planned[0], f"planned {planned[1]}")] if planned[0] else [],
         height=180,
     )
     return Card(title, chart)
@@ -333,27 +336,16 @@ def speed(report: RunReport) -> Section | None:
         return None
     planned = plan.step_seconds if plan else None
     expected = plan.prediction.mfu if plan and plan.prediction else None
+    curve = functools.partial(_curve_card, report)
+    seconds = Axis("seconds", from_zero=True)
     per_second = Axis(f"{plan.unit if plan else 'tokens'} per second", from_zero=True)
     cards = [
-        _curve_card(
-            report,
-            "Step time",
-            Line("", curves.step_seconds, "c1"),
-            Axis("seconds", from_zero=True),
-            [Level(planned, f"planned {duration(planned)}")] if planned else [],
-        ),
-        _curve_card(report, "Throughput", Line("", curves.tokens_per_second, "c3"), per_second),
+        curve("Step time", curves.step_seconds, "c1", seconds, (planned, duration(planned))),
+        curve("Throughput", curves.tokens_per_second, "c3", per_second),
     ]
     if any(value is not None for _, value in curves.mfu):
-        cards.append(
-            _curve_card(
-                report,
-                "Model FLOPs utilization",
-                Line("", curves.mfu, "c7"),
-                Axis("MFU", percent, from_zero=True),
-                [Level(expected, f"planned {percent(expected)}")] if expected else [],
-            )
-        )
+        title, level = "Model FLOPs utilization", (expected, percent(expected or 0))
+        cards.append(curve(title, curves.mfu, "c7", Axis("MFU", percent, from_zero=True), level))
     return Section("speed", "Speed", [*cards, *rank_cards(report)])
 
 
@@ -581,7 +573,7 @@ def events(report: RunReport) -> Section | None:
         note = "What the supervisor has judged by."
         body = Table(columns, evidence[-_MOST_EVIDENCE:])
         cards.append(Card("Why launches ended", body, note, wide=True))
-    happened = [(one.event_time, one.kind, one.words) for one in report.happenings]
+    happened = [*report.happenings]
     for asked in report.story.asked if report.story else ():
         by = f" by {asked.user}" if asked.user else ""
         because = f": {asked.reason}" if asked.reason else ""

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as older_families
 
-from hpctrain.observe.families import BY_NAME, FAMILIES, RUN_FAMILIES, SERVICE_FAMILIES
+from hpctrain.observe.families import BY_NAME, FAMILIES
 from hpctrain.observe.samples import Samples, exposed, own_sample
 from hpctrain.telemetry.scraped_text import Histogram
 
@@ -33,7 +33,8 @@ def test_no_family_has_a_label_for_ranks() -> None:
     allowed = {"node", "job", "part", "axis", "stage", "cause", "category", "window", "currency"}
     allowed |= {"user", "account", "cluster", "engine", "model", "layout", "gpu"}
     allowed.add("hpctrain_run_state")
-    assert {label for family in RUN_FAMILIES for label in family.labels} <= allowed
+    of_runs = [family for family in FAMILIES if family.subject == "run"]
+    assert {label for family in of_runs for label in family.labels} <= allowed
 
 
 def samples() -> Samples:
@@ -93,14 +94,14 @@ def test_node_exporter_can_read_the_older_text() -> None:
 def test_every_family_can_be_written() -> None:
     """prometheus_client checks units, types and names of samples as OpenMetrics wants them."""
     everything, serving = Samples("run", "one"), Samples("service", "two")
-    for family in RUN_FAMILIES:
-        everything._put(family, 1.0, dict.fromkeys(family.labels, "x"))
-    for family in SERVICE_FAMILIES:
-        if family.type == "histogram":
+    for family in FAMILIES:
+        if family.subject == "run":
+            everything._put(family, 1.0, dict.fromkeys(family.labels, "x"))
+        elif family.subject == "service" and family.type == "histogram":
             name = family.name.removeprefix("hpctrain_service_")
             one = Histogram(((1.0, 2.0), (math.inf, 3.0)), 4.5)
             serving.put_histogram(name, one, **dict.fromkeys(family.labels, "x"))
-        else:
+        elif family.subject == "service":
             serving._put(family, 1.0, dict.fromkeys(family.labels, "x"))
     own = [
         own_sample(family.name, 1, **dict.fromkeys(family.labels, "x"))

@@ -26,7 +26,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from hpctrain.base.durable import append_line, replace_text
 from hpctrain.observe import service_metrics
 from hpctrain.observe.exporter import Exporter, ExporterSlurm
-from hpctrain.observe.families import PHASES, SERVICE_FAMILIES
+from hpctrain.observe.families import FAMILIES, PHASES
 from hpctrain.observe.samples import Sample, exposed
 from hpctrain.observe.service_metrics import (
     MetricsScraper,
@@ -404,7 +404,8 @@ def test_labels_are_those_of_the_records() -> None:
     allowed = {"user", "cluster", "engine", "model", "gpu", "router", "url"}
     allowed |= {"phase", "replica", "cause", "result", "reason", "currency"}
     allowed |= {"latency", "percentile"}
-    assert {label for one in SERVICE_FAMILIES for label in one.labels} == allowed
+    of_services = [one for one in FAMILIES if one.subject == "service"]
+    assert {label for one in of_services for label in one.labels} == allowed
 
 
 # -- lives ---------------------------------------------------------------------------------------

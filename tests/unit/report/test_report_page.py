@@ -18,10 +18,8 @@ from hpctrain.records.find import RunFiles
 from hpctrain.records.kept_code import keep_script
 from hpctrain.records.ledger import EventKind
 from hpctrain.report.collect import (
-    Happening,
     RunReport,
     ScriptVersion,
-    SpecValue,
     Unread,
     collect_reports,
     script_versions,
@@ -144,8 +142,8 @@ def test_what_stands_in_records_cannot_act(report: RunReport) -> None:
             "story": report.story.model_copy(
                 update={"attempts": (attempt, *report.story.attempts)}
             ),
-            "spec": (SpecValue(name=EVIL, value=EVIL),),
-            "happenings": (Happening(event_time=0, kind=EVIL, words=EVIL),),
+            "spec": {EVIL: EVIL},
+            "happenings": ((0, EVIL, EVIL),),
             "scripts": (
                 ScriptVersion(sha256=EVIL, job_ids=(), text="1"),
                 ScriptVersion(sha256=EVIL, job_ids=(1,), text=EVIL, changes=(EVIL,)),
