@@ -311,15 +311,14 @@ class CheckpointSpec(Document):
         return self
 
 
-class ResourcesSpec(Document):
-    """What to ask Slurm for."""
+class QueueSpec(Document):
+    """Which queue a job waits in, and for which nodes."""
 
-    gpus: int = Field(ge=1, le=MOST_GPUS, description="Number of GPUs in all")
     walltime: Duration | None = Field(
         # above 0, because sbatch(1) takes `--time=0` for no limit at all
         None,
         gt=0,
-        description="Time limit of one attempt; default: the partition's limit",
+        description="Time limit of one job; default: the partition's limit",
     )
     partition: str | None = Field(None, description="Default: the profile's default partition")
     account: str | None = Field(None, description="Default: the profile's account")
@@ -327,6 +326,20 @@ class ResourcesSpec(Document):
     reservation: str | None = Field(None, description="Slurm reservation to run in")
     constraint: str | None = Field(None, description="Features besides the profile's, by `&`")
     exclude: str | None = Field(None, description="Nodes never to run on, as n[1-3]")
+
+
+class GpusSpec(Document):
+    """How many GPUs a job has; references name them before the queue."""
+
+    gpus: int = Field(ge=1, le=MOST_GPUS, description="Number of GPUs in all")
+
+
+class ResourcesSpec(QueueSpec, GpusSpec):
+    """What to ask Slurm for."""
+
+    walltime: Duration | None = Field(
+        None, gt=0, description="Time limit of one attempt; default: the partition's limit"
+    )
     nodelist: str | None = Field(None, description="Nodes that must be among those of the job")
     licenses: str | None = Field(None, description="Licenses besides the profile's, as matlab:1")
     gpu_bind: str | None = Field(None, description="`--gpu-bind` of srun; default: the profile's")

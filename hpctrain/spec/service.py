@@ -16,7 +16,7 @@ from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.job_text import JobText
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.notify import NotifySpec
-from hpctrain.spec.run import MOST_GPUS, EnvironmentSpec, Name, ResourcesSpec
+from hpctrain.spec.run import MOST_GPUS, EnvironmentSpec, Name, QueueSpec, ResourcesSpec
 
 # As registered in `hpctrain.serve.engines.registry`; a test compares the two.
 ServingEngineName = Literal["vllm", "sglang", "tensorrt-llm", "transformers"]
@@ -280,18 +280,9 @@ class RouterSpec(Document):
     retries: int = Field(2, ge=0, description="Tries of a request on other replicas")
 
 
-class ServiceResourcesSpec(Document):
+class ServiceResourcesSpec(QueueSpec):
     """What each replica asks Slurm for, besides its GPUs."""
 
-    walltime: Duration | None = Field(
-        None, gt=0, description="Time limit of one job; default: the partition's limit"
-    )
-    partition: str | None = Field(None, description="Default: the profile's default partition")
-    account: str | None = Field(None, description="Default: the profile's account")
-    qos: str | None = Field(None, description="Default: the profile's QOS")
-    reservation: str | None = Field(None, description="Slurm reservation to run in")
-    constraint: str | None = Field(None, description="Features besides the profile's, by `&`")
-    exclude: str | None = Field(None, description="Nodes never to run on, as n[1-3]")
     cpus_per_gpu: int | None = Field(
         None, ge=1, description="CPUs for each GPU; default: its share of the node's"
     )

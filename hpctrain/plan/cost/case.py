@@ -14,6 +14,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.plan.mesh.axes import LayoutSettings
+
 Array = float | NDArray[np.float64]  # operators treat both alike
 Mask = bool | NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -85,24 +87,18 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """How a model is laid out; sizes of axes, batch split and what is saved or recomputed."""
+class Mesh(LayoutSettings[Array]):
+    """How a model is laid out; sizes of axes, batch split and what is saved or recomputed.
 
-    tp: Array = 1
-    pp: Array = 1
-    vpp: Array = 1
-    cp: Array = 1
-    ep: Array = 1
+    `recompute` is RECOMPUTE_NONE, _SELECTIVE or _FULL; `offload` 1: optimizer state in host memory,
+    2: on NVMe drives behind it.
+    """
+
     dp: Array = 1
-    micro_batch: Array = 1
     accumulation: Array = 1
-    sequence_parallel: Array = 0
-    zero: Array = 0  # 0-3; 1 is Megatron's distributed optimizer
-    recompute: Array = RECOMPUTE_NONE  # or _SELECTIVE or _FULL
     layers_first: Array = 0  # transformer layers of the first, of a middle and of the last stage
     layers_middle: Array = 0
     layers_last: Array = 0
-    etp: Array = 0  # ranks that split one expert; 0: 1 with expert parallelism, else tp
     full_share: Array = 1  # share of a stage's layers that RECOMPUTE_FULL covers
     full_layers: Array = 0  # layers of each chunk that it covers instead; 0: `full_share`
     kept_on_host: Array = 0  # layers whose activations wait in the host's memory
@@ -114,8 +110,6 @@ class Mesh:
     again_layernorm: Array = 0  # norms,
     again_mla_up_proj: Array = 0  # up-projections of latent attention
     pipeline_outside: Array = 1  # 1: pp is the farthest axis, 0: dp is
-    shard_gpus: Array = 0  # ZeRO-3: shard over so many GPUs; 0: over all data parallel ranks
-    offload: Array = 0  # 1: optimizer state in host memory, 2: on NVMe drives behind it
     low: Array = 0  # 1: matrix products of linear layers in 8 or 4 bits
     element_bytes: Array = 2
     gradient_bytes: Array = 4
@@ -149,12 +143,6 @@ class Mesh:
     def expert_replicas(self) -> Array:
         """Ranks that hold the same experts."""
         return np.maximum(1, self.dp * self.cp * self.tp / (self.ep * self.expert_tp))
-
-    @property
-    def expert_tp(self) -> Array:
-        """Tensor parallelism inside experts: 1 with expert parallelism, as recipes set it."""
-        default = np.where(np.asarray(self.ep) > 1, 1, self.tp)
-        return np.where(np.asarray(self.etp) > 0, self.etp, default)
 
     def full_share_of(self, layers: Array) -> Array:
         """Return the share of a stage with so many layers that RECOMPUTE_FULL covers.

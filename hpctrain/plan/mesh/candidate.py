@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from hpctrain.plan.abilities.sharding import zero_choices
 from hpctrain.plan.divisors import common_divisors, or_list
 from hpctrain.plan.documents import RECOMPUTES, BatchSplit, Layout, Recompute
 from hpctrain.plan.layout_words import DEFAULT_ORDER, ORDERS
+from hpctrain.plan.mesh.axes import LayoutSettings
 from hpctrain.plan.mesh.stages import Split, split_layers, spread_layers
 from hpctrain.spec.engines.abilities import MODEL_AXES, RecomputeModule
 from hpctrain.spec.run import ModelSpec, ParallelSpec, RunSpec
@@ -197,42 +198,28 @@ Number = TypeVar("Number", int, Whole)
 
 
 @dataclass(frozen=True)
-class LayoutValues(Generic[Number]):
+class LayoutValues(LayoutSettings[Number]):
     """Layouts as numbers for one, as arrays of shape [layouts] for many. Flags are 0 or 1.
 
     The same for all of them: `gpus`, the global `batch` in sequences, `layers` of the model, and
     `stages`, the split that a spec lists.
 
-    `etp`: 0 where it is the default. `uneven`: the stages are listed, by the spec or as
-    `spread_layers` has them. `zero` is the ZeRO stage, `shard_gpus` over how many GPUs it shards
-    (0: all replicas). `offload` is 1 where `optimizer.offload` applies. `recompute` and `order` are
-    positions in RECOMPUTES and ORDERS. `recompute_modules`: bits (`module_bits`),
-    `recompute_layers`: 0 where `full` covers all. `offloaded_layers`: those whose activations wait
-    in the host's memory.
+    `uneven`: the stages are listed, by the spec or as `spread_layers` has them. `offload` is 1
+    where `optimizer.offload` applies. `order` is a position in ORDERS. `recompute_modules`: bits
+    (`module_bits`), `recompute_layers`: 0 where `full` covers all. `offloaded_layers`: those whose
+    activations wait in the host's memory.
     """
 
     gpus: int
     batch: int
     layers: int
     stages: Split | None
-    tp: Number
-    pp: Number
-    vpp: Number
-    cp: Number
-    ep: Number
-    etp: Number
-    sequence_parallel: Number
     count_embedding: Number
     count_loss: Number
     uneven: Number
-    micro_batch: Number
-    recompute: Number
     recompute_modules: Number
     recompute_layers: Number
     offloaded_layers: Number
-    zero: Number
-    shard_gpus: Number
-    offload: Number
     order: Number
 
     @cached_property
@@ -249,12 +236,6 @@ class LayoutValues(Generic[Number]):
     def accumulation(self) -> Number:
         """Microbatches of a step on each data parallel rank."""
         return self.batch // (self.micro_batch * self.dp)
-
-    @cached_property
-    def expert_tp(self) -> Number:
-        """Ranks that split one expert (`parameters.expert_tp`)."""
-        default = np.where(np.asarray(self.ep) > 1, 1, self.tp)
-        return np.where(np.asarray(self.etp) > 0, self.etp, default)  # type: ignore[return-value]
 
     @property
     def chunks(self) -> Number:

@@ -18,6 +18,7 @@ from hpctrain.plan.abilities.trainable import untrainable_axes
 from hpctrain.plan.divisors import divisors
 from hpctrain.plan.documents import RECOMPUTES, Recompute
 from hpctrain.plan.layout_words import DEFAULT_ORDER, ORDERS
+from hpctrain.plan.mesh.axes import Axes
 from hpctrain.plan.mesh.candidate import (
     COLUMN_NAMES,
     Columns,
@@ -43,7 +44,7 @@ _WITHOUT_DROPOUT = frozenset({"layernorm", "moe_act", "mla_up_proj"})
 
 
 @dataclass(frozen=True)
-class Freedom:
+class Freedom(Axes[tuple[int, ...]]):
     """Values of each axis; one value means that it is fixed.
 
     `counted`: (embedding, loss) as pipeline layers; the first of them that divides is used.
@@ -53,11 +54,6 @@ class Freedom:
     """
 
     gpus: int
-    tp: tuple[int, ...]
-    pp: tuple[int, ...]
-    cp: tuple[int, ...]
-    ep: tuple[int, ...]
-    vpp: tuple[int, ...]
     micro_batches: tuple[int, ...]
     recomputes: tuple[Recomputation, ...]
     zeros: tuple[int, ...]
