@@ -108,19 +108,25 @@ class Refusals:
 RefusalsByJob = dict[tuple[str, Who], Refusals]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """What the lines about one evaluation say together; `since_time` is that of the newest."""
+class EvaluationState(BaseModel):
+    """How far one evaluation is, and its results; `reason`: why it has none."""
+
+    model_config = ConfigDict(frozen=True)
 
     name: str
     step: int
-    epoch: int
     state: State = "waiting"
     attempt: int = 0
     job_id: int | None = None
-    cluster: str | None = None
-    metrics: Mapping[str, float] | None = None
+    metrics: dict[str, float] | None = None
     reason: str = ""
+
+
+class Evaluation(EvaluationState):
+    """What the lines about one evaluation say together; `since_time` is that of the newest."""
+
+    epoch: int
+    cluster: str | None = None
     refused_by: Who | None = None
     refused_for_good: bool = False
     since_time: float = 0.0
@@ -180,7 +186,7 @@ def read_history(run: RunLayout) -> tuple[dict[Key, Evaluation], RefusalsByJob]:
         if event is None:
             continue
         key = event.name, event.step, event.epoch
-        found[key] = _after(found.get(key) or Evaluation(*key), event)
+        found[key] = _after(found.get(key) or _evaluation(*key), event)
         if event.kind == "submitted":
             refusals = {one: those for one, those in refusals.items() if one[0] != event.name}
         elif event.kind == "refused":
@@ -190,29 +196,35 @@ def read_history(run: RunLayout) -> tuple[dict[Key, Evaluation], RefusalsByJob]:
             refusals[event.name, event.by] = now
             # a supervisor's refusal proves nothing: a login node may be allowed what it is not
             if found[key].state == "refused" and event.by == "watch" and now.final:
-                found[key] = replace(found[key], refused_for_good=True)
+                found[key] = found[key].model_copy(update={"refused_for_good": True})
     return found, refusals
+
+
+def _evaluation(name: str, step: int, epoch: int) -> Evaluation:
+    return Evaluation(name=name, step=step, epoch=epoch)
 
 
 def _after(before: Evaluation, event: EvaluationEvent) -> Evaluation:
     """Apply one line. Results stay, and a late line of an earlier attempt changes nothing."""
     if before.state == "done" or event.attempt < before.attempt:
         return before
-    now = replace(before, attempt=event.attempt, since_time=event.time)
+    reason, job_id = event.reason or "", event.job_id or before.job_id
+    changed: dict[str, object] = {"attempt": event.attempt, "since_time": event.time}
     if event.kind == "refused":
-        reason = event.reason or ""
-        return replace(now, state="refused", reason=reason, refused_by=event.by)
-    if event.kind in ("submitting", "submitted", "started"):
+        changed |= {"state": "refused", "reason": reason, "refused_by": event.by}
+    elif event.kind in ("submitting", "submitted", "started"):
         state: State = "running" if event.kind == "started" else event.kind
         if event.kind == "submitted" and before.attempt == event.attempt:
             # the job may have begun, and ended, before its client recorded it
             state = "submitted" if before.state in ("submitting", "refused") else before.state
         cluster = event.cluster or before.cluster
-        return replace(now, state=state, job_id=event.job_id or before.job_id, cluster=cluster)
-    if event.metrics is not None:
-        return replace(now, state="done", metrics=event.metrics, job_id=event.job_id, reason="")
-    job_id = event.job_id or before.job_id
-    return replace(now, state="failed", job_id=job_id, reason=event.reason or "")
+        changed |= {"state": state, "job_id": job_id, "cluster": cluster}
+    elif event.metrics is not None:
+        results = {"metrics": event.metrics, "job_id": event.job_id, "reason": ""}
+        changed |= {"state": "done", **results}
+    else:
+        changed |= {"state": "failed", "job_id": job_id, "reason": reason}
+    return before.model_copy(update=changed)
 
 
 def parse_metrics(path: Path) -> tuple[dict[str, float] | None, str]:
@@ -267,7 +279,7 @@ def waiting_evaluations(
         for job in settings.jobs:
             if epoch is None or not settings.wants(job, step):
                 continue
-            one = known.get((job.name, step, epoch)) or Evaluation(job.name, step, epoch)
+            one = known.get((job.name, step, epoch)) or _evaluation(job.name, step, epoch)
             if not one.settled:
                 found.append((job, one))
     return found

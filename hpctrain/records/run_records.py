@@ -86,15 +86,20 @@ class Progress(Record):
     ready_since: float | None = None
 
 
-class StepMetrics(Record):
+class StepRecord(Record):
+    """A line about one step, as the launch `epoch` has it; `time` is seconds since the epoch."""
+
+    step: int
+    epoch: int
+    time: float
+
+
+class StepMetrics(StepRecord):
     """One optimizer step. `loss_hex` is the exact float64 (float.hex), for bitwise comparison.
 
     `profiled`: a profiler was active, so the step's time is not comparable with other steps.
     """
 
-    step: int
-    epoch: int
-    time: float
     loss: float | None
     loss_hex: str
     grad_norm: float | None
@@ -109,16 +114,13 @@ class StepMetrics(Record):
     profiled: bool = False
 
 
-class EvaluationMetrics(Record):
+class EvaluationMetrics(StepRecord):
     """The evaluation of a step that an earlier launch has trained.
 
     That launch was asked to stop before the evaluation was complete. The line is appended to the
     step metrics; readers get the values in the row of the step.
     """
 
-    step: int
-    epoch: int
-    time: float
     eval_loss: float | None
     eval_accuracy: float | None
 
@@ -176,12 +178,9 @@ class AgentRecord(Record):
     ended: tuple[RankEnd, ...]
 
 
-class SaveRecord(Record):
+class SaveRecord(StepRecord):
     """One published checkpoint: seconds that training stood still for it, and until it counted."""
 
-    step: int
-    epoch: int
-    time: float
     stall_seconds: float
     publish_seconds: float
     size_bytes: int

@@ -104,16 +104,21 @@ class RestartRequest(Record):
     compare: bool = True
 
 
-class ReplicaState(RecordPart):
-    """One job of one replica as the controller last saw it.
-
-    `since`: when it entered this phase. `reason`: why it waits, leaves or has failed.
-    """
+class ReplicaJob(RecordPart):
+    """One job of one replica, and what it is doing."""
 
     name: str
     phase: Literal["queued", "loading", "ready", "draining", "ended", "failed"]
     job_id: int | None
     node: str | None
+
+
+class ReplicaState(ReplicaJob):
+    """One job of one replica as the controller last saw it.
+
+    `since`: when it entered this phase. `reason`: why it waits, leaves or has failed.
+    """
+
     since: float
     reason: str = ""
 

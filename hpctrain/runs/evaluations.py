@@ -20,6 +20,7 @@ from hpctrain.job.job_queries import find_jobs
 from hpctrain.page.text import aligned, is_numeric, or_dash, paragraph
 from hpctrain.records.evaluations import (
     Evaluation,
+    EvaluationState,
     newest_of_each_step,
     read_evaluations_of,
     read_settings,
@@ -36,18 +37,9 @@ from hpctrain.supervise.evaluation_jobs import EvaluationPass
 _SUPERVISED_SECONDS = 300.0
 
 
-class EvaluationRow(BaseModel):
+class EvaluationRow(EvaluationState):
     """One evaluation of one checkpoint; `log` is that of its newest job, if it has begun."""
 
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    step: int
-    state: str
-    attempt: int
-    job_id: int | None
-    metrics: dict[str, float] | None
-    reason: str
     log: str | None
 
 

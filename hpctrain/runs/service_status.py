@@ -21,6 +21,7 @@ from hpctrain.records.service_layout import ReplicaName, ServiceLayout
 from hpctrain.records.service_records import (
     Address,
     Endpoint,
+    ReplicaJob,
     ReplicaState,
     Rotation,
     ServiceEvent,
@@ -36,19 +37,13 @@ _LAST_EVENTS = 8
 _OVER = ("ended", "failed")
 
 
-class ReplicaStatus(BaseModel):
+class ReplicaStatus(ReplicaJob):
     """One job of one replica; ages in seconds.
 
     `lease_seconds`: how long its endpoint counts yet; None without one. `in_rotation`: the router
     asks it. `walltime_seconds`: what is left of its time limit, where that is known.
     """
 
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    phase: Literal["queued", "loading", "ready", "draining", "ended", "failed"]
-    job_id: int | None
-    node: str | None
     age_seconds: float
     in_rotation: bool
     lease_seconds: float | None = None

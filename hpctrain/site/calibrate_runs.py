@@ -129,7 +129,7 @@ def calibrate_runs(
         try:
             seen = planned_again(run, loaded.document, knowledge)
         except HpctrainError as error:
-            problems.append(Problem(str(error).splitlines()[0], run.run))
+            problems.append(Problem(str(error).splitlines()[0], run.origin.run))
             continue
         priced.setdefault(run.spec.engine.name, []).append((run, seen))
     problems += [
@@ -139,7 +139,7 @@ def calibrate_runs(
     ]
     if not priced or any(len(of_engine) > MOST_RUNS for of_engine in priced.values()):
         raise InvalidInputError(problems)
-    taught = {run.run for of_engine in priced.values() for run, _ in of_engine}
+    taught = {run.origin.run for of_engine in priced.values() for run, _ in of_engine}
     layouts = [one for one in map(RunLayout, directories) if one.run_id in taught]
     rates = _rates(layouts, knowledge, loaded.document.network.fabric)
     constants = constants_digest(knowledge.calibration)
@@ -170,8 +170,8 @@ def _from_elsewhere(
     found = [run for of_engine in runs.values() for run, _ in of_engine if run.profile != profile]
     others = sorted({run.profile for run in found})
     return [
-        f"{', '.join(run.run for run in found if run.profile == other)}: submitted with profile "
-        f"{other}, which is right if {profile} is that cluster"
+        f"{', '.join(run.origin.run for run in found if run.profile == other)}: submitted with "
+        f"profile {other}, which is right if {profile} is that cluster"
         for other in others
     ]
 

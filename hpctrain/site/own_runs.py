@@ -34,7 +34,7 @@ from hpctrain.records.run_records import (
 from hpctrain.records.software import SoftwareRecord, read_software
 from hpctrain.records.speed_checks import read_speed_checks
 from hpctrain.runs.run_documents import known_plan
-from hpctrain.spec.calibration import LearnedMultiplier, OwnRun, SiteLearning
+from hpctrain.spec.calibration import LearnedMultiplier, OwnRun, RunOrigin, SiteLearning
 from hpctrain.spec.catalogue import Gpu, GpuCatalogue, cluster_gpu, match_gpu
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.engines.registry import abilities_of
@@ -62,15 +62,10 @@ class MeasuredRun:
     step, by ranks of megatron-core. None where no rank has reported them.
     """
 
-    run: str
+    origin: RunOrigin
     profile: str
     spec: RunSpec
     seconds: float
-    steps: int
-    day: str
-    nodes: tuple[str, ...]
-    hpctrain: str
-    software: str
     allocated_bytes: int | None
     reserved_bytes: int | None
     pass_seconds: float | None = None
@@ -101,16 +96,19 @@ def read_measured_run(directory: Path, gpu: Gpu, catalogue: GpuCatalogue) -> Mea
     if times is not None and times.epoch in _other_launches(layout, plan):
         times = None
     facts = found[-1].facts if found else None
-    return MeasuredRun(
+    origin = RunOrigin(
         run=layout.run_id,
+        day=f"{datetime.fromtimestamp(rows[-1].time, UTC):%Y-%m-%d}",
+        nodes=tuple(sorted(set(times.nodes))) if times else (),
+        steps=len(rows),
+        hpctrain=(facts.hpctrain or "") if facts else "",
+        software=f"torch {facts.torch}" if facts else "",
+    )
+    return MeasuredRun(
+        origin=origin,
         profile=own.document.name,
         spec=spec,
         seconds=statistics.median(row.step_seconds for row in rows),
-        steps=len(rows),
-        day=f"{datetime.fromtimestamp(rows[-1].time, UTC):%Y-%m-%d}",
-        nodes=tuple(sorted(set(times.nodes))) if times else (),
-        hpctrain=(facts.hpctrain or "") if facts else "",
-        software=f"torch {facts.torch}" if facts else "",
         allocated_bytes=max(times.peak_memory_bytes, default=0) or None if times else None,
         reserved_bytes=max(times.reserved_memory_bytes, default=0) or None if times else None,
         pass_seconds=_pass_seconds(plan, times) if times else None,
@@ -171,7 +169,8 @@ def _pass_seconds(plan: Plan, times: RankTimes) -> float | None:
 
 def measured_job(name: str, spec: RunSpec, seconds: float) -> MeasuredRun:
     """Describe a job of `make gpu`, whose spec has the layout that was trained."""
-    return MeasuredRun(name, "", _allowed(spec), seconds, FEWEST_STEPS, "", (), "", "", None, None)
+    origin = RunOrigin(run=name, day="", steps=FEWEST_STEPS)
+    return MeasuredRun(origin, "", _allowed(spec), seconds, None, None)
 
 
 def _allowed(spec: RunSpec) -> RunSpec:
@@ -275,9 +274,9 @@ def planned_again(run: MeasuredRun, profile: ClusterProfile, knowledge: Knowledg
     ratio = run.seconds / decision.plan.step_seconds
     if abs(math.log(ratio)) > math.log(_IMPLAUSIBLE):
         message = f"its steps took {ratio:.2g} times as long as planned, which no constant explains"
-        raise InvalidInputError([Problem(message, run.run)])
+        raise InvalidInputError([Problem(message, run.origin.run)])
     return SeenRun(
-        run=run.run,
+        run=run.origin.run,
         request=decision.request,
         candidate=decision.found.candidate(decision.row),
         plan=decision.plan,
@@ -322,12 +321,7 @@ def unexplained(learned: Iterable[SiteLearning]) -> list[str]:
 def _own_run(run: MeasuredRun, seen: SeenRun, lesson: Lesson, number: int) -> OwnRun:
     after = lesson.reserved_bytes[number]
     return OwnRun(
-        run=run.run,
-        day=run.day,
-        nodes=run.nodes,
-        steps=run.steps,
-        hpctrain=run.hpctrain,
-        software=run.software,
+        **vars(run.origin),
         measured_seconds=_rounded(run.seconds),
         before_seconds=_rounded(seen.planned_seconds),
         after_seconds=_rounded(lesson.seconds[number]),

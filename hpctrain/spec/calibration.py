@@ -66,8 +66,8 @@ class Uncertainty(Document):
     provenance: str = Field(min_length=3, description="What the figures were fitted to")
 
 
-class OwnRun(Document):
-    """One run that a site has calibrated with: which one, when, where, with which software."""
+class RunOrigin(Document):
+    """What a measurement of steps is from: which run, when, where, with which software."""
 
     run: str = Field(min_length=1, description="Its id, or the name of a job of `make gpu`")
     day: str = Field(description="Of its last step, UTC: 2026-11-26")
@@ -75,6 +75,11 @@ class OwnRun(Document):
     steps: int = Field(ge=1, description="That were counted")
     hpctrain: str = Field("", description="Version that trained it")
     software: str = Field("", description="PyTorch, as its ranks found it")
+
+
+class OwnRun(RunOrigin):
+    """One run that a site has calibrated with: which one, when, where, with which software."""
+
     measured_seconds: float = Field(gt=0, description="Of a step, as measured")
     before_seconds: float = Field(gt=0, description="As planned without own runs")
     after_seconds: float = Field(gt=0, description="As planned with them")

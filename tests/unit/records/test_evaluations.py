@@ -168,7 +168,10 @@ def test_checkpoints_stay_until_their_evaluations_are_settled(run: RunLayout) ->
 
 def test_the_newest_save_of_a_step_counts() -> None:
     rows = newest_of_each_step(
-        [Evaluation("b", 8, 1), Evaluation("b", 8, 2), Evaluation("a", 8, 1), Evaluation("b", 4, 1)]
+        [
+            Evaluation(name=name, step=step, epoch=epoch)
+            for name, step, epoch in [("b", 8, 1), ("b", 8, 2), ("a", 8, 1), ("b", 4, 1)]
+        ]
     )
     assert [(one.name, one.step, one.epoch) for one in rows] == [
         ("b", 4, 1),
