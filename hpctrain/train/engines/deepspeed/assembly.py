@@ -27,7 +27,6 @@ from hpctrain.train.engines.deepspeed.engine import (
     PipelineEngine,
     ZeroEngine,
     mean_loss_of,
-    parameter_groups,
 )
 from hpctrain.train.engines.deepspeed.mesh import DeepSpeedMesh, open_mesh, silence
 from hpctrain.train.engines.deepspeed.pipeline_stages import StagedModel
@@ -49,6 +48,7 @@ from hpctrain.train.engines.models.tasks import loss_of
 from hpctrain.train.initial_weights import initial_weight, unwritten_memory
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch
+from hpctrain.train.schedule import parameter_groups
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import StepClock
 
