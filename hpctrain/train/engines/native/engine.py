@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.engines.native import NativeConfig
 from hpctrain.train.data import Share
-from hpctrain.train.device import backend, choose_device
+from hpctrain.train.device import join_ranks
 from hpctrain.train.engine import AxisGroup, Evaluation, Update
 from hpctrain.train.engines.models.engine import ModuleEngine
 from hpctrain.train.engines.models.tasks import Loss, LossTotals, nominal_labels
@@ -62,14 +61,7 @@ class NativeMesh:
 
 def open_mesh(config: NativeConfig, launch: Launch) -> NativeMesh:
     """Join the launch's process groups; all ranks must call this."""
-    device = choose_device(launch)
-    timeout = timedelta(seconds=config.startup_timeout_seconds)
-    dist.init_process_group(
-        backend(host_tensors=config.cpu_offload),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-    )
+    device, timeout = join_ranks(config, launch, host_tensors=config.cpu_offload)
     seed_dropout(config.seed, launch.rank)
     control = dist.new_group(backend="gloo", timeout=timeout)
     shards = None
