@@ -19,7 +19,6 @@ from hpctrain.train.data import open_data  # noqa: E402
 from hpctrain.train.engine import Parts  # noqa: E402
 from hpctrain.train.engines.megatron import fixes  # noqa: E402
 from hpctrain.train.engines.megatron.engine import (  # noqa: E402
-    GlobalBatchPass,
     LayerGraphs,
     MegatronEngine,
     build_optimizer,
@@ -99,10 +98,11 @@ def build(job: Job, mesh: MegatronMesh, control: Control) -> Parts:
     clock = StepClock()
     data = open_data(config, mesh.share, job.data_cache, job.copies, needed=mesh.reads, clock=clock)
     model.settings.timers = ComputeTimers(clock)
-    runner = GlobalBatchPass(config, mesh, model)
     return Parts(
         MegatronEngine(
-            runner,
+            config,
+            mesh,
+            model,
             optimizer,
             data,
             gradient_check,
