@@ -30,13 +30,12 @@ def bare_step(loop: Loop) -> Callable[[], None]:
 
 def _megatron(loop: Loop, engine: Any, samples: Any) -> None:
     """What every loop of megatron-core does, and the loss on the last stage."""
-    runner, optimizer = engine.runner, engine.optimizer
-    settings = runner.model.settings
+    optimizer, settings = engine.optimizer, engine.model.settings
     timers, settings.timers = settings.timers, None
-    for chunk in runner.model.wrapped:
+    for chunk in engine.model.wrapped:
         chunk.zero_grad_buffer()
     optimizer.inner.zero_grad()
-    reports = runner.run(samples, loop.position.consumed_samples, forward_only=False)
+    reports = engine.run(samples, loop.position.consumed_samples, forward_only=False)
     updated, _, _ = optimizer.inner.step()
     if updated:
         optimizer.schedule.step(increment=1)

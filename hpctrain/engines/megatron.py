@@ -340,60 +340,45 @@ _BY_RECIPE: dict[str, dict[str, Any]] = {
 
 def software_needs(config: MegatronConfig) -> Iterator[SoftwareNeed]:
     """Yield what each option that is set needs."""
-    engine = dict[str, Any](library="transformer_engine")
-    bf16 = "set `precision: bf16`"
+    bf16, leave = "set `precision: bf16`", "leave it false"
+
+    def engine(setting: str, instead: str, **limits: Any) -> SoftwareNeed:
+        return SoftwareNeed(
+            setting=setting, instead=instead, library="transformer_engine", **limits
+        )
+
     if config.fp4 is not None:
-        yield SoftwareNeed(
-            setting="`precision: fp4`",
-            version=(2, 7),
-            capability=(10, 0),
-            instead=bf16,
-            **engine,
-        )
+        yield engine("`precision: fp4`", bf16, version=(2, 7), capability=(10, 0))
     if config.fp8 is not None:
-        blocks = config.fp8_recipe in ("mxfp8", "blockwise")
-        yield SoftwareNeed(
-            setting=f"`precision: fp8` with `fp8_recipe: {config.fp8_recipe}`",
-            instead="set `fp8_recipe: tensorwise` or `precision: bf16`" if blocks else bf16,
-            **engine,
-            **_BY_RECIPE[config.fp8_recipe],
-        )
+        recipe = config.fp8_recipe
+        blocks = "set `fp8_recipe: tensorwise` or `precision: bf16`"
+        instead = blocks if recipe in ("mxfp8", "blockwise") else bf16
+        setting = f"`precision: fp8` with `fp8_recipe: {recipe}`"
+        yield engine(setting, instead, **_BY_RECIPE[recipe])
     if config.tp_comm_overlap:
         # Before 1.9 userbuffers are started by MPI (megatron/training/initialize.py).
-        setting = "`tp_comm_overlap`"
-        yield SoftwareNeed(setting=setting, version=(1, 9), instead="leave it false", **engine)
+        yield engine("`tp_comm_overlap`", leave, version=(1, 9))
     if config.defer_embedding_wgrad_compute:
         # model_parallel_config.py: only with gradient_accumulation_fusion, which is Apex's
-        yield SoftwareNeed(
-            setting="`defer_embedding_wgrad_compute`",
-            library="apex_wgrad",
-            instead="leave it false",
-        )
+        setting = "`defer_embedding_wgrad_compute`"
+        yield SoftwareNeed(setting=setting, library="apex_wgrad", instead=leave)
     if config.cpu_offloading_num_layers:
-        yield SoftwareNeed(
-            setting="`activation_offload_layers`", instead="set it to 0", **engine
-        )  # transformer_block.py, get_cpu_offload_context
+        # transformer_block.py, get_cpu_offload_context
+        yield engine("`activation_offload_layers`", "set it to 0")
     if config.cuda_graph_impl == "transformer_engine":
-        yield SoftwareNeed(
-            setting="`cuda_graph_impl: transformer_engine`", instead="set it to none", **engine
-        )
+        yield engine("`cuda_graph_impl: transformer_engine`", "set it to none")
     if config.cuda_graph_impl == "local":
         # streams and captures are CUDA's own; any GPU has them
-        yield SoftwareNeed(
-            setting="`cuda_graph_impl: local`", capability=(7, 0), instead="set it to none"
-        )
+        setting = "`cuda_graph_impl: local`"
+        yield SoftwareNeed(setting=setting, capability=(7, 0), instead="set it to none")
     discarded = {"layernorm", "moe_act", "mla_up_proj"} & set(config.recompute_modules)
     if config.recompute_granularity == "selective" and discarded:
         # tensor_parallel/random.py, CheckpointWithoutOutput
         names = ", ".join(sorted(discarded))
-        yield SoftwareNeed(
-            setting=f"`recompute_modules: [{names}]`", instead="recompute other modules", **engine
-        )
+        yield engine(f"`recompute_modules: [{names}]`", "recompute other modules")
     if config.moe_permute_fusion:
         # transformer_config.py: "Please install TE >= 2.1.0"
-        yield SoftwareNeed(
-            setting="`moe_permute_fusion`", version=(2, 1), instead="leave it false", **engine
-        )
+        yield engine("`moe_permute_fusion`", leave, version=(2, 1))
     if config.moe_token_dispatcher_type == "flex":
         # Generations: Megatron-Bridge, training/flex_dispatcher_backend.py
         backend = config.moe_flex_dispatcher_backend

@@ -19,10 +19,9 @@ from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.train.datasets.batches import Batch as Batch
 from hpctrain.train.datasets.batches import Microbatch as Microbatch
+from hpctrain.train.datasets.sample_order import MOCK_SPLIT
 from hpctrain.train.datasets.sample_order import Share as Share
 from hpctrain.train.times import StepClock
-
-_MOCK_SPLIT = "90,10,0"
 
 
 class Samples(Protocol):
@@ -61,11 +60,6 @@ class _Timed:
         return self.clock.reading(self.samples.microbatches(consumed_samples, reads))
 
 
-def timed(data: Data, clock: StepClock) -> Data:
-    """Wrap the data so that `clock` measures how long training waits for it."""
-    return replace(data, training=_Timed(data.training, clock))
-
-
 def training_samples(config: TrainConfig) -> int:
     """Return the horizon: samples of the whole run, on which the order of all samples depends."""
     return config.train_steps * config.global_batch_size
@@ -85,7 +79,7 @@ def sample_order(config: TrainConfig, data: Data | None = None) -> dict[str, Any
         "global_batch_size": config.global_batch_size,
         "seq_length": config.seq_length,
         "seed": config.seed,
-        "data_split": config.data_split if config.data_blend else _MOCK_SPLIT,
+        "data_split": config.data_split if config.data_blend else MOCK_SPLIT,
         "data_blend": [[weight, Path(prefix).name] for weight, prefix in config.data_blend],
     }
     if isinstance(config, ModuleConfig) and not _is_tokens(config):
@@ -109,12 +103,14 @@ def open_data(
     copies: Mapping[str, str] = MappingProxyType({}),
     *,
     needed: bool = True,
+    clock: StepClock | None = None,
 ) -> Data:
     """Open the datasets; a collective call (rank 0 builds indexes, others wait).
 
     `copies` of sources on this node, by path, are read in their place; orders and indexes have the
     names of the sources. Not `needed`: this rank takes part in the call but reads nothing later.
-    Raises InvalidInputError when there is nothing to read.
+    `clock` measures how long training waits for its samples. Raises InvalidInputError when there is
+    nothing to read.
     """
     evaluates = config.eval_interval_steps is not None
     evaluated = config.eval_batches * config.global_batch_size if evaluates else 0
@@ -123,7 +119,9 @@ def open_data(
         from hpctrain.train.datasets.row_samples import open_rows
 
         training, validation = open_rows(config, share, cache, horizons, copies)
-        return Data(training, validation, len(training.order.rows))
-    from hpctrain.train.datasets.token_samples import open_tokens
+        data = Data(training, validation, len(training.order.rows))
+    else:
+        from hpctrain.train.datasets.token_samples import open_tokens
 
-    return Data(*open_tokens(config, share, cache, horizons, copies, needed=needed))
+        data = Data(*open_tokens(config, share, cache, horizons, copies, needed=needed))
+    return data if clock is None else replace(data, training=_Timed(data.training, clock))

@@ -1,16 +1,19 @@
 """Choose the device of a rank: its GPU with NCCL, or the CPU with gloo where there is no GPU.
 
-Belongs here: that choice, for all engines, memory statistics and random states. Does not belong
-here: process groups.
+Belongs here: that choice, for all engines, the group of all ranks, memory statistics and random
+states. Does not belong here: groups of an axis.
 """
 
 from __future__ import annotations
 
 import resource
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from hpctrain.engines.training import TrainConfig
 from hpctrain.train.rank_environment import Launch
 
 
@@ -37,6 +40,24 @@ def choose_device(launch: Launch) -> torch.device:
     index = gpu_index(launch.local_rank, torch.cuda.device_count())
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def join_ranks(
+    config: TrainConfig, launch: Launch, *, host_tensors: bool = False
+) -> tuple[torch.device, timedelta]:
+    """Choose the device, and open the group of all ranks; returns the timeout of the start as well.
+
+    A collective call. `host_tensors`: see `backend`.
+    """
+    device = choose_device(launch)
+    timeout = timedelta(seconds=config.startup_timeout_seconds)
+    dist.init_process_group(
+        backend(host_tensors=host_tensors),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+    )
+    return device, timeout
 
 
 def gpu_index(local_rank: int, visible: int) -> int:

@@ -70,7 +70,7 @@ class Engine(Protocol):
     """The model, its optimizer and its data on this rank. All ranks call the same methods.
 
     The engine starts and stops `clock` around forward and backward passes and around reading (see
-    `data.timed`), the loop around the optimizer.
+    `data.open_data`), the loop around the optimizer.
     """
 
     @property

@@ -32,11 +32,11 @@ def learning_rate(config: TrainConfig, finished_steps: int) -> float:
     return config.min_lr + share * (config.lr - config.min_lr)
 
 
-# -- Select the parameters that weight decay applies to ------------------------------------------
+# -- Group the parameters by weight decay --------------------------------------------------------
 
 
-def split_by_weight_decay(module: Any) -> tuple[list[Any], list[Any]]:
-    """Return (decayed, not decayed) trainable parameters: none on biases and norms.
+def parameter_groups(config: TrainConfig, module: Any) -> list[dict[str, Any]]:
+    """Return the groups of trainable parameters for AdamW: no weight decay on biases and norms.
 
     As megatron-core does by default (megatron/core/optimizer/__init__.py: names that end in
     `.bias`, and one dimension).
@@ -48,4 +48,8 @@ def split_by_weight_decay(module: Any) -> tuple[list[Any], list[Any]]:
             shape = getattr(parameter, "ds_shape", parameter.shape)  # ds_shape: of ZeRO stage 3
             small = len(shape) <= 1 or name.endswith(".bias")
             (plain if small else decayed).append(parameter)
-    return decayed, plain
+    groups = [
+        dict(params=decayed, weight_decay=config.weight_decay),
+        dict(params=plain, weight_decay=0.0),
+    ]
+    return [group for group in groups if group["params"]]

@@ -2,7 +2,7 @@
 
 A part is compared with its peers of the same launch, because a data sheet is no measurement; the
 plan's assumption only shows that all of them are slow. Belongs here: suspicion after the first
-round, naming after the second. Does not belong here: measuring (`speed_measurements`), what follows
+round, naming after the second. Does not belong here: measuring (`speed_check`), what follows
 for a node (`hpctrain.judge.slow_nodes`).
 """
 

@@ -155,14 +155,6 @@ def measure_all_reduce(
     return 2 * (size - 1) / size * message_bytes / seconds
 
 
-@dataclass(frozen=True)
-class PairRates:
-    """Bytes per second and direction between this rank and its neighbours, None without one."""
-
-    slowest: float | None
-    fastest: float | None
-
-
 def measure_pairs(
     axis: AxisGroup,
     message_bytes: int,
@@ -170,9 +162,10 @@ def measure_pairs(
     control: Control,
     *,
     closed: bool,
-) -> PairRates:
+) -> tuple[float | None, float | None]:
     """Exchange messages with the one or two neighbours on an axis, one at a time.
 
+    Returns the slowest and the fastest in bytes per second and direction, None without a neighbour.
     Between other pairs of the axis messages are sent at the same time. `closed`: the last rank is a
     neighbour of the first one.
     """
@@ -197,7 +190,7 @@ def measure_pairs(
         seconds = _seconds_of_link(exchange, control, pair)
         if neighbour is not None:
             rates.append(message_bytes / seconds)
-    return PairRates(min(rates), max(rates)) if rates else PairRates(None, None)
+    return min(rates, default=None), max(rates, default=None)
 
 
 def neighbours(ranks: Sequence[int], rank: int, *, closed: bool) -> tuple[int | None, int | None]:
@@ -445,8 +438,7 @@ class _Rounds:
             leader, rate, best = self._measure_axis(group, axis.message_bytes)
             if axis.axis != "pp" and len(group.ranks) > 2:
                 size = axis.message_bytes
-                pairs = measure_pairs(group, size, self.device, self._control, closed=True)
-                best = pairs.fastest
+                _, best = measure_pairs(group, size, self.device, self._control, closed=True)
             own["links"][axis.axis] = (leader, rate, best)
         return better_of(check, self._gathered(own))
 
@@ -480,7 +472,7 @@ class _Rounds:
         leader = min(group.ranks)
         if group.axis == "pp":
             pairs = measure_pairs(group, message_bytes, self.device, self._control, closed=False)
-            return leader, pairs.slowest, pairs.fastest
+            return leader, *pairs
         rate = measure_all_reduce(group, message_bytes, self.device, self._control)
         return leader, rate, None
 

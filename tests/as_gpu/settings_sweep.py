@@ -187,7 +187,7 @@ def cases_of(family: str) -> list[Case]:
 @contextmanager
 def as_a_gpu_sees_it() -> Iterator[None]:
     """Let hpctrain take this process for one with a GPU; its tensors stay on the CPU."""
-    from hpctrain.train.engines.megatron import mesh
+    from hpctrain.train import device
 
     seen = [m for name, m in list(sys.modules.items()) if name.startswith("hpctrain.train")]
     patches = [
@@ -195,7 +195,7 @@ def as_a_gpu_sees_it() -> Iterator[None]:
         for module in seen
         if hasattr(module, "on_cpu")
     ]
-    patches.append(mock.patch.object(mesh, "choose_device", return_value=torch.device("cpu")))
+    patches.append(mock.patch.object(device, "choose_device", return_value=torch.device("cpu")))
     # what megatron-core's own graphs ask of CUDA while layers are built (cuda_graphs.py)
     for name, answer in {"get_device_capability": (9, 0), "graph_pool_handle": (0, 1)}.items():
         patches.append(mock.patch.object(torch.cuda, name, return_value=answer))

@@ -100,7 +100,7 @@ def _break_weights() -> None:
         steps.append(1)
         if len(steps) == 2 and os.environ["RANK"] == "1":
             with torch.no_grad():
-                next(iter(self.runner.model.bare[0].parameters())).view(-1)[7] = float("inf")
+                next(iter(self.model.bare[0].parameters())).view(-1)[7] = float("inf")
         return result
 
 

@@ -39,6 +39,8 @@ class Share:
             yield range(first, first + micro_batch)
 
 
+# How mock tokens are split into training, validation and test.
+MOCK_SPLIT = "90,10,0"
 # Independent streams of random numbers.
 _SPLIT, _EPOCH, _SAMPLE = 1, 2, 3
 _EPOCHS_KEPT = 2  # both are in use where an epoch ends within a batch

@@ -173,7 +173,7 @@ class ImageRows(TableRows):
             # decoders raise all kinds of exceptions at a damaged file: SyntaxError, IndexError, ...
             except Exception as error:
                 raise DataError(f"sample {sample}: {path} cannot be read: {error}") from error
-        labels = torch.from_numpy(self.table.take("labels", rows).astype(np.int64))
+        labels = _integers(self.table.take("labels", rows))
         return ImageBatch(torch.from_numpy(np.stack(pixels)), labels, samples)
 
 
@@ -291,7 +291,7 @@ class MockImages(SampleRows):
             self.transform.of_array(self._image(int(row)), sample if training else None)
             for row, sample in zip(rows, samples, strict=True)
         ]
-        labels = torch.from_numpy(rows.astype(np.int64) % self.classes)
+        labels = _integers(rows) % self.classes
         return ImageBatch(torch.from_numpy(np.stack(pixels)), labels, samples)
 
     def _image(self, row: int) -> np.ndarray:
@@ -319,7 +319,7 @@ class MockTexts(SampleRows):
             class_token = row % self.classes % self.vocab_size
             texts.append(np.where(replaced, class_token, noise).astype(np.int64))
         tokens = torch.from_numpy(np.stack(texts))
-        labels = torch.from_numpy(rows.astype(np.int64) % self.classes)
+        labels = _integers(rows) % self.classes
         return LabelledTexts(tokens, torch.ones_like(tokens), labels, samples)
 
 
@@ -333,7 +333,7 @@ class MockConversations(SampleRows):
     def read(self, rows: np.ndarray, samples: range, *, training: bool) -> Microbatch:
         half = max(2, self.seq_length // 2)
         positions = torch.arange(self.seq_length) % half
-        begins = torch.from_numpy(rows.astype(np.int64))[:, None] * 7
+        begins = _integers(rows)[:, None] * 7
         tokens = (begins + positions + torch.arange(self.seq_length) // half) % self.vocab_size
         learned = (positions < half - 1).to(torch.float32)
         learned[-1] = 0  # nothing follows

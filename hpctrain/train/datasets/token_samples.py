@@ -32,12 +32,11 @@ from hpctrain.records.datasets import idx_path  # noqa: E402
 from hpctrain.records.shares import EVALUATE_NOTHING, parts_without_documents  # noqa: E402
 from hpctrain.train.datasets.batches import Microbatch  # noqa: E402
 from hpctrain.train.datasets.npz_arrays import complete_files  # noqa: E402
-from hpctrain.train.datasets.sample_order import Share  # noqa: E402
+from hpctrain.train.datasets.sample_order import MOCK_SPLIT, Share  # noqa: E402
 from hpctrain.train.datasets.sample_rows import check_vocabulary  # noqa: E402
 from hpctrain.train.engines.megatron.core_versions.supported import current  # noqa: E402
 from hpctrain.train.faults import DataError  # noqa: E402
 
-MOCK_SPLIT = "90,10,0"
 _INDEX_HEAD = struct.Struct("<9sQBQ")  # magic, version, dtype, number of sequences
 _COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
 

@@ -17,11 +17,12 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import write_rank_digests
@@ -76,23 +77,64 @@ DEADLINE_SECONDS = 1800.0
 _DYING_SECONDS = 10.0
 
 
-class Writer(Protocol):
+class Writer(ABC):
     """The writing process of one rank; it writes at most one checkpoint at a time."""
+
+    def __init__(self, rank: int, run: RunLayout) -> None:
+        self._rank = rank
+        self._run = run
+        self._job: WriteJob | None = None
+        self._result: WriteResult | None = None
+        self._started_at = 0.0
 
     def start(self, writing: Writing, directory: Path) -> None:
         """Begin to write, unless this rank has nothing to write; does not wait."""
+        assert self._job is None, "the previous writer was not collected"
+        self._started_at = time.monotonic()
+        self._result = None
+        if writing.write is not None:
+            self._job = WriteJob(self._rank, self._run, directory, writing.write)
+            self._begin(self._job)
 
     def state(self) -> WriterState:
         """Return the state without waiting; died or past the deadline counts as failed."""
+        if self._job is None:
+            return WriterState.FINISHED
+        if self._result is None:
+            self._look()
+        if self._result is not None:
+            return self._result.state
+        late = time.monotonic() - self._started_at > DEADLINE_SECONDS
+        return WriterState.FAILED if late else WriterState.RUNNING
 
     def failure_reason(self) -> str:
-        """Describe why the writer failed."""
+        """Describe why the writer failed, after `state` has said so."""
+        assert self._job is not None, "a rank without a writer cannot have failed"
+        if self._result is None:
+            return f"it did not finish within {DEADLINE_SECONDS:g} s"
+        return str(self._result.value)
 
     def collect(self) -> Any:
         """Take the result of a finished writer; None where nothing ran."""
+        result, self._job, self._result = self._result, None, None
+        return result.value if result is not None else None
 
     def abandon(self) -> None:
         """Kill the process, if there is one, and abandon its checkpoint."""
+        self._end()
+        self._job = self._result = None
+
+    @abstractmethod
+    def _begin(self, job: WriteJob) -> None:
+        """Let the process write."""
+
+    @abstractmethod
+    def _look(self) -> None:
+        """Set `_result` if the process has ended its job, or has died."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Kill the process, if there is one."""
 
 
 def needs_copies() -> bool:
@@ -112,49 +154,23 @@ def open_writer(rank: int, run: RunLayout, buffers: HostBuffers | None) -> Write
     return SpawnedWriter(rank, run, buffers)
 
 
-class ResultFile:
-    """Passes the writer's result to the trainer, through an unnamed file that both have open.
+class ForkedWriter(Writer):
+    """A writing process that is forked for each save.
 
-    A killed process leaves no file behind.
+    Its result comes through an unnamed file that both have open: a killed process leaves no file
+    behind.
     """
 
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 lives as long as the rank
-
-    def clear(self) -> None:
-        os.ftruncate(self._file.fileno(), 0)
-
-    def put(self, value: object) -> None:
-        data = pickle.dumps(value)
-        os.pwrite(self._file.fileno(), data, 0)
-
-    def get(self) -> Any:
-        """Read the result; None when there is none."""
-        data = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
-        return pickle.loads(data) if data else None
-
-
-class ForkedWriter:
-    """A writing process that is forked for each save."""
-
     def __init__(self, rank: int, run: RunLayout) -> None:
-        self._rank = rank
-        self._run = run
-        self._results = ResultFile()
+        super().__init__(rank, run)
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 lives as long as the rank
         self._process: Any = None
-        self._result: WriteResult | None = None
-        self._started_at = 0.0
 
-    def start(self, writing: Writing, directory: Path) -> None:
-        assert self._process is None, "the previous writer was not collected"
-        self._started_at = time.monotonic()
-        self._results.clear()
-        self._result = None
-        if writing.write is None:
-            return
-        job = WriteJob(self._rank, self._run, directory, writing.write)
+    def _begin(self, job: WriteJob) -> None:
+        os.ftruncate(self._file.fileno(), 0)
         context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_write, args=(job, self._results), daemon=True)
+        arguments = (job, self._file.fileno())
+        self._process = context.Process(target=_write, args=arguments, daemon=True)
         # The child would handle a request for stacks in its parent's file, so block it meanwhile.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGQUIT})
         try:
@@ -162,50 +178,30 @@ class ForkedWriter:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def state(self) -> WriterState:
-        if self._process is None:
-            return WriterState.FINISHED
+    def _look(self) -> None:
         if self._process.is_alive():
-            late = time.monotonic() - self._started_at > DEADLINE_SECONDS
-            return WriterState.FAILED if late else WriterState.RUNNING
-        if self._result is None:
-            self._result = self._results.get() or WriteResult(
-                WriterState.FAILED, f"it ended with exit code {self._process.exitcode}"
-            )
-        return self._result.state
+            return
+        descriptor = self._file.fileno()
+        data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        reason = f"it ended with exit code {self._process.exitcode}"
+        self._result = pickle.loads(data) if data else WriteResult(WriterState.FAILED, reason)
+        self._end()
 
-    def failure_reason(self) -> str:
-        assert self._process is not None, "a rank without a writer cannot have failed"
-        if self._process.is_alive():
-            return f"it did not finish within {DEADLINE_SECONDS:g} s"
-        self.state()
-        assert self._result is not None
-        return str(self._result.value)
-
-    def collect(self) -> Any:
-        if self._process is None:
-            return None
-        self._process.join()
-        self._process.close()
-        self._process = None
-        result = self._result or self._results.get()
-        return result.value if result is not None else None
-
-    def abandon(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.join(_DYING_SECONDS)
-            if not self._process.is_alive():  # otherwise a dead file system blocks it
-                self._process.close()
-            self._process = None
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.join(_DYING_SECONDS)
+            if not process.is_alive():  # otherwise a dead file system blocks it
+                process.close()
 
 
-def _write(job: WriteJob, results: ResultFile) -> None:
+def _write(job: WriteJob, descriptor: int) -> None:
     """Run the job in the forked process."""
     ignore_requests()
     gc.disable()  # collecting could run destructors of what belongs to the parent
     os.nice(5)  # training goes first
-    results.put(run_job(job))
+    os.pwrite(descriptor, pickle.dumps(run_job(job)), 0)
 
 
 # -- Write checkpoints in a process that never touches CUDA, one for all saves of a launch -------
@@ -216,61 +212,25 @@ def _write(job: WriteJob, results: ResultFile) -> None:
 _MOST_DEATHS = 2
 
 
-class SpawnedWriter:
+class SpawnedWriter(Writer):
     """The writing process of this rank. Its first start takes the time to import torch."""
 
     def __init__(self, rank: int, run: RunLayout, buffers: HostBuffers) -> None:
-        self._rank = rank
-        self._run = run
+        super().__init__(rank, run)
         self._buffers = buffers
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
-        self._job: WriteJob | None = None
-        self._result: WriteResult | None = None
-        self._thread: threading.Thread | None = None
         self._deaths = 0
-        self._started_at = 0.0
         self._spawn()
 
-    def start(self, writing: Writing, directory: Path) -> None:
-        assert self._job is None, "the previous writer was not collected"
-        self._started_at = time.monotonic()
-        self._result = None
-        if writing.write is None:
-            return
-        self._job = WriteJob(self._rank, self._run, directory, writing.write)
+    def _begin(self, job: WriteJob) -> None:
         if self._process is None and self._deaths < _MOST_DEATHS:
             self._spawn()
         if self._process is None:
             self._write_here()
             return
         # the process may still be importing torch, and a pipe holds little
-        self._thread = threading.Thread(target=self._send, args=(self._job,), daemon=True)
-        self._thread.start()
-
-    def state(self) -> WriterState:
-        if self._job is None:
-            return WriterState.FINISHED
-        if self._result is None and self._process is not None:
-            self._receive()
-        if self._result is not None:
-            return self._result.state
-        late = time.monotonic() - self._started_at > DEADLINE_SECONDS
-        return WriterState.FAILED if late else WriterState.RUNNING
-
-    def failure_reason(self) -> str:
-        assert self._job is not None, "a rank without a writer cannot have failed"
-        if self._result is None:
-            return f"it did not finish within {DEADLINE_SECONDS:g} s"
-        return str(self._result.value)
-
-    def collect(self) -> Any:
-        result, self._job, self._result, self._thread = self._result, None, None, None
-        return result.value if result is not None else None
-
-    def abandon(self) -> None:
-        self._end()
-        self._job = self._result = self._thread = None
+        threading.Thread(target=self._send, args=(job,), daemon=True).start()
 
     def _spawn(self) -> None:
         ours, theirs = Pipe()
@@ -305,9 +265,10 @@ class SpawnedWriter:
             self._end()
             self._write_here()
 
-    def _receive(self) -> None:
+    def _look(self) -> None:
         """Take the result if it has come; write here if the process has died."""
-        assert self._process is not None
+        if self._process is None:  # this rank writes by itself
+            return
         died = self._process.poll() is not None  # before the last look into the pipe
         try:
             if self._connection.poll():
@@ -334,8 +295,7 @@ class SpawnedWriter:
         def write() -> None:
             self._result = run_job(job)
 
-        self._thread = threading.Thread(target=write, daemon=True, name="checkpoint-writer")
-        self._thread.start()
+        threading.Thread(target=write, daemon=True, name="checkpoint-writer").start()
 
     def _end(self) -> None:
         process, self._process = self._process, None

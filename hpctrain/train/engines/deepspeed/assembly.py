@@ -21,13 +21,12 @@ from deepspeed.utils import groups
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
-from hpctrain.train.data import open_data, sample_order, timed
+from hpctrain.train.data import open_data, sample_order
 from hpctrain.train.engine import Parts
 from hpctrain.train.engines.deepspeed.engine import (
     PipelineEngine,
     ZeroEngine,
     mean_loss_of,
-    parameter_groups,
 )
 from hpctrain.train.engines.deepspeed.mesh import DeepSpeedMesh, open_mesh, silence
 from hpctrain.train.engines.deepspeed.pipeline_stages import StagedModel
@@ -49,6 +48,7 @@ from hpctrain.train.engines.models.tasks import loss_of
 from hpctrain.train.initial_weights import initial_weight, unwritten_memory
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch
+from hpctrain.train.schedule import parameter_groups
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import StepClock
 
@@ -251,28 +251,27 @@ def build(job: Job, mesh: DeepSpeedMesh, control: Control) -> Parts:
     build_operators(config)
     clock = StepClock()
     engine: ZeroEngine | PipelineEngine
+    # with LoRA a checkpoint holds trainable weights only: the others are loaded or drawn again
+    initialize = job.resume_directory is None or config.lora is not None
     if config.pipeline_stages:
-        module = staged_module(config, mesh, initialize=job.resume_directory is None)
-        data = open_data(config, mesh.share, job.data_cache, job.copies, needed=mesh.reads)
-        engine = PipelineEngine(
-            config=config,
-            mesh=mesh,
-            inner=_initialize(config, module),
-            data=timed(data, clock),
-            clock=clock,
-        )
+        module, mpu = staged_module(config, mesh, initialize=initialize), None
     else:
-        # with LoRA a checkpoint holds trainable weights only: the others are loaded or drawn again
-        initialize = job.resume_directory is None or config.lora is not None
         module = placed_module(config, mesh, initialize=initialize)
-        engine = ZeroEngine(
-            config=config,
-            mesh=mesh,
-            inner=_initialize(config, module, mpu=groups if mesh.tensors is not None else None),
-            data=timed(open_data(config, mesh.share, job.data_cache, job.copies), clock),
-            loss=loss_of(config, token_losses_of(mesh.tensors, config.vocab_size)),
-            clock=clock,
-        )
+        mpu = groups if mesh.tensors is not None else None
+    parts: dict[str, Any] = dict(
+        config=config,
+        mesh=mesh,
+        inner=_initialize(config, module, mpu),
+        data=open_data(
+            config, mesh.share, job.data_cache, job.copies, needed=mesh.reads, clock=clock
+        ),
+        clock=clock,
+    )
+    if config.pipeline_stages:
+        engine = PipelineEngine(**parts)
+    else:
+        losses = token_losses_of(mesh.tensors, config.vocab_size)
+        engine = ZeroEngine(loss=loss_of(config, losses), **parts)
     return Parts(engine, DeepSpeedSnapshot(engine, sample_order(config, engine.data), control))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,37 +20,21 @@ from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
-from hpctrain.train.data import Data, Samples
-from hpctrain.train.engine import Evaluation, Update, evaluated
+from hpctrain.train.data import Samples
+from hpctrain.train.engine import Evaluation, Update
 from hpctrain.train.engines.deepspeed.mesh import DeepSpeedMesh
+from hpctrain.train.engines.models.engine import ModuleEngine
 from hpctrain.train.engines.models.tasks import (
     Loss,
     LossTotals,
     TokenLosses,
-    evaluation_totals,
     nominal_labels,
 )
 from hpctrain.train.numerics import are_finite
-from hpctrain.train.schedule import learning_rate, split_by_weight_decay
-from hpctrain.train.times import Part, StepClock
+from hpctrain.train.times import Part
 
-# -- Handle the differences between DeepSpeed's optimizers: groups, rates, loss scales, norms ----
+# -- Handle the differences between DeepSpeed's optimizers: loss scales, norms ------------------
 # ZeRO stages 1 to 3 have an optimizer of DeepSpeed's around AdamW, stage 0 has AdamW itself.
-
-
-def parameter_groups(config: DeepSpeedConfig, module: Any) -> list[dict[str, Any]]:
-    """Return the groups of trainable parameters; no weight decay on biases and norms."""
-    decayed, plain = split_by_weight_decay(module)
-    groups = [
-        dict(params=decayed, weight_decay=config.weight_decay),
-        dict(params=plain, weight_decay=0.0),
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def set_rate(engine: Any, rate: float) -> None:
-    for group in engine.optimizer.param_groups:
-        group["lr"] = rate
 
 
 def reset_settings(config: DeepSpeedConfig, engine: Any, decays: list[float]) -> None:
@@ -126,26 +110,12 @@ def norm_after_step(engine: Any) -> float:
 
 
 @dataclass(kw_only=True)
-class DeepSpeedEngineBase:
-    """All parts on one rank. `inner` is an engine of DeepSpeed's.
-
-    `finished_steps` determines the learning rate; set it after loading a checkpoint.
-    """
+class DeepSpeedEngineBase(ModuleEngine):
+    """All parts on one rank. `inner` is an engine of DeepSpeed's."""
 
     config: DeepSpeedConfig
     mesh: DeepSpeedMesh
     inner: Any
-    data: Data
-    clock: StepClock
-    finished_steps: int = 0
-    # gradients are divided among ranks while they are summed: the norm shows bad ones, for all
-    rejection: str | None = field(default=None, init=False)
-
-    def set_next_rate(self) -> float:
-        """Set the learning rate of the next step, and return it."""
-        rate = learning_rate(self.config, self.finished_steps)
-        set_rate(self.inner, rate)
-        return rate
 
     def weights_are_finite(self) -> bool:
         """Check the parts of the weights that this rank stores, except those on NVMe."""
@@ -170,7 +140,7 @@ class ZeroEngine(DeepSpeedEngineBase):
         DeepSpeed takes the mean over ranks, and here no mean over microbatches. Its `step` after
         all but the last microbatch only counts them.
         """
-        rate = self.set_next_rate()
+        rate = self.set_next_rate(self.inner.optimizer)
         reset_loss_scale(self.inner)
         nominal = nominal_labels(self.config)
         scale, last = self.mesh.replicas / nominal, self.config.microbatches - 1
@@ -198,29 +168,17 @@ class ZeroEngine(DeepSpeedEngineBase):
         return Update(totals, norm, rate)
 
     def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
-        """Evaluate without dropout, hence without drawing random numbers.
-
-        Batch norms get the statistics of rank 0, because each rank has its own and one model is
-        evaluated. No training step reads them.
-        """
-        samples, batch_size = self.data.validation, self.config.global_batch_size
-        if samples is None:
-            return None
+        """Give batch norms the statistics of rank 0, because each rank has its own and one model is
+        evaluated. No training step reads them."""
         for module in self.inner.module.modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
                 for buffer in module.buffers(recurse=False):
                     dist.broadcast(buffer, src=0)
-        self.inner.eval()
-        with torch.no_grad():
-            totals = evaluation_totals(
-                samples,
-                batches,
-                batch_size,
-                lambda batch: self.loss(self.inner, self._in_precision(batch)),
-            )
-        self.inner.train()
-        dist.all_reduce(totals, group=self.mesh.data)
-        return evaluated(totals)
+
+        def loss(batch: Any) -> tuple[Any, ...]:
+            return self.loss(self.inner, self._in_precision(batch))
+
+        return self.mean_over(batches, self.inner, loss, self.mesh.data)
 
     def _in_precision(self, batch: Any) -> Any:
         """Cast images to the precision of the weights, which DeepSpeed keeps in bf16; tokens are
@@ -253,7 +211,7 @@ class PipelineEngine(DeepSpeedEngineBase):
     """Implements `hpctrain.train.engine.Engine`; `inner` is DeepSpeed's engine of the same name."""
 
     def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
-        rate = self.set_next_rate()
+        rate = self.set_next_rate(self.inner.optimizer)
         with self._calling_before_optimizer(before_step), self._timed_passes():
             mean = self.inner.train_batch(self._batches(self.data.training, first_sample))
         self.finished_steps += 1

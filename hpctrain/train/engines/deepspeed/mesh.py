@@ -14,13 +14,12 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hpctrain.train.device import backend, choose_device, on_cpu
+from hpctrain.train.device import backend, join_ranks, on_cpu
 
 if on_cpu():
     # accelerator/real_accelerator.py: otherwise it searches for one and prints the result
@@ -99,11 +98,7 @@ class DeepSpeedMesh:
 
 def open_mesh(config: DeepSpeedConfig, launch: Launch) -> DeepSpeedMesh:
     """Join the launch's process groups; all ranks must call this."""
-    device = choose_device(launch)
-    timeout = timedelta(seconds=config.startup_timeout_seconds)
-    dist.init_process_group(
-        backend(), rank=launch.rank, world_size=launch.world_size, timeout=timeout
-    )
+    device, timeout = join_ranks(config, launch)
     # DeepSpeed reads its launcher's variables (runtime/engine.py, _configure_with_arguments), and
     # takes LOCAL_RANK for the number of the GPU.
     os.environ["RANK"] = str(launch.rank)

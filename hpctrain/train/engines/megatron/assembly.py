@@ -15,11 +15,10 @@ megatron_on_cpu.import_core()
 
 from hpctrain.base.errors import InvalidInputError, Problem  # noqa: E402
 from hpctrain.engines.megatron import MegatronConfig  # noqa: E402
-from hpctrain.train.data import open_data, timed  # noqa: E402
+from hpctrain.train.data import open_data  # noqa: E402
 from hpctrain.train.engine import Parts  # noqa: E402
 from hpctrain.train.engines.megatron import fixes  # noqa: E402
 from hpctrain.train.engines.megatron.engine import (  # noqa: E402
-    GlobalBatchPass,
     LayerGraphs,
     MegatronEngine,
     build_optimizer,
@@ -97,14 +96,13 @@ def build(job: Job, mesh: MegatronMesh, control: Control) -> Parts:
     start_from_weights(config, model, loads=begins)
     optimizer = build_optimizer(config, model)
     clock = StepClock()
-    data = timed(
-        open_data(config, mesh.share, job.data_cache, job.copies, needed=mesh.reads), clock
-    )
+    data = open_data(config, mesh.share, job.data_cache, job.copies, needed=mesh.reads, clock=clock)
     model.settings.timers = ComputeTimers(clock)
-    runner = GlobalBatchPass(config, mesh, model)
     return Parts(
         MegatronEngine(
-            runner,
+            config,
+            mesh,
+            model,
             optimizer,
             data,
             gradient_check,

@@ -194,19 +194,98 @@ class LayerGraphs:
 
 
 # ------------------------------------------------------------------------------------------------
-# Run one pass over a global batch: the forward step, the loss, and its totals over all tokens.
+# The forward step and the loss of one microbatch.
 
 
 _TOKEN_FIELDS = ("tokens", "labels", "loss_mask", "positions")
 
 
+def forward_step(
+    iterator: Iterator[Microbatch | None], model: Any
+) -> tuple[Any, Callable[[Any], tuple[Any, Any, Any]]]:
+    """Run one microbatch of a causal language model; returns its output and the loss function."""
+    batch = next(iterator)
+    if batch is None:
+
+        def no_loss(output: Any) -> tuple[Any, Any, Any]:
+            raise AssertionError("the loss is computed on the last stage, which has data")
+
+        return model(None, None, None, labels=None), no_loss
+    if parallel_state.get_context_parallel_world_size() > 1:
+        whole = {name: getattr(batch, name) for name in _TOKEN_FIELDS}
+        batch = Microbatch(**get_batch_on_this_cp_rank(whole))
+    output = model(
+        batch.tokens, batch.positions, None, labels=batch.labels, loss_mask=batch.loss_mask
+    )
+    return output, _MaskedLoss(batch.loss_mask)
+
+
 @dataclass(frozen=True)
-class GlobalBatchPass:
-    """Runs megatron-core's pipeline schedule over one global batch."""
+class _MaskedLoss:
+    """Sums token losses under a mask; megatron-core divides the sum by the number of tokens."""
+
+    mask: Any
+
+    def __call__(self, token_losses: Any) -> tuple[Any, Any, Any]:
+        mask = self.mask.view(-1)
+        loss_sum = (token_losses.float().view(-1) * mask).sum()
+        tokens = mask.sum()
+        report = torch.stack([loss_sum.detach(), tokens])
+        return loss_sum, tokens.to(torch.int), report
+
+
+# -- Make one training step and one evaluation with megatron-core, for the training loop ---------
+
+
+@dataclass(frozen=True)
+class MegatronEngine:
+    """All parts of megatron-core on one rank; implements `hpctrain.train.engine.Engine`."""
 
     config: MegatronConfig
     mesh: MegatronMesh
     model: ModelChunks
+    optimizer: MegatronOptimizer
+    data: Data
+    gradient_check: GradientCheck
+    clock: StepClock
+    graphs: LayerGraphs
+
+    @property
+    def rejection(self) -> str | None:
+        return self.gradient_check.rejection
+
+    def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
+        """Run forward, backward and optimizer; a skipped step does not advance the schedule."""
+        self.graphs.before_step()
+        for chunk in self.model.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.inner.zero_grad()
+        reports = self.run(self.data.training, first_sample, forward_only=False)
+        before_step()
+        learning_rate = self.optimizer.learning_rate
+        updated, grad_norm, _ = self.optimizer.inner.step()
+        if updated:
+            self.optimizer.schedule.step(increment=1)
+        return Update(self.totals(reports), grad_norm, learning_rate)
+
+    def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
+        """Compute the mean loss over these global batches.
+
+        Every evaluation reads the same first samples of the validation data, so losses are
+        comparable and no position has to be stored. No random numbers are drawn: dropout is off.
+        """
+        samples = self.data.validation
+        if samples is None:
+            return None
+        totals = torch.zeros(2, device=self.mesh.device)
+        with _evaluation_mode(self.config, self.model), torch.no_grad():
+            for number in batches:
+                first = number * self.config.global_batch_size
+                totals += self.totals(self.run(samples, first, forward_only=True))
+        return evaluated(totals)
+
+    def weights_are_finite(self) -> bool:
+        return are_finite([p for chunk in self.model.wrapped for p in chunk.parameters()])
 
     @cached_property
     def step(self) -> Any:
@@ -217,7 +296,8 @@ class GlobalBatchPass:
         return forward_step
 
     def run(self, samples: Samples, consumed_samples: int, *, forward_only: bool) -> list[Any]:
-        """Run forward and, unless `forward_only`, backward.
+        """Run megatron-core's pipeline schedule over one global batch: forward and, unless
+        `forward_only`, backward.
 
         Returns [loss sum, token count] of each of this rank's microbatches; empty on all stages
         but the last.
@@ -265,100 +345,10 @@ class GlobalBatchPass:
         return totals
 
 
-def forward_step(
-    iterator: Iterator[Microbatch | None], model: Any
-) -> tuple[Any, Callable[[Any], tuple[Any, Any, Any]]]:
-    """Run one microbatch of a causal language model; returns its output and the loss function."""
-    batch = next(iterator)
-    if batch is None:
-
-        def no_loss(output: Any) -> tuple[Any, Any, Any]:
-            raise AssertionError("the loss is computed on the last stage, which has data")
-
-        return model(None, None, None, labels=None), no_loss
-    if parallel_state.get_context_parallel_world_size() > 1:
-        whole = {name: getattr(batch, name) for name in _TOKEN_FIELDS}
-        batch = Microbatch(**get_batch_on_this_cp_rank(whole))
-    output = model(
-        batch.tokens, batch.positions, None, labels=batch.labels, loss_mask=batch.loss_mask
-    )
-    return output, _MaskedLoss(batch.loss_mask)
-
-
-@dataclass(frozen=True)
-class _MaskedLoss:
-    """Sums token losses under a mask; megatron-core divides the sum by the number of tokens."""
-
-    mask: Any
-
-    def __call__(self, token_losses: Any) -> tuple[Any, Any, Any]:
-        mask = self.mask.view(-1)
-        loss_sum = (token_losses.float().view(-1) * mask).sum()
-        tokens = mask.sum()
-        report = torch.stack([loss_sum.detach(), tokens])
-        return loss_sum, tokens.to(torch.int), report
-
-
-# -- Make one training step and one evaluation with megatron-core, for the training loop ---------
-
-
-@dataclass(frozen=True)
-class MegatronEngine:
-    """All parts of megatron-core on one rank; implements `hpctrain.train.engine.Engine`."""
-
-    runner: GlobalBatchPass
-    optimizer: MegatronOptimizer
-    data: Data
-    gradient_check: GradientCheck
-    clock: StepClock
-    graphs: LayerGraphs
-
-    @property
-    def rejection(self) -> str | None:
-        return self.gradient_check.rejection
-
-    def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
-        """Run forward, backward and optimizer; a skipped step does not advance the schedule."""
-        self.graphs.before_step()
-        for chunk in self.runner.model.wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.inner.zero_grad()
-        reports = self.runner.run(self.data.training, first_sample, forward_only=False)
-        before_step()
-        learning_rate = self.optimizer.learning_rate
-        updated, grad_norm, _ = self.optimizer.inner.step()
-        if updated:
-            self.optimizer.schedule.step(increment=1)
-        return Update(self.runner.totals(reports), grad_norm, learning_rate)
-
-    def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
-        """Compute the mean loss over these global batches.
-
-        Every evaluation reads the same first samples of the validation data, so losses are
-        comparable and no position has to be stored. No random numbers are drawn: dropout is off.
-        """
-        runner, samples = self.runner, self.data.validation
-        if samples is None:
-            return None
-        totals = torch.zeros(2, device=runner.mesh.device)
-        with _evaluation_mode(runner), torch.no_grad():
-            for number in batches:
-                first = number * runner.config.global_batch_size
-                totals += runner.totals(runner.run(samples, first, forward_only=True))
-        return evaluated(totals)
-
-    def weights_are_finite(self) -> bool:
-        parameters: list[Any] = []
-        for chunk in self.runner.model.wrapped:
-            parameters.extend(chunk.parameters())
-        return are_finite(parameters)
-
-
 @contextmanager
-def _evaluation_mode(runner: GlobalBatchPass) -> Iterator[None]:
+def _evaluation_mode(config: MegatronConfig, model: ModelChunks) -> Iterator[None]:
     """Disable dropout and timers; with overlap_param_gather, gather all weights at once."""
-    settings, chunks = runner.model.settings, runner.model.wrapped
-    overlapped = runner.config.overlap_param_gather
+    settings, chunks, overlapped = model.settings, model.wrapped, config.overlap_param_gather
     gather, settings.param_sync_func = settings.param_sync_func, None
     timers, settings.timers = settings.timers, None
     for chunk in chunks:

@@ -7,7 +7,6 @@ Does not belong here: what is computed on them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from megatron.core.tensor_parallel.random import (
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.records.speed_checks import AxisName
 from hpctrain.train.data import Share
-from hpctrain.train.device import backend, choose_device, on_cpu
+from hpctrain.train.device import join_ranks, on_cpu
 from hpctrain.train.engine import AxisGroup
 from hpctrain.train.engines.megatron.option_settings import needs_te_generators
 from hpctrain.train.rank_environment import Launch
@@ -78,14 +77,7 @@ class MegatronMesh:
 
 def open_mesh(config: MegatronConfig, launch: Launch) -> MegatronMesh:
     """Join the launch's process groups; all ranks must call this."""
-    device = choose_device(launch)
-    timeout = timedelta(seconds=config.startup_timeout_seconds)
-    dist.init_process_group(
-        backend(),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-    )
+    device, timeout = join_ranks(config, launch)
     parallel_state.initialize_model_parallel(
         **parallel_sizes(config),
         distributed_timeout_minutes=max(1, round(config.startup_timeout_seconds / 60)),

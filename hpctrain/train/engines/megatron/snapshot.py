@@ -183,7 +183,17 @@ class MegatronSnapshot:
         self.config = config
         self.model = model
         self.optimizer = optimizer
-        self._strategy = SaveStrategy(control)
+        self._control = control
+        # The structure of the state never changes within a launch. Which rank writes what (the
+        # fully parallel wrapper), the plans of all ranks and the metadata are made once.
+        self._base: Any = get_default_save_sharded_strategy("torch_dist")
+        self._base.thread_count = 1
+        self._base.use_cached_ckpt_structure = True
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._strategy: Any = self._base
+        if group.size() > 1:
+            self._strategy = FullyParallelSaveStrategyWrapper(self._base, group, True)
+        self._planned = self._reuses_plans = False
         self.buffers = HostBuffers() if writer.needs_copies() else None
         self._results = WriteResults()
         self._results.install()
@@ -194,14 +204,20 @@ class MegatronSnapshot:
         request = dist_checkpointing.save(
             self.sharded(position),
             directory,
-            self._strategy.strategy(metadata["dp_cp_group"]),
-            validate_access_integrity=self._strategy.first,
+            self._strategy,
+            validate_access_integrity=not self._planned,
             async_sharded_save=True,
             **current().save_options,
             # a process group cannot be stored
             content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
         )
-        self._strategy.agree_on_reuse()
+        self._planned = True
+        if not self._reuses_plans:
+            # megatron-core decides that on each rank by itself (strategies/torch.py, async_save:
+            # validated_cache_reuse). If the ranks' decisions differed, one would plan alone and
+            # the save would hang.
+            self._reuses_plans = self._control.all_agree(self._base.validated_cache_reuse)
+            self._base.validated_cache_reuse = self._reuses_plans
         return writing_from_request(request, self._results, self.buffers)
 
     def sharded(self, position: Position) -> dict[str, Any]:
@@ -392,45 +408,3 @@ def check_layers(config: MegatronConfig, saved: bool | None, directory: Path) ->
         "(`hpctrain convert`, `model.pretrained`)"
     )
     raise InvalidInputError([Problem(message, str(directory), hint=hint)])
-
-
-# -- Reuse megatron-core's save plans, so that it does not plan every save of a launch anew -----
-# The structure of the state never changes within a launch. Which rank writes what (the fully
-# parallel wrapper), the plans of all ranks and the metadata are therefore made once.
-
-
-class SaveStrategy:
-    """megatron-core's strategy, one per launch. All ranks must call its methods together.
-
-    `first` is True until the first save has been planned.
-    """
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-        self._base: Any = None
-        self._parallel: Any = None
-        self._reuse_agreed = False
-        self.first = True
-
-    def strategy(self, group: Any) -> Any:
-        """Return what `dist_checkpointing.save` takes; the ranks of `group` share the writing."""
-        if self._parallel is None:
-            self._base = get_default_save_sharded_strategy("torch_dist")
-            self._base.thread_count = 1
-            self._base.use_cached_ckpt_structure = True
-            self._parallel = self._base
-            if group.size() > 1:
-                self._parallel = FullyParallelSaveStrategyWrapper(self._base, group, True)
-        return self._parallel
-
-    def agree_on_reuse(self) -> None:
-        """Reuse the plans from now on if all ranks can; call this after planning.
-
-        megatron-core decides that on each rank by itself (strategies/torch.py, async_save:
-        validated_cache_reuse). If the ranks' decisions differed, one would plan alone and the save
-        would hang.
-        """
-        self.first = False
-        if not self._reuse_agreed:
-            self._reuse_agreed = self._control.all_agree(self._base.validated_cache_reuse)
-            self._base.validated_cache_reuse = self._reuse_agreed

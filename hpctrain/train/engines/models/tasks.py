@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from torch.nn import functional
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
-from hpctrain.train.data import Samples
 
 # ------------------------------------------------------------------------------------------------
 # Choose and mask tokens for masked language modeling, by the seed and the sample's number alone.
@@ -136,20 +135,6 @@ class LossTotals:
         """Return the sums over all ranks; call it after the last microbatch."""
         self._sum.wait()
         return self._totals
-
-
-def evaluation_totals(
-    samples: Samples,
-    batches: Iterable[int],
-    global_batch_size: int,
-    loss: Callable[[Any], tuple[Any, ...]],
-) -> Any:
-    """Sum the numbers that `loss` returns per microbatch over this rank's part of `batches`."""
-    totals: Any = 0  # of as many numbers as the task has
-    for number in batches:
-        for batch in samples.microbatches(number * global_batch_size):
-            totals = totals + torch.stack([value.float() for value in loss(batch)])
-    return totals
 
 
 Loss = Callable[[Any, Any], tuple[Any, ...]]

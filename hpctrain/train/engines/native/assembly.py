@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.engines.native import NativeConfig
 from hpctrain.spec.engines.native import POWERSGD_RANK
-from hpctrain.train.data import open_data, sample_order, timed
+from hpctrain.train.data import open_data, sample_order
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engine import Parts
 from hpctrain.train.engines.models.allocation import broadcast_buffers, set_buffers
@@ -312,7 +312,7 @@ def build(job: Job, mesh: NativeMesh, control: Control) -> Parts:
     initialize = job.resume_directory is None or config.lora is not None
     module = wrapped_module(config, mesh, initialize=initialize)
     clock = StepClock()
-    data = timed(open_data(config, mesh.share, job.data_cache, job.copies), clock)
+    data = open_data(config, mesh.share, job.data_cache, job.copies, clock=clock)
     engine = NativeEngine(
         config=config,
         mesh=mesh,

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hpctrain.engines.native import NativeConfig
-from hpctrain.train.data import Data, Share
-from hpctrain.train.device import backend, choose_device
-from hpctrain.train.engine import AxisGroup, Evaluation, Update, evaluated
-from hpctrain.train.engines.models.tasks import Loss, LossTotals, evaluation_totals, nominal_labels
+from hpctrain.train.data import Share
+from hpctrain.train.device import join_ranks
+from hpctrain.train.engine import AxisGroup, Evaluation, Update
+from hpctrain.train.engines.models.engine import ModuleEngine
+from hpctrain.train.engines.models.tasks import Loss, LossTotals, nominal_labels
 from hpctrain.train.numerics import are_finite
 from hpctrain.train.rank_environment import Launch
-from hpctrain.train.schedule import learning_rate, split_by_weight_decay
-from hpctrain.train.times import StepClock
+from hpctrain.train.schedule import parameter_groups
 
 # -- Join the process groups of one rank: copies of the model, and the ranks that share a copy ---
 
@@ -62,14 +61,7 @@ class NativeMesh:
 
 def open_mesh(config: NativeConfig, launch: Launch) -> NativeMesh:
     """Join the launch's process groups; all ranks must call this."""
-    device = choose_device(launch)
-    timeout = timedelta(seconds=config.startup_timeout_seconds)
-    dist.init_process_group(
-        backend(host_tensors=config.cpu_offload),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-    )
+    device, timeout = join_ranks(config, launch, host_tensors=config.cpu_offload)
     seed_dropout(config.seed, launch.rank)
     control = dist.new_group(backend="gloo", timeout=timeout)
     shards = None
@@ -94,22 +86,14 @@ def seed_dropout(seed: int, rank: int) -> None:
 
 def build_optimizer(config: NativeConfig, module: Any) -> torch.optim.AdamW:
     """Build AdamW for the trainable parameters; no weight decay on biases and norms."""
-    decayed, plain = split_by_weight_decay(module)
-    groups: list[dict[str, Any]] = [dict(params=decayed), dict(params=plain, weight_decay=0.0)]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        parameter_groups(config, module),
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
-        weight_decay=config.weight_decay,
         # one pass over memory without copies: other variants need four more bytes per weight
         fused=True,
     )
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
 
 
 @torch.no_grad()
@@ -135,30 +119,22 @@ def scale_and_clip(optimizer: torch.optim.Optimizer, factor: Any, limit: float) 
     return norm
 
 
-@dataclass
-class NativeEngine:
-    """All parts on one rank; implements `hpctrain.train.engine.Engine`.
-
-    `finished_steps` determines the learning rate; set it after loading a checkpoint.
-    """
+@dataclass(kw_only=True)
+class NativeEngine(ModuleEngine):
+    """Implements `hpctrain.train.engine.Engine`."""
 
     config: NativeConfig
     mesh: NativeMesh
     module: Any
     optimizer: torch.optim.Optimizer
-    data: Data
     loss: Loss
-    clock: StepClock
-    finished_steps: int = 0
-    # this rank's gradients include those of other ranks: the norm shows bad ones, for all
-    rejection: str | None = field(default=None, init=False)
 
     def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
         """Run forward, backward and optimizer.
 
         Gradients are averaged over ranks with the last microbatch.
         """
-        rate = learning_rate(self.config, self.finished_steps)
+        rate = self.set_next_rate(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         nominal = nominal_labels(self.config)
         scale, microbatches = self.mesh.size / nominal, self.config.microbatches
@@ -174,7 +150,6 @@ class NativeEngine:
         totals = losses.wait()
         factor = nominal / totals[1].clamp(min=1)
         norm = scale_and_clip(self.optimizer, factor, self.config.clip_grad)
-        set_rate(self.optimizer, rate)
         self.optimizer.step()
         self.finished_steps += 1
         return Update(totals, norm, rate)
@@ -195,18 +170,8 @@ class NativeEngine:
         return torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=half)
 
     def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
-        """Evaluate without dropout, hence without drawing random numbers."""
-        samples, batch_size = self.data.validation, self.config.global_batch_size
-        if samples is None:
-            return None
-        self.module.eval()
-        with torch.no_grad(), self._autocast():
-            totals = evaluation_totals(
-                samples, batches, batch_size, lambda batch: self.loss(self.module, batch)
-            )
-        self.module.train()
-        dist.all_reduce(totals)
-        return evaluated(totals)
+        with self._autocast():
+            return self.mean_over(batches, self.module, lambda batch: self.loss(self.module, batch))
 
     def weights_are_finite(self) -> bool:
         weights = [p.detach() for p in self.module.parameters()]

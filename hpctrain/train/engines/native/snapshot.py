@@ -1,9 +1,9 @@
 """Save and restore FSDP and DDP as torch.distributed.checkpoint's files, for any number of ranks.
 
 Weights and optimizer state are stored by their names in the model, so that FSDP and DDP can resume
-each other's checkpoints, with more ranks or fewer. Belongs here: what is in the state, and
-restoring it. Does not belong here: planning and files (see `snapshot`), processes and
-publishing (see `hpctrain.train.saving.saver`).
+each other's checkpoints, with more ranks or fewer. Belongs here: what is in the state, planning who
+writes it, and restoring it. Does not belong here: files (see `hpctrain.train.saving.shard_files`),
+processes and publishing (see `hpctrain.train.saving.saver`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class NativeSnapshot:
     def __init__(self, engine: NativeEngine, order: dict[str, Any]) -> None:
         self._engine = engine
         self._order = order
-        self._storage = CheckpointStorage(engine.mesh.control)
-        self.buffers = self._storage.buffers
+        self._plan: Any = None
+        self._metadata: Any = None
+        self.buffers = HostBuffers() if saving_writer.needs_copies() else None
 
     def estimated_bytes(self, control: Control) -> int:
         """Estimate the size on disk: weights, and two moments of 4 bytes per trainable one."""
@@ -73,7 +74,7 @@ class NativeSnapshot:
                 world_size=self._engine.mesh.size,
             )
             replace_text(directory / _ABOUT, json.dumps(about, indent=1))
-        return self._storage.plan(self._state(), directory)
+        return self._writing(directory)
 
     def restore(self, directory: Path) -> tuple[Position, str | None]:
         """Load everything from `directory`; returns a remark if the random state was re-seeded.
@@ -133,48 +134,38 @@ class NativeSnapshot:
         """Each rank has its own state, because ranks read different samples."""
         return f"random.{self._engine.mesh.rank}"
 
+    def _writing(self, directory: Path) -> Writing:
+        """Return what this rank writes; all ranks must call this together.
 
-# -- Plan and write a checkpoint and its metadata with torch.distributed.checkpoint -------------
-# The steps of `dcp.save` (state_dict_saver.py, _save_state_dict), taken apart: the ranks agree on
-# the plan before training continues, each writes its files beside training, and rank 0 writes the
-# metadata when all have finished. The plan is made once, because the structure of the state never
-# changes within a launch.
-
-
-class CheckpointStorage:
-    """The plan of one launch's checkpoints. `group`: a gloo group of all ranks."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._plan: Any = None
-        self._metadata: Any = None
-        self.buffers = HostBuffers() if saving_writer.needs_copies() else None
-
-    def plan(self, state: dict[str, Any], directory: Path) -> Writing:
-        """Return what this rank writes; all ranks must call this together."""
+        The steps of `dcp.save` (state_dict_saver.py, _save_state_dict), taken apart: the ranks
+        agree on the plan before training continues, each writes its files beside training, and rank
+        0 writes the metadata when all have finished. The plan is made once, because the structure
+        of the state never changes within a launch.
+        """
+        state, group = self._state(), self._engine.mesh.control
         # it only plans, and writes the metadata
         writer = FileSystemWriter(directory, single_file_per_rank=True, overwrite=True)
-        leads = dist.get_rank(self._group) == 0
+        leads = dist.get_rank(group) == 0
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=leads)
         writer.set_up_storage_writer(leads)
         local = writer.prepare_local_plan(planner.create_local_plan())
         if self._plan is None:
             # rank 0 assigns what several ranks have to one of them, and sends each its plan
-            plans: list[Any] | None = [None] * dist.get_world_size(self._group) if leads else None
-            dist.gather_object(local, plans, dst=0, group=self._group)
+            plans: list[Any] | None = [None] * dist.get_world_size(group) if leads else None
+            dist.gather_object(local, plans, dst=0, group=group)
             if leads:
                 plans, self._metadata = planner.create_global_plan(plans)
                 plans = writer.prepare_global_plan(plans)
             received: list[Any] = [None]
-            dist.scatter_object_list(received, plans, src=0, group=self._group)
+            dist.scatter_object_list(received, plans, src=0, group=group)
             self._plan = dataclasses.replace(received[0])
         plan = planner.finish_plan(self._plan)
 
         def finish(results: Any) -> None:
             own = list(itertools.chain.from_iterable((results or {}).values()))
-            all_results = [None] * dist.get_world_size(self._group) if leads else None
-            dist.gather_object(own, all_results, dst=0, group=self._group)
+            all_results = [None] * dist.get_world_size(group) if leads else None
+            dist.gather_object(own, all_results, dst=0, group=group)
             if leads:
                 writer.finish(copy.deepcopy(self._metadata), all_results)
 
