@@ -124,14 +124,23 @@ def _needs_no_decision(verdict: Verdict, config: SuperviseConfig) -> Action | No
 def _where_possible(
     action: Action, verdict: Verdict, situation: Situation, config: SuperviseConfig
 ) -> Action:
-    """Turn a relaunch into the next attempt of the run where the job loses its nodes."""
+    """Turn a relaunch into the next attempt of the run where the job loses its nodes.
+
+    Where no attempt follows, nothing is repeated: the reason then says what happened and who goes
+    on. That the run goes back to an older checkpoint is recorded all the same.
+    """
     if action.kind is not ActionKind.RELAUNCH:
         return action
     if verdict.already_requeued:
         return replace(action, kind=ActionKind.LEAVE)
     if not situation.keeps_nodes:
-        later = _leave_to_next_attempt(verdict, situation, config)
-        return replace(action, kind=later.kind, exit_code=later.exit_code)
+        later = _leave_to_next_attempt(replace(verdict, reason=""), situation, config)
+        action = replace(action, kind=later.kind, exit_code=later.exit_code)
+        if later.exit_code and (action.rejected_step, action.rollback_to) == (None, None):
+            reason = verdict.followed_by(later.reason, "; ")
+            return replace(action, reason=reason, observed=later.observed)
+        if later.exit_code:
+            return replace(action, reason=f"{action.reason}; {later.reason}")
     return action
 
 

@@ -50,6 +50,8 @@ _CAN_BLOCK = frozenset(
         Cause.NODE_FAILURE,
     }
 )
+# What a replica may lack on its node alone, and a trainer nowhere or everywhere.
+_OF_A_NODE = frozenset({Cause.WEIGHTS, Cause.PORT})
 # Cascading failures that name what has failed come before those that only report a lost peer.
 _VAGUE_CASCADES = {Cause.HANG: 1, Cause.CRASH: 2}
 # How much later a kill may be reported than the failures that follow from it: on busy nodes
@@ -225,12 +227,13 @@ def _earliest_root(evidence: LaunchEvidence) -> Verdict | None:
     root = found[0]
     if root.cause is Cause.CRASH and root.tier == 2:
         return None
-    if root.cause in FINAL_CAUSES:
+    if root.cause in FINAL_CAUSES or root.cause in _OF_A_NODE:
         # Unless one rank reports that it is wrong everywhere, it may be wrong on some nodes only.
         same = [exit_ for exit_ in evidence.rank_exits if exit_.cause == root.cause]
         if all(exit_.node_dependent for exit_ in same):
             on_some_nodes = _of_some_nodes(same, evidence)
-            if on_some_nodes is not None:
+            # Ports that several nodes lack are no matter of storage.
+            if on_some_nodes is not None and (on_some_nodes.nodes or root.cause is not Cause.PORT):
                 return on_some_nodes
     if root.cause is Cause.LOAD_FAILED and _first_kill(evidence) is not None:
         return None  # a rank that was killed may be why others could not load

@@ -183,7 +183,6 @@ def spec_as_planned(spec: RunSpec, plan: Plan) -> RunSpec:
     """Fix layout, micro-batch, recomputation, offload and sharding of a spec to its plan."""
     optimizer = {
         "zero": plan.zero,
-        "distributed": plan.zero > 0,  # its default contradicts stage 0 once it is written
         "shard_gpus": plan.shard_gpus,
         "offload": plan.offload,
     }

@@ -363,7 +363,7 @@ def lighter_settings(request: PlanRequest) -> tuple[str, ...]:
     if spec.engine.abilities.model_classes != MEGATRON_CORE or spec.precision == "fp32":
         return ()
     known = [("grad_reduce_in_fp32", False)] if own.grad_reduce_in_fp32 else []
-    sharded = spec.optimizer.distributed and spec.optimizer.offload == "none"
+    sharded = spec.optimizer.zero != 0 and spec.optimizer.offload == "none"
     if spec.precision == "fp8" and sharded and not own.fp8_param_gather:
         known.append(("fp8_param_gather", True))
     for chosen in (*((one,) for one in known), tuple(known)):

@@ -251,6 +251,8 @@ _HINTS = {
     "software.uenv": "use `software.container` with `launcher: uenv`",
     "limits.max_running": "use `limits.max_submit` for jobs, or `limits.grp_gpus` for GPUs at once",
 }
+# What to write in place of a field that a run spec has no more.
+_GONE_HINTS = {"optimizer.distributed": "instead of `distributed: false` write `zero: 0`"}
 # Names that people give the key of W&B. No document contains one.
 _WANDB_KEYS = frozenset({"api_key", "apikey", "key", "key_file", "password", "secret", "token"})
 _WANDB_HINT = (
@@ -260,10 +262,10 @@ _WANDB_HINT = (
 
 
 def key_of_spec(path: Path) -> str | None:
-    """Return what to do instead of writing a key into a spec; None if it is no secret."""
+    """Return what to do instead of writing a key into a spec; None if nothing is known of it."""
     if path[:2] == ("tracking", "wandb") and str(path[-1]).lower() in _WANDB_KEYS:
         return _WANDB_HINT
-    return None
+    return _GONE_HINTS.get(".".join(str(part) for part in path))
 
 
 def known_secret(path: Path) -> str | None:

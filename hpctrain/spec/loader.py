@@ -494,6 +494,7 @@ def _validated(model: type[DocumentT], parsed: Parsed, file: str) -> Loaded[Docu
 
     problems = parsed.problems
     forget_former_fields(parsed.data, only_defaults=True)
+    _forget_distributed(parsed.data)
     try:
         # strict JSON: pydantic then turns neither "8" nor true into a number, but still accepts a
         # list for a tuple and an integer for a float
@@ -647,6 +648,23 @@ def forget_former_fields(values: Any, *, only_defaults: bool) -> None:
             found = section.get(name, default)
             if not only_defaults or (type(found), found) == (type(default), default):
                 section.pop(name, None)
+
+
+def _forget_distributed(values: Any) -> None:
+    """Read `optimizer.distributed` as the specs in run directories have it, beside `zero`.
+
+    `zero` says it now. Whatever else a spec has, such as false alone, stays to be refused as
+    unknown.
+    """
+    optimizer = values.get("optimizer") if isinstance(values, dict) else None
+    if not isinstance(optimizer, dict):
+        return
+    sharded, zero = optimizer.get("distributed"), optimizer.get("zero")
+    if sharded is True and zero != 0:
+        del optimizer["distributed"]
+    elif sharded is False and "zero" in optimizer and (zero is None or zero == 0):
+        del optimizer["distributed"]
+        optimizer["zero"] = 0
 
 
 def _sections(values: Any, path: list[str]) -> Iterator[dict[str, Any]]:

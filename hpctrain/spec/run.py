@@ -218,9 +218,8 @@ class OptimizerSpec(Document):
     epsilon: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay")
     clip_grad: float = Field(1.0, ge=0, description="Gradient norm limit; 0 switches it off")
-    distributed: bool = Field(True, description="Shard optimizer state over data parallel ranks")
     zero: Literal[0, 1, 2, 3] | None = Field(
-        None, description="ZeRO stage; default: 1 when `distributed`, else 0; fsdp: 3"
+        None, description="ZeRO stage; 0: each GPU has the whole state; default: 1; fsdp: 3"
     )
     shard_gpus: int | None = Field(
         None, ge=1, description="fsdp: shard over so many GPUs, copies beyond (HSDP); default: all"

@@ -78,7 +78,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], Places]] = {
     ),
     "exact": ("gpt-tiny", "sandbox", dict(engine=dict(deterministic=True)), FRESH),
     "tiny": ("gpt-tiny", "sandbox", dict(engine=dict(implementation="local")), FRESH),
-    "fp32": ("gpt-tiny", "sandbox", dict(data=dict(sources=()), optimizer=dict(distributed=False)),
+    "fp32": ("gpt-tiny", "sandbox", dict(data=dict(sources=()), optimizer=dict(zero=0)),
              FRESH),
     "own": (
         "llama7b",

@@ -20,17 +20,12 @@ def sharding_problems(spec: RunSpec) -> list[Refusal]:
     """
     engine, optimizer, abilities = spec.engine.name, spec.optimizer, spec.engine.abilities
     zero, stages, problems = optimizer.zero, abilities.zero_stages, []
-    given = "distributed" in optimizer.model_fields_set
     if zero is not None and zero not in stages:
         others = [name for name, other in ENGINES.items() if zero in other.zero_stages]
         message = (
             f"engine {engine} has no ZeRO stage {zero}: set `optimizer.zero` to "
             f"{or_list(stages)}, or `engine.name` to {' or '.join(others)}"
         )
-        problems.append(Refusal(message, "optimizer.zero"))
-    elif zero is not None and given and optimizer.distributed != (zero > 0):
-        stated = f"`distributed: {str(optimizer.distributed).lower()}`"
-        message = f"optimizer.zero {zero} contradicts {stated}: remove one of them"
         problems.append(Refusal(message, "optimizer.zero"))
     if optimizer.offload not in abilities.offloads:
         message = f"engine {engine} has no `optimizer.offload: {optimizer.offload}`"
@@ -47,8 +42,8 @@ def zero_choices(spec: RunSpec) -> tuple[int, ...]:
     optimizer, stages = spec.optimizer, spec.engine.abilities.zero_stages
     if optimizer.zero is not None:
         return (optimizer.zero,)
-    if 0 in stages and (len(stages) == 1 or not optimizer.distributed):
-        return (0,)
+    if stages == (0,):
+        return stages
     if 0 in stages and (
         optimizer.offload == "nvme" or spec.engine.deepspeed.offload_parameters != "none"
     ):

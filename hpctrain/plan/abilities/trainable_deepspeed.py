@@ -80,5 +80,5 @@ def untrainable_in_a_pipeline(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if spec.optimizer.offload != "none":
         message = f"{trains} with the optimizer's state on the GPU, not on {spec.optimizer.offload}"
         yield "optimizer.offload", message
-    if spec.optimizer.zero == 0 or not spec.optimizer.distributed:
+    if spec.optimizer.zero == 0:
         yield "optimizer.zero", f"{trains} at ZeRO stage 1"

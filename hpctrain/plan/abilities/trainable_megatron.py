@@ -15,10 +15,7 @@ _LEARNED_FROM_TOKENS = ("language_modeling", "masked_language_modeling")
 
 def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield (dotted path of the field, what the trainer lacks)."""
-    optimizer, bert = spec.optimizer, spec.model.family == "bert"
-    if optimizer.zero is not None and (optimizer.zero > 0) != optimizer.distributed:
-        required = "true" if optimizer.zero > 0 else "false"
-        yield "optimizer.zero", f"hpctrain reads `optimizer.distributed`: say {required}"
+    bert = spec.model.family == "bert"
     if spec.model.mla is not None and spec.engine.implementation == "local":
         message = (
             "latent attention needs TransformerEngine, megatron-core's own layers cannot do it"

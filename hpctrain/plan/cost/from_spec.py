@@ -8,6 +8,7 @@ formulas take. Does not belong here: formulas, the values of constants
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from math import sqrt
 from typing import TYPE_CHECKING
@@ -47,7 +48,12 @@ from hpctrain.spec.calibration import (
 )
 from hpctrain.spec.catalogue import Gpu
 from hpctrain.spec.document import Document
-from hpctrain.spec.engines.abilities import MEGATRON_CORE, TRANSFORMERS, GradientAddition
+from hpctrain.spec.engines.abilities import (
+    MEGATRON_CORE,
+    TRANSFORMERS,
+    GradientAddition,
+    Precision,
+)
 from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
 from hpctrain.spec.engines.native import POWERSGD_RANK
 from hpctrain.spec.engines.registry import abilities_of
@@ -78,7 +84,14 @@ COMMUNICATOR_BYTES = 24 * 3 * 10 * 2**20
 # 1.18, 410 layouts of Aleph Alpha at least 1.1, the zero-bubble runs at most 1.12, with which they
 # still fit (bench/fit_memory.py).
 FRAGMENTED = 1.12
-_LOW_PEAKS = {"fp8": ("fp8",), "fp4": ("fp4", "fp8")}
+# The peak rates that stand for one that is not listed, in this order.
+_PEAKS: Mapping[str, tuple[Precision, ...]] = {
+    "fp32": ("fp32",),
+    "fp16": ("fp16", "bf16", "fp32"),
+    "bf16": ("bf16", "fp16", "fp32"),
+    "fp8": ("fp8", "bf16", "fp16", "fp32"),
+    "fp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
+}
 
 
 def calibration_of(calibration: Calibration, gpu: Gpu) -> GpuCalibration:
@@ -130,16 +143,13 @@ def machine_of(
 ) -> Machine:
     """Describe a GPU with its links. `precision`: fp32, fp16, bf16, fp8 or fp4.
 
-    A GPU without the low precision computes at its 16-bit rate; fp32 means the fp32 peak.
+    A GPU without the low precision computes at its 16-bit rate. Raises InvalidInputError if it
+    lists no rate of the precision (see `peak_rate`).
     """
-    wide = peak_rate(gpu, "fp32" if precision == "fp32" else "bf16")
-    low = next(
-        (float(gpu.peak[p]) for p in _LOW_PEAKS.get(precision, ()) if p in gpu.peak),
-        wide,
-    )
+    wide = "bf16" if precision in ("fp8", "fp4") else precision
     return Machine(
-        peak=wide,
-        peak_low=low,
+        peak=peak_rate(gpu, wide),
+        peak_low=peak_rate(gpu, precision),
         memory_bandwidth=float(gpu.memory_bandwidth),
         nvlink_bandwidth=float(gpu.nvlink_bandwidth),
         network_bandwidth=float(gpu.network_bandwidth),
@@ -157,12 +167,16 @@ def machine_of(
 
 
 def peak_rate(gpu: Gpu, precision: str) -> float:
-    """Return the dense FLOP/s of a 16-bit or 32-bit precision, or of the next best one listed."""
-    order = ("fp32",) if precision == "fp32" else ("bf16", "fp16", "fp32")
-    for name in order:
+    """Return the dense FLOP/s of a precision, or of the next wider one that the GPU lists.
+
+    A narrower one is no measure: units for 16 bits and fewer do several times what those for 32
+    do (V100: 125 and 15.7 TFLOP/s). Raises InvalidInputError where no such precision is listed.
+    """
+    for name in _PEAKS[precision]:
         if name in gpu.peak:
             return float(gpu.peak[name])
-    return float(max(gpu.peak.values()))
+    message = f"GPU {gpu.name} has no peak rate of {precision}"
+    raise InvalidInputError([Problem(message, hint=f"give it: `gpu.peak.{precision}`")])
 
 
 def newer(gpu: Gpu) -> bool:

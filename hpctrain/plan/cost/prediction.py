@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hpctrain.plan.cost.blocks import reduce_seconds, send_seconds
 from hpctrain.plan.cost.case import Case, Mesh, Software
-from hpctrain.plan.cost.from_spec import case_of, machine_for, shape_of, software_for
+from hpctrain.plan.cost.from_spec import case_of, machine_for, peak_rate, shape_of, software_for
 from hpctrain.plan.cost.memory import Stage as CostStage
 from hpctrain.plan.cost.memory import outside_allocator_bytes, shards, stage_memory
 from hpctrain.plan.cost.step import step_seconds
@@ -46,7 +46,6 @@ from hpctrain.plan.model.parameters import (
     model_flops_per_step,
 )
 from hpctrain.plan.request import PlanRequest
-from hpctrain.spec.catalogue import Gpu
 from hpctrain.spec.engines.abilities import MODEL_AXES, RecomputeModule
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ModelSpec
@@ -127,7 +126,7 @@ def predict(request: PlanRequest, candidate: Candidate) -> Prediction | None:
         return None
     (parts,) = step_parts(request, columns_of(candidate))
     spec, gpus, seconds = request.spec, candidate.layout.world_size, parts.total_seconds
-    peak = peak_flops(request.knowledge.gpu, spec.precision)
+    peak = peak_rate(request.knowledge.gpu, spec.precision)
     flops = request.counts.flops_per_step
     again = recomputed_flops(spec.model, spec.batch.global_, candidate.mode, candidate.modules)
     if candidate.mode == "full" and candidate.recompute_layers:
@@ -163,14 +162,6 @@ def step_parts(request: PlanRequest, columns: Columns) -> list[StepParts]:
         StepParts(**{f"{name}_seconds": float(part[row]) for name, part in parts.items()})
         for row in range(len(columns))
     ]
-
-
-def peak_flops(gpu: Gpu, precision: str) -> float:
-    """Return the dense peak of the precision, or of the next one that the data sheet lists."""
-    for name in (precision, "bf16", "fp16", "fp32"):
-        if name in gpu.peak:
-            return float(gpu.peak[name])
-    return float(max(gpu.peak.values()))
 
 
 def recomputed_flops(

@@ -104,7 +104,7 @@ def step_traffic(request: PlanRequest, candidate: Candidate) -> Traffic:
     """
     spec, layout, model = request.spec, candidate.layout, request.spec.model
     element, summed = ELEMENT_BYTES[spec.precision], gradient_bytes(spec)
-    moved = summed + (sent_weight_bytes(spec) if spec.optimizer.distributed else summed)
+    moved = summed + (sent_weight_bytes(spec) if spec.optimizer.zero != 0 else summed)
     pairs = [
         (
             build_stage(

@@ -81,7 +81,7 @@ class Life:
 
     def failed(self, error: ReplicaError, signal_name: str | None) -> int:
         """Record a failure with its cause and the engine's last lines; returns the exit code."""
-        self._record("crash", TrainerExit.CRASH, str(error), signal_name, error.tail, error.cause)
+        self._record("crash", TrainerExit.CRASH, str(error), signal_name, error)
         say(f"crash: {error}")
         return TrainerExit.CRASH
 
@@ -91,8 +91,7 @@ class Life:
         exit_code: TrainerExit,
         message: str,
         signal_name: str | None = None,
-        tail: str = "",
-        cause: str | None = None,
+        error: ReplicaError | None = None,
     ) -> None:
         record = ExitRecord(
             epoch=self.launch.epoch,
@@ -103,8 +102,9 @@ class Life:
             exit_code=exit_code,
             time=clock.now(),
             message=message,
-            traceback=tail or None,
-            cause=cause,
+            traceback=error.tail or None if error else None,
+            cause=error.cause if error else None,
+            node_dependent=error.node_dependent if error else False,
             signal=signal_name,
         )
         try:

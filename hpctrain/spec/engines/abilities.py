@@ -58,9 +58,8 @@ class Word:
 
 
 def zero_word(stage: int) -> Word:
-    """Make the word `zero2`, for an engine that reads `optimizer.zero`."""
-    fields = (f"optimizer.zero={stage}", f"optimizer.distributed={str(stage > 0).lower()}")
-    return Word(f"zero{stage}", fields)
+    """Make the word `zero2`."""
+    return Word(f"zero{stage}", (f"optimizer.zero={stage}",))
 
 
 OFFLOAD_WORD = Word("offload", ("optimizer.offload=cpu",))

@@ -64,7 +64,7 @@ def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradicti
     own, optimizer, pp = engine.deepspeed, choices.optimizer, choices.parallel.pp
     offload, parameters = optimizer.offload, own.offload_parameters
     # None: the planner chooses, from stage 1 upwards
-    stage = optimizer.zero if optimizer.zero is not None or optimizer.distributed else 0
+    stage = optimizer.zero
     if offload == "nvme" and stage not in (None, 3):
         # only stage3.py has a swapper: at stages 1 and 2 DeepSpeed leaves the setting out
         message = f"offload to nvme needs ZeRO stage 3, not {stage}"

@@ -21,7 +21,7 @@ from hpctrain.spec.engines.abilities import (
     WORDS_OF_EVERY_ENGINE,
     Choices,
     EngineAbilities,
-    Word,
+    zero_word,
 )
 
 if TYPE_CHECKING:
@@ -112,10 +112,10 @@ def _of_precision(engine: EngineSpec, choices: Choices) -> Iterator[Contradictio
         message = f"weights are kept in 8 bits with `precision: fp8` only, not with {precision}"
         hint = "set `precision: fp8`, or remove it"
         yield Contradiction(_own("fp8_param_gather"), message, hint)
-    elif own.fp8_param_gather and (optimizer.zero == 0 or not optimizer.distributed):
+    elif own.fp8_param_gather and optimizer.zero == 0:
         # arguments.py: "--fp8-param-gather only supported with distributed optimizer"
         message = "weights are gathered in 8 bits by the distributed optimizer, which is off"
-        hint = "set `optimizer.distributed: true`, or remove it"
+        hint = "set `optimizer.zero: 1`, or remove it"
         yield Contradiction(_own("fp8_param_gather"), message, hint)
     elif own.fp8_param_gather and optimizer.offload != "none" and own.fp8_recipe != "delayed":
         # arguments.py: "the optimizer cpu offload must be used in conjunction with delayed"
@@ -204,10 +204,7 @@ def _of_messages(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction
 # ----------------------------------------------------------------------------------------------
 
 
-ZERO_WORDS = (
-    Word("zero0", ("optimizer.distributed=false",)),
-    Word("zero1", ("optimizer.distributed=true",)),
-)
+ZERO_WORDS = (zero_word(0), zero_word(1))
 MESH_WORDS = (TENSOR_WORD, PIPELINE_WORD, CONTEXT_WORD)
 # tensor_parallel/layers.py relies on kernels that start in launch order. FSDP overlaps less with it
 # (Megatron-LM's arguments.py refuses that pair).

@@ -74,7 +74,7 @@ _BY_FIELD: dict[str, str] = {
     "optimizer.weight_decay": "weight-decay start-weight-decay end-weight-decay "
     "weight-decay-incr-style",
     "optimizer.clip_grad": "clip-grad",
-    "optimizer.distributed": "use-distributed-optimizer use-torch-fsdp2 use-megatron-fsdp "
+    "optimizer.zero": "use-distributed-optimizer use-torch-fsdp2 use-megatron-fsdp "
     "use-custom-fsdp data-parallel-sharding-strategy num-distributed-optimizer-instances",
     "optimizer.offload": "optimizer-cpu-offload optimizer-offload-fraction "
     "use-precision-aware-optimizer",

@@ -39,7 +39,7 @@ model: {layers: 1, hidden: 64, heads: 4, vocab: 256, seq: 16}
 batch: {global: 8, micro: 8}
 budget: {steps: 6}
 precision: fp32
-optimizer: {lr: 1e-2, distributed: false}
+optimizer: {lr: 1e-2, zero: 0}
 checkpoint: {every_steps: 3, asynchronous: false}
 resources: {gpus: 1, walltime: 00:10:00}
 """

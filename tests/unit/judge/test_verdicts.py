@@ -211,6 +211,11 @@ def full(rank: int, *, node_dependent: bool = True) -> ExitRecord:
     return crashed(rank, words, cause="disk_full", node_dependent=node_dependent)
 
 
+def replica(rank: int, cause: str = "weights", *, node_dependent: bool = True) -> ExitRecord:
+    """Rank i of a replica on node ni has no weights, or no port."""
+    return crashed(rank, "it is not there", cause=cause, node_dependent=node_dependent)
+
+
 def no_container(*ranks: int) -> tuple[LogFinding, ...]:
     line = "FATAL:   stat /data: no such file or directory"
     return tuple(
@@ -276,6 +281,17 @@ AGREEMENTS = {
     "a disk of one node": (launch(full(1), crashed(0)), UNFIT),
     "disks of all nodes": (launch(full(0), full(1)), FULL),
     "the disk of the checkpoints": (launch(full(1, node_dependent=False), crashed(0)), FULL),
+    "weights of one node": (launch(replica(1), crashed(0)), UNFIT),
+    "weights of all nodes": (launch(replica(0), replica(1)), (Cause.WEIGHTS, PAIR)),
+    "weights that are nowhere": (
+        launch(replica(1, node_dependent=False), crashed(0)), (Cause.WEIGHTS, ("n1",))),
+    "weights of most nodes": (launch(crashed(0), *map(replica, (1, 2, 3)), nodes=FOUR), STORAGE),
+    "ports of one node": (launch(replica(1, "port"), crashed(0)), UNFIT),
+    "ports of most nodes": (
+        launch(crashed(0), *(replica(n, "port") for n in (1, 2, 3)), nodes=FOUR),
+        (Cause.PORT, ())),
+    "a port of a trainer": (
+        launch(replica(1, "port", node_dependent=False), crashed(0)), (Cause.PORT, ("n1",))),
     "nobody says anything, and a node is unfit": (launch(unfit_nodes=(UNMOUNTED,)), UNFIT),
 }  # fmt: skip
 

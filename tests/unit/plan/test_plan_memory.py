@@ -221,19 +221,20 @@ def test_fp32_has_no_main_copy() -> None:
     assert memory.optimizer_bytes == 8 * parameters
 
 
-def test_the_optimizer_is_sharded_over_dp_and_cp_only_when_distributed() -> None:
+def test_the_optimizer_is_sharded_over_dp_and_cp_unless_zero_is_0() -> None:
     sizes = {}
-    for distributed in (True, False):
+    for zero in (None, 1, 0):
         spec = run_spec(
             GPT_TINY,
             gpus=8,
             parallel=dict(cp=2),
-            optimizer={"lr": 1e-3, "distributed": distributed},
+            optimizer={"lr": 1e-3, "zero": zero},
         )
         plan = make_plan(spec, cluster())
-        sizes[distributed] = plan.memory[0].optimizer_bytes
+        sizes[zero] = plan.memory[0].optimizer_bytes
     parameters = plan.stages[0].parameters_per_gpu
-    assert sizes == {True: 12 * -(-parameters // 8), False: 12 * parameters}
+    shard = 12 * -(-parameters // 8)
+    assert sizes == {None: shard, 1: shard, 0: 12 * parameters}
 
 
 @pytest.mark.parametrize(

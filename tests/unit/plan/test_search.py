@@ -393,7 +393,6 @@ def test_only_the_engine_of_the_spec_decides_about_axes() -> None:
         ("fsdp", dict(zero=1), ["no ZeRO stage 1", "2 or 3", "megatron-lm or deepspeed"]),
         ("ddp", dict(offload="cpu"), ["engine ddp", "offload: cpu"]),
         ("megatron", dict(shard_gpus=4), ["shard_gpus is for engine fsdp"]),
-        ("megatron", dict(zero=0, distributed=True), ["zero 0 contradicts"]),
     ],
 )
 def test_what_an_engine_does_not_have_is_said(

@@ -218,19 +218,22 @@ def test_the_engine_does_not_outlive_its_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("spoil", "words", "node_dependent"),
     [
-        (lambda weights: (weights / "config.json").unlink(), "has no config.json"),
-        (lambda weights: weights.rename(weights.parent / "away"), "cannot be read"),
+        (lambda weights: (weights / "config.json").unlink(), "has no config.json", False),
+        (lambda weights: weights.rename(weights.parent / "away"), "cannot be read", True),
     ],
 )
-def test_weights_that_are_not_there(tmp_path: Path, spoil: Any, words: str) -> None:
+def test_weights_that_are_not_there(
+    tmp_path: Path, spoil: Any, words: str, node_dependent: bool
+) -> None:
     service = make_service(tmp_path)
     config = config_of(service)
     spoil(tmp_path / "weights")
     with task_of(service, config) as task:
         assert task.await_exit() == TrainerExit.CRASH
     assert task.exit.cause == "weights" and words in (task.exit.message or "")
+    assert task.exit.node_dependent is node_dependent, "another node may have them"
 
 
 def test_weights_are_copied_to_the_node_once(tmp_path: Path) -> None:

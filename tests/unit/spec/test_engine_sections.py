@@ -33,10 +33,10 @@ WRONG = [
     ("", "", "precision: fp32\n" + own("fp8_param_gather: true"),
      "9:39: `engine.megatron.fp8_param_gather`: weights are kept in 8 bits with `precision: fp8` "
      "only, not with fp32 | set `precision: fp8`, or remove it"),
-    (OPTIMIZER, "optimizer: {lr: 1e-3, distributed: false}",
+    (OPTIMIZER, "optimizer: {lr: 1e-3, zero: 0}",
      "precision: fp8\n" + own("fp8_param_gather: true"),
      "9:39: `engine.megatron.fp8_param_gather`: weights are gathered in 8 bits by the distributed "
-     "optimizer, which is off | set `optimizer.distributed: true`, or remove it"),
+     "optimizer, which is off | set `optimizer.zero: 1`, or remove it"),
     (OPTIMIZER, "optimizer: {lr: 1e-3, offload: cpu}",
      "precision: fp8\n" + own("fp8_param_gather: true"),
      "9:39: `engine.megatron.fp8_param_gather`: with an offloaded optimizer weights are gathered "
@@ -135,13 +135,13 @@ OF_DEEPSPEED = [
     ("offload: nvme, zero: 2", DEEPSPEED,
      "5:32: `optimizer.offload`: offload to nvme needs ZeRO stage 3, not 2"
      " | set `optimizer.zero: 3`, or offload to `cpu`"),
-    ("offload: cpu, distributed: false", "precision: fp32\n" + DEEPSPEED,
+    ("offload: cpu, zero: 0", "precision: fp32\n" + DEEPSPEED,
      "5:32: `optimizer.offload`: offload to cpu needs ZeRO stage 1, 2 or 3, not 0"
      " | set `optimizer.zero: 1`, or remove the offload"),
     ("zero: 0", DEEPSPEED,
      "1:1: `precision`: with DeepSpeed bf16 drifts at ZeRO stage 0"
      " | set `optimizer.zero: 1`, or `fp32`"),
-    ("distributed: false", "precision: bf16\n" + DEEPSPEED,
+    ("zero: 0", "precision: bf16\n" + DEEPSPEED,
      "8:12: `precision`: with DeepSpeed bf16 drifts at ZeRO stage 0"
      " | set `optimizer.zero: 1`, or `fp32`"),
     ("zero: 2", "parallel: {pp: 2}\n" + DEEPSPEED,

@@ -259,6 +259,34 @@ def test_a_spec_of_a_former_version_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ("distributed: true", "zero: null"),
+        ("distributed: true, zero: 3", "zero: 3"),
+        # as run directories have it: each field is written
+        ("distributed: false, zero: null", "zero: 0"),
+        ("distributed: false, zero: 0", "zero: 0"),
+    ],
+)
+def test_the_stage_says_what_distributed_did(tmp_path: Path, former: str, now: str) -> None:
+    before, after = tmp_path / "before.yaml", tmp_path / "after.yaml"
+    before.write_text(VALID.replace("lr: 1e-3", f"lr: 1e-3, {former}"))
+    after.write_text(VALID.replace("lr: 1e-3", f"lr: 1e-3, {now}"))
+    assert load_run_spec(before).document == load_run_spec(after).document
+
+
+@pytest.mark.parametrize(
+    "fields",
+    ["distributed: false", "distributed: false, zero: 1", "distributed: true, zero: 0"],
+)
+def test_distributed_is_refused_with_what_to_write(tmp_path: Path, fields: str) -> None:
+    text = VALID.replace("lr: 1e-3", f"lr: 1e-3, {fields}").encode()
+    (problem,) = problems_of(tmp_path, text)
+    assert problem.message == "`optimizer.distributed`: unknown key" and problem.line is not None
+    assert problem.hint == "instead of `distributed: false` write `zero: 0`"
+
+
+@pytest.mark.parametrize(
     ("field", "other"),
     [("largest: 512MiB", "largest: 1GiB"), ("flops: false", "flops: 0"), ("'00:30:00'", "1h")],
 )

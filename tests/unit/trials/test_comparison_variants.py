@@ -56,7 +56,7 @@ def test_the_bare_own_engine_is_the_spec_as_it_is() -> None:
         ("ddp", {"engine.name": "ddp", "optimizer.zero": None, "parallel.pp": 1}),
         ("ddp+powersgd", {"engine.ddp.hook": "powersgd"}),
         ("ddp+recompute+micro4", {"recompute": "full", "batch.micro": 4}),
-        ("megatron:zero0", {"engine.name": "megatron", "optimizer.distributed": False}),
+        ("megatron:zero0", {"engine.name": "megatron", "optimizer.zero": 0}),
         ("megatron+tp2+pp4", {"parallel.tp": 2, "parallel.pp": 4}),
     ],
 )

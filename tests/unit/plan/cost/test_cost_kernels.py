@@ -30,7 +30,7 @@ from hpctrain.plan.cost.from_spec import (
 )
 from hpctrain.spec.calibration import HALF_LENGTH, HALF_LENGTH_CAUSAL
 from hpctrain.spec.catalogue import Gpu
-from hpctrain.spec.loader import load_calibration
+from hpctrain.spec.loader import load_calibration, load_catalogue
 
 CALIBRATION = load_calibration()
 HOPPER = CALIBRATION.gpus["hopper"]
@@ -209,7 +209,6 @@ class TestConstants:
             ({"bf16": 100, "fp16": 90}, "fp8", 100, 100),
             ({"fp16": 90, "fp32": 10}, "bf16", 90, 90),
             ({"bf16": 100, "fp32": 10}, "fp32", 10, 10),
-            ({"bf16": 100}, "fp32", 100, 100),
             ({"fp32": 10, "fp8": 50}, "fp16", 10, 10),
         ],
     )
@@ -220,8 +219,26 @@ class TestConstants:
         machine = machine_of(one, HOPPER, FABRIC, precision=precision)
         assert (machine.peak, machine.peak_low) == (wide * 1e12, low * 1e12)
 
-    def test_a_peak_that_is_not_listed_is_the_greatest(self) -> None:
-        assert peak_rate(gpu({"fp8": "50TFLOP/s", "fp4": "80TFLOP/s"}), "bf16") == 80e12
+    @pytest.mark.parametrize(
+        ("peaks", "precision"),
+        [
+            ({"bf16": "100TFLOP/s"}, "fp32"),
+            ({"fp8": "50TFLOP/s", "fp4": "80TFLOP/s"}, "bf16"),
+            ({"fp4": "80TFLOP/s"}, "fp8"),
+        ],
+    )
+    def test_no_narrower_peak_stands_for_one_that_is_not_listed(
+        self, peaks: dict[str, str], precision: str
+    ) -> None:
+        with pytest.raises(InvalidInputError, match=f"has no peak rate of {precision}"):
+            peak_rate(gpu(peaks), precision)
+
+    def test_packaged_gpus_list_what_they_have(self) -> None:
+        for one in load_catalogue().gpus:
+            assert peak_rate(one, "fp32") == float(one.peak["fp32"]), one.name
+            assert peak_rate(one, "bf16") == peak_rate(one, "fp16") == float(one.peak["fp16"])
+            low = peak_rate(one, "fp8")
+            assert low == float(one.peak.get("fp8", one.peak["fp16"])), one.name
 
     def test_a_machine_is_the_data_sheet_and_the_calibrated_shares(self) -> None:
         shares = HOPPER.model_copy(update={"fp8_efficiency": 0.61, "fp4_efficiency": 0.33})
