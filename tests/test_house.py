@@ -33,8 +33,8 @@ PACKAGE = ROOT / "hpctrain"
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.parts)
 # What stays as it is or becomes less; a class that mirrors another one is that one.
 RATCHETS = {
-    "pairs of classes that share five fields": 104,
-    "lines that hand on a field": 639,
+    "pairs of classes that share five fields": 81,
+    "lines that hand on a field": 629,
     "small modules of one other": 18,
     "short functions that one place calls": 28,
 }
