@@ -33,7 +33,8 @@ from stand_in_runs import PROFILE, shape_of, start_stand_in, wrong_losses  # iso
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.requests import make_request
 from hpctrain.records.run_records import StepMetrics, read_metrics
-from hpctrain.sandbox.faults import crash_node, has_rebooted, restart_node, resume_node
+from hpctrain.sandbox.faults import crash_node, has_rebooted, restart_node
+from hpctrain.sandbox.repair import return_nodes
 from hpctrain.sandbox.sandbox import Sandbox
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -218,7 +219,7 @@ def strike_all(night: Night) -> None:
     def return_node() -> None:
         restart_node(sandbox, lost, rebooted=True)
         night.wait(lambda: has_rebooted(sandbox, lost), f"{lost} is back")
-        resume_node(sandbox, lost)
+        return_nodes(sandbox, (lost,))
 
     def signal_rank(number: int) -> Callable[[], None]:
         return lambda: rehearsal.kill_rank(stopped, number)

@@ -6,7 +6,7 @@ Belongs here: cancelling jobs, restarting daemons. Does not belong here: the fau
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from hpctrain.base.errors import SlurmError, SlurmUnreachableError
 from hpctrain.sandbox.daemons import find_job_processes, slurmd_name
@@ -71,19 +71,30 @@ def bring_back(sandbox: Sandbox) -> tuple[str, ...]:
     not have them in time.
     """
     revived = revive(sandbox, rebooted=True)
+    return_nodes(sandbox, revived)
+    return revived
+
+
+def return_nodes(sandbox: Sandbox, nodes: Collection[str]) -> None:
+    """Return nodes to the scheduler that are down, and wait until Slurm has heard from them.
+
+    One that is resumed is a node without an answer (`*`) until it registers again, and that answer
+    may look like a second reboot, because times of boots are whole seconds: it is down again ("Node
+    n1 unexpectedly rebooted", once in six tries on 22.05.8). So it is resumed until it stays.
+    Raises SlurmUnreachableError when Slurm does not have all of them in time.
+    """
 
     def are_back() -> bool:
-        states = sandbox.node_states()
-        for node in revived:
-            if states.get(node, "").startswith(_UNUSABLE):
+        states = {node: sandbox.node_states().get(node, "down") for node in nodes}
+        for node, state in states.items():
+            if state.startswith(_UNUSABLE):
                 with _tolerating_slurm_errors():
                     resume_node(sandbox, node)
-        return not any(states.get(node, "down").startswith(_UNUSABLE) for node in revived)
+        return not any(one.startswith(_UNUSABLE) or one.endswith("*") for one in states.values())
 
     if not await_condition(are_back, _IDLE_TIMEOUT_SECONDS):
-        names = ", ".join(revived)
+        names = ", ".join(nodes)
         raise SlurmUnreachableError(f"not back after {_IDLE_TIMEOUT_SECONDS:g} s: {names}")
-    return revived
 
 
 def cancel_all_jobs(sandbox: Sandbox) -> None:

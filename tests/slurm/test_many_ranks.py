@@ -12,7 +12,8 @@ from trainer_contract import assert_done
 
 from hpctrain.records.ledger import EventKind
 from hpctrain.runs.state import RunState
-from hpctrain.sandbox.faults import crash_node, has_rebooted, restart_node, resume_node
+from hpctrain.sandbox.faults import crash_node, has_rebooted, restart_node
+from hpctrain.sandbox.repair import return_nodes
 
 pytestmark = pytest.mark.nightly("64 ranks on 8 nodes")
 
@@ -37,7 +38,7 @@ def test_64_ranks_lose_a_node_and_no_step(tmp_path: Path) -> None:
         rehearsal.wait(lambda: bool(rehearsal.causes), "judged")
         restart_node(box, "gpu5", rebooted=True)
         rehearsal.wait(lambda: has_rebooted(box, "gpu5"), "back")
-        resume_node(box, "gpu5")
+        return_nodes(box, ("gpu5",))
         row = rehearsal.wait_till_over()
     assert row.state is RunState.DONE, rehearsal.logs()
     ended, _ = rehearsal.events(EventKind.LAUNCH_ENDED)

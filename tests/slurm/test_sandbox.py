@@ -32,7 +32,7 @@ from hpctrain.sandbox.processes import (
     open_files,
     read_environment,
 )
-from hpctrain.sandbox.repair import repair
+from hpctrain.sandbox.repair import repair, return_nodes
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, SwitchShape, default_shape
 from hpctrain.slurm.parse import is_unreachable
@@ -153,7 +153,7 @@ def test_a_rebooted_node_needs_a_resume(sandbox: Sandbox) -> None:
     await_true(lambda: faults.has_rebooted(sandbox, "n1"))
     assert job(sandbox, job_id)["Restarts"] == "1"
     run(sandbox, "scancel", job_id)  # it would begin again, and on this node
-    faults.resume_node(sandbox, "n1")
+    return_nodes(sandbox, ("n1",))
     await_true(lambda: sandbox.node_states()["n1"] == "idle")
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage, held, wait_till_remembered, waits_for
+from rehearsal import Rehearsal, Stage, held, wait_till_remembered, waits_for
 from slurm_settings import frozen_controller, grace, lost_nodes_unnoticed
 from survival import BY_SLURM, Fault, Survival
 
-from hpctrain.base.errors import SlurmError
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import EventKind
 from hpctrain.runs.watch import watch
 from hpctrain.runs.watch_rules import WatchRemedy
 from hpctrain.sandbox import faults
-from hpctrain.sandbox.faults import resume_node
+from hpctrain.sandbox.repair import return_nodes
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm.states import JobState
 
@@ -109,12 +107,7 @@ def boot(sandbox: Sandbox, node: str) -> None:
     count of the GPUs of others (see `clean_slate`) needs it."""
     faults.crash_node(sandbox, node)
     faults.restart_node(sandbox, node, rebooted=True)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while sandbox.node_states().get(node, "down").startswith("down"):  # empty without an answer
-        assert time.monotonic() < deadline, f"{node} stays down"
-        with contextlib.suppress(SlurmError):
-            resume_node(sandbox, node)
-        time.sleep(0.5)
+    return_nodes(sandbox, (node,))
 
 
 @pytest.mark.variant("test_ranks_that_die_are_named_and_relaunched_in_place")

@@ -96,6 +96,16 @@ def processes_of(router: RouterProgram) -> list[str]:
     return found
 
 
+def await_counts(router: RouterProgram, **wanted: int) -> None:
+    """HAProxy counts a request when it has ended there, which may be after its answer was read."""
+
+    def counted() -> dict[str, int]:
+        counts = router.counts()
+        return {name: getattr(counts, name) for name in wanted}
+
+    wait_until(lambda: counted() == wanted, lambda: f"{wanted}, but {counted()}")
+
+
 def test_answers_come_from_the_replicas(start: Start, two: list[Engine]) -> None:
     router = start(*two)
     whole, stream = complete(router.port), complete(router.port, stream=True, tokens=3)
@@ -103,10 +113,9 @@ def test_answers_come_from_the_replicas(start: Start, two: list[Engine]) -> None
     assert stream.body.endswith(b"data: [DONE]\n\n")
     assert ask(router.port, "GET", "/health").status == 200
     assert ask(router.port, "GET", "/v1/models").status == 200
-    counts = router.counts()
-    assert (counts.requests, counts.failed, counts.refused, counts.limited) == (3, 0, 0, 0)
-    assert counts.last_request is not None
-    assert abs(counts.last_request - time.time()) < 30
+    await_counts(router, requests=3, failed=0, refused=0, limited=0, in_flight=0)
+    asked_at = router.counts().last_request
+    assert asked_at is not None and abs(asked_at - time.time()) < 30
 
 
 def test_without_a_replica_clients_are_told_to_come_again(start: Start, two: list[Engine]) -> None:
@@ -115,7 +124,7 @@ def test_without_a_replica_clients_are_told_to_come_again(start: Start, two: lis
     assert (refused.status, refused.error) == (503, "no replica is ready yet")
     assert int(refused.fields["retry-after"]) == RETRY_AFTER_SECONDS
     assert ask(router.port, "GET", "/health").status == 503
-    assert router.counts().refused == 1
+    await_counts(router, refused=1)
     assert router.add(two[0].url)
     assert complete(router.port).status == 200
     assert router.remove(two[0].url)
@@ -130,13 +139,13 @@ def test_requests_go_on_where_a_replica_was_removed(
         router = start(slow)
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             answers = [pool.submit(complete, router.port, tokens=8) for _ in range(6)]
-            wait_until(lambda: router.counts().in_flight == 6, "requests in flight")
+            await_counts(router, in_flight=6)
             assert router.add(two[0].url)
             assert router.remove(slow.url)
             assert router.replicas() == frozenset([two[0].url])
             assert complete(router.port).status == 200
             assert [answer.result().status for answer in answers] == [200] * 6
-        assert router.counts().in_flight == 0
+        await_counts(router, in_flight=0)
 
 
 @all_programs
@@ -286,7 +295,7 @@ def test_one_client_cannot_take_all(start: Start, two: list[Engine], tmp_path: P
     assert limited[0].error == "more than 5 requests per second"
     assert int(limited[0].fields["retry-after"]) >= 1
     assert complete(router.port, fields={"Authorization": f"Bearer {OTHER}"}).status == 200
-    assert router.counts().limited == len(limited)
+    await_counts(router, limited=len(limited))
     wait_until(lambda: complete(router.port, fields=fields).status == 200, "the next second")
 
 
@@ -521,15 +530,15 @@ def test_a_client_that_leaves_ends_its_request(start: Start, tmp_path: Path) -> 
             assert link.recv(100)
             wait_until(lambda: running() == 1, "the request")
         wait_until(lambda: running() == 0, "the end of the request")
-        wait_until(lambda: router.counts().in_flight == 0, "its end in the counts")
+        await_counts(router, in_flight=0)
 
 
 def test_a_client_may_leave_before_the_answer_begins(start: Start, tmp_path: Path) -> None:
     with engines(tmp_path, 1, {"first_token_seconds": 600.0}) as (slow,):
         router = start(slow)
         with long_request(router.port):
-            wait_until(lambda: router.counts().in_flight == 1, "the request")
-        wait_until(lambda: router.counts().in_flight == 0, "its end in the counts")
+            await_counts(router, in_flight=1)
+        await_counts(router, in_flight=0)
 
 
 @pytest.mark.parametrize("start", varied([ALONE, "haproxy"], "haproxy"), indirect=True)
@@ -542,15 +551,14 @@ def test_counts_of_vllm_router_alone_are_those_of_haproxy(
     for engine in two:
         assert router.add(engine.url)
     assert [complete(router.port, stream=n == 1).status for n in range(3)] == [200] * 3
-    counts = router.counts()
-    assert (counts.requests, counts.failed, counts.refused, counts.in_flight) == (4, 0, 1, 0)
-    assert counts.last_request is not None and abs(counts.last_request - time.time()) < 30
+    await_counts(router, requests=4, failed=0, refused=1, in_flight=0)
+    asked_at = router.counts().last_request
+    assert asked_at is not None and abs(asked_at - time.time()) < 30
     assert all(router.remove(engine.url) for engine in two)
     assert router.add(url_of(played))
     played.answer = b"HTTP/1.1 500 No\r\nContent-Length: 2\r\n\r\n{}"
     assert complete(router.port).status >= 500
-    counts = router.counts()
-    assert (counts.requests, counts.failed, counts.refused) == (5, 1, 1)
+    await_counts(router, requests=5, failed=1, refused=1)
 
 
 @pytest.mark.parametrize("name", ["vllm-router", "haproxy"])
@@ -670,7 +678,7 @@ def test_it_ends_when_requests_have(start: Start, tmp_path: Path) -> None:
         router = start(slow)
         with concurrent.futures.ThreadPoolExecutor() as pool:
             streams = [pool.submit(complete, router.port, stream=True, tokens=50) for _ in range(3)]
-            wait_until(lambda: router.counts().in_flight == 3, "requests in flight")
+            await_counts(router, in_flight=3)
             ending = threading.Thread(target=router.stop, args=(60.0,))
             ending.start()
             assert all(one.result().body.endswith(b"data: [DONE]\n\n") for one in streams)
