@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import io
+import json
 import os
 import pty
 import struct
@@ -15,7 +17,10 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import TextIO
 
+import jsonschema
+
 from hpctrain.cli.main import run
+from hpctrain.cli.verbs import VERBS, output_schema
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,39 @@ class Outcome:
         )
 
 
+@functools.cache
+def _validator(verb: str) -> jsonschema.protocols.Validator:
+    return jsonschema.Draft202012Validator(json.loads(output_schema(verb)))
+
+
+def _verb(arguments: tuple[str, ...]) -> str:
+    """The command of an argument list: `status`, `serve plan`."""
+    words = [one for one in arguments if not one.startswith("-")]
+    return next((one for n in (2, 1) if (one := " ".join(words[:n])) in VERBS), "")
+
+
+def check_json(outcome: Outcome) -> None:
+    """Whatever a test asks for with --json has the schema that `hpctrain schema` promises."""
+    verb = _verb(outcome.arguments)
+    if "--json" not in outcome.arguments or not VERBS.get(verb, VERBS["top"]).output:
+        return
+    if verb == "schema" and len(outcome.arguments) > 2:
+        return
+    if not outcome.stdout:  # a broken pipe, or a bug that a test provokes
+        return
+    found = [*_validator(verb).iter_errors(json.loads(outcome.stdout))]
+    assert not found, f"{verb}: {[error.message for error in found]}\n{outcome.transcript()}"
+
+
 def hpctrain(*arguments: str, stdin: str = "", debug: bool = False) -> Outcome:
     """Run `hpctrain ARGUMENTS` without a terminal."""
     stdout, stderr = io.StringIO(), io.StringIO()
     keyboard = io.TextIOWrapper(io.BytesIO(stdin.encode()))
     with redirect_stdout(stdout), redirect_stderr(stderr), _standard_input(keyboard):
         exit_code = run(list(arguments), debug=debug)
-    return Outcome(arguments, exit_code, stdout.getvalue(), stderr.getvalue())
+    outcome = Outcome(arguments, exit_code, stdout.getvalue(), stderr.getvalue())
+    check_json(outcome)
+    return outcome
 
 
 def on_terminal(columns: int, *arguments: str, typed: str = "") -> str:

@@ -13,7 +13,7 @@ import traceback
 import click
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError
-from hpctrain.page.output import coloured, terminal_width
+from hpctrain.page.output import ErrorDocument, coloured, json_out, terminal_width
 from hpctrain.page.text import paragraph
 
 _INTERRUPTED, _BUG, _USAGE, _ENVIRONMENT = 130, 1, 2, 7
@@ -37,11 +37,16 @@ EXTRAS = {
 }
 
 
-def report(error: BaseException, *, debug: bool) -> int:
-    """Tell what happened, on stderr; returns the exit code. `debug` shows the traceback."""
+def report(error: BaseException, *, debug: bool, as_json: bool = False) -> int:
+    """Tell what happened, on stderr; returns the exit code. `debug` shows the traceback.
+
+    With `as_json` an error of the user's is a document on standard output, too.
+    """
     if isinstance(error, click.Abort | KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return _INTERRUPTED
+    if as_json and isinstance(error, HpctrainError | click.ClickException):
+        json_out("error", ErrorDocument.of(error))
     if isinstance(error, click.ClickException):
         error.show()
         return error.exit_code

@@ -87,7 +87,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "explain": ("job.reference", "Explain a field of specs and profiles"),
         "data": ("data", "Prepare datasets from text, conversations and images"),
         "convert": ("convert", "Convert weights: Hugging Face, megatron-core, checkpoints"),
-        "schema": ("job.inspect", "Print the JSON Schema of specs or profiles, for editors"),
+        "schema": ("cli", "Print JSON Schemas: of YAML files, and of what `--json` prints"),
     },
 }
 # Former names, which scripts may have.
@@ -173,9 +173,14 @@ def main() -> None:
 
 
 def run(arguments: list[str], *, debug: bool = False) -> int:
-    """Run one command line; returns the exit code. `debug` shows the traceback of an error."""
+    """Run one command line; returns the exit code. `debug` shows the traceback of an error.
+
+    `printed` gets the names of the JSON documents that are on standard output: an error is one only
+    where there is no other.
+    """
+    printed: set[str] = set()
     try:
-        cli.main(args=arguments, prog_name="hpctrain", standalone_mode=False)
+        cli.main(args=arguments, prog_name="hpctrain", standalone_mode=False, obj=printed)
         sys.stdout.flush()
         return 0
     except (BrokenPipeError, SystemExit):
@@ -187,4 +192,4 @@ def run(arguments: list[str], *, debug: bool = False) -> int:
     except (Exception, KeyboardInterrupt) as error:
         from hpctrain.cli.failures import report
 
-        return report(error, debug=debug)
+        return report(error, debug=debug, as_json="--json" in arguments and not printed)

@@ -19,7 +19,7 @@ from hpctrain.page.options import (
     set_option,
     yes_option,
 )
-from hpctrain.page.output import busy, line_width, say, warn
+from hpctrain.page.output import busy, json_out, line_width, say, warn
 
 if TYPE_CHECKING:
     from hpctrain.job.job_submission import Submitted
@@ -166,10 +166,7 @@ def _announce(submitted: Submitted, *, as_json: bool) -> None:
     from hpctrain.records.find import command_in
 
     if as_json:
-        import json
-
-        content = {"run_id": submitted.run_id, "job_id": submitted.job_id}
-        click.echo(json.dumps({"schema_version": 1, "submitted": content}))
+        json_out("submitted", submitted)
         return
     click.echo(submitted.run_id)
     say(f"Submitted run `{submitted.run_id}` as job {submitted.job_id}")

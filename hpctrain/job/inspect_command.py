@@ -213,17 +213,3 @@ def _readable_profiles(names: list[str]) -> tuple[list[ClusterProfile], list[Pro
         except InvalidInputError as error:
             problems += error.problems
     return documents, problems
-
-
-@click.command()
-@click.argument("kind", type=click.Choice(["spec", "profile", "service"]))
-def schema(kind: Kind) -> None:
-    """Print the JSON Schema of run specs, cluster profiles or services.
-
-    \b
-    Examples:
-      hpctrain schema spec > schemas/spec.json
-    """
-    from hpctrain.spec.reference import json_schema
-
-    click.echo(json_schema(kind), nl=False)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pydantic import BaseModel, ConfigDict
+
 from hpctrain.base import clock
 from hpctrain.base.errors import (
     InvalidInputError,
@@ -44,9 +46,10 @@ from hpctrain.spec.run import RunSpec
 _SECONDS_TO_PUT_BACK = 30
 
 
-@dataclass(frozen=True)
-class Submitted:
+class Submitted(BaseModel):
     """A run that Slurm has accepted."""
+
+    model_config = ConfigDict(frozen=True)
 
     run_id: str
     job_id: int
@@ -79,7 +82,8 @@ def resubmit(run: RunFiles, slurm: SlurmClient) -> Submitted:
     after: tuple[JobsBefore, ...] = ()
     if not generation(run.ledger.events()):  # `submit --prepare` has left it to somebody
         after = after_of_spec(load_run_spec(run.layout.spec), run.layout.directory.parent, slurm)
-    return Submitted(run.run_id, submit_jobs(run, slurm, *after), run.layout.directory)
+    job_id = submit_jobs(run, slurm, *after)
+    return Submitted(run_id=run.run_id, job_id=job_id, directory=run.layout.directory)
 
 
 @dataclass(frozen=True)

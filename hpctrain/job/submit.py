@@ -59,7 +59,7 @@ def submit(
     except SlurmRefusedError:
         shutil.rmtree(run.layout.directory)
         raise
-    return Submitted(run.run_id, job_id, run.layout.directory)
+    return Submitted(run_id=run.run_id, job_id=job_id, directory=run.layout.directory)
 
 
 def prepare_only(prepared: Prepared, runs: Path) -> RunFiles:

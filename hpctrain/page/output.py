@@ -16,12 +16,35 @@ from pathlib import Path
 from typing import TextIO
 
 import click
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
+from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.page.text import LINE_WIDTH, columns_text, is_numeric, paragraph
 
 SCHEMA_VERSION = 1
 _SOON_SECONDS = 1.0
+
+
+class ErrorDocument(BaseModel):
+    """What a command with `--json` prints in place of its document when it cannot do its work."""
+
+    model_config = ConfigDict(frozen=True)
+
+    exit_code: int
+    kind: str
+    problems: tuple[Problem, ...]
+
+    @classmethod
+    def of(cls, error: HpctrainError | click.ClickException) -> ErrorDocument:
+        """Take over message, places and hints."""
+        problems: Sequence[Problem]
+        if isinstance(error, InvalidInputError):
+            problems = error.problems
+        elif isinstance(error, click.ClickException):
+            problems = (Problem(error.format_message()),)
+        else:
+            problems = (Problem(str(error), hint=error.hint),)
+        return cls(exit_code=error.exit_code, kind=type(error).__name__, problems=tuple(problems))
 
 
 def json_out(
@@ -33,6 +56,9 @@ def json_out(
 
     `more`: further documents under their own names; those that are None are left out.
     """
+    context = click.get_current_context(silent=True)
+    if context is not None and isinstance(context.obj, set):
+        context.obj |= {kind}  # the set of `cli.main.run`
     body = f'"schema_version": {SCHEMA_VERSION}'
     for name, part in {kind: content, **more}.items():
         if isinstance(part, BaseModel):
