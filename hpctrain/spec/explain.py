@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpctrain.base.errors import Problem
 from hpctrain.base.units import Duration
-from hpctrain.spec.document import Contradiction
+from hpctrain.spec.document import Contradiction, Contradictions
 from hpctrain.spec.fields import (
     annotation_at,
     description,
@@ -89,7 +89,11 @@ def explain(error: ValidationError, model: type[BaseModel], parsed: Parsed) -> l
         if branch:  # the union is where `loc` first has a part that is no level of the document
             levels = (split_branches(model, raw["loc"][:end]) for end in range(len(raw["loc"]) + 1))
             union = next((level for level, name in levels if name is not None), None)
-        if union is None or _takes(branch, union, model, parsed):
+        several = raw.get("ctx", {}).get("error")
+        if isinstance(several, Contradictions):
+            for one in several.found:
+                problems[(one.path, raw["type"])] = _at(parsed, one.path, str(one), one.hint)
+        elif union is None or _takes(branch, union, model, parsed):
             problems[(path, raw["type"])] = _problem(dict(raw), path, model, parsed)
         elif not _takes(None, union, model, parsed):
             value, annotation = _value_at(parsed.data, union), annotation_at(model, union)

@@ -144,7 +144,7 @@ def job_constraint(job: Job) -> str | None:
 
 def sbatch_options(job: Job) -> dict[str, OptionValue]:
     """Return the site's options of sbatch; nodes and licenses of the spec are added to its own."""
-    options, own = dict(job.profile.slurm.options.sbatch), job.spec.resources
+    options, own = job.profile.slurm.options.used("sbatch"), job.spec.resources
     lists = {"exclude": own.exclude, "nodelist": own.nodelist, "licenses": own.licenses}
     for name, wanted in lists.items():
         if wanted:
@@ -179,7 +179,7 @@ def srun_options(job: Job) -> dict[str, OptionValue]:
     chosen: dict[str, OptionValue] = {"mpi": "none"}
     if job.profile.slurm.gpu_request == "gpus-per-task":
         chosen["gpu-bind"] = "none"
-    chosen |= job.profile.slurm.options.srun
+    chosen |= job.profile.slurm.options.used("srun")
     if job.spec.resources.gpu_bind:
         chosen["gpu-bind"] = job.spec.resources.gpu_bind.replace("$", "$$")
     return chosen

@@ -29,6 +29,7 @@ from hpctrain.spec.profile.hardware import (
 from hpctrain.spec.profile.slurm import SlurmProfile
 from hpctrain.spec.profile.software import FabricVariable, SoftwareProfile
 from hpctrain.spec.run import Name, RunSpec
+from hpctrain.spec.slurm_options import left_out_options
 
 Continuation = Literal["requeue", "chain", "singleton", "array", "none"]
 # Variables that name the interface of TCP traffic; both take the start of a name.
@@ -180,6 +181,19 @@ class ClusterProfile(Document):
                 )
         return environment
 
+    @field_validator("continuation")
+    @classmethod
+    def _options_say_the_same(cls, mode: Continuation, info: ValidationInfo) -> Continuation:
+        slurm = info.data.get("slurm")
+        contrary = "no-requeue" if mode == "requeue" else "requeue"
+        if slurm is not None and contrary in slurm.options.sbatch:
+            raise Contradiction(
+                ("slurm", "options", "sbatch", contrary),
+                f"sbatch --{contrary}: `continuation` is {mode}",
+                "`continuation: requeue` asks for `--requeue`, every other one for `--no-requeue`",
+            )
+        return mode
+
     @field_validator("locked")
     @classmethod
     def _locked_fields_exist(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -238,6 +252,14 @@ class ClusterProfile(Document):
     def accelerator(self) -> Literal["cuda", "cpu"]:
         """The device that ranks train on."""
         return "cpu" if self.gpu.emulated else "cuda"
+
+
+def profile_remarks(profile: ClusterProfile) -> tuple[tuple[str, str], ...]:
+    """List what is to be known of a profile before it is used, each with the path of its value."""
+    return tuple(
+        (path, f"`{path}` is left out: {reason}")
+        for path, reason in left_out_options(profile.slurm.options)
+    )
 
 
 def has_field(document: type[BaseModel], path: str) -> bool:

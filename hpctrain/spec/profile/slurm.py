@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import AwareDatetime, Field, model_validator
+from pydantic import AwareDatetime, Field, ValidationInfo, field_validator, model_validator
 
 from hpctrain.base.units import ByteSize, Duration
-from hpctrain.spec.document import Document
+from hpctrain.spec.document import Contradictions, Document
 from hpctrain.spec.profile.hardware import (
     GpuProfile,
     NetworkProfile,
@@ -22,7 +22,7 @@ from hpctrain.spec.profile.hardware import (
 )
 from hpctrain.spec.profile.software import FabricVariable
 from hpctrain.spec.run import VariableName
-from hpctrain.spec.slurm_options import SiteOptions, too_new_options
+from hpctrain.spec.slurm_options import SiteOptions, refused_options, too_new_options
 
 # -- One partition of a cluster profile: limits, preemption, and what differs from the cluster --
 
@@ -162,6 +162,13 @@ class SlurmProfile(Document):
         if self.gpu_request == "none":
             raise ValueError("`memory_per_gpu` needs a `gpu_request` other than none (sbatch(1))")
         return self
+
+    @field_validator("options")
+    @classmethod
+    def _options_may_be_added(cls, options: SiteOptions, info: ValidationInfo) -> SiteOptions:
+        if refused := refused_options(options, info.data):
+            raise Contradictions(refused)
+        return options
 
     @model_validator(mode="after")
     def _options_exist(self) -> Self:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import hpctrain
 from planned_job import planned_job
 from pydantic import ValidationError
 from specimen_scripts import PROFILE, SPEC, directives, profile_with, render, spec_with
@@ -22,10 +23,10 @@ from hpctrain.job.render.job_options import (
 from hpctrain.plan.planner import make_plan
 from hpctrain.slurm.records import JobIdentity, JobRecord
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile import ClusterProfile, profile_remarks
 from hpctrain.spec.profile.slurm import PartitionProfile, PreemptionProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.spec.slurm_options import SiteOptions, available_options, owned_options
+from hpctrain.spec.slurm_options import available_options, owned_options
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -69,8 +70,12 @@ def test_the_spec_adds_nodes_licenses_and_features() -> None:
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        ("sbatch", {"job-name": "x"}, "hpctrain sets this itself"),
+        ("sbatch", {"partition": "x"}, "hpctrain sets this itself"),
         ("sbatch", {"export": "ALL"}, "hpctrain sets this itself"),
+        ("sbatch", {"account": "other"}, "hpctrain sets this itself"),
+        ("sbatch", {"exclusive": "user"}, "hpctrain sets this itself"),
+        ("srun", {"distribution": "cyclic"}, "hpctrain sets this itself"),
+        ("sbatch", {"no-requeue": True}, "`continuation` is requeue"),
         ("srun", {"container-image": "x"}, "hpctrain sets this itself"),
         ("srun", {"nodelist": "n1"}, "hpctrain sets this itself"),
         ("sbatch", {"cpu-bind": "none"}, "has no such option"),
@@ -83,7 +88,7 @@ def test_the_spec_adds_nodes_licenses_and_features() -> None:
 )
 def test_what_a_site_may_not_add(command: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
-        SiteOptions.model_validate({command: options})
+        profile_with(slurm={"options": {command: options}})
 
 
 def test_a_wrong_option_is_reported_at_its_place_with_what_to_do(tmp_path: Path) -> None:
@@ -94,6 +99,50 @@ def test_a_wrong_option_is_reported_at_its_place_with_what_to_do(tmp_path: Path)
         load_profile(file)
     problem = caught.value.problems[0]
     assert (problem.line, "did you mean `licenses`?" in (problem.hint or "")) == (6, True)
+
+
+# By habit in scripts that people have: hpctrain sets each of them itself, and none is worth a stop.
+HABITS: dict[str, dict[str, object]] = {
+    "sbatch": {
+        "signal": "B:USR1@120", "output": "%x-%j.out", "open-mode": "append", "job-name": "train",
+        "requeue": True, "exclusive": True, "nodes": 4, "ntasks-per-node": 4, "chdir": "/work",
+    },
+    "srun": {
+        "wait": 60, "kill-on-bad-exit": 1, "quit-on-interrupt": True, "label": True,
+        "unbuffered": True, "error": "x.err", "overlap": True, "exclusive": True,
+        "distribution": "block:block", "export": "ALL",
+    },
+}  # fmt: skip
+
+
+def test_what_hpctrain_sets_itself_is_left_out_and_said() -> None:
+    profile = profile_with(slurm={"exclusive": True, "options": HABITS})
+    assert render(profile=profile) == render(profile=profile_with(slurm={"exclusive": True}))
+    remarks = dict(profile_remarks(profile))
+    paths = [f"slurm.options.{command}.{name}" for command in HABITS for name in HABITS[command]]
+    assert list(remarks) == paths
+    assert "`slurm.options.srun.wait` is left out: the supervisor ends" in remarks[paths[-10]]
+    warnings = make_plan(SPEC, profile).warnings
+    assert [f"{remark}." for remark in remarks.values()] == list(warnings[-len(remarks) :])
+
+
+def test_validate_passes_and_says_each_at_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    options = "  options:\n    sbatch: {signal: USR1@60}\n    srun: {wait: 60}\n"
+    file.write_text(f"extends: sandbox\nname: own\nslurm:\n{options}")
+    told = hpctrain("validate", str(file))
+    assert told.exit_code == 0, told.transcript()
+    lines = [line for line in told.stderr.splitlines() if line.startswith("warning: ")]
+    assert [line.split(": ")[1] for line in lines] == [f"{file}:5:22", f"{file}:6:18"]
+
+
+def test_all_options_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    options = "    sbatch:\n      gres: gpu:4\n      array: 1-2\n    srun:\n      licences: x\n"
+    file.write_text(f"extends: sandbox\nname: own\nslurm:\n  options:\n{options}")
+    with pytest.raises(InvalidInputError) as caught:
+        load_profile(file)
+    assert [problem.line for problem in caught.value.problems] == [6, 7, 9]
 
 
 def test_options_of_plugins_are_named_by_the_site() -> None:
