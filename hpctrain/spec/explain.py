@@ -70,6 +70,9 @@ _PATTERNS = {
     ),
     r"^[A-Za-z_][A-Za-z0-9_]*$": "expected the name of a variable such as `NCCL_DEBUG`",
     r"^[a-z][A-Za-z0-9_-]*$": "expected an argument without dashes such as `attention-backend`",
+    r"^=?[^\s,=^/]+(,[^\s,=^/]+)*$": (
+        "expected the name of an interface, its beginning, `=NAME`, or several such as `ib0,eno1`"
+    ),
     r"^[^/\\#?%:\x00-\x1f]+$": r"expected a name without any of `/\#?%:`",
     r"^[^\x00-\x1f]+$": "expected text of one line",
     r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$": "expected three shares such as `98,2,0`",

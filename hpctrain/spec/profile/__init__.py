@@ -32,7 +32,7 @@ from hpctrain.spec.run import Name, RunSpec
 from hpctrain.spec.slurm_options import left_out_options
 
 Continuation = Literal["requeue", "chain", "singleton", "array", "none"]
-# Variables that name the interface of TCP traffic; both take the start of a name.
+# Variables that name the interface of TCP traffic, to NCCL and to gloo.
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
@@ -172,7 +172,12 @@ class ClusterProfile(Document):
                 continue
             # NCCL: `=eth0` is exact, `eth` is a prefix, `^docker0` excludes
             names = variable.value.lstrip("=").split(",")
-            selected = any(name and interface.startswith(name) for name in names)
+            # the field's too, but one with a number is a whole name
+            selected = any(
+                name and (own.startswith(name) or (own[-1].isalpha() and name.startswith(own)))
+                for name in names
+                for own in interface.lstrip("=").split(",")
+            )
             if not selected and not variable.value.startswith("^"):
                 raise Contradiction(
                     ("environment", number, "value"),

@@ -245,9 +245,11 @@ class NetworkProfile(Document):
     nic_bandwidth: Bandwidth = Field(gt=0, description="Per card and direction")
     interface: str | None = Field(
         None,
-        min_length=1,
-        description="For TCP traffic between nodes: value of NCCL_SOCKET_IFNAME and "
-        "GLOO_SOCKET_IFNAME where `environment` does not set them",
+        pattern=r"^=?[^\s,=^/]+(,[^\s,=^/]+)*$",
+        description="For TCP traffic between nodes: a name or its beginning (`ib`, `hsn`), `=ib0` "
+        "for that name only, several as `ib0,eno1`. Value of NCCL_SOCKET_IFNAME, and of "
+        "GLOO_SOCKET_IFNAME the first such interface of each node, where `environment` does not "
+        "set them",
     )
     master_address: str | None = Field(
         None,

@@ -214,13 +214,14 @@ def test_a_gpu_for_each_task_hides_no_peer() -> None:
 
 
 def exports(script: str) -> list[str]:
-    return re.findall(r"^export (\w+_SOCKET_IFNAME=.*)$", script, re.MULTILINE)
+    names = r"\w+_SOCKET_IFNAME|HPCTRAIN_INTERFACE"
+    return re.findall(rf"^export ((?:{names})=.*)$", script, re.MULTILINE)
 
 
 def test_the_interface_between_nodes() -> None:
-    network = PROFILE.network.model_copy(update={"interface": "ib0"})
+    network = PROFILE.network.model_copy(update={"interface": "ib"})
     plain = PROFILE.model_copy(update={"environment": (), "network": network})
-    both = ["NCCL_SOCKET_IFNAME=ib0", "GLOO_SOCKET_IFNAME=ib0"]
+    both = ["NCCL_SOCKET_IFNAME=ib", "HPCTRAIN_INTERFACE=ib"]
     assert exports(render(profile=plain)) == both
     own = spec_with(environment={"variables": {"GLOO_SOCKET_IFNAME": "lo"}})
     assert exports(render(own, plain)) == [both[0], "GLOO_SOCKET_IFNAME=lo"]
@@ -236,7 +237,7 @@ def test_a_variable_of_the_site_comes_before_the_interface() -> None:
     site = PROFILE.model_copy(update={"environment": (listed,)})
     assert exports(render(profile=site)) == [
         "NCCL_SOCKET_IFNAME='^docker0'",
-        "GLOO_SOCKET_IFNAME=lo",
+        "HPCTRAIN_INTERFACE=lo",
     ]
 
 
@@ -244,7 +245,7 @@ def test_a_container_gets_the_interface() -> None:
     container = {"launcher": "pyxis", "image": "image.sqsh"}
     script = render(profile=profile_with(software={"container": container}))
     (names,) = re.findall(r"--container-env=(\S+)", script)
-    assert "NCCL_SOCKET_IFNAME" in names.split(",")
+    assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= set(names.split(","))
 
 
 def test_order_of_the_parts() -> None:
