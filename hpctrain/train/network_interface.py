@@ -2,8 +2,9 @@
 
 A profile names it by its name, by the beginning of several names, or by a list. NCCL reads that as
 it is (NCCL_SOCKET_IFNAME); gloo compares whole names, and ends the launch for a beginning ("Unable
-to find address for: ib", gloo's transport/tcp/device.cc; seen with torch 2.13). Belongs here: what a node has, and which of it is meant. Does not belong
-here: the fabric that NCCL uses beside TCP, torch.
+to find address for: ib", gloo's transport/tcp/device.cc; seen with torch 2.13). Belongs here: what
+a node has, and which of it is meant. Does not belong here: the fabric that NCCL uses beside TCP,
+torch.
 """
 
 from __future__ import annotations
