@@ -199,6 +199,7 @@ def shape_from_profile(profile: ClusterProfile) -> SandboxShape:
         gpus_per_node=profile.gpu.per_node,
         gpu_type=profile.gpu.type,
         cpus_per_node=profile.nodes.cpus,
+        threads_per_core=profile.nodes.threads_per_core or 1,
         memory_mib=int(profile.nodes.memory) // 2**20,
         partitions=tuple(_partition(partition) for partition in partitions),
         switches=_switches(profile),

@@ -193,6 +193,17 @@ def left_out_options(options: SiteOptions) -> list[tuple[str, str]]:
     ]
 
 
+def restricting_option(options: Mapping[str, object]) -> tuple[str, int] | None:
+    """Find the option that leaves a job or step only some threads of each core, and how many.
+
+    sbatch(1), --hint: one thread with all hints but `multithread`.
+    """
+    hint, threads = options.get("hint"), str(options.get("threads-per-core", ""))
+    if hint in ("nomultithread", "compute_bound", "memory_bound"):
+        return "hint", 1
+    return ("threads-per-core", int(threads)) if threads.isdecimal() and int(threads) else None
+
+
 def too_new_options(options: SiteOptions, version: str) -> list[str]:
     """List the options, as written for a command, that a version such as `22.05` lacks."""
     return [

@@ -77,7 +77,9 @@ def evaluation_script(
     own = replace(
         script,
         title=f"evaluation {wanted.name} of {script.title}",
-        directives=_directives(_on_one_node(training, wanted), training, wanted, cpus),
+        directives=_directives(
+            _on_one_node(training, wanted), training, wanted, training.profile.allocated_cpus(cpus)
+        ),
     )
     return render_template(f"{PACKAGED}/{TEMPLATE}", template_directory, own, evaluation=command)
 

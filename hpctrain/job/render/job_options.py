@@ -25,15 +25,16 @@ def node_options(job: Job) -> dict[str, str | None]:
     requests one task per node with the CPUs of all.
     """
     least, most, cpus_per_gpu = job.least_nodes, job.most_nodes, job.cpus_per_gpu
-    per_node = job.plan.nodes.gpus_per_node
+    per_node, allocated = job.plan.nodes.gpus_per_node, job.profile.allocated_cpus
     if least < most:
-        return {"nodes": f"{least}-{most}", "cpus-per-task": str(cpus_per_gpu * per_node)}
+        cpus = allocated(cpus_per_gpu * per_node)
+        return {"nodes": f"{least}-{most}", "cpus-per-task": str(cpus)}
     tasks = per_node if job.spec.launcher == "srun" else 1
     # A job without GPUs has the CPUs of one: `resources.cpus_per_gpu` is all that it asks for.
     return {
         "nodes": str(most),
         "ntasks-per-node": str(tasks),
-        "cpus-per-task": str(cpus_per_gpu * max(1, per_node) // tasks),
+        "cpus-per-task": str(allocated(cpus_per_gpu * max(1, per_node) // tasks)),
     }
 
 

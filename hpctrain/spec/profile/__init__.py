@@ -7,6 +7,7 @@ about a model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Literal, get_args
 
@@ -29,7 +30,7 @@ from hpctrain.spec.profile.hardware import (
 from hpctrain.spec.profile.slurm import SlurmProfile
 from hpctrain.spec.profile.software import FabricVariable, SoftwareProfile
 from hpctrain.spec.run import Name, RunSpec
-from hpctrain.spec.slurm_options import left_out_options
+from hpctrain.spec.slurm_options import left_out_options, restricting_option
 
 Continuation = Literal["requeue", "chain", "singleton", "array", "none"]
 # Variables that name the interface of TCP traffic, to NCCL and to gloo.
@@ -240,6 +241,44 @@ class ClusterProfile(Document):
         return max(above, key=lambda one: len(one.path), default=None)
 
     @property
+    def cpus_for_tasks(self) -> int:
+        """CPUs of a node that its tasks can have: cores, where options leave one thread of each.
+
+        sbatch(1), --threads-per-core: only such threads are counted then. Seen on 22.05.8: 4 tasks
+        with 4 CPUs on 8 cores with 2 threads are refused with it, and run without.
+        """
+        threads = self.nodes.threads_per_core or 1
+        return self.nodes.cpus // threads * self._threads_used[1]
+
+    def allocated_cpus(self, cpus: int) -> int:
+        """Return what sbatch has to ask for, so that steps can have so many CPUs.
+
+        An option of srun alone leaves threads out that the job has all the same.
+        """
+        of_job, of_step = self._threads_used
+        return -(-cpus * of_job // of_step)
+
+    @property
+    def _threads_used(self) -> tuple[int, int]:
+        """Threads of each core that count for the job and for its steps, which inherit options."""
+        every, found = self.nodes.threads_per_core or 1, self.restrictions
+        of_job = min([every, *(threads for path, threads in found if ".sbatch." in path)])
+        return of_job, min([of_job, *(threads for _, threads in found)])
+
+    @property
+    def restrictions(self) -> tuple[tuple[str, int], ...]:
+        """Where the site leaves only some threads of each core: path, and how many."""
+        given = {one.name: one.value for one in self.environment}
+        names = {"hint": "SLURM_HINT", "threads-per-core": "SLURM_THREADS_PER_CORE"}
+        places: dict[str, Mapping[str, object]] = {
+            "slurm.options.sbatch": self.slurm.options.sbatch,
+            "slurm.options.srun": self.slurm.options.srun,
+            "environment": {option: given.get(name) for option, name in names.items()},
+        }
+        found = [(place, restricting_option(options)) for place, options in places.items()]
+        return tuple((f"{place}.{one[0]}", one[1]) for place, one in found if one is not None)
+
+    @property
     def gpu_count(self) -> int:
         return self.nodes.count * self.gpu.per_node
 
@@ -261,10 +300,22 @@ class ClusterProfile(Document):
 
 def profile_remarks(profile: ClusterProfile) -> tuple[tuple[str, str], ...]:
     """List what is to be known of a profile before it is used, each with the path of its value."""
-    return tuple(
+    left_out = [
         (path, f"`{path}` is left out: {reason}")
         for path, reason in left_out_options(profile.slurm.options)
-    )
+    ]
+    if profile.nodes.threads_per_core is None and profile.restrictions:
+        path, threads = profile.restrictions[0]
+        cpus = profile.nodes.cpus
+        left_out.append(
+            (
+                path,
+                f"`{path}` leaves {threads} thread of each core, and `nodes.threads_per_core` is "
+                f"absent: the {cpus} of `nodes.cpus` are taken as cores. Where they are threads "
+                "jobs ask for more than there is, and are refused or wait for ever",
+            )
+        )
+    return tuple(left_out)
 
 
 def has_field(document: type[BaseModel], path: str) -> bool:

@@ -25,6 +25,7 @@ from hpctrain.slurm.records import JobIdentity, JobRecord
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile, profile_remarks
 from hpctrain.spec.profile.slurm import PartitionProfile, PreemptionProfile
+from hpctrain.spec.profile.software import FabricVariable
 from hpctrain.spec.run import RunSpec
 from hpctrain.spec.slurm_options import available_options, owned_options
 
@@ -143,6 +144,43 @@ def test_all_options_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError) as caught:
         load_profile(file)
     assert [problem.line for problem in caught.value.problems] == [6, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "environment", "job", "step"),
+    [
+        ({}, [], 4, 4),
+        ({"sbatch": {"threads-per-core": 1}}, [], 2, 2),
+        ({"sbatch": {"hint": "nomultithread"}}, [], 2, 2),
+        ({"sbatch": {"hint": "multithread"}}, [], 4, 4),
+        ({"srun": {"threads-per-core": "1"}}, [], 4, 2),
+        ({"srun": {"threads-per-core": 2}}, [], 4, 4),
+        ({}, [{"name": "SLURM_HINT", "value": "nomultithread", "reason": "one thread"}], 4, 2),
+    ],
+)
+def test_cores_are_asked_for_where_one_thread_of_each_is_left(
+    slurm: dict[str, object], environment: list[dict[str, str]], job: int, step: int
+) -> None:
+    """8 CPUs of 4 cores for 2 GPUs; what Slurm makes of it: tests/slurm/test_threads_per_core."""
+    profile = profile_with(nodes={"threads_per_core": 2}, slurm={"options": slurm})
+    variables = [FabricVariable.model_validate(one) for one in environment]
+    profile = profile.model_copy(update={"environment": tuple(variables)})
+    script = render(profile=profile)
+    assert f"--cpus-per-task={job}" in directives(script)
+    assert f"--cpus-per-task={step} " in script[script.index("\n  srun ") :]
+    assert not profile_remarks(profile)
+
+
+def test_cpus_that_may_be_threads_are_remarked_on() -> None:
+    options = {"options": {"srun": {"threads-per-core": 1}}}
+    ((path, remark),) = profile_remarks(profile_with(slurm=options))
+    assert path == "slurm.options.srun.threads-per-core"
+    assert "the 8 of `nodes.cpus` are taken as cores" in remark
+    with pytest.raises(ValidationError, match="8 CPUs are no whole cores of 3 threads"):
+        profile_with(nodes={"threads_per_core": 3})
+    cores = profile_with(nodes={"threads_per_core": 2}, slurm=options)
+    with pytest.raises(LimitError, match="at most 2 per GPU"):
+        make_plan(spec_with(resources={"cpus_per_gpu": 3}), cores)
 
 
 def test_options_of_plugins_are_named_by_the_site() -> None:
