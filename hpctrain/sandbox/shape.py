@@ -197,7 +197,7 @@ def shape_from_profile(profile: ClusterProfile) -> SandboxShape:
     return SandboxShape(
         nodes=profile.nodes.count,
         gpus_per_node=profile.gpu.per_node,
-        gpu_type=profile.gpu.type,
+        gpu_type=profile.gpu.gres_type,
         cpus_per_node=profile.nodes.cpus,
         threads_per_core=profile.nodes.threads_per_core or 1,
         memory_mib=int(profile.nodes.memory) // 2**20,

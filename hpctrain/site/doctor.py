@@ -79,13 +79,11 @@ def judge_site(
         *_service(cluster, partition),
         *_machine(login),
         *_clock(cluster),
-        *_remarks(profile),
+        *(
+            _finding("profile", "limited", remark, path)
+            for path, remark in (profile_remarks(profile) if profile is not None else ())
+        ),
     )
-
-
-def _remarks(profile: ClusterProfile | None) -> Iterator[SiteFinding]:
-    for path, remark in profile_remarks(profile) if profile is not None else ():
-        yield _finding("profile", "limited", remark, path)
 
 
 def _controller(cluster: ClusterFacts) -> Iterator[SiteFinding]:

@@ -23,7 +23,7 @@ class Document(BaseModel):
 class Contradiction(ValueError):
     """Two fields that exclude each other: the path of the one to report, and what to do."""
 
-    def __init__(self, path: tuple[str | int, ...], message: str, hint: str) -> None:
+    def __init__(self, path: tuple[str | int, ...], message: str, hint: str | None) -> None:
         super().__init__(message)
         self.path = path
         self.hint = hint

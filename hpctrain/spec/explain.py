@@ -74,6 +74,9 @@ _PATTERNS = {
         "expected the name of an interface, its beginning, `=NAME`, or several such as `ib0,eno1`"
     ),
     r"^[^/\\#?%:\x00-\x1f]+$": r"expected a name without any of `/\#?%:`",
+    r"^[A-Za-z0-9][A-Za-z0-9._+-]*$": (
+        "expected the type in Slurm's GRES alone, such as `a100_3g.20gb` of `gpu:a100_3g.20gb:2`"
+    ),
     r"^[^\x00-\x1f]+$": "expected text of one line",
     r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$": "expected three shares such as `98,2,0`",
 }
@@ -246,7 +249,7 @@ _HINTS = {
     "slurm.partitions[].gpu": "its type is `gpu: {type: NAME}`",
     "slurm.partitions[].nodes": "their number is `nodes: {count: NUMBER}`",
     "slurm.partitions[].gres": (
-        "use `gpu.type` of the partition with `slurm.gpu_request: gres-typed`, or "
+        "use `gpu.type` or `gpu.gres` of the partition with `slurm.gpu_request: gres-typed`, or "
         "`gpus-per-node-typed`"
     ),
     "software.setup": "commands stand in a shell file, whose path this is",

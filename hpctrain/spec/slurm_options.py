@@ -9,12 +9,12 @@ Sources: `sbatch --help` and `srun --help` of 22.05.8, 24.11.5 and 26.05.5; sbat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from hpctrain.spec.document import Contradiction, Document
+from hpctrain.spec.document import Contradiction, Contradictions, Document
 from hpctrain.spec.fields import did_you_mean
 from hpctrain.spec.job_text import job_text_parts
 
@@ -191,6 +191,49 @@ def left_out_options(options: SiteOptions) -> list[tuple[str, str]]:
         for command, name, _ in options.given()
         if name in owned_options(command)
     ]
+
+
+# Directives of hpctrain that a site may leave out. Without `--nodes` the number of tasks says how
+# many; srun asks for CPUs itself; without `--no-kill` the loss of a node ends the job.
+_MAY_BE_OMITTED = frozenset({"cpus-per-task", "no-kill", "nodes", "open-mode"})
+
+
+class DirectiveOrder(Document):
+    """Which of hpctrain's `#SBATCH` lines a site leaves out, and which stand first."""
+
+    first: tuple[OptionName, ...] = Field(
+        (), description="Options that stand first, in this order, such as `[partition, account]`"
+    )
+    omit: tuple[OptionName, ...] = Field(
+        (),
+        description="Options that jobs must not have here: `nodes` (the number of tasks says it), "
+        "`cpus-per-task`, `open-mode`, `no-kill`; hpctrain relies on the others",
+    )
+
+    @field_validator("first", "omit")
+    @classmethod
+    def _are_options(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        field = str(info.field_name)
+        own, found = owned_options("sbatch"), []
+        for number, name in enumerate(names):
+            path = ("slurm", "directives", field, number)
+            if name not in own and name not in available_options("sbatch"):
+                hint = did_you_mean(name, (*own, *available_options("sbatch")))
+                found.append(Contradiction(path, f"sbatch has no option --{name}", hint))
+            elif field == "omit" and name not in _MAY_BE_OMITTED:
+                reason = own.get(name, "it is one of `slurm.options`: remove it there")
+                message = f"--{name} cannot be left out"
+                found.append(Contradiction(path, message, reason))
+        if found:
+            raise Contradictions(found)
+        return names
+
+    def applied_to(self, lines: Iterable[str]) -> list[str]:
+        """Return the directives without those that are left out, and in order."""
+        named = [(line.removeprefix("--").partition("=")[0], line) for line in lines]
+        kept = [(name, line) for name, line in named if name not in self.omit]
+        order = {name: number for number, name in enumerate(self.first)}
+        return [line for _, line in sorted(kept, key=lambda one: order.get(one[0], len(order)))]
 
 
 def restricting_option(options: Mapping[str, object]) -> tuple[str, int] | None:

@@ -78,39 +78,30 @@ def usable_interfaces(directory: Path = _INTERFACES) -> dict[str, str]:
 
     `directory` has one directory per interface, as /sys/class/net.
     """
+    try:
+        names = [path.name for path in directory.iterdir() if path.is_dir()]
+    except OSError:  # a container without /sys
+        names = [name for _, name in socket.if_nameindex()]
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for name in sorted(_names(directory), key=_natural):
-            address = _ipv4(control, name) or _ipv6(name)
-            if address is not None and _is_up(directory / name):
+        for name in sorted(names, key=_natural):
+            try:
+                up = bool(int((directory / name / "flags").read_text(), 16) & _IFF_UP)
+            except OSError:
+                up = True
+            address = _address(name, control) if up else None
+            if address is not None:
                 found[name] = address
     return found
 
 
-def _names(directory: Path) -> list[str]:
-    try:
-        return [path.name for path in directory.iterdir() if path.is_dir()]
-    except OSError:  # a container without /sys
-        return [name for _, name in socket.if_nameindex()]
-
-
-def _is_up(directory: Path) -> bool:
-    try:
-        return bool(int((directory / "flags").read_text(), 16) & _IFF_UP)
-    except OSError:
-        return True
-
-
-def _ipv4(control: socket.socket, name: str) -> str | None:
+def _address(name: str, control: socket.socket) -> str | None:
+    """Read an address that other nodes can reach: of IPv4, else of IPv6 from the kernel's table."""
     request = struct.pack("256s", name.encode()[:15])
     try:
         return socket.inet_ntoa(fcntl.ioctl(control, _SIOCGIFADDR, request)[20:24])
     except OSError:
-        return None
-
-
-def _ipv6(name: str) -> str | None:
-    """Read an address that other nodes can reach from the kernel's table."""
+        pass  # it has none of IPv4
     try:
         rows = [line.split() for line in _IPV6.read_text().splitlines()]
     except OSError:

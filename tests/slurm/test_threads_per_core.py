@@ -56,14 +56,16 @@ def test_a_job_has_all_cores_of_its_node(booster: Sandbox, tmp_path: Path, case:
     options, job, step = CASES[case]
     spec, profile = tmp_path / "cores.yaml", tmp_path / "own.yaml"
     spec.write_text(SPEC)
-    base = f"extends: {SITE}\nname: own\nslurm: {{options: {options}}}\n"
+    # what a job has may be asked for again by its steps
+    again = "memory: auto, srun_resources: true"
+    base = f"extends: {SITE}\nname: own\nslurm: {{{again}, options: {options}}}\n"
     profile.write_text(f"{base}software: {{modules: null}}\n")
     script = prepare(spec, str(profile), runs=tmp_path / "runs").script
     assert f"#SBATCH --cpus-per-task={job}\n" in script
     directives = "".join(re.findall(r"^#SBATCH .*\n", script, re.MULTILINE))
     launch = script[script.index("\n  srun ") : script.index(" -m hpctrain.train")]
     srun = re.sub(r"\S+$", "", launch)
-    assert f"--cpus-per-task={step} " in srun
+    assert f"--cpus-per-task={step} " in srun and "--gres=gpu:4 " in srun and "--mem=0 " in srun
     (tmp_path / "logs").mkdir()
     text = f"#!/bin/bash\n{directives}\n{srun} true\n"
     (tmp_path / "job.sbatch").write_text(text)

@@ -31,8 +31,11 @@ def node_options(job: Job) -> dict[str, str | None]:
         return {"nodes": f"{least}-{most}", "cpus-per-task": str(cpus)}
     tasks = per_node if job.spec.launcher == "srun" else 1
     # A job without GPUs has the CPUs of one: `resources.cpus_per_gpu` is all that it asks for.
+    number = {"nodes": str(most)}
+    if "nodes" in job.profile.slurm.directives.omit:
+        number = {"ntasks": str(most * tasks)}
     return {
-        "nodes": str(most),
+        **number,
         "ntasks-per-node": str(tasks),
         "cpus-per-task": str(allocated(cpus_per_gpu * max(1, per_node) // tasks)),
     }
@@ -51,6 +54,11 @@ def node_problems(job: Job, constraint: str | None) -> list[str]:
 
     Segments divide all of them: the planner chooses no other (`plan.mesh.nvlink_domain`).
     """
+    if job.least_nodes < job.most_nodes and "nodes" in job.profile.slurm.directives.omit:
+        return [
+            f"resources.min_nodes needs `--nodes`, which {job.profile.name} leaves out "
+            "(slurm.directives.omit): remove it"
+        ]
     if not survives_node_failure(job):
         return []
     if constraint and "*" in constraint:
@@ -74,7 +82,7 @@ def gpu_request(job: Job, *, counts_tasks: bool) -> dict[str, str | None]:
 
     A job without GPUs, such as a router's, asks for none.
     """
-    count, kind = job.plan.nodes.gpus_per_node, job.profile.gpu.type
+    count, kind = job.plan.nodes.gpus_per_node, job.profile.gpu.gres_type
     if count == 0:
         return {}
     way = job.profile.slurm.gpu_request
@@ -110,6 +118,20 @@ def memory_options(job: Job) -> dict[str, str | None]:
         "mem": memory,
         "mem-per-gpu": f"{int(per_gpu or 0) // mebibyte}M" if asked_per_gpu else None,
     }
+
+
+def step_resources(job: Job, *, counts_tasks: bool) -> list[str]:
+    """List the requests of the job that its site wants on the line of srun, too."""
+    if not job.profile.slurm.srun_resources:
+        return []
+    wanted = {**gpu_request(job, counts_tasks=counts_tasks), **memory_options(job)}
+    return [f"--{name}={value}" for name, value in wanted.items() if value is not None]
+
+
+def job_comment(job: Job, own: str | None = None) -> str | None:
+    """Return the comment that the site wants, `own` where it leaves that to hpctrain."""
+    wanted = job.profile.slurm.comment
+    return wanted if isinstance(wanted, str) else own if wanted else None
 
 
 def memory_problems(job: Job) -> list[str]:

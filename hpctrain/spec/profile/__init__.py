@@ -191,6 +191,12 @@ class ClusterProfile(Document):
     @classmethod
     def _options_say_the_same(cls, mode: Continuation, info: ValidationInfo) -> Continuation:
         slurm = info.data.get("slurm")
+        if slurm is not None and mode == "requeue" and "open-mode" in slurm.directives.omit:
+            raise Contradiction(
+                ("slurm", "directives", "omit", slurm.directives.omit.index("open-mode")),
+                "--open-mode cannot be left out with `continuation: requeue`",
+                "a requeued job would overwrite its log: another `continuation`, such as chain",
+            )
         contrary = "no-requeue" if mode == "requeue" else "requeue"
         if slurm is not None and contrary in slurm.options.sbatch:
             raise Contradiction(

@@ -46,7 +46,13 @@ class NodeProfile(Document):
 class GpuProfile(Document):
     """The accelerators of one node."""
 
-    type: str = Field(description="Name in Slurm's GRES, for example a100")
+    type: str = Field(description="Name in the GPU catalogue and in Slurm's GRES, such as a100")
+    gres: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$",
+        description="Name in Slurm's GRES where it is another one, such as `a100_3g.20gb` or "
+        "`nvidia_h100_nvl`; default: `type`",
+    )
     per_node: int = Field(ge=1, le=1_000, description="GPUs of one node")
     memory: ByteSize = Field(gt=0, description="As the driver reports it")
     reserved: ByteSize | None = Field(
@@ -66,6 +72,11 @@ class GpuProfile(Document):
         False,
         description="Slurm counts GPUs that do not exist (a sandbox): processes train on CPUs",
     )
+
+    @property
+    def gres_type(self) -> str:
+        """The type that requests name to Slurm."""
+        return self.gres or self.type
 
 
 class NvlinkProfile(Document):

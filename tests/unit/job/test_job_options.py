@@ -216,6 +216,78 @@ def test_jobs_without_a_comment_are_found_by_name_and_directory() -> None:
     assert not run.finds(JobRecord(1, name="x-0"))
 
 
+def test_a_comment_of_the_site_is_the_whole_comment() -> None:
+    text = "project: a (b)"
+    found = directives(render(profile=profile_with(slurm={"comment": text})))
+    assert [line for line in found if "comment" in line] == [f"--comment={text}"]
+    with pytest.raises(ValidationError, match="pattern"):
+        profile_with(slurm={"comment": "two\nlines"})
+
+
+def test_directives_that_a_site_puts_first_or_leaves_out() -> None:
+    plain = directives(render())
+    ours = {"first": ["partition", "licenses", "nodes"], "omit": ["cpus-per-task"]}
+    options = {"sbatch": {"licenses": "scratch:1"}}
+    found = directives(render(profile=profile_with(slurm={"directives": ours, "options": options})))
+    assert found[:3] == ["--partition=train", "--licenses=scratch:1", "--nodes=2"]
+    assert set(plain) - set(found) == {"--cpus-per-task=4"}
+    assert [line for line in found[3:] if line in plain] == [
+        line for line in plain if line in found[3:]
+    ]
+    assert "--cpus-per-task=4 " in render(profile=profile_with(slurm={"directives": ours}))
+
+
+def test_a_number_of_tasks_stands_for_nodes_that_a_site_does_not_take() -> None:
+    profile = profile_with(slurm={"directives": {"omit": ["nodes"]}})
+    found = directives(render(profile=profile))
+    assert {"--ntasks=4", "--ntasks-per-node=2"} <= set(found)
+    assert not [line for line in found if line.startswith("--nodes")]
+    with pytest.raises(InvalidInputError, match="min_nodes needs `--nodes`"):
+        render(elastic(min_nodes=1), profile)
+
+
+@pytest.mark.parametrize(
+    ("directives", "message"),
+    [
+        ({"omit": ["signal"]}, "--signal cannot be left out"),
+        ({"omit": ["no-requeue"]}, "--no-requeue cannot be left out"),
+        ({"omit": ["open-mode"]}, "cannot be left out with `continuation: requeue`"),
+        ({"first": ["partitoin"]}, "no option --partitoin"),
+    ],
+)
+def test_directives_that_hpctrain_relies_on_stay(
+    directives: dict[str, list[str]], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        profile_with(slurm={"directives": directives})
+
+
+def test_logs_of_jobs_that_are_not_requeued_need_no_mode() -> None:
+    values = PROFILE.model_dump(mode="json", by_alias=True) | {"continuation": "chain"}
+    values["slurm"]["directives"] = {"omit": ["open-mode"]}
+    assert "--open-mode" not in render(profile=ClusterProfile.model_validate(values))
+
+
+@pytest.mark.parametrize(
+    ("way", "memory", "words"),
+    [
+        ("gres-typed", "share", ["--gres=gpu:a100:2", "--mem=16000M"]),
+        ("gpus-per-task", "none", ["--gpus-per-task=1"]),
+        ("none", "auto", ["--mem=0"]),
+    ],
+)
+def test_steps_ask_for_what_the_job_has_where_the_site_wants_it(
+    way: str, memory: str, words: list[str]
+) -> None:
+    slurm = {"gpu_request": way, "memory": memory}
+    plain = render(profile=profile_with(slurm=slurm))
+    asked = render(profile=profile_with(slurm={**slurm, "srun_resources": True}))
+    new = [line for line in asked.splitlines() if line not in plain.splitlines()]
+    assert len(new) <= 2 and all(word in asked[asked.index("\n  srun ") :] for word in words)
+    step = plain[plain.index("\n  srun ") :]
+    assert not any(word in step for word in words)
+
+
 def test_a_reservation_that_ends_before_the_walltime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,8 @@ from specimen_scripts import (
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.job.render.environment import submit_variables
 from hpctrain.job.render.script import logs_by
+from hpctrain.plan.planner import make_plan
+from hpctrain.sandbox.shape import shape_from_profile
 from hpctrain.spec.catalogue import find_gpu
 from hpctrain.spec.loader import find_profile, load_catalogue, load_profile, load_run_spec
 from hpctrain.spec.profile import ClusterProfile
@@ -45,6 +47,17 @@ GPT175B = load_run_spec(ROOT / "examples/gpt175b.yaml").document
 def test_gpus_are_asked_for_as_the_site_wants(request_style: str, expected: str | None) -> None:
     found = directives(render(profile=profile_with(slurm={"gpu_request": request_style})))
     assert [line for line in found if "gpu" in line] == ([expected] if expected else [])
+
+
+def test_a_type_has_the_name_that_slurm_gives_it() -> None:
+    for style, line in (
+        ("gres-typed", "--gres=gpu:a100_3g.20gb:2"),
+        ("gpus-per-node-typed", "--gpus-per-node=a100_3g.20gb:2"),
+    ):
+        site = profile_with(gpu={"gres": "a100_3g.20gb"}, slurm={"gpu_request": style})
+        assert line in directives(render(profile=site))
+        assert shape_from_profile(site).gpu_type == "a100_3g.20gb"
+        assert make_plan(SPEC, site).memory == make_plan(SPEC, PROFILE).memory
 
 
 def test_the_spec_wins_over_the_profile_for_account_and_qos() -> None:
