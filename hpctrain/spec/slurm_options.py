@@ -141,7 +141,10 @@ def owned_options(command: str) -> dict[str, str]:
 
 
 class SiteOptions(Document):
-    """Options of Slurm's commands besides those of hpctrain: name without dashes, and value."""
+    """Options of Slurm's commands besides those of hpctrain: name without dashes, and value.
+
+    Those that hpctrain sets itself are left out with a note where nothing is lost, else refused.
+    """
 
     plugins: tuple[OptionName, ...] = Field(
         (), description="Options of the site's SPANK plugins that the two maps may have"

@@ -228,7 +228,7 @@ def script_variables(job: Job, gpu_variables: tuple[GpuVariable, ...] = ()) -> t
         site.setdefault("NCCL_SOCKET_IFNAME", Variable("NCCL_SOCKET_IFNAME", interface, reason))
         if "GLOO_SOCKET_IFNAME" not in {*site, *spec.environment.variables}:
             # gloo wants a whole name: each rank chooses that of its node
-            reason = "The same for gloo: ranks set GLOO_SOCKET_IFNAME to the name on their node"
+            reason = "network.interface for gloo: each rank sets GLOO_SOCKET_IFNAME, a whole name"
             site[RANK_INTERFACE] = Variable(RANK_INTERFACE, interface, reason)
     for wanted in gpu_variables:
         reason = printable_line(wanted.reason)
