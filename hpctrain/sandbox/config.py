@@ -266,9 +266,11 @@ def _nodes(shape: SandboxShape, ports: Ports) -> str:
         gres = f" Gres=gpu:{shape.gpu_type}:{shape.gpus_per_node}"
     groups = shape.features or (FeatureShape("", shape.nodes),)
     sockets = ""
-    if shape.sockets_per_node > 1:
-        cores = shape.cpus_per_node // shape.sockets_per_node
-        sockets = f" Sockets={shape.sockets_per_node} CoresPerSocket={cores} ThreadsPerCore=1"
+    threads = shape.threads_per_core
+    if shape.sockets_per_node > 1 or threads > 1:
+        cores = shape.cpus_per_node // (shape.sockets_per_node * threads)
+        sockets = f" Sockets={shape.sockets_per_node} CoresPerSocket={cores}"
+        sockets += f" ThreadsPerCore={threads}"
     lines, first = [], 0
     for group in groups:
         names = shape.node_prefix + bracket(first, group.nodes)

@@ -86,6 +86,7 @@ class SandboxShape:
     features: tuple[FeatureShape, ...] = ()
     cluster_name: str = "sandbox"
     sockets_per_node: int = 1
+    threads_per_core: int = 1
     binds_tasks: bool = False
 
     def __post_init__(self) -> None:
@@ -94,10 +95,11 @@ class SandboxShape:
         if self.gpus_per_node < 0 or self.cpus_per_node < 1 or self.memory_mib < 1:
             message = "a node of a sandbox needs a CPU, memory, and no negative number of GPUs"
             raise UsageError(message)
-        if self.sockets_per_node < 1 or self.cpus_per_node % self.sockets_per_node:
+        parts = self.sockets_per_node * self.threads_per_core
+        if min(self.sockets_per_node, self.threads_per_core) < 1 or self.cpus_per_node % parts:
             raise UsageError(
                 f"{self.cpus_per_node} CPUs of a node do not divide into {self.sockets_per_node} "
-                "sockets"
+                f"sockets of cores with {self.threads_per_core} threads"
             )
         if self.features and sum(feature.nodes for feature in self.features) != self.nodes:
             raise UsageError("the features of a sandbox must be those of all its nodes")
@@ -195,8 +197,9 @@ def shape_from_profile(profile: ClusterProfile) -> SandboxShape:
     return SandboxShape(
         nodes=profile.nodes.count,
         gpus_per_node=profile.gpu.per_node,
-        gpu_type=profile.gpu.type,
+        gpu_type=profile.gpu.gres_type,
         cpus_per_node=profile.nodes.cpus,
+        threads_per_core=profile.nodes.threads_per_core or 1,
         memory_mib=int(profile.nodes.memory) // 2**20,
         partitions=tuple(_partition(partition) for partition in partitions),
         switches=_switches(profile),
