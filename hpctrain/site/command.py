@@ -59,9 +59,9 @@ def detect(
 ) -> None:
     """Ask the Slurm of this machine what it is, and write a profile.
 
-    Every value has a comment: where it was read, or what it is guessed from. Takes eight
-    queries at most. With --in-job a job on one node reads what only nodes know; inside
-    an allocation a job step does.
+    Every value has a comment: where it was read, what it is guessed from, or what you
+    are asked. Takes eight queries at most. With --in-job a job on one node reads what
+    only nodes know; inside an allocation a job step does.
 
     \b
     Examples:
@@ -88,6 +88,11 @@ def detect(
     say(f"{found.queries} queries; {len(found.profile.guessed)} values are guesses: check them")
     for path in found.profile.guessed:
         say(f"  {path}")
+    asked = found.profile.asked
+    if asked:
+        say(f"{len(asked)} questions to you, each at its value with `# ASK:`:")
+    for path, question in asked.items():
+        say("\n".join(paragraph(f"{path}: {question}", "  ", hang=2)))
     if output is not None:
         say(f"Wrote {output}")
 

@@ -163,7 +163,7 @@ ASSOCIATION_FIELDS = (
 )
 QOS_FIELDS = (
     *("Name", "Preempt", "PreemptMode", "GraceTime", "MaxWall"),
-    *("MaxTRESPU", "MaxSubmitJobsPU", "GrpTRES"),
+    *("MaxTRESPU", "MaxSubmitJobsPU", "GrpTRES", "MaxTRES", "MinTRES", "Flags"),
 )
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z_:/]*)=")
 
@@ -189,9 +189,17 @@ def nodes(text: str) -> tuple[NodeFacts, ...]:
 
 
 def _node(row: dict[str, str]) -> NodeFacts:
+    # slurm.conf(5), CPUs: a site may count cores where they have two threads
+    threads, cores = int(row.get("ThreadsPerCore", 1) or 1), 0
+    if row.get("Sockets", "").isdecimal() and row.get("CoresPerSocket", "").isdecimal():
+        cores = int(row["Sockets"]) * int(row["CoresPerSocket"])
+    if cores:
+        threads = min(threads, max(1, int(row.get("CPUTot", 0) or 0) // cores))
     return NodeFacts(
         name=row["NodeName"],
         address=row.get("NodeAddr", ""),
+        arch=row.get("Arch", ""),
+        threads_per_core=threads,
         cpus=int(row.get("CPUEfctv") or row.get("CPUTot") or 0),
         memory_mib=int(row.get("RealMemory", 0)),
         reserved_mib=int(row.get("MemSpecLimit", 0)),
@@ -205,8 +213,8 @@ def _node(row: dict[str, str]) -> NodeFacts:
 def gpus(gres: str) -> tuple[tuple[str, int], ...]:
     """Parse the GPUs of Gres: `gpu:h100:8(S:0-1)`, `gpu:4`, several types joined by commas.
 
-    Shares of a GPU (`shard`, `mps`) and slices of one (MIG types such as `1g.10gb`) come along as
-    Slurm counts them.
+    Slices of a GPU (MIG types such as `1g.10gb`) come along as Slurm counts them. Other kinds of
+    Gres are no GPUs: shares of one (`shard`, `mps`), network cards (`nic`).
     """
     found = []
     for entry in re.split(r",(?![^(]*\))", gres):
@@ -236,6 +244,7 @@ def _partition(row: dict[str, str], config: SlurmConfig) -> PartitionFacts:
         name=row["PartitionName"],
         default=row.get("Default") == "YES",
         is_up=row.get("State", "UP") == "UP",
+        hidden=row.get("Hidden") == "YES",
         max_seconds=_limit(row.get("MaxTime", "")),
         min_nodes=_count(row.get("MinNodes", "")) or 0,
         max_nodes=_count(row.get("MaxNodes", "")),
@@ -340,13 +349,14 @@ def _association(row: dict[str, str]) -> Association:
         partition=row["Partition"] or None,
         qos=tuple(name for name in row["QOS"].split(",") if name),
         default_qos=row["DefaultQOS"] or None,
+        max_seconds=_limit(row["MaxWall"]),
         limits={name: row[name] for name in kept if row[name]},
     )
 
 
 def _qos(row: dict[str, str]) -> Qos:
     mode = row["PreemptMode"].lower()
-    kept = ("MaxWall", "MaxTRESPU", "MaxSubmitJobsPU", "GrpTRES")
+    kept = ("MaxWall", "MaxTRESPU", "MaxSubmitJobsPU", "GrpTRES", "MaxTRES", "MinTRES")
     return Qos(
         name=row["Name"],
         preempts=tuple(name for name in row["Preempt"].split(",") if name),
@@ -355,6 +365,7 @@ def _qos(row: dict[str, str]) -> Qos:
         grace_seconds=int(limit_seconds(row["GraceTime"]) or 0),
         max_seconds=_limit(row["MaxWall"]),
         limits={name: row[name] for name in kept if row[name]},
+        flags=frozenset(_names(row["Flags"].lower())),
     )
 
 
