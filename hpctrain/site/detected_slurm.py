@@ -232,6 +232,13 @@ def usable_partitions(
         if reason is None and partition.hidden:
             reason = "it is hidden (Hidden=YES)"
         slices = groups_of(facts.cluster.nodes_of(partition.name), "slices")
+        strangers = (
+            groups
+            and main.kind == "undeclared"
+            and len(groups[0].nodes) < len(facts.cluster.nodes_of(partition.name))
+        )
+        if strangers and _feature(facts, main, partition) is None:
+            reason = reason or "it has nodes without GPUs, and no feature tells them from others"
         if not groups and slices and wanted is None and main.kind == "gpus":
             reason = f"its GPUs are slices (MIG: {slices[0].words}), each for a run of one GPU"
         elif not groups or (wanted is not None and alike is None):

@@ -139,12 +139,12 @@ def match_gpu(catalogue: GpuCatalogue, name: str, memory_bytes: float | None = N
 
 def usual_type(gpu: Gpu, name: str = "") -> str:
     """Return the spelling of `gpu.type` for a GPU: the alias with the words of `name`, if any."""
-    own = gpu.name.lower()
-    spellings = [*([own] if re.fullmatch(r"[a-z0-9]+", own) else []), *gpu.aliases]
+    own = gpu.name.lower().replace(" ", "-")
+    spellings = [own, *gpu.aliases] if own.isalnum() else [*gpu.aliases, own]
     if name in spellings:
         return name
     alike = (one for one in spellings if _words(one) == _words(name))
-    return next(alike, spellings[0] if spellings else own.replace(" ", "-"))
+    return next(alike, spellings[0])
 
 
 def find_gpu(
