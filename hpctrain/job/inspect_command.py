@@ -63,6 +63,7 @@ def validate(
     if overrides or runs or as_json:
         raise click.UsageError("`--set`, `--runs` and `--json` need `--profile`")
     from hpctrain.base.errors import InvalidInputError
+    from hpctrain.page.words import counted
     from hpctrain.spec.loader import read_text
     from hpctrain.spec.open_questions import open_questions
 
@@ -81,7 +82,8 @@ def validate(
         raise InvalidInputError(problems)
     click.echo("\n".join(good))
     if asked:
-        say(f"{len(asked)} questions are open; remove a comment `# ASK:` when you have answered:")
+        number = counted(len(asked), "question is open", "questions are open")
+        say(f"{number}; put your values, and remove the comments `# ASK:`")
     for one in asked:
         say("\n".join(paragraph(str(one), "- ", hang=2)))
 

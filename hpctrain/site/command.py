@@ -10,6 +10,7 @@ import click
 from hpctrain.page.options import ProfileName, json_option, runs_option
 from hpctrain.page.output import json_out, say
 from hpctrain.page.text import marked, paragraph
+from hpctrain.page.words import counted
 
 if TYPE_CHECKING:
     from hpctrain.site.doctor import SiteFinding
@@ -90,7 +91,7 @@ def detect(
         say(f"  {path}")
     asked = found.profile.asked
     if asked:
-        say(f"{len(asked)} questions to you, each at its value with `# ASK:`:")
+        say(f"{counted(len(asked), 'question')} to you, at the value behind `# ASK:`:")
     for path, question in asked.items():
         say("\n".join(paragraph(f"{path}: {question}", "  ", hang=2)))
     if output is not None:

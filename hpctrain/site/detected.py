@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.printable_text import printable_line
+from hpctrain.page.words import counted
 from hpctrain.site.detected_hardware import (
     emulated_gpus,
     gpu_section,
@@ -109,7 +110,7 @@ def detected_profile(
     tree: dict[str, Tree] = {
         "name": name,
         "description": Stated(
-            f"{len(group.nodes)} nodes x {group.per_node} {gpu.type or 'GPUs'}, detected",
+            f"{counted(len(group.nodes), 'node')} x {group.per_node} {gpu.type}, detected",
             NODES_SHOWN,
         ),
         **hardware,
@@ -190,21 +191,27 @@ def _chosen_group(
         nodes = facts.cluster.nodes_of(partition)
     groups = groups_of(nodes) or groups_of(nodes, "slices")
     if not groups:
-        groups = _undeclared(facts, catalogue, partition, model)
+        groups = undeclared_groups(facts, catalogue, partition, model)
     if not groups:
         where = f"partition `{partition}`" if partition else "this cluster"
         hint = (
             f"`{NODES_SHOWN}` lists no Gres=gpu; if nodes have GPUs all the same, name them: "
             f"`--partition {partition or 'NAME'} --gpu MODEL`, or let a job look with --in-job"
         )
-        raise InvalidInputError([Problem(f"no node of {where} has GPUs", hint=hint)])
+        message = f"no node of {where} has GPUs"
+        if facts.survey is not None and not facts.survey.gpus:
+            message += f", and a job on {facts.survey.host} saw none"
+        raise InvalidInputError([Problem(message, hint=hint)])
     if partition is not None:
         return groups[0]
     return next((one for one in groups if usable_partitions(facts, one, None)[0]), groups[0])
 
 
-def _undeclared(
-    facts: SiteFacts, catalogue: GpuCatalogue, partition: str | None, model: str | None
+def undeclared_groups(
+    facts: SiteFacts,
+    catalogue: GpuCatalogue,
+    partition: str | None,
+    model: str | None = None,
 ) -> tuple[NodeGroup, ...]:
     """Find nodes whose GPUs Gres does not list: a job, the user, a feature or a name says so.
 
@@ -365,7 +372,7 @@ def _machines(facts: SiteFacts, group: NodeGroup, gpu: KnownGpu) -> Iterator[str
             "keep in main memory is missing on its GPUs, and offloading gains nothing"
         )
     if group.slice is not None:
-        yield f"{group.words} are slices of GPUs (MIG): each run has one, by slurm.partitions"
+        yield f"{group.words} are slices of GPUs (MIG), and a run has one of them (max_gpus)"
     if group.kind == "undeclared":
         yield (
             f"{NODES_SHOWN} lists no GPUs of {group.nodes[0].name}: jobs ask for whole nodes only, "
@@ -407,10 +414,10 @@ def _beside(facts: SiteFacts, group: NodeGroup) -> Iterator[str]:
     if not any(_release(text) >= LEAST_PYTHON for text in survey.interpreters.values()):
         least = ".".join(map(str, LEAST_PYTHON))
         yield f"{survey.host} has no Python {least} that was found: software.python must name one"
-    counted = sum(gpu.count for gpu in survey.gpus)
-    if group.kind == "gpus" and counted and counted != group.per_node:
+    shown = sum(gpu.count for gpu in survey.gpus)
+    if group.kind == "gpus" and shown and shown != group.per_node:
         yield (
-            f"{survey.host} shows {counted} GPUs to a job, and Gres of {NODES_SHOWN} has "
+            f"{survey.host} shows {shown} GPUs to a job, and Gres of {NODES_SHOWN} has "
             f"{group.words}"
         )
     if survey.launchers:

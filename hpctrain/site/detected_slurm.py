@@ -40,8 +40,8 @@ def slurm_section(
     section |= _payment(facts, default.partition)
     section["exclusive"] = _exclusive(facts, default)
     consumable = "MEMORY" in config.get("SelectTypeParameters").upper()
-    section["all_memory"] = Stated(
-        consumable,
+    section["memory"] = Stated(
+        "auto" if consumable else "none",
         f"SelectTypeParameters={config.get('SelectTypeParameters') or '(null)'}, so memory is "
         + ("allocated" if consumable else "not allocated"),
     )
@@ -122,6 +122,8 @@ def _exclusive(facts: SiteFacts, default: UsablePartition) -> Stated:
         return Stated(False, f"{most.source} is less than the GPUs of a node")
     if group.slice is not None:
         return Stated(False, "a run has one slice of a GPU, and the rest is for others")
+    if group.kind == "undeclared":
+        return guess(True, "Slurm counts no GPUs, so another job on a node would take them, too")
     if group.is_one_machine:
         return guess(False, "small jobs share the few nodes of one machine")
     return guess(True, "training takes whole nodes; some sites refuse --exclusive")

@@ -68,6 +68,8 @@ class NodeGroup:
     @property
     def words(self) -> str:
         """The GPUs of a node in words: `8 x h100`."""
+        if self.kind == "undeclared":
+            return "GPUs that Gres does not list"
         return ", ".join(f"{count} x {kind or 'gpu'}" for kind, count in self.gpus)
 
 

@@ -24,7 +24,7 @@ from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import HpctrainError, SlurmError, UsageError
 from hpctrain.site import survey
 from hpctrain.site import survey as survey_program
-from hpctrain.site.detected import DetectedProfile, detected_profile
+from hpctrain.site.detected import DetectedProfile, detected_profile, undeclared_groups
 from hpctrain.site.detected_slurm import refusal
 from hpctrain.site.differences import Difference, differences
 from hpctrain.site.doctor import SiteFinding, judge_site
@@ -204,8 +204,8 @@ def _survey_target(
 ) -> tuple[PartitionFacts, str | None]:
     """Choose where the survey runs, and all GPUs of a node there; None where Gres has none.
 
-    The partition is the one that was named, else the first usable one with most GPUs, whole ones
-    before slices.
+    The partition is the one that was named, else the first usable one with most GPUs: whole ones
+    before slices, and both before those that only names tell of.
     """
     groups = groups_of(cluster.nodes) or groups_of(cluster.nodes, "slices")
     if wanted is not None:
@@ -214,23 +214,26 @@ def _survey_target(
             known = ", ".join(one.name for one in cluster.partitions)
             raise UsageError(f"no partition is called `{wanted}`", hint=f"there are: {known}")
         nodes = cluster.nodes_of(wanted)
-        if groups and not (groups_of(nodes) or groups_of(nodes, "slices")):
+        own = groups_of(nodes) or groups_of(nodes, "slices")
+        if groups and not own:
             raise UsageError(f"no node of partition `{wanted}` has GPUs")
-        return named, _all_gpus(groups_of(nodes) or groups_of(nodes, "slices"))
+        return named, _all_gpus(own[0]) if own else None
+    if not groups:
+        catalogue = load_catalogue(profile_search_path())
+        groups = undeclared_groups(SiteFacts(cluster, login), catalogue, None)
     for one in sorted(cluster.partitions, key=lambda partition: not partition.default):
         is_usable = refusal(one, login, cluster.accounting) is None and not one.hidden
         if is_usable and groups and one.name in groups[0].partitions:
-            return one, _all_gpus(groups)
+            return one, _all_gpus(groups[0])
     hint = "--partition names one"
     raise HpctrainError("no partition with GPUs takes a job of yours", hint=hint)
 
 
-def _all_gpus(groups: Sequence[NodeGroup]) -> str | None:
+def _all_gpus(group: NodeGroup) -> str | None:
     """Name all GPUs of a node, with their type: a partition may have several."""
-    if not groups:
+    if group.kind == "undeclared":
         return None
-    kind, count = groups[0].type, groups[0].per_node
-    return f"gpu:{kind}:{count}" if kind else f"gpu:{count}"
+    return f"gpu:{group.type}:{group.per_node}" if group.type else f"gpu:{group.per_node}"
 
 
 def _user() -> str:
