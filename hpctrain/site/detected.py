@@ -244,7 +244,8 @@ def undeclared_groups(
 def _names_gpus(name: str, catalogue: GpuCatalogue) -> bool:
     """Whether a name of a feature or partition is, or contains, a GPU of the catalogue."""
     words = re.split(r"[-_.]", name.lower())
-    return "gpu" in words or any(match_gpu(catalogue, word) for word in (name, *words))
+    said = {"gpu", "gpus"} & {*words} and not {"no", "non", "without"} & {*words}
+    return bool(said) or any(match_gpu(catalogue, word) for word in (name, *words))
 
 
 def _filesystems(facts: SiteFacts) -> tuple[Sequence[Tree], list[str]]:
@@ -337,7 +338,9 @@ def _software(facts: SiteFacts) -> Tree | None:
         words = f"{login.interpreter} is not on {survey.host}"
         if usable:
             listed = ", ".join(f"{path} ({version})" for path, version in usable.items())
-            section["python"] = ask(min(usable), f"which Python has torch? {words}, but {listed}")
+            section["python"] = ask(
+                next(iter(usable)), f"which Python has torch? {words}, but {listed}"
+            )
     modules = survey.modules if survey is not None else login.modules
     where = survey.host if survey is not None else f"this machine, {login.host}"
     if modules is not None:

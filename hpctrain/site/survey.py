@@ -110,6 +110,7 @@ def interpreters():
     """Find interpreters by the names that distributions give them, with their versions."""
     names = ["python3", *(f"python3.{minor}" for minor in range(11, 20))]
     places = [*os.environ.get("PATH", "").split(":"), "/usr/bin", "/usr/local/bin"]
+    places = [os.path.realpath(place) for place in places if place]  # /bin is /usr/bin
     paths = INTERPRETERS + [os.path.join(place, name) for name in names for place in places]
     found = {}
     for path in paths:

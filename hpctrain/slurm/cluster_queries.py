@@ -39,6 +39,14 @@ from hpctrain.slurm.settings import capabilities
 ATTEMPTS = 3
 FIRST_PAUSE_SECONDS = 1.0
 _STEP_SECONDS = 300.0
+# Where Slurm's programs are if they are not on PATH: AWS ParallelCluster, NVIDIA Base Command
+# Manager, and what sites build by themselves.
+USUAL_PLACES = (
+    "/opt/slurm/bin",
+    "/cm/shared/apps/slurm/current/bin",
+    "/usr/local/slurm/bin",
+    "/usr/local/bin",
+)
 _Parsed = TypeVar("_Parsed")
 
 
@@ -126,12 +134,21 @@ class ClusterQueries:
                 self.count += 1
                 answer = self._run(Command(argv, self._environment, self._timeout_seconds))
                 return accepted(argv, answer).stdout
-            except SlurmUnreachableError:
+            except SlurmUnreachableError as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    raise _missing(argv[0], error) from error
                 if attempt == ATTEMPTS:
                     raise
             # jitter: many users begin to ask again when a controller comes back
             clock.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
         raise AssertionError("the last attempt returns or raises")
+
+
+def _missing(program: str, error: SlurmUnreachableError) -> SlurmUnreachableError:
+    """Say where a program is that is not on PATH, if it is in one of the usual places."""
+    found = [place for place in USUAL_PLACES if os.access(f"{place}/{program}", os.X_OK)]
+    hint = f"{found[0]} has it: `export PATH={found[0]}:$PATH`" if found else error.hint
+    return SlurmUnreachableError(str(error), hint=hint)
 
 
 def step_output(job_id: str, program: str) -> str:
