@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from hpctrain.base.errors import SlurmUnreachableError
 from hpctrain.site.survey import FORMAT
+from hpctrain.slurm.cluster_queries import ASSOCIATION_FIELDS, QOS_FIELDS
 from hpctrain.slurm.process import Command, CommandResult
 
 CONFIG = """\
@@ -82,15 +83,20 @@ def node(
     reserved: int = 0,
     features: str = "(null)",
     state: str = "IDLE",
+    threads: int = 2,
+    arch: str = "x86_64",
 ) -> str:
+    cores = cpus // 2 // threads
     spec = f"MemSpecLimit={reserved} " if reserved else ""
     return (
-        f"NodeName={name} Arch=x86_64 CoresPerSocket=56  CPUAlloc=0 CPUEfctv={cpus} CPUTot={cpus} "
+        f"NodeName={name} Arch={arch} CoresPerSocket={cores}  "
+        f"CPUAlloc=0 CPUEfctv={cpus} CPUTot={cpus} "
         f"CPULoad=0.10 AvailableFeatures={features} ActiveFeatures={features} Gres={gres} "
         f"NodeAddr={name} NodeHostName={name} Version=24.11.5 "
         "OS=Linux 5.14.0-427.el9.x86_64 #1 SMP PREEMPT_DYNAMIC "
         f"RealMemory={memory} AllocMem=0 FreeMem=1900000 Sockets=2 Boards=1 {spec}State={state} "
-        f"ThreadsPerCore=2 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A Partitions={partitions}  "
+        f"ThreadsPerCore={threads} TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A "
+        f"Partitions={partitions}  "
         "BootTime=2026-02-01T08:00:00 SlurmdStartTime=2026-02-01T08:05:00 "
         f"CfgTRES=cpu={cpus},mem={memory}M,billing={cpus},gres/gpu=8 AllocTRES= "
         "Reason=cooling Gres=gpu:fake:99 [root@2026-02-03T10:00:00]\n"
@@ -121,6 +127,17 @@ def partition(name: str, **changes: str) -> str:
     }
     words = " ".join(f"{key}={value}" for key, value in values.items())
     return f"PartitionName={name} {words} TotalNodes=1\n"
+
+
+def qos(name: str, **values: str) -> str:
+    """A line of `sacctmgr -nP show qos` with the fields that are asked for."""
+    return "|".join({**dict.fromkeys(QOS_FIELDS, ""), "Name": name, **values}.values()) + "\n"
+
+
+def association(account: str, **values: str) -> str:
+    """A line of `sacctmgr -nP show user withassoc`; the account is the default one."""
+    usual = {**dict.fromkeys(ASSOCIATION_FIELDS, ""), "DefaultAccount": account}
+    return "|".join({**usual, "Account": account, **values}.values()) + "\n"
 
 
 class Answers:
@@ -187,7 +204,8 @@ MI250X = {
     "partition": partition("standard-g", MaxTime="2-00:00:00", OverSubscribe="EXCLUSIVE"),
     "user": "project_1|project_1||normal,debug|normal||200|||gres/gpu=1024|\n"
     "project_1|project_2||normal|||||||\n",
-    "qos": "normal||cluster|00:00:00||||\ndebug||cluster|00:00:00|00:30:00|||\n",
+    "qos": qos("normal", PreemptMode="cluster", GraceTime="00:00:00")
+    + qos("debug", PreemptMode="cluster", GraceTime="00:00:00", MaxWall="00:30:00"),
 }
 GB200 = {
     "config": config(name="nvl72", topology="topology/block", version="25.05.3"),
@@ -233,7 +251,8 @@ UNIVERSITY = {
     + partition("long", MaxTime="7-00:00:00", AllowAccounts="physics")
     + partition("h100", AllowAccounts="ml"),
     "user": "ml|ml||scavenge|scavenge|4|20|gres/gpu=8|1-00:00:00||\n",
-    "qos": "normal|scavenge|cluster|00:00:00|||20|\nscavenge||requeue|00:00:45||||\n",
+    "qos": qos("normal", Preempt="scavenge", PreemptMode="cluster", MaxSubmitJobsPU="20")
+    + qos("scavenge", PreemptMode="requeue", GraceTime="00:00:45"),
     "licenses": "LicenseName=matlab Total=10 Used=2 Free=8 Reserved=0 Remote=no\n",
     "reservation": "ReservationName=summer StartTime=2026-07-01T06:00:00 "
     "EndTime=2026-07-02T18:00:00 Duration=1-12:00:00 Nodes=a[1-3] NodeCnt=3 CoreCnt=192 "
@@ -281,7 +300,7 @@ def survey(**changes: object) -> str:
         name: dict(MISSING)
         for name in (
             *("nvidia-smi", "nvidia-smi topo", "rocm-smi", "df", "enroot", "apptainer"),
-            *("singularity", "srun", "module", "sbatch"),
+            *("singularity", "srun", "module", "sbatch", "scontrol"),
         )
     }
     given = changes.pop("commands", {})
@@ -293,6 +312,9 @@ def survey(**changes: object) -> str:
         "host": "dgx001",
         "python": "3.6.8",
         "python_path": "/usr/bin/python3",
+        "interpreters": {"/usr/bin/python3": "3.6.8", "/usr/bin/python3.11": "3.11.9"},
+        "machine": "x86_64",
+        "system": 'NAME="Rocky Linux"\nPRETTY_NAME="Rocky Linux 8.10 (Green Obsidian)"\n',
         "cpus": 224,
         "commands": commands,
         "infiniband": {},
@@ -313,7 +335,9 @@ DGX_SURVEY = survey(
         "nvidia-smi topo": joined_matrix(8),
         "srun": "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]\n",
         "enroot": "3.4.1\n",
-        "module": "function\n",
+        "module": "function\nModules based on Lua: Version 8.7.53  2024-10-12\n"
+        "init=/usr/share/lmod/lmod/init/bash\n",
+        "scontrol": "slurm 24.11.5\n",
         "sbatch": "",
     },
     gpu_devices=[f"/dev/nvidia{i}" for i in range(8)],

@@ -10,7 +10,7 @@ import click
 
 from hpctrain.page.options import ProfileName, json_option, runs_option, set_option
 from hpctrain.page.output import busy, json_out, say, table, warn
-from hpctrain.page.text import marked, or_dash
+from hpctrain.page.text import marked, or_dash, paragraph
 
 if TYPE_CHECKING:
     from hpctrain.base.errors import Problem
@@ -63,18 +63,29 @@ def validate(
     if overrides or runs or as_json:
         raise click.UsageError("`--set`, `--runs` and `--json` need `--profile`")
     from hpctrain.base.errors import InvalidInputError
+    from hpctrain.page.words import counted
+    from hpctrain.spec.loader import read_text
+    from hpctrain.spec.open_questions import open_questions
 
     good: list[str] = []
     problems: list[Problem] = []
+    asked: list[Problem] = []
     for file in files:
         try:
             with busy(f"reading {file} ..."):
+                text = read_text(file)
                 good.append(f"{file}: ok ({validate_file(file, kind)})")
+                asked += [one.problem(str(file)) for one in open_questions(text)]
         except InvalidInputError as error:
             problems.extend(error.problems)
     if problems:
         raise InvalidInputError(problems)
     click.echo("\n".join(good))
+    if asked:
+        number = counted(len(asked), "question is open", "questions are open")
+        say(f"{number}; put your values, and remove the comments `# ASK:`")
+    for one in asked:
+        say("\n".join(paragraph(str(one), "- ", hang=2)))
 
 
 def validate_file(path: Path, kind: Kind | None = None) -> str:

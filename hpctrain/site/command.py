@@ -10,6 +10,7 @@ import click
 from hpctrain.page.options import ProfileName, json_option, runs_option
 from hpctrain.page.output import json_out, say
 from hpctrain.page.text import marked, paragraph
+from hpctrain.page.words import counted
 
 if TYPE_CHECKING:
     from hpctrain.site.doctor import SiteFinding
@@ -59,9 +60,9 @@ def detect(
 ) -> None:
     """Ask the Slurm of this machine what it is, and write a profile.
 
-    Every value has a comment: where it was read, or what it is guessed from. Takes eight
-    queries at most. With --in-job a job on one node reads what only nodes know; inside
-    an allocation a job step does.
+    Every value has a comment: where it was read, what it is guessed from, or what you
+    are asked. Takes eight queries at most. With --in-job a job on one node reads what
+    only nodes know; inside an allocation a job step does.
 
     \b
     Examples:
@@ -88,6 +89,11 @@ def detect(
     say(f"{found.queries} queries; {len(found.profile.guessed)} values are guesses: check them")
     for path in found.profile.guessed:
         say(f"  {path}")
+    asked = found.profile.asked
+    if asked:
+        say(f"{counted(len(asked), 'question')} to you, at the value behind `# ASK:`:")
+    for path, question in asked.items():
+        say("\n".join(paragraph(f"{path}: {question}", "  ", hang=2)))
     if output is not None:
         say(f"Wrote {output}")
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from hpctrain.base.units import Bandwidth, ByteSize
 from hpctrain.site.facts import Interface, NodeSurvey, RdmaPort, SiteFacts
 from hpctrain.site.hardware import NODES_SHOWN, KnownGpu, NodeGroup
-from hpctrain.site.profile_text import Stated, Tree, guess
+from hpctrain.site.profile_text import Stated, Tree, ask, guess
 
 
 def emulated_gpus(facts: SiteFacts, group: NodeGroup) -> Stated | None:
@@ -34,6 +34,7 @@ def emulated_gpus(facts: SiteFacts, group: NodeGroup) -> Stated | None:
 
 def nodes_section(group: NodeGroup) -> Mapping[str, Tree]:
     """State number, CPUs, memory and names; of unequal nodes the least."""
+    threads = min(node.threads_per_core for node in group.nodes)
     memory = min(node.job_memory_mib for node in group.nodes)
     reserved = any(node.reserved_mib for node in group.nodes)
     source = "RealMemory minus MemSpecLimit" if reserved else "RealMemory"
@@ -42,6 +43,9 @@ def nodes_section(group: NodeGroup) -> Mapping[str, Tree]:
     return {
         "count": Stated(len(group.nodes), f"{NODES_SHOWN}, nodes with {group.words}"),
         "cpus": Stated(min(node.cpus for node in group.nodes), f"CPUEfctv of {NODES_SHOWN}"),
+        "threads_per_core": Stated(
+            threads, f"ThreadsPerCore of {NODES_SHOWN}, as far as CPUTot counts them"
+        ),
         "memory": Stated(_mebibytes(memory), f"{source} of {NODES_SHOWN}"),
         "prefix": Stated(prefix, NODES_SHOWN)
         if len(prefixes) == 1
@@ -49,12 +53,18 @@ def nodes_section(group: NodeGroup) -> Mapping[str, Tree]:
     }
 
 
-def gpu_section(group: NodeGroup, gpu: KnownGpu, emulated: Stated | None) -> Mapping[str, Tree]:
+def gpu_section(
+    group: NodeGroup, gpu: KnownGpu, emulated: Stated | None, survey: NodeSurvey | None = None
+) -> Mapping[str, Tree]:
     """State type, number and memory; rates come from the catalogue when a run is planned."""
-    section: dict[str, Tree] = {
-        "type": Stated(gpu.type, f"Gres of {NODES_SHOWN}" if group.type else gpu.source),
-        "per_node": Stated(group.per_node, f"Gres of {NODES_SHOWN}"),
-    }
+    declared = f"Gres of {NODES_SHOWN}"
+    section: dict[str, Tree] = {"type": Stated(gpu.type, declared)}
+    if gpu.gres is not None:
+        section["type"] = Stated(gpu.type, f"{gpu.source}: its usual name")
+        section["gres"] = Stated(gpu.gres, declared)
+    elif not group.type:
+        section["type"] = Stated(gpu.type, gpu.source, gpu.is_guess)
+    section["per_node"] = _per_node(group, gpu, survey)
     if emulated is not None:
         share = min(node.job_memory_mib for node in group.nodes) // group.per_node
         section["memory"] = guess(_mebibytes(share), "processes on CPUs share a node's RealMemory")
@@ -64,10 +74,40 @@ def gpu_section(group: NodeGroup, gpu: KnownGpu, emulated: Stated | None) -> Map
         return section
     assert gpu.memory_bytes is not None
     section["memory"] = Stated(str(ByteSize(gpu.memory_bytes)), gpu.source, gpu.is_guess)
-    if gpu.gpu is None:
+    known = gpu.gpu
+    if known is None:
         return section
-    section["model"] = Stated(gpu.gpu.name, f"GPU catalogue: {gpu.gpu.source}", gpu.is_guess)
+    part = group.slice
+    if part is not None:
+        # NVIDIA's MIG user guide: up to seven slices compute, eight have the memory
+        share_of = f"{part.sevenths}/7 of {known.name}"
+        rates: dict[str, str] = {
+            name: f"{rate * part.sevenths / 7e12:.4g}TFLOP/s" for name, rate in known.peak.items()
+        }
+        section["peak"] = guess(rates, share_of)
+        eighths = max(1, round(8 * part.gigabytes * 1e9 / known.memory))
+        rate = known.memory_bandwidth * min(8, eighths) / 8e9
+        section["memory_bandwidth"] = guess(f"{rate:g}GB/s", f"{eighths}/8 of {known.name}")
+        return section
+    section["model"] = Stated(known.name, f"GPU catalogue: {known.source}", gpu.is_guess)
+    if known.unified_memory:
+        share = min(node.job_memory_mib for node in group.nodes) * 2**20 // group.per_node
+        least = min(gpu.memory_bytes, share)
+        section["memory"] = guess(
+            str(ByteSize(least)), f"{known.name} has the CPUs' memory, too: a share of RealMemory"
+        )
     return section
+
+
+def _per_node(group: NodeGroup, gpu: KnownGpu, survey: NodeSurvey | None) -> Stated:
+    if group.kind != "undeclared":
+        return Stated(group.per_node, f"Gres of {NODES_SHOWN}")
+    if survey is not None and survey.gpus:
+        tool = "nvidia-smi" if survey.gpus[0].vendor == "nvidia" else "rocm-smi"
+        return Stated(group.per_node, f"{tool} on {survey.host}")
+    usual = f", reference systems {gpu.gpu.per_node}" if gpu.gpu is not None else ""
+    words = f"how many GPUs has a node? Gres does not list them; 1 is safe{usual}; --in-job counts"
+    return ask(group.per_node, words)
 
 
 def _mebibytes(count: int) -> str:
@@ -97,6 +137,8 @@ def nvlink(facts: SiteFacts, group: NodeGroup, gpu: KnownGpu, emulated: bool) ->
     rate = known.nvlink_bandwidth if known is not None else _PCIE
     reason = f"GPU catalogue: {known.source}" if known is not None else "PCIe 4 x16, GPU unknown"
     domain = _domain(facts, group, gpu)
+    if group.slice is not None:
+        domain = Stated(1, "slices of GPUs (MIG) reach each other by no NVLink")
     if domain.value == 1:
         rate, reason = _PCIE, "PCIe 4 x16: no NVLink joins the GPUs"
     return {"domain": domain, "bandwidth": guess(f"{rate / 1e9:g}GB/s", reason)}
@@ -172,7 +214,8 @@ def _cards(facts: SiteFacts, group: NodeGroup, gpu: KnownGpu, emulated: bool) ->
     kind = _kind(facts, "infiniband")
     rate = f"{float(known_gpu.network_bandwidth) * 8 / 1e9:g}Gb/s"
     reason = f"a card for each GPU, as in reference systems of {known_gpu.name}"
-    section = _stated(kind, group.per_node, rate, reason, is_guess=True)
+    cards = group.per_node if group.slice is None else 1
+    section = _stated(kind, cards, rate, reason, is_guess=True)
     if _is_slingshot(facts):
         section["fabric"] = Stated(kind, "SwitchType of scontrol show config")
     return section

@@ -13,10 +13,12 @@ from hpctrain.base.units import Duration
 from hpctrain.site.detected_hardware import gpu_section, network, nodes_section, nvlink
 from hpctrain.site.facts import LoginFacts, SiteFacts
 from hpctrain.site.hardware import NodeGroup, groups_of, known_gpu
-from hpctrain.site.profile_text import Stated, Tree, guess
+from hpctrain.site.job_limits import JobLimits, allowed_accounts, job_limits, qos_of
+from hpctrain.site.profile_text import Stated, Tree, ask, guess
 from hpctrain.slurm.cluster_records import (
     Accounting,
     ClusterFacts,
+    NodeFacts,
     PartitionFacts,
     PreemptionMode,
     Qos,
@@ -29,25 +31,17 @@ PARTITION_SHOWN = "scontrol show partition"
 
 
 def slurm_section(
-    facts: SiteFacts,
-    group: NodeGroup,
-    default: PartitionFacts,
-    partitions: Sequence[Tree],
+    facts: SiteFacts, usable: Sequence[UsablePartition], partitions: Sequence[Tree]
 ) -> tuple[Tree, list[str]]:
     """State options and partitions, and what a person has to decide."""
-    cluster, config = facts.cluster, facts.cluster.config
+    config, default = facts.cluster.config, usable[0]
     remarks: list[str] = []
-    section: dict[str, Tree] = {"gpu_request": _gpu_request(facts, group, default, remarks)}
-    accounting = cluster.accounting
-    if accounting is not None and accounting.accounts:
-        shown = f"sacctmgr show user {facts.login.user} withassoc"
-        section["account"] = Stated(accounting.accounts[0], f"{shown}: the first of yours")
-        if accounting.default_account == accounting.accounts[0]:
-            section["account"] = Stated(accounting.accounts[0], f"{shown}, DefaultAccount")
-    section["exclusive"] = _exclusive(group, default)
+    section: dict[str, Tree] = {"gpu_request": _gpu_request(facts, usable, remarks)}
+    section |= _payment(facts, default.partition)
+    section["exclusive"] = _exclusive(facts, default)
     consumable = "MEMORY" in config.get("SelectTypeParameters").upper()
-    section["all_memory"] = Stated(
-        consumable,
+    section["memory"] = Stated(
+        "auto" if consumable else "none",
         f"SelectTypeParameters={config.get('SelectTypeParameters') or '(null)'}, so memory is "
         + ("allocated" if consumable else "not allocated"),
     )
@@ -72,25 +66,64 @@ def slurm_section(
     return section, remarks
 
 
-def _gpu_request(
-    facts: SiteFacts, group: NodeGroup, default: PartitionFacts, remarks: list[str]
-) -> Stated:
-    others = groups_of(facts.cluster.nodes_of(default.name))
-    types = sorted({one.type for one in others})
-    if len(types) > 1 and group.type:
-        words = f"nodes of partition {default.name} have {', '.join(types)}: the type says which"
-        return Stated("gres-typed", words)
-    if len(types) > 1:
+def _payment(facts: SiteFacts, default: PartitionFacts) -> Iterator[tuple[str, Tree]]:
+    """State who pays and by which QOS in the default partition; what is not known is asked."""
+    accounting = facts.cluster.accounting
+    shown = f"sacctmgr show user {facts.login.user} withassoc"
+    enforced = facts.cluster.config.get("AccountingStorageEnforce").lower()
+    if accounting is None or not accounting.accounts:
+        if "associations" in enforced or "all" in enforced.split(","):
+            reason = "names none of yours" if accounting is not None else "did not answer"
+            yield (
+                "account",
+                ask(None, f"which account pays? Slurm wants one, and sacctmgr {reason}"),
+            )
+        return
+    source = f"{shown}: the first of yours"
+    if accounting.default_account == accounting.accounts[0]:
+        source = f"{shown}, DefaultAccount"
+    yield "account", Stated(accounting.accounts[0], source)
+    choice = qos_of(default, accounting)
+    if choice is not None and choice.is_default and len(choice.usable) > 1:
+        others = ", ".join(name for name in choice.usable if name != choice.name)
+        yield "qos", Stated(choice.name, f"your default in {shown}; also yours: {others}")
+
+
+def _gpu_request(facts: SiteFacts, usable: Sequence[UsablePartition], remarks: list[str]) -> Stated:
+    if usable[0].group.kind == "undeclared":
+        configured = facts.cluster.config.get("GresTypes") or "(null)"
+        words = f"nodes have no GPUs in Gres (GresTypes={configured} of {CONFIG_SHOWN})"
+        return Stated("none", f"{words}: a job has those of its nodes")
+    for one in usable:
+        name, nodes = one.partition.name, facts.cluster.nodes_of(one.partition.name)
+        types = sorted({kind for node in nodes for kind, _ in node.gpus})
+        if len(types) < 2:
+            continue
+        if all(other.group.type for other in usable):
+            words = f"nodes of partition {name} have {', '.join(filter(None, types))}"
+            return Stated("gres-typed", f"{words}: the type says which")
         remarks.append(
-            f"partition `{default.name}` has nodes with {len(others)} kinds of GPUs, and Gres "
-            "names no type: name a feature in slurm.constraint"
+            f"partition `{name}` has nodes with {len(types)} kinds of GPUs, and Gres does not name "
+            "the type of all: name a feature in slurm.constraint"
         )
+    if usable[0].group.slice is not None:
+        return Stated("gres-typed", "slices of GPUs are asked for by their type")
     return Stated("gres", f"Gres of scontrol show node, GresTypes of {CONFIG_SHOWN}")
 
 
-def _exclusive(group: NodeGroup, default: PartitionFacts) -> Stated:
-    if default.whole_nodes:
+def _exclusive(facts: SiteFacts, default: UsablePartition) -> Stated:
+    group = default.group
+    if default.partition.whole_nodes:
         return Stated(True, f"OverSubscribe=EXCLUSIVE of {PARTITION_SHOWN}")
+    if facts.cluster.config.get("SelectType").endswith("/linear"):
+        return Stated(True, f"SelectType=select/linear of {CONFIG_SHOWN}: whole nodes only")
+    most = limits_of(facts.cluster, default).max_gpus
+    if most is not None and most.count < group.per_node:
+        return Stated(False, f"{most.source} is less than the GPUs of a node")
+    if group.slice is not None:
+        return Stated(False, "a run has one slice of a GPU, and the rest is for others")
+    if group.kind == "undeclared":
+        return guess(True, "Slurm counts no GPUs, so another job on a node would take them, too")
     if group.is_one_machine:
         return guess(False, "small jobs share the few nodes of one machine")
     return guess(True, "training takes whole nodes; some sites refuse --exclusive")
@@ -159,20 +192,12 @@ def _by_qos(cluster: ClusterFacts, partition: PartitionFacts, signal: bool) -> P
 
 
 def _qos_of(cluster: ClusterFacts, partition: PartitionFacts) -> Qos | None:
-    """Find the QOS of a job that names none: the association's, else the partition's."""
+    """Find the QOS of the user's jobs there, else the partition's."""
     accounting = cluster.accounting
     if accounting is None:
         return None
-    default = next(
-        (
-            one.default_qos or (one.qos[0] if len(one.qos) == 1 else None)
-            for account in accounting.accounts[:1]
-            for one in accounting.associations
-            if one.account == account and one.partition in (None, partition.name)
-        ),
-        None,
-    )
-    name = default or partition.qos
+    choice = qos_of(partition, accounting)
+    name = choice.name if choice is not None else partition.qos
     return next((one for one in accounting.qos if one.name == name), None)
 
 
@@ -187,6 +212,12 @@ class UsablePartition:
     group: NodeGroup
 
 
+def limits_of(cluster: ClusterFacts, usable: UsablePartition) -> JobLimits:
+    """Combine the limits of a job in a partition."""
+    group = usable.group
+    return job_limits(cluster, usable.partition, group.type, group.per_node)
+
+
 def usable_partitions(
     facts: SiteFacts, main: NodeGroup, wanted: str | None
 ) -> tuple[list[UsablePartition], list[str]]:
@@ -197,13 +228,30 @@ def usable_partitions(
     """
     usable, left_out = [], []
     for partition in facts.cluster.partitions:
-        groups = groups_of(facts.cluster.nodes_of(partition.name))
+        groups = _groups_alike(facts.cluster.nodes_of(partition.name), main)
         alike = next((one for one in groups if one.gpus == main.gpus), None)
-        if not groups or (wanted is not None and alike is None):
-            continue
         reason = refusal(partition, facts.login, facts.cluster.accounting)
+        if reason is None and partition.hidden:
+            reason = "it is hidden (Hidden=YES)"
+        slices = groups_of(facts.cluster.nodes_of(partition.name), "slices")
+        strangers = (
+            groups
+            and main.kind == "undeclared"
+            and len(groups[0].nodes) < len(facts.cluster.nodes_of(partition.name))
+        )
+        if strangers and _feature(facts, main, partition) is None:
+            reason = reason or "it has nodes without GPUs, and no feature tells them from others"
+        if not groups and slices and wanted is None and main.kind == "gpus":
+            reason = f"its GPUs are slices (MIG: {slices[0].words}), each for a run of one GPU"
+        elif not groups or (wanted is not None and alike is None):
+            continue
         if reason is not None and partition.name != wanted:
-            left_out.append(f"partition `{partition.name}` is left out: {reason}")
+            how = (
+                f"; `--partition {partition.name}` describes it"
+                if slices or partition.hidden
+                else ""
+            )
+            left_out.append(f"partition `{partition.name}` is left out: {reason}{how}")
         else:
             usable.append(UsablePartition(partition, alike or groups[0]))
     if not any(one.group.gpus == main.gpus for one in usable):
@@ -217,6 +265,15 @@ def usable_partitions(
         for one in usable
     }
     return sorted(usable, key=lambda one: order[one.partition.name]), left_out
+
+
+def _groups_alike(nodes: Sequence[NodeFacts], main: NodeGroup) -> tuple[NodeGroup, ...]:
+    """Group nodes that have GPUs of the main group's kind."""
+    if main.kind != "undeclared":
+        return groups_of(nodes, main.kind)
+    own = {node.name for node in main.nodes}
+    members = tuple(node for node in nodes if node.name in own)
+    return (replace(main, nodes=members),) if members else ()
 
 
 def refusal(
@@ -238,6 +295,14 @@ def refusal(
     groups = partition.allow_groups
     if groups and login.groups and not set(groups) & set(login.groups):
         return f"it is for groups {', '.join(groups)}"
+    mine = {name for one in (accounting.associations if accounting else ()) for name in one.qos}
+    if mine and qos_of(partition, accounting) is None:
+        takes = (
+            f"for QOS {', '.join(partition.allow_qos)}"
+            if partition.allow_qos
+            else (f"closed to QOS {', '.join(partition.deny_qos)}")
+        )
+        return f"it is {takes}, and yours are {', '.join(sorted(mine))}"
     return None
 
 
@@ -270,13 +335,21 @@ def partition_sections(
             own = found
         elif len(one.group.nodes) != count.value:
             own = {"nodes": _differing(nodes_section(one.group), hardware["nodes"])}
-        for other in groups_of(facts.cluster.nodes_of(name)):
+        nodes = facts.cluster.nodes_of(name)
+        for other in () if one.group.kind == "undeclared" else groups_of(nodes):
             if other.gpus != one.group.gpus:
                 remarks.append(
                     f"partition `{name}` has {len(other.nodes)} other nodes, not described: "
                     f"{other.words} each"
                 )
-        section = _limits(facts, one.partition, is_default=one is usable[0])
+        for other in groups_of(nodes, "slices"):
+            if other.gpus != one.group.gpus:
+                remarks.append(
+                    f"partition `{name}` has {len(other.nodes)} nodes with slices of GPUs (MIG), "
+                    f"not described: {other.words} each"
+                )
+        section = _limits(facts, one, is_default=one is usable[0])
+        remarks += limits_of(facts.cluster, one).others
         sections.append({**section, **dict(_rights(facts, one)), **own})
     return sections, remarks
 
@@ -326,22 +399,24 @@ def _differing(own: Mapping[str, Tree], cluster: Mapping[str, Tree]) -> dict[str
 def _rights(facts: SiteFacts, usable: UsablePartition) -> Iterator[tuple[str, Tree]]:
     """State account, QOS and feature that this partition alone demands."""
     partition, accounting = usable.partition, facts.cluster.accounting
-    accounts = accounting.accounts if accounting is not None else ()
-    allowed = [
-        name
-        for name in accounts
-        if (not partition.allow_accounts or name in partition.allow_accounts)
-        and name not in partition.deny_accounts
-    ]
-    if allowed and allowed[0] != accounts[0]:
+    allowed = allowed_accounts(partition, accounting)
+    if accounting is not None and allowed and allowed[0] != accounting.accounts[0]:
         source = f"AllowAccounts, DenyAccounts of {PARTITION_SHOWN}: the first of yours"
         yield "account", Stated(allowed[0], source)
-    if accounting is not None and partition.allow_qos:
-        mine = {name for one in accounting.associations for name in one.qos}
-        usual = {one.default_qos for one in accounting.associations}
-        fitting = sorted(mine & set(partition.allow_qos))
-        if fitting and not usual & set(fitting):
-            yield "qos", Stated(fitting[0], f"AllowQos of {PARTITION_SHOWN}, and yours")
+    elif partition.allow_accounts and not (accounting is not None and accounting.accounts):
+        names = ", ".join(partition.allow_accounts)
+        yield "account", ask(None, f"which account pays? It takes {names} only (AllowAccounts)")
+    choice = qos_of(partition, accounting)
+    if choice is not None and not choice.is_default:
+        source = f"AllowQos, DenyQos of {PARTITION_SHOWN}, and yours"
+        if len(choice.usable) == 1:
+            yield "qos", Stated(choice.name, source)
+        else:
+            names = ", ".join(choice.usable)
+            yield "qos", ask(choice.name, f"which QOS? {names} are yours ({source})")
+    elif choice is None and partition.allow_qos:
+        names = ", ".join(partition.allow_qos)
+        yield "qos", ask(None, f"which QOS? It takes {names} only (AllowQos), yours are unknown")
     if feature := _feature(facts, usable.group, partition):
         words = f"ActiveFeatures: nodes of {partition.name} with other GPUs do not have it"
         yield "constraint", Stated(feature, words)
@@ -353,7 +428,8 @@ def _feature(facts: SiteFacts, group: NodeGroup, default: PartitionFacts) -> str
     others = [
         node
         for node in facts.cluster.nodes_of(default.name)
-        if node.name not in names and group.type in {kind for kind, _ in node.gpus}
+        if node.name not in names
+        and (group.kind == "undeclared" or group.type in {kind for kind, _ in node.gpus})
     ]
     if not others:
         return None
@@ -361,7 +437,8 @@ def _feature(facts: SiteFacts, group: NodeGroup, default: PartitionFacts) -> str
     return min(group.common_features - taken, default=None)
 
 
-def _limits(facts: SiteFacts, partition: PartitionFacts, *, is_default: bool) -> dict[str, Tree]:
+def _limits(facts: SiteFacts, usable: UsablePartition, *, is_default: bool) -> dict[str, Tree]:
+    partition = usable.partition
     section: dict[str, Tree] = {"name": Stated(partition.name, PARTITION_SHOWN)}
     if is_default:
         section["default"] = (
@@ -369,13 +446,18 @@ def _limits(facts: SiteFacts, partition: PartitionFacts, *, is_default: bool) ->
             if partition.default
             else guess(True, "a profile needs one; Slurm's own default is not in this profile")
         )
-    if partition.max_seconds is not None:
-        limit = str(Duration(partition.max_seconds))
-        section["max_walltime"] = Stated(limit, f"MaxTime of {PARTITION_SHOWN}")
-    if partition.min_nodes > 1:
-        section["min_nodes"] = Stated(partition.min_nodes, f"MinNodes of {PARTITION_SHOWN}")
-    if partition.max_nodes is not None:
-        section["max_nodes"] = Stated(partition.max_nodes, f"MaxNodes of {PARTITION_SHOWN}")
+    limits = limits_of(facts.cluster, usable)
+    if limits.max_seconds is not None:
+        longest = str(Duration(limits.max_seconds.value))
+        section["max_walltime"] = Stated(longest, limits.max_seconds.source)
+    for field, limit in (("min_nodes", limits.min_nodes), ("max_nodes", limits.max_nodes)):
+        if limit is not None:
+            section[field] = Stated(limit.count, limit.source)
+    if usable.group.slice is not None:
+        # NVIDIA's MIG user guide: CUDA sees one slice at a time, and no P2P joins two
+        section["max_gpus"] = Stated(1, "no process group joins slices of GPUs (MIG)")
+    elif limits.max_gpus is not None:
+        section["max_gpus"] = Stated(limits.max_gpus.count, limits.max_gpus.source)
     section["priority_tier"] = Stated(partition.priority_tier, f"PriorityTier of {PARTITION_SHOWN}")
     taken = preemption_of(facts.cluster, partition)
     mode = "off" if taken.mode == "suspend" else taken.mode

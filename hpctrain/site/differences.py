@@ -22,7 +22,8 @@ from hpctrain.site.detected_slurm import (
 )
 from hpctrain.site.facts import SiteFacts, mount_of
 from hpctrain.site.hardware import NODES_SHOWN, NodeGroup, groups_of
-from hpctrain.slurm.cluster_records import PartitionFacts
+from hpctrain.site.job_limits import job_limits
+from hpctrain.slurm.cluster_records import PartitionFacts, gpu_slice
 from hpctrain.slurm.settings import seconds_of, words_of
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.slurm import PartitionProfile
@@ -107,7 +108,7 @@ def _partitions(profile: ClusterProfile, facts: SiteFacts) -> Iterator[Differenc
             yield _differs(
                 f"{path}.name", one.name, f"closed: {reason}", PARTITION_SHOWN, "refused", words
             )
-        yield from _partition_limits(path, one, real)
+        yield from _partition_limits(path, profile, one, real, facts)
         yield from _preemption(path, one, preemption_of(facts.cluster, real))
         if one.default and not real.default:
             default = facts.cluster.partition(None)
@@ -129,36 +130,51 @@ def _partitions(profile: ClusterProfile, facts: SiteFacts) -> Iterator[Differenc
 
 
 def _partition_limits(
-    path: str, one: PartitionProfile, real: PartitionFacts
+    path: str,
+    profile: ClusterProfile,
+    one: PartitionProfile,
+    real: PartitionFacts,
+    facts: SiteFacts,
 ) -> Iterator[Difference]:
+    """Compare what jobs may ask for: by the partition, and by the QOS of the profile or user."""
+    own = profile.for_partition(one.name)
+    limits = job_limits(
+        facts.cluster, real, own.gpu.gres or own.gpu.type, own.gpu.per_node, own.slurm.qos
+    )
     longest = None if one.max_walltime is None else float(one.max_walltime)
-    if longest != real.max_seconds:
-        shorter = real.max_seconds is not None and (longest is None or longest > real.max_seconds)
+    real_longest = limits.max_seconds.value if limits.max_seconds is not None else None
+    if longest != real_longest:
+        shorter = real_longest is not None and (longest is None or longest > real_longest)
         yield _differs(
             f"{path}.max_walltime",
             "no limit" if longest is None else Duration(longest),
-            "no limit" if real.max_seconds is None else Duration(real.max_seconds),
-            f"MaxTime of {PARTITION_SHOWN}",
+            "no limit" if real_longest is None else Duration(real_longest),
+            limits.max_seconds.source if limits.max_seconds else f"MaxTime of {PARTITION_SHOWN}",
             "refused" if shorter else "harmless",
             "longer jobs are refused or wait for ever" if shorter else "jobs could ask for more",
         )
-    if one.max_nodes != real.max_nodes:
-        fewer = real.max_nodes is not None and (
-            one.max_nodes is None or one.max_nodes > real.max_nodes
-        )
+    rows = (
+        ("max_nodes", one.max_nodes, limits.max_nodes, f"MaxNodes of {PARTITION_SHOWN}"),
+        ("max_gpus", one.max_gpus, limits.max_gpus, "QOS and association"),
+    )
+    for field, told, limit, shown in rows:
+        most = limit.count if limit is not None else None
+        if told == most or (field == "max_gpus" and most is None):
+            continue
+        fewer = most is not None and (told is None or told > most)
         yield _differs(
-            f"{path}.max_nodes",
-            one.max_nodes or "no limit",
-            real.max_nodes or "no limit",
-            f"MaxNodes of {PARTITION_SHOWN}",
+            f"{path}.{field}",
+            told or "no limit",
+            most or "no limit",
+            limit.source if limit is not None else shown,
             "refused" if fewer else "harmless",
             "larger jobs are refused or wait for ever" if fewer else "jobs could ask for more",
         )
     least = one.min_nodes or 0
-    if least < real.min_nodes:
+    if limits.min_nodes is not None and least < limits.min_nodes.value:
         yield _differs(
-            f"{path}.min_nodes", least or "no limit", real.min_nodes,
-            f"MinNodes of {PARTITION_SHOWN}", "refused", "smaller jobs are refused",
+            f"{path}.min_nodes", least or "no limit", limits.min_nodes.count,
+            limits.min_nodes.source, "refused", "smaller jobs are refused",
         )  # fmt: skip
     if one.priority_tier != real.priority_tier:
         yield _differs(
@@ -227,7 +243,16 @@ def _partition_hardware(
         for node in facts.cluster.nodes_of(partition.name)
         if not simple or wanted <= node.features
     ]
-    groups, source = groups_of(nodes), f"{NODES_SHOWN}, nodes of {partition.name}"
+    kind: Literal["gpus", "slices"] = "gpus"
+    asked_type = real.gpu.gres or real.gpu.type
+    if gpu_slice(asked_type) is not None:
+        kind = "slices"
+    groups, source = groups_of(nodes, kind), f"{NODES_SHOWN}, nodes of {partition.name}"
+    if not groups and nodes and real.slurm.gpu_request == "none":
+        # nobody asks for GPUs, and Gres need not list them: the profile's number counts
+        unlisted = NodeGroup((("", real.gpu.per_node),), tuple(nodes), "undeclared")
+        yield from _node_sizes(real, [unlisted], places, source)
+        return
     if not groups:
         if not wanted:
             yield _differs(
@@ -235,12 +260,12 @@ def _partition_hardware(
                 "no node of this partition has GPUs",
             )  # fmt: skip
         return
-    typed = [one for one in groups if real.gpu.type in {kind for kind, _ in one.gpus}]
+    typed = [one for one in groups if asked_type in {name for name, _ in one.gpus}]
     if not typed and groups[0].type:
         kinds = ", ".join(sorted({one.type for one in groups}))
         asked = real.slurm.asks_for_a_type
         yield _differs(
-            f"{places['gpu']}gpu.type", real.gpu.type, kinds, source,
+            f"{places['gpu']}gpu.{'gres' if real.gpu.gres else 'type'}", asked_type, kinds, source,
             "refused" if asked else "slower",
             "jobs ask for a type that is not there" if asked else "plans are for another GPU",
         )  # fmt: skip
@@ -268,6 +293,13 @@ def _node_sizes(
             yield _differs(field, told, real, source, "refused", more)
         elif told < real:
             yield _differs(field, told, real, source, severity, less)
+    told_threads, threads = profile.nodes.threads_per_core, min(n.threads_per_core for n in nodes)
+    if told_threads != threads:
+        yield _differs(
+            f"{places['nodes']}nodes.threads_per_core", told_threads, threads,
+            f"ThreadsPerCore of {source}", "slower",
+            "jobs that ask for whole cores get another number of CPUs than they ask for",
+        )  # fmt: skip
     memory, told_memory = min(node.job_memory_mib for node in nodes), profile.nodes.memory
     if int(told_memory) // 2**20 != memory:
         above = int(told_memory) // 2**20 > memory

@@ -87,9 +87,25 @@ class GpuSurvey:
 
 
 @dataclass(frozen=True)
+class ModuleSystem:
+    """Environment modules of a machine; `init` is the file that gives a shell `module`."""
+
+    name: str
+    version: str = ""
+    init: str | None = None
+    is_cray: bool = False
+
+    @property
+    def words(self) -> str:
+        cray = " (Cray PE)" if self.is_cray else ""
+        return f"{self.name} {self.version}".rstrip() + cray
+
+
+@dataclass(frozen=True)
 class NodeSurvey:
     """One node as a job sees it. `may_submit`: `sbatch --test-only` was accepted there; None is
-    unknown. `limits` are (soft, hard), -1 for none.
+    unknown. `limits` are (soft, hard), -1 for none. `interpreters` have their versions. `missing`
+    are programs of Slurm that a job does not find.
     """
 
     host: str
@@ -103,7 +119,11 @@ class NodeSurvey:
     mounts: tuple[Mount, ...] = ()
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     launchers: tuple[str, ...] = ()
-    has_modules: bool = False
+    machine: str = ""
+    system: str = ""
+    interpreters: Mapping[str, str] = field(default_factory=dict)
+    modules: ModuleSystem | None = None
+    missing: tuple[str, ...] = ()
     may_submit: bool | None = None
     submit_words: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -148,13 +168,47 @@ def node_survey(text: str) -> NodeSurvey:
             mounts=mounts(raw["mounts"]),
             limits={name: (int(a), int(b)) for name, (a, b) in raw["limits"].items()},
             launchers=tuple(launchers),
-            has_modules=commands["module"]["stdout"].strip() == "function",
+            machine=str(raw["machine"]),
+            system=system_name(raw["system"]),
+            interpreters={str(path): str(text) for path, text in raw["interpreters"].items()},
+            modules=module_system(commands["module"]["stdout"]),
+            missing=tuple(
+                name
+                for name in ("srun", "sbatch", "scontrol")
+                if commands[name]["returncode"] is None
+            ),
             may_submit=None if code is None else code == 0,
             submit_words=commands["sbatch"]["stderr"].strip(),
             variables={str(name): str(value) for name, value in raw["variables"].items()},
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not the survey of a node: {error}") from error
+
+
+def module_system(text: str) -> ModuleSystem | None:
+    """Parse what the survey's program says about `module`; None: no shell has it.
+
+    Lmod prints `Modules based on Lua: Version 8.7.53 ...`, environment-modules `Modules Release
+    5.3.0 (2023-05-14)`, version 3 of it `VERSION=3.2.10`.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines or lines[0] not in ("function", "file", "alias"):
+        return None
+    init = [line.removeprefix("init=") for line in lines if line.startswith("init=")]
+    told = next((line for line in lines[1:] if re.search(r"(?i)version|release", line)), "")
+    version = re.search(r"\d+(?:\.\d+)+", told)
+    return ModuleSystem(
+        name="Lmod" if "lua" in told.lower() else "environment-modules",
+        version=version[0] if version else "",
+        init=init[0] if init else None,
+        is_cray="cray" in lines,
+    )
+
+
+def system_name(text: str) -> str:
+    """Read the name of a distribution from os-release(5)."""
+    found = re.search(r'(?m)^PRETTY_NAME="?([^"\n]*)', text)
+    return found[1] if found else "of unknown system"
 
 
 def _gpus(commands: Mapping[str, Any]) -> tuple[GpuSurvey, ...]:
@@ -290,6 +344,9 @@ class LoginFacts:
     host: str
     user: str
     python: tuple[int, ...]
+    interpreter: str = ""
+    machine: str = ""
+    modules: ModuleSystem | None = None
     groups: tuple[str, ...] = ()
     runs: Directory = field(default_factory=lambda: Directory(""))
     mounts: tuple[Mount, ...] = ()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.base.printable_text import printable_line
+from hpctrain.spec.open_questions import ASK
 
 _WIDTH = 100
 # Text that needs no quotes: words, quantities with a unit, and times as `1-00:00:00`.
@@ -21,22 +22,28 @@ _PLAIN = re.compile(
 )
 _SPECIAL = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 
-Scalar = str | int | float | bool
+Scalar = str | int | float | bool | None
 # A tuple is a list in one line, an empty mapping says that there is nothing.
 Value = Scalar | tuple[str, ...] | Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Stated:
-    """A value and where it comes from: the command that printed it, or why it is a guess."""
+    """A value and where it comes from: the command that printed it, or why it is a guess.
+
+    Or it is a question (`is_ask`): then the value does no harm, and the user has a better one.
+    """
 
     value: Value
     source: str
     is_guess: bool = False
+    is_ask: bool = False
 
     @property
     def comment(self) -> str:
         text = printable_line(self.source)
+        if self.is_ask:
+            return f"{ASK} {text}"
         return f"guess: {text}; check" if self.is_guess else f"from: {text}"
 
 
@@ -46,6 +53,11 @@ Tree = Stated | Mapping[str, "Tree"] | Sequence["Tree"]
 def guess(value: Value, reason: str) -> Stated:
     """State a value that no command has printed, and what it is guessed from."""
     return Stated(value, reason, is_guess=True)
+
+
+def ask(value: Value, question: str) -> Stated:
+    """State a harmless value in place of one that only the user knows."""
+    return Stated(value, question, is_ask=True)
 
 
 def profile_text(tree: Mapping[str, Tree], head: Sequence[str]) -> str:
@@ -61,17 +73,16 @@ def profile_text(tree: Mapping[str, Tree], head: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def guesses(tree: Tree, path: str = "") -> Iterator[tuple[str, Stated]]:
-    """Find the guessed values with their dotted paths."""
+def stated_values(tree: Tree, path: str = "") -> Iterator[tuple[str, Stated]]:
+    """List all values with their dotted paths."""
     if isinstance(tree, Stated):
-        if tree.is_guess:
-            yield path, tree
+        yield path, tree
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from guesses(value, f"{path}.{key}" if path else key)
+            yield from stated_values(value, f"{path}.{key}" if path else key)
     else:
         for index, value in enumerate(tree):
-            yield from guesses(value, f"{path}[{index}]")
+            yield from stated_values(value, f"{path}[{index}]")
 
 
 def _entry(head: str, value: Tree, indent: str) -> list[str]:

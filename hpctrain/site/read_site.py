@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import grp
 import os
+import platform
 import pwd
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.base import clock
@@ -23,7 +24,7 @@ from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import HpctrainError, SlurmError, UsageError
 from hpctrain.site import survey
 from hpctrain.site import survey as survey_program
-from hpctrain.site.detected import DetectedProfile, detected_profile
+from hpctrain.site.detected import DetectedProfile, detected_profile, undeclared_groups
 from hpctrain.site.detected_slurm import refusal
 from hpctrain.site.differences import Difference, differences
 from hpctrain.site.doctor import SiteFinding, judge_site
@@ -32,23 +33,28 @@ from hpctrain.site.facts import (
     NodeSurvey,
     SiteFacts,
     default_interface,
+    module_system,
     mounts,
     node_survey,
     rdma_ports,
     survey_line,
 )
-from hpctrain.site.hardware import groups_of
+from hpctrain.site.hardware import NodeGroup, groups_of
+from hpctrain.site.job_limits import qos_of
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.cluster_queries import ClusterQueries, step_output
 from hpctrain.slurm.cluster_records import ClusterFacts, PartitionFacts
 from hpctrain.slurm.records import JobRecord
 from hpctrain.spec.loader import (
     Loaded,
+    find_profile,
     load_catalogue,
     load_named_profile,
     load_profile,
     profile_search_path,
+    read_text,
 )
+from hpctrain.spec.open_questions import open_questions
 from hpctrain.spec.profile import ClusterProfile
 
 # Variables that sites set to directories of a user; their mounts are file systems of runs.
@@ -104,19 +110,21 @@ def detect(
     cluster = ClusterQueries(login.user).facts()
     looked: NodeSurvey | None = None
     if in_job:
-        target = _survey_partition(cluster, login, partition)
-        # Name all GPUs of a node, with their type: a partition may have several
-        group = groups_of(cluster.nodes_of(target.name))[0]
-        whole_node = f"gpu:{group.type}:{group.per_node}" if group.type else f"gpu:{group.per_node}"
+        target, gpus = _survey_target(cluster, login, partition)
+        choice = qos_of(target, cluster.accounting)
         looked = survey_node(
             SlurmClient(),
             partition=target.name,
-            gpus=whole_node,
+            gpus=gpus,
             account=account,
+            qos=None if choice is None or choice.is_default else choice.name,
             patience_seconds=patience_seconds,
             directory=Path.cwd(),
             say=say,
         )
+    else:
+        shell = survey.command(survey.COMMANDS["module"])
+        login = replace(login, modules=module_system(str(shell["stdout"])))
     facts = SiteFacts(cluster, login, looked)
     catalogue = load_catalogue(profile_search_path())
     found = detected_profile(facts, catalogue, partition=partition, model=model)
@@ -141,15 +149,30 @@ def check(name: str, runs: Path) -> Checked:
 def examine(runs: Path, profile_name: str | None) -> Examination:
     """Judge what will work at this site, with a profile or with Slurm's default partition."""
     profile = None
+    asked: tuple[SiteFinding, ...] = ()
     if profile_name is not None:
         profile = load_named_profile(profile_name).document
+        asked = _open_questions(find_profile(profile_name, profile_search_path()))
     login = login_facts(runs)
     queries = ClusterQueries(login.user)
     try:
         cluster = queries.facts()
     except SlurmError as error:
-        return Examination(judge_site(None, login, profile), queries.count, error)
-    return Examination(judge_site(cluster, login, profile), queries.count)
+        return Examination((*judge_site(None, login, profile), *asked), queries.count, error)
+    return Examination((*judge_site(cluster, login, profile), *asked), queries.count)
+
+
+def _open_questions(file: Path) -> tuple[SiteFinding, ...]:
+    """Repeat the questions of `detect` that nobody has answered in a profile."""
+    return tuple(
+        SiteFinding(
+            topic="profile",
+            state="unknown",
+            sentence=f"{one.problem(file.name)} (remove the comment when it is answered)",
+            source=f"{file.name}:{one.line}",
+        )
+        for one in open_questions(read_text(file))
+    )
 
 
 def login_facts(runs: Path) -> LoginFacts:
@@ -165,6 +188,8 @@ def login_facts(runs: Path) -> LoginFacts:
         host=socket.gethostname(),
         user=_user(),
         python=tuple(sys.version_info[:3]),
+        interpreter=sys.executable,
+        machine=platform.machine(),
         groups=tuple(found),
         runs=directory_facts(runs),
         mounts=mounts(survey.text_of("/proc/mounts")),
@@ -174,24 +199,41 @@ def login_facts(runs: Path) -> LoginFacts:
     )
 
 
-def _survey_partition(
+def _survey_target(
     cluster: ClusterFacts, login: LoginFacts, wanted: str | None
-) -> PartitionFacts:
-    """Choose where the survey runs: the partition that was named, else the first usable one."""
+) -> tuple[PartitionFacts, str | None]:
+    """Choose where the survey runs, and all GPUs of a node there; None where Gres has none.
+
+    The partition is the one that was named, else the first usable one with most GPUs: whole ones
+    before slices, and both before those that only names tell of.
+    """
+    groups = groups_of(cluster.nodes) or groups_of(cluster.nodes, "slices")
     if wanted is not None:
         named = cluster.partition(wanted)
         if named is None:
             known = ", ".join(one.name for one in cluster.partitions)
             raise UsageError(f"no partition is called `{wanted}`", hint=f"there are: {known}")
-        if groups_of(cluster.nodes_of(wanted)):
-            return named
-        raise UsageError(f"no node of partition `{wanted}` has GPUs")
-    groups = groups_of(cluster.nodes)
+        nodes = cluster.nodes_of(wanted)
+        own = groups_of(nodes) or groups_of(nodes, "slices")
+        if groups and not own:
+            raise UsageError(f"no node of partition `{wanted}` has GPUs")
+        return named, _all_gpus(own[0]) if own else None
+    if not groups:
+        catalogue = load_catalogue(profile_search_path())
+        groups = undeclared_groups(SiteFacts(cluster, login), catalogue, None)
     for one in sorted(cluster.partitions, key=lambda partition: not partition.default):
-        is_usable = refusal(one, login, cluster.accounting) is None
-        if groups and one.name in groups[0].partitions and is_usable:
-            return one
-    raise HpctrainError("no partition with GPUs takes a job of yours", hint="--partition names one")
+        is_usable = refusal(one, login, cluster.accounting) is None and not one.hidden
+        if is_usable and groups and one.name in groups[0].partitions:
+            return one, _all_gpus(groups[0])
+    hint = "--partition names one"
+    raise HpctrainError("no partition with GPUs takes a job of yours", hint=hint)
+
+
+def _all_gpus(group: NodeGroup) -> str | None:
+    """Name all GPUs of a node, with their type: a partition may have several."""
+    if group.kind == "undeclared":
+        return None
+    return f"gpu:{group.type}:{group.per_node}" if group.type else f"gpu:{group.per_node}"
 
 
 def _user() -> str:
@@ -215,26 +257,29 @@ def survey_node(
     slurm: SlurmClient,
     *,
     partition: str,
-    gpus: str,
+    gpus: str | None,
     account: str | None,
+    qos: str | None = None,
     patience_seconds: float,
     directory: Path,
     say: Callable[[str], None],
 ) -> NodeSurvey:
     """Run the survey on one node of a partition, and return what it saw.
 
-    `gpus` is what `--gres` asks for. `directory` receives the output of the job, so it must be on a
-    file system that nodes share; the file is removed. Raises SlurmError when the job is refused,
-    HpctrainError when it does not start within `patience_seconds` (it is cancelled) or leaves no
-    survey.
+    `gpus` is what `--gres` asks for, None for nothing. `directory` receives the output of the job,
+    so it must be on a file system that nodes share; the file is removed. Raises SlurmError when the
+    job is refused, HpctrainError when it does not start within `patience_seconds` (it is cancelled)
+    or leaves no survey.
     """
     if job := os.environ.get("SLURM_JOB_ID"):
         say(f"looking at a node of job {job}, in which this command runs")
         return _read(step_output(job, _program()), f"a step of job {job}")
     options = [
         *("--job-name=hpctrain-survey", f"--partition={partition}", "--nodes=1", "--ntasks=1"),
-        *(f"--time={JOB_MINUTES}", "--no-requeue", f"--gres={gpus}"),
+        *(f"--time={JOB_MINUTES}", "--no-requeue"),
+        *([f"--gres={gpus}"] if gpus else []),
         *([f"--account={account}"] if account else []),
+        *([f"--qos={qos}"] if qos else []),
     ]
     output = directory / f"hpctrain-survey-{os.getpid()}-%j.out"
     options.append(f"--output={output}")
@@ -255,7 +300,9 @@ def survey_node(
 
 def _program() -> str:
     """Return the text of the survey as a batch script that any python3 runs."""
-    return "#!/usr/bin/env python3\n" + Path(survey_program.__file__).read_text(encoding="utf-8")
+    text = Path(survey_program.__file__).read_text(encoding="utf-8")
+    own = f"INTERPRETERS = [{sys.executable!r}]"
+    return "#!/usr/bin/env python3\n" + text.replace("INTERPRETERS = []", own, 1)
 
 
 def _wait_for(slurm: SlurmClient, job_id: int, patience_seconds: float) -> JobRecord | None:

@@ -11,15 +11,30 @@ starting it (`hpctrain.site.read_site`).
 import glob
 import json
 import os
+import platform
 import resource
 import socket
 import subprocess
 import sys
 
-FORMAT = 1
+FORMAT = 2
 MARK = "hpctrain-node-survey "
 COMMAND_SECONDS = 20
 LONGEST_TEXT = 60000
+# Interpreters that are looked for beside those on PATH; whoever sends this file puts its own here.
+INTERPRETERS = []  # type: list[str]
+VERSION_PROGRAM = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
+# A login shell has `module` where any shell has; the files are those that Lmod, environment-modules
+# and distributions install.
+MODULE_PROGRAM = """
+type -t module || exit 0
+module --version 2>&1 | grep -i -m1 'version\\|release'
+for file in "${LMOD_PKG:-/nowhere}/init/bash" "${MODULESHOME:-/nowhere}/init/bash" \\
+    /etc/profile.d/lmod.sh /etc/profile.d/z00_lmod.sh /etc/profile.d/modules.sh; do
+  if [ -r "$file" ]; then echo "init=$file"; break; fi
+done
+if [ -d /opt/cray/pe ]; then echo cray; fi
+"""
 # A driver that hangs must not keep the node: every command has the time limit above.
 COMMANDS = {
     "nvidia-smi": ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
@@ -30,7 +45,8 @@ COMMANDS = {
     "apptainer": ["apptainer", "--version"],
     "singularity": ["singularity", "--version"],
     "srun": ["srun", "--help"],
-    "module": ["bash", "-lc", "type -t module"],
+    "module": ["bash", "-lc", MODULE_PROGRAM],
+    "scontrol": ["scontrol", "--version"],
     "sbatch": ["sbatch", "--test-only", "--nodes=1", "--time=1", "--wrap=true"],
 }
 # Names only of what sites set for directories; no other variable leaves the node.
@@ -54,6 +70,9 @@ def survey():
         "host": socket.gethostname(),
         "python": ".".join(str(part) for part in sys.version_info[:3]),
         "python_path": sys.executable,
+        "interpreters": interpreters(),
+        "machine": platform.machine(),
+        "system": text_of("/etc/os-release"),
         "cpus": len(os.sched_getaffinity(0)),
         "commands": {name: command(argv) for name, argv in COMMANDS.items()},
         "infiniband": infiniband(),
@@ -84,6 +103,22 @@ def command(argv):
         "stdout": done.stdout.decode("utf-8", "replace")[:LONGEST_TEXT],
         "stderr": done.stderr.decode("utf-8", "replace")[:2000],
     }
+
+
+def interpreters():
+    # type: () -> dict[str, str]
+    """Find interpreters by the names that distributions give them, with their versions."""
+    names = ["python3", *(f"python3.{minor}" for minor in range(11, 20))]
+    places = [*os.environ.get("PATH", "").split(":"), "/usr/bin", "/usr/local/bin"]
+    places = [os.path.realpath(place) for place in places if place]  # /bin is /usr/bin
+    paths = INTERPRETERS + [os.path.join(place, name) for name in names for place in places]
+    found = {}
+    for path in paths:
+        if path not in found and os.path.isabs(path) and os.access(path, os.X_OK):
+            version = command([path, "-c", VERSION_PROGRAM])
+            if version["returncode"] == 0:
+                found[path] = str(version["stdout"]).strip()
+    return found
 
 
 def infiniband():

@@ -39,6 +39,14 @@ from hpctrain.slurm.settings import capabilities
 ATTEMPTS = 3
 FIRST_PAUSE_SECONDS = 1.0
 _STEP_SECONDS = 300.0
+# Where Slurm's programs are if they are not on PATH: AWS ParallelCluster, NVIDIA Base Command
+# Manager, and what sites build by themselves.
+USUAL_PLACES = (
+    "/opt/slurm/bin",
+    "/cm/shared/apps/slurm/current/bin",
+    "/usr/local/slurm/bin",
+    "/usr/local/bin",
+)
 _Parsed = TypeVar("_Parsed")
 
 
@@ -126,12 +134,21 @@ class ClusterQueries:
                 self.count += 1
                 answer = self._run(Command(argv, self._environment, self._timeout_seconds))
                 return accepted(argv, answer).stdout
-            except SlurmUnreachableError:
+            except SlurmUnreachableError as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    raise _missing(argv[0], error) from error
                 if attempt == ATTEMPTS:
                     raise
             # jitter: many users begin to ask again when a controller comes back
             clock.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
         raise AssertionError("the last attempt returns or raises")
+
+
+def _missing(program: str, error: SlurmUnreachableError) -> SlurmUnreachableError:
+    """Say where a program is that is not on PATH, if it is in one of the usual places."""
+    found = [place for place in USUAL_PLACES if os.access(f"{place}/{program}", os.X_OK)]
+    hint = f"{found[0]} has it: `export PATH={found[0]}:$PATH`" if found else error.hint
+    return SlurmUnreachableError(str(error), hint=hint)
 
 
 def step_output(job_id: str, program: str) -> str:
@@ -163,7 +180,7 @@ ASSOCIATION_FIELDS = (
 )
 QOS_FIELDS = (
     *("Name", "Preempt", "PreemptMode", "GraceTime", "MaxWall"),
-    *("MaxTRESPU", "MaxSubmitJobsPU", "GrpTRES"),
+    *("MaxTRESPU", "MaxSubmitJobsPU", "GrpTRES", "MaxTRES", "MinTRES", "Flags"),
 )
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z_:/]*)=")
 
@@ -189,9 +206,17 @@ def nodes(text: str) -> tuple[NodeFacts, ...]:
 
 
 def _node(row: dict[str, str]) -> NodeFacts:
+    # slurm.conf(5), CPUs: a site may count cores where they have two threads
+    threads, cores = int(row.get("ThreadsPerCore", 1) or 1), 0
+    if row.get("Sockets", "").isdecimal() and row.get("CoresPerSocket", "").isdecimal():
+        cores = int(row["Sockets"]) * int(row["CoresPerSocket"])
+    if cores:
+        threads = min(threads, max(1, int(row.get("CPUTot", 0) or 0) // cores))
     return NodeFacts(
         name=row["NodeName"],
         address=row.get("NodeAddr", ""),
+        arch=row.get("Arch", ""),
+        threads_per_core=threads,
         cpus=int(row.get("CPUEfctv") or row.get("CPUTot") or 0),
         memory_mib=int(row.get("RealMemory", 0)),
         reserved_mib=int(row.get("MemSpecLimit", 0)),
@@ -205,8 +230,8 @@ def _node(row: dict[str, str]) -> NodeFacts:
 def gpus(gres: str) -> tuple[tuple[str, int], ...]:
     """Parse the GPUs of Gres: `gpu:h100:8(S:0-1)`, `gpu:4`, several types joined by commas.
 
-    Shares of a GPU (`shard`, `mps`) and slices of one (MIG types such as `1g.10gb`) come along as
-    Slurm counts them.
+    Slices of a GPU (MIG types such as `1g.10gb`) come along as Slurm counts them. Other kinds of
+    Gres are no GPUs: shares of one (`shard`, `mps`), network cards (`nic`).
     """
     found = []
     for entry in re.split(r",(?![^(]*\))", gres):
@@ -236,6 +261,7 @@ def _partition(row: dict[str, str], config: SlurmConfig) -> PartitionFacts:
         name=row["PartitionName"],
         default=row.get("Default") == "YES",
         is_up=row.get("State", "UP") == "UP",
+        hidden=row.get("Hidden") == "YES",
         max_seconds=_limit(row.get("MaxTime", "")),
         min_nodes=_count(row.get("MinNodes", "")) or 0,
         max_nodes=_count(row.get("MaxNodes", "")),
@@ -340,13 +366,14 @@ def _association(row: dict[str, str]) -> Association:
         partition=row["Partition"] or None,
         qos=tuple(name for name in row["QOS"].split(",") if name),
         default_qos=row["DefaultQOS"] or None,
+        max_seconds=_limit(row["MaxWall"]),
         limits={name: row[name] for name in kept if row[name]},
     )
 
 
 def _qos(row: dict[str, str]) -> Qos:
     mode = row["PreemptMode"].lower()
-    kept = ("MaxWall", "MaxTRESPU", "MaxSubmitJobsPU", "GrpTRES")
+    kept = ("MaxWall", "MaxTRESPU", "MaxSubmitJobsPU", "GrpTRES", "MaxTRES", "MinTRES")
     return Qos(
         name=row["Name"],
         preempts=tuple(name for name in row["Preempt"].split(",") if name),
@@ -355,6 +382,7 @@ def _qos(row: dict[str, str]) -> Qos:
         grace_seconds=int(limit_seconds(row["GraceTime"]) or 0),
         max_seconds=_limit(row["MaxWall"]),
         limits={name: row[name] for name in kept if row[name]},
+        flags=frozenset(_names(row["Flags"].lower())),
     )
 
 

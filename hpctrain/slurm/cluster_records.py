@@ -6,6 +6,7 @@ Belongs here: typed values without Slurm's spelling. Does not belong here: recor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,17 +16,39 @@ from hpctrain.slurm.records import SlurmConfig
 PreemptionMode = Literal["off", "requeue", "cancel", "suspend"]
 
 
+# `1g.10gb`, `a100_3g.20gb`, `nvidia_h100_80gb_hbm3_1g.10gb`, `2g.12gb+me`: what Slurm's AutoDetect
+# and sites call slices of a GPU (NVIDIA's MIG user guide, "Supported MIG Profiles").
+_SLICE = re.compile(r"(?i)(?:(.+)[_-])?(\d)g\.?(\d+)gb(?:[+.-].*)?")
+
+
+@dataclass(frozen=True)
+class GpuSlice:
+    """A slice of a GPU (MIG): `gpu` is "" where the type does not name it."""
+
+    gpu: str
+    sevenths: int
+    gigabytes: int
+
+
+def gpu_slice(kind: str) -> GpuSlice | None:
+    """Read a type of Gres that is a slice of a GPU; None for a whole one."""
+    found = _SLICE.fullmatch(kind)
+    return GpuSlice(found[1] or "", int(found[2]), int(found[3])) if found else None
+
+
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node; `gpus` are (type, count), the type "" where Gres names none.
+    """One node; `gpus` are (type, count), the type "" where Gres names none, slices among them.
 
     `reserved_mib` is MemSpecLimit, which no job gets. `state` is scontrol's in lower case, such
-    as `idle+drain` or `down*`.
+    as `idle+drain` or `down*`. `threads_per_core`: how many of `cpus` share a core.
     """
 
     name: str
     address: str = ""
+    arch: str = ""
     cpus: int = 0
+    threads_per_core: int = 1
     memory_mib: int = 0
     reserved_mib: int = 0
     gpus: tuple[tuple[str, int], ...] = ()
@@ -34,8 +57,16 @@ class NodeFacts:
     state: str = ""
 
     @property
+    def whole_gpus(self) -> tuple[tuple[str, int], ...]:
+        return tuple(pair for pair in self.gpus if gpu_slice(pair[0]) is None)
+
+    @property
+    def slices(self) -> tuple[tuple[str, int], ...]:
+        return tuple(pair for pair in self.gpus if gpu_slice(pair[0]) is not None)
+
+    @property
     def gpu_count(self) -> int:
-        return sum(count for _, count in self.gpus)
+        return sum(count for _, count in self.whole_gpus)
 
     @property
     def job_memory_mib(self) -> int:
@@ -58,6 +89,7 @@ class PartitionFacts:
     name: str
     default: bool = False
     is_up: bool = True
+    hidden: bool = False
     max_seconds: float | None = None
     min_nodes: int = 0
     max_nodes: int | None = None
@@ -93,12 +125,28 @@ class Association:
     partition: str | None = None
     qos: tuple[str, ...] = ()
     default_qos: str | None = None
+    max_seconds: float | None = None
     limits: Mapping[str, str] = field(default_factory=dict)
+
+
+def tres_counts(text: str) -> dict[str, int]:
+    """Parse resources with their numbers: `node=4,gres/gpu=8,mem=1000G`, memory in MiB."""
+    found = {}
+    for entry in filter(None, text.split(",")):
+        name, _, value = entry.rpartition("=")
+        match = re.fullmatch(r"(\d+)(?:\.\d+)?([KMGTP]?)", value)
+        if name and match:
+            power = "MGTP".find(match[2]) if match[2] else 0
+            found[name] = int(match[1]) * 1024**power if power >= 0 else int(match[1]) // 1024
+    return found
 
 
 @dataclass(frozen=True)
 class Qos:
-    """A quality of service; `limits` holds what sacctmgr prints, by its own names."""
+    """A quality of service; `limits` holds what sacctmgr prints, by its own names.
+
+    `flags` are in lower case, such as `overpartqos` (sacctmgr(1)).
+    """
 
     name: str
     preempts: tuple[str, ...] = ()
@@ -106,6 +154,7 @@ class Qos:
     grace_seconds: int = 0
     max_seconds: float | None = None
     limits: Mapping[str, str] = field(default_factory=dict)
+    flags: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,7 +17,9 @@ from hpctrain.sandbox.faults import set_option
 from hpctrain.sandbox.processes import is_alive
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import default_shape
+from hpctrain.site.job_limits import job_limits, qos_of
 from hpctrain.slurm import JobState, SlurmClient, WaitReason
+from hpctrain.slurm.cluster_queries import ClusterQueries
 
 pytestmark = pytest.mark.nightly("newer releases of Slurm, which are fetched, with accounting")
 
@@ -102,6 +105,36 @@ def test_a_job_that_a_limit_keeps_waiting_says_so(
         assert eventually(lambda: job_of(slurm, job_id).wait is WaitReason.LIMIT)
         assert (job_of(slurm, job_id).reason or "").startswith(reason)
     assert eventually(lambda: job_of(slurm, job_id).state.is_running)
+
+
+def test_limits_of_the_users_qos_are_read(accounting: Sandbox) -> None:
+    """By their names in sacctmgr; those of a job, of a user, and the least."""
+    user = getpass.getuser()
+    change = (
+        "MaxTRESPerJob=node=1,cpu=4 MinTRESPerJob=gres/gpu=2 MaxWall=04:00:00 Flags=DenyOnLimit"
+    )
+    accounting.command("sacctmgr", "-i", "add", "qos", "aaa", "MaxWall=00:10:00")
+    accounting.command("sacctmgr", "-i", "add", "qos", "usual", *change.split())
+    modify = ("sacctmgr", "-i", "modify", "user", user, "set")
+    accounting.command(*modify, "qos=normal,aaa,usual", "defaultqos=usual")
+    try:
+        facts = ClusterQueries(user, accounting.environment()).facts()
+    finally:
+        accounting.command(*modify, "qos=normal", "defaultqos=normal")
+        accounting.command("sacctmgr", "-i", "delete", "qos", "aaa", "usual")
+    train = facts.partition("train")
+    assert train is not None and facts.accounting is not None
+    choice = qos_of(train, facts.accounting)
+    assert choice is not None and (choice.name, choice.is_default) == ("usual", True)
+    assert {*choice.usable} == {"normal", "aaa", "usual"}
+    limits = job_limits(facts, train, "a100", 1)
+    found = (limits.max_seconds, limits.max_nodes, limits.min_nodes)
+    assert [one and one.value for one in found] == [4 * 3600, 1, 2]
+    assert limits.others == (
+        "MaxTRES cpu=4 of QOS usual: larger jobs wait, and no field of a profile says so",
+    )
+    (own,) = (one for one in facts.accounting.qos if one.name == "usual")
+    assert "denyonlimit" in own.flags
 
 
 def test_a_submission_beyond_a_limit_is_refused_with_slurms_words(

@@ -8,11 +8,12 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import hpctrain
-from rehearsal import SPEC, STAND_IN_STEP_SECONDS, Stage, patient_client
+from rehearsal import SPEC, STAND_IN_STEP_SECONDS, Stage, own_sandbox, patient_client
 
 from hpctrain.job.prepare import prepare
 from hpctrain.job.submit import submit
@@ -23,6 +24,7 @@ from hpctrain.runs.status import statuses
 from hpctrain.sandbox.faults import set_option
 from hpctrain.sandbox.processes import await_condition
 from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.sandbox.shape import FeatureShape, SandboxShape, default_shape
 from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.spec.loader import load_profile
 
@@ -99,6 +101,63 @@ def test_what_is_not_true_of_the_cluster_is_named(here: Path) -> None:
     assert {one["field"] for one in found if one["severity"] != "harmless"} == set(changes)
     words = " ".join(hpctrain("profile", "check", PROFILE).stdout.split())
     assert re.search(rf"refused: {PROFILE}:\d+: `nodes.count` is 5 in the profile and 4 on", words)
+
+
+def test_a_hidden_partition_is_left_out(here: Path, sandbox: Sandbox) -> None:
+    """Slurm's default one is hidden: `scontrol show` and `sinfo` without -a do not list it."""
+    sandbox.command("scontrol", "update", "PartitionName=train", "Hidden=YES")
+    try:
+        done = hpctrain("profile", "detect", "-o", PROFILE)
+    finally:
+        sandbox.command("scontrol", "update", "PartitionName=train", "Hidden=NO")
+    assert "partition `train` is left out: it is hidden" in " ".join(done.stderr.split())
+    profile = load_profile(here / PROFILE).document
+    names = {one.name: one.default for one in profile.slurm.partitions}
+    assert "train" not in names and sum(names.values()) == 1
+
+
+@contextmanager
+def own_client(shape: SandboxShape, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
+    """A sandbox of its own, which commands ask in place of the shared one."""
+    with own_sandbox(shape) as box, monkeypatch.context() as patch:
+        for name, value in box.environment().items():
+            patch.setenv(name, value)
+        yield box
+
+
+def test_nodes_whose_gpus_slurm_does_not_list(
+    here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A feature names them; how many there are is asked, and no job asks Slurm for them."""
+    features = (FeatureShape("gh200", 2),)
+    shape = replace(default_shape(nodes=2), gpus_per_node=0, features=features)
+    with own_client(shape, monkeypatch):
+        done = hpctrain("profile", "detect", "-o", PROFILE)
+        assert done.exit_code == 0, done.stderr
+        assert "how many GPUs has a node?" in " ".join(done.stderr.split())
+        profile = load_profile(here / PROFILE).document
+        assert (profile.gpu.per_node, profile.slurm.gpu_request) == (1, "none")
+        assert "`per_node`: how many GPUs" in hpctrain("validate", PROFILE).stderr
+        assert hpctrain("profile", "check", PROFILE).exit_code == 0
+        spec = here / "spec.yaml"
+        spec.write_text(SPEC)
+        options = ("--set", "resources.gpus=2", "--runs", str(tmp_path / "runs"), "--check")
+        taken = hpctrain("submit", "-p", PROFILE, str(spec), *options)
+        assert taken.exit_code == 0, taken.stderr
+        looked = hpctrain("profile", "detect", "--in-job")
+    assert looked.exit_code == 3, "this machine has no GPU"
+    assert re.search(r"a job on n\d saw none", " ".join(looked.stderr.split()))
+
+
+@pytest.mark.variant("test_nodes_whose_gpus_slurm_does_not_list")
+def test_a_cluster_of_slices(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = replace(default_shape(nodes=1), gpus_per_node=7, gpu_type="a100_1g.10gb")
+    with own_client(shape, monkeypatch):
+        detect("-o", PROFILE)
+        profile = load_profile(here / PROFILE).document
+        assert (profile.gpu.type, profile.slurm.gpu_request) == ("a100_1g.10gb", "gres-typed")
+        assert {one.max_gpus for one in profile.slurm.partitions} == {1}
+        assert hpctrain("profile", "check", PROFILE).exit_code == 0
 
 
 @contextmanager

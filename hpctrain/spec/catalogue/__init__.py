@@ -41,6 +41,9 @@ class Gpu(Document):
     aliases: tuple[str, ...] = Field((), description="Other spellings, among them names of GRES")
     generation: Generation = Field(description="Architecture: what calibrated constants belong to")
     memory: ByteSize = Field(gt=0, description="As the driver reports it")
+    unified_memory: bool = Field(
+        False, description="The CPUs of its node have no memory but that of the GPUs"
+    )
     peak: dict[Literal["fp32", "fp16", "bf16", "fp8", "fp4"], FlopRate] = Field(
         min_length=1, description="Dense peak rate of each precision that the GPU has"
     )
@@ -132,6 +135,16 @@ def match_gpu(catalogue: GpuCatalogue, name: str, memory_bytes: float | None = N
     closest = min(named, key=lambda gpu: _distance(gpu, memory_bytes), default=None)
     fits = closest is not None and _distance(closest, memory_bytes) <= MEMORY_TOLERANCE
     return closest if fits else None
+
+
+def usual_type(gpu: Gpu, name: str = "") -> str:
+    """Return the spelling of `gpu.type` for a GPU: the alias with the words of `name`, if any."""
+    own = gpu.name.lower().replace(" ", "-")
+    spellings = [own, *gpu.aliases] if own.isalnum() else [*gpu.aliases, own]
+    if name in spellings:
+        return name
+    alike = (one for one in spellings if _words(one) == _words(name))
+    return next(alike, spellings[0])
 
 
 def find_gpu(

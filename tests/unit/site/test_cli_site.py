@@ -111,6 +111,18 @@ def test_a_machine_without_slurm(
     assert done.exit_code == 5 and "cannot run `scontrol`" in done.stderr
 
 
+def test_slurm_that_is_not_on_path_is_found_in_the_usual_places(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / "opt"
+    place.mkdir()
+    (place / "scontrol").touch(mode=0o755)
+    monkeypatch.setattr(cluster_queries, "USUAL_PLACES", ("/nowhere", str(place)))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = hpctrain("profile", "detect")
+    assert done.exit_code == 5 and f"export PATH={place}:$PATH" in " ".join(done.stderr.split())
+
+
 def test_an_unknown_partition(dgx: Answers) -> None:
     done = hpctrain("profile", "detect", "--partition", "nowhere")
     assert done.exit_code == 3 and "there are: batch, spot, admin" in done.stderr

@@ -76,7 +76,7 @@ def test_a_dgx_is_understood() -> None:
     (gpu,) = found.gpus
     assert (gpu.name, gpu.count, gpu.joined) == ("NVIDIA H100 80GB HBM3", 8, 8)
     assert gpu.memory_bytes == 81559 * 2**20
-    assert found.launchers == ("pyxis", "enroot") and found.has_modules
+    assert found.launchers == ("pyxis", "enroot") and found.modules is not None
     assert found.may_submit is True and found.default_interface == "eth0"
     assert len(found.ports) == 10 and sum(port.is_active for port in found.ports) == 9
     assert {mount.path: mount.kind for mount in found.mounts} == {

@@ -39,6 +39,8 @@ LOGIN = LoginFacts(
     host="login1",
     user="me",
     python=(3, 11, 7),
+    interpreter="/sw/venv/bin/python",
+    machine="x86_64",
     groups=("users",),
     runs=Directory("/lustre/me/runs", free_bytes=10**15, free_inodes=10**8, inodes=10**9),
     mounts=mounts("/dev/sda1 / xfs rw 0 0\nmds:/l /lustre lustre rw 0 0\nh:/h /home nfs rw 0 0\n"),
@@ -79,7 +81,8 @@ def test_every_value_says_where_it_comes_from(
     for number, line in enumerate(lines):
         if re.match(r"\s*(- )?\w+: \S", line):
             above = lines[number - 1].lstrip() if number else ""
-            stated = " # from: " in line or " # guess: " in line or above.startswith("# ")
+            marks = (" # from: ", " # guess: ", " # ASK: ")
+            stated = any(mark in line for mark in marks) or above.startswith("# ")
             assert stated, line
     guessed = sum(line.count("# guess: ") for line in lines)
     assert guessed == len(found.guessed) > 0
@@ -139,7 +142,11 @@ def test_nvlink_that_joins_pairs_only(tmp_path: Path) -> None:
 def test_dies_of_amd(tmp_path: Path) -> None:
     """Gres says mi250, the catalogue MI250X; accounting is enforced, nodes are exclusive."""
     profile, found = detected(tmp_path, MI250X)
-    assert (profile.gpu.model, profile.gpu.type) == ("MI250X", "mi250")
+    assert (profile.gpu.model, profile.gpu.type, profile.gpu.gres) == (
+        "MI250X",
+        "mi250x",
+        "mi250",
+    )
     assert "gpu.model" in found.guessed and profile.network.fabric == "slingshot"
     assert profile.slurm.account == "project_1"
     assert profile.limits.accounts == ("project_1", "project_2")

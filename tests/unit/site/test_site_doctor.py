@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from foreign_clusters import DGX_H100, GB200, MI250X, UNIVERSITY, config, partition
+from foreign_clusters import DGX_H100, GB200, MI250X, UNIVERSITY, config, partition, qos
 from test_site_detected import CATALOGUE, LOGIN, site
 
 from hpctrain.base.disk_usage import Directory
@@ -126,7 +126,10 @@ def test_nobody_preempts_where_no_partition_of_these_nodes_is_higher() -> None:
 def test_only_a_qos_that_preempts_ours_takes_nodes() -> None:
     usual = UNIVERSITY["qos"]
     here = {**UNIVERSITY, "partition": partition("gpu", Default="YES")}
-    both = {**here, "qos": usual + "other|normal|requeue|00:00:10||||\n"}
+    both = {
+        **here,
+        "qos": usual + qos("other", Preempt="normal", PreemptMode="requeue", GraceTime="00:00:10"),
+    }
     assert "preempted by normal after a grace of 45 s" in judged(both)["preemption"].sentence
     safe = {**both, "user": UNIVERSITY["user"].replace("scavenge", "other")}
     assert "not preempted" in judged(safe)["preemption"].sentence
@@ -258,7 +261,7 @@ def test_a_detected_profile_is_what_the_cluster_is(name: str, tmp_path: Path) ->
          ("x", "no node has it")),
         ("lumi", "account: project_1", "account: project_9", "slurm.account", "refused",
          ("project_9", "project_1, project_2 for me")),
-        ("lumi", "exclusive: true", "qos: special", "slurm.qos", "refused",
+        ("lumi", "qos: normal", "qos: special", "slurm.qos", "refused",
          ("special", "debug, normal")),
         ("uni", "- name: gpu", "- name: long", "slurm.partitions[0].name", "refused",
          ("long", "closed: it is for accounts physics, and yours are ml")),
