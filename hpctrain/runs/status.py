@@ -18,9 +18,8 @@ from hpctrain.base.errors import SlurmError, UsageError
 from hpctrain.base.formats import NewerFormatError
 from hpctrain.base.units import short_duration
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.job.job_queries import find_jobs, with_past
+from hpctrain.job.job_queries import find_jobs, with_past_jobs
 from hpctrain.records.find import RunFiles
-from hpctrain.records.jobs import generation, job_ids
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.run_records import Progress, read_record, tail_metrics
@@ -153,15 +152,8 @@ def observe(runs: Sequence[RunFiles], slurm: SlurmClient | None) -> list[Observe
     jobs = {run.run_id: RunJobs(answered=False) for run in open_runs}
     if slurm is not None:
         jobs = find_jobs(open_runs, slurm, events)
-    gone = {
-        job_id
-        for run_id, found in jobs.items()
-        if found.answered and not found.jobs
-        for job_id in job_ids(generation(events[run_id]))
-    }
     with contextlib.suppress(SlurmError):
-        past = slurm.past_jobs(gone) if slurm is not None else {}
-        jobs = {one: with_past(jobs[one], one, events[one], past) for one in jobs}
+        jobs = with_past_jobs(open_runs, jobs, slurm, events) if slurm is not None else jobs
     observed = []
     for run in runs:
         reason = unreadable.get(run.run_id)

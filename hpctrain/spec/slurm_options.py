@@ -26,7 +26,7 @@ _BOTH = (
     "threads-per-core"
 )
 _OF_SBATCH = (
-    "bb bbf begin cluster-constraint clusters contiguous deadline delay-boot error exclude "
+    "bb bbf begin cluster-constraint contiguous deadline delay-boot error exclude "
     "ignore-pbs licenses mail-type mail-user mcs-label mincpus nice nodelist oversubscribe power "
     "priority reboot spread-job time-min tmp use-min-nodes wait-all-nodes wckey"
 )
@@ -50,6 +50,7 @@ _CONTAINER = "use `software.container`"
 _FOUND = "hpctrain finds and reads its jobs by it"
 _OWNED_BY_BOTH = {
     "account": "use `slurm.account`",
+    "clusters": "use `slurm.cluster`",
     "chdir": "jobs run in the directory of the run",
     "constraint": "use `slurm.constraint`",
     "cpus-per-gpu": "use `resources.cpus_per_gpu` of the spec",
