@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import parse
@@ -64,9 +65,9 @@ class SlurmClient:
         self._settled: SlurmConfig | None = None
         self._cluster: str | None = None
         self._submit_command: tuple[str, ...] = ("sbatch",)
-        self._others: dict[object, SlurmClient] = {}
+        self._others: dict[object, Self] = {}
 
-    def at(self, *, cluster: str | None = None, submit_command: Sequence[str] = ()) -> SlurmClient:
+    def at(self, *, cluster: str | None = None, submit_command: Sequence[str] = ()) -> Self:
         """Return a client that asks the Slurm of `cluster`, and submits by `submit_command`.
 
         Commands get `--clusters` (sbatch(1), --clusters), for which they ask slurmdbd where that

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm.job_changes import requested_job
@@ -59,10 +59,10 @@ class FakeSlurm:
         self.clusters: dict[str, FakeSlurm] = {}
         self.away = False
 
-    def at(self, *, cluster: str | None = None, submit_command: Sequence[str] = ()) -> FakeSlurm:
+    def at(self, *, cluster: str | None = None, submit_command: Sequence[str] = ()) -> Self:
         """Return that of `clusters`, or this one."""
         self.commands += [tuple(submit_command)] if submit_command else []
-        return self.clusters.get(cluster or "", self)
+        return self.clusters.get(cluster or "", self)  # type: ignore[return-value]
 
     def submit(
         self,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from command_line import hpctrain
 from other_cluster import client_of
-from rehearsal import Rehearsal, Stage, patient_client
+from rehearsal import Rehearsal, Stage
 from sleeping_jobs import QUIET, SLEEP
 
 from hpctrain.base.errors import SlurmRefusedError
@@ -19,10 +16,10 @@ from hpctrain.job.prepare import Prepared, prepare
 from hpctrain.job.submit import submit
 from hpctrain.records.find import find_run
 from hpctrain.records.ledger import EventKind
-from hpctrain.runs.control import cancel, hold, resume
+from hpctrain.runs.control import cancel
 from hpctrain.runs.describe import describe, story_lines
 from hpctrain.runs.state import RunState
-from hpctrain.runs.status import statuses
+from hpctrain.runs.watch import watch
 from hpctrain.runs.why import why, why_lines
 from hpctrain.sandbox.faults import set_option
 from hpctrain.sandbox.sandbox import Sandbox
@@ -59,18 +56,18 @@ def job_submit_lua(sandbox: Sandbox, body: str) -> Iterator[None]:
         set_option(sandbox, "JobSubmitPlugins", None)
 
 
-def prepared_with(stage: Stage, name: str, slurm: str, *overrides: str) -> Prepared:
+def prepared_with(stage: Stage, name: str, slurm: str, continuation: str = "requeue") -> Prepared:
     """A rehearsal whose profile has one more line in its section `slurm`."""
-    _, place = stage.prepared(f"name={name}", *SHORT)
+    _, place = stage.prepared(f"name={name}", *SHORT, continuation=continuation)
     site = place / "profile.yaml"
     site.write_text(site.read_text().replace("\nslurm:\n", f"\nslurm:\n  {slurm}\n"))
-    words = (f"name={name}", *SHORT, *overrides)
+    words = (f"name={name}", *SHORT)
     return prepare(place / "rehearsal.yaml", str(site), words, runs=stage.runs)
 
 
 def test_a_plug_in_changes_the_job_and_says_so(stage: Stage) -> None:
     """It is told, and the run is found without its comment."""
-    prepared, place = stage.prepared("name=moved", *SHORT)
+    prepared, _ = stage.prepared("name=moved", *SHORT)
     with job_submit_lua(stage.sandbox, MOVES):
         submitted = submit(prepared, stage.runs, stage.slurm)
     said = ("sbatch: Jobs of students go to `brief`: see https://site.example/queues",)
@@ -88,16 +85,17 @@ def test_a_plug_in_changes_the_job_and_says_so(stage: Stage) -> None:
     for lines in (why_lines(why(run, stage.slurm), 0.0), story_lines(describe(run))):
         told = " ".join(" ".join(lines).split())
         assert all(sentence in told for sentence in (*said, *changes))
-    rehearsal = Rehearsal(stage.sandbox, stage.slurm, run, submitted.job_id, place)
-    assert rehearsal.wait_till_over().state is RunState.DONE, rehearsal.logs()
+    assert cancel(run, stage.slurm).job_ids == (submitted.job_id,), "it is known by name and place"
 
 
 def test_a_refusal_of_a_plug_in_is_shown_whole(stage: Stage) -> None:
-    prepared, place = stage.prepared("name=refused", *SHORT)
+    _, place = stage.prepared("name=refused", *SHORT)
     with job_submit_lua(stage.sandbox, REFUSES), client_of(stage.sandbox):
         spec, site = place / "rehearsal.yaml", place / "profile.yaml"
         words = [word for one in ("name=refused", *SHORT) for word in ("--set", one)]
-        done = hpctrain("submit", "-y", "-p", site, spec, *words, "--runs", stage.runs)
+        done = hpctrain(
+            "submit", "-y", "-p", str(site), str(spec), *words, "--runs", str(stage.runs)
+        )
     assert done.exit_code == 5, done.stderr
     lines = done.stderr.splitlines()
     for line in ("Account is missing.", "Ask your supervisor for one."):
@@ -123,29 +121,32 @@ def test_a_job_as_it_was_asked_for_has_no_changes(stage: Stage, options: Sequenc
 
 
 WRAPPER = """#!/bin/sh
+[ "$1" = --project ] && [ "$3" = --parsable ] || exit 64
+account=$2
+shift 3
 echo "Welcome to the site"
-for word; do [ "$word" = --parsable ] || set -- "$@" "$word"; shift; done
-echo "charging {account}" >&2
-exec sbatch --account={account} "$@"
+echo "charging $account" >&2
+exec sbatch --account="$account" "$@"
 """
 
 
-def test_another_command_submits(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As sbatch without --parsable answers, and a chain's successor inside of the job, too."""
-    programs = stage.directory / "site-programs"
-    programs.mkdir()
-    wrapper = programs / "site_sbatch"
-    wrapper.write_text(WRAPPER.format(account="mine"))
+def test_another_command_submits(stage: Stage) -> None:
+    """It answers as sbatch without --parsable; a job of a chain submits the next one by it, too."""
+    wrapper = stage.directory / "site_sbatch"
+    wrapper.write_text(WRAPPER)
     wrapper.chmod(0o755)
-    line = f"submit_command: [{wrapper}]"
-    prepared = prepared_with(stage, "wrapped", line)
-    assert f"&& {wrapper} job.sbatch" in prepared.script
+    line = f"submit_command: [{wrapper}, --project, mine]"
+    prepared = prepared_with(stage, "wrapped", line, "chain")
+    assert f"&& {wrapper} --project mine job.sbatch" in prepared.script
     submitted = submit(prepared, stage.runs, stage.slurm)
     assert submitted.messages == ("Welcome to the site", "charging mine")
     assert stage.slurm.jobs([submitted.job_id])[submitted.job_id].account == "mine"
     run = find_run(stage.runs, submitted.run_id)
     rehearsal = Rehearsal(stage.sandbox, stage.slurm, run, submitted.job_id)
-    assert rehearsal.wait_till_over().state is RunState.DONE, rehearsal.logs()
+    rehearsal.wait(lambda: len(rehearsal.events(EventKind.SUBMITTED)) > 1, "with a successor")
+    cancel(run, stage.slurm)
+    first, successor = rehearsal.events(EventKind.SUBMITTED)
+    assert successor.successor_of == first.job_id and successor.messages == submitted.messages
 
 
 def test_a_command_that_is_not_there_is_named(stage: Stage) -> None:
@@ -154,3 +155,19 @@ def test_a_command_that_is_not_there_is_named(stage: Stage) -> None:
         submit(prepared, stage.runs, stage.slurm)
     assert "slurm.submit_command" in str(refused.value.hint)
     assert not list(stage.runs.glob("unsubmitted-*"))
+
+
+def test_a_program_that_the_node_does_not_have_is_named(stage: Stage) -> None:
+    """The script ends before there is a supervisor: its own log has the reason."""
+    missing = "/nonexistent/env/bin/python"
+    prepared, place = stage.prepared("name=lost", *SHORT, software=lambda _: {"python": missing})
+    submitted = submit(prepared, stage.runs, stage.slurm)
+    run = find_run(stage.runs, submitted.run_id)
+    rehearsal = Rehearsal(stage.sandbox, stage.slurm, run, submitted.job_id, place)
+    row = rehearsal.wait_till_over()
+    assert row.state is RunState.FAILED, rehearsal.logs()
+    assert "exit code 127" in row.reason
+    assert f"{missing}: No such file or directory; the node does not have it" in row.reason
+    assert row.reason in " ".join(" ".join(why_lines(why(run, stage.slurm), 0.0)).split())
+    (seen,) = watch(stage.runs, stage.slurm, grace_seconds=0.0).seen
+    assert (seen.run_id, missing in seen.reason) == (run.run_id, True)

@@ -26,6 +26,11 @@ class NodeProfile(Document):
     cpus: int = Field(ge=1, description="As Slurm counts them (CPUs=)")
     memory: ByteSize = Field(gt=0, description="Main memory that jobs may use")
     prefix: str = Field("n", description="Host names are prefix + number")
+    architecture: Literal["x86_64", "aarch64"] | None = Field(
+        None,
+        description="As `uname -m` prints it, where login nodes may have another one: the "
+        "interpreter is compared with it before the queue",
+    )
 
 
 class GpuProfile(Document):
