@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from command_line import hpctrain
 from other_cluster import client_of
-from rehearsal import Rehearsal, Stage
+from rehearsal import NO_ROOM, Rehearsal, Stage, patient_client
 from sleeping_jobs import QUIET, SLEEP
 
-from hpctrain.base.errors import SlurmRefusedError
+from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.job.prepare import Prepared, prepare
 from hpctrain.job.submit import submit
 from hpctrain.records.find import find_run
 from hpctrain.records.ledger import EventKind
-from hpctrain.runs.control import cancel
+from hpctrain.runs.control import cancel, hold, resume
 from hpctrain.runs.describe import describe, story_lines
 from hpctrain.runs.state import RunState
+from hpctrain.runs.status import statuses
 from hpctrain.runs.watch import watch
 from hpctrain.runs.why import why, why_lines
 from hpctrain.sandbox.faults import set_option
 from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.job_changes import job_changes, requested_job
 
 pytestmark = pytest.mark.stand_in
@@ -171,3 +176,42 @@ def test_a_program_that_the_node_does_not_have_is_named(stage: Stage) -> None:
     assert row.reason in " ".join(" ".join(why_lines(why(run, stage.slurm), 0.0)).split())
     (seen,) = watch(stage.runs, stage.slurm, grace_seconds=0.0).seen
     assert (seen.run_id, missing in seen.reason) == (run.run_id, True)
+
+
+def login_node_of_another(sandbox: Sandbox, place: Path) -> SlurmClient:
+    """A client of a cluster whose own controller never answers, with the same slurmdbd."""
+    text = sandbox.paths.slurm_conf.read_text()
+    text = text.replace("ClusterName=sandbox", "ClusterName=elsewhere")
+    conf = place / "slurm.conf"
+    conf.write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=9", text))
+    return patient_client({**os.environ, **sandbox.environment(), "SLURM_CONF": str(conf)})
+
+
+@pytest.mark.nightly("newer releases of Slurm, which are fetched, with accounting")
+def test_a_run_of_another_cluster_by_its_name(accounting_stage: Stage, tmp_path: Path) -> None:
+    """Submitted, seen, held, resumed and looked after from a login node of another cluster."""
+    stage, elsewhere = accounting_stage, login_node_of_another(accounting_stage.sandbox, tmp_path)
+    with pytest.raises(SlurmUnreachableError):
+        elsewhere.config()
+    prepared = prepared_with(stage, "far", "cluster: sandbox")
+    assert "&& sbatch --clusters=sandbox job.sbatch" in prepared.script
+    there = elsewhere.at(cluster="sandbox")
+    full = there.submit(NO_ROOM).job_id
+    submitted = submit(prepared, stage.runs, elsewhere)
+    assert submitted.changes == ()
+    run = find_run(stage.runs, submitted.run_id)
+    rehearsal = Rehearsal(stage.sandbox, there, run, submitted.job_id)
+    row = statuses([run], elsewhere)[0]
+    assert (row.state, row.job_id) == (RunState.PENDING, submitted.job_id)
+    assert hold(run, elsewhere).changed and "held" in statuses([run], elsewhere)[0].reason.lower()
+    assert why(run, elsewhere).waiting
+    passed = watch(stage.runs, elsewhere)
+    assert (passed.complete, passed.elsewhere) == (True, 0)
+    there.cancel(full)
+    resume(run, elsewhere)
+    rehearsal.wait(lambda: bool(rehearsal.events(EventKind.ATTEMPT_STARTED)), "started")
+    assert rehearsal.wait_till_over().state is RunState.DONE, rehearsal.logs()
+    again = submit(prepared_with(stage, "off", "cluster: sandbox"), stage.runs, elsewhere)
+    cancelled = find_run(stage.runs, again.run_id)
+    assert cancel(cancelled, elsewhere).job_ids == (again.job_id,)
+    assert statuses([cancelled], elsewhere)[0].state is RunState.CANCELLED
