@@ -77,17 +77,17 @@ class FakeSlurm:
         self.options[job_id] = list(extra_args)
         self.inherited[job_id] = None if variables is None else tuple(variables)
         places = [one for one in extra_args if one.startswith("--chdir=")]
-        self.records[job_id] = replace(
-            requested_job(self.scripts[job_id], extra_args),
-            job_id=job_id,
-            state=JobState.PENDING,
-            restart_count=0,
-            requeue=True,
-            work_directory=places[-1].partition("=")[2] if places else None,
-            cluster=self.cluster_name(),
-            source="fake",
+        made: dict[str, Any] = {
+            "job_id": job_id,
+            "state": JobState.PENDING,
+            "restart_count": 0,
+            "requeue": True,
+            "work_directory": places[-1].partition("=")[2] if places else None,
+            "cluster": self.cluster_name(),
+            "source": "fake",
             **self.makes,
-        )
+        }
+        self.records[job_id] = replace(requested_job(self.scripts[job_id], extra_args), **made)
         return SubmittedJob(job_id, messages=self.messages)
 
     def submit_with(
