@@ -58,6 +58,7 @@ def prepare_on_slurm(
     Raises what `prepare_dataset` raises, and SlurmRefusedError, SlurmUnreachableError.
     """
     options = _options(request, array)
+    slurm = slurm.at(cluster=array.profile.slurm.cluster)
     plan = _ANSWER.validate_json(_run(request, "plan"))
     if isinstance(plan, DatasetReport):
         return plan
@@ -142,6 +143,7 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
         comment=comment if isinstance(comment, str) else None,
         setup=tuple(setup),
         variables=None if profile.slurm.export == "all" else INHERITED,
+        submit_words=profile.slurm.submit_words,
     )
 
 

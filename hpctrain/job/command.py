@@ -157,7 +157,9 @@ def _tell_prepared(run: RunFiles, after: str | None) -> None:
     if not run.layout.directory.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
         say("           only you can read it; `run_access: group` in the profile shares runs")
     say(f"To submit  {run.command('resume')}")
-    say(f"By hand    {shlex.join(['sbatch', *options, str(run.layout.script)])}")
+    where = [] if config.slurm_cluster is None else [f"--clusters={config.slurm_cluster}"]
+    words = [*config.submit_command, *where, *options, str(run.layout.script)]
+    say(f"By hand    {shlex.join(words)}")
     if after is not None:
         say(f"It is to wait for run `{after}`: `resume` sees to that, and sbatch by hand does not")
 
@@ -170,6 +172,10 @@ def _announce(submitted: Submitted, *, as_json: bool) -> None:
         return
     click.echo(submitted.run_id)
     say(f"Submitted run `{submitted.run_id}` as job {submitted.job_id}")
+    for line in submitted.messages:
+        say(f"The site says: {line}")
+    for change in submitted.changes:
+        warn(change)
     if sys.stderr.isatty():
         say()
         for label, words in (("follow", "logs -f"), ("see state", "status"), ("cancel", "cancel")):

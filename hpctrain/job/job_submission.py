@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base import clock
 from hpctrain.base.errors import (
+    HpctrainError,
     InvalidInputError,
     NoSuchRunError,
     RunFailedError,
@@ -25,12 +26,16 @@ from hpctrain.base.errors import (
     SlurmUnreachableError,
     UsageError,
 )
+from hpctrain.base.units import short_duration
 from hpctrain.job.job_queries import find_jobs, jobs_of, record_found
 from hpctrain.records.find import RunFiles, all_runs, find_run
 from hpctrain.records.jobs import (
     awaited_run,
+    changes_by_slurm,
     generation,
     sbatch_options,
+    site_messages,
+    slurm_cluster_of,
     submitted_ids,
     was_put_back,
 )
@@ -39,7 +44,8 @@ from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import take_back
 from hpctrain.records.supervise_config import SuperviseConfig, read_supervise_config
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.spec.loader import Loaded, load_run_spec
+from hpctrain.slurm.job_changes import JobSetting, job_changes, requested_job
+from hpctrain.spec.loader import Loaded, load_profile, load_run_spec
 from hpctrain.spec.run import RunSpec
 
 # A supervisor finds within seconds that the run it waits for is not done.
@@ -47,13 +53,31 @@ _SECONDS_TO_PUT_BACK = 30
 
 
 class Submitted(BaseModel):
-    """A run that Slurm has accepted."""
+    """A run that Slurm has accepted.
+
+    `messages` are lines of the site (job_submit plug-in, submit command), `changes` what Slurm has
+    made of the job otherwise than its script asks for.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     run_id: str
     job_id: int
     directory: Path
+    messages: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+
+
+def submitted_run(run: RunFiles, job_id: int) -> Submitted:
+    """Return the submission with what the ledger has about it."""
+    events = run.ledger.events()
+    return Submitted(
+        run_id=run.run_id,
+        job_id=job_id,
+        directory=run.layout.directory,
+        messages=site_messages(events),
+        changes=changes_by_slurm(events),
+    )
 
 
 def resubmit(run: RunFiles, slurm: SlurmClient) -> Submitted:
@@ -82,8 +106,7 @@ def resubmit(run: RunFiles, slurm: SlurmClient) -> Submitted:
     after: tuple[JobsBefore, ...] = ()
     if not generation(run.ledger.events()):  # `submit --prepare` has left it to somebody
         after = after_of_spec(load_run_spec(run.layout.spec), run.layout.directory.parent, slurm)
-    job_id = submit_jobs(run, slurm, *after)
-    return Submitted(run_id=run.run_id, job_id=job_id, directory=run.layout.directory)
+    return submitted_run(run, submit_jobs(run, slurm, *after))
 
 
 @dataclass(frozen=True)
@@ -112,6 +135,7 @@ def submit_jobs(run: RunFiles, slurm: SlurmClient, *after: JobsBefore) -> int:
     the run directory cannot be read.
     """
     config = read_supervise_config(run.layout.supervise_config)
+    slurm = slurm.at(cluster=config.slurm_cluster, submit_command=config.submit_command)
     first = _sbatch(run, slurm, config, after=after)
     if config.continuation == "requeue":
         _lead_followers(run, slurm, first)
@@ -186,8 +210,8 @@ def _lead_followers(run: RunFiles, slurm: SlurmClient, job_id: int) -> None:
         try:
             # Make a waiting job wait for another one instead of `old`, and for what else it waits
             # for
-            waiting_id = ids[0]
-            waiting = slurm.show_job(waiting_id)
+            waiting_id, there = ids[0], slurm.at(cluster=slurm_cluster_of(events))
+            waiting = there.show_job(waiting_id)
             before = {f":{one}" for one in old}
             kept = [
                 term
@@ -196,15 +220,15 @@ def _lead_followers(run: RunFiles, slurm: SlurmClient, job_id: int) -> None:
             ]
             for last in (False,) * _SECONDS_TO_PUT_BACK + (True,):
                 try:
-                    slurm.update_job(waiting_id, dependency=",".join([f"afterok:{job_id}", *kept]))
+                    there.update_job(waiting_id, dependency=",".join([f"afterok:{job_id}", *kept]))
                     break
                 except SlurmRefusedError:
-                    job = slurm.jobs([waiting_id]).get(waiting_id)
+                    job = there.jobs([waiting_id]).get(waiting_id)
                     if last or job is None or not job.state.is_active:
                         raise
                     clock.sleep(1.0)
             if was_put_back(other.ledger.events()):
-                slurm.release(waiting_id)
+                there.release(waiting_id)
             reason = f"waits for job {job_id} of run {run.run_id} now"
         except SlurmError as error:
             reason = f"could not be made to wait for job {job_id} of run {run.run_id}: {error}"
@@ -218,12 +242,17 @@ def _sbatch(
     successor_of: int | None = None,
     after: Sequence[JobsBefore] = (),
 ) -> int:
-    cluster = None
+    cluster = config.slurm_cluster
     after_run = next((one.run_id for one in after if one.run_id), None)
     with contextlib.suppress(SlurmError):  # the error of sbatch is clearer
-        cluster = slurm.cluster_name()
+        cluster = cluster or slurm.cluster_name()
     if successor_of is None:
-        run.ledger.append(EventKind.SUBMITTING, cluster=cluster, after_run=after_run)
+        run.ledger.append(
+            EventKind.SUBMITTING,
+            cluster=cluster,
+            after_run=after_run,
+            slurm_cluster=config.slurm_cluster,
+        )
     try:
         options = sbatch_options(run.layout.directory, array=config.continuation == "array")
         options += [f"--dependency={','.join(map(str, after))}"] if after else []
@@ -249,5 +278,77 @@ def _sbatch(
         cluster=submitted.cluster or cluster,
         after_run=after_run,
         script_sha256=digest,
+        slurm_cluster=config.slurm_cluster,
+        messages=submitted.messages,
     )
+    if successor_of is None:
+        _record_changes(run, slurm, config, submitted.job_id, options)
     return submitted.job_id
+
+
+# -- What Slurm has made of a new job -----------------------------------------------------------
+
+
+def _record_changes(
+    run: RunFiles,
+    slurm: SlurmClient,
+    config: SuperviseConfig,
+    job_id: int,
+    options: Sequence[str],
+) -> None:
+    """Record what the new job has otherwise than its script asks for, and what follows.
+
+    One query. Without an answer, and for a job that is gone already, nothing is recorded.
+    """
+    try:
+        made = next(iter(slurm.jobs([job_id]).values()), None)
+        asked = requested_job(run.layout.script.read_text(errors="replace"), options)
+    except (SlurmError, OSError):
+        return
+    changes = job_changes(asked, made) if made is not None else ()
+    if made is None or not changes:
+        return
+    settings = {change.setting for change in changes}
+    follows = {**_CONSEQUENCES, "partition": _preemption_there(run, made.partition)}
+    if made.time_limit_seconds is not None and made.time_limit_seconds <= config.warning_seconds:
+        lead = short_duration(config.warning_seconds)
+        follows["time limit"] = (
+            f"Slurm's warning comes {lead} before that: no time is left to train"
+        )
+    if {"comment", "job name"} <= settings:
+        follows["comment"] = "hpctrain knows the job by neither comment nor name, and may lose it"
+    if config.continuation == "requeue" and made.requeue is False:
+        follows["requeue flag"] = (
+            "Slurm does not start it again after a preemption or its time limit: "
+            "`hpctrain watch --act` submits the run again"
+        )
+    sentences = [
+        f"{change}; {then}" if (then := follows.get(change.setting)) else str(change)
+        for change in changes
+    ]
+    run.ledger.append(EventKind.JOB_CHANGED, job_id=job_id, evidence=sentences)
+
+
+_PLANNED = "the run was planned for what was asked"
+_CONSEQUENCES: dict[JobSetting, str] = {
+    "time limit": "each attempt has that long, and the forecast took the other",
+    "comment": "hpctrain finds the job by its name and directory",
+    "job name": "hpctrain finds the job by its comment",
+    "number of nodes": _PLANNED,
+    "GPUs per node": _PLANNED,
+    "CPUs": _PLANNED,
+}
+
+
+def _preemption_there(run: RunFiles, name: str | None) -> str:
+    """Describe how jobs of another partition are preempted, by the profile of the run."""
+    try:
+        partition = load_profile(run.layout.profile).document.slurm.partition(name or "")
+    except HpctrainError:  # a replica of a service keeps none
+        return ""
+    if partition is None:
+        return "the profile does not describe it, so the plan knows nothing of its preemption"
+    if partition.preemption.mode == "off":
+        return "jobs there are not preempted"
+    grace = partition.preemption.grace
+    return f"jobs there are preempted ({partition.preemption.mode}), with {grace} of grace"

@@ -168,6 +168,7 @@ def input_checks(
     return (
         _data(spec),
         *weights,
+        *_interpreter(profile, python),
         _software(document.engine.abilities, container, python, profile.file),
         *_tracking(spec, python),
         *_image(container),
@@ -231,6 +232,40 @@ def _software(
     name = f"hpctrain[{abilities.extra}]" if abilities.extra else "hpctrain"
     hint = f"install it there (`pip install '{name}'`), or name another: `software.python`"
     return _check("software", "fails", message, Problem(message, file, hint=hint))
+
+
+def _interpreter(profile: Loaded[ClusterProfile], python: str) -> Iterator[Check]:
+    """Look at the Python that the job starts: is it there, and one of the nodes' processors?
+
+    A path below none of the profile's shared file systems may be there on the nodes alone.
+    """
+    document = profile.document
+    if "$" in python or not os.path.isabs(python):
+        return
+    field = "software.python" if document.software.python else "nodes.architecture"
+    if not os.path.exists(python):
+        shared = (Path(one.path) for one in document.filesystems if one.kind != "local")
+        home = next((one for one in shared if Path(python).is_relative_to(one)), None)
+        if home is not None and home.is_dir():
+            message = f"{python} does not exist, and {home} is here: the job could not start"
+            yield _failed("interpreter", profile.problem(field, f"`{field}`: {message}"))
+        return
+    architecture, nodes = _elf_architecture(python), document.nodes.architecture
+    if None not in (architecture, nodes) and architecture != nodes:
+        message = f"{python} is a program for {architecture}, and the nodes are {nodes}"
+        hint = f"name a Python for {nodes} in `software.python`; hpctrain has to be installed there"
+        yield _failed("interpreter", profile.problem(field, f"`{field}`: {message}", hint))
+
+
+def _elf_architecture(path: str) -> str | None:
+    """Read for which processors a program is (elf(5), e_machine); None for a script."""
+    try:
+        with open(path, "rb") as stream:
+            head = stream.read(20)
+    except OSError:
+        return None
+    known = {62: "x86_64", 183: "aarch64"}
+    return known.get(int.from_bytes(head[18:20], "little")) if head[:4] == b"\x7fELF" else None
 
 
 def _tracking(spec: Loaded[RunSpec], python: str) -> Iterator[Check]:

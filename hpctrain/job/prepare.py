@@ -568,5 +568,6 @@ def evaluation_files(prepared: Prepared, layout: RunLayout) -> list[tuple[Path, 
         jobs=tuple(jobs),
         last_step=spec.train_steps,
         submit_variables=submit_variables(training),
+        submit_command=training.profile.slurm.submit_command,
     )
     return [*files, (layout.evaluation_config, settings.model_dump_json(indent=1) + "\n")]

@@ -88,7 +88,11 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
     if prepared.train.checkout_directory is not None:
         keep_checkout_changes(layout, Path(prepared.train.checkout_directory))
     digest = hashlib.sha256(prepared.script.encode()).hexdigest()
-    RunFiles(layout).ledger.append(EventKind.RENDERED, script_sha256=digest)
+    RunFiles(layout).ledger.append(
+        EventKind.RENDERED,
+        script_sha256=digest,
+        slurm_cluster=prepared.supervise.slurm_cluster,
+    )
     return layout
 
 

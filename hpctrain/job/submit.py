@@ -22,6 +22,7 @@ from hpctrain.job.job_submission import (
     after_of_spec,
     job_to_wait_for,
     submit_jobs,
+    submitted_run,
 )
 from hpctrain.job.preflight import Examined, checks_of
 from hpctrain.job.prepare import Prepared, with_free_run_id
@@ -46,6 +47,7 @@ def submit(
     directory stays, because the job may exist.
     """
     Examined(checks_of(prepared, runs), prepared).refuse()  # now, not after hours in the queue
+    slurm = slurm.at(cluster=prepared.supervise.slurm_cluster)
     refuse_unsubmittable(prepared, slurm)
     waits: tuple[JobsBefore, ...]
     if after is not None:
@@ -59,7 +61,7 @@ def submit(
     except SlurmRefusedError:
         shutil.rmtree(run.layout.directory)
         raise
-    return Submitted(run_id=run.run_id, job_id=job_id, directory=run.layout.directory)
+    return submitted_run(run, job_id)
 
 
 def prepare_only(prepared: Prepared, runs: Path) -> RunFiles:
@@ -84,6 +86,8 @@ def _written(prepared: Prepared, runs: Path) -> RunFiles:
 
 def check(prepared: Prepared, slurm: SlurmClient) -> TestOnlyAnswer:
     """Validate the script with Slurm (`sbatch --test-only`); nothing is submitted."""
+    config = prepared.supervise
+    slurm = slurm.at(cluster=config.slurm_cluster, submit_command=config.submit_command)
     refuse_unsubmittable(prepared, slurm)
     return slurm.test_only(prepared.script)
 

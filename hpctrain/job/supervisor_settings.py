@@ -68,6 +68,8 @@ def supervise_config(
         cluster_nodes=profile.nodes.count,
         node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
         submit_variables=submit_variables(job),
+        submit_command=profile.slurm.submit_command,
+        slurm_cluster=profile.slurm.cluster,
         master_address=profile.network.master_address,
         master_ports=port_range(profile.network.ports) if profile.network.ports else None,
         notify=notify_settings(job.notify),

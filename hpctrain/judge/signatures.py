@@ -23,7 +23,7 @@ from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import LogFinding, Role
 from hpctrain.spec.document import Document
 
-Where = Literal["rank", "srun", "kernel"]
+Where = Literal["rank", "srun", "kernel", "script"]
 XidClass = Literal["application", "info", "memory", "contained", "lost", "fabric"]
 
 LONGEST_LINE = 2000
@@ -57,10 +57,11 @@ class Signature(Document):
         min_length=1, description="Fixed words, one of which is in every such line"
     )
     regex: str = Field(default="", description="What the line must match too; repeats bounded")
-    where: tuple[Where, ...] = Field(min_length=1, description="rank, srun, kernel")
+    where: tuple[Where, ...] = Field(min_length=1, description="rank, srun, kernel, script")
     hard: bool = Field(default=False, description="Broken hardware beyond doubt")
     teardown: bool = Field(default=False, description="Later lines of this rank do not count")
     enabled: bool = Field(default=True, description="false: a site does without it")
+    means: str = Field(default="", description="What a person may look at, after the line")
     source: str = Field(min_length=3, description="Where the text comes from")
     example: str = Field(min_length=4, description="A real line")
 

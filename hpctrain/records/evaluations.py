@@ -57,6 +57,7 @@ class EvaluationSettings(BaseModel):
     jobs: tuple[EvaluationJob, ...]
     last_step: int
     submit_variables: tuple[str, ...] | None = None
+    submit_command: tuple[str, ...] = ("sbatch",)
 
     def wants(self, job: EvaluationJob, step: int) -> bool:
         """Return True if the checkpoint of that step is to be evaluated by `job`."""

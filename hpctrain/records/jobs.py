@@ -88,6 +88,23 @@ def cluster_of(events: Sequence[Event]) -> str | None:
     return next((event.cluster for event in reversed(generation(events)) if event.cluster), None)
 
 
+def slurm_cluster_of(events: Sequence[Event]) -> str | None:
+    """The cluster that Slurm's commands have to name to reach the run's jobs; None: need not."""
+    return next((event.slurm_cluster for event in reversed(events) if event.slurm_cluster), None)
+
+
+def site_messages(events: Sequence[Event]) -> tuple[str, ...]:
+    """What the site has said when the jobs of the newest generation were submitted."""
+    said = (line for event in generation(events) for line in event.messages)
+    return tuple(dict.fromkeys(said))
+
+
+def changes_by_slurm(events: Sequence[Event]) -> tuple[str, ...]:
+    """What Slurm has made of the newest generation otherwise than its script asks for."""
+    changed = (e for e in generation(events) if e.event is EventKind.JOB_CHANGED)
+    return tuple(sentence for event in changed for sentence in event.evidence)
+
+
 def being_submitted(events: Sequence[Event]) -> bool:
     """Whether a client has called sbatch and has not recorded an answer."""
     last = last_submission(events)

@@ -28,6 +28,7 @@ class EventKind(StrEnum):
     SUBMITTING = "submitting"
     SUBMITTED = "submitted"
     SUBMIT_FAILED = "submit_failed"
+    JOB_CHANGED = "job_changed"
     ADOPTED = "adopted"
     ATTEMPT_STARTED = "attempt_started"
     ATTEMPT_LOST = "attempt_lost"
@@ -69,6 +70,8 @@ class Event(Record):
     many groups of ranks a launch has under several leaves or in several blocks. `after_run`: the
     run for whose end a submitted job waits; of an observation: that it began before that end.
     `served_seconds`: how long a replica had answered requests when the event was written.
+    `slurm_cluster`: the cluster that Slurm's commands name to reach the jobs (`--clusters`);
+    None where they need not. `messages`: what the site has said at a submission.
     """
 
     event: EventKind
@@ -106,6 +109,8 @@ class Event(Record):
     groups_outside: int | None = None
     after_run: str | None = None
     served_seconds: float | None = None
+    slurm_cluster: str | None = None
+    messages: tuple[str, ...] = ()
 
     @property
     def attempt(self) -> tuple[int | None, int | None]:

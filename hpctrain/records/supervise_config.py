@@ -131,7 +131,9 @@ class SuperviseConfig(_Settings):
     it. `notify`: None where the run tells nobody. `tracking`: a process beside the launches copies
     metrics to TensorBoard or W&B; `metrics`: another one exports them from the job. `serves`: the
     launches are those of a replica of a service: they have no checkpoints, and a launch is progress
-    once it has answered requests for `served_progress_seconds`.
+    once it has answered requests for `served_progress_seconds`. `submit_command`: the words in the
+    place of `sbatch`. `slurm_cluster`: the cluster that Slurm's commands have to name from outside
+    of a job (`--clusters`); None where they need not.
     """
 
     schema_version: Literal[1] = 1
@@ -162,6 +164,8 @@ class SuperviseConfig(_Settings):
     mttf_seconds: float | None = None
     inputs: tuple[str, ...] = ()
     submit_variables: tuple[str, ...] | None = None
+    submit_command: tuple[str, ...] = ("sbatch",)
+    slurm_cluster: str | None = None
     master_address: str | None = None
     master_ports: tuple[int, int] | None = None
     poll_seconds: float = DEFAULT_POLL_SECONDS

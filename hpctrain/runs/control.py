@@ -28,7 +28,7 @@ from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.job.data_records import record_data
-from hpctrain.job.job_queries import jobs_of, record_found
+from hpctrain.job.job_queries import jobs_of, record_found, slurm_of
 from hpctrain.job.job_submission import resubmit
 from hpctrain.job.kept_code import keep_checkout_changes, keep_code
 from hpctrain.judge.causes import Cause
@@ -141,6 +141,7 @@ def stop(
     stopped by such a request.
     """
     _refuse_if_done(run, "stop")
+    slurm = slurm_of(run, slurm)
     kind: RequestKind = "stop-now" if now else "stop"
     queue = _queue(run, slurm)
     if queue.answered and not queue.jobs:
@@ -185,6 +186,7 @@ def hold(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> ControlResul
     is about to end without a save.
     """
     _refuse_if_done(run, "hold")
+    slurm = slurm_of(run, slurm)
     queue = _queue(run, slurm)
     if queue.answered and not queue.jobs:
         raise _over(run, slurm, "hold")
@@ -243,6 +245,7 @@ def resume(
     """
     acceptance = acceptance or Acceptance()
     _refuse_if_done(run, "resume")
+    slurm = slurm_of(run, slurm)
     queue = _queue(run, slurm)
     for _ in range(_SECONDS_TO_LEAVE):
         runs = queue.unheld and queue.active is not None
@@ -289,7 +292,8 @@ def resume(
         submitted = resubmit(run, slurm)
         verb = "resubmitted" if again else "submitted"
         message = f"{verb} run {_name(run)} as job {submitted.job_id}"
-        return replace(_result(run, message, *accepted), job_id=submitted.job_id)
+        told = (*accepted, *submitted.messages, *submitted.changes)
+        return replace(_result(run, message, *told), job_id=submitted.job_id)
     for job in queue.jobs:
         if job.hold is not None:
             slurm.release(job.job_id)
@@ -544,6 +548,7 @@ def cancel(run: RunFiles, slurm: SlurmClient) -> Cancelled:
     if run.layout.done.exists():
         raise UsageError(f"run `{run.run_id}` is done: there is nothing to cancel")
     run.refuse_unless_writable("cancel")
+    slurm = slurm_of(run, slurm)
     live = _live(run, slurm)
     if not live:
         row = statuses([run], slurm)[0]

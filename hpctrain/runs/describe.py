@@ -17,6 +17,7 @@ from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.page.text import facts, paragraph
 from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import changes_by_slurm, site_messages
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.requests import TAKE_BACK
 from hpctrain.records.run_records import SaveRecord, read_saves
@@ -114,6 +115,8 @@ class RunStory(EvaluatedDocument):
     done: bool
     state: RunState | None
     reason: str | None
+    changes: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     attempts: tuple[AttemptStory, ...]
     checkpoints: tuple[CheckpointStory, ...]
     asked: tuple[RequestStory, ...] = ()
@@ -139,6 +142,8 @@ def describe(run: RunFiles) -> RunStory:
         done=done,
         state=None if judged.state is RunState.UNKNOWN else judged.state,
         reason=judged.reason or None if judged.state is not RunState.UNKNOWN else None,
+        changes=changes_by_slurm(events),
+        messages=site_messages(events),
         attempts=tuple(
             _attempt(events[start:end], events[end:])
             for start, end in zip(starts, ends, strict=False)
@@ -282,6 +287,8 @@ def story_lines(story: RunStory) -> list[str]:
     """Format attempts in order, each with its launches, then requests and checkpoints."""
     head = (("Run", story.run_id), ("State", story.state), ("Reason", story.reason))
     lines = [*facts(*head, margin=11), f"Directory  {story.directory}"]
+    lines += facts(*(("Changed", change) for change in story.changes), margin=11)
+    lines += facts(*(("Site said", line) for line in story.messages), margin=11)
     for number, attempt in enumerate(story.attempts, 1):
         lines += ["", *_attempt_lines(number, attempt)]
     if story.asked:

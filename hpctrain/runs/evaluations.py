@@ -27,6 +27,7 @@ from hpctrain.records.evaluations import (
     waiting_evaluations,
 )
 from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import slurm_cluster_of
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import Event
 from hpctrain.records.run_records import Progress, read_record
@@ -130,9 +131,10 @@ def submit_evaluations(
             ]
             continue
         try:
-            here = jobs.here or slurm.cluster_name()
+            there = slurm.at(cluster=slurm_cluster_of(events[run.run_id]))
+            here = jobs.here or there.cluster_name()
             home = jobs.elsewhere or here
-            one = EvaluationPass(run.layout, slurm, "watch", cluster=here, home=home)
+            one = EvaluationPass(run.layout, there, "watch", cluster=here, home=home)
             one.make()
             lines += [f"{run.run_id}  {line}" for line in one.lines]
         except SlurmUnreachableError:

@@ -6,6 +6,7 @@ inotify does not see what other nodes write on a shared file system.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ from pathlib import Path
 
 from hpctrain.base import clock
 from hpctrain.base.errors import UsageError
+from hpctrain.base.printable_text import printable_line
+from hpctrain.judge.causes import Cause
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import started_ids
+from hpctrain.records.layout import RunLayout
 from hpctrain.records.old_launches import (
     ATTEMPT_NAME,
     LOG_NAME,
@@ -23,9 +27,13 @@ from hpctrain.records.old_launches import (
     log_archives,
 )
 from hpctrain.runs.run_documents import known_plan
+from hpctrain.slurm.records import JobRecord
 
 _JOB_LOG = re.compile(r"slurm-(?P<job>\d+)(?:_(?P<task>\d+))?\.out")
 _POLL_SECONDS = 1.0
+# How much of the log of a script is read, and of it told.
+_END_BYTES, _MOST_LINES, _LONGEST_LINE = 16384, 20, 300
+_SHELL = re.compile(r"^.{0,200}line \d{1,6}: (?:exec: )?")
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,38 @@ def job_logs(run: RunFiles) -> list[Path]:
     matches = ((path, _JOB_LOG.fullmatch(path.name)) for path in run.layout.logs.iterdir())
     found = [(int(m["job"]), int(m["task"] or 0), path) for path, m in matches if m]
     return [path for _, _, path in sorted(found)]
+
+
+def script_end(layout: RunLayout, job: JobRecord) -> tuple[Cause, str] | None:
+    """Find why the script of a job ended before its supervisor began: by the end of its own log.
+
+    None without a line that is known, and where the log cannot be read.
+    """
+    from hpctrain.judge.catalogue import load_signatures
+    from hpctrain.supervise.evidence.log_scan import read_signatures
+
+    array = layout.logs.glob(f"slurm-{job.submitted_id}_*.out")  # an element's number is not known
+    paths = [path for path in (layout.job_log(job.job_id), *array) if path.exists()]
+    if not paths:
+        return None
+    try:
+        with max(paths, key=lambda path: path.stat().st_mtime).open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _END_BYTES))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return None
+    signatures = read_signatures(layout.signatures) or load_signatures()
+    matcher = signatures.matcher("script")
+    matches = (matcher.match(line) for _, line in matcher.candidates(text, _MOST_LINES))
+    found = next(reversed([one for one in matches if one is not None]), None)
+    if found is None:
+        return None
+    means = next(one.means for one in signatures.signatures if one.id == found.signature)
+    line = printable_line(_SHELL.sub("", found.line), _LONGEST_LINE)
+    words = f"{line}; {means}" if means else line
+    how = f"exit code {job.exit_code}" if job.exit_code else "without an exit code"
+    reason = f"the script of job {job.job_id} ended before its supervisor began ({how}): {words}"
+    return found.cause, reason
 
 
 def logs_of(run: RunFiles, rank: int | None, attempt: int | None = None) -> list[LogPart]:

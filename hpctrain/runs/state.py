@@ -67,10 +67,14 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True)
 class Judged:
-    """A state and the reason as a sentence (empty if the state needs none)."""
+    """A state and the reason as a sentence (empty if the state needs none).
+
+    `by_script`: the job failed without a supervisor that began, so its own log may tell more.
+    """
 
     state: RunState
     reason: str = ""
+    by_script: bool = False
 
 
 def judge(events: Sequence[Event], jobs: RunJobs, *, done: bool) -> Judged:
@@ -100,7 +104,7 @@ def judge(events: Sequence[Event], jobs: RunJobs, *, done: bool) -> Judged:
         return unknown
     if cancel_requested(events):
         return Judged(RunState.CANCELLED, "by its user")
-    return _after_the_queue(queued)
+    return _after_the_queue(events, queued)
 
 
 def judge_without_slurm(events: Sequence[Event], *, done: bool) -> Judged:
@@ -204,7 +208,15 @@ def ended_by_supervisor(events: Sequence[Event]) -> Judged | None:
     return Judged(RunState.FAILED, stop.reason or "")
 
 
-def _after_the_queue(job: JobRecord | None) -> Judged:
+def supervisor_began(events: Sequence[Event], job: JobRecord) -> bool:
+    """Whether the ledger has the newest start of the job by its supervisor."""
+    by_supervisor = (EventKind.ATTEMPT_STARTED, EventKind.ACTION)
+    written = [event for event in generation(events) if event.event in by_supervisor]
+    begun = [event.restart_count or 0 for event in written if event.job_id == job.job_id]
+    return bool(begun) and job.restart_count in (None, *begun)
+
+
+def _after_the_queue(events: Sequence[Event], job: JobRecord | None) -> Judged:
     """Judge a run whose job has left the queue while its ledger contains no reason."""
     if job is None:
         return Judged(RunState.UNKNOWN, "Slurm does not know the job any more")
@@ -220,15 +232,15 @@ def _after_the_queue(job: JobRecord | None) -> Judged:
             f"the supervisor was killed by signal {job.exit_signal}; "
             "`hpctrain resume` goes on from the newest checkpoint",
         )
+    by_script = not supervisor_began(events, job)
     if job.exit_code == SETUP_EXIT_CODE:
         reason = (
             "a module, a limit or a file of the site could not be had: `hpctrain logs` names it"
         )
-        return Judged(RunState.FAILED, reason)
+        return Judged(RunState.FAILED, reason, by_script)
     code = "" if job.exit_code is None else f", exit code {job.exit_code}"
-    return Judged(
-        RunState.FAILED, f"the job ended as {name}{code} without a word of its supervisor"
-    )
+    reason = f"the job ended as {name}{code} without a word of its supervisor"
+    return Judged(RunState.FAILED, reason, by_script)
 
 
 def scattered_groups(events: Sequence[Event]) -> str | None:

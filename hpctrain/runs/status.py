@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pydantic import BaseModel, ConfigDict
@@ -18,9 +18,9 @@ from hpctrain.base.errors import SlurmError, UsageError
 from hpctrain.base.formats import NewerFormatError
 from hpctrain.base.units import short_duration
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.job.job_queries import find_jobs, with_past
+from hpctrain.job.job_queries import find_jobs, with_past_jobs
+from hpctrain.judge.causes import Cause
 from hpctrain.records.find import RunFiles
-from hpctrain.records.jobs import generation, job_ids
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_jobs import RunJobs
 from hpctrain.records.run_records import Progress, read_record, tail_metrics
@@ -29,6 +29,7 @@ from hpctrain.records.supervise_config import (
     SuperviseConfig,
     known_supervise_config,
 )
+from hpctrain.runs.logs import script_end
 from hpctrain.runs.state import (
     ENDS_ATTEMPT,
     ENDS_RUN,
@@ -39,6 +40,7 @@ from hpctrain.runs.state import (
     judge_without_slurm,
     last_job_id,
     scattered_groups,
+    supervisor_began,
 )
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.telemetry.rates import recent_rates
@@ -98,7 +100,18 @@ class ObservedRun:
         """The state of the run and its reason."""
         if self.unreadable is not None:
             return Judged(RunState.UNKNOWN, self.unreadable)
-        return judge(self.events, self.jobs or RunJobs(), done=self.jobs is None)
+        judged = judge(self.events, self.jobs or RunJobs(), done=self.jobs is None)
+        if judged.by_script and (end := self.script_end) is not None:
+            return replace(judged, reason=end[1])
+        return judged
+
+    @cached_property
+    def script_end(self) -> tuple[Cause, str] | None:
+        """Why the script of the newest job ended before a supervisor began; None if unknown."""
+        job = counted(self.jobs.jobs) if self.jobs is not None else None
+        if job is None or not job.state.is_ended or supervisor_began(self.events, job):
+            return None
+        return script_end(self.run.layout, job) if job.exit_code else None
 
     @property
     def is_over_by_ledger(self) -> bool:
@@ -153,15 +166,8 @@ def observe(runs: Sequence[RunFiles], slurm: SlurmClient | None) -> list[Observe
     jobs = {run.run_id: RunJobs(answered=False) for run in open_runs}
     if slurm is not None:
         jobs = find_jobs(open_runs, slurm, events)
-    gone = {
-        job_id
-        for run_id, found in jobs.items()
-        if found.answered and not found.jobs
-        for job_id in job_ids(generation(events[run_id]))
-    }
     with contextlib.suppress(SlurmError):
-        past = slurm.past_jobs(gone) if slurm is not None else {}
-        jobs = {one: with_past(jobs[one], one, events[one], past) for one in jobs}
+        jobs = with_past_jobs(open_runs, jobs, slurm, events) if slurm is not None else jobs
     observed = []
     for run in runs:
         reason = unreadable.get(run.run_id)

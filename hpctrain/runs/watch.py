@@ -22,11 +22,17 @@ from hpctrain.base import clock
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import HpctrainError, SlurmError, UsageError
 from hpctrain.base.formats import NewerFormatError
-from hpctrain.job.job_queries import find_jobs, jobs_of, record_found, with_past
+from hpctrain.job.job_queries import (
+    find_jobs,
+    jobs_of,
+    record_found,
+    slurm_of,
+    with_past_jobs,
+)
 from hpctrain.job.job_submission import submit_jobs
 from hpctrain.notify.delivery import NoticeResult
 from hpctrain.records.find import RunFiles, all_runs
-from hpctrain.records.jobs import generation, job_ids
+from hpctrain.records.jobs import generation
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import read_request, user_name
 from hpctrain.records.run_jobs import RunJobs
@@ -235,17 +241,9 @@ def _with_jobs(opened: Sequence[ObservedRun], slurm: SlurmClient) -> list[Observ
     """Query the jobs of all runs: one squeue, and one sacct for those that ought to have jobs."""
     events = {one.run.run_id: one.events for one in opened}
     found = find_jobs([one.run for one in opened], slurm, events, silent=False)
-    gone = {
-        job_id
-        for one in opened
-        if not one.is_over_by_ledger and not found[one.run.run_id].jobs
-        for job_id in job_ids(generation(one.events))
-    }
-    past = slurm.past_jobs(gone)
-    return [
-        replace(one, jobs=with_past(found[one.run.run_id], one.run.run_id, one.events, past))
-        for one in opened
-    ]
+    going = [one.run for one in opened if not one.is_over_by_ledger]
+    jobs = with_past_jobs(going, found, slurm, events)
+    return [replace(one, jobs=jobs[one.run.run_id]) for one in opened]
 
 
 def _find_new_problems(
@@ -297,6 +295,7 @@ def snapshot(one: ObservedRun, grace_seconds: float = GRACE_SECONDS) -> WatchedR
         unrecorded=one.jobs.unrecorded,
         alive_until=alive_until,
         disk=disk_space(layout, config),
+        script_end=one.script_end,
     )
 
 
@@ -337,6 +336,7 @@ def _apply_remedy(
         if problem.remedy is WatchRemedy.RESUBMIT:
             return "done", f"submitted as job {submit_jobs(run, slurm)}"
         assert job_id is not None, "all other remedies are about a job"
+        slurm = slurm_of(run, slurm)
         if problem.remedy is WatchRemedy.ADOPT:
             record_found(run, jobs_of(run, slurm))
         elif problem.remedy is WatchRemedy.RELEASE:

@@ -31,6 +31,7 @@ from hpctrain.runs.state import (
     ended_by_supervisor,
     hold_text,
     standing_action,
+    supervisor_began,
 )
 from hpctrain.slurm.reasons import JobHold, WaitReason
 from hpctrain.slurm.records import JobRecord
@@ -201,7 +202,6 @@ _PENDING = (_launch_held, _no_node_left, _delayed, _too_few_nodes, _waits_long)
 # -- Finds runs that have no job left: finished, failed or orphaned. Pure -----------------------
 
 
-_BY_SUPERVISOR = (EventKind.ATTEMPT_STARTED, EventKind.ACTION)
 # A failed run is reported for this long, and only once.
 _FAILED_SECONDS = 7 * 86400.0
 _CHAINS = ("chain", "singleton", "array")
@@ -211,7 +211,6 @@ def problems_without_jobs(run: WatchedRun) -> list[RunProblem]:
     """Find the problem of a run without a job in the queue; empty for one that is over."""
     recent = generation(run.events)
     starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
-    written = [event for event in recent if event.event in _BY_SUPERVISOR]
     last = standing_action(run.events)
     if last is not None and last.action in ENDS_RUN:
         judged = ended_by_supervisor(run.events)
@@ -231,10 +230,11 @@ def problems_without_jobs(run: WatchedRun) -> list[RunProblem]:
     ended_time = (newest.end_time if newest else None) or recent[-1].time
     if run.now - ended_time < run.grace_seconds:
         return []
-    if newest is not None:
-        begun = [e.restart_count or 0 for e in written if e.job_id == newest.job_id]
-        if not begun or newest.restart_count not in (None, *begun):  # no supervisor has started
-            return [_orphan(run, newest, why_ended(newest, begun=False))]
+    if newest is not None and not supervisor_began(run.events, newest):
+        ended = why_ended(newest, begun=False)
+        if ended is not None and ended[0] is Cause.LAUNCH_FAILURE:
+            ended = run.script_end or ended
+        return [_orphan(run, newest, ended)]
     if last is not None:
         return [_unfollowed(run, last) if _all_known(run, last) else _orphan(run, None, None)]
     ended = why_ended(newest, begun=True)
@@ -360,7 +360,8 @@ class WatchedRun:
     that Slurm knows, ended ones included; `unrecorded` are those missing in the ledger.
     `signs_time` is the newest sign of life of trainer or supervisor, `alive_until` the latest time
     at which the trainer's next one is due. `asked_by` is the author of a pending request. `disk`:
-    None where nobody is to be told about it.
+    None where nobody is to be told about it. `script_end`: why the script of the newest job ended
+    before a supervisor began, as its own log tells.
     """
 
     run_id: str
@@ -374,6 +375,7 @@ class WatchedRun:
     unrecorded: tuple[JobRecord, ...] = ()
     alive_until: float = 0.0
     disk: DiskSpace | None = None
+    script_end: tuple[Cause, str] | None = None
 
     @property
     def past(self) -> History:

@@ -18,12 +18,14 @@ from hpctrain.base import clock
 from hpctrain.base.errors import SlurmError
 from hpctrain.base.units import short_duration
 from hpctrain.checkpoints.discover import good_steps
+from hpctrain.job.job_queries import slurm_of
 from hpctrain.judge.causes import FAILURE_CAUSES, Cause, can_happen
 from hpctrain.judge.documents import History, Situation, Verdict
 from hpctrain.judge.launch_history import history
 from hpctrain.judge.policy import budget_of, decide, limit_of_all
 from hpctrain.page.text import LINE_WIDTH, facts, paragraph
 from hpctrain.records.find import RunFiles
+from hpctrain.records.jobs import changes_by_slurm, site_messages
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.requests import is_requested, read_request
 from hpctrain.records.supervise_config import SuperviseConfig, read_supervise_config
@@ -248,6 +250,8 @@ class Why(BaseModel):
     attempts: int
     waiting: str | None
     placement: str | None
+    changes: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     requests: tuple[str, ...]
     continuation: str
     continuation_words: str
@@ -272,7 +276,7 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
     waiting = None
     if row.state is RunState.PENDING and row.job_id is not None:
         try:
-            job = slurm.show_job(row.job_id)
+            job = slurm_of(run, slurm).show_job(row.job_id)
             waiting = waiting_words(job, now) if job is not None else None
         except SlurmError:
             waiting = "Slurm does not answer"
@@ -299,6 +303,8 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
         attempts=row.attempts,
         waiting=waiting,
         placement=scattered_groups(events),
+        changes=changes_by_slurm(events),
+        messages=site_messages(events),
         requests=tuple(requests),
         continuation=config.continuation,
         continuation_words=_CONTINUATION[config.continuation],
@@ -421,6 +427,8 @@ def why_lines(why: Why, now: float) -> list[str]:
         ("Reason", why.state_reason),
         ("Waits", why.waiting),
         ("Placed", why.placement),
+        *(("Changed", change) for change in why.changes),
+        *(("Site said", line) for line in why.messages),
         *(("Asked", f"{request}; not followed yet") for request in why.requests),
         *_end_facts(why.ended, now),
     )

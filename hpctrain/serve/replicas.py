@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import SlurmUnreachableError, UsageError
-from hpctrain.job.job_queries import jobs_of, record_found
+from hpctrain.job.job_queries import jobs_of, record_found, slurm_of
 from hpctrain.job.job_submission import JobsBefore, submit_jobs
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import generation, submitted_ids
@@ -23,6 +23,7 @@ from hpctrain.records.kept_code import use_archive
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.service_layout import PROTOTYPE, ReplicaName, ServiceLayout
+from hpctrain.records.supervise_config import read_supervise_config
 from hpctrain.runs.control import ask, note
 from hpctrain.slurm.client import SlurmClient
 
@@ -81,7 +82,7 @@ def drain_replica(
     else:
         ask(run, "stop", reason)
     for job in found.waiting:
-        slurm.cancel_waiting(job.job_id)
+        slurm_of(run, slurm).cancel_waiting(job.job_id)
 
 
 def copy_job(known: RunLayout, made: RunLayout, old: str, new: str) -> None:
@@ -112,4 +113,5 @@ def copy_job(known: RunLayout, made: RunLayout, old: str, new: str) -> None:
         where = error.filename or made.directory
         raise UsageError(f"{where} cannot be written: {error.strerror}") from error
     digest = hashlib.sha256(made.script.read_bytes()).hexdigest()
-    RunFiles(made).ledger.append(EventKind.RENDERED, script_sha256=digest)
+    cluster = read_supervise_config(made.supervise_config).slurm_cluster
+    RunFiles(made).ledger.append(EventKind.RENDERED, script_sha256=digest, slurm_cluster=cluster)

@@ -440,5 +440,9 @@ def write_router(service: ServiceLayout, inputs: ServiceInputs) -> RunLayout:
         where = error.filename or run.directory
         raise UsageError(f"{where} cannot be written: {error.strerror}") from error
     digest = hashlib.sha256(documents.script.encode()).hexdigest()
-    RunFiles(run).ledger.append(EventKind.RENDERED, script_sha256=digest)
+    RunFiles(run).ledger.append(
+        EventKind.RENDERED,
+        script_sha256=digest,
+        slurm_cluster=inputs.profile.document.slurm.cluster,
+    )
     return run

@@ -293,7 +293,10 @@ def _node_sizes(
             yield _differs(field, told, real, source, "refused", more)
         elif told < real:
             yield _differs(field, told, real, source, severity, less)
-    told_threads, threads = profile.nodes.threads_per_core or 1, min(n.threads_per_core for n in nodes)
+    told_threads, threads = (
+        profile.nodes.threads_per_core or 1,
+        min(n.threads_per_core for n in nodes),
+    )
     if told_threads != threads:
         yield _differs(
             f"{places['nodes']}nodes.threads_per_core", told_threads, threads,

@@ -142,7 +142,8 @@ def check(name: str, runs: Path) -> Checked:
     """Compare a profile with its cluster. Raises SlurmError without answers."""
     profile = load_named_profile(name)
     login = login_facts(runs)
-    facts = SiteFacts(ClusterQueries(login.user).facts(), login)
+    queries = ClusterQueries(login.user, cluster=profile.document.slurm.cluster)
+    facts = SiteFacts(queries.facts(), login)
     return Checked(profile, differences(profile.document, facts), facts.cluster.queries)
 
 
@@ -154,7 +155,7 @@ def examine(runs: Path, profile_name: str | None) -> Examination:
         profile = load_named_profile(profile_name).document
         asked = _open_questions(find_profile(profile_name, profile_search_path()))
     login = login_facts(runs)
-    queries = ClusterQueries(login.user)
+    queries = ClusterQueries(login.user, cluster=profile and profile.slurm.cluster)
     try:
         cluster = queries.facts()
     except SlurmError as error:

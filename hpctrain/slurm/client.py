@@ -10,11 +10,13 @@ SlurmRefusedError (with Slurm's own message). No response never means that a job
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import parse
@@ -45,7 +47,7 @@ class SlurmClient:
 
     `environment` replaces os.environ. With `shielded`, commands survive the signals with which
     Slurm ends a job: the supervisor queries and requeues while they arrive. `run` is the seam for
-    tests.
+    tests. `at` gives the client of another cluster, or one that submits by another command.
     """
 
     def __init__(
@@ -61,6 +63,31 @@ class SlurmClient:
         self._shielded = shielded
         self._run = run
         self._settled: SlurmConfig | None = None
+        self._cluster: str | None = None
+        self._submit_command: tuple[str, ...] = ("sbatch",)
+        self._others: dict[object, Self] = {}
+
+    def at(self, *, cluster: str | None = None, submit_command: Sequence[str] = ()) -> Self:
+        """Return a client that asks the Slurm of `cluster`, and submits by `submit_command`.
+
+        Commands get `--clusters` (sbatch(1), --clusters), for which they ask slurmdbd where that
+        cluster is: from a node inside a job slurmdbd may be out of reach, so the job's own cluster
+        is asked without. What is left out stays as it is here.
+        """
+        if cluster is None:
+            cluster = self._cluster
+        elif cluster == self._environment.get("SLURM_CLUSTER_NAME"):
+            cluster = None
+        command = tuple(submit_command) or self._submit_command
+        if (cluster, command) == (self._cluster, self._submit_command):
+            return self
+        other = self._others.get((cluster, command))
+        if other is None:
+            other = copy.copy(self)
+            other._cluster, other._submit_command = cluster, command
+            other._settled, other._others = None, {}
+            self._others[cluster, command] = other
+        return other
 
     # Submitting ---------------------------------------------------------------------------------
 
@@ -87,9 +114,7 @@ class SlurmClient:
         variables: Collection[str] | None = None,
     ) -> SubmittedJob:
         """Submit a script with arguments of its own; see `submit`."""
-        argv = ["sbatch", "--parsable", *extra_args, os.path.abspath(script), *arguments]
-        environment = with_only(self._environment, variables)
-        answer = accepted(argv, self._call(argv, environment, ""))
+        answer = self._sbatch(["--parsable", *extra_args], script, variables, arguments)
         return parsed("sbatch", lambda: parse.submitted(answer.stdout, answer.stderr))
 
     def test_only(self, script: Path | str, extra_args: Sequence[str] = ()) -> TestOnlyAnswer:
@@ -98,13 +123,19 @@ class SlurmClient:
         return parse.test_only_answer(answer.stderr)
 
     def _sbatch(
-        self, options: list[str], script: Path | str, variables: Collection[str] | None
+        self,
+        options: list[str],
+        script: Path | str,
+        variables: Collection[str] | None,
+        arguments: Sequence[str] = (),
     ) -> CommandResult:
+        argv, stdin = [*self._submit_command, *self._where(), *options], ""
         if isinstance(script, Path):
-            argv, stdin = ["sbatch", *options, os.path.abspath(script)], ""
+            argv += [os.path.abspath(script), *arguments]
         else:
-            argv, stdin = ["sbatch", *options], script
-        return accepted(argv, self._call(argv, with_only(self._environment, variables), stdin))
+            stdin = script
+        environment = with_only(self._environment, variables)
+        return accepted(argv, self._call(argv, environment, stdin, submits=True))
 
     # Queries ------------------------------------------------------------------------------------
 
@@ -195,7 +226,7 @@ class SlurmClient:
             return ()
         # scontrol prints `Invalid hostlist` with exit code 0, so the output decides.
         argv = ["scontrol", "show", "hostnames", node_list]
-        answer = accepted(argv, self._ask(argv))
+        answer = accepted(argv, self._call(argv, for_queries(self._environment)))
         if not answer.stdout.split():
             raise SlurmRefusedError(answer.stderr.strip() or f"no host names in `{node_list}`")
         return tuple(answer.stdout.split())
@@ -363,7 +394,13 @@ class SlurmClient:
         accepted(argv, self._ask(argv))
 
     def _ask(self, argv: list[str], *, shielded: bool = False) -> CommandResult:
-        return self._call(argv, for_queries(self._environment), shielded=shielded)
+        """Ask the Slurm of the cluster; every command but sbatch goes through here."""
+        argv = [argv[0], *self._where(), *argv[1:]]
+        answer = self._call(argv, for_queries(self._environment), shielded=shielded)
+        return answer._replace(stdout=parse.without_cluster(answer.stdout))
+
+    def _where(self) -> list[str]:
+        return [] if self._cluster is None else [f"--clusters={self._cluster}"]
 
     def _call(
         self,
@@ -372,9 +409,18 @@ class SlurmClient:
         stdin: str = "",
         *,
         shielded: bool = False,
+        submits: bool = False,
     ) -> CommandResult:
-        shielded = shielded or self._shielded
-        return self._run(Command(tuple(argv), environment, self._timeout_seconds, stdin, shielded))
+        return self._run(
+            Command(
+                tuple(argv),
+                environment,
+                self._timeout_seconds,
+                stdin,
+                shielded or self._shielded,
+                submits,
+            )
+        )
 
 
 def _answered(argv: list[str], answer: CommandResult) -> str:

@@ -53,7 +53,8 @@ _Parsed = TypeVar("_Parsed")
 class ClusterQueries:
     """One pass over a cluster. `count` is the number of commands that were run.
 
-    `run` is a seam for tests.
+    `cluster`: the one that commands name (`--clusters`); None: that of this host. `run` is a seam
+    for tests.
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class ClusterQueries:
         environment: Mapping[str, str] | None = None,
         timeout_seconds: float = 30.0,
         *,
+        cluster: str | None = None,
         run: Runner = run_command,
     ) -> None:
         self.count = 0
+        self._where = () if cluster is None else (f"--clusters={cluster}",)
         self._user = user
         self._environment = for_queries(os.environ if environment is None else environment)
         self._timeout_seconds = timeout_seconds
@@ -129,6 +132,8 @@ class ClusterQueries:
         """Run a command. Raises SlurmUnreachableError after ATTEMPTS without an answer, and
         SlurmRefusedError at once.
         """
+        if argv[0] == "scontrol":
+            argv = (argv[0], *self._where, *argv[1:])
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self.count += 1

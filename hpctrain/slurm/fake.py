@@ -11,8 +11,10 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Self
 
 from hpctrain.base.errors import SlurmRefusedError, SlurmUnreachableError
+from hpctrain.slurm.job_changes import requested_job
 from hpctrain.slurm.parse import node_state
 from hpctrain.slurm.process import refusal
 from hpctrain.slurm.records import (
@@ -32,7 +34,9 @@ class FakeSlurm:
     """Plain attributes: `records`; `scripts`, `options` and `inherited` variables of sbatch, by job
     id; `live_steps`, `signals` (job, step, name), the settings.
     `away = True` makes every call fail as without a controller; `refusal` is the message of an
-    sbatch that refuses the next script.
+    sbatch that refuses the next script. `makes` are settings that jobs get otherwise than they ask
+    for, `messages` what sbatch prints beside the id. `commands` are the words that submit, of each
+    client that `at` gave; `clusters` are others by name.
     """
 
     def __init__(self) -> None:
@@ -49,7 +53,16 @@ class FakeSlurm:
         self.dependencies: dict[int, str] = {}
         self.leaf_of: dict[str, str] = {}
         self.refusal = ""
+        self.messages: tuple[str, ...] = ()
+        self.makes: dict[str, Any] = {}
+        self.commands: list[tuple[str, ...]] = []
+        self.clusters: dict[str, FakeSlurm] = {}
         self.away = False
+
+    def at(self, *, cluster: str | None = None, submit_command: Sequence[str] = ()) -> Self:
+        """Return that of `clusters`, or this one."""
+        self.commands += [tuple(submit_command)] if submit_command else []
+        return self.clusters.get(cluster or "", self)  # type: ignore[return-value]
 
     def submit(
         self,
@@ -63,22 +76,19 @@ class FakeSlurm:
         self.scripts[job_id] = script.read_text() if isinstance(script, Path) else script
         self.options[job_id] = list(extra_args)
         self.inherited[job_id] = None if variables is None else tuple(variables)
-        said = dict(re.findall(r"^#SBATCH --(job-name|comment)=(\S+)$", self.scripts[job_id], re.M))
-        for option in extra_args:
-            name, _, value = option.removeprefix("--").partition("=")
-            said[name] = value
-        self.records[job_id] = JobRecord(
-            job_id,
-            state=JobState.PENDING,
-            restart_count=0,
-            requeue=True,
-            name=said.get("job-name"),
-            comment=said.get("comment"),
-            work_directory=said.get("chdir"),
-            cluster=self.cluster_name(),
-            source="fake",
-        )
-        return SubmittedJob(job_id)
+        places = [one for one in extra_args if one.startswith("--chdir=")]
+        made: dict[str, Any] = {
+            "job_id": job_id,
+            "state": JobState.PENDING,
+            "restart_count": 0,
+            "requeue": True,
+            "work_directory": places[-1].partition("=")[2] if places else None,
+            "cluster": self.cluster_name(),
+            "source": "fake",
+            **self.makes,
+        }
+        self.records[job_id] = replace(requested_job(self.scripts[job_id], extra_args), **made)
+        return SubmittedJob(job_id, messages=self.messages)
 
     def submit_with(
         self,

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
+from hpctrain.base.printable_text import printable_line
 from hpctrain.slurm.records import (
     JobRecord,
     NodeState,
@@ -31,7 +32,8 @@ UNIT, RECORD = "\x1f", "\x1e"
 SQUEUE_FIELDS = (
     *("JobID", "State", "Reason", "NodeList", "RestartCnt", "PreemptTime", "StartTime", "EndTime"),
     *("SubmitTime", "TimeLimit", "Partition", "Account", "exit_code", "Requeue", "ArrayJobID"),
-    *("NumNodes", "Cluster", "WorkDir", "Name", "Comment"),
+    *("NumNodes", "NumCPUs", "tres-per-node", "QOS", "Reservation"),
+    *("Cluster", "WorkDir", "Name", "Comment"),
 )
 STEP_FIELDS = ("StepID", "StepState", "StepName")
 NODE_FIELDS = ("NodeList", "StateLong")
@@ -74,6 +76,11 @@ _REQUEUE_REFUSALS = {
     "presently disabled": RequeueResult.DISABLED,
     _UNKNOWN_JOB: RequeueResult.UNKNOWN_JOB,
 }
+
+
+# Of sbatch, with and without --parsable (src/sbatch/sbatch.c).
+_SUBMITTED = r"(\d+)(?:;(\S+))?|(?:sbatch: )?Submitted batch job (\d+)(?: on cluster (\S+))?"
+_MOST_MESSAGES, _LONGEST_MESSAGE = 20, 500
 
 
 def long_format(fields: Iterable[str]) -> str:
@@ -129,6 +136,10 @@ def _job(cell: dict[str, str], source: str) -> JobRecord:
         comment=_value(cell["Comment"]),
         array_job_id=_number(cell["ArrayJobID"]),
         node_count=_number(cell.get("NumNodes", "")),
+        cpu_count=_number(cell.get("NumCPUs", "")),
+        gpus_per_node=gpus_per_node(cell["tres-per-node"]) if "tres-per-node" in cell else None,
+        qos=_value(cell.get("QOS", "")),
+        reservation=_value(cell.get("Reservation", "")),
         cluster=_value(cell["Cluster"]),
         work_directory=_value(cell.get("WorkDir", "")),
         source=source,
@@ -184,6 +195,17 @@ def node_state(node: str, word: str) -> NodeState:
     return NodeState(node, state, "*" not in marks, planned, leaving)
 
 
+def gpus_per_node(text: str) -> int:
+    """Count the GPUs of `tres-per-node`: `gres:gpu:a100:8` (22.05), `gres/gpu:8` (24.11), `N/A`."""
+    counts = re.findall(r"gres[:/]gpu(?::[^:,()]+)??(?::(\d+))?(?=[,(]|$)", text)
+    return sum(int(count or 1) for count in counts)
+
+
+def without_cluster(text: str) -> str:
+    """Remove the line `CLUSTER: name` that squeue and sinfo print first with `--clusters`."""
+    return re.sub(r"\A\n*CLUSTER: [^\n]*\n", "", text)
+
+
 def exit_status(text: str) -> tuple[int, int]:
     """Parse exit code and signal: `code:signal` (sacct) or a wait status (squeue, wait(2))."""
     code, colon, signal = text.partition(":")
@@ -212,11 +234,25 @@ def limit_seconds(text: str) -> float | None:
 
 
 def submitted(stdout: str, stderr: str = "") -> SubmittedJob:
-    """Parse the output of `sbatch --parsable`: `id` or `id;cluster`."""
-    match = re.fullmatch(r"(\d+)(?:;(\S+))?\s*", stdout)
-    if match is None:
-        raise ValueError(f"no job id in {stdout[:200]!r}")
-    return SubmittedJob(int(match[1]), match[2], stderr.strip())
+    """Parse the output of `sbatch --parsable`, or of a site's own command in its place.
+
+    The last line that is `id`, `id;cluster` or sbatch's sentence counts. All others are messages,
+    as stderr is: of plug-ins (`slurm.user_msg` of job_submit.lua), or of the site's command.
+    """
+    lines = stdout.splitlines()
+    for number in reversed(range(len(lines))):
+        match = re.fullmatch(_SUBMITTED, lines[number].strip())
+        if match is not None:
+            said = [*lines[:number], *lines[number + 1 :], *stderr.splitlines()]
+            return SubmittedJob(int(match[1] or match[3]), match[2] or match[4], _shown(said))
+    raise ValueError(f"no job id in {stdout[:200]!r}")
+
+
+def _shown(lines: Iterable[str]) -> tuple[str, ...]:
+    """Make the lines of a site fit for a terminal and a ledger: printable, and not too many."""
+    kept = [printable_line(line.strip(), _LONGEST_MESSAGE) for line in lines if line.strip()]
+    more = len(kept) - _MOST_MESSAGES
+    return (*kept[:_MOST_MESSAGES], f"and {more} more lines") if more > 0 else tuple(kept)
 
 
 def test_only_answer(text: str) -> TestOnlyAnswer:

@@ -6,6 +6,7 @@ belong here: which command serves a query (`client`).
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,13 +26,17 @@ _SHIELDED_FROM = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, 
 
 
 class Command(NamedTuple):
-    """One call; a `shielded` one ignores the signals with which Slurm ends a job."""
+    """One call; a `shielded` one ignores the signals with which Slurm ends a job.
+
+    `submits`: it makes a job, by sbatch or by the command that a site has instead.
+    """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     timeout_seconds: float
     stdin: str = ""
     shielded: bool = False
+    submits: bool = False
 
 
 class CommandResult(NamedTuple):
@@ -48,7 +53,8 @@ Runner = Callable[[Command], CommandResult]
 def run_command(command: Command) -> CommandResult:
     """Run a command to its end.
 
-    Raises SlurmUnreachableError if the program is missing, or after the timeout.
+    Raises SlurmUnreachableError if the program is missing, or after the timeout; SlurmRefusedError
+    if a site's own command to submit is missing, for then there is no job.
     """
     with _start(command) as process:
         try:
@@ -59,7 +65,7 @@ def run_command(command: Command) -> CommandResult:
                 "the controller may be down or restarting; nothing is known about the jobs until "
                 "then"
             )
-            if command.argv[0] == "sbatch":
+            if command.submits:
                 hint = (
                     "the job may have been accepted all the same: look with squeue before you try "
                     "again"
@@ -88,6 +94,12 @@ def _start(command: Command) -> subprocess.Popen[str]:
                 errors="replace",
             )
     except OSError as error:
+        if command.submits and command.argv[0] != "sbatch":
+            raise SlurmRefusedError(
+                f"cannot run `{command.argv[0]}` on {os.uname().nodename}: {error.strerror}",
+                hint="`slurm.submit_command` of the profile is looked for on PATH, where jobs are "
+                "submitted: login nodes, and the nodes of a job that submits the next one",
+            ) from error
         raise SlurmUnreachableError(
             f"cannot run `{command.argv[0]}`: {error.strerror}",
             hint="is Slurm installed here and on PATH? Run this on a login node of the cluster, "

@@ -24,7 +24,8 @@ class JobRecord:
     `exit_code` and `exit_signal` belong to the batch script and are set for ended jobs only.
     `time_limit_seconds` is infinite for UNLIMITED. `exclude_nodes` is Slurm's hostlist, "" for
     none. `array_job_id` is the id that sbatch has printed: that of the whole array for an element
-    of one, else `job_id`. `node_count` of a pending job is the least it asks for. `cluster` is
+    of one, else `job_id`. `node_count` and `cpu_count` of a pending job are the least it asks for,
+    `gpus_per_node` is what it asks of a node (0: none by that option). `cluster` is
     Slurm's ClusterName, `work_directory` where the script runs (sbatch(1), --chdir). `source` names
     the command that reported it. `dependencies` are what it still waits for, such as `afterok:12`.
     """
@@ -50,6 +51,10 @@ class JobRecord:
     comment: str | None = None
     array_job_id: int | None = None
     node_count: int | None = None
+    cpu_count: int | None = None
+    gpus_per_node: int | None = None
+    qos: str | None = None
+    reservation: str | None = None
     cluster: str | None = None
     work_directory: str | None = None
     source: str = ""
@@ -119,11 +124,11 @@ class JobIdentity:
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """The result of sbatch; `messages` come from the site (job_submit plugin), often empty."""
+    """The result of sbatch; `messages` are lines of the site (job_submit plugin), often none."""
 
     job_id: int
     cluster: str | None = None
-    messages: str = ""
+    messages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

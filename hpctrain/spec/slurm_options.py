@@ -28,7 +28,7 @@ _BOTH = (
     "threads-per-core"
 )
 _OF_SBATCH = (
-    "bb bbf begin cluster-constraint clusters contiguous deadline delay-boot error exclude "
+    "bb bbf begin cluster-constraint contiguous deadline delay-boot error exclude "
     "ignore-pbs licenses mail-type mail-user mcs-label mincpus nice nodelist oversubscribe power "
     "priority reboot spread-job time-min tmp use-min-nodes wait-all-nodes wckey"
 )
@@ -60,6 +60,7 @@ _LOGS = "hpctrain finds and reads its logs where it puts them"
 _REFUSED = {
     "both": {
         "account": "use `slurm.account`",
+        "clusters": "use `slurm.cluster`",
         "constraint": "use `slurm.constraint`",
         "comment": "use `slurm.comment`",
         "dependency": _CONTINUATION,

@@ -155,7 +155,8 @@ class EvaluationPass:
         ]
         arguments = (str(one.step), str(one.epoch), str(attempt))
         try:
-            job_id = self.slurm.submit_with(
+            slurm = self.slurm.at(submit_command=settings.submit_command)
+            job_id = slurm.submit_with(
                 self.run.evaluation_script(job.name),
                 arguments,
                 options,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import textwrap
 import traceback
 from collections.abc import Mapping
@@ -224,6 +225,7 @@ class Script:
     profile_digest: str
     template_digest: str | None
     layout: str
+    submit_command: str
     inheritance_note: str
     directives: tuple[str, ...]
     modules: tuple[tuple[str, ...], ...]
@@ -316,6 +318,7 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
         profile_digest=facts.profile_digest[:12],
         template_digest=facts.template_sha256 and facts.template_sha256[:12],
         layout=task.layout,
+        submit_command=_comment(shlex.join(profile.slurm.submit_words)),
         inheritance_note=_comment(f"{inheritance_note(job)}."),
         directives=_directives(job, facts, task.warning_seconds),
         modules=module_commands(profile),

@@ -33,6 +33,11 @@ class NodeProfile(Document):
     )
     memory: ByteSize = Field(gt=0, description="Main memory that jobs may use")
     prefix: str = Field("n", description="Host names are prefix + number")
+    architecture: Literal["x86_64", "aarch64"] | None = Field(
+        None,
+        description="As `uname -m` prints it, where login nodes may have another one: the "
+        "interpreter is compared with it before the queue",
+    )
 
     @model_validator(mode="after")
     def _threads_are_cores(self) -> Self:

@@ -142,6 +142,18 @@ class SlurmProfile(Document):
         description="Ask srun for the GPUs and the memory of the job, too, where steps do not get "
         "them by themselves",
     )
+    submit_command: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        ("sbatch",),
+        min_length=1,
+        description="Words in the place of `sbatch`, where a site has a command of its own, which "
+        "takes sbatch's options and prints the job's id as sbatch does",
+    )
+    cluster: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.-]+$",
+        description="Cluster that commands name (`--clusters`, `-M`), where login nodes serve "
+        "several; absent: that of the login node",
+    )
     options: SiteOptions = SiteOptions()
     template: str | None = Field(
         None,
@@ -194,6 +206,12 @@ class SlurmProfile(Document):
         if sum(partition.default for partition in self.partitions) != 1:
             raise ValueError("exactly one partition must have `default: true`")
         return self
+
+    @property
+    def submit_words(self) -> tuple[str, ...]:
+        """The words that submit a script from a login node."""
+        where = () if self.cluster is None else (f"--clusters={self.cluster}",)
+        return (*self.submit_command, *where)
 
     @property
     def asks_for_a_type(self) -> bool:

@@ -71,7 +71,8 @@ def ensure_successor(context: AttemptContext) -> None:
     digest = keep_script(context.run_layout)
     try:
         script, variables = context.run_layout.script, context.config.submit_variables
-        job_id = context.slurm.submit(script, options, variables=variables).job_id
+        slurm = context.slurm.at(submit_command=context.config.submit_command)
+        submitted = slurm.submit(script, options, variables=variables)
     except SlurmError as error:
         reason = f"no successor could be submitted: {error}"
         context.ledger.append(EventKind.SUBMIT_FAILED, reason=reason, successor_of=context.job_id)
@@ -79,13 +80,14 @@ def ensure_successor(context: AttemptContext) -> None:
         return
     context.ledger.append(
         EventKind.SUBMITTED,
-        job_id=job_id,
+        job_id=submitted.job_id,
         successor_of=context.job_id,
         reason="successor",
         cluster=context.attempt.cluster,
+        messages=submitted.messages,
         script_sha256=digest,
     )
-    log_message(f"job {job_id} will continue after this one")
+    log_message(f"job {submitted.job_id} will continue after this one")
     # A cancel that ran at the same time has not seen the new job.
     if cancel_requested(context.ledger.events()):
         _cancel_waiting(context)
@@ -109,6 +111,7 @@ def adopt_own_job(context: AttemptContext) -> None:
         job_id=context.attempt.submitted_id,
         successor_of=earlier[-1] if earlier else None,
         cluster=context.attempt.cluster,
+        slurm_cluster=context.config.slurm_cluster,
         reason="started by hand, or its client died before it could record it",
     )
 

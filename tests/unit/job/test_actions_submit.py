@@ -28,11 +28,12 @@ from hpctrain.job.run_directory import write_run_directory
 from hpctrain.job.submit import check, submit
 from hpctrain.plan.documents import Plan
 from hpctrain.records.find import RunFiles, all_runs
+from hpctrain.records.jobs import cluster_of, slurm_cluster_of
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.slurm.records import SubmittedJob
+from hpctrain.slurm.records import JobRecord, SubmittedJob
 from hpctrain.spec.loader import load_profile, load_run_spec, profile_search_path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -303,3 +304,57 @@ def test_folders_of_images_and_weights_to_start_from(tmp_path: Path) -> None:
     changes = {"data_format": "images", "data_blend": blend, "model": model}
     found = input_paths(settings.model_copy(update=changes))
     assert found == (str(folder), "/listed.npz", "/weights")
+
+
+def test_what_slurm_makes_of_a_job_is_kept_and_told(prepared: Prepared, tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    slurm.messages = ("sbatch: be nice",)
+    slurm.makes = {"partition": "other", "time_limit_seconds": 60.0, "comment": None, "name": "x"}
+    done = submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
+    assert done.messages == slurm.messages
+    follows = [change.partition("; ")[2] for change in done.changes]
+    assert follows == [
+        "the profile does not describe it, so the plan knows nothing of its preemption",
+        follows[1],
+        "hpctrain knows the job by neither comment nor name, and may lose it",
+        "hpctrain finds the job by its comment",
+    ]
+    assert "no time is left to train" in follows[1]
+    last = RunFiles(RunLayout(done.directory)).ledger.events()[-1]
+    assert (last.event, last.job_id, last.evidence) == (EventKind.JOB_CHANGED, 1, done.changes)
+
+
+def test_a_job_that_comes_back_no_more(prepared: Prepared, tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    slurm.makes = {"requeue": False}
+    (change,) = submit(prepared, tmp_path / "runs", slurm).changes  # type: ignore[arg-type]
+    assert change.startswith("Slurm changed the requeue flag: asked on, is off; Slurm does not")
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_nothing_is_told_of_a_job_that_nobody_knows(
+    gone: bool, prepared: Prepared, tmp_path: Path
+) -> None:
+    class Forgetful(FakeSlurm):
+        def jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
+            if gone:
+                return {}
+            raise SlurmUnreachableError("Socket timed out")
+
+    slurm = Forgetful()
+    slurm.makes = {"partition": "other"}
+    done = submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
+    assert (done.job_id, done.changes) == (1, ())
+
+
+def test_submit_commands_and_clusters_of_a_profile(prepared: Prepared, tmp_path: Path) -> None:
+    """Each is in the settings of the run; the name of the cluster in its ledger as well."""
+    words = ("site_sbatch", "--project", "x")
+    config = prepared.supervise.model_copy(update={"submit_command": words, "slurm_cluster": "far"})
+    slurm, far = FakeSlurm(), FakeSlurm()
+    slurm.clusters["far"] = far
+    done = submit(replace(prepared, supervise=config), tmp_path / "runs", slurm)  # type: ignore[arg-type]
+    assert (list(far.scripts), slurm.scripts, far.commands) == ([1], {}, [words])
+    events = RunFiles(RunLayout(done.directory)).ledger.events()
+    assert {event.slurm_cluster for event in events} == {"far"}
+    assert slurm_cluster_of(events) == cluster_of(events) == "far"

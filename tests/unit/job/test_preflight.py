@@ -236,3 +236,40 @@ def test_a_broken_sidecar_is_noted(spec: Path) -> None:
     said = " ".join(done.stdout.split())
     assert "note data: 1 source of tokens; " in said
     assert "text.json is not as `data prepare` writes it" in said
+
+
+def test_an_interpreter_that_is_not_on_its_file_system(spec: Path, tmp_path: Path) -> None:
+    """Where the file system is here, the file ought to be; elsewhere only the nodes may have it."""
+    profile, shared = tmp_path / "mine.yaml", tmp_path / "shared"
+    text = (
+        f"extends: sandbox\nname: mine\nsoftware: {{python: {shared}/env/bin/python}}\n"
+        f"filesystems:\n  - {{name: shared, path: {shared}, kind: lustre, write_bandwidth: 1GB/s, "
+        "read_bandwidth: 1GB/s}\n"
+    )
+    profile.write_text(text)
+    assert hpctrain("validate", "-p", str(profile), "small.yaml").exit_code == 0
+    shared.mkdir()
+    done = hpctrain("validate", "-p", str(profile), "small.yaml")
+    assert done.exit_code == 3 and "mine.yaml:3:20: `software.python`: " in done.stderr
+    assert f"{shared}/env/bin/python does not exist" in done.stderr
+
+
+@pytest.mark.parametrize(("machine", "name"), [(62, "x86_64"), (183, "aarch64")])
+def test_an_interpreter_for_other_processors(
+    machine: int, name: str, spec: Path, tmp_path: Path
+) -> None:
+    """As on a login node of x86_64 before nodes with Grace; a script says nothing about it."""
+    program = tmp_path / "python"
+    program.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(11) + machine.to_bytes(2, "little"))
+    program.chmod(0o755)
+    profile = tmp_path / "mine.yaml"
+    for nodes in ("x86_64", "aarch64"):
+        profile.write_text(
+            f"extends: sandbox\nname: mine\nsoftware: {{python: {program}}}\n"
+            f"nodes: {{architecture: {nodes}}}\n"
+        )
+        done = hpctrain("validate", "-p", str(profile), "small.yaml")
+        words = f"{program} is a program for {name}, and the nodes are {nodes}"
+        assert (done.exit_code == 3 and words in done.stderr) is (nodes != name), done.transcript()
+    program.write_text("#!/bin/sh\necho '[]'\n")
+    assert hpctrain("validate", "-p", str(profile), "small.yaml").exit_code == 0

@@ -17,7 +17,7 @@ from hpctrain.spec.loader import profile_names
 KNOWN = load_signatures()
 PLAIN = [one for one in KNOWN.signatures if one.role != "advice"]
 EACH = [(one, where) for one in PLAIN for where in one.where]
-WHERE: tuple[Where, ...] = ("rank", "srun", "kernel")
+WHERE: tuple[Where, ...] = ("rank", "srun", "kernel", "script")
 
 OWN = """
 signatures:
@@ -65,7 +65,7 @@ def test_every_cause_of_machines_and_logs_has_a_line() -> None:
     # Known by words of the supervisor itself, of people, or by codes of the trainer.
     without = {
         *(Cause.DONE, Cause.YIELDED, Cause.CANCELLED, Cause.SUPERSEDED, Cause.SUPERVISOR_LOST),
-        *(Cause.CONFIG_ERROR, Cause.SUSPECT_NUMERICS, Cause.EXTERNAL_SIGNAL, Cause.DEADLINE),
+        *(Cause.SUSPECT_NUMERICS, Cause.EXTERNAL_SIGNAL, Cause.DEADLINE),
         *(Cause.BAD_CHECKPOINT, Cause.DATA_CHANGED, Cause.ENGINE_EXIT),
     }
     assert set(Cause) - told == without

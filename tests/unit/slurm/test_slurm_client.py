@@ -283,3 +283,40 @@ def test_a_pause_is_shortened_by_up_to_a_half() -> None:
 
 def test_jobs_that_begin_together_do_not_stay_together() -> None:
     assert len({Backoff().next_seconds() for _ in range(100)}) > 90
+
+
+def test_every_command_names_the_cluster_of_its_client() -> None:
+    """Also where squeue and sinfo print the name first; sbatch by the site's own words."""
+    header = "CLUSTER: far\n"
+    named = CommandResult(0, header + EMPTY_SQUEUE.stdout, "")
+    client, script = asked(CommandResult(0, "14;far\n", ""), named, CommandResult(0, "", ""))
+    far = client.at(cluster="far", submit_command=["site_sbatch", "--project", "x"])
+    assert far.submit("#!/bin/sh\n", ["--hold"]).cluster == "far"
+    assert far.jobs([1, 2]) == {}
+    far.cancel(14)
+    first, *others = [list(command.argv) for command in script.commands]
+    where = "--clusters=far"
+    assert first == ["site_sbatch", "--project", "x", where, "--parsable", "--hold"]
+    assert [words[:2] for words in others] == [["squeue", where], ["scancel", where]]
+    script.answers = [CommandResult(0, f"{header}n0\n", "")]
+    far.hostnames("n[0-1]")
+    assert where not in script.commands[-1].argv, "which needs no cluster"
+
+
+def test_the_same_client_for_the_same_cluster() -> None:
+    client, _ = asked()
+    far = client.at(cluster="far")
+    assert client.at() is client and client.at(submit_command=["sbatch"]) is client
+    assert client.at(cluster="far") is far is far.at(cluster="far") and far is not client
+    here = SlurmClient({**ENVIRONMENT, "SLURM_CLUSTER_NAME": "far"})
+    assert here.at(cluster="far") is here, "in a job of it, slurmdbd may be out of reach"
+
+
+def test_a_command_of_a_site_that_is_not_there() -> None:
+    """There is no job then, as there may be after an sbatch without an answer."""
+    client = SlurmClient({"PATH": "/nowhere"})
+    with pytest.raises(SlurmRefusedError, match="cannot run `no_such_sbatch` on") as refused:
+        client.at(submit_command=["no_such_sbatch"]).submit("#!/bin/sh\n")
+    assert "slurm.submit_command" in str(refused.value.hint)
+    with pytest.raises(SlurmUnreachableError, match="cannot run `sbatch`"):
+        client.submit("#!/bin/sh\n")

@@ -226,3 +226,18 @@ def test_the_configuration_is_read_like_that_of_any_cluster() -> None:
     assert settings.plugins(values, "JobSubmitPlugins") == ("lua", "all_partitions")
     assert settings.plugins(values, "CliFilterPlugins") == ()
     assert settings.seconds_of(values, "KillWait") == 30
+
+
+def test_queries_name_a_cluster() -> None:
+    """All of scontrol; sacctmgr asks slurmdbd, which knows all clusters."""
+    seen: list[tuple[str, ...]] = []
+    inner = Answers(DGX_H100)
+
+    def run(command: Command) -> CommandResult:
+        seen.append(command.argv)
+        kept = tuple(word for word in command.argv if word != "--clusters=far")
+        return inner(command._replace(argv=kept))
+
+    ClusterQueries("me", {}, cluster="far", run=run).facts()
+    assert {argv[1] for argv in seen if argv[0] == "scontrol"} == {"--clusters=far"}
+    assert all("--clusters=far" not in argv for argv in seen if argv[0] != "scontrol")

@@ -13,23 +13,24 @@ from hpctrain.slurm import parse as p
 
 HEADER = (
     "JOBID^STATE^REASON^NODELIST^RESTART_COUNT^PREEMPT_TIME^START_TIME^END_TIME^SUBMIT_TIME"
-    "^TIME_LIMIT^PARTITION^ACCOUNT^EXIT_CODE^REQUEUE^ARRAY_JOB_ID^NODES^CLUSTER^WORK_DIR^NAME^COMMENT$\n"
+    "^TIME_LIMIT^PARTITION^ACCOUNT^EXIT_CODE^REQUEUE^ARRAY_JOB_ID^NODES"
+    "^CPUS^TRES_PER_NODE^QOS^RESERVATION^CLUSTER^WORK_DIR^NAME^COMMENT$\n"
 )
 HOSTILE_NAME = "evil | name $(touch /tmp/x) 'q' \"d\" A=b Comment=x"
 HOSTILE_COMMENT = "hp train|run=a=b | JobState=FAILED $(id)"
 ROWS = {
     "held": "5^PENDING^JobHeldUser^^0^N/A^N/A^N/A^2026-11-20T23:43:10^1-02:04:00^train^(null)^0^0"
-    "^5^2^sandbox^/runs/a^s.sh^(null)$\n",
+    "^5^2^8^gres:gpu:2^(null)^(null)^sandbox^/runs/a^s.sh^(null)$\n",
     "preempted": "2^RUNNING^None^n0^0^2026-11-20T23:44:44^2026-11-20T23:43:10^2026-11-20T23:44:49"
-    f"^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^2^1^sandbox^/runs/b\nc^{HOSTILE_NAME}^{HOSTILE_COMMENT}$\n",
+    f"^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^2^1^8^gres:gpu:2^(null)^(null)^sandbox^/runs/b\nc^{HOSTILE_NAME}^{HOSTILE_COMMENT}$\n",
     "newlines": "3^RUNNING^None^n0^0^N/A^2026-11-20T23:43:10^2027-11-20T23:43:10"
-    "^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^3^1^sandbox^/^two\nlines^c1\nc2|x$\n",
+    "^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^3^1^8^gres:gpu:2^(null)^(null)^sandbox^/^two\nlines^c1\nc2|x$\n",
     "failed": "9^FAILED^NonZeroExitCode^n0^0^N/A^2026-11-20T23:45:36^2026-11-20T23:45:36"
-    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^1792^1^9^1^sandbox^/^f.sh^(null)$\n",
+    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^1792^1^9^1^8^gres:gpu:2^(null)^(null)^sandbox^/^f.sh^(null)$\n",
     "killed": "10^FAILED^JobLaunchFailure^n0^0^N/A^2026-11-20T23:45:36^2026-11-20T23:45:36"
-    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^9^1^10^1^sandbox^/^k.sh^(null)$\n",
+    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^9^1^10^1^8^gres:gpu:2^(null)^(null)^sandbox^/^k.sh^(null)$\n",
     "requeued": "12^PENDING^BeginTime^^1^N/A^2026-11-20T23:45:47^NONE^2026-11-20T23:44:44"
-    "^UNLIMITED^train^(null)^9^1^12^1^sandbox^/^st.sh^(null)$\n",
+    "^UNLIMITED^train^(null)^9^1^12^1^8^gres:gpu:2^(null)^(null)^sandbox^/^st.sh^(null)$\n",
 }
 
 
@@ -46,6 +47,8 @@ def test_squeue_rows_of_every_kind() -> None:
     assert (held.state, held.reason, held.requeue) == (JobState.PENDING, "JobHeldUser", False)
     assert (held.node_list, held.start_time, held.account, held.comment) == (None,) * 4
     assert (held.cluster, held.work_directory) == ("sandbox", "/runs/a")
+    assert (held.node_count, held.cpu_count, held.gpus_per_node) == (2, 8, 2)
+    assert (held.qos, held.reservation) == (None, None)
     assert jobs[2].work_directory == "/runs/b\nc"
     assert held.time_limit_seconds == 86400 + 2 * 3600 + 4 * 60
     assert (failed.exit_code, failed.exit_signal, failed.time_limit_seconds) == (7, 0, math.inf)
@@ -231,9 +234,34 @@ def test_node_states(word: str, state: str, said: str) -> None:
 def test_submitted_job_with_and_without_cluster() -> None:
     assert p.submitted("14\n").job_id == 14
     job = p.submitted("14;big\n", "sbatch: be nice\n")
-    assert (job.job_id, job.cluster, job.messages) == (14, "big", "sbatch: be nice")
-    with pytest.raises(ValueError, match="no job id"):
-        p.submitted("Submitted batch job 14\n")
+    assert (job.job_id, job.cluster, job.messages) == (14, "big", ("sbatch: be nice",))
+
+
+def test_what_a_command_in_the_place_of_sbatch_prints() -> None:
+    text = "Welcome\n2 jobs of yours run\nSubmitted batch job 14 on cluster big\nbye\x1b[2J\n"
+    job = p.submitted(text, "\n".join(f"line {n}" for n in range(30)))
+    assert (job.job_id, job.cluster) == (14, "big")
+    assert job.messages[:4] == ("Welcome", "2 jobs of yours run", "bye?[2J", "line 0")
+    assert (len(job.messages), job.messages[-1]) == (21, "and 13 more lines")
+    assert p.submitted("sbatch: Submitted batch job 15\n").job_id == 15
+    for text in ("", "job 14\n", "14 jobs\n"):
+        with pytest.raises(ValueError, match="no job id"):
+            p.submitted(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("N/A", 0),
+        ("gres:gpu", 1),
+        ("gres:gpu:a100:8", 8),
+        ("gres/gpu:8", 8),
+        ("gres/gpu:a100_3g.20gb:2(S:0-1),gres/nic:4", 2),
+        ("gres:gpu:a:2,gres:gpu:b:1", 3),
+    ],
+)
+def test_gpus_that_a_job_asks_of_a_node(text: str, count: int) -> None:
+    assert p.gpus_per_node(text) == count
 
 
 @pytest.mark.parametrize("stray", ["", " a"], ids=["22.05 and 24.11", "26.05"])

@@ -105,6 +105,7 @@ def test_the_room_is_light() -> None:
         "hpctrain.base.errors",
         "hpctrain.base.units",
         "hpctrain.base.durable",
+        "hpctrain.base.printable_text",
         "hpctrain.version",
     }
     assert {name for name in ours if not name.startswith("hpctrain.slurm")} <= allowed

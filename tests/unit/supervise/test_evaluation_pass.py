@@ -220,3 +220,14 @@ def test_a_checkpoint_that_was_saved_again_is_not_evaluated_as_the_old_one(
     slurm = FakeSlurm()
     passed(run, slurm, silent=1e9)
     assert slurm.arguments == {1: ("4", "2", "1")}, "the new one, and the old one no more"
+
+
+def test_an_evaluation_is_submitted_by_the_sites_command(run: RunLayout) -> None:
+    settings = EvaluationSettings.model_validate_json(run.evaluation_config.read_text())
+    words = ("site_sbatch",)
+    run.evaluation_config.write_text(
+        settings.model_copy(update={"submit_command": words}).model_dump_json()
+    )
+    slurm = FakeSlurm()
+    passed(run, slurm)
+    assert slurm.commands == [words, words]

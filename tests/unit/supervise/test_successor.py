@@ -475,3 +475,14 @@ def test_refusals_of_slurm_raise_nothing(tmp_path: Path, slurm: FakeSlurm) -> No
     refusing = Refusing()
     refusing.records.update(slurm.records)
     end_succession(attempt(tmp_path, refusing))
+
+
+def test_the_successor_is_submitted_by_the_sites_command(tmp_path: Path, slurm: FakeSlurm) -> None:
+    context = attempt(tmp_path, slurm)
+    words = ("site_sbatch", "--project", "x")
+    named = context.config.model_copy(update={"submit_command": words, "slurm_cluster": "fake"})
+    slurm.messages = ("charging x",)
+    ensure_successor(replace(context, config=named))
+    assert slurm.commands == [words], "and on the cluster of this job, which needs no name"
+    event = context.ledger.events()[-1]
+    assert (event.event, event.messages) == (EventKind.SUBMITTED, ("charging x",))
