@@ -155,7 +155,7 @@ def examine(runs: Path, profile_name: str | None) -> Examination:
         profile = load_named_profile(profile_name).document
         asked = _open_questions(find_profile(profile_name, profile_search_path()))
     login = login_facts(runs)
-    queries = ClusterQueries(login.user, cluster=profile and profile.slurm.cluster)
+    queries = ClusterQueries(login.user, cluster=profile.slurm.cluster if profile else None)
     try:
         cluster = queries.facts()
     except SlurmError as error:
