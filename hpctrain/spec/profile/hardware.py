@@ -24,9 +24,23 @@ class NodeProfile(Document):
 
     count: int = Field(ge=1, le=1_000_000, description="Number of nodes")
     cpus: int = Field(ge=1, description="As Slurm counts them (CPUs=)")
-    threads_per_core: int = Field(1, ge=1, description="How many of `cpus` share a core")
+    threads_per_core: int | None = Field(
+        None,
+        ge=1,
+        le=8,
+        description="How many of `cpus` are one core (ThreadsPerCore=): jobs ask for cores where "
+        "`threads-per-core` or `hint` in `slurm.options` leaves one thread of each; absent: 1",
+    )
     memory: ByteSize = Field(gt=0, description="Main memory that jobs may use")
     prefix: str = Field("n", description="Host names are prefix + number")
+
+    @model_validator(mode="after")
+    def _threads_are_cores(self) -> Self:
+        if self.cpus % (self.threads_per_core or 1):
+            raise ValueError(
+                f"{self.cpus} CPUs are no whole cores of {self.threads_per_core} threads"
+            )
+        return self
 
 
 class GpuProfile(Document):
