@@ -266,7 +266,7 @@ def shape_from_profile(profile: ClusterProfile, nodes: int | None = None) -> San
     shape = SandboxShape(
         nodes=sum(group.nodes for group in groups),
         gpus_per_node=profile.gpu.per_node,
-        gpu_type=profile.gpu.gres or profile.gpu.type,
+        gpu_type=profile.gpu.gres_type,
         cpus_per_node=profile.nodes.cpus,
         threads_per_core=profile.nodes.threads_per_core or 1,
         memory_mib=int(profile.nodes.memory) // 2**20,
@@ -342,8 +342,7 @@ def _kind(profile: ClusterProfile) -> AlikeNodes:
     """Describe what is alike on nodes of one kind, but not how many there are."""
     nodes, gpu = profile.nodes, profile.gpu
     threads, memory_mib = nodes.threads_per_core or 1, int(nodes.memory) // 2**20
-    kind, gpus = gpu.gres or gpu.type, gpu.per_node
-    return AlikeNodes(0, nodes.prefix, nodes.cpus, threads, memory_mib, kind, gpus)
+    return AlikeNodes(0, nodes.prefix, nodes.cpus, threads, memory_mib, gpu.gres_type, gpu.per_node)
 
 
 def _licenses(profile: ClusterProfile) -> tuple[str, ...]:

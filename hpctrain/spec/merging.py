@@ -18,7 +18,7 @@ from hpctrain.spec.positions import Parsed, Path, SourcePlace, parse_yaml, short
 # Parts of a partition that take what they leave out from the section of that name.
 PARTITION_SECTIONS = ("nodes", "gpu", "nvlink", "network")
 # What belongs to one type of GPU: another type does not inherit it.
-_OF_ONE_GPU = frozenset({"memory", "peak", "memory_bandwidth", "model"})
+_OF_ONE_GPU = frozenset({"memory", "peak", "memory_bandwidth", "model", "gres"})
 
 
 def merge(child: Parsed, base: Parsed) -> Parsed:

@@ -46,8 +46,13 @@ class NodeProfile(Document):
 class GpuProfile(Document):
     """The accelerators of one node."""
 
-    type: str = Field(description="Name in Slurm's GRES, for example a100")
-    gres: str | None = Field(None, description="Name in Slurm's GRES; default: `type`")
+    type: str = Field(description="Name in the GPU catalogue and in Slurm's GRES, such as a100")
+    gres: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$",
+        description="Name in Slurm's GRES where it is another one, such as `a100_3g.20gb` or "
+        "`nvidia_h100_nvl`; default: `type`",
+    )
     per_node: int = Field(ge=1, le=1_000, description="GPUs of one node")
     memory: ByteSize = Field(gt=0, description="As the driver reports it")
     reserved: ByteSize | None = Field(
@@ -67,6 +72,11 @@ class GpuProfile(Document):
         False,
         description="Slurm counts GPUs that do not exist (a sandbox): processes train on CPUs",
     )
+
+    @property
+    def gres_type(self) -> str:
+        """The type that requests name to Slurm."""
+        return self.gres or self.type
 
 
 class NvlinkProfile(Document):
@@ -261,9 +271,11 @@ class NetworkProfile(Document):
     nic_bandwidth: Bandwidth = Field(gt=0, description="Per card and direction")
     interface: str | None = Field(
         None,
-        min_length=1,
-        description="For TCP traffic between nodes: value of NCCL_SOCKET_IFNAME and "
-        "GLOO_SOCKET_IFNAME where `environment` does not set them",
+        pattern=r"^=?[^\s,=^/]+(,[^\s,=^/]+)*$",
+        description="For TCP traffic between nodes: a name or its beginning (`ib`, `hsn`), `=ib0` "
+        "for that name only, several as `ib0,eno1`. Value of NCCL_SOCKET_IFNAME, and of "
+        "GLOO_SOCKET_IFNAME the first such interface of each node, where `environment` does not "
+        "set them",
     )
     master_address: str | None = Field(
         None,
