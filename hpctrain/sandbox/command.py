@@ -15,6 +15,7 @@ from hpctrain.page.output import say, table
 
 if TYPE_CHECKING:
     from hpctrain.sandbox.monitoring import Monitoring
+    from hpctrain.sandbox.stand_in_site import Machine
 
 DEFAULT_DIRECTORY = Path(".sandbox")
 
@@ -52,7 +53,19 @@ def sandbox() -> None:
     type=ProfileName(),
     default="sandbox",
     show_default=True,
-    help="Take nodes, GPUs, partitions and switches from this profile.",
+    help="Take nodes, GPUs, partitions, switches and modules from this profile.",
+)
+@click.option(
+    "--nodes",
+    metavar="N",
+    type=click.IntRange(1),
+    help="At most N of each kind of nodes of the profile; default: all.",
+)
+@click.option(
+    "--job-submit-lua",
+    metavar="FILE",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="The site's job_submit.lua, which Slurm's controller runs for each job.",
 )
 @click.option(
     "--slurm",
@@ -95,6 +108,8 @@ def sandbox() -> None:
 def up(
     directory: Path,
     profile: str,
+    nodes: int | None,
+    job_submit_lua: Path | None,
     slurm: str | None,
     accounting: bool,
     prometheus: bool,
@@ -105,10 +120,14 @@ def up(
 ) -> None:
     """Start it and wait until every node is ready.
 
+    DIRECTORY/profile.yaml is the profile for jobs in it: it extends the one that was given, and
+    changes what this machine lacks.
+
     \b
     Examples:
       hpctrain sandbox up
       hpctrain sandbox up --profile a100x64 --directory /tmp/big
+      hpctrain sandbox up --profile my-site.yaml --nodes 2
       hpctrain sandbox up --slurm 26.05 --directory /tmp/newer
       hpctrain sandbox up --slurm 24.11 --accounting
       hpctrain sandbox up --prometheus --runs runs
@@ -119,6 +138,7 @@ def up(
     from hpctrain.sandbox.monitoring import alerts_page
     from hpctrain.sandbox.sandbox import Sandbox
     from hpctrain.sandbox.shape import shape_from_profile
+    from hpctrain.sandbox.stand_in_site import profile_changes, profile_text
     from hpctrain.spec.loader import load_named_profile
 
     began = clock.monotonic()
@@ -126,7 +146,11 @@ def up(
         raise UsageError("--webhook is for the alerts of --prometheus", "add --prometheus")
     monitoring = _monitoring(runs, webhook, alert_delays) if prometheus else None
     loaded = load_named_profile(profile)
-    shape = shape_from_profile(loaded.document)
+    shape = shape_from_profile(loaded.document, nodes)
+    if job_submit_lua is not None:
+        shape = replace(shape, job_submit_lua=job_submit_lua.read_text())
+    if shape.site.modules is not None and not _has_modules():
+        shape = replace(shape, site=replace(shape.site, modules=None))
     if accounting:
         shape = replace(shape, accounting="slurmdbd")
     unpacked = None if slurm is None else _unpacked(slurm)
@@ -148,12 +172,60 @@ def up(
     box.up(timeout)
     if monitoring is not None:
         box.monitor(monitoring)
+    changes = profile_changes(loaded.document, nodes, box.paths, _this_machine(box.state.version))
+    text = profile_text(_extended(profile), f"{loaded.document.name}-sandbox", changes)
+    box.paths.profile.write_text(text)
     seconds = clock.monotonic() - began
-    size = f"{shape.nodes} nodes x {shape.gpus_per_node} GPUs"
+    sizes: dict[int, int] = {}
+    for group in shape.node_groups:
+        sizes[group.gpus] = sizes.get(group.gpus, 0) + group.nodes
+    size = " + ".join(f"{count} nodes x {gpus} GPUs" for gpus, count in sizes.items())
     say(f"Slurm {_dotted(box.state.version)} with {size} is up ({seconds:.1f} s)")
     if (watching := box.state.monitoring) is not None:
         say(f"Prometheus watches the runs in {watching.runs}: {alerts_page(box.state.ports)}")
+    for change in changes:
+        say(f"  {change}")
+    if changes:
+        say(f"Its profile   {box.paths.profile}")
     say(f'To use it   eval "$(hpctrain sandbox env -d {shlex.quote(str(directory))})"')
+
+
+def _has_modules() -> bool:
+    """Fetch the module system if that is necessary; without a network say that there is none."""
+    from hpctrain.base.errors import SlurmUnreachableError
+    from hpctrain.sandbox.debian import fetch_modules, is_complete, modules_cache
+
+    cache = modules_cache()
+    if not is_complete(cache):
+        say(f"Fetching Environment Modules of Debian into {cache} (some 12 MB)")
+    try:
+        fetch_modules(cache)
+    except SlurmUnreachableError as error:
+        say(f"No module system: {error}")
+        return False
+    return True
+
+
+def _this_machine(slurm: tuple[int, int]) -> Machine:
+    """Look at what this machine has for jobs of the sandbox."""
+    import subprocess
+    import sys
+
+    from hpctrain.sandbox.stand_in_site import Machine
+
+    def allows(option: str, value: str) -> bool:
+        tried = ["bash", "-c", 'ulimit "$@"', "bash", option, value]
+        return subprocess.run(tried, capture_output=True, check=False).returncode == 0
+
+    return Machine(sys.executable, slurm, os.path.exists, allows)
+
+
+def _extended(profile: str) -> str:
+    """Return how another profile names the one that was given."""
+    from hpctrain.spec.loader import PACKAGED_PROFILES, find_profile, profile_search_path
+
+    found = find_profile(profile, profile_search_path())
+    return found.stem if found.parent == PACKAGED_PROFILES else str(found.absolute())
 
 
 def _monitoring(runs: Path | None, webhook: str | None, alert_delays: float) -> Monitoring:

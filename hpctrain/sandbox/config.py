@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.base.errors import UsageError
 from hpctrain.sandbox.paths import Ports, SandboxPaths
-from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, bracket
+from hpctrain.sandbox.shape import PartitionShape, SandboxShape, bracket
 from hpctrain.slurm.settings import capabilities_of_release
 
 # Characters that slurm.conf(5) gives a meaning: comments, quotes, host lists, name patterns.
@@ -72,6 +73,8 @@ def config_files(shape: SandboxShape, site: Site) -> tuple[ConfigFile, ...]:
     ]
     if shape.switches:
         files.append(topology_file(shape, site.version))
+    if shape.job_submit_lua:
+        files.append(ConfigFile("job_submit.lua", shape.job_submit_lua))
     if capabilities_of_release(site.version).needs_cgroup_plugin:
         files.append(ConfigFile("cgroup.conf", _CGROUP_CONF))
     return tuple(files)
@@ -88,6 +91,7 @@ def slurm_conf(shape: SandboxShape, site: Site) -> str:
         _daemon_settings(shape, site),
         _job_settings(shape, site.version),
         _preemption(shape, site.version),
+        *_of_the_site(shape, site.paths),
         accounting,
         _nodes(shape, site.ports),
         "\n".join(_partition(partition, shape) for partition in shape.partitions),
@@ -98,9 +102,14 @@ def slurm_conf(shape: SandboxShape, site: Site) -> str:
 def gres_conf(shape: SandboxShape, site: Site) -> str:
     """Declare GPUs as links to /dev/null: a gpu without File= makes its node invalid."""
     lines = ["AutoDetect=off"]
-    if shape.gpus_per_node:
-        device = site.paths.devices / f"gpu{bracket(0, shape.gpus_per_node)}"
-        lines.append(f"NodeName={shape.node_range} Name=gpu Type={shape.gpu_type} File={device}")
+    kinds: dict[tuple[str, int], list[str]] = {}
+    for group in shape.node_groups:
+        kinds.setdefault((group.gpu_type, group.gpus), []).append(group.names())
+    for (kind, gpus), names in kinds.items():
+        if gpus:
+            nodes = shape.node_range if len(kinds) == 1 else ",".join(names)
+            device = site.paths.devices / f"gpu{bracket(0, gpus)}"
+            lines.append(f"NodeName={nodes} Name=gpu Type={kind} File={device}")
     return "\n".join(lines) + "\n"
 
 
@@ -241,6 +250,17 @@ def _preemption(shape: SandboxShape, version: tuple[int, int]) -> str:
     return "\n".join(lines)
 
 
+def _of_the_site(shape: SandboxShape, paths: SandboxPaths) -> Iterator[str]:
+    """Generate what a site has by choice: licences, a plug-in, variables of its jobs."""
+    if shape.licenses:
+        yield f"Licenses={','.join(shape.licenses)}"
+    if shape.job_submit_lua:
+        yield "JobSubmitPlugins=lua"
+    if shape.site.modules is not None:
+        # Where jobs find the module system, as /etc/profile.d says at sites: slurm.conf(5).
+        yield f"TaskProlog={quoted(paths.task_prolog)}"
+
+
 def _accounting(site: Site) -> str:
     return f"""\
 AccountingStorageType=accounting_storage/slurmdbd
@@ -261,24 +281,22 @@ GresTypes=gpu
 
 
 def _nodes(shape: SandboxShape, ports: Ports) -> str:
-    gres = ""
-    if shape.gpus_per_node:
-        gres = f" Gres=gpu:{shape.gpu_type}:{shape.gpus_per_node}"
-    groups = shape.features or (FeatureShape("", shape.nodes),)
-    sockets = ""
-    if shape.sockets_per_node > 1:
-        cores = shape.cpus_per_node // shape.sockets_per_node
-        sockets = f" Sockets={shape.sockets_per_node} CoresPerSocket={cores} ThreadsPerCore=1"
-    lines, first = [], 0
-    for group in groups:
-        names = shape.node_prefix + bracket(first, group.nodes)
-        feature = f" Features={group.name}" if group.name else ""
+    lines = []
+    for group in shape.node_groups:
+        gres = f" Gres=gpu:{group.gpu_type}:{group.gpus}" if group.gpus else ""
+        feature = f" Features={','.join(group.features)}" if group.features else ""
+        layout = ""
+        if shape.sockets_per_node > 1 or group.threads_per_core > 1:
+            cores = group.cpus // shape.sockets_per_node // group.threads_per_core
+            layout = (
+                f" Sockets={shape.sockets_per_node} CoresPerSocket={cores} "
+                f"ThreadsPerCore={group.threads_per_core}"
+            )
         lines.append(
-            f"NodeName={names} NodeHostname=localhost NodeAddr=127.0.0.1 "
-            f"Port={bracket(ports.first_node + first, group.nodes)} CPUs={shape.cpus_per_node}"
-            f"{sockets} RealMemory={shape.memory_mib}{gres}{feature} State=UNKNOWN"
+            f"NodeName={group.names()} NodeHostname=localhost NodeAddr=127.0.0.1 "
+            f"Port={bracket(ports.first_node + group.first, group.nodes)} CPUs={group.cpus}"
+            f"{layout} RealMemory={group.memory_mib}{gres}{feature} State=UNKNOWN"
         )
-        first += group.nodes
     return "\n".join((_NODES_HEAD, *lines))
 
 

@@ -39,6 +39,7 @@ from hpctrain.sandbox.processes import (
     read_environment,
 )
 from hpctrain.sandbox.programs import Programs, call, daemon_environment
+from hpctrain.sandbox.shape import SandboxShape
 from hpctrain.sandbox.state import DaemonRecord
 
 _DAEMON_NAMES = ("munged", "slurmctld", "slurmd", "slurmstepd", "slurmdbd", "mariadbd")
@@ -334,12 +335,12 @@ def create_database(paths: SandboxPaths, programs: Programs, user: str) -> None:
     call(argv, environment, timeout_seconds=_DATABASE_TIMEOUT_SECONDS, directory=paths.directory)
 
 
-def register(site: Site, programs: Programs, cluster: str) -> None:
-    """Tell slurmdbd of the cluster, one account and the user if they are new.
+def register(site: Site, programs: Programs, shape: SandboxShape) -> None:
+    """Tell slurmdbd of the cluster, its accounts and QOS, and of the user if they are new.
 
     Raises SlurmError when slurmdbd refuses, SlurmUnreachableError when it does not answer.
     """
-    user = site.user
+    user, cluster = site.user, shape.cluster_name
     environment = daemon_environment(site.paths.slurm_conf, programs)
 
     def sacctmgr(*words: str) -> str:
@@ -350,10 +351,17 @@ def register(site: Site, programs: Programs, cluster: str) -> None:
         return
     if cluster not in sacctmgr("-nP", "show", "cluster", "format=cluster").split():
         sacctmgr("-i", "add", "cluster", cluster)
-    sacctmgr("-i", "add", "account", ACCOUNT, f"cluster={cluster}", "Description=sandbox")
-    sacctmgr("-i", "add", "user", user, f"account={ACCOUNT}", f"cluster={cluster}")
+    for account in dict.fromkeys((ACCOUNT, *shape.accounts)):
+        sacctmgr("-i", "add", "account", account, f"cluster={cluster}", "Description=sandbox")
+        sacctmgr("-i", "add", "user", user, f"account={account}", f"cluster={cluster}")
     # root has an account of the same name from the beginning, which would be the default one.
     sacctmgr("-i", "modify", "user", user, "set", f"DefaultAccount={ACCOUNT}")
+    if shape.qos:
+        known_qos = sacctmgr("-nP", "show", "qos", "format=name").split()
+        for name in shape.qos:
+            if name not in known_qos:
+                sacctmgr("-i", "add", "qos", name)
+        sacctmgr("-i", "modify", "user", user, "set", f"qos+={','.join(shape.qos)}")
 
 
 def _base(programs: Programs) -> Path:

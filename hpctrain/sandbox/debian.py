@@ -163,3 +163,26 @@ def fetch_prometheus(directory: Path) -> PrometheusPrograms:
     """
     unpack(_PROMETHEUS_SCRIPT, PROMETHEUS_SUITE, directory, "Prometheus")
     return PrometheusPrograms(directory)
+
+
+# -- Fetch a module system from Debian into a cache, without root ---------------------------------
+
+
+# Environment Modules 5.2, which has sticky modules.
+MODULES_SUITE = "bookworm"
+_MODULES_SCRIPT = Path(__file__).with_name("modules-from-debian")
+
+
+def modules_cache() -> Path:
+    """Return the directory that the module system is unpacked in."""
+    return cache_directory("modules")
+
+
+def fetch_modules(directory: Path) -> Path:
+    """Return the directory of a module system, which is fetched on first use.
+
+    Raises SlurmUnreachableError if the Debian mirror cannot be reached, SlurmError if anything else
+    prevents it.
+    """
+    unpack(_MODULES_SCRIPT, MODULES_SUITE, directory, "a module system")
+    return directory

@@ -56,6 +56,29 @@ class SandboxPaths:
         return self.directory / "slurmdbd.conf"
 
     @property
+    def modules(self) -> Path:
+        """What jobs see as MODULESHOME."""
+        return self.directory / "modules"
+
+    @property
+    def task_prolog(self) -> Path:
+        return self.modules / "task-prolog"
+
+    @property
+    def programs(self) -> Path:
+        """Programs that a site has and this machine lacks."""
+        return self.directory / "bin"
+
+    def site_directory(self, name: str) -> Path:
+        """Return the directory of a file system, or of a login's variable."""
+        return self.directory / "site" / name
+
+    @property
+    def profile(self) -> Path:
+        """The site's profile with what differs on this machine."""
+        return self.directory / "profile.yaml"
+
+    @property
     def database(self) -> Path:
         return self.directory / "database"
 

@@ -34,6 +34,7 @@ from hpctrain.sandbox.daemons import (
     stop_daemons,
     stop_monitors,
 )
+from hpctrain.sandbox.debian import fetch_modules, modules_cache
 from hpctrain.sandbox.monitoring import (
     MONITORS,
     MonitorFiles,
@@ -54,6 +55,7 @@ from hpctrain.sandbox.paths import (
 from hpctrain.sandbox.processes import await_condition, find_process, is_alive, kill
 from hpctrain.sandbox.programs import Programs, call, daemon_environment, find_programs
 from hpctrain.sandbox.shape import SandboxShape
+from hpctrain.sandbox.stand_in_site import write_site
 from hpctrain.sandbox.state import DaemonRecord, SandboxState, read_state, write_state
 
 _KEY_BYTES = 1024
@@ -232,10 +234,17 @@ class Sandbox:
     def environment(self) -> dict[str, str]:
         """Return the variables that make Slurm commands of a client reach this sandbox.
 
-        Also where Prometheus and Alertmanager answer, if there are any.
+        Also where Prometheus and Alertmanager answer, if there are any, and the variables that a
+        login of the site sets.
         """
         state, conf = self.state, str(self.paths.slurm_conf)
         found = {"SLURM_CONF": conf, "PATH": self.programs.search_path}
+        if state.shape.site.launchers:
+            found["PATH"] = f"{self.paths.programs}{os.pathsep}{found['PATH']}"
+        if "USER" not in os.environ:  # as in a container; a login has it, and jobs inherit it
+            found["USER"] = _user_name()
+        for name in state.shape.site.variables:
+            found[name] = str(self.paths.site_directory(name))
         if state.monitoring is not None:
             addresses = monitor_addresses(state.ports)
             found["HPCTRAIN_PROMETHEUS"] = addresses["prometheus"]
@@ -327,13 +336,15 @@ class Sandbox:
             key.touch(mode=0o600)
             key.write_bytes(os.urandom(_KEY_BYTES))
             key.chmod(0o400)
-        for index in range(state.shape.gpus_per_node):
+        for index in range(max(group.gpus for group in state.shape.node_groups)):
             link = paths.devices / f"gpu{index}"
             if not link.is_symlink():
                 link.symlink_to("/dev/null")
         site = self._site()
         for file in config_files(state.shape, site):
             (self.directory / file.name).write_text(file.text)
+        has_modules = state.shape.site.modules is not None
+        write_site(paths, state.shape.site, fetch_modules(modules_cache()) if has_modules else None)
         if state.shape.accounting == "slurmdbd":
             # slurmdbd refuses a file that others may read.
             paths.slurmdbd_conf.touch(mode=0o600)
@@ -350,7 +361,7 @@ class Sandbox:
         records = [launcher.munged()]
         if state.shape.accounting == "slurmdbd":
             records += [launcher.mariadbd(_user_name()), launcher.slurmdbd(state.ports.accounting)]
-            register(self._site(), self.programs, state.shape.cluster_name)
+            register(self._site(), self.programs, state.shape)
         records.append(launcher.slurmctld())
         records += launcher.slurmds(state.shape.node_names)
         write_state(self.paths, replace(state, daemons=tuple(records)))
@@ -364,8 +375,19 @@ class Sandbox:
                 f"{log_tail(self.paths.log(slurmd_name(late[0])))}"
             )
 
+        if state.shape.reservation is not None:
+            self._reserve(state.shape.reservation)
         if state.monitoring is not None:
             self._start_monitors(state.monitoring)
+
+    def _reserve(self, name: str) -> None:
+        """Make a reservation of all nodes for this user; Slurm remembers it from start to start."""
+        known = self.command("scontrol", "--oneliner", "show", "reservation").split()
+        if f"ReservationName={name}" not in known:
+            self.command(
+                "scontrol", "create", "reservation", f"ReservationName={name}",
+                f"Users={_user_name()}", "StartTime=now", "Duration=UNLIMITED", "Nodes=ALL",
+            )  # fmt: skip
 
     def _start_monitors(self, monitoring: Monitoring) -> None:
         """Write the configuration of the monitors and start them, each before those that ask it."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from hpctrain.base.errors import UsageError
 from hpctrain.spec.profile import ClusterProfile
@@ -42,27 +42,69 @@ class SwitchShape:
 
 
 @dataclass(frozen=True)
-class FeatureShape:
-    """A number of consecutive nodes with one Slurm feature."""
+class NodeGroup:
+    """A number of consecutive nodes that are alike; what is None is as in the whole sandbox."""
 
-    name: str
     nodes: int
+    features: tuple[str, ...] = ()
+    prefix: str | None = None
+    cpus: int | None = None
+    threads_per_core: int | None = None
+    memory_mib: int | None = None
+    gpu_type: str | None = None
+    gpus: int | None = None
+
+
+@dataclass(frozen=True)
+class AlikeNodes:
+    """A group with its place among all nodes, whose numbers go on from group to group."""
+
+    first: int
+    nodes: int
+    prefix: str
+    features: tuple[str, ...]
+    cpus: int
+    threads_per_core: int
+    memory_mib: int
+    gpu_type: str
+    gpus: int
+
+    def names(self, most: int | None = None) -> str:
+        """Return its nodes, or the first `most` of them, as a Slurm node list."""
+        return self.prefix + bracket(self.first, min(self.nodes, most or self.nodes))
+
+
+@dataclass(frozen=True)
+class SiteShape:
+    """What jobs and logins of a site find besides Slurm, and the sandbox stands in for.
+
+    `modules` can be loaded; None: there is no module system. `launchers` start containers.
+    `variables` are those of a login, each with a directory of its own; `directories` are those of
+    the site's file systems.
+    """
+
+    modules: tuple[str, ...] | None = None
+    launchers: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    directories: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class SandboxShape:
-    """A whole sandbox; all nodes are alike. CPUs and memory may exceed those of this machine.
+    """A whole sandbox. CPUs and memory may exceed those of this machine.
 
     `user_signal_on_preempt` makes a preemption send the job's own `--signal` at the start of the
-    grace period. `features` cover all nodes in order. With `process_tracking: pgid` signals reach
-    the tasks of a step but not children in sessions of their own, as with proctrack/cgroup;
-    linuxproc reaches both. `accounting`: a text file of ended jobs, or a database with slurmdbd,
-    associations and limits. `cluster_name` is Slurm's ClusterName, which must differ between
-    sandboxes that share a file system. `binds_tasks`: task/affinity binds tasks to CPUs,
-    which this machine must have (HWLOC_SYNTHETIC makes slurmd find more, and its tasks then fail).
-    `leaves_are_blocks`: those of `switches` become blocks of topology/block where Slurm has it
-    (23.11), else the tree. `topology_yaml`: they stand in topology.yaml where Slurm reads that
-    (25.05), else in topology.conf.
+    grace period. `groups` cover all nodes in order; without any, all nodes are alike. With
+    `process_tracking: pgid` signals reach the tasks of a step but not children in sessions of
+    their own, as with proctrack/cgroup; linuxproc reaches both. `accounting`: a text file of ended
+    jobs, or a database with slurmdbd, associations and limits. `cluster_name` is Slurm's
+    ClusterName, which must differ between sandboxes that share a file system. `binds_tasks`:
+    task/affinity binds tasks to CPUs, which this machine must have (HWLOC_SYNTHETIC makes slurmd
+    find more, and its tasks then fail). `leaves_are_blocks`: those of `switches` become blocks of
+    topology/block where Slurm has it (23.11), else the tree. `topology_yaml`: they stand in
+    topology.yaml where Slurm reads that (25.05), else in topology.conf. `accounts` and `qos` are
+    those of a database; without one any account and QOS is accepted. `reservation` holds all
+    nodes. `job_submit_lua` is the text of the plug-in's script.
     Raises UsageError when the parts are inconsistent.
     """
 
@@ -83,10 +125,17 @@ class SandboxShape:
     accounting: Literal["none", "filetxt", "slurmdbd"] = "none"
     process_tracking: Literal["linuxproc", "pgid"] = "linuxproc"
     node_prefix: str = "n"
-    features: tuple[FeatureShape, ...] = ()
+    groups: tuple[NodeGroup, ...] = ()
     cluster_name: str = "sandbox"
     sockets_per_node: int = 1
+    threads_per_core: int = 1
     binds_tasks: bool = False
+    licenses: tuple[str, ...] = ()
+    accounts: tuple[str, ...] = ()
+    qos: tuple[str, ...] = ()
+    reservation: str | None = None
+    job_submit_lua: str = ""
+    site: SiteShape = SiteShape()
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= MAX_NODES:
@@ -94,13 +143,19 @@ class SandboxShape:
         if self.gpus_per_node < 0 or self.cpus_per_node < 1 or self.memory_mib < 1:
             message = "a node of a sandbox needs a CPU, memory, and no negative number of GPUs"
             raise UsageError(message)
-        if self.sockets_per_node < 1 or self.cpus_per_node % self.sockets_per_node:
-            raise UsageError(
-                f"{self.cpus_per_node} CPUs of a node do not divide into {self.sockets_per_node} "
-                "sockets"
-            )
-        if self.features and sum(feature.nodes for feature in self.features) != self.nodes:
-            raise UsageError("the features of a sandbox must be those of all its nodes")
+        for group in self.node_groups:
+            if self.sockets_per_node < 1 or group.cpus % self.sockets_per_node:
+                raise UsageError(
+                    f"{group.cpus} CPUs of a node do not divide into {self.sockets_per_node} "
+                    "sockets"
+                )
+            if group.cpus // self.sockets_per_node % group.threads_per_core:
+                raise UsageError(
+                    f"{group.cpus} CPUs of a node do not divide into cores with "
+                    f"{group.threads_per_core} threads"
+                )
+        if sum(group.nodes for group in self.node_groups) != self.nodes:
+            raise UsageError("the groups of a sandbox must be those of all its nodes")
         if self.preempt_type == "none" and self.user_signal_on_preempt:
             raise UsageError("a sandbox without preemption cannot signal it")
         # slurm.conf(5): Slurm lower-cases the name.
@@ -128,14 +183,42 @@ class SandboxShape:
                 raise UsageError(f"no switch leads to {', '.join(missing)}")
 
     @property
+    def node_groups(self) -> tuple[AlikeNodes, ...]:
+        """All groups with everything that is known of them, at least one."""
+        found, first = [], 0
+        for group in self.groups or (NodeGroup(self.nodes),):
+            found.append(
+                AlikeNodes(
+                    first=first,
+                    nodes=group.nodes,
+                    prefix=group.prefix or self.node_prefix,
+                    features=group.features,
+                    cpus=group.cpus or self.cpus_per_node,
+                    threads_per_core=group.threads_per_core or self.threads_per_core,
+                    memory_mib=group.memory_mib or self.memory_mib,
+                    gpu_type=group.gpu_type or self.gpu_type,
+                    gpus=self.gpus_per_node if group.gpus is None else group.gpus,
+                )
+            )
+            first += group.nodes
+        return tuple(found)
+
+    @property
     def node_names(self) -> tuple[str, ...]:
         """Names of all nodes: n0, n1, ..."""
-        return tuple(f"{self.node_prefix}{index}" for index in range(self.nodes))
+        return tuple(
+            f"{group.prefix}{group.first + index}"
+            for group in self.node_groups
+            for index in range(group.nodes)
+        )
 
     @property
     def node_range(self) -> str:
         """All nodes as a Slurm node list: `n[0-3]`, or `n0` for a single node."""
-        return self.node_prefix + bracket(0, self.nodes)
+        prefixes = {group.prefix for group in self.node_groups}
+        if len(prefixes) == 1:
+            return prefixes.pop() + bracket(0, self.nodes)
+        return ",".join(group.names() for group in self.node_groups)
 
 
 def default_shape(
@@ -173,44 +256,141 @@ def _refuse_duplicates(what: str, names: Iterable[str]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------
-# Derive a sandbox's shape from a cluster profile, so that its scripts can be checked locally.
-# Everything that Slurm schedules by is copied: nodes, CPUs, memory, GRES, partitions, limits,
-# preemption, switches. Hardware that a single machine lacks (GPUs, NVLink, InfiniBand) is left out.
-# Pure.
+# Derive a sandbox's shape from a cluster profile, so that its jobs can be started locally.
+# Everything that Slurm schedules by is copied: nodes, CPUs, threads, memory, GRES, features,
+# partitions, limits, preemption, switches, licences, a reservation; accounts and QOS of a database.
+# Hardware that a single machine lacks (GPUs, NVLink, InfiniBand) is left out. Pure.
 
 
-def shape_from_profile(profile: ClusterProfile) -> SandboxShape:
+# sbatch(1), --constraint: names joined by these, and counts such as `*4`.
+_CONSTRAINT_MARKS = re.compile(r"\*\d+|[&|,()\[\]]")
+_LICENSES_OF_A_NAME = 1000
+
+
+def shape_from_profile(profile: ClusterProfile, nodes: int | None = None) -> SandboxShape:
     """Copy the profile's nodes, islands, partitions and switches.
 
-    Raises UsageError for more than 1024 nodes.
+    `nodes`: at most so many of each kind of nodes. Raises UsageError for more than 1024 nodes.
     """
     partitions = profile.slurm.partitions
-    # Scripts request the features of islands; either all islands have one or none has.
-    features = tuple(
-        FeatureShape(island.feature, island.nodes)
-        for island in profile.network.islands
-        if island.feature is not None
-    )
     preemption = any(partition.preemption.mode != "off" for partition in partitions)
+    groups, lists = _groups(profile, nodes)
+    data = profile.slurm.data_partition
+    others = (PartitionShape(data),) if data not in (None, *lists) else ()
+    sections = [profile.for_partition(partition.name).slurm for partition in partitions]
+    slurm = profile.slurm
+    accounts = [section.account for section in (slurm, *sections)] + [*profile.limits.accounts]
+    qos = [section.qos for section in (slurm, *sections)] + [*profile.limits.qos]
     return SandboxShape(
-        nodes=profile.nodes.count,
+        nodes=sum(group.nodes for group in groups),
         gpus_per_node=profile.gpu.per_node,
-        gpu_type=profile.gpu.type,
+        gpu_type=profile.gpu.gres or profile.gpu.type,
         cpus_per_node=profile.nodes.cpus,
+        threads_per_core=profile.nodes.threads_per_core,
         memory_mib=int(profile.nodes.memory) // 2**20,
-        partitions=tuple(_partition(partition) for partition in partitions),
-        switches=_switches(profile),
+        partitions=(*(_partition(one, lists[one.name]) for one in partitions), *others),
+        switches=_switches(profile, groups),
         leaves_are_blocks=profile.network.switches.plugin == "block",
         preempt_type="partition_prio" if preemption else "none",
         user_signal_on_preempt=any(p.preemption.user_signal for p in partitions),
-        kill_wait_seconds=round(float(profile.slurm.kill_wait)),
+        kill_wait_seconds=round(float(slurm.kill_wait)),
         requeue=profile.continuation == "requeue",
         node_prefix=profile.nodes.prefix,
-        features=features,
+        groups=() if groups == (NodeGroup(groups[0].nodes),) else groups,  # all are alike
+        licenses=_licenses(profile),
+        accounts=tuple(dict.fromkeys(name for name in accounts if name)),
+        qos=tuple(dict.fromkeys(name for name in qos if name)),
+        reservation=slurm.reservation,
+        site=_site(profile),
     )
 
 
-def _partition(partition: PartitionProfile) -> PartitionShape:
+def island_sizes(profile: ClusterProfile, nodes: int | None = None) -> tuple[int, ...]:
+    """Cut the profile's islands to `nodes` in all, each to one node at least.
+
+    None are left where there are fewer nodes than islands.
+    """
+    islands = profile.network.islands
+    count = profile.nodes.count if nodes is None else min(nodes, profile.nodes.count)
+    if not islands or count < len(islands):
+        return ()
+    sizes = [max(1, island.nodes * count // profile.nodes.count) for island in islands]
+    while sum(sizes) > count:
+        sizes[sizes.index(max(sizes))] -= 1
+    for index in range(count - sum(sizes)):
+        sizes[index % len(sizes)] += 1
+    return tuple(sizes)
+
+
+def _groups(
+    profile: ClusterProfile, most: int | None
+) -> tuple[tuple[NodeGroup, ...], dict[str, str]]:
+    """Put the nodes of partitions into groups that are alike, and list those of each partition."""
+    kinds: dict[NodeGroup, list[tuple[str, ClusterProfile]]] = {}
+    for partition in profile.slurm.partitions:
+        own = profile.for_partition(partition.name)
+        kinds.setdefault(_kind(own, profile), []).append((partition.name, own))
+    groups: list[NodeGroup] = []
+    lists: dict[str, str] = {}
+    for kind, partitions in kinds.items():
+        first = sum(group.nodes for group in groups)
+        counts = {name: min(own.nodes.count, most or MAX_NODES + 1) for name, own in partitions}
+        count = max(counts.values())
+        prefix = kind.prefix or profile.nodes.prefix
+        lists |= {name: prefix + bracket(first, counts[name]) for name in counts}
+        if len(kinds) == 1:
+            lists |= {name: "ALL" for name in counts if counts[name] == count}
+        asked = [own.slurm.constraint or "" for _, own in partitions]
+        features = dict.fromkeys(name for text in asked for name in _CONSTRAINT_MARKS.split(text))
+        common = tuple(name for name in features if name)
+        sizes = island_sizes(profile, most)
+        if kind != NodeGroup(0) or sum(sizes) != count:
+            groups.append(replace(kind, nodes=count, features=common))
+            continue
+        for island, size in zip(profile.network.islands, sizes, strict=True):
+            own_feature = () if island.feature is None else (island.feature,)
+            groups.append(NodeGroup(size, (*common, *own_feature)))
+    return tuple(groups), lists
+
+
+def _kind(own: ClusterProfile, profile: ClusterProfile) -> NodeGroup:
+    """Describe the nodes of a partition by what differs from those of the cluster."""
+    given, usual = (
+        {
+            "prefix": one.nodes.prefix,
+            "cpus": one.nodes.cpus,
+            "threads_per_core": one.nodes.threads_per_core,
+            "memory_mib": int(one.nodes.memory) // 2**20,
+            "gpu_type": one.gpu.gres or one.gpu.type,
+            "gpus": one.gpu.per_node,
+        }
+        for one in (own, profile)
+    )
+    different: dict[str, Any] = {name: given[name] for name in given if given[name] != usual[name]}
+    return NodeGroup(0, **different)
+
+
+def _licenses(profile: ClusterProfile) -> tuple[str, ...]:
+    """Name the licences that every job asks for, and give the sandbox enough of them."""
+    given = profile.slurm.options.sbatch.get("licenses", ())
+    texts = given if isinstance(given, tuple) else (given,)
+    names = [re.split(r"[:@=]", one)[0] for text in texts for one in re.split("[,;|]", str(text))]
+    return tuple(f"{name}:{_LICENSES_OF_A_NAME}" for name in dict.fromkeys(names) if name)
+
+
+def _site(profile: ClusterProfile) -> SiteShape:
+    software = profile.software
+    container = software.container
+    launcher = container.launcher if container is not None else None
+    return SiteShape(
+        modules=software.modules.load if software.modules is not None else None,
+        launchers=(launcher,) if launcher in ("apptainer", "singularity") else (),
+        variables=profile.slurm.inherit,
+        directories=tuple(one.name for one in profile.filesystems),
+    )
+
+
+def _partition(partition: PartitionProfile, nodes: str) -> PartitionShape:
     modes: dict[str, Literal["OFF", "REQUEUE", "CANCEL"]] = {
         "off": "OFF",
         "requeue": "REQUEUE",
@@ -224,16 +404,20 @@ def _partition(partition: PartitionProfile) -> PartitionShape:
         grace_seconds=round(float(partition.preemption.grace)),
         max_walltime_seconds=None if limit is None else round(float(limit)),
         default=partition.default,
+        nodes=nodes,
     )
 
 
-def _switches(profile: ClusterProfile) -> tuple[SwitchShape, ...]:
+def _switches(profile: ClusterProfile, groups: tuple[NodeGroup, ...]) -> tuple[SwitchShape, ...]:
     """Build leaves of `nodes_per_leaf` nodes under one spine."""
     size = profile.network.switches.nodes_per_leaf
     if size is None:
         return ()
-    names = [f"{profile.nodes.prefix}{index}" for index in range(profile.nodes.count)]
-    groups = [tuple(names[start : start + size]) for start in range(0, len(names), size)]
-    leaves = [SwitchShape(f"leaf{number}", nodes=group) for number, group in enumerate(groups)]
+    prefixes = [one.prefix or profile.nodes.prefix for one in groups for _ in range(one.nodes)]
+    names = [f"{prefix}{index}" for index, prefix in enumerate(prefixes)]
+    leaves = [
+        SwitchShape(f"leaf{number}", nodes=tuple(names[start : start + size]))
+        for number, start in enumerate(range(0, len(names), size))
+    ]
     spine = SwitchShape("spine", switches=tuple(leaf.name for leaf in leaves))
     return (*leaves, spine)

@@ -24,6 +24,7 @@ class NodeProfile(Document):
 
     count: int = Field(ge=1, le=1_000_000, description="Number of nodes")
     cpus: int = Field(ge=1, description="As Slurm counts them (CPUs=)")
+    threads_per_core: int = Field(1, ge=1, description="How many of `cpus` share a core")
     memory: ByteSize = Field(gt=0, description="Main memory that jobs may use")
     prefix: str = Field("n", description="Host names are prefix + number")
 
@@ -32,6 +33,7 @@ class GpuProfile(Document):
     """The accelerators of one node."""
 
     type: str = Field(description="Name in Slurm's GRES, for example a100")
+    gres: str | None = Field(None, description="Name in Slurm's GRES; default: `type`")
     per_node: int = Field(ge=1, le=1_000, description="GPUs of one node")
     memory: ByteSize = Field(gt=0, description="As the driver reports it")
     reserved: ByteSize | None = Field(

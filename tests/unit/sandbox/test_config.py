@@ -11,7 +11,13 @@ import pytest
 from hpctrain.sandbox.config import Site, config_files, gres_conf, slurm_conf, topology_conf
 from hpctrain.sandbox.daemons import slurmdbd_conf
 from hpctrain.sandbox.paths import Ports, SandboxPaths
-from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SwitchShape, default_shape
+from hpctrain.sandbox.shape import (
+    NodeGroup,
+    PartitionShape,
+    SiteShape,
+    SwitchShape,
+    default_shape,
+)
 
 PATHS = SandboxPaths(Path("/box"), Path("/box/sockets"))
 
@@ -86,13 +92,45 @@ def test_a_single_node_has_no_brackets() -> None:
 
 
 def test_nodes_with_different_features_have_lines_of_their_own() -> None:
-    features = (FeatureShape("east", 1), FeatureShape("west", 3))
-    text = slurm_conf(replace(default_shape(nodes=4), features=features), site())
+    groups = (NodeGroup(1, ("east",)), NodeGroup(3, ("west",)))
+    text = slurm_conf(replace(default_shape(nodes=4), groups=groups), site())
     east, west = [line for line in text.splitlines() if line.startswith("NodeName=")]
     assert east.startswith("NodeName=n0 ") and " Port=20001 " in east
     assert " Features=east State=UNKNOWN" in east
     assert west.startswith("NodeName=n[1-3] ") and " Port=[20002-20004] " in west
     assert " Features=west State=UNKNOWN" in west
+
+
+def test_other_kinds_of_nodes_have_hardware_of_their_own() -> None:
+    other = NodeGroup(2, prefix="h", cpus=96, threads_per_core=2, gpu_type="h100", gpus=4)
+    shape = replace(default_shape(nodes=3), groups=(NodeGroup(1), other))
+    usual, own = [
+        line for line in slurm_conf(shape, site()).splitlines() if line.startswith("NodeName=")
+    ]
+    assert usual.startswith("NodeName=n0 ") and " Gres=gpu:a100:2 " in usual
+    assert own == (
+        "NodeName=h[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[20002-20003] CPUs=96 "
+        "Sockets=1 CoresPerSocket=48 ThreadsPerCore=2 RealMemory=16000 Gres=gpu:h100:4 "
+        "State=UNKNOWN"
+    )
+    assert gres_conf(shape, site()).splitlines()[1:] == [
+        "NodeName=n0 Name=gpu Type=a100 File=/box/sockets/dev/gpu[0-1]",
+        "NodeName=h[1-2] Name=gpu Type=h100 File=/box/sockets/dev/gpu[0-3]",
+    ]
+
+
+def test_licences_plug_in_and_module_system_of_a_site() -> None:
+    text = "return slurm.SUCCESS"
+    shape = replace(
+        default_shape(), licenses=("a:1", "b:2"), job_submit_lua=text, site=SiteShape(modules=())
+    )
+    files = {file.name: file.text for file in config_files(shape, site())}
+    found = keys(files["slurm.conf"])
+    assert (found["Licenses"], found["JobSubmitPlugins"]) == ("a:1,b:2", "lua")
+    assert found["TaskProlog"] == "/box/modules/task-prolog"
+    assert files["job_submit.lua"] == text
+    usual = keys(slurm_conf(default_shape(), site()))
+    assert not {"Licenses", "JobSubmitPlugins", "TaskProlog"} & set(usual)
 
 
 def test_nodes_without_gpus_claim_none() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpctrain.base.errors import UsageError
 from hpctrain.sandbox.shape import (
-    FeatureShape,
+    NodeGroup,
     PartitionShape,
     SandboxShape,
+    SiteShape,
     SwitchShape,
     default_shape,
     shape_from_profile,
@@ -49,7 +52,8 @@ def test_urgent_outranks_train_by_default() -> None:
         ({"partitions": (PartitionShape("a"),)}, "exactly one"),
         ({"partitions": (TRAIN, PartitionShape("b", default=True))}, "exactly one"),
         ({"cluster_name": "Two Words"}, "not a name of a cluster"),
-        ({"features": (FeatureShape("east", 3),)}, "must be those of all its nodes"),
+        ({"groups": (NodeGroup(3, ("east",)),)}, "must be those of all its nodes"),
+        ({"threads_per_core": 3}, "8 CPUs of a node do not divide into cores with 3 threads"),
         ({"switches": (LEAF, LEAF)}, "switch leaf occurs twice"),
         ({"switches": (SwitchShape("leaf"),)}, "either nodes or switches"),
         ({"switches": (replace(LEAF, nodes=("n0", "n7")),)}, "unknown n7"),
@@ -97,5 +101,71 @@ def test_preemption_and_grace_are_taken_over() -> None:
 
 
 def test_islands_keep_their_features() -> None:
-    assert shape("islands10b").features == (FeatureShape("east", 4), FeatureShape("west", 4))
-    assert shape("a100x64").features == ()
+    assert shape("islands10b").groups == (NodeGroup(4, ("east",)), NodeGroup(4, ("west",)))
+    assert shape("a100x64").groups == ()
+
+
+def edited(
+    base: str, changes: dict[str, Any], place: Path, nodes: int | None = None
+) -> SandboxShape:
+    """The shape of a profile that extends another one."""
+    file = place / "own.yaml"
+    file.write_text(json.dumps({"extends": base, "name": "own", **changes}))
+    return shape_from_profile(load_profile(file).document, nodes)
+
+
+def test_a_cut_has_some_nodes_of_each_island_and_leaf() -> None:
+    islands = shape_from_profile(load_profile(find_profile("islands10b")).document, 3)
+    assert [(group.nodes, group.features) for group in islands.groups] == [
+        (2, ("east",)),
+        (1, ("west",)),
+    ]
+    big = shape_from_profile(load_profile(find_profile("a100x64")).document, 2)
+    assert (big.nodes, [leaf.nodes for leaf in big.switches[:-1]]) == (2, [("gpu0", "gpu1")])
+
+
+def test_partitions_with_nodes_of_their_own_have_them(tmp_path: Path) -> None:
+    own = {
+        "name": "h100",
+        "constraint": "ndr&[a*2|b*3]",
+        "nodes": {"count": 3, "cpus": 112, "threads_per_core": 2, "prefix": "h"},
+        "gpu": {"type": "h100", "gres": "H100", "per_node": 4, "memory": "80GiB"},
+    }
+    some = {"name": "few", "nodes": {"count": 1}}
+    changes = {"nodes": {"count": 2}, "slurm": {"partitions": [own, some]}}
+    found = edited("sandbox", changes, tmp_path)
+    assert found.node_names == ("n0", "n1", "h2", "h3", "h4")
+    assert found.node_range == "n[0-1],h[2-4]"
+    nodes = {partition.name: partition.nodes for partition in found.partitions}
+    assert nodes == {"train": "n[0-1]", "urgent": "n[0-1]", "h100": "h[2-4]", "few": "n0"}
+    usual, other = found.node_groups
+    assert (usual.cpus, usual.gpu_type, usual.gpus, usual.features) == (8, "a100", 2, ())
+    assert (other.cpus, other.threads_per_core, other.memory_mib) == (112, 2, 16000)
+    assert (other.gpu_type, other.gpus, other.features) == ("H100", 4, ("ndr", "a", "b"))
+    assert edited("sandbox", changes, tmp_path, nodes=1).node_names == ("n0", "h1")
+
+
+def test_what_every_job_of_a_site_asks_for_is_there(tmp_path: Path) -> None:
+    found = edited(
+        "sandbox",
+        {
+            "filesystems": [{"name": "project", "path": "/project", "kind": "lustre",
+                             "write_bandwidth": "1GB/s", "read_bandwidth": "1GB/s"}],
+            "limits": {"accounts": ["lab"], "qos": ["normal"]},
+            "slurm": {
+                "account": "lab", "qos": "gpu", "reservation": "maint", "inherit": ["WORK"],
+                "constraint": "a100&fast", "data_partition": "cpu",
+                "options": {"sbatch": {"licenses": "scratch,ansys:2@server"}},
+                "partitions": [{"name": "urgent", "qos": "now", "account": "boss"}],
+            },
+            "software": {"modules": {"load": ["GCC"]},
+                         "container": {"launcher": "apptainer", "image": "/i.sif"}},
+        },
+        tmp_path,
+    )  # fmt: skip
+    assert found.groups == (NodeGroup(4, ("a100", "fast")),)
+    assert [partition.name for partition in found.partitions] == ["train", "urgent", "cpu"]
+    assert found.licenses == ("scratch:1000", "ansys:1000")
+    assert (found.accounts, found.qos) == (("lab", "boss"), ("gpu", "now", "normal"))
+    assert found.reservation == "maint"
+    assert found.site == SiteShape(("GCC",), ("apptainer",), ("WORK",), ("local", "project"))
