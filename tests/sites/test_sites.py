@@ -3,7 +3,8 @@
 `cluster_profiles/sites/NAME.yaml` is the profile of a named cluster from its public pages,
 `tests/sites/users/NAME.yaml` what a user there writes, `tests/sites/NAME.yaml` a kind of site.
 `tests/sites/golden/NAME.sbatch` is the script of one small run, and docs/sites.md what the section
-`site` of each profile says. None was run at its site; `test_start` runs them in a sandbox.
+`site` of each profile says. None was run at its site: `tests/slurm/test_sites_start` runs them in
+sandboxes.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ slurm: {account: project_465000000}
 **None was tried at its site** unless its section says when. Tested is that each validates, that
 its script is the reviewed one in [tests/sites/golden](../tests/sites/golden), and that a tiny run
 starts and ends in a sandbox of its shape. What a profile lists as *assumed*, no page says: compare
-it with the cluster (`hpctrain profile check`, `hpctrain doctor`). No data sheet of a GPU was opened.
+it with the cluster (`hpctrain profile check`, `hpctrain doctor`). No data sheet of GPUs was opened.
 *Refused* is what scripts there have and hpctrain does otherwise, *missing* what no field expresses.
 
 How to begin, to correct a profile and to send one in: [your-site.md](your-site.md).
