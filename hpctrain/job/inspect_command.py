@@ -170,19 +170,33 @@ def _examine(
 
 @click.command()
 @click.argument("name", required=False, type=ProfileName())
+@click.option(
+    "--sites", is_flag=True, help="List those of named clusters, written from public pages."
+)
 @json_option
-def profiles(name: str | None, as_json: bool) -> None:
+def profiles(name: str | None, sites: bool, as_json: bool) -> None:
     """List the cluster profiles, or show one with all its values.
 
-    `hpctrain profile detect` makes one, `hpctrain profile check` compares one.
+    `hpctrain profile detect` makes one, `hpctrain profile check` compares one. A named cluster's
+    is used as it is (`-p lumi-g`), or a file of yours `extends: lumi-g` and names your account.
 
     \b
     Examples:
       hpctrain profiles
+      hpctrain profiles --sites
       hpctrain profiles a100x64
     """
-    from hpctrain.spec.loader import load_named_profile, profile_names, profile_search_path
+    from hpctrain.base.errors import UsageError
+    from hpctrain.spec.loader import (
+        load_named_profile,
+        profile_names,
+        profile_search_path,
+        site_names,
+    )
     from hpctrain.spec.positions import write_resolved
+
+    if name is not None and sites:
+        raise UsageError("`--sites` is a list of profiles, and shows none", f"leave out `{name}`")
 
     if name is not None:
         loaded = load_named_profile(name)
@@ -191,7 +205,9 @@ def profiles(name: str | None, as_json: bool) -> None:
         else:
             click.echo(write_resolved(loaded), nl=False)
         return
-    documents, broken = _readable_profiles(profile_names(profile_search_path()))
+    named = site_names(profile_search_path())
+    others = [one for one in profile_names(profile_search_path()) if one not in named]
+    documents, broken = _readable_profiles(named if sites else others)
     for directory in profile_search_path():
         if not directory.is_dir():
             say(f"warning: {directory} in $HPCTRAIN_PROFILE_PATH is no directory")
@@ -199,6 +215,9 @@ def profiles(name: str | None, as_json: bool) -> None:
         say(f"warning: {problem}")
     if as_json:
         json_out("profiles", documents)
+        return
+    if sites:
+        _print_sites(documents)
         return
     rows = [
         [
@@ -212,6 +231,23 @@ def profiles(name: str | None, as_json: bool) -> None:
         for d in documents
     ]
     table(["NAME", "NODES", "GPUS", "MEMORY", "FABRIC", "DESCRIPTION"], rows)
+    say(f"{len(named)} profiles of named clusters: `hpctrain profiles --sites`")
+
+
+def _print_sites(documents: list[ClusterProfile]) -> None:
+    """Print the named clusters, each with the date of its facts and whether it was tried."""
+    rows = []
+    for document in documents:
+        facts = document.site
+        assert facts is not None, "a test asserts it of every packaged site"
+        tried = "no" if facts.tried is None else str(facts.tried)
+        gpus = f"{document.gpu_count} {document.gpu.type}"
+        rows.append([document.name, document.description, gpus, str(facts.as_of), tried])
+    table(["NAME", "WHAT", "GPUS", "FACTS OF", "TRIED THERE"], rows)
+    say(
+        "Written from public pages: `hpctrain profiles NAME` has their sources and what is "
+        "assumed. Compare with the cluster: `hpctrain profile check`"
+    )
 
 
 def _readable_profiles(names: list[str]) -> tuple[list[ClusterProfile], list[Problem]]:

@@ -198,7 +198,8 @@ def _accounting_problems(resources: ResourcesSpec, profile: ClusterProfile) -> I
     if account is None and (limits.accounts or limits.account_required):
         choices = f": {names}" if limits.accounts else ""
         yield Refusal(
-            f"this site wants an account, and there is none: `resources.account`{choices}",
+            "this site wants an account, and there is none: `resources.account`, or "
+            f"`slurm.account` of a profile that `extends` this one{choices}",
             "resources.account",
         )
     elif limits.accounts and account not in limits.accounts:

@@ -52,6 +52,7 @@ _WRITER_SECONDS, _POLL_SECONDS = 5.0, 0.05  # how long a pipe without a writer i
 # What pipes and standard input had, for whoever reads the same document again: they have it once.
 _READ_ONCE: dict[object, bytes] = {}
 PACKAGED_PROFILES = Path(__file__).resolve().parent.parent / "cluster_profiles"
+NAMED_CLUSTERS = PACKAGED_PROFILES / "sites"  # from public pages; `base/` there are their parts
 # Files of a profile directory that are no profiles.
 CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE = "gpus.yaml", "signatures.yaml", "xids.yaml"
 _NO_PROFILES = frozenset({CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE})
@@ -500,8 +501,11 @@ def load_serving_calibration() -> ServingCalibration:
 
 
 def document_digest(document: BaseModel) -> str:
-    """Compute the SHA-256 (hex) of the canonical JSON: sorted keys, no spaces, units as text."""
-    values = document.model_dump(mode="json", by_alias=True)
+    """Compute the SHA-256 (hex) of the canonical JSON: sorted keys, no spaces, units as text.
+
+    Without the section `site` of a profile: where values are from changes no job.
+    """
+    values = document.model_dump(mode="json", by_alias=True, exclude={"site"})
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -524,15 +528,22 @@ def find_profile(name: str, search_path: Sequence[Path] = ()) -> Path:
     known = _profiles(search_path)
     if name in known:
         return known[name]
-    names = ", ".join(sorted(known))
+    names = ", ".join(sorted(known.keys() - {*site_names(search_path)}))
     hint = did_you_mean(name, known)
     hint = f"{hint} Known profiles: {names}" if hint else f"known profiles: {names}"
+    hint += ", and those of `hpctrain profiles --sites`"
     raise InvalidInputError([Problem(f"no cluster profile is called `{name}`", hint=hint)])
+
+
+def site_names(search_path: Sequence[Path] = ()) -> list[str]:
+    """List the named clusters whose packaged profile is the one that their name finds."""
+    found = _profiles(search_path).items()
+    return sorted(name for name, file in found if file.parent == NAMED_CLUSTERS)
 
 
 def _profiles(search_path: Sequence[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
-    for directory in (PACKAGED_PROFILES, *reversed(search_path)):
+    for directory in (NAMED_CLUSTERS, PACKAGED_PROFILES, *reversed(search_path)):
         if directory.is_dir():
             files = sorted(directory.glob("*.yaml"))
             found |= {

@@ -8,8 +8,9 @@ about a model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import date
 from pathlib import PurePath
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
@@ -62,6 +63,45 @@ class MetricsProfile(Document):
         return ports
 
 
+Sentence = Annotated[str, Field(min_length=3)]
+
+
+class SiteFacts(Document):
+    """Where the values of a named cluster are from, and what its profile cannot say.
+
+    What a profile that `extends` it changes is not in it.
+    """
+
+    sources: tuple[Sentence, ...] = Field(
+        min_length=1,
+        description="Pages and files that the figures are from: addresses, or repository and path",
+    )
+    as_of: date = Field(description="When they were read, as 2026-11-28")
+    tried: date | None = Field(
+        None, description="When a run of this profile trained there; absent: not tried there"
+    )
+    assumed: tuple[str, ...] = Field(
+        (),
+        description="Fields that no source has, such as `nodes.prefix`, or sections of them: "
+        "compare them with the cluster (`hpctrain profile check`)",
+    )
+    expressed: tuple[Sentence, ...] = Field(
+        (), description="What scripts of this site use, and jobs of this profile have"
+    )
+    refused: tuple[Sentence, ...] = Field(
+        (), description="What they use, and hpctrain does otherwise, with the reason"
+    )
+    missing: tuple[Sentence, ...] = Field((), description="What they use, and no field expresses")
+
+    @field_validator("assumed")
+    @classmethod
+    def _assumed_fields_exist(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
+            if not has_field(ClusterProfile, path):
+                raise ValueError(f"`{path}` is no field of a profile")
+        return paths
+
+
 class ClusterProfile(Document):
     """A cluster: hardware, Slurm, software, rules."""
 
@@ -73,6 +113,9 @@ class ClusterProfile(Document):
     )
     name: Name = Field(description="Name for `--profile`")
     description: str = Field("", description="One line for `hpctrain profiles`")
+    site: SiteFacts | None = Field(
+        None, description="Absent: nothing is said about where the values are from"
+    )
     nodes: NodeProfile
     gpu: GpuProfile
     nvlink: NvlinkProfile

@@ -61,7 +61,7 @@ def paths(value: Any, above: str = "") -> Iterator[str]:
         for path in sorted((ROOT / "examples").rglob("*.yaml"))
         if "profile" not in path.name
     ]
-    + [("profile", path) for path in sorted((ROOT / "cluster_profiles").glob("*.yaml"))],
+    + [("profile", path) for path in sorted((ROOT / "cluster_profiles").rglob("*.yaml"))],
     ids=lambda value: value.parent.name + "/" + value.name if isinstance(value, Path) else value,
 )
 def test_every_field_of_a_file_is_found(kind: Kind, file: Path) -> None:
@@ -97,7 +97,7 @@ def test_every_field_is_set_somewhere_for_people_to_see(kind: Kind) -> None:
         "spec": specs,
         "profile": [
             *profiles,
-            *(ROOT / "cluster_profiles").glob("*.yaml"),
+            *(ROOT / "cluster_profiles").rglob("*.yaml"),
             *(ROOT / "tests" / "sites").rglob("*.yaml"),
         ],
         "service": services,

@@ -21,6 +21,7 @@ from hpctrain.spec.loader import (
     load_profile,
     load_run_spec,
     profile_names,
+    site_names,
 )
 from hpctrain.spec.positions import write_resolved
 from hpctrain.spec.run import ParallelSpec
@@ -188,7 +189,10 @@ def test_unknown_profile_names_the_nearest_and_all(tmp_path: Path) -> None:
     assert problem.hint.startswith("did you mean `a100x64`")
     names = profile_names([tmp_path])
     assert {"gb200nvl72", "mine"} < set(names)
-    assert problem.hint.endswith(f"Known profiles: {', '.join(names)}")
+    short = ", ".join(name for name in names if name not in site_names([tmp_path]))
+    assert problem.hint.endswith(
+        f"Known profiles: {short}, and those of `hpctrain profiles --sites`"
+    )
 
 
 def test_profile_needs_one_default_partition(tmp_path: Path) -> None:
