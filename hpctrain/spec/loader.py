@@ -31,6 +31,7 @@ from hpctrain.spec.merging import (
     merged,
     option_place,
     removable,
+    single_values,
     without,
 )
 from hpctrain.spec.positions import Parsed, SourcePlace, dotted, parse_yaml
@@ -161,12 +162,13 @@ def _overridden(
             except InvalidInputError as without_it:
                 others = without_it.problems
             messages = {other.message for other in others}
-            problems = [
-                problem
-                if problem.line is None or problem.message in messages
-                else _moved(problem, option_place(text))
-                for problem in problems
-            ]
+            if messages <= {problem.message for problem in error.problems}:  # it hides no others
+                problems = [
+                    problem
+                    if problem.line is None or problem.message in messages
+                    else _moved(problem, option_place(text))
+                    for problem in problems
+                ]
         raise InvalidInputError(problems) from None
 
 
@@ -230,7 +232,8 @@ def load_plain_profile(
     try:
         return _profile_of(layers)
     except InvalidInputError as error:
-        raise InvalidInputError(_at_their_causes(error.problems, layers)) from None
+        found, file = _at_their_causes(error.problems, layers), layers[0].values[()].file
+        raise InvalidInputError(sorted(found, key=lambda one: _position(one, file))) from None
 
 
 def _profile_of(layers: Sequence[Parsed]) -> Loaded[ClusterProfile]:
@@ -258,27 +261,44 @@ def _at_their_causes(problems: Sequence[Problem], layers: Sequence[Parsed]) -> l
     """
     own, *base = layers
     file = own.values[()].file
-    if not base or all(problem.file == file for problem in problems):
+    if not base:
         return list(problems)
-    of_base = {one.message: one for one in _at_their_causes(_problems_of(base), base)}
-    found = [
-        problem
-        if problem.file == file
-        else of_base.get(problem.message) or _at_the_cause(problem, own, base)
-        for problem in problems
-    ]
-    return sorted(found, key=lambda problem: _position(problem, file))
+    below = _problems_of(base)
+    messages = (problem.message for problem in below)
+    of_base = dict(zip(messages, _at_their_causes(below, base), strict=True))
+    # A section of the file may have a problem of its base alone; a value has its own.
+    paths = single_values(own)
+    places = [those.get(path) for path in paths for those in (own.values, own.keys)]
+    exact = {(place.line, place.column) for place in places if place is not None}
+    found = []
+    for problem in problems:
+        here = problem.file == file
+        if here and (problem.line, problem.column) in exact:
+            found.append(problem)
+        elif problem.message in of_base:
+            found.append(of_base[problem.message])
+        else:
+            found.append(problem if here else _at_the_cause(problem, own, base, problems))
+    return found
 
 
-def _at_the_cause(problem: Problem, own: Parsed, base: Sequence[Parsed]) -> Problem:
-    """Put a problem to the value of a file without which its bases do not have it."""
-    place = own.keys[EXTENDS,]
-    for path in removable(own):
-        others = _problems_of((without(own, path), *base))
-        if all(other.message != problem.message for other in others):
-            place = own.values[path]
-            break
-    return _moved(problem, place)
+def _at_the_cause(
+    problem: Problem, own: Parsed, base: Sequence[Parsed], known: Sequence[Problem]
+) -> Problem:
+    """Put a problem to the value of a file without which its bases do not have it.
+
+    Others than the `known` ones, or else those of the bases alone, would only hide it.
+    """
+    left = {
+        path: {other.message for other in _problems_of((without(own, path), *base))}
+        for path in removable(own)
+    }
+    for allowed in (known, (*known, *_problems_of(base))):
+        others = {other.message for other in allowed} - {problem.message}
+        for path, messages in left.items():
+            if messages <= others:
+                return _moved(problem, own.values[path])
+    return _moved(problem, own.keys[EXTENDS,])
 
 
 def _problems_of(layers: Sequence[Parsed]) -> Sequence[Problem]:

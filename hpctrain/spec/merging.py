@@ -41,27 +41,32 @@ def merged(layers: Sequence[Parsed]) -> Parsed:
     return result
 
 
-def removable(parsed: Parsed) -> list[Path]:
-    """List what a person may take out of a document: single values, then the sections of them.
+def single_values(parsed: Parsed) -> list[Path]:
+    """List the paths of all values but sections, and but the `name` of a thing, which joins lists.
 
-    Values in the order of the file, the inner sections first. The `name` of a thing joins lists.
+    A list of things without names is one value.
     """
-    values = list(_single_values(parsed.data, ()))
+
+    def below(value: Any, path: Path) -> Iterator[Path]:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield from below(inner, (*path, key))
+        elif _is_named(value):
+            for index, item in enumerate(value):
+                named = {key: inner for key, inner in item.items() if key != "name"}
+                yield from below(named, (*path, index))
+        else:
+            yield path
+
+    return list(below(parsed.data, ()))
+
+
+def removable(parsed: Parsed) -> list[Path]:
+    """List what a person may take out of a document: values, then inner and outer sections."""
+    values = single_values(parsed)
     sections = {path[:end] for path in values for end in range(1, len(path))}
     inner_first = sorted(sections, key=len, reverse=True)
     return [*values, *(path for path in inner_first if isinstance(path[-1], str))]
-
-
-def _single_values(value: Any, path: Path) -> Iterator[Path]:
-    if isinstance(value, dict):
-        for key, below in value.items():
-            yield from _single_values(below, (*path, key))
-    elif _is_named(value):
-        for index, item in enumerate(value):
-            named = {key: below for key, below in item.items() if key != "name"}
-            yield from _single_values(named, (*path, index))
-    else:
-        yield path
 
 
 def without(parsed: Parsed, path: Path) -> Parsed:
