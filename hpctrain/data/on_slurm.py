@@ -19,7 +19,8 @@ from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import HpctrainError, SlurmUnreachableError, UsageError
 from hpctrain.base.units import Duration
 from hpctrain.job.datasets import dataset_command, program, run_program
-from hpctrain.job.render.environment import INHERITED, MUST, module_commands
+from hpctrain.job.render.environment import job_environment, passed_variables
+from hpctrain.job.render.quoting import sh_expanded
 from hpctrain.records.datasets import DatasetReport, DatasetRequest, ShardsReport
 from hpctrain.slurm.arrays import ArrayOptions, submit_array
 from hpctrain.slurm.client import SlurmClient
@@ -128,19 +129,19 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
     walltime = array.walltime or min(limit or _LONGEST, _LONGEST)
     if limit is not None and walltime > limit:
         raise UsageError(f"partition {name} allows {limit} at most")
-    modules = module_commands(profile)
-    setup = [MUST, *(" ".join(command) for command in modules)] if modules else []
+    words = [("software.python", software.interpreter(sys.executable))]
+    environment = job_environment(profile, variables=(), words=words)
     return ArrayOptions(
         name=f"data-{request.output.name}",
-        python=software.python or sys.executable,
+        python=sh_expanded(software.interpreter(sys.executable)),
         cpus=request.workers,
         walltime_minutes=max(1, -(-int(walltime) // 60)),
         partition=name if partition is None else partition.name if partition.request else None,
         account=profile.slurm.account,
         qos=profile.slurm.qos,
         constraint=profile.slurm.constraint,
-        setup=tuple(setup),
-        variables=None if profile.slurm.export == "all" else INHERITED,
+        setup=environment.software_lines,
+        variables=passed_variables(profile),
     )
 
 
