@@ -275,6 +275,10 @@ def router_documents(service: ServiceLayout, inputs: ServiceInputs) -> ServiceJo
             "and those that have begun end"
         ),
         continuation_note=continuation_sentence(profile),
+        job_texts=(
+            ("engine.python", spec.engine.python or ""),
+            ("router.program", router.program or ""),
+        ),
     )
     own = RouterJobSettings(
         service=str(service.directory), term_seconds=term_seconds(profile, job.partition)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,8 @@ from hpctrain.slurm.process import with_only
 class ArrayOptions:
     """What each element requests: one task on one node. None: Slurm's default.
 
-    `python` is a word of shell. `setup` are lines of shell before the command, `variables` those
-    that the elements inherit (None: all).
+    `setup` are lines of shell before the command, `variables` those that the elements inherit
+    (None: all).
     """
 
     name: str
@@ -63,7 +64,7 @@ def submit_array(commands: Sequence[Sequence[str]], folder: Path, options: Array
     clean = {**with_only(os.environ, options.variables), "PYTHONSAFEPATH": "1"}
     with _environment(clean):
         try:
-            executor = submitit.SlurmExecutor(folder, python=options.python)
+            executor = submitit.SlurmExecutor(folder, python=shlex.quote(options.python))
         except RuntimeError as error:  # no srun
             raise SlurmUnreachableError(str(error)) from error
         executor.update_parameters(**options.parameters())

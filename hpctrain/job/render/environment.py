@@ -401,22 +401,22 @@ def _needs(field: str, *texts: str, given: Collection[str] = ()) -> list[tuple[s
     return [("needs", field, *names)] if names else []
 
 
-def ungiven_names(job: Job, environment: JobEnvironment) -> list[tuple[str, str]]:
-    """List fields and names that nothing gives to the job, as far as profile and spec show.
+def login_names(job: Job, environment: JobEnvironment) -> list[tuple[str, str, bool]]:
+    """List fields, names that only a login can give them, and whether the job inherits the name.
 
-    What modules, `activate`, `setup` or a login shell set is unknown, and so nothing is listed.
+    Nothing is listed where the job may have it from elsewhere: from all variables of a login, from
+    modules, `activate`, `setup` or a login shell.
     """
     software = job.profile.software
-    others = (software.modules, software.activate, software.setup)
-    if job.profile.slurm.export != "clean" or software.login_shell or any(others):
+    others = (software.login_shell, software.modules, software.activate, software.setup)
+    if job.profile.slurm.export != "clean" or any(others):
         return []
     passed = submit_variables(job) or ()
     return [
-        (command[1], name)
+        (command[1], name, any(fnmatchcase(name, one) for one in passed))
         for command in environment.needed
         for name in command[2:]
-        if not name.startswith("SLURM_")
-        and (name in software.unset or not any(fnmatchcase(name, one) for one in passed))
+        if not name.startswith("SLURM_") and name not in software.unset
     ]
 
 
