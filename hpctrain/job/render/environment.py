@@ -283,13 +283,13 @@ class JobEnvironment:
 
     `shell` stands behind `#!`. Commands are lists of words that are quoted already. `needed` checks
     that what profile and spec contain as `$NAME` has a value, field by field; `must` and `needs`
-    are the functions that end the job with exit code 78.
+    (None: nothing to check) are the functions that end the job with exit code 78.
     """
 
     shell: str
     inheritance_note: str
     must: str
-    needs: str
+    needs: str | None
     modules: tuple[tuple[str, ...], ...]
     activate: tuple[tuple[str, ...], ...]
     setup: SetupFile | None
@@ -300,17 +300,10 @@ class JobEnvironment:
     scratch: str | None
 
     @property
-    def checks_names(self) -> bool:
-        """Whether any command is the function `needs`."""
-        commands = (*self.modules, *self.activate, *self.needed)
-        return any(command[0] == "needs" for command in commands)
-
-    @property
     def software_lines(self) -> tuple[str, ...]:
         """List the lines that load software and check names, for scripts of another program."""
         commands = [" ".join(command) for command in (*self.modules, *self.activate, *self.needed)]
-        functions = ((self.needs,) if self.checks_names else ()) + (self.must,)
-        return (*functions, *commands) if commands else ()
+        return (*filter(None, (self.needs, self.must)), *commands) if commands else ()
 
 
 def job_environment(
@@ -341,13 +334,15 @@ def job_environment(
         given.append(variable.name)
     for field, text in words:
         needed += _needs(field, text, given=given)
+    modules, activate = module_commands(profile), activate_commands(profile)
+    checks = any(command[0] == "needs" for command in (*modules, *activate, *needed))
     return JobEnvironment(
         shell="/bin/bash -l" if software.login_shell else "/bin/bash",
         inheritance_note=inheritance_note(profile, own),
         must=MUST,
-        needs=NEEDS,
-        modules=module_commands(profile),
-        activate=activate_commands(profile),
+        needs=NEEDS if checks else None,
+        modules=modules,
+        activate=activate,
         setup=setup,
         ulimits=ulimit_commands(profile),
         unset=software.unset,
