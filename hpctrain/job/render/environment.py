@@ -281,12 +281,12 @@ class Variable:
 class JobEnvironment:
     """What a job of a site has before it starts anything: shell, software, limits, variables.
 
-    `shell` stands behind `#!`. Commands are lists of words that are quoted already. `needed` checks
+    `bash` stands behind `#!`. Commands are lists of words that are quoted already. `needed` checks
     that what profile and spec contain as `$NAME` has a value, field by field; `must` and `needs`
     (None: nothing to check) are the functions that end the job with exit code 78.
     """
 
-    shell: str
+    bash: str
     inheritance_note: str
     must: str
     needs: str | None
@@ -337,7 +337,7 @@ def job_environment(
     modules, activate = module_commands(profile), activate_commands(profile)
     checks = any(command[0] == "needs" for command in (*modules, *activate, *needed))
     return JobEnvironment(
-        shell="/bin/bash -l" if software.login_shell else "/bin/bash",
+        bash="/bin/bash -l" if software.login_shell else "/bin/bash",
         inheritance_note=inheritance_note(profile, own),
         must=MUST,
         needs=NEEDS if checks else None,
