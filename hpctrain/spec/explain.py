@@ -152,7 +152,8 @@ def _problem(raw: dict[str, Any], path: Path, model: type[BaseModel], parsed: Pa
     if kind == "value_error":
         if isinstance(wrong := context["error"], Contradiction):
             return _at(parsed, wrong.path, str(wrong), wrong.hint)
-        return _at(parsed, path, str(context["error"]), hint, key=isinstance(value, dict))
+        hint = getattr(wrong, "hint", hint)
+        return _at(parsed, path, str(wrong), hint, key=isinstance(value, dict))
     expected = f"expected {_EXPECTED.get(kind, 'another value')}"
     if kind in _LIMITS:
         must, limit = _LIMITS[kind]

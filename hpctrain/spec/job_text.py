@@ -67,12 +67,18 @@ def _literal(text: str) -> str:
     return text
 
 
+class UnsetNameError(ValueError):
+    """A name in a text that has no value where it is put in, and what to do about it."""
+
+    hint = "export it, or write its value"
+
+
 def expanded_text(text: str, environment: Mapping[str, str]) -> str:
-    """Put in the values of an environment. Raises ValueError that names an unset or empty one."""
+    """Put in the values of an environment. Raises UnsetNameError for one that is unset or empty."""
     parts = []
     for part in job_text_parts(text):
         if isinstance(part, Expansion) and not environment.get(part.name):
-            raise ValueError(f"{part.name} is not set here: export it, or write its value")
+            raise UnsetNameError(f"{part.name} is not set here")
         parts.append(environment[part.name] if isinstance(part, Expansion) else part)
     return "".join(parts)
 
@@ -86,7 +92,7 @@ def _checked(text: str) -> str:
 ENVIRONMENT = "environment"
 
 
-def _expanded_here(text: str, info: ValidationInfo) -> str:
+def expanded_here(text: str, info: ValidationInfo) -> str:
     """Put in the values while a file is read; without a file, such as in a copy, they are there."""
     context: Mapping[str, Any] = info.context or {}
     if ENVIRONMENT in context:
@@ -98,7 +104,7 @@ JobText = Annotated[str, AfterValidator(_checked)]
 # Copies of documents are read by the loader again, to which a dollar sign is `$$`.
 SubmitText = Annotated[
     str,
-    AfterValidator(_expanded_here),
+    AfterValidator(expanded_here),
     PlainSerializer(lambda text: text.replace("$", "$$"), return_type=str, when_used="json"),
 ]
 

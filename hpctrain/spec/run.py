@@ -22,7 +22,7 @@ from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.engine import EngineSpec as EngineSpec
 from hpctrain.spec.engines.abilities import Choices, EngineAbilities, Precision, RecomputeModule
 from hpctrain.spec.engines.registry import ENGINES
-from hpctrain.spec.job_text import HINT, JobText, SubmitText, secret_reason
+from hpctrain.spec.job_text import HINT, JobText, expanded_here, secret_reason
 from hpctrain.spec.model import LoraSpec as LoraSpec
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
@@ -149,7 +149,7 @@ class WandbSpec(Document):
 class TrackingSpec(Document):
     """What shows curves of the run elsewhere. A process beside training writes it."""
 
-    tensorboard: bool | SubmitText = Field(
+    tensorboard: bool | str = Field(
         False,
         description="Event files in the run directory; or a directory, below which each run has "
         "its own; `$NAME` is put in where you submit",
@@ -158,7 +158,9 @@ class TrackingSpec(Document):
 
     @field_validator("tensorboard")
     @classmethod
-    def _names_a_directory(cls, tensorboard: bool | str) -> bool | str:
+    def _names_a_directory(cls, tensorboard: bool | str, info: ValidationInfo) -> bool | str:
+        if isinstance(tensorboard, str):
+            tensorboard = expanded_here(tensorboard, info)
         # a word such as `yes` would become the name of a directory
         if isinstance(tensorboard, str) and ("/" not in tensorboard or "\0" in tensorboard):
             raise ValueError("expected `true`, or the path of a directory with a `/`")

@@ -60,11 +60,11 @@ def test_a_run_has_the_software_that_its_job_activates(stage: Stage, tmp_path: P
         place = str(activate.parents[1]).replace("$", "$$")
         return {"python": None, "activate": {"venv": place}, "setup": str(setup)}
 
-    good = own.start("name=good", "budget.steps=20", software=software)
+    good = own.start("name=good", "budget.steps=10", software=software)
     good.wait_till_over()
     assert "-m hpctrain.train" in good.run.layout.script.read_text()
     setup.write_text("true\n[ $ACTIVE = no ]\ntrue\n")
-    bad = own.start("name=bad", "budget.steps=20", software=software)
+    bad = own.start("name=bad", "budget.steps=10", software=software)
     bad.wait(lambda: "software.setup" in bad.logs(), "ended")
     assert f"hpctrain: software.setup: {setup}:2: `[ $ACTIVE = no ]` failed on " in bad.logs()
     assert eventually(lambda: job_of(own.slurm, bad.job_id).exit_code == 78)

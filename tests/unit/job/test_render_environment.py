@@ -215,9 +215,10 @@ def test_paths_that_hpctrain_opens_have_the_values_of_where_they_are_read(
         load_run_spec(own, wanted)
     messages = [problem.message for problem in caught.value.problems]
     assert sorted(messages) == [
-        "`data.cache`: CORPUS is not set here: export it, or write its value",
-        "`data.sources[0].path`: CORPUS is not set here: export it, or write its value",
+        "`data.cache`: CORPUS is not set here",
+        "`data.sources[0].path`: CORPUS is not set here",
     ]
+    assert {problem.hint for problem in caught.value.problems} == {"export it, or write its value"}
     monkeypatch.setenv("CORPUS", "/data/$HOME")
     data = load_run_spec(own, wanted).document.data
     assert (data.sources[0].path, data.cache) == ("/data/$HOME/web", "/data/$HOME/cache/$1")
@@ -238,6 +239,16 @@ def test_copies_of_documents_keep_what_was_put_in(
     copy.write_text(yaml.safe_dump(read.model_dump(mode="json", by_alias=True)))
     assert load_run_spec(copy).document == read
     assert RunSpec.model_validate_json(read.model_dump_json(by_alias=True)) == read
+
+
+def test_a_field_that_may_be_a_switch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CURVES", "/curves")
+    spec = ROOT / "examples/gpt-tiny.yaml"
+    for given, value in (("$CURVES/all", "/curves/all"), ("true", True)):
+        document = load_run_spec(spec, (f"tracking.tensorboard={given}",)).document
+        assert document.tracking.tensorboard == value
+    with pytest.raises(InvalidInputError, match="NO_CURVES is not set here"):
+        load_run_spec(spec, ("tracking.tensorboard=$NO_CURVES/all",))
 
 
 def test_values_of_an_environment() -> None:
