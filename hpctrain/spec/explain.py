@@ -69,6 +69,9 @@ _PATTERNS = {
         "beginning with a letter or digit"
     ),
     r"^[A-Za-z_][A-Za-z0-9_]*$": "expected the name of a variable such as `NCCL_DEBUG`",
+    r"^[A-Za-z_*?][A-Za-z0-9_*?]*$": (
+        "expected the name of a variable, or a pattern of names such as `*_proxy`"
+    ),
     r"^[a-z][A-Za-z0-9_-]*$": "expected an argument without dashes such as `attention-backend`",
     r"^=?[^\s,=^/]+(,[^\s,=^/]+)*$": (
         "expected the name of an interface, its beginning, `=NAME`, or several such as `ib0,eno1`"
@@ -159,7 +162,8 @@ def _problem(raw: dict[str, Any], path: Path, model: type[BaseModel], parsed: Pa
     if kind == "value_error":
         if isinstance(wrong := context["error"], Contradiction):
             return _at(parsed, wrong.path, str(wrong), wrong.hint)
-        return _at(parsed, path, str(context["error"]), hint, key=isinstance(value, dict))
+        hint = getattr(wrong, "hint", hint)
+        return _at(parsed, path, str(wrong), hint, key=isinstance(value, dict))
     expected = f"expected {_EXPECTED.get(kind, 'another value')}"
     if kind in _LIMITS:
         must, limit = _LIMITS[kind]

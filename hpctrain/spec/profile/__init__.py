@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.document import Contradiction, Document
+from hpctrain.spec.job_text import SubmitText
 from hpctrain.spec.notify import NotifySpec
 from hpctrain.spec.profile.hardware import (
     FilesystemProfile,
@@ -41,11 +42,10 @@ INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 class MetricsProfile(Document):
     """How metrics of jobs reach the Prometheus of a site."""
 
-    textfile: str | None = Field(
+    textfile: SubmitText | None = Field(
         None,
-        pattern=r"^/",
         description="Directory of node_exporter's textfile collector, in which users may write; "
-        "absent: none",
+        "absent: none; `$NAME` is put in where you submit",
     )
     ports: str | None = Field(
         None,
@@ -54,6 +54,13 @@ class MetricsProfile(Document):
     address: str | None = Field(
         None, description="Address that endpoints listen on; default: every address of the node"
     )
+
+    @field_validator("textfile")
+    @classmethod
+    def _is_absolute(cls, textfile: str | None) -> str | None:
+        if textfile is not None and not textfile.startswith("/"):
+            raise ValueError("expected an absolute path, because jobs run in other directories")
+        return textfile
 
     @field_validator("ports")
     @classmethod
