@@ -1,8 +1,7 @@
-"""Chooses software and variables of a job: modules, limits, prologue, what is exported. Pure.
+"""Chooses software and variables of a job: modules, limits, what is exported. Pure.
 
-Belongs here: commands, the text of `prologue.sh`, which each task runs before the trainer, what a
-job inherits, and the variables that its script sets. Does not belong here: the text around
-(`script`).
+Belongs here: commands, what a job inherits, and the variables that its script sets. Does not belong
+here: the text around (`script`), what runs beside the trainer (`shell_files`).
 
 A command that fails ends the attempt with exit code 78 (sysexits.h, EX_CONFIG): training on with
 other software, or without locked memory, would cost more than the attempt.
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.printable_text import printable_line
+from hpctrain.job.render.containers import has_amd_gpus
 from hpctrain.job.render.quoting import sh, sh_expanded
 from hpctrain.plan.job import Job
 from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
@@ -25,15 +25,10 @@ if TYPE_CHECKING:
     from hpctrain.spec.catalogue import GpuVariable
 
 
-PROLOGUE = "prologue.sh"
 # Directories of caches below `software.scratch`: of Triton, torch.compile, CUDA's and ROCm's JIT.
-_CACHES = (
-    ("TRITON_CACHE_DIR", "triton"),
-    ("TORCHINDUCTOR_CACHE_DIR", "inductor"),
-    ("CUDA_CACHE_PATH", "cuda"),
-    ("MIOPEN_USER_DB_PATH", "miopen"),
-    ("MIOPEN_CUSTOM_CACHE_DIR", "miopen"),
-)
+_CACHES = (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor"))
+_CACHES_OF_NVIDIA = (("CUDA_CACHE_PATH", "cuda"),)
+_CACHES_OF_AMD = (("MIOPEN_USER_DB_PATH", "miopen"), ("MIOPEN_CUSTOM_CACHE_DIR", "miopen"))
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,9 @@ def cache_directories(profile: ClusterProfile) -> tuple[tuple[str, str], ...]:
     scratch = profile.software.scratch
     if scratch is None:
         return ()
-    return (("TMPDIR", scratch), *((name, f"$TMPDIR/{leaf}") for name, leaf in _CACHES))
+    own = _CACHES_OF_AMD if has_amd_gpus(profile) else _CACHES_OF_NVIDIA
+    caches = (*_CACHES, *(() if profile.gpu.emulated else own))
+    return (("TMPDIR", scratch), *((name, f"$TMPDIR/{leaf}") for name, leaf in caches))
 
 
 def per_rank_variables(job: Job) -> tuple[FabricVariable, ...]:
@@ -93,53 +90,6 @@ def per_rank_variables(job: Job) -> tuple[FabricVariable, ...]:
         and fabric.concerns(spec.engine.name)
         and fabric.name not in spec.environment.variables
     )
-
-
-def prologue_text(job: Job) -> str | None:
-    """Write what each task does before the trainer starts; None if there is nothing to do.
-
-    Raises InvalidInputError for variables per rank that do not fit the tasks of a node.
-    """
-    variables, profile = per_rank_variables(job), job.profile
-    lines = [line for fabric in variables for line in _case(fabric, _tasks(job, fabric))]
-    if profile.software.scratch is not None:
-        directories = dict.fromkeys(f'"${name}"' for name, _ in cache_directories(profile))
-        lines.append(f"mkdir -p {' '.join(directories)} || exit 78")
-    if profile.software.prologue:
-        lines.append(MUST)
-        for command in profile.software.prologue:
-            lines.append(" ".join(("must", *map(sh_expanded, command))))
-    if not lines:
-        return None
-    head = ("#!/bin/bash", "# Each task begins with this; the trainer then replaces the shell.")
-    return "\n".join((*head, *lines, 'exec "$@"')) + "\n"
-
-
-def prologue_words(text: str | None) -> tuple[str, ...]:
-    """Return the words before the command of the trainer that run the prologue first."""
-    return () if text is None else ("bash", PROLOGUE)
-
-
-def _tasks(job: Job, fabric: FabricVariable) -> int:
-    """Count the tasks of a node. Raises InvalidInputError if they are not ranks, or too many."""
-    message, tasks = None, job.plan.nodes.gpus_per_node
-    if job.spec.launcher == "torchrun":
-        message = "launcher torchrun has one task per node: use launcher srun"
-    elif len(fabric.per_local_rank) < tasks:
-        message = f"{len(fabric.per_local_rank)} values for the {tasks} tasks of a node"
-    if message is not None:
-        problem = Problem(f"environment: `{fabric.name}` differs between ranks: {message}")
-        raise InvalidInputError([problem])
-    return tasks
-
-
-def _case(fabric: FabricVariable, tasks: int) -> Iterable[str]:
-    yield f"# {printable_line(fabric.reason)}"
-    yield 'case "$SLURM_LOCALID" in'
-    for rank, value in enumerate(fabric.per_local_rank[:tasks]):
-        yield f"    {rank}) export {fabric.name}={sh_expanded(value)} ;;"
-    yield "    *) exit 78 ;;"
-    yield "esac"
 
 
 # ----------------------------------------------------------------------------------------------
@@ -226,7 +176,7 @@ def script_variables(job: Job, gpu_variables: tuple[GpuVariable, ...] = ()) -> t
         for name in INTERFACE_VARIABLES:
             site.setdefault(name, Variable(name, interface, reason))
     for wanted in gpu_variables:
-        reason = printable_line(wanted.reason)
+        reason = printable_line(f"{wanted.reason} ({wanted.source})")
         site.setdefault(wanted.name, Variable(wanted.name, wanted.value, reason))
     per_rank = {fabric.name for fabric in per_rank_variables(job)}
     for name, directory in cache_directories(profile):

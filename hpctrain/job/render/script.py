@@ -11,9 +11,8 @@ import functools
 import os
 import textwrap
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -29,8 +28,7 @@ from hpctrain.job.render.environment import (
     inheritance_problems,
     inherited_names,
     module_commands,
-    prologue_text,
-    prologue_words,
+    per_rank_variables,
     script_variables,
     ulimit_commands,
 )
@@ -52,6 +50,7 @@ from hpctrain.job.render.job_options import (
     topology_options,
 )
 from hpctrain.job.render.quoting import directive_value, sh, sh_expanded
+from hpctrain.job.render.shell_files import ShellFile, prologue_words, shell_files
 from hpctrain.job.render.warning_lead import warning_lead
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import Job, TrainingJob
@@ -230,7 +229,7 @@ class Script:
     unset: tuple[str, ...]
     ulimits: tuple[tuple[str, ...], ...]
     scratch: str | None
-    prologue_digest: str | None
+    shell_files: tuple[ShellFile, ...]
     variables: tuple[Variable, ...]
     start_note: str
     task_kind: str
@@ -243,7 +242,6 @@ class Script:
     srun_options: tuple[str, ...]
     container_srun: tuple[str, ...]
     container_command: tuple[str, ...]
-    container_in_shell: bool
     container_import: tuple[str, ...] | None
     image_import: tuple[str, ...]
     trainer: tuple[str, ...]
@@ -298,12 +296,17 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
     ]
     if contradictions:  # Slurm would accept them, and never do what they ask for
         raise InvalidInputError([Problem(message) for message in contradictions])
-    prologue = prologue_text(job)
     container = run_container(spec.container, profile.software.container)
     variables = script_variables(job, facts.gpu_variables)
     names = (*(variable.name for variable in variables), *inherited_names(job))
-    passed = dict.fromkeys((*names, "PYTHONPATH", *_TRAINER_VARIABLES))
+    per_rank = (variable.name for variable in per_rank_variables(job))
+    passed = dict.fromkeys((*names, *per_rank, "PYTHONPATH", *_TRAINER_VARIABLES))
     words = container_words(container, profile, tuple(passed))
+    files = shell_files(job, words.environment)
+    # What begins a task is outside of its container, unless srun starts that around the task.
+    prologue, command = prologue_words(files), words.command
+    if words.environment is not None:
+        prologue, command = (), (*prologue, *command)
     return Script(
         # Comments end at a line break, so none may come in with a value.
         title=task.title,
@@ -322,7 +325,7 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
         unset=profile.software.unset,
         ulimits=ulimit_commands(profile),
         scratch=profile.software.scratch,
-        prologue_digest=None if prologue is None else sha256(prologue.encode()).hexdigest()[:12],
+        shell_files=files,
         variables=variables,
         start_note=task.tasks.note,
         task_kind=task.tasks.task_kind,
@@ -337,12 +340,11 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
             for name, value in written_options(srun_options(job))
         ),
         container_srun=words.srun,
-        container_command=words.command,
-        container_in_shell=words.in_shell,
+        container_command=command,
         container_import=words.image_import,
         image_import=(python, "-m", "hpctrain.data.making.container_image"),
         trainer=(
-            *prologue_words(prologue),
+            *prologue,
             container.python if container else python,
             "-m",
             *task.tasks.module,
@@ -353,7 +355,17 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
 
 def _comment(sentence: str) -> str:
     """Wrap a sentence into comment lines of at most 100 characters."""
-    return "\n# ".join(textwrap.wrap(sentence, 98))
+    return "\n# ".join(textwrap.wrap(sentence, 98, break_on_hyphens=False))
+
+
+def _lines(words: Iterable[str]) -> str:
+    """Join quoted words to a command of lines of at most 100 characters, where words allow it."""
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1]) + len(word) > 96:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n    ".join(lines)
 
 
 def _layout(plan: Plan) -> str:
@@ -530,6 +542,8 @@ def template_environment(site: BaseLoader | None = None) -> Environment:
     environment.filters["sh"] = sh
     environment.filters["sh_expanded"] = sh_expanded
     environment.filters["printable_line"] = printable_line
+    environment.filters["wrapped"] = _comment
+    environment.filters["lines"] = _lines
     return environment
 
 
