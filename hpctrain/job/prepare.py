@@ -406,7 +406,7 @@ def with_run_id(prepared: Prepared, run_id: str) -> Prepared:
         prepared,
         facts=facts,
         supervise=prepared.supervise.model_copy(update={"run_id": run_id}),
-        script=_rendered(prepared.job, facts, prepared.template_directory),
+        script=_rendered(build_script(prepared.job, facts), prepared.template_directory),
     )
 
 

@@ -359,10 +359,10 @@ def _comment(sentence: str) -> str:
 
 
 def _lines(words: Iterable[str]) -> str:
-    """Join quoted words to a command of lines of at most 100 characters, where words allow it."""
+    """Join quoted words to a command of lines of at most 120 characters, where words allow it."""
     lines = [""]
     for word in words:
-        if lines[-1] and len(lines[-1]) + len(word) > 96:
+        if lines[-1] and len(lines[-1]) + len(word) > 110:
             lines.append("")
         lines[-1] += f" {word}" if lines[-1] else word
     return " \\\n    ".join(lines)
