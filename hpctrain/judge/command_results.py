@@ -1,27 +1,27 @@
 """Parse what the site's commands on nodes have given, and judge it. Pure.
 
-Belongs here: the two lines that `commands.sh` prints on each node, and the verdict on them. Does
-not belong here: the text of `commands.sh` (`hpctrain.job.render.shell_files`), running it
+Belongs here: reading the lines of `commands.sh` on each node, and the verdict on them. Does not
+belong here: the text of `commands.sh` (`hpctrain.job.render.shell_files`), running it
 (`hpctrain.supervise.site_commands`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import Suspicion, Verdict
 
-# First words of the lines. `BEGUN NODE`, then `ENDED NODE CODE`, tab, command, tab, its last line.
+# `BEGUN NODE` is the first line of a node, `ENDED CODE COMMAND` its last one.
 BEGUN, ENDED = "hpctrain-commands-begun", "hpctrain-commands-ended"
-# First word of a line of the log before what a command prints.
-RUNS = "hpctrain-runs"
-_LINE = re.compile(rf"{BEGUN} (\S+)|{ENDED} (\S+) (\d+)\t([^\t]*)\t?(.*)")
 # Of timeout(1); `commands.sh` gives it for a command that had to be killed, too.
 TIMED_OUT = 124
-_MOST_NAMED = 8
+# srun(1), --label: the number of the task before each line.
+_LABELLED = re.compile(r"(?:\s*(\d+): ?)?(.*)", re.DOTALL)
+_ENDED = re.compile(rf"(.*){ENDED} (\d+) ?(.*)", re.DOTALL)
+_MOST_NAMED, _LONGEST_LINE = 8, 300
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,44 @@ class CommandFailure:
         return f"`{self.command}`: {how}" + (f": {self.last_line}" if self.last_line else "")
 
 
-def failures(lines: Iterable[str], *, ended: bool) -> tuple[CommandFailure, ...]:
-    """List the failures by the lines of all nodes; `ended`: the step itself ended, in time.
+@dataclass
+class CommandResults:
+    """Collects what the nodes of a step print, line by line."""
 
-    A node that has begun and printed no end counts as timed out unless the step has ended, which
-    leaves open what became of it. A node without any line is left to the launch, which finds it.
-    """
-    open_nodes: dict[str, None] = {}
-    found: list[CommandFailure] = []
-    for line in lines:
-        match = _LINE.search(line)
-        if match is None:
-            continue
-        begun, node, code, command, last = match.groups()
-        if begun is not None:
-            open_nodes[begun] = None
-            continue
-        open_nodes.pop(node, None)
-        if int(code):
-            shown = "" if last.startswith(RUNS) else last.strip()
-            found.append(CommandFailure(node, command or "commands.sh", int(code), shown))
-    if not ended:
-        found += [CommandFailure(node, "commands.sh", None) for node in open_nodes]
-    return tuple(found)
+    _nodes: dict[str, str] = field(default_factory=dict)
+    _last: dict[str, str] = field(default_factory=dict)
+    _ended: dict[str, CommandFailure | None] = field(default_factory=dict)
+
+    def add_line(self, line: str) -> str | None:
+        """Read one line of srun; return what is to be kept of it, with the name of its node."""
+        match = _LABELLED.fullmatch(line.rstrip("\n"))
+        assert match is not None, "it matches every text"
+        label, text = match[1] or "", match[2]
+        if label not in self._nodes and not text.startswith(BEGUN):
+            label, text = "", match[0]
+        if text.startswith(f"{BEGUN} "):
+            self._nodes[label] = text.removeprefix(f"{BEGUN} ")
+            return None
+        node, ended = self._nodes.get(label, label), _ENDED.fullmatch(text)
+        shown = ended[1] if ended is not None else text
+        if shown.strip():
+            self._last[label] = shown.strip()[:_LONGEST_LINE]
+        if ended is not None:
+            code, command = int(ended[2]), ended[3] or "commands.sh"
+            failed = CommandFailure(node, command, code, self._last.get(label, ""))
+            self._ended[label] = failed if code else None
+        return f"{node or 'srun'}: {shown}" if shown else None
+
+    def failures(self, *, interrupted: bool) -> tuple[CommandFailure, ...]:
+        """List the failures; a node that has begun and not ended is one, unless `interrupted`.
+
+        A node without any line is left to the launch, which finds out what it has.
+        """
+        found = [failed for failed in self._ended.values() if failed is not None]
+        for label, node in () if interrupted else self._nodes.items():
+            if label not in self._ended:
+                found.append(CommandFailure(node, "commands.sh", None, self._last.get(label, "")))
+        return tuple(found)
 
 
 def job_verdict(failed: CommandFailure) -> Verdict:

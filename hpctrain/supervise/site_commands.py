@@ -13,12 +13,17 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TextIO
 
 from hpctrain.base import clock
 from hpctrain.base.errors import SlurmError
-from hpctrain.judge.command_results import CommandFailure, failures, job_verdict, node_verdict
+from hpctrain.judge.command_results import (
+    CommandFailure,
+    CommandResults,
+    job_verdict,
+    node_verdict,
+)
 from hpctrain.judge.documents import Verdict
 from hpctrain.records.ledger import EventKind
 from hpctrain.records.requests import read_request
@@ -33,18 +38,6 @@ _START_SECONDS, _SECONDS_PER_NODE = 60.0, 0.05
 _ENDING_SECONDS = 5.0
 # Near the time limit: what is left for the requeue, and less than this is not worth a step.
 _RESERVED_SECONDS, _LEAST_SECONDS = 60.0, 10.0
-
-
-@dataclass
-class _Output:
-    """What a part has printed so far; `ended`: all of its processes have ended, in time."""
-
-    lines: list[str] = field(default_factory=list)
-    ended: bool = False
-
-    @property
-    def failures(self) -> tuple[CommandFailure, ...]:
-        return failures(tuple(self.lines), ended=self.ended)
 
 
 class SiteCommands:
@@ -62,8 +55,9 @@ class SiteCommands:
             return None
         seconds = settings.job * settings.limit_seconds + _START_SECONDS
         log_message("software.commands.job")
-        output = self._run(self._argv("job"), self._environment, seconds, self._is_asked_to_leave)
-        return job_verdict(output.failures[0]) if output.failures else None
+        argv = ["bash", str(self._context.run_layout.commands), "job"]
+        failed = self._run(argv, self._environment, "job", seconds, self._is_asked_to_leave)
+        return job_verdict(failed[0]) if failed else None
 
     def run_before(self, nodes: Sequence[str]) -> Verdict | None:
         """Run the commands of `nodes` before their ranks; return the verdict if one failed."""
@@ -74,8 +68,7 @@ class SiteCommands:
         if not settings.node:
             return None
         seconds = settings.node * settings.limit_seconds + _start_seconds(nodes)
-        output = self._run_on(nodes, "node", seconds, self._is_asked_to_leave)
-        return node_verdict(output.failures, nodes)
+        return node_verdict(self._run_on(nodes, "node", seconds, self._is_asked_to_leave), nodes)
 
     def run_after(self, lost: Sequence[str], limit: JobTimeLimit | None) -> None:
         """Run what follows on the nodes of the last launch but `lost`; failures are warnings.
@@ -92,9 +85,9 @@ class SiteCommands:
             seconds = min(seconds, 0.0 if signals.final else left - _RESERVED_SECONDS)
             if seconds < _LEAST_SECONDS:
                 return self._warn("are not run: Slurm ends the job")
-        output = self._run_on(nodes, "node_after", seconds, lambda: signals.final)
-        if output.failures:
-            self._warn(*(f"on {one.node}: {one}" for one in output.failures))
+        failed = self._run_on(nodes, "node_after", seconds, lambda: signals.final)
+        if failed:
+            self._warn(*(f"on {one.node}: {one}" for one in failed))
 
     def _warn(self, *texts: str) -> None:
         reason = f"software.commands.node_after {texts[0]}"
@@ -102,35 +95,21 @@ class SiteCommands:
         for text in texts:
             log_message(f"software.commands.node_after {text}")
 
-    def _argv(self, part: str) -> list[str]:
-        run, attempt = self._context.run_layout, self._context.attempt
-        logs = run.attempt_logs(attempt.job_id, attempt.restart_count)
-        return ["bash", str(run.commands), part, str(logs)]
-
     def _run_on(
         self, nodes: Sequence[str], part: str, seconds: float, interrupted: Callable[[], bool]
-    ) -> _Output:
+    ) -> tuple[CommandFailure, ...]:
         """Run one part once on each node, in a step of the job; a step that hangs is killed."""
         log_message(f"software.commands.{part} on {len(nodes)} nodes")
+        run = self._context.run_layout
         argv = [
-            *(
-                "srun",
-                f"--jobid={self._context.job_id}",
-                f"--job-name={COMMANDS_STEP_NAME}",
-                "--overlap",
-            ),
+            *("srun", f"--jobid={self._context.job_id}", f"--job-name={COMMANDS_STEP_NAME}"),
             *(f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"),
-            *(f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=0", "--no-kill"),
-            *("--mpi=none", "--input=none", "--export=ALL", "--cpu-bind=none", "--unbuffered"),
-            f"--chdir={self._context.run_layout.directory}",
-            *self._argv(part),
+            *(f"--nodelist={','.join(nodes)}", "--overlap", "--kill-on-bad-exit=0", "--no-kill"),
+            *("--mpi=none", "--input=none", "--export=ALL", "--cpu-bind=none", "--label"),
+            *(f"--chdir={run.directory}", "bash", str(run.commands), part),
         ]
         # Without the options of the job's own srun; --jobid finds the allocation.
-        environment = without_options(self._environment)
-        output = self._run(argv, environment, seconds, interrupted)
-        if not output.ended:
-            threading.Thread(target=self._kill_steps, daemon=True).start()
-        return output
+        return self._run(argv, without_options(self._environment), part, seconds, interrupted)
 
     def _kill_steps(self) -> None:
         """Kill what is left of these steps; scancel waits for hung nodes, too."""
@@ -144,12 +123,13 @@ class SiteCommands:
         self,
         argv: Sequence[str],
         environment: Mapping[str, str],
+        part: str,
         seconds: float,
         interrupted: Callable[[], bool],
-    ) -> _Output:
-        """Run a command until it has ended or its time is over; what it printed then counts.
+    ) -> tuple[CommandFailure, ...]:
+        """Run a command until it has ended or its time is over; list what has failed.
 
-        A command that is `interrupted` has not failed.
+        What is `interrupted` has not failed.
         """
         try:
             process = subprocess.Popen(
@@ -163,23 +143,38 @@ class SiteCommands:
             )
         except OSError as error:
             log_message(f"{argv[0]} could not be run: {error.strerror}")
-            return _Output(ended=True)
-        output, deadline, stopped = _Output(), clock.monotonic() + seconds, False
-        lines = process.stdout
-        assert lines is not None
-        reader = threading.Thread(target=lambda: output.lines.extend(lines), daemon=True)
+            return ()
+        results = CommandResults()
+        deadline, stopped = clock.monotonic() + seconds, False
+        reader = threading.Thread(
+            target=self._read, args=(process.stdout, part, results), daemon=True
+        )
         reader.start()
         while process.poll() is None and clock.monotonic() < deadline and not stopped:
             clock.sleep(_POLL_SECONDS)
             stopped = interrupted()
-        output.ended = stopped or process.poll() is not None
+        if process.poll() is None:
+            threading.Thread(target=self._kill_steps, daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGKILL):
             if process.poll() is None:
                 os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_ENDING_SECONDS)
         reader.join(_ENDING_SECONDS)
-        return output
+        return results.failures(interrupted=stopped)
+
+    def _read(self, lines: Iterable[str], part: str, results: CommandResults) -> None:
+        """Collect the results, and keep what else is printed in a log of the attempt."""
+        attempt = self._context.attempt
+        directory = self._context.run_layout.attempt_logs(attempt.job_id, attempt.restart_count)
+        log: TextIO | None = None
+        for line in lines:
+            text = results.add_line(line)
+            with contextlib.suppress(OSError):
+                if text is not None:
+                    log = log or (directory / f"{part}-commands.log").open("a")
+                    log.write(f"{text}\n")
+                    log.flush()
 
     def _is_asked_to_leave(self) -> bool:
         """Whether the job is being ended, or a person wants it to: the launch then sees to it."""

@@ -106,9 +106,10 @@ def test_the_job_goes_elsewhere_where_a_command_fails_on_one(stage: Stage) -> No
         ({"task": [["cat", "/no/such"]]}, "`cat /no/such` on "),
         ({"wrapper": ["numactl-of-nobody"]}, "`numactl-of-nobody` on "),
     ],
+    ids=["node", "job", "task", "wrapper"],
 )
 def test_what_fails_everywhere_stops_the_run(
-    stage: Stage, tmp_path: Path, commands: Mapping[str, object], reason: str
+    stage: Stage, commands: Mapping[str, object], reason: str
 ) -> None:
     rehearsal = start(stage, f"stops-{next(iter(commands))}", commands)
     assert rehearsal.wait_till_over().state is RunState.FAILED, rehearsal.logs()

@@ -17,7 +17,7 @@ from hpctrain.base.printable_text import printable_line
 from hpctrain.job.render.containers import ENVIRONMENT_SHELL, TaskEnvironment
 from hpctrain.job.render.environment import cache_directories, per_rank_variables
 from hpctrain.job.render.quoting import sh_expanded
-from hpctrain.judge.command_results import BEGUN, ENDED, RUNS, TIMED_OUT
+from hpctrain.judge.command_results import BEGUN, ENDED, TIMED_OUT
 from hpctrain.plan.job import Job
 from hpctrain.spec.profile.software import CommandsProfile, FabricVariable
 
@@ -186,7 +186,7 @@ def commands_text(job: Job) -> str | None:
     """Write the commands that the supervisor runs once per job and node; None without any.
 
     Each node prints two lines for the supervisor, when it begins and how it ended
-    (`hpctrain.judge.command_results`). What the commands print goes to a log of the node.
+    (`hpctrain.judge.command_results`).
     """
     commands = site_commands(job)
     parts = {"job": commands.job, "node": commands.node, "node_after": commands.node_after}
@@ -208,22 +208,16 @@ def commands_text(job: Job) -> str | None:
 
 _COMMANDS = f"""\
 #!/bin/bash
-# commands.sh PART LOGS: commands of the site (software.commands) around the trainer. Each may take
-# LIMIT s, and the first that fails is the last. Two lines go to the supervisor, all else to a log.
-node=${{SLURMD_NODENAME:-$HOSTNAME}} current=''
-log=$2/$1-commands-$node.log
-exec 3>&1 >>"$log" 2>&1 </dev/null
+# commands.sh PART: commands of the site (software.commands) around the trainer. Each may take LIMIT
+# s, and the first that fails is the last. The supervisor reads what they print, and keeps it.
+exec 2>&1 </dev/null
 run() {{
     current=$* SECONDS=0
-    echo "{RUNS} $current"
     timeout --kill-after={_KILL_SECONDS} LIMIT "$@" && return
     code=$?
     exit $((SECONDS < LIMIT ? code : {TIMED_OUT}))
 }}
-ended() {{
-    printf '{ENDED} %s %d\\t%s\\t%s\\n' "$node" "$1" "${{current//[$'\\t\\n']/ }}" \\
-        "$(tail -n 1 "$log" | cut -c 1-300 | tr '\\t' ' ')" >&3
-}}
-trap 'ended $?' EXIT
-printf '{BEGUN} %s\\n' "$node" >&3
+current=''
+trap 'echo "{ENDED} $? ${{current//[[:cntrl:]]/ }}"' EXIT
+echo "{BEGUN} ${{SLURMD_NODENAME:-$HOSTNAME}}"
 case $1 in"""

@@ -15,7 +15,12 @@ from hpctrain.base.errors import InvalidInputError
 from hpctrain.job.render.shell_files import site_commands
 from hpctrain.job.supervisor_settings import command_settings
 from hpctrain.judge.causes import Cause
-from hpctrain.judge.command_results import CommandFailure, failures, job_verdict, node_verdict
+from hpctrain.judge.command_results import (
+    CommandFailure,
+    CommandResults,
+    job_verdict,
+    node_verdict,
+)
 from hpctrain.judge.documents import Suspicion
 from hpctrain.plan.job import Job
 from hpctrain.records.supervise_config import CommandSettings
@@ -28,13 +33,19 @@ def with_commands(**commands: object) -> ClusterProfile:
     return profile_with(software={"commands": commands})
 
 
+def read(*lines: str, interrupted: bool = False) -> tuple[tuple[CommandFailure, ...], list[str]]:
+    results = CommandResults()
+    kept = [text for line in lines if (text := results.add_line(line)) is not None]
+    return results.failures(interrupted=interrupted), kept
+
+
 def run_part(
     directory: Path, part: str, profile: ClusterProfile, **environment: str
-) -> tuple[tuple[CommandFailure, ...], str]:
+) -> tuple[tuple[CommandFailure, ...], list[str]]:
     """The failures of one part of `commands.sh` as the supervisor reads them, and its log."""
     (directory / "commands.sh").write_text(shell_texts(SPEC, profile)["commands.sh"])
     done = subprocess.run(
-        ["bash", "commands.sh", part, "."],
+        ["bash", "commands.sh", part],
         cwd=directory,
         env={**TASK, **environment},
         capture_output=True,
@@ -42,8 +53,7 @@ def run_part(
         timeout=60,
     )
     assert done.stderr == ""
-    found = failures(done.stdout.splitlines(), ended=True)
-    return found, (directory / f"{part}-commands-n7.log").read_text()
+    return read(*done.stdout.splitlines(keepends=True))
 
 
 def test_commands_run_in_order_and_no_shell_evaluates_their_words(tmp_path: Path) -> None:
@@ -53,18 +63,16 @@ def test_commands_run_in_order_and_no_shell_evaluates_their_words(tmp_path: Path
     )
     found, log = run_part(tmp_path, "node", profile, WHERE="a b")
     assert found == ()
-    assert "\nit's $(touch pwned) `touch pwned`; a b\n" in log
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("commands.sh", "node-commands-n7.log", "second"),
-    ]
+    assert log == ["n7: it's $(touch pwned) `touch pwned`; a b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["commands.sh", "second"]
     assert run_part(tmp_path, "node_after", profile)[0] == ()
     assert (tmp_path / "after").exists()
 
 
 def test_the_first_command_that_fails_is_the_last_and_is_named(tmp_path: Path) -> None:
-    words = ["bash", "-c", "echo first; echo the last\tline >&2; exit 3"]
+    words = ["bash", "-c", "echo 12: first; echo the last\tline >&2; printf end; exit 3"]
     found, _ = run_part(tmp_path, "job", with_commands(job=[["true"], words, ["touch", "third"]]))
-    assert found == (CommandFailure("n7", " ".join(words).replace("\t", " "), 3, "the last line"),)
+    assert found == (CommandFailure("n7", " ".join(words).replace("\t", " "), 3, "end"),)
     assert not (tmp_path / "third").exists()
     silent, _ = run_part(tmp_path, "job", with_commands(job=[["false"]]))
     assert silent == (CommandFailure("n7", "false", 1),), "no line of an earlier command"
@@ -152,12 +160,15 @@ NODES = ("n0", "n1", "n2")
 FAILED = CommandFailure("n1", "/sw/check-imex", 3, "no domain")
 
 
-def test_nodes_without_an_end() -> None:
-    lines = ["hpctrain-commands-begun n0", "other words", "hpctrain-commands-begun n1"]
-    lines += ["hpctrain-commands-ended n0 0\ttrue\t"]
-    assert failures(lines, ended=True) == ()
-    (hung,) = failures(lines, ended=False)
-    assert (hung.node, str(hung)) == ("n1", "`commands.sh`: timed out")
+def test_lines_of_several_nodes_in_one_stream() -> None:
+    lines = ["1: hpctrain-commands-begun n1", "0: hpctrain-commands-begun n0", "0: of the first"]
+    lines += [" 1: of the second", "0: hpctrain-commands-ended 0 true", "srun: error: other words"]
+    failed, kept = read(*lines)
+    assert kept == ["n0: of the first", "n1: of the second", "srun: srun: error: other words"]
+    assert [(one.node, str(one)) for one in failed] == [
+        ("n1", "`commands.sh`: timed out: of the second")
+    ]
+    assert read(*lines, interrupted=True)[0] == ()
 
 
 def test_some_nodes_are_unfit_and_all_are_a_wrong_setting() -> None:
