@@ -34,7 +34,8 @@ class CommandFailure:
     last_line: str = ""
 
     def __str__(self) -> str:
-        how = "timed out" if self.code in (None, TIMED_OUT) else f"exit code {self.code}"
+        how = "timed out" if self.code == TIMED_OUT else f"exit code {self.code}"
+        how = how if self.code is not None else "did not end"
         return f"`{self.command}`: {how}" + (f": {self.last_line}" if self.last_line else "")
 
 

@@ -166,7 +166,7 @@ def test_lines_of_several_nodes_in_one_stream() -> None:
     failed, kept = read(*lines)
     assert kept == ["n0: of the first", "n1: of the second", "srun: srun: error: other words"]
     assert [(one.node, str(one)) for one in failed] == [
-        ("n1", "`commands.sh`: timed out: of the second")
+        ("n1", "`commands.sh`: did not end: of the second")
     ]
     assert read(*lines, interrupted=True)[0] == ()
 
