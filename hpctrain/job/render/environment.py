@@ -176,7 +176,7 @@ def script_variables(job: Job, gpu_variables: tuple[GpuVariable, ...] = ()) -> t
         for name in INTERFACE_VARIABLES:
             site.setdefault(name, Variable(name, interface, reason))
     for wanted in gpu_variables:
-        reason = printable_line(f"{wanted.reason} ({wanted.source})")
+        reason = printable_line(wanted.reason)
         site.setdefault(wanted.name, Variable(wanted.name, wanted.value, reason))
     per_rank = {fabric.name for fabric in per_rank_variables(job)}
     for name, directory in cache_directories(profile):

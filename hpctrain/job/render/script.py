@@ -359,13 +359,18 @@ def _comment(sentence: str) -> str:
 
 
 def _lines(words: Iterable[str]) -> str:
-    """Join quoted words to a command of lines of at most 120 characters, where words allow it."""
-    lines = [""]
+    """Join quoted words to a command of lines of at most 120 characters, where words allow it.
+
+    An option stays with its value.
+    """
+    lines: list[list[str]] = [[]]
     for word in words:
-        if lines[-1] and len(lines[-1]) + len(word) > 110:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return " \\\n    ".join(lines)
+        line = lines[-1]
+        if line and len(" ".join((*line, word))) > 110:
+            option = len(line) > 1 and line[-1].startswith("--") and "=" not in line[-1]
+            lines.append([line.pop()] if option else [])
+        lines[-1].append(word)
+    return " \\\n    ".join(map(" ".join, lines))
 
 
 def _layout(plan: Plan) -> str:

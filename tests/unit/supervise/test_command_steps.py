@@ -21,11 +21,11 @@ import sys, time
 from pathlib import Path
 run = Path({run!r})
 part = sys.argv[-1]
+said, hangs = run / f"{{part}}.said", (run / f"{{part}}.hangs").exists()
+print(said.read_text() if said.exists() else "0: {begun} n0\\n0: {ended} 0 x", flush=True)
 with (run / "steps").open("a") as stream:
     stream.write(" ".join(sys.argv[1:]) + "\\n")
-said = run / f"{{part}}.said"
-print(said.read_text() if said.exists() else "0: {begun} n0\\n0: {ended} 0 x", flush=True)
-time.sleep(60 if (run / f"{{part}}.hangs").exists() else 0)
+time.sleep(60 if hangs else 0)
 """
 
 
