@@ -82,7 +82,7 @@ class JobDocuments:
     script: str
     supervise: SuperviseConfig
     signatures: str
-    shell_files: tuple[ShellFile, ...]
+    shells: tuple[ShellFile, ...]
 
     def texts(self, run: RunLayout) -> Mapping[Path, str]:
         """The files of a run directory with these documents."""
@@ -91,7 +91,7 @@ class JobDocuments:
             run.supervise_config: self.supervise.model_dump_json(indent=1),
             run.signatures: self.signatures,
         }
-        return {**found, **{run.directory / one.name: one.text for one in self.shell_files}}
+        return {**found, **{run.directory / one.name: one.text for one in self.shells}}
 
 
 # ----------------------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ def _prepared(
         template_directory=templates,
         smaller=smaller,
         signatures=load_signatures(profile_search_path()).to_json(),
-        shell_files=script.shell_files,
+        shells=script.shell_files,
     )
 
 

@@ -342,7 +342,7 @@ def _documents(
             served_progress_seconds=_PROGRESS_SECONDS,
         ),
         signatures=load_signatures(profile_search_path()).to_json(),
-        shell_files=script.shell_files,
+        shells=script.shell_files,
         own=own,
     )
 

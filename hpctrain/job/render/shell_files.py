@@ -8,6 +8,7 @@ that start a container (`containers`).
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -148,12 +149,8 @@ def container_text(wanted: TaskEnvironment) -> str:
     whatever the image and apptainer themselves set, after a shell has evaluated the value. NO_EVAL
     prevents that, and versions that do not know it ignore it. bash(1), `compgen -e`.
     """
-    lines, line = [], ""
-    for pattern in wanted.patterns:
-        if line and len(line) + len(pattern) > _WIDTH:
-            lines, line = [*lines, line], ""
-        line = f"{line}{' | ' if line else ''}{pattern}"
-    patterns = " | \\\n        ".join((*lines, line))
+    rows = textwrap.wrap(" ".join(wanted.patterns), _WIDTH, break_on_hyphens=False)
+    patterns = " | \\\n        ".join(" | ".join(row.split()) for row in rows)
     return f"""\
 #!/bin/bash
 # What profile, spec and launch have set wins over the image's own variables, as it is written
@@ -168,7 +165,7 @@ exec "$@"
 """
 
 
-_WIDTH = 90
+_WIDTH = 80
 
 
 # -- what the supervisor runs ------------------------------------------------------------------

@@ -229,6 +229,6 @@ def test_setup_and_prologue_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     digest = hashlib.sha256(b"true\n").hexdigest()
     assert f"# Setup     {tmp_path}/s.sh {digest}\n" in prepared.script
     layout = write_run_directory(prepared, tmp_path)
-    assert [layout.prologue.read_text()] == [one.text for one in prepared.shell_files]
+    assert [layout.prologue.read_text()] == [one.text for one in prepared.shells]
     shown = hashlib.sha256(layout.prologue.read_bytes()).hexdigest()[:12]
     assert f"prologue.sh {shown}" in prepared.script
