@@ -93,7 +93,7 @@ SPEAKERS = (*SPEAKERS, "serve/replica/shield.py")
 SPEAKERS = (*SPEAKERS, "serve/router/__main__.py")
 # Long-lived children: these modules watch over time limits and signals themselves.
 POPEN = ("slurm/process.py", "supervise/srun_process.py", "sandbox/processes.py")
-POPEN = (*POPEN, "supervise/evidence/probe.py")
+POPEN = (*POPEN, "supervise/evidence/probe.py", "supervise/site_commands.py")
 # The processes that copy and export metrics, beside all launches of an attempt.
 POPEN = (*POPEN, "supervise/side_processes.py")
 # A converter that runs while its rank goes on answering the others.

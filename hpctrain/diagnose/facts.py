@@ -77,13 +77,15 @@ class MessageFacts:
 class SpeedFacts:
     """The check before training of the newest launch that has one.
 
-    `slow`: what was slow, in sentences. `nodes`: those that are certainly slow.
+    `slow`: what was slow, in sentences. `nodes`: those that are certainly slow. `far`: ranks on
+    CPUs of another NUMA node than that of their GPU, in sentences.
     """
 
     epoch: int
     ranks: int
     slow: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
+    far: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:

@@ -6,6 +6,7 @@ check before training. Does not belong here: who waits for whom (`waiting`, `mes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from statistics import mean, median, quantiles
 
@@ -406,8 +407,20 @@ def shares(facts: DiagnosisInput) -> dict[str, float]:
 # -- Judge the check of GPUs and links that a launch has made before training -------------------
 
 
+_MOST_FAR = 4
+
+
 def hardware(speed: SpeedFacts) -> TopicFinding:
-    """Judge whether a GPU or a link was slow before training, measured twice."""
+    """Judge whether a GPU or a link was slow before training, or CPUs are far from their GPU."""
+    if not speed.slow and speed.far:
+        ranks = "1 rank runs" if len(speed.far) == 1 else f"{len(speed.far)} ranks run"
+        return TopicFinding(
+            topic="hardware",
+            answer="yes",
+            words=f"{ranks} on CPUs that are far from their GPU",
+            evidence=_measured(speed, speed.far[:_MOST_FAR]),
+            remedies=(_BIND,),
+        )
     if not speed.slow:
         return fine("hardware", f"{speed.ranks} ranks were as fast as their peers and the plan")
     parts = "1 part was" if len(speed.slow) == 1 else f"{len(speed.slow)} parts were"
@@ -431,6 +444,16 @@ def hardware(speed: SpeedFacts) -> TopicFinding:
         topic="hardware",
         answer="yes",
         words=f"{parts} slow{where}",
-        evidence=tuple(Measurement(words=one, source=speed.source) for one in speed.slow),
-        remedies=tuple(remedies),
+        evidence=_measured(speed, (*speed.slow, *speed.far[:_MOST_FAR])),
+        remedies=(*remedies, *([_BIND] if speed.far else [])),
     )
+
+
+_BIND = Suggestion(
+    words="give each rank CPUs of its GPU's NUMA node: `cpu-bind` of `slurm.options.srun`, or "
+    "numactl as `software.commands.wrapper` of the profile"
+)
+
+
+def _measured(speed: SpeedFacts, sentences: Sequence[str]) -> tuple[Measurement, ...]:
+    return tuple(Measurement(words=one, source=speed.source) for one in sentences)

@@ -180,7 +180,7 @@ def gather(
 def _speed(check: SpeedCheck) -> SpeedFacts:
     certain = dict.fromkeys(node for part in check.slow if part.certain for node in part.nodes)
     slow = tuple(part.message for part in check.slow)
-    return SpeedFacts(check.epoch, len(check.nodes), slow, tuple(certain))
+    return SpeedFacts(check.epoch, len(check.nodes), slow, tuple(certain), check.far_ranks)
 
 
 def _messages(record: CommunicationRecord) -> MessageFacts:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpctrain.plan.job import TrainingJob
+from hpctrain.spec.profile.software import CommandsProfile
 from hpctrain.spec.run import ResourcesSpec
 from hpctrain.version import __version__
 
@@ -115,10 +116,11 @@ def lost_settings(job: TrainingJob, destination: Destination) -> Iterator[LostSe
         yield LostSetting("notify", "the supervisor tells people about events")
     if profile.metrics.textfile is not None and spec.metrics.textfile:
         yield LostSetting("metrics.textfile", "a process beside the supervisor exports metrics")
-    if any((software.modules, software.activate, software.setup, software.prologue)):
+    around = software.commands != CommandsProfile()
+    if any((software.modules, software.activate, software.setup, around)):
         what = "an image has no modules" if pods else "hosts may differ"
         yield LostSetting(
-            "software.modules, activate, setup, prologue",
+            "software.modules, activate, setup, commands",
             f"commands of the job script, which is not used: {what}",
             "build the software into the image" if pods else "",
         )

@@ -23,20 +23,17 @@ from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.train_json import train_config
 from hpctrain.engines.training import TrainConfig, speed_check_config
 from hpctrain.job.render.containers import container_problems
-from hpctrain.job.render.environment import (
-    SetupFile,
-    environment_of,
-    prologue_text,
-    submit_variables,
-)
+from hpctrain.job.render.environment import SetupFile, environment_of, submit_variables
 from hpctrain.job.render.evaluation_script import evaluation_problems, evaluation_script
 from hpctrain.job.render.script import (
     TEMPLATE,
+    Script,
     ScriptFacts,
     build_script,
     refuse_dropped_directives,
     render_script,
 )
+from hpctrain.job.render.shell_files import ShellFile
 from hpctrain.job.site_warnings import refuse_ended_reservation, site_warnings
 from hpctrain.job.supervisor_settings import training_supervision
 from hpctrain.judge.catalogue import load_signatures
@@ -80,12 +77,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JobDocuments:
-    """`script` is the exact text, `signatures` is JSON; `prologue`: None where there is none."""
+    """`script` is the exact text, `signatures` is JSON."""
 
     script: str
     supervise: SuperviseConfig
     signatures: str
-    prologue: str | None
+    shells: tuple[ShellFile, ...]
 
     def texts(self, run: RunLayout) -> Mapping[Path, str]:
         """The files of a run directory with these documents."""
@@ -94,7 +91,7 @@ class JobDocuments:
             run.supervise_config: self.supervise.model_dump_json(indent=1),
             run.signatures: self.signatures,
         }
-        return found if self.prologue is None else {**found, run.prologue: self.prologue}
+        return {**found, **{run.directory / one.name: one.text for one in self.shells}}
 
 
 # ----------------------------------------------------------------------------------------------
@@ -373,23 +370,23 @@ def _prepared(
     inputs = input_paths(train)
     environment = environment_of(job, python, facts.setup, gpu_variables)
     warnings = site_warnings(absolute, loaded_spec, inputs, runs / run_id, environment)
+    script = build_script(job, facts)
     return Prepared(
         spec=loaded_spec,
         profile=loaded_profile,
         plan=plan.model_copy(update={"warnings": (*plan.warnings, *warnings)}),
         train=train,
         supervise=training_supervision(job, run_id, runs, shapes_of(plan, smaller), inputs),
-        script=_rendered(job, facts, templates),
+        script=_rendered(script, templates),
         facts=facts,
         template_directory=templates,
         smaller=smaller,
         signatures=load_signatures(profile_search_path()).to_json(),
-        prologue=prologue_text(job),
+        shells=script.shell_files,
     )
 
 
-def _rendered(job: TrainingJob, facts: ScriptFacts, templates: Path | None) -> str:
-    script = build_script(job, facts)
+def _rendered(script: Script, templates: Path | None) -> str:
     text = render_script(script, templates)
     if templates is not None:
         refuse_dropped_directives(script, text, templates)
@@ -410,7 +407,7 @@ def with_run_id(prepared: Prepared, run_id: str) -> Prepared:
         prepared,
         facts=facts,
         supervise=prepared.supervise.model_copy(update={"run_id": run_id}),
-        script=_rendered(prepared.job, facts, prepared.template_directory),
+        script=_rendered(build_script(prepared.job, facts), prepared.template_directory),
     )
 
 

@@ -17,11 +17,13 @@ from pydantic import JsonValue
 from hpctrain.engines.training import speed_check_mode
 from hpctrain.job.render.containers import container_words, run_container
 from hpctrain.job.render.environment import submit_variables
+from hpctrain.job.render.shell_files import site_commands
 from hpctrain.job.render.warning_lead import warning_lead
 from hpctrain.plan.job import Job, TrainingJob
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.supervise_config import (
     ChannelSettings,
+    CommandSettings,
     GroupSettings,
     LaunchShape,
     MetricsSettings,
@@ -73,8 +75,18 @@ def supervise_config(
         master_address=profile.network.master_address,
         master_ports=port_range(profile.network.ports) if profile.network.ports else None,
         notify=notify_settings(job.notify),
+        commands=command_settings(job),
         **own,
     )
+
+
+def command_settings(job: Job) -> CommandSettings | None:
+    """Count the site's commands that the supervisor runs; None where there are none."""
+    commands = site_commands(job)
+    counts = {part: len(getattr(commands, part)) for part in ("job", "node", "node_after")}
+    if not any(counts.values()):
+        return None
+    return CommandSettings(limit_seconds=float(commands.time_limit), **counts)
 
 
 def training_supervision(

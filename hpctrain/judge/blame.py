@@ -32,6 +32,7 @@ _EPSILON = 1e-9
 _BY_CAUSE = {
     "node_failure": EvidenceKind.LOST,
     "prolog_failure": EvidenceKind.PROLOG,
+    "node_command": EvidenceKind.UNHEALTHY,
     "launch_failure": EvidenceKind.FIRST_FAILED,
     "gpu_error": EvidenceKind.GPU_ERROR,
     "hang": EvidenceKind.ODD_STACK,

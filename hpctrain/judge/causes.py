@@ -10,7 +10,11 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """Why a launch ended."""
+    """Why a launch ended.
+
+    NODE_COMMAND: a command of the site (`software.commands`) failed on some nodes; SITE_COMMAND: it
+    failed on all of them, or once for the job.
+    """
 
     DONE = "done"
     YIELDED = "yielded"
@@ -22,6 +26,8 @@ class Cause(StrEnum):
     REQUEUED = "requeued"
     CANCELLED = "cancelled"
     EXTERNAL_SIGNAL = "external_signal"
+    NODE_COMMAND = "node_command"
+    SITE_COMMAND = "site_command"
     LAUNCH_FAILURE = "launch_failure"
     CRASH = "crash"
     HANG = "hang"
@@ -57,6 +63,7 @@ MACHINE_CAUSES = frozenset(
     {
         Cause.NODE_FAILURE,
         Cause.PROLOG_FAILURE,
+        Cause.NODE_COMMAND,
         Cause.LAUNCH_FAILURE,
         Cause.GPU_ERROR,
         Cause.FABRIC,
@@ -92,6 +99,7 @@ FINAL_CAUSES = frozenset(
         Cause.BAD_CHECKPOINT,
         Cause.DATA_CHANGED,
         Cause.CONFIG_ERROR,
+        Cause.SITE_COMMAND,
         Cause.USER_ERROR,
         Cause.CANCELLED,
         Cause.YIELDED,

@@ -31,6 +31,7 @@ STOPPED_EXIT_CODE = 1
 RETRIES = {
     Cause.NODE_FAILURE: 5,
     Cause.PROLOG_FAILURE: 5,
+    Cause.NODE_COMMAND: 5,
     Cause.EXTERNAL_SIGNAL: 5,
     Cause.GPU_ERROR: 5,
     Cause.FABRIC: 5,

@@ -1,10 +1,11 @@
 """Judge the end of a launch by the reports of ranks and machines. Pure.
 
 Order of trust: a wrong setting (reported by the trainer; compared between nodes where it depends on
-the node); a checkpoint that is proven to have changed; lost nodes; nodes that the ranks measured to
-be slow; broken hardware; kills for memory, because a killed rank leaves no record; the earliest
-root cause of all ranks; a hang that the supervisor has detected; tasks that could not start; srun's
-report of the first task that died; failures that follow from others; exit codes. Belongs here:
+the node); a command of the site that ended a task; a checkpoint that is proven to have changed;
+lost nodes; nodes that the ranks measured to be slow; broken hardware; kills for memory, because a
+killed rank leaves no record; the earliest root cause of all ranks; a hang that the supervisor has
+detected; tasks that could not start; srun's report of the first task that died; failures that
+follow from others; exit codes. Belongs here:
 choosing among these. Does not belong here: finding lines (`log_scan`), the scheduler
 (`external_verdict`).
 """
@@ -37,7 +38,7 @@ _CODES: dict[int, Cause] = {
     TrainerExit.DIVERGED: Cause.DIVERGED,
     TrainerExit.CONFIG_ERROR: Cause.CONFIG_ERROR,
 }
-_CONTAINER_SETTING = "container_setting"
+_CONTAINER_SETTING, _SITE_COMMAND = "container_setting", "site_command"
 # What can block a launch without ending it. Other roots in the logs of a launch that hangs were
 # survived, or follow from the kill by the supervisor.
 _CAN_BLOCK = frozenset(
@@ -72,6 +73,7 @@ def by_ranks(evidence: LaunchEvidence) -> Verdict | None:
     """Judge a launch that neither the scheduler nor a person has ended."""
     judges = (
         _wrong_setting,
+        _site_command,
         _wrong_container,
         _proven,
         _lost_nodes,
@@ -114,13 +116,29 @@ def _wrong_setting(evidence: LaunchEvidence) -> Verdict | None:
     return _of_some_nodes(wrong, evidence) or _config_error(wrong[0])
 
 
-def _wrong_container(evidence: LaunchEvidence) -> Verdict | None:
-    """Judge containers that lack what they need: an image, a mount, the program.
+def _site_command(evidence: LaunchEvidence) -> Verdict | None:
+    """Judge commands of the site (`software.commands`) that have ended tasks before the trainer."""
+    reports = _lines_as_records(evidence, _SITE_COMMAND)
+    if not reports:
+        return None
+    found = _of_some_nodes(reports, evidence)
+    if found is None:
+        return replace(_config_error(reports[0]), cause=Cause.SITE_COMMAND)
+    return replace(found, cause=Cause.NODE_COMMAND)
 
-    The trainer has not started in there, so the launcher's words stand for the record of the rank.
-    """
+
+def _wrong_container(evidence: LaunchEvidence) -> Verdict | None:
+    """Judge containers that lack what they need: an image, a mount, the program."""
+    reports = _lines_as_records(evidence, _CONTAINER_SETTING)
+    if not reports:
+        return None
+    return _of_some_nodes(reports, evidence) or _config_error(reports[0])
+
+
+def _lines_as_records(evidence: LaunchEvidence, signature: str) -> list[ExitRecord]:
+    """Make records of the ranks whose trainer has not started, of the lines that say why."""
     recorded = {exit_.rank for exit_ in evidence.rank_exits}
-    reports = [
+    return [
         ExitRecord(
             epoch=0,
             rank=one.rank,
@@ -129,16 +147,13 @@ def _wrong_container(evidence: LaunchEvidence) -> Verdict | None:
             step=0,
             exit_code=TrainerExit.CONFIG_ERROR,
             time=0.0,
-            message=one.line,
+            message=one.line[max(0, one.line.find("software.commands.")) :],
             node_dependent=True,
         )
         for one in evidence.findings
-        if one.signature == _CONTAINER_SETTING and one.rank is not None and one.node
+        if one.signature == signature and one.rank is not None and one.node
         if one.rank not in recorded
     ]
-    if not reports:
-        return None
-    return _of_some_nodes(reports, evidence) or _config_error(reports[0])
 
 
 def _config_error(exit_: ExitRecord) -> Verdict:

@@ -12,7 +12,9 @@ done.json                              the run has reached its target; nothing i
 data.json                              which bytes the run trains on, to notice that they changed
 control/                               requests of people and of the supervisor to the trainer
 epochs/                                one file per launch; the highest number owns the run
-prologue.sh                            what each task runs before the trainer, if the site wants it
+prologue.sh container.sh commands.sh   what surrounds the trainer, if the site wants it: what each
+                                       task runs before it, what begins its container, and what
+                                       runs once for the job and once on each node
 exits/e000001/node-000003.jsonl        how the ranks of a node of a launch ended, one line each
 exits/e000001/left-startup             a rank of the launch was stopped before its first step
 stacks/e000001/rank-000003.txt         where each rank of a launch was when it hung
@@ -105,6 +107,8 @@ class RunLayout:
     drain = Place("drain.json")
     supervise_config = Place("supervise.json")
     prologue = Place("prologue.sh")
+    container_shell = Place("container.sh")
+    commands = Place("commands.sh")
     script = Place("job.sbatch")
 
     def kept_script(self, sha256: str) -> Path:

@@ -68,6 +68,8 @@ class SpeedCheck(Record):
     `expected_flops_per_second` is what the plan assumes. `copy_bytes_per_second`: a copy inside the
     GPU's memory, read and written bytes. Clocks are of the SMs under load, in Hz. `slowdowns` names
     what the driver reports to hold the clock down, such as `thermal`; "" for nothing.
+    `far_cpus` describes the CPUs of a rank of which none is near its GPU; "" for near ones, and
+    where that is not known.
     `free_memory_bytes` is free before the model is built. `networks` has the network that NCCL
     chose, such as `IB` or `Socket`; "" if not known.
     `rounds`: 2 where there was a second round for suspects; the better one counts. `twice` has what
@@ -93,12 +95,21 @@ class SpeedCheck(Record):
     free_memory_bytes: tuple[int | None, ...] = ()
     total_memory_bytes: tuple[int | None, ...] = ()
     networks: tuple[str, ...] = ()
+    far_cpus: tuple[str, ...] = ()
     axes: tuple[AxisSpeed, ...] = ()
     rounds: int = 1
     twice: tuple[PartName | AxisName, ...] = ()
     skipped: tuple[str, ...] = ()
     slow: tuple[SlowPart, ...] = ()
     leaves: bool = False
+
+    @property
+    def far_ranks(self) -> tuple[str, ...]:
+        """Describe the ranks that run on CPUs of another NUMA node than that of their GPU."""
+        by_rank = enumerate(zip(self.nodes, self.far_cpus, strict=False))
+        return tuple(
+            f"rank {rank} on node {node} runs on {cpus}" for rank, (node, cpus) in by_rank if cpus
+        )
 
 
 def write_speed_check(run: RunLayout, check: SpeedCheck) -> None:

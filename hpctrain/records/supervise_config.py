@@ -113,6 +113,15 @@ class MetricsSettings(_Settings):
     address: str | None = None
 
 
+class CommandSettings(_Settings):
+    """How many commands of the site `commands.sh` has for each part, and how long each may take."""
+
+    limit_seconds: float
+    job: int = 0
+    node: int = 0
+    node_after: int = 0
+
+
 class SuperviseConfig(_Settings):
     """Written once at submit time; durations in seconds.
 
@@ -129,11 +138,12 @@ class SuperviseConfig(_Settings):
     the form of MASTER_ADDR (`ip`, or a name with `{node}`), `master_ports` the first and the last
     MASTER_PORT. `image` is the image of the container in which the ranks run, as the script names
     it. `notify`: None where the run tells nobody. `tracking`: a process beside the launches copies
-    metrics to TensorBoard or W&B; `metrics`: another one exports them from the job. `serves`: the
-    launches are those of a replica of a service: they have no checkpoints, and a launch is progress
-    once it has answered requests for `served_progress_seconds`. `submit_command`: the words in the
-    place of `sbatch`. `slurm_cluster`: the cluster that Slurm's commands have to name from outside
-    of a job (`--clusters`); None where they need not.
+    metrics to TensorBoard or W&B; `metrics`: another one exports them from the job. `commands`:
+    None where the site has none around the trainer. `serves`: the launches are those of a replica
+    of a service: they have no checkpoints, and a launch is progress once it has answered requests
+    for `served_progress_seconds`. `submit_command`: the words in the place of `sbatch`.
+    `slurm_cluster`: the cluster that Slurm's commands have to name from outside of a job
+    (`--clusters`); None where they need not.
     """
 
     schema_version: Literal[1] = 1
@@ -175,6 +185,7 @@ class SuperviseConfig(_Settings):
     notify: NotifySettings | None = None
     tracking: bool = False
     metrics: MetricsSettings | None = None
+    commands: CommandSettings | None = None
     serves: bool = False
     served_progress_seconds: float = 600.0
 

@@ -408,7 +408,7 @@ def _facts(facts: SoftwareFacts) -> Iterator[tuple[str, str]]:
 # -- Formats the check of GPUs and links before training, in lines of at most 80 columns --------
 
 
-_COLUMN = 20
+_COLUMN, _MOST_FAR = 20, 4
 
 
 def speed_lines(check: SpeedCheck) -> list[str]:
@@ -452,6 +452,11 @@ def _measurements(check: SpeedCheck) -> Iterator[tuple[str, str]]:
             f"{rates}{_planned(axis.expected_bytes_per_second, 1e9, 'GB/s')}",
         )
         yield "", f"{axis.operation} of {short_bytes(axis.message_bytes)}"
+    far = check.far_ranks
+    for words in far[:_MOST_FAR]:
+        yield "CPUs", words
+    if len(far) > _MOST_FAR:
+        yield "", f"and {len(far) - _MOST_FAR} more ranks"
     for words in [part.message for part in check.slow] or ["nothing"]:
         yield "slow", words
     for skipped in check.skipped:

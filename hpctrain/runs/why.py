@@ -52,6 +52,7 @@ FAILURE_CONDITIONS: dict[Cause, str] = {
     Cause.HANG: "the run hangs",
     Cause.CRASH: "a rank crashes",
     Cause.LAUNCH_FAILURE: "srun cannot start the step",
+    Cause.NODE_COMMAND: "a command of the site fails on a node",
     Cause.PORT: "a port is taken",
     Cause.GPU_OOM: "a GPU runs out of memory",
     Cause.HOST_OOM: "a node runs out of memory",
@@ -66,6 +67,7 @@ FAILURE_CONDITIONS: dict[Cause, str] = {
     Cause.BAD_CHECKPOINT: "no checkpoint can be used",
     Cause.DATA_CHANGED: "the data have changed",
     Cause.CONFIG_ERROR: "the trainer refuses its settings",
+    Cause.SITE_COMMAND: "a command of the site fails everywhere",
     Cause.USER_ERROR: "the code has an error",
 }
 _SUSPECT = "the suspected node"

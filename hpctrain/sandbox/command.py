@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -224,7 +225,13 @@ def _this_machine(slurm: tuple[int, int]) -> ThisMachine:
         tried = ["bash", "-c", 'ulimit "$@"', "bash", option, value]
         return subprocess.run(tried, capture_output=True, timeout=10, check=False).returncode == 0
 
-    return ThisMachine(sys.executable, slurm, os.path.exists, allows)
+    return ThisMachine(
+        python=sys.executable,
+        slurm=slurm,
+        has=os.path.exists,
+        finds=lambda program: shutil.which(program) is not None,
+        allows=allows,
+    )
 
 
 def _monitoring(runs: Path | None, webhook: str | None, alert_delays: float) -> Monitoring:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,13 +89,14 @@ def _write_program(path: Path, text: str) -> None:
 class ThisMachine:
     """What the machine has: an interpreter with hpctrain, Slurm's version, files and limits.
 
-    `has` tells whether a file is there, `allows` whether a process may set a limit: an option of
-    ulimit(1) and its value.
+    `has` tells whether a file is there, `finds` whether a program is on PATH, `allows` whether a
+    process may set a limit: an option of ulimit(1) and its value.
     """
 
     python: str
     slurm: tuple[int, int]
     has: Callable[[str], bool]
+    finds: Callable[[str], bool]
     allows: Callable[[str, str], bool]
 
 
@@ -223,8 +224,10 @@ def _software_changes(
     profile: ClusterProfile, paths: SandboxPaths, machine: ThisMachine
 ) -> Iterator[ProfileChange]:
     software, known = profile.software, _known_names(profile)
-    if software.python is not None:
+    if software.python is not None or software.activate is not None:
         yield ProfileChange(("software", "python"), machine.python, "the one with hpctrain")
+    if software.activate is not None:
+        yield ProfileChange(("software", "activate"), None, "there is no such environment")
     if software.setup is not None and not machine.has(software.setup):
         yield ProfileChange(("software", "setup"), None, "there is no such file")
     modules = software.modules
@@ -256,17 +259,27 @@ def _software_changes(
     if scratch is not None and not (above and machine.has(above)):
         own = f"{paths.site_directory('local')}/$USER-$SLURM_JOB_ID"
         yield ProfileChange(("software", "scratch"), own, "a directory of the sandbox")
-    kept = []
-    for words in software.prologue:
-        names = {name for word in words for name in expanded_names(word)}
-        if names <= known and all(machine.has(word) for word in words if word.startswith("/")):
-            kept.append(list(words))
-    if len(kept) != len(software.prologue):
-        yield ProfileChange(("software", "prologue"), kept, "what there is of them")
+    for part, commands in software.commands.commands().items():
+        kept = [list(words) for words in commands if _runs_here(words, known, machine)]
+        if len(kept) != len(commands):
+            path = ("software", "commands", part)
+            yield ProfileChange(path, kept, "what there is of them")
+    wrapper = software.commands.wrapper
+    if wrapper and not _runs_here(wrapper, known, machine):
+        yield ProfileChange(("software", "commands", "wrapper"), [], "it is not here")
     for option, value in software.ulimits.options():
         if not machine.allows(option, value):
             place = ("software", "ulimits", _LIMITS[option])
             yield ProfileChange(place, None, "it does not allow that")
+
+
+def _runs_here(words: Sequence[str], known: frozenset[str], machine: ThisMachine) -> bool:
+    """Whether the names in a command have values here, and its files and its program are there."""
+    names = {name for word in words for name in expanded_names(word)}
+    program = words[0] if words[0].startswith(("/", "$")) else None
+    files = [word for word in words if word.startswith("/")]
+    found = program is not None or words[0] == "source" or machine.finds(words[0])
+    return names <= known and found and all(machine.has(file) for file in files)
 
 
 _LIMITS = {"-c": "core", "-l": "memlock", "-n": "nofile", "-s": "stack"}

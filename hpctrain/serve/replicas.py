@@ -92,7 +92,8 @@ def copy_job(known: RunLayout, made: RunLayout, old: str, new: str) -> None:
     UsageError for a directory that cannot be written.
     """
     own = known.replica_config, known.router_config
-    documents = known.script, known.supervise_config, *own, known.signatures, known.prologue
+    shells = known.prologue, known.container_shell, known.commands
+    documents = known.script, known.supervise_config, *own, known.signatures, *shells
     try:
         shutil.rmtree(made.directory, ignore_errors=True)
         made.create()

@@ -29,7 +29,6 @@ from hpctrain.base.printable_text import printable_line
 from hpctrain.base.units import Duration, short_duration
 from hpctrain.job.kept_code import keep_code
 from hpctrain.job.prepare import JobDocuments, setup_file, site_templates, templates_digest
-from hpctrain.job.render.environment import prologue_text
 from hpctrain.job.render.job_options import continuation_clause, continuation_sentence
 from hpctrain.job.render.script import (
     JobTask,
@@ -351,7 +350,7 @@ def _documents(
             served_progress_seconds=_PROGRESS_SECONDS,
         ),
         signatures=load_signatures(profile_search_path()).to_json(),
-        prologue=prologue_text(job),
+        shells=script.shell_files,
         own=own,
     )
 

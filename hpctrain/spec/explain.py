@@ -256,6 +256,7 @@ _HINTS = {
         "use `gpu.type` or `gpu.gres` of the partition with `slurm.gpu_request: gres-typed`, or "
         "`gpus-per-node-typed`"
     ),
+    "software.prologue": "use `software.commands.task`",
     "software.setup": "commands stand in a shell file, whose path this is",
     "software.singularity": "use `software.container` with `launcher: singularity`",
     "software.staging": (

@@ -756,6 +756,7 @@ GONE: Mapping[str, object] = {
     "network.islands.gpu": None,
     "slurm.partitions.network.islands.gpu": None,
     "traffic.burstiness": 1.0,
+    "software.prologue": [],
 }
 
 

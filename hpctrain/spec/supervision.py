@@ -17,6 +17,7 @@ BudgetName = Literal[
     "node_failure",
     "load_failed",
     "prolog_failure",
+    "node_command",
     "external_signal",
     "launch_failure",
     "crash",

@@ -191,6 +191,10 @@ class Supervisor:
                         return act(self.context, action)
                     self._begun = True
                     self._beside.start()
+                    failed = self.launcher.commands.run_for_job()
+                    if failed is not None:
+                        self._note_end(failed)
+                        ended = Ended(failed)
                 if ended is None:
                     time_limit = query_time_limit(self.context)
                     forbidden = self._too_late_to_launch(time_limit)

@@ -58,6 +58,7 @@ from hpctrain.supervise.evidence.gather import (
     probe_job,
 )
 from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
+from hpctrain.supervise.site_commands import SiteCommands
 from hpctrain.supervise.srun_process import SrunProcess, reserve_port
 from hpctrain.supervise.time_limit import JobTimeLimit
 from hpctrain.version import __version__
@@ -88,6 +89,7 @@ class TrainerLauncher:
         self.argv = argv
         self.environment = dict(environment)
         self.prober = prober
+        self.commands = SiteCommands(context, environment)
         self.launches = 0
         self.epoch = 0
         self.name = f"{context.attempt} on {context.attempt.node}"
@@ -121,6 +123,12 @@ class TrainerLauncher:
         except OSError as error:
             reason = f"{error.filename or run.checkpoints}: {error.strerror or error}"
             return self._not_begun(Verdict(Cause.STORAGE, reason))
+        nodes = placement.nodes or job_nodes
+        failed = self.commands.run_before(nodes)
+        if failed is not None:
+            ended = self._not_begun(failed)
+            self.commands.run_after((), time_limit)
+            return ended
         resume_step = start.step if start else 0
         self.launches += 1
         if start is not None and placement.shape is not None and placement.shape.tasks:
@@ -137,6 +145,7 @@ class TrainerLauncher:
         newest = ended.evidence.checkpoint_step if ended.evidence is not None else None
         self._note_end(ended.verdict, resume_step, exit_code, newest)
         log_message(f"launch {self.launches} ended: {ended.verdict.cause}: {ended.verdict.reason}")
+        self.commands.run_after(ended.evidence.lost_nodes if ended.evidence else nodes, time_limit)
         return ended
 
     def _not_begun(self, verdict: Verdict) -> Ended:

@@ -42,15 +42,11 @@ def place_rank(
     `far`: its mask has none of these CPUs, and stays as it is. Changes this process and the threads
     and processes that it will start. `root`: where /proc, /sys and /dev are.
     """
-    gpus = visible_gpus(environment, root)
-    if not gpus:
-        return "unknown"
-    node = gpus[local_rank if local_rank < len(gpus) else 0].numa_node
+    node = _gpu_node(local_rank, environment, root)
     if node is None:
         return "unknown"
     try:
-        text = (root / f"sys/devices/system/node/node{node}/cpulist").read_text(encoding="ascii")
-        near = os.sched_getaffinity(0) & parse_cpu_list(text)
+        near = os.sched_getaffinity(0) & _cpus_of_node(node, root)
         if not near:
             return "far"
         os.sched_setaffinity(0, near)
@@ -58,6 +54,43 @@ def place_rank(
         return "unknown"
     (prefer_memory or _prefer_memory)(node)
     return "near"
+
+
+def far_cpus(
+    local_rank: int, environment: Mapping[str, str] = os.environ, root: Path = Path("/")
+) -> str:
+    """Describe the CPUs of this process if none is near its GPU; empty if one is, or if unknown.
+
+    Call it after `place_rank`; it changes nothing. `root`: as there.
+    """
+    node = _gpu_node(local_rank, environment, root)
+    if node is None:
+        return ""
+    own = os.sched_getaffinity(0)
+    others = []
+    try:
+        if own & _cpus_of_node(node, root):
+            return ""
+        for directory in (root / "sys/devices/system/node").glob("node[0-9]*"):
+            number = int(directory.name.removeprefix("node"))
+            if own & _cpus_of_node(number, root):
+                others.append(number)
+    except (OSError, ValueError):
+        return ""
+    where = f"NUMA node {', '.join(map(str, sorted(others)))}" if others else "no NUMA node"
+    return f"CPUs of {where}, its GPU is on node {node}"
+
+
+def _gpu_node(local_rank: int, environment: Mapping[str, str], root: Path) -> int | None:
+    """Return the NUMA node of the GPU of a rank; None if it is not known."""
+    gpus = visible_gpus(environment, root)
+    return gpus[local_rank if local_rank < len(gpus) else 0].numa_node if gpus else None
+
+
+def _cpus_of_node(number: int, root: Path) -> set[int]:
+    """Read the CPUs of a NUMA node. Raises OSError, ValueError."""
+    path = root / f"sys/devices/system/node/node{number}/cpulist"
+    return parse_cpu_list(path.read_text(encoding="ascii"))
 
 
 def visible_gpus(environment: Mapping[str, str], root: Path = Path("/")) -> list[GpuPlace]:

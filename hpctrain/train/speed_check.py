@@ -31,6 +31,7 @@ from hpctrain.train.device import gpu_ids, gpu_index, on_cpu, wait_for_device
 from hpctrain.train.engine import AxisGroup, Mesh
 from hpctrain.train.faults import SlowNodesError
 from hpctrain.train.job import Job
+from hpctrain.train.placement import far_cpus
 from hpctrain.train.slow_parts import (
     Suspects,
     Thresholds,
@@ -379,7 +380,7 @@ def _conclude(job: Job, check: SpeedCheck, limits: Thresholds, leavable: int) ->
 def _nothing() -> dict[str, Any]:
     """Return the measurements of a rank that has measured nothing; `links` by axis."""
     unknown = dict.fromkeys(("product", "copy", "clock", "highest", "free", "total"))
-    return {**unknown, "slowdown": "", "network": "", "links": {}}
+    return {**unknown, "slowdown": "", "network": "", "far_cpus": "", "links": {}}
 
 
 class _Rounds:
@@ -461,6 +462,7 @@ class _Rounds:
                 state = read_gpu_state(ids[index])
                 own["clock"], own["highest"] = state.clock_hz, state.highest_clock_hz
                 own["slowdown"] = state.slowdown
+            own["far_cpus"] = far_cpus(self._job.launch.local_rank)
 
         own["product"] = measure_products(self.device, self._size, read_state)
         own["copy"] = measure_copies(self.device)
@@ -525,6 +527,7 @@ class _Rounds:
             free_memory_bytes=() if cpu else column("free"),
             total_memory_bytes=() if cpu else column("total"),
             networks=() if cpu else column("network"),
+            far_cpus=column("far_cpus") if any(column("far_cpus")) else (),
             axes=tuple(axes),
             skipped=tuple(self._skipped),
         )

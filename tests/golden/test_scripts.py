@@ -78,6 +78,24 @@ def golden_scripts() -> list[Path]:
     return [*found, *agents]
 
 
+def all_golden_scripts() -> list[Path]:
+    """Those of sites and services, too."""
+    sites = sorted((ROOT / "tests/sites/golden").glob("*.sbatch"))
+    assert len(sites) > 20
+    services = sorted((ROOT / "tests/golden/services").rglob("*.sbatch"))
+    return [*golden_scripts(), *sites, *services]
+
+
+@pytest.mark.parametrize("script", all_golden_scripts(), ids=lambda path: path.stem)
+def test_an_administrator_can_read_every_line(script: Path) -> None:
+    """A long line is one word, such as a list of variables that srun takes in one option."""
+    text = script.read_text()
+    assert "bash -c" not in text
+    for line in text.splitlines():
+        words = line.removesuffix("\\").split()
+        assert len(line) <= 120 or len(words) == 1, line
+
+
 def test_shellcheck_has_nothing_to_say() -> None:
     beside = Path(sys.executable).with_name("shellcheck")
     program = str(beside) if beside.exists() else shutil.which("shellcheck")

@@ -130,6 +130,17 @@ def test_its_script_is_the_reviewed_one(
     kept(f"tests/sites/golden/{name}.sbatch", text)
 
 
+@pytest.mark.parametrize("name", PROFILES)
+def test_variables_are_those_of_the_maker_of_its_gpus(name: str) -> None:
+    """Those that the site's profile sets itself are its own."""
+    own = {variable.name for variable in document_of(name).environment}
+    gpu = document_of(name).gpu.type
+    foreign = ("CUDA_CACHE_PATH",) if gpu.startswith("mi") else ("MIOPEN_", "ROCR_", "HIP_")
+    text = (HERE / "golden" / f"{name}.sbatch").read_text()
+    found = re.findall(r"^export (\w+)=", text, re.MULTILINE)
+    assert not [one for one in found if one.startswith(foreign) and one not in own]
+
+
 def test_shellcheck_and_bash_accept_the_scripts() -> None:
     beside = Path(sys.executable).with_name("shellcheck")
     program = str(beside) if beside.exists() else shutil.which("shellcheck")

@@ -18,14 +18,8 @@ from hpctrain.spec.run import ContainerSpec
 
 # Slurm's name of AMD's accelerators: mi100, mi250x, mi300a.
 _AMD = re.compile(r"(?i)^(amd_)?(instinct_)?mi\d{2,3}")
-# The variables of a task that only the task has: Slurm's and the launch's. bash(1), `compgen -e`.
-# apptainer.org, user guide, Environment and Metadata: APPTAINERENV_NAME sets NAME inside, whatever
-# the image and apptainer themselves set, after a shell has evaluated the value: NO_EVAL prevents
-# that, and versions that do not know it ignore it.
-_PASS_ENVIRONMENT = (
-    "export {prefix}_NO_EVAL=1; while read -r name; do case $name in {patterns}) "
-    'export "{prefix}ENV_$name=${{!name}}";; esac; done < <(compgen -e); exec "$@"'
-)
+ENVIRONMENT_SHELL = "container.sh"
+# The variables of a task that only the task has: Slurm's and the launch's.
 _TASK_VARIABLES = (
     *("SLURM_*", "SLURMD_*", "HPCTRAIN_*", "MASTER_*"),
     *("CUDA_*", "ROCR_*", "HIP_*", "NCCL_*"),
@@ -35,21 +29,29 @@ _NOT_PASSED = frozenset({"PATH", "HOME"})
 
 
 @dataclass(frozen=True)
+class TaskEnvironment:
+    """The variables that a task passes on to its container, by patterns of a shell.
+
+    A variable NAME gets in by the name of `prefix`, `ENV_` and NAME.
+    """
+
+    prefix: str
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ContainerWords:
     """What the template adds for a container; all words are JobText.
 
     `srun` are options of srun, `command` is what stands in front of the trainer, `image_import` the
     arguments of the program that imports the image, None where there is nothing to import.
+    `environment`: what a shell in front of `command` passes on, None where nothing is.
     """
 
     srun: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     image_import: tuple[str, ...] | None = None
-
-    @property
-    def in_shell(self) -> bool:
-        """Whether a shell, which expands variables of its own, starts the container."""
-        return self.command[:1] == ("bash",)
+    environment: TaskEnvironment | None = None
 
 
 def container_problems(spec: JobSpec, profile: ClusterProfile) -> list[tuple[str, str, str]]:
@@ -134,7 +136,7 @@ def container_words(
     words.append(container.image)
     # Without --cleanenv, too: else the image's variables win, and LD_LIBRARY_PATH never gets in.
     named = [name for name in variables if name not in _NOT_PASSED]
-    patterns = "|".join((*(_TASK_VARIABLES if container.clean_environment else ()), *named))
-    shell = _PASS_ENVIRONMENT.format(patterns=patterns, prefix=container.launcher.upper())
-    command = ("bash", "-c", shell.replace("$", "$$"), "pass-environment", *words)
-    return ContainerWords(command=command)
+    own = _TASK_VARIABLES if container.clean_environment else ()
+    others = [name for name in named if not name.startswith(tuple(one[:-1] for one in own))]
+    environment = TaskEnvironment(container.launcher.upper(), (*own, *others))
+    return ContainerWords(command=("bash", ENVIRONMENT_SHELL, *words), environment=environment)

@@ -2,9 +2,8 @@
 
 `JobEnvironment` is all of it, made from a profile and, if there is one, from the spec of the job;
 the blocks `modules` and `environment` of the templates show it, in the order in which things
-happen: the shell with what it inherits, modules, `activate`, `setup`, variables. Belongs here too:
-the text of `prologue.sh`, which each task runs before the trainer. Does not belong here: the text
-around (`script`).
+happen: the shell with what it inherits, modules, `activate`, `setup`, variables. Does not belong
+here: the text around (`script`), what runs beside the trainer (`shell_files`).
 
 A command that fails ends the attempt with exit code 78 (sysexits.h, EX_CONFIG): training on with
 other software, or without locked memory, would cost more than the attempt.
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.printable_text import printable_line
-from hpctrain.job.render.containers import run_container
+from hpctrain.job.render.containers import has_amd_gpus, run_container
 from hpctrain.job.render.job_options import srun_options
 from hpctrain.job.render.quoting import sh_expanded
 from hpctrain.plan.job import Job
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from hpctrain.spec.catalogue import GpuVariable
 
 
-PROLOGUE = "prologue.sh"
 # Read by `hpctrain.train.network_interface`.
 RANK_INTERFACE = "HPCTRAIN_INTERFACE"
 # bash(1), Shell Variables; sbatch(1), OUTPUT ENVIRONMENT VARIABLES: every batch script has these.
@@ -42,13 +40,9 @@ _ALWAYS_SET = frozenset(
     | {"SLURM_JOB_PARTITION", "SLURM_JOB_USER", "SLURM_NNODES", "SLURM_SUBMIT_DIR"}
 )
 # Directories of caches below `software.scratch`: of Triton, torch.compile, CUDA's and ROCm's JIT.
-_CACHES = (
-    ("TRITON_CACHE_DIR", "triton"),
-    ("TORCHINDUCTOR_CACHE_DIR", "inductor"),
-    ("CUDA_CACHE_PATH", "cuda"),
-    ("MIOPEN_USER_DB_PATH", "miopen"),
-    ("MIOPEN_CUSTOM_CACHE_DIR", "miopen"),
-)
+_CACHES = (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor"))
+_CACHES_OF_NVIDIA = (("CUDA_CACHE_PATH", "cuda"),)
+_CACHES_OF_AMD = (("MIOPEN_USER_DB_PATH", "miopen"), ("MIOPEN_CUSTOM_CACHE_DIR", "miopen"))
 
 
 @dataclass(frozen=True)
@@ -136,7 +130,7 @@ def module_commands(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
         commands.append((_FIND_MODULES,))
     else:
         init = sh_expanded(modules.init)
-        commands += _needs("software.modules.init", modules.init)
+        commands += needed_names("software.modules.init", modules.init)
         commands.append(("must", "test", "-r", init))
         commands += [("# shellcheck source=/dev/null",), ("source", init)]
     if modules.purge:
@@ -144,7 +138,7 @@ def module_commands(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
         commands.append(("must", "module", *force, "purge"))
     for field, words in (("use", modules.use), ("load", modules.load)):
         for word in words:
-            commands += _needs(f"software.modules.{field}", word)
+            commands += needed_names(f"software.modules.{field}", word)
             commands.append(("must", "module", field, sh_expanded(word)))
     return (*commands, ("module", "list")) if modules.load else tuple(commands)
 
@@ -165,8 +159,8 @@ def activate_commands(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
         commands = commands[1:]
     filled = [command.format(root=root, name=sh_expanded(name)) for command in commands]
     return (
-        *_needs("software.activate.root", activate.root or ""),
-        *_needs(field, name),
+        *needed_names("software.activate.root", activate.root or ""),
+        *needed_names(field, name),
         *(("must", command) for command in filled),
     )
 
@@ -181,7 +175,9 @@ def cache_directories(profile: ClusterProfile) -> tuple[tuple[str, str], ...]:
     scratch = profile.software.scratch
     if scratch is None:
         return ()
-    return (("TMPDIR", scratch), *((name, f"$TMPDIR/{leaf}") for name, leaf in _CACHES))
+    own = _CACHES_OF_AMD if has_amd_gpus(profile) else _CACHES_OF_NVIDIA
+    caches = (*_CACHES, *(() if profile.gpu.emulated else own))
+    return (("TMPDIR", scratch), *((name, f"$TMPDIR/{leaf}") for name, leaf in caches))
 
 
 def per_rank_variables(job: Job) -> tuple[FabricVariable, ...]:
@@ -196,58 +192,6 @@ def per_rank_variables(job: Job) -> tuple[FabricVariable, ...]:
         and fabric.concerns(spec.engine.name)
         and fabric.name not in spec.environment.variables
     )
-
-
-def prologue_text(job: Job) -> str | None:
-    """Write what each task does before the trainer starts; None if there is nothing to do.
-
-    Raises InvalidInputError for variables per rank that do not fit the tasks of a node.
-    """
-    variables, profile = per_rank_variables(job), job.profile
-    lines = [line for fabric in variables for line in _case(fabric, _tasks(job, fabric))]
-    if profile.software.scratch is not None:
-        directories = dict.fromkeys(f'"${name}"' for name, _ in cache_directories(profile))
-        lines.append(f"mkdir -p {' '.join(directories)} || exit 78")
-    if profile.software.prologue:
-        lines.append(MUST)
-        for command in profile.software.prologue:
-            lines += [" ".join(words) for words in _needs("software.prologue", *command)]
-            lines.append(" ".join(("must", *map(sh_expanded, command))))
-    if not lines:
-        return None
-    head = ["#!/bin/bash", "# Each task begins with this; the trainer then replaces the shell."]
-    if any(line.lstrip().startswith("needs ") for line in lines):
-        head.append(NEEDS)
-    return "\n".join((*head, *lines, 'exec "$@"')) + "\n"
-
-
-def prologue_words(text: str | None) -> tuple[str, ...]:
-    """Return the words before the command of the trainer that run the prologue first."""
-    return () if text is None else ("bash", PROLOGUE)
-
-
-def _tasks(job: Job, fabric: FabricVariable) -> int:
-    """Count the tasks of a node. Raises InvalidInputError if they are not ranks, or too many."""
-    message, tasks = None, job.plan.nodes.gpus_per_node
-    if job.spec.launcher == "torchrun":
-        message = "launcher torchrun has one task per node: use launcher srun"
-    elif len(fabric.per_local_rank) < tasks:
-        message = f"{len(fabric.per_local_rank)} values for the {tasks} tasks of a node"
-    if message is not None:
-        problem = Problem(f"environment: `{fabric.name}` differs between ranks: {message}")
-        raise InvalidInputError([problem])
-    return tasks
-
-
-def _case(fabric: FabricVariable, tasks: int) -> Iterable[str]:
-    for words in _needs(f"environment.{fabric.name}", *fabric.per_local_rank[:tasks]):
-        yield " ".join(words)
-    yield f"# {printable_line(fabric.reason)}"
-    yield 'case "$SLURM_LOCALID" in'
-    for rank, value in enumerate(fabric.per_local_rank[:tasks]):
-        yield f"    {rank}) export {fabric.name}={sh_expanded(value)} ;;"
-    yield "    *) exit 78 ;;"
-    yield "esac"
 
 
 # -- What a job inherits, the variables that its script sets, and all of its environment ---------
@@ -332,10 +276,10 @@ def job_environment(
         field = f"environment{'.variables' if from_spec else ''}.{variable.name}"
         if not from_spec and variable.value == software.scratch:
             field = "software.scratch"
-        needed += _needs(field, variable.value, given=given)
+        needed += needed_names(field, variable.value, given=given)
         given.append(variable.name)
     for field, text in words:
-        needed += _needs(field, text, given=given)
+        needed += needed_names(field, text, given=given)
     modules, activate = module_commands(profile), activate_commands(profile)
     checks = any(command[0] == "needs" for command in (*modules, *activate, *needed))
     return JobEnvironment(
@@ -392,7 +336,7 @@ def _words(job: Job, python: str) -> Iterator[tuple[str, str]]:
         yield f"{site}.cache", container.cache or ""
 
 
-def _needs(field: str, *texts: str, given: Collection[str] = ()) -> list[tuple[str, ...]]:
+def needed_names(field: str, *texts: str, given: Collection[str] = ()) -> list[tuple[str, ...]]:
     """Return the command that checks the names in the texts of a field; none without names."""
     found = dict.fromkeys(name for text in texts for name in expanded_names(text))
     names = [name for name in found if name not in _ALWAYS_SET and name not in given]

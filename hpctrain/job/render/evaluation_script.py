@@ -21,6 +21,7 @@ from hpctrain.job.render.job_options import (
 )
 from hpctrain.job.render.quoting import sh
 from hpctrain.job.render.script import PACKAGED, Script, directive_lines, render_template
+from hpctrain.job.render.shell_files import PROLOGUE
 from hpctrain.plan.job import Job, TrainingJob
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import PLACEHOLDERS, EvaluationJobSpec
@@ -75,12 +76,15 @@ def evaluation_script(
     cpus = wanted.cpus or max(1, wanted.gpus * training.cpus_per_gpu)
     srun = ("srun", "--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus}", "--export=ALL")
     command = EvaluationCommand(wanted.name, python, srun, tuple(map(placed_word, wanted.command)))
+    prologue = ("bash", PROLOGUE) if PROLOGUE in script.container_command[:2] else ()
     own = replace(
         script,
         title=f"evaluation {wanted.name} of {script.title}",
         directives=_directives(
             _on_one_node(training, wanted), training, wanted, training.profile.allocated_cpus(cpus)
         ),
+        # it is no rank, so neither variables per rank nor the site's wrapper are for it
+        container_command=script.container_command[len(prologue) :],
     )
     return render_template(f"{PACKAGED}/{TEMPLATE}", template_directory, own, evaluation=command)
 

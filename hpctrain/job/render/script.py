@@ -12,9 +12,8 @@ import os
 import shlex
 import textwrap
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,8 +27,7 @@ from hpctrain.job.render.environment import (
     environment_of,
     inheritance_problems,
     inherited_names,
-    prologue_text,
-    prologue_words,
+    per_rank_variables,
 )
 from hpctrain.job.render.job_options import (
     continuation_options,
@@ -51,6 +49,7 @@ from hpctrain.job.render.job_options import (
     topology_options,
 )
 from hpctrain.job.render.quoting import directive_value, sh, sh_expanded
+from hpctrain.job.render.shell_files import ShellFile, prologue_words, shell_files
 from hpctrain.job.render.warning_lead import warning_lead
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import Job, TrainingJob
@@ -223,7 +222,7 @@ class Script(JobEnvironment):
     layout: str
     submit_command: str
     directives: tuple[str, ...]
-    prologue_digest: str | None
+    shell_files: tuple[ShellFile, ...]
     start_note: str
     task_kind: str
     log_number: str
@@ -235,7 +234,6 @@ class Script(JobEnvironment):
     srun_options: tuple[str, ...]
     container_srun: tuple[str, ...]
     container_command: tuple[str, ...]
-    container_in_shell: bool
     container_import: tuple[str, ...] | None
     image_import: tuple[str, ...]
     trainer: tuple[str, ...]
@@ -292,14 +290,19 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
     ]
     if contradictions:  # Slurm would accept them, and never do what they ask for
         raise InvalidInputError([Problem(message) for message in contradictions])
-    prologue = prologue_text(job)
     container = run_container(spec.container, profile.software.container)
     environment = environment_of(
         job, facts.python, facts.setup, facts.gpu_variables, task.job_texts
     )
     names = (*(variable.name for variable in environment.variables), *inherited_names(job))
-    passed = dict.fromkeys((*names, "PYTHONPATH", *_TRAINER_VARIABLES))
+    per_rank = (variable.name for variable in per_rank_variables(job))
+    passed = dict.fromkeys((*names, *per_rank, "PYTHONPATH", *_TRAINER_VARIABLES))
     words = container_words(container, profile, tuple(passed))
+    files = shell_files(job, words.environment)
+    # What begins a task is outside of its container, unless srun starts that around the task.
+    prologue, command = prologue_words(files), words.command
+    if words.environment is not None:
+        prologue, command = (), (*prologue, *command)
     return Script(
         **{**vars(environment), "inheritance_note": _comment(f"{environment.inheritance_note}.")},
         # Comments end at a line break, so none may come in with a value.
@@ -313,7 +316,7 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
         layout=task.layout,
         submit_command=_comment(shlex.join(profile.slurm.submit_words)),
         directives=_directives(job, facts, task.warning_seconds),
-        prologue_digest=None if prologue is None else sha256(prologue.encode()).hexdigest()[:12],
+        shell_files=files,
         start_note=task.tasks.note,
         task_kind=task.tasks.task_kind,
         log_number=task.tasks.log_number,
@@ -327,12 +330,11 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
             for name, value in written_options(srun_options(job))
         ),
         container_srun=words.srun,
-        container_command=words.command,
-        container_in_shell=words.in_shell,
+        container_command=command,
         container_import=words.image_import,
         image_import=(python, "-m", "hpctrain.data.making.container_image"),
         trainer=(
-            *prologue_words(prologue),
+            *prologue,
             container.python if container else python,
             "-m",
             *task.tasks.module,
@@ -343,7 +345,22 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
 
 def _comment(sentence: str) -> str:
     """Wrap a sentence into comment lines of at most 100 characters."""
-    return "\n# ".join(textwrap.wrap(sentence, 98))
+    return "\n# ".join(textwrap.wrap(sentence, 98, break_on_hyphens=False))
+
+
+def _lines(words: Iterable[str]) -> str:
+    """Join quoted words to a command of lines of at most 120 characters, where words allow it.
+
+    An option stays with its value.
+    """
+    lines: list[list[str]] = [[]]
+    for word in words:
+        line = lines[-1]
+        if line and len(" ".join((*line, word))) > 110:
+            option = len(line) > 1 and line[-1].startswith("--") and "=" not in line[-1]
+            lines.append([line.pop()] if option else [])
+        lines[-1].append(word)
+    return " \\\n    ".join(map(" ".join, lines))
 
 
 def _layout(plan: Plan) -> str:
@@ -520,6 +537,8 @@ def template_environment(site: BaseLoader | None = None) -> Environment:
     environment.filters["sh"] = sh
     environment.filters["sh_expanded"] = sh_expanded
     environment.filters["printable_line"] = printable_line
+    environment.filters["wrapped"] = _comment
+    environment.filters["lines"] = _lines
     return environment
 
 

@@ -182,6 +182,7 @@ def run_size(
     sources = max(1, len(spec.data.sources))
     indexes = sources + (1 if sources > 1 else 0)  # and one of the blend
     textfile = profile.metrics.textfile is not None and spec.metrics.textfile
+    commands = profile.software.commands
     return RunSize(
         ranks=ranks,
         nodes=nodes,
@@ -189,6 +190,7 @@ def run_size(
         logs=logs,
         kept_launches=spec.logging.keep_launches,
         located=int(located),
+        command_steps=sum(map(bool, (commands.node, commands.node_after))),
         files=ranks * abilities.checkpoint_files_per_rank + abilities.checkpoint_files_of_leader,
         kept=kept + (forecast.steps // permanent if permanent else 0),
         unverified=1,

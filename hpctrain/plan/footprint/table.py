@@ -56,6 +56,7 @@ class RunSize:
     logs: int = 0  # files of ranks, nodes and agents in a launch
     kept_launches: int = 0  # launches whose logs and exit records are never packed
     located: int = 0  # 1 if the supervisor asks Slurm where nodes are
+    command_steps: int = 0  # steps of a launch that run commands of the site on its nodes
     files: int = 0  # those that the manifest of a checkpoint lists
     kept: float = 0  # good checkpoints on disk
     unverified: float = 0  # checkpoints that a save verifies

@@ -68,6 +68,7 @@ class GpuVariable(Document):
     name: VariableName = Field(description="Name of the variable")
     value: str = Field(description="Text, so put numbers in quotes")
     reason: str = Field(min_length=3, description="Why it is set")
+    source: str = Field(min_length=3, description="Who documents or has measured that")
     generations: tuple[Generation, ...] = Field(min_length=1, description="On GPUs of these")
     engines: tuple[EngineName, ...] = Field((), description="For these engines; default: for all")
     layout: Literal["any", "model_parallel", "data_parallel"] = Field(

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from hpctrain.base.units import ByteSize
+from hpctrain.base.units import ByteSize, Duration
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import EngineName
 from hpctrain.spec.job_text import (
@@ -298,6 +298,54 @@ class UlimitsProfile(Document):
         return tuple((option, str(value)) for option, value in given if value is not None)
 
 
+Command = Annotated[tuple[JobText, ...], Field(min_length=1)]
+
+
+class CommandsProfile(Document):
+    """Commands of the site around the trainer.
+
+    Each is a list of words and not evaluated by a shell; `$NAME` is put in where the command runs.
+    One that fails, or takes too long, is named by `hpctrain why`.
+    """
+
+    time_limit: Duration = Field(
+        Duration(300), gt=0, description="How long each command may take; the wrapper has no limit"
+    )
+    job: tuple[Command, ...] = Field(
+        (),
+        description="Once for each attempt, on the first node, before the first launch; one that "
+        "fails stops the run",
+    )
+    node: tuple[Command, ...] = Field(
+        (),
+        description="Once on each node before the ranks of a launch, in a short job step, outside "
+        "of any container, such as `[/sw/check-imex]`. Nodes on which it fails are avoided; where "
+        "it fails on all, the run stops. Not on the node of a router",
+    )
+    task: tuple[Command, ...] = Field(
+        (),
+        description="In the shell that the trainer then replaces, in each task, such as `[source, "
+        "/sw/rails.sh]`; outside of apptainer and singularity, inside of pyxis, EDF and uenv, "
+        "which begin before the task. One that fails ends the task",
+    )
+    wrapper: tuple[JobText, ...] = Field(
+        (),
+        description="Words before each rank, such as `[numactl, --cpunodebind=$SLURM_LOCALID]`; "
+        "inside or outside of a container as `task`. For ranks that srun starts: not with launcher "
+        "torchrun, and not for services",
+    )
+    node_after: tuple[Command, ...] = Field(
+        (),
+        description="Once on each node after the ranks have ended, even if they failed; one that "
+        "fails is a warning. Not while Slurm ends the job: that is what its epilog is for",
+    )
+
+    def commands(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """Map the name of each list of commands to the list."""
+        names = ("job", "node", "task", "node_after")
+        return {name: getattr(self, name) for name in names}
+
+
 class SoftwareProfile(Document):
     """Where hpctrain and the engine live on the compute nodes."""
 
@@ -340,11 +388,7 @@ class SoftwareProfile(Document):
         description="Room for copies of data (`data.stage`) on the disk behind `scratch`; absent: "
         "it is no disk, or too small, and specs that ask for copies are refused",
     )
-    prologue: tuple[Annotated[tuple[JobText, ...], Field(min_length=1)], ...] = Field(
-        (),
-        description="Commands that each task runs before the trainer, each a list of words, such "
-        "as `[source, /sw/rails.sh]`; the job puts in `$NAME`, and one that fails ends the task",
-    )
+    commands: CommandsProfile = CommandsProfile()
     transformer_engine: bool = Field(
         True,
         description="TransformerEngine is installed there: `engine.implementation: auto` uses it",

@@ -449,12 +449,17 @@ class LaunchWatch:
             EventKind.SPEED_CHECKED,
             action=slow_nodes.LEAVE if check.leaves else slow_nodes.REPORT,
             reason=slow_nodes.summary(check),
-            evidence=tuple(part.message for part in check.slow[:_MOST_SLOW_PARTS]),
+            evidence=(
+                *(part.message for part in check.slow[:_MOST_SLOW_PARTS]),
+                *check.far_ranks[:_MOST_SLOW_PARTS],
+            ),
             nodes=",".join(one.node for one in slow) or None,
         )
         self._log(f"speed: {slow_nodes.summary(check)}")
         for part in check.slow[:_MOST_SLOW_PARTS]:
             self._log(f"slow: {part.message}")
+        for words in check.far_ranks[:_MOST_SLOW_PARTS]:
+            self._log(f"far from its GPU: {words}")
 
     # -- stacks ----------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from hpctrain.judge.probe_results import NodeResults, ProbeResult
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.process import for_queries
 
-STEP_NAME = "hpctrain-probe"
+STEP_NAME, COMMANDS_STEP_NAME = "hpctrain-probe", "hpctrain-commands"
 _POLL_SECONDS = 0.05
 # Python starts on all nodes at once, usually from a shared file system.
 _FIRST_SECONDS, _SECONDS_PER_NODE = 20.0, 0.05

@@ -22,7 +22,7 @@ from hpctrain.slurm.process import for_queries
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.context import AttemptContext, is_of_attempt, log_message
 from hpctrain.supervise.evidence.log_scan import newest_step
-from hpctrain.supervise.evidence.probe import STEP_NAME
+from hpctrain.supervise.evidence.probe import COMMANDS_STEP_NAME, STEP_NAME
 from hpctrain.supervise.timeouts import run_with_timeout
 
 # A controller that restarts is away for seconds to minutes; the job loses nothing by waiting,
@@ -159,7 +159,7 @@ class OwnSteps:
             step.step_id
             for step in steps
             # The probe's step on a node that did not answer stays until Slurm gives the node up.
-            if step.step_id.isdigit() and step.name != STEP_NAME
+            if step.step_id.isdigit() and step.name not in (STEP_NAME, COMMANDS_STEP_NAME)
         ]
 
     def signal(self, name: str) -> None:

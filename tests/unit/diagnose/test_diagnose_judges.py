@@ -14,12 +14,22 @@ from hpctrain.diagnose.facts import (
     MessageFacts,
     Planned,
     SaveFacts,
+    SpeedFacts,
     StepFacts,
     TopicFinding,
     stage_of,
 )
 from hpctrain.diagnose.facts import DiagnosisInput as Facts
-from hpctrain.diagnose.judge import buckets, judge, memory, saves, shares, unsteady, warm_up
+from hpctrain.diagnose.judge import (
+    buckets,
+    hardware,
+    judge,
+    memory,
+    saves,
+    shares,
+    unsteady,
+    warm_up,
+)
 from hpctrain.diagnose.messages import communication, pipeline
 from hpctrain.diagnose.waiting import data_loading, imbalance
 from hpctrain.job.plan import load
@@ -272,6 +282,18 @@ def test_each_question(case: str) -> None:
         assert each in said(finding), said(finding)
     assert (finding.gain_seconds is not None) <= (answer == "yes")
     assert bool(finding.remedies) == (answer == "yes"), "who says yes says what to do"
+
+
+def test_ranks_that_run_far_from_their_gpu_stand_out() -> None:
+    words = "rank 3 on node n1 runs on CPUs of NUMA node 1, its GPU is on node 0"
+    found = hardware(SpeedFacts(2, 4, far=(words,)))
+    assert (found.answer, found.words) == ("yes", "1 rank runs on CPUs that are far from their GPU")
+    assert [one.words for one in found.evidence] == [words]
+    assert "`cpu-bind`" in found.remedies[0].words and "wrapper" in found.remedies[0].words
+    both = hardware(SpeedFacts(2, 4, slow=("rank 1 is slow",), nodes=("n0",), far=(words,)))
+    assert [one.words for one in both.evidence] == ["rank 1 is slow", words]
+    assert both.words == "1 part was slow on n0" and both.remedies[-1] == found.remedies[0]
+    assert hardware(SpeedFacts(2, 4)).answer == "no"
 
 
 def test_nothing_is_advised_that_deepspeed_leaves_out_in_a_pipeline() -> None:

@@ -50,6 +50,13 @@ def profile_with(**section: dict[str, object]) -> ClusterProfile:
     return changed
 
 
+def shell_texts(spec: RunSpec = SPEC, profile: ClusterProfile = PROFILE) -> dict[str, str]:
+    """The shell files of the run directory, by name."""
+    facts = ScriptFacts("gpt-tiny-0000", "hpctrain:gpt-tiny-0000", "a" * 64, "b" * 64, PYTHON)
+    files = build_script(planned_job(spec, profile), facts).shell_files
+    return {file.name: file.text for file in files}
+
+
 def render(
     spec: RunSpec = SPEC,
     profile: ClusterProfile = PROFILE,

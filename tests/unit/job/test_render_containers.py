@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from specimen_scripts import PROFILE, SPEC, make_run_directory, profile_with, render, spec_with
+from specimen_scripts import (
+    PROFILE,
+    SPEC,
+    make_run_directory,
+    profile_with,
+    render,
+    shell_texts,
+    spec_with,
+)
 from stand_ins import python_program
 
 from hpctrain.job.render.containers import container_problems, run_container
@@ -107,7 +115,8 @@ def test_singularity_and_apptainer(
     site = type(PROFILE).model_validate(values)
     words = container_words(site.software.container, site, ()).command
     end = words.index("--bind")
-    assert list(words[4:end]) == ["singularity", "exec", *expected]
+    assert words[:2] == ("bash", "container.sh")
+    assert list(words[2:end]) == ["singularity", "exec", *expected]
     assert words[-1] == "$HOME/pt.sif"
 
 
@@ -140,7 +149,8 @@ def seen_inside(directory: Path, *options: str) -> dict[str, str]:
     words = arguments_of(directory, render(spec, site, python=python))
     command = [*words[words.index("bash") : words.index("pt.sif")], "show"]
     outside = {**OUTSIDE, "PATH": f"{directory / 'bin'}:{os.environ['PATH']}"}
-    done = subprocess.run(command, env=outside, capture_output=True, text=True)
+    (directory / "container.sh").write_text(shell_texts(spec, site)["container.sh"])
+    done = subprocess.run(command, cwd=directory, env=outside, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
     return found

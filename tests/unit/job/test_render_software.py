@@ -15,9 +15,11 @@ from test_render_quoting import run_script, stub
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.job.prepare import prepare
-from hpctrain.job.render.environment import SetupFile, prologue_text
+from hpctrain.job.render.environment import SetupFile
 from hpctrain.job.render.script import ScriptFacts, build_script, render_script
+from hpctrain.job.render.shell_files import prologue_text
 from hpctrain.job.run_directory import write_run_directory
+from hpctrain.judge.catalogue import load_signatures
 from hpctrain.judge.job_end import why_ended
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
@@ -150,7 +152,7 @@ def test_commands_of_each_task_run_in_its_shell_as_they_are_written(tmp_path: Pa
         ["export", "OWN=$$(touch pwned) `touch pwned`; x"],
         ["ulimit", "-n", "256"],
     ]
-    profile = profile_with(software={"prologue": commands})
+    profile = profile_with(software={"commands": {"task": commands}})
     text = prologue_text(planned_job(SPEC, profile))
     assert text is not None
     (tmp_path / "prologue.sh").write_text(text)
@@ -163,14 +165,18 @@ def test_commands_of_each_task_run_in_its_shell_as_they_are_written(tmp_path: Pa
 
 
 def test_a_command_of_a_task_that_fails_ends_it_with_its_name(tmp_path: Path) -> None:
-    profile = profile_with(software={"prologue": [["cat", "/no/such file"]]})
+    profile = profile_with(software={"commands": {"task": [["cat", "/no/such file"]]}})
     text = prologue_text(planned_job(SPEC, profile))
     assert text is not None
     (tmp_path / "prologue.sh").write_text(text)
     words = ["bash", "prologue.sh", "echo", "trained"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    task = {"PATH": os.environ["PATH"], "SLURMD_NODENAME": "n7"}
+    done = subprocess.run(words, cwd=tmp_path, env=task, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (78, "")
-    assert "`cat /no/such file` failed" in done.stderr
+    line = "hpctrain: software.commands.task: `cat /no/such file` on n7: exit code 1\n"
+    assert done.stderr.endswith(line)
+    finding = load_signatures().matcher("rank").match(line)
+    assert finding is not None and finding.signature == "site_command"
 
 
 def test_no_prologue_where_nothing_wants_one() -> None:
@@ -221,6 +227,6 @@ def test_setup_and_prologue_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     digest = hashlib.sha256(b"true\n").hexdigest()
     assert f"# Setup     {tmp_path}/s.sh {digest}\n" in prepared.script
     layout = write_run_directory(prepared, tmp_path)
-    assert layout.prologue.read_text() == prepared.prologue
+    assert [layout.prologue.read_text()] == [one.text for one in prepared.shells]
     shown = hashlib.sha256(layout.prologue.read_bytes()).hexdigest()[:12]
     assert f"prologue.sh {shown}" in prepared.script

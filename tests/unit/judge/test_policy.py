@@ -145,6 +145,7 @@ def test_the_budgets_are_those_of_the_documents() -> None:
     assert {str(cause): retries for cause, retries in RETRIES.items()} == {
         "node_failure": 5,
         "prolog_failure": 5,
+        "node_command": 5,
         "external_signal": 5,
         "gpu_error": 5,
         "fabric": 5,

@@ -66,7 +66,7 @@ def test_every_cause_of_machines_and_logs_has_a_line() -> None:
     without = {
         *(Cause.DONE, Cause.YIELDED, Cause.CANCELLED, Cause.SUPERSEDED, Cause.SUPERVISOR_LOST),
         *(Cause.SUSPECT_NUMERICS, Cause.EXTERNAL_SIGNAL, Cause.DEADLINE),
-        *(Cause.BAD_CHECKPOINT, Cause.DATA_CHANGED, Cause.ENGINE_EXIT),
+        *(Cause.BAD_CHECKPOINT, Cause.DATA_CHANGED, Cause.ENGINE_EXIT, Cause.NODE_COMMAND),
     }
     assert set(Cause) - told == without
 

@@ -224,6 +224,14 @@ def no_container(*ranks: int) -> tuple[LogFinding, ...]:
     )
 
 
+def no_command(*ranks: int) -> tuple[LogFinding, ...]:
+    line = "3: hpctrain: software.commands.task: `source /sw/x.sh` on n1: exit code 1"
+    return tuple(
+        LogFinding("site_command", Cause.SITE_COMMAND, "root", line, rank, f"n{rank}")
+        for rank in ranks
+    )
+
+
 def launch(*ends: ExitRecord, nodes: tuple[str, ...] = PAIR, **more: Any) -> LaunchEvidence:
     fields = {"rank_exits": ends, "nodes": nodes, "world_size": len(nodes), **more}
     return replace(NOTHING, **fields)
@@ -278,6 +286,12 @@ AGREEMENTS = {
     "a rank that prints such a line and trains": (
         launch(crashed(0), crashed(1), findings=no_container(0, 1)),
         (Cause.LAUNCH_FAILURE, PAIR)),
+    "a command of the site on one node": (
+        launch(crashed(0), findings=no_command(1)), (Cause.NODE_COMMAND, ("n1",))),
+    "a command of the site on most nodes": (
+        launch(crashed(0), nodes=FOUR, findings=no_command(1, 2, 3)), (Cause.NODE_COMMAND, ())),
+    "a command of the site on all nodes": (
+        launch(findings=no_command(0, 1)), (Cause.SITE_COMMAND, ())),
     "a disk of one node": (launch(full(1), crashed(0)), UNFIT),
     "disks of all nodes": (launch(full(0), full(1)), FULL),
     "the disk of the checkpoints": (launch(full(1, node_dependent=False), crashed(0)), FULL),
@@ -301,7 +315,7 @@ def test_what_all_nodes_agree_on(name: str) -> None:
     evidence, expected = AGREEMENTS[name]
     verdict = classify(evidence)
     assert (verdict.cause, verdict.nodes) == expected
-    if verdict.cause is Cause.NODE_FAILURE:
+    if verdict.cause is Cause.NODE_FAILURE or expected == (Cause.NODE_COMMAND, ("n1",)):
         assert verdict.suspicion is Suspicion.UNFIT and verdict.unfit_nodes == verdict.nodes
         assert verdict.reason.startswith("on n1 alone: "), verdict.reason
     else:

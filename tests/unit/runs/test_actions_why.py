@@ -97,7 +97,7 @@ def answer(
 def test_every_eventuality_has_one_answer_and_equal_ones_are_together() -> None:
     found = preview_policy(events_of(launch()), CONFIG, NOW, 0, 0)
     conditions = [condition for one in found for condition in one.conditions]
-    assert len(conditions) == len(set(conditions)) == 23
+    assert len(conditions) == len(set(conditions)) == 25
     answers = [(one.action, one.reason, one.delay_seconds, one.observed) for one in found]
     assert len(answers) == len(set(answers))
     assert all(one.reason for one in found)

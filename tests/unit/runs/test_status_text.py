@@ -203,6 +203,7 @@ CHECK = SpeedCheck(
     free_memory_bytes=(79 * 2**30,) * 4,
     total_memory_bytes=(80 * 2**30,) * 4,
     networks=("IB", "IB", "IB", ""),
+    far_cpus=("", "", "CPUs of NUMA node 1, its GPU is on node 0", ""),
     axes=(
         AxisSpeed(
             axis="tp",
@@ -243,6 +244,8 @@ def test_all_measurements_and_what_is_slow() -> None:
         "  network of NCCL   IB: 3 ranks",
         "  axis tp 2         196 GB/s, lowest 41.5 GB/s, the plan has 360 GB/s",
         "                    all_reduce of 64.0 MiB",
+        "  CPUs              rank 2 on node n1 runs on CPUs of NUMA node 1, its GPU is on",
+        "                    node 0",
         "  slow              rank 3 on n1: matrix products at 310 TFLOP/s, 52% of its",
         "                    peers' 600 TFLOP/s; clock 1,005 of 1,980 MHz (thermal)",
         "  not measured      axis pp: the limit of 60 s",

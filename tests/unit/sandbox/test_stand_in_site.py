@@ -25,7 +25,8 @@ PYTHON = "/venv/bin/python"
 
 def machine(*files: str, slurm: tuple[int, int] = (22, 5)) -> ThisMachine:
     """One with these files, on which nothing is unlimited."""
-    return ThisMachine(PYTHON, slurm, files.__contains__, lambda _, value: value != "unlimited")
+    has = files.__contains__
+    return ThisMachine(PYTHON, slurm, has, has, lambda _, value: value != "unlimited")
 
 
 def written(base: str, changes: dict[str, Any], place: Path) -> Path:

@@ -359,6 +359,7 @@ def speed_check(epoch: int) -> SpeedCheck:
         precision="fp32",
         product_mnk=(256, 256, 256),
         product_flops_per_second=(2e9, 1e9),
+        far_cpus=("CPUs of NUMA node 1, its GPU is on node 0", ""),
         slow=(SlowPart(part="gpu", message="rank 1 on n1: slow", nodes=("n1",), certain=True),),
     )
 
@@ -372,7 +373,8 @@ def test_a_check_of_this_launch_is_in_the_ledger_once(scene: Scene) -> None:
         assert not scene.looks()
     (event,) = scene.stage.events(EventKind.SPEED_CHECKED)
     assert (event.action, event.nodes, event.epoch) == ("report", "n1", 3)
-    assert event.evidence == ("rank 1 on n1: slow",)
+    far = "rank 0 on node n0 runs on CPUs of NUMA node 1, its GPU is on node 0"
+    assert event.evidence == ("rank 1 on n1: slow", far)
     assert scene.watch.speed_check == speed_check(3)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.train.placement import parse_cpu_list, place_rank, visible_gpus
+from hpctrain.train.placement import far_cpus, parse_cpu_list, place_rank, visible_gpus
 
 # A node with two sockets: GPUs 0 and 1 on NUMA node 0, GPUs 2 and 3 on NUMA node 1.
 ADDRESSES = ("0000:07:00.0", "0000:0F:00.0", "0000:87:00.0", "0000:8F:00.0")
@@ -86,6 +86,25 @@ def test_a_mask_elsewhere_is_left_alone(node: Path) -> None:
     own, preferred = os.sched_getaffinity(0), []
     assert place_rank(0, {}, node, preferred.append) == "far"
     assert os.sched_getaffinity(0) == own and preferred == []
+    assert far_cpus(0, {}, node) == "CPUs of NUMA node 1, its GPU is on node 0"
+    (node / "sys/devices/system/node/node1/cpulist").write_text("4000-4010\n")
+    assert far_cpus(0, {}, node) == "CPUs of no NUMA node, its GPU is on node 0"
+
+
+@pytest.mark.parametrize("local_rank", [0, 3])
+def test_a_rank_that_was_placed_is_not_far(node: Path, local_rank: int) -> None:
+    assert place_rank(local_rank, {}, node, lambda _: None) == "near"
+    assert far_cpus(local_rank, {}, node) == ""
+    other, own = ("2", 0) if local_rank == 0 else ("0", 1)
+    words = f"CPUs of NUMA node {own}, its GPU is on node {1 - own}"
+    assert far_cpus(0, {"CUDA_VISIBLE_DEVICES": other}, node) == words
+
+
+def test_nothing_is_far_where_nothing_is_known(node: Path, tmp_path: Path) -> None:
+    assert far_cpus(0, {}, tmp_path / "empty") == ""
+    assert far_cpus(0, {"CUDA_VISIBLE_DEVICES": "MIG-55"}, node) == ""
+    (node / "sys/bus/pci/devices" / ADDRESSES[0].lower() / "numa_node").write_text("-1\n")
+    assert far_cpus(0, {}, node) == ""
 
 
 def test_without_a_driver_or_numa_nothing_is_known(node: Path, tmp_path: Path) -> None:
