@@ -19,6 +19,7 @@ from hpctrain.spec.loader import (
     load_profile,
     load_run_spec,
 )
+from hpctrain.spec.profile.software import CommandsProfile
 
 # (text in VALID, what replaces it, all problems)
 WRONG_VALUES = [
@@ -284,6 +285,18 @@ def test_distributed_is_refused_with_what_to_write(tmp_path: Path, fields: str) 
     (problem,) = problems_of(tmp_path, text)
     assert problem.message == "`optimizer.distributed`: unknown key" and problem.line is not None
     assert problem.hint == "instead of `distributed: false` write `zero: 0`"
+
+
+def test_the_former_prologue_is_refused_with_its_new_place(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    head = "extends: a100x64\nname: own\nsoftware:\n  prologue: "
+    own.write_text(f"{head}[[source, /sw/rails.sh]]\n")
+    with pytest.raises(InvalidInputError) as caught:
+        load_profile(own)
+    (problem,) = caught.value.problems
+    assert (problem.line, problem.hint) == (4, "use `software.commands.task`")
+    own.write_text(f"{head}[]\n")  # as run directories of earlier versions have it
+    assert load_profile(own).document.software.commands == CommandsProfile()
 
 
 @pytest.mark.parametrize(
