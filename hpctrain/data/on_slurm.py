@@ -142,7 +142,7 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
         constraint=profile.slurm.constraint,
         setup=tuple(setup),
         variables=None if profile.slurm.export == "all" else INHERITED,
-        submit_words=profile.slurm.submit_words,
+        sbatch=profile.slurm.submit_words,
     )
 
 

@@ -145,7 +145,8 @@ def examine(runs: Path, profile_name: str | None) -> Examination:
     if profile_name is not None:
         profile = load_named_profile(profile_name).document
     login = login_facts(runs)
-    queries = ClusterQueries(login.user, cluster=profile and profile.slurm.cluster)
+    name = None if profile is None else profile.slurm.cluster
+    queries = ClusterQueries(login.user, cluster=name)
     try:
         cluster = queries.facts()
     except SlurmError as error:
