@@ -147,7 +147,7 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
         comment=comment if isinstance(comment, str) else None,
         setup=job_environment(profile, variables=()).software_lines,
         variables=passed_variables(profile),
-        submit_words=profile.slurm.submit_words,
+        sbatch=profile.slurm.submit_words,
     )
 
 

@@ -23,6 +23,7 @@ from hpctrain.page.output import busy, json_out, line_width, say, warn
 
 if TYPE_CHECKING:
     from hpctrain.job.job_submission import Submitted
+    from hpctrain.job.prepare import Prepared
     from hpctrain.records.find import RunFiles
 
 
@@ -111,7 +112,7 @@ def submit(
     if prepare_run:
         with busy("writing the run directory ..."):
             written = action.prepare_only(prepared, directory)
-        _tell_prepared(written, prepared.spec.document.after)
+        _tell_prepared(written, prepared)
         return
     if dry_run or check:
         return
@@ -144,7 +145,7 @@ def resubmit(run: str, runs: Path | None, yes: bool, as_json: bool) -> None:
     _announce(submitted, as_json=as_json)
 
 
-def _tell_prepared(run: RunFiles, after: str | None) -> None:
+def _tell_prepared(run: RunFiles, prepared: Prepared) -> None:
     """Print the run id, and how an administrator starts it without hpctrain."""
     from hpctrain.records.jobs import sbatch_options
     from hpctrain.records.supervise_config import read_supervise_config
@@ -157,9 +158,9 @@ def _tell_prepared(run: RunFiles, after: str | None) -> None:
     if not run.layout.directory.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
         say("           only you can read it; `run_access: group` in the profile shares runs")
     say(f"To submit  {run.command('resume')}")
-    where = [] if config.slurm_cluster is None else [f"--clusters={config.slurm_cluster}"]
-    words = [*config.submit_command, *where, *options, str(run.layout.script)]
+    words = [*prepared.profile.document.slurm.submit_words, *options, str(run.layout.script)]
     say(f"By hand    {shlex.join(words)}")
+    after = prepared.spec.document.after
     if after is not None:
         say(f"It is to wait for run `{after}`: `resume` sees to that, and sbatch by hand does not")
 
@@ -172,9 +173,9 @@ def _announce(submitted: Submitted, *, as_json: bool) -> None:
         return
     click.echo(submitted.run_id)
     say(f"Submitted run `{submitted.run_id}` as job {submitted.job_id}")
-    for line in submitted.messages:
+    for line in submitted.answer.messages:
         say(f"The site says: {line}")
-    for change in submitted.changes:
+    for change in submitted.answer.changes:
         warn(change)
     if sys.stderr.isatty():
         say()

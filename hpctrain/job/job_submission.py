@@ -30,11 +30,11 @@ from hpctrain.base.units import short_duration
 from hpctrain.job.job_queries import find_jobs, jobs_of, record_found
 from hpctrain.records.find import RunFiles, all_runs, find_run
 from hpctrain.records.jobs import (
+    SiteAnswer,
     awaited_run,
-    changes_by_slurm,
     generation,
     sbatch_options,
-    site_messages,
+    site_answer,
     slurm_cluster_of,
     submitted_ids,
     was_put_back,
@@ -53,30 +53,21 @@ _SECONDS_TO_PUT_BACK = 30
 
 
 class Submitted(BaseModel):
-    """A run that Slurm has accepted.
-
-    `messages` are lines of the site (job_submit plug-in, submit command), `changes` what Slurm has
-    made of the job otherwise than its script asks for.
-    """
+    """A run that Slurm has accepted, and what the site has answered beside the job's id."""
 
     model_config = ConfigDict(frozen=True)
 
     run_id: str
     job_id: int
     directory: Path
-    messages: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()
+    answer: SiteAnswer
 
 
 def submitted_run(run: RunFiles, job_id: int) -> Submitted:
     """Return the submission with what the ledger has about it."""
-    events = run.ledger.events()
+    answer = site_answer(run.ledger.events())
     return Submitted(
-        run_id=run.run_id,
-        job_id=job_id,
-        directory=run.layout.directory,
-        messages=site_messages(events),
-        changes=changes_by_slurm(events),
+        run_id=run.run_id, job_id=job_id, directory=run.layout.directory, answer=answer
     )
 
 
@@ -135,7 +126,8 @@ def submit_jobs(run: RunFiles, slurm: SlurmClient, *after: JobsBefore) -> int:
     the run directory cannot be read.
     """
     config = read_supervise_config(run.layout.supervise_config)
-    slurm = slurm.at(cluster=config.slurm_cluster, submit_command=config.submit_command)
+    wanted = config.submission
+    slurm = slurm.at(cluster=wanted.cluster, submit_command=wanted.words)
     first = _sbatch(run, slurm, config, after=after)
     if config.continuation == "requeue":
         _lead_followers(run, slurm, first)
@@ -242,7 +234,7 @@ def _sbatch(
     successor_of: int | None = None,
     after: Sequence[JobsBefore] = (),
 ) -> int:
-    cluster = config.slurm_cluster
+    cluster = config.submission.cluster
     after_run = next((one.run_id for one in after if one.run_id), None)
     with contextlib.suppress(SlurmError):  # the error of sbatch is clearer
         cluster = cluster or slurm.cluster_name()
@@ -251,7 +243,7 @@ def _sbatch(
             EventKind.SUBMITTING,
             cluster=cluster,
             after_run=after_run,
-            slurm_cluster=config.slurm_cluster,
+            slurm_cluster=config.submission.cluster,
         )
     try:
         options = sbatch_options(run.layout.directory, array=config.continuation == "array")
@@ -278,8 +270,8 @@ def _sbatch(
         cluster=submitted.cluster or cluster,
         after_run=after_run,
         script_sha256=digest,
-        slurm_cluster=config.slurm_cluster,
-        messages=submitted.messages,
+        slurm_cluster=config.submission.cluster,
+        site_messages=submitted.messages,
     )
     if successor_of is None:
         _record_changes(run, slurm, config, submitted.job_id, options)

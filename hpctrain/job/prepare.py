@@ -35,7 +35,7 @@ from hpctrain.job.render.script import (
 )
 from hpctrain.job.render.shell_files import ShellFile
 from hpctrain.job.site_warnings import refuse_ended_reservation, site_warnings
-from hpctrain.job.supervisor_settings import training_supervision
+from hpctrain.job.supervisor_settings import submit_settings, training_supervision
 from hpctrain.judge.catalogue import load_signatures
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
@@ -571,6 +571,6 @@ def evaluation_files(prepared: Prepared, layout: RunLayout) -> list[tuple[Path, 
         jobs=tuple(jobs),
         last_step=spec.train_steps,
         submit_variables=submit_variables(training),
-        submit_command=training.profile.slurm.submit_command,
+        submission=submit_settings(training.profile),
     )
     return [*files, (layout.evaluation_config, settings.model_dump_json(indent=1) + "\n")]

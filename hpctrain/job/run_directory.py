@@ -91,7 +91,7 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
     RunFiles(layout).ledger.append(
         EventKind.RENDERED,
         script_sha256=digest,
-        slurm_cluster=prepared.supervise.slurm_cluster,
+        slurm_cluster=prepared.supervise.submission.cluster,
     )
     return layout
 

@@ -47,7 +47,7 @@ def submit(
     directory stays, because the job may exist.
     """
     Examined(checks_of(prepared, runs), prepared).refuse()  # now, not after hours in the queue
-    slurm = slurm.at(cluster=prepared.supervise.slurm_cluster)
+    slurm = slurm.at(cluster=prepared.supervise.submission.cluster)
     refuse_unsubmittable(prepared, slurm)
     waits: tuple[JobsBefore, ...]
     if after is not None:
@@ -86,8 +86,8 @@ def _written(prepared: Prepared, runs: Path) -> RunFiles:
 
 def check(prepared: Prepared, slurm: SlurmClient) -> TestOnlyAnswer:
     """Validate the script with Slurm (`sbatch --test-only`); nothing is submitted."""
-    config = prepared.supervise
-    slurm = slurm.at(cluster=config.slurm_cluster, submit_command=config.submit_command)
+    wanted = prepared.supervise.submission
+    slurm = slurm.at(cluster=wanted.cluster, submit_command=wanted.words)
     refuse_unsubmittable(prepared, slurm)
     return slurm.test_only(prepared.script)
 

@@ -29,15 +29,22 @@ from hpctrain.records.supervise_config import (
     MetricsSettings,
     NotifySettings,
     RollbackSettings,
+    SubmitSettings,
     SuperviseConfig,
     TopologySettings,
 )
 from hpctrain.records.tracking import MOST_ID_CHARACTERS, TrackingConfig, WandbSettings
 from hpctrain.spec.notify import NotifySpec
+from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.hardware import port_range
 from hpctrain.version import __version__
 
 NODE_LEDGER_NAME = "nodes.jsonl"
+
+
+def submit_settings(profile: ClusterProfile) -> SubmitSettings:
+    """Collect how the site wants jobs to be submitted."""
+    return SubmitSettings(words=profile.slurm.submit_command, cluster=profile.slurm.cluster)
 
 
 def supervise_config(
@@ -70,8 +77,7 @@ def supervise_config(
         cluster_nodes=profile.nodes.count,
         node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
         submit_variables=submit_variables(job),
-        submit_command=profile.slurm.submit_command,
-        slurm_cluster=profile.slurm.cluster,
+        submission=submit_settings(profile),
         master_address=profile.network.master_address,
         master_ports=port_range(profile.network.ports) if profile.network.ports else None,
         notify=notify_settings(job.notify),

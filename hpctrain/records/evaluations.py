@@ -23,6 +23,7 @@ from hpctrain.base.durable import append_line
 from hpctrain.base.formats import refuse_newer
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import Record, parse_record
+from hpctrain.records.supervise_config import SubmitSettings
 
 MOST_ATTEMPTS = 2
 # A login node tries what Slurm refuses for so long, and so often, before it counts as failed.
@@ -57,7 +58,7 @@ class EvaluationSettings(BaseModel):
     jobs: tuple[EvaluationJob, ...]
     last_step: int
     submit_variables: tuple[str, ...] | None = None
-    submit_command: tuple[str, ...] = ("sbatch",)
+    submission: SubmitSettings = SubmitSettings()
 
     def wants(self, job: EvaluationJob, step: int) -> bool:
         """Return True if the checkpoint of that step is to be evaluated by `job`."""

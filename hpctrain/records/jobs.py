@@ -9,10 +9,12 @@ recognised. Does not belong here: Slurm's records of the jobs, or making them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.records.ledger import Event, EventKind
+from hpctrain.records.run_records import Record
 
 _RECORDED = (EventKind.SUBMITTED, EventKind.ADOPTED)
 _SUBMISSION = (
@@ -93,16 +95,28 @@ def slurm_cluster_of(events: Sequence[Event]) -> str | None:
     return next((event.slurm_cluster for event in reversed(events) if event.slurm_cluster), None)
 
 
-def site_messages(events: Sequence[Event]) -> tuple[str, ...]:
-    """What the site has said when the jobs of the newest generation were submitted."""
-    said = (line for event in generation(events) for line in event.messages)
-    return tuple(dict.fromkeys(said))
+class SiteAnswer(Record):
+    """What a site has answered to a submission beside the job's id.
+
+    `messages` are lines of a job_submit plug-in or of the site's command, `changes` sentences about
+    what Slurm has made of the job otherwise than its script asks for.
+    """
+
+    messages: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All of it, for people."""
+        return (*self.changes, *(f"the site says: {line}" for line in self.messages))
 
 
-def changes_by_slurm(events: Sequence[Event]) -> tuple[str, ...]:
-    """What Slurm has made of the newest generation otherwise than its script asks for."""
-    changed = (e for e in generation(events) if e.event is EventKind.JOB_CHANGED)
-    return tuple(sentence for event in changed for sentence in event.evidence)
+def site_answer(events: Sequence[Event]) -> SiteAnswer:
+    """What the site has answered to the submission of the newest generation."""
+    recent = generation(events)
+    changed = (e.evidence for e in recent if e.event is EventKind.JOB_CHANGED)
+    said = dict.fromkeys(line for event in recent for line in event.site_messages)
+    return SiteAnswer(messages=tuple(said), changes=tuple(itertools.chain(*changed)))
 
 
 def being_submitted(events: Sequence[Event]) -> bool:

@@ -71,7 +71,7 @@ class Event(Record):
     run for whose end a submitted job waits; of an observation: that it began before that end.
     `served_seconds`: how long a replica had answered requests when the event was written.
     `slurm_cluster`: the cluster that Slurm's commands name to reach the jobs (`--clusters`);
-    None where they need not. `messages`: what the site has said at a submission.
+    None where they need not. `site_messages`: what the site has said at a submission.
     """
 
     event: EventKind
@@ -110,7 +110,7 @@ class Event(Record):
     after_run: str | None = None
     served_seconds: float | None = None
     slurm_cluster: str | None = None
-    messages: tuple[str, ...] = ()
+    site_messages: tuple[str, ...] = ()
 
     @property
     def attempt(self) -> tuple[int | None, int | None]:

@@ -32,6 +32,17 @@ class _Settings(BaseModel):
         return {name: value for name, value in values.items() if name not in _FORMER}
 
 
+class SubmitSettings(_Settings):
+    """How jobs are submitted: the words in the place of `sbatch`.
+
+    `cluster`: the one that Slurm's commands have to name from outside of a job (`--clusters`); None
+    where they need not.
+    """
+
+    words: tuple[str, ...] = ("sbatch",)
+    cluster: str | None = None
+
+
 class LaunchShape(_Settings):
     """One size at which the run can be launched: the planned one, or a smaller one."""
 
@@ -141,9 +152,7 @@ class SuperviseConfig(_Settings):
     metrics to TensorBoard or W&B; `metrics`: another one exports them from the job. `commands`:
     None where the site has none around the trainer. `serves`: the launches are those of a replica
     of a service: they have no checkpoints, and a launch is progress once it has answered requests
-    for `served_progress_seconds`. `submit_command`: the words in the place of `sbatch`.
-    `slurm_cluster`: the cluster that Slurm's commands have to name from outside of a job
-    (`--clusters`); None where they need not.
+    for `served_progress_seconds`.
     """
 
     schema_version: Literal[1] = 1
@@ -174,8 +183,7 @@ class SuperviseConfig(_Settings):
     mttf_seconds: float | None = None
     inputs: tuple[str, ...] = ()
     submit_variables: tuple[str, ...] | None = None
-    submit_command: tuple[str, ...] = ("sbatch",)
-    slurm_cluster: str | None = None
+    submission: SubmitSettings = SubmitSettings()
     master_address: str | None = None
     master_ports: tuple[int, int] | None = None
     poll_seconds: float = DEFAULT_POLL_SECONDS

@@ -292,8 +292,8 @@ def resume(
         submitted = resubmit(run, slurm)
         verb = "resubmitted" if again else "submitted"
         message = f"{verb} run {_name(run)} as job {submitted.job_id}"
-        told = (*accepted, *submitted.messages, *submitted.changes)
-        return replace(_result(run, message, *told), job_id=submitted.job_id)
+        result = _result(run, message, *accepted, *submitted.answer.lines)
+        return replace(result, job_id=submitted.job_id)
     for job in queue.jobs:
         if job.hold is not None:
             slurm.release(job.job_id)

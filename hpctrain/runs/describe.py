@@ -17,7 +17,7 @@ from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.page.text import facts, paragraph
 from hpctrain.records.find import RunFiles
-from hpctrain.records.jobs import changes_by_slurm, site_messages
+from hpctrain.records.jobs import SiteAnswer, site_answer
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.requests import TAKE_BACK
 from hpctrain.records.run_records import SaveRecord, read_saves
@@ -115,8 +115,7 @@ class RunStory(EvaluatedDocument):
     done: bool
     state: RunState | None
     reason: str | None
-    changes: tuple[str, ...] = ()
-    messages: tuple[str, ...] = ()
+    answer: SiteAnswer = SiteAnswer()
     attempts: tuple[AttemptStory, ...]
     checkpoints: tuple[CheckpointStory, ...]
     asked: tuple[RequestStory, ...] = ()
@@ -142,8 +141,7 @@ def describe(run: RunFiles) -> RunStory:
         done=done,
         state=None if judged.state is RunState.UNKNOWN else judged.state,
         reason=judged.reason or None if judged.state is not RunState.UNKNOWN else None,
-        changes=changes_by_slurm(events),
-        messages=site_messages(events),
+        answer=site_answer(events),
         attempts=tuple(
             _attempt(events[start:end], events[end:])
             for start, end in zip(starts, ends, strict=False)
@@ -287,8 +285,7 @@ def story_lines(story: RunStory) -> list[str]:
     """Format attempts in order, each with its launches, then requests and checkpoints."""
     head = (("Run", story.run_id), ("State", story.state), ("Reason", story.reason))
     lines = [*facts(*head, margin=11), f"Directory  {story.directory}"]
-    lines += facts(*(("Changed", change) for change in story.changes), margin=11)
-    lines += facts(*(("Site said", line) for line in story.messages), margin=11)
+    lines += facts(*(("Submitted", line) for line in story.answer.lines), margin=11)
     for number, attempt in enumerate(story.attempts, 1):
         lines += ["", *_attempt_lines(number, attempt)]
     if story.asked:

@@ -25,7 +25,7 @@ from hpctrain.judge.launch_history import history
 from hpctrain.judge.policy import budget_of, decide, limit_of_all
 from hpctrain.page.text import LINE_WIDTH, facts, paragraph
 from hpctrain.records.find import RunFiles
-from hpctrain.records.jobs import changes_by_slurm, site_messages
+from hpctrain.records.jobs import site_answer
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.requests import is_requested, read_request
 from hpctrain.records.supervise_config import SuperviseConfig, read_supervise_config
@@ -252,8 +252,7 @@ class Why(BaseModel):
     attempts: int
     waiting: str | None
     placement: str | None
-    changes: tuple[str, ...] = ()
-    messages: tuple[str, ...] = ()
+    submission: tuple[str, ...] = ()
     requests: tuple[str, ...]
     continuation: str
     continuation_words: str
@@ -305,8 +304,7 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
         attempts=row.attempts,
         waiting=waiting,
         placement=scattered_groups(events),
-        changes=changes_by_slurm(events),
-        messages=site_messages(events),
+        submission=site_answer(events).lines,
         requests=tuple(requests),
         continuation=config.continuation,
         continuation_words=_CONTINUATION[config.continuation],
@@ -429,8 +427,7 @@ def why_lines(why: Why, now: float) -> list[str]:
         ("Reason", why.state_reason),
         ("Waits", why.waiting),
         ("Placed", why.placement),
-        *(("Changed", change) for change in why.changes),
-        *(("Site said", line) for line in why.messages),
+        *(("Submitted", line) for line in why.submission),
         *(("Asked", f"{request}; not followed yet") for request in why.requests),
         *_end_facts(why.ended, now),
     )

@@ -114,5 +114,5 @@ def copy_job(known: RunLayout, made: RunLayout, old: str, new: str) -> None:
         where = error.filename or made.directory
         raise UsageError(f"{where} cannot be written: {error.strerror}") from error
     digest = hashlib.sha256(made.script.read_bytes()).hexdigest()
-    cluster = read_supervise_config(made.supervise_config).slurm_cluster
+    cluster = read_supervise_config(made.supervise_config).submission.cluster
     RunFiles(made).ledger.append(EventKind.RENDERED, script_sha256=digest, slurm_cluster=cluster)

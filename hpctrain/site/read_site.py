@@ -155,7 +155,8 @@ def examine(runs: Path, profile_name: str | None) -> Examination:
         profile = load_named_profile(profile_name).document
         asked = _open_questions(find_profile(profile_name, profile_search_path()))
     login = login_facts(runs)
-    queries = ClusterQueries(login.user, cluster=profile.slurm.cluster if profile else None)
+    name = None if profile is None else profile.slurm.cluster
+    queries = ClusterQueries(login.user, cluster=name)
     try:
         cluster = queries.facts()
     except SlurmError as error:

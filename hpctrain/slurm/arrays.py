@@ -24,7 +24,7 @@ class ArrayOptions:
     """What each element requests: one task on one node. None: Slurm's default.
 
     `setup` are lines of shell before the command, `variables` those that the elements inherit
-    (None: all). `submit_words`: sbatch, or the words in its place, with options.
+    (None: all). `sbatch`: sbatch, or the words in its place, with options.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ArrayOptions:
     comment: str | None = None
     setup: tuple[str, ...] = ()
     variables: tuple[str, ...] | None = None
-    submit_words: tuple[str, ...] = ("sbatch",)
+    sbatch: tuple[str, ...] = ("sbatch",)
 
     def parameters(self) -> dict[str, Any]:
         """Build the parameters of submitit's SlurmExecutor."""
@@ -68,7 +68,7 @@ def submit_array(commands: Sequence[Sequence[str]], folder: Path, options: Array
         except RuntimeError as error:  # no srun
             raise SlurmUnreachableError(str(error)) from error
         executor.update_parameters(**options.parameters())
-        executor._make_submission_command = lambda file: [*options.submit_words, str(file)]
+        executor._make_submission_command = lambda file: [*options.sbatch, str(file)]
         try:
             with executor.batch():
                 jobs = [
@@ -78,7 +78,7 @@ def submit_array(commands: Sequence[Sequence[str]], folder: Path, options: Array
         except submitit.core.utils.FailedJobError as error:
             raise SlurmRefusedError(str(error).strip()) from error
         except FileNotFoundError as error:
-            raise SlurmRefusedError(f"cannot run `{options.submit_words[0]}`: {error}") from error
+            raise SlurmRefusedError(f"cannot run `{options.sbatch[0]}`: {error}") from error
     return int(str(jobs[0].job_id).partition("_")[0])
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from hpctrain.base.units import short_duration
 from hpctrain.slurm.parse import gpus_per_node
-from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.records import JobRecord, JobTerms
 
 JobSetting = Literal[
     "partition",
@@ -77,14 +77,11 @@ def requested_job(script: str, options: Sequence[str] = ()) -> JobRecord:
         job_id=0,
         name=asked.get("job-name"),
         partition=asked.get("partition"),
-        qos=asked.get("qos"),
         account=asked.get("account"),
-        reservation=asked.get("reservation"),
         comment=asked.get("comment"),
         time_limit_seconds=_time_seconds(asked.get("time", "")),
         node_count=nodes,
-        cpu_count=cpus,
-        gpus_per_node=gpus or None,
+        terms=JobTerms(asked.get("qos"), asked.get("reservation"), cpus, gpus or None),
         requeue=True if "requeue" in asked else False if "no-requeue" in asked else None,
     )
 
@@ -108,14 +105,16 @@ def _settings(
     listed = asked.partition is not None and made.partition in asked.partition.split(",")
     yield "partition", None if listed else asked.partition, made.partition
     # slurmctld and slurmdbd keep these names in lower case
-    yield "QOS", _lower(asked.qos), _lower(made.qos)
+    yield "QOS", _lower(asked.terms.qos), _lower(made.terms.qos)
     yield "account", _lower(asked.account), _lower(made.account)
-    yield "reservation", asked.reservation or "none", made.reservation or "none"
+    yield "reservation", asked.terms.reservation or "none", made.terms.reservation or "none"
     yield "time limit", _minutes(asked.time_limit_seconds), _minutes(made.time_limit_seconds)
     yield "number of nodes", _text(asked.node_count), _text(made.node_count)
-    yield "GPUs per node", _text(asked.gpus_per_node), _text(made.gpus_per_node)
-    fewer = (made.cpu_count or 0) < (asked.cpu_count or 0)  # whole nodes have more of them
-    yield "CPUs", _text(asked.cpu_count) if fewer else None, _text(made.cpu_count)
+    yield "GPUs per node", _text(asked.terms.gpus_per_node), _text(made.terms.gpus_per_node)
+    fewer = (made.terms.cpu_count or 0) < (
+        asked.terms.cpu_count or 0
+    )  # whole nodes have more of them
+    yield "CPUs", _text(asked.terms.cpu_count) if fewer else None, _text(made.terms.cpu_count)
     kept = asked.comment is None or asked.comment in (made.comment or "").split()
     yield "comment", None if kept else asked.comment, made.comment or "none"
     yield "job name", asked.name, made.name

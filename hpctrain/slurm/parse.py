@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from hpctrain.base.printable_text import printable_line
 from hpctrain.slurm.records import (
     JobRecord,
+    JobTerms,
     NodeState,
     RequeueResult,
     StepRecord,
@@ -136,10 +137,12 @@ def _job(cell: dict[str, str], source: str) -> JobRecord:
         comment=_value(cell["Comment"]),
         array_job_id=_number(cell["ArrayJobID"]),
         node_count=_number(cell.get("NumNodes", "")),
-        cpu_count=_number(cell.get("NumCPUs", "")),
-        gpus_per_node=gpus_per_node(cell["tres-per-node"]) if "tres-per-node" in cell else None,
-        qos=_value(cell.get("QOS", "")),
-        reservation=_value(cell.get("Reservation", "")),
+        terms=JobTerms(
+            _value(cell.get("QOS", "")),
+            _value(cell.get("Reservation", "")),
+            _number(cell.get("NumCPUs", "")),
+            gpus_per_node(cell["tres-per-node"]) if "tres-per-node" in cell else None,
+        ),
         cluster=_value(cell["Cluster"]),
         work_directory=_value(cell.get("WorkDir", "")),
         source=source,
@@ -244,15 +247,11 @@ def submitted(stdout: str, stderr: str = "") -> SubmittedJob:
         match = re.fullmatch(_SUBMITTED, lines[number].strip())
         if match is not None:
             said = [*lines[:number], *lines[number + 1 :], *stderr.splitlines()]
-            return SubmittedJob(int(match[1] or match[3]), match[2] or match[4], _shown(said))
+            kept = [printable_line(line, _LONGEST_MESSAGE) for line in said if line.strip()]
+            more = len(kept) - _MOST_MESSAGES
+            kept[_MOST_MESSAGES:] = [f"and {more} more lines"] if more > 0 else []
+            return SubmittedJob(int(match[1] or match[3]), match[2] or match[4], tuple(kept))
     raise ValueError(f"no job id in {stdout[:200]!r}")
-
-
-def _shown(lines: Iterable[str]) -> tuple[str, ...]:
-    """Make the lines of a site fit for a terminal and a ledger: printable, and not too many."""
-    kept = [printable_line(line.strip(), _LONGEST_MESSAGE) for line in lines if line.strip()]
-    more = len(kept) - _MOST_MESSAGES
-    return (*kept[:_MOST_MESSAGES], f"and {more} more lines") if more > 0 else tuple(kept)
 
 
 def test_only_answer(text: str) -> TestOnlyAnswer:

@@ -18,14 +18,27 @@ from hpctrain.slurm.states import JobState
 
 
 @dataclass(frozen=True)
+class JobTerms:
+    """Under which terms a job runs: its QOS and reservation, and what it asks for.
+
+    `cpu_count` of a pending job is the least it asks for, `gpus_per_node` what it asks of a node
+    (0: none by that option).
+    """
+
+    qos: str | None = None
+    reservation: str | None = None
+    cpu_count: int | None = None
+    gpus_per_node: int | None = None
+
+
+@dataclass(frozen=True)
 class JobRecord:
     """One job. For a pending job `start_time` is the earliest or expected start.
 
     `exit_code` and `exit_signal` belong to the batch script and are set for ended jobs only.
     `time_limit_seconds` is infinite for UNLIMITED. `exclude_nodes` is Slurm's hostlist, "" for
     none. `array_job_id` is the id that sbatch has printed: that of the whole array for an element
-    of one, else `job_id`. `node_count` and `cpu_count` of a pending job are the least it asks for,
-    `gpus_per_node` is what it asks of a node (0: none by that option). `cluster` is
+    of one, else `job_id`. `node_count` of a pending job is the least it asks for. `cluster` is
     Slurm's ClusterName, `work_directory` where the script runs (sbatch(1), --chdir). `source` names
     the command that reported it. `dependencies` are what it still waits for, such as `afterok:12`.
     """
@@ -51,10 +64,7 @@ class JobRecord:
     comment: str | None = None
     array_job_id: int | None = None
     node_count: int | None = None
-    cpu_count: int | None = None
-    gpus_per_node: int | None = None
-    qos: str | None = None
-    reservation: str | None = None
+    terms: JobTerms = JobTerms()
     cluster: str | None = None
     work_directory: str | None = None
     source: str = ""

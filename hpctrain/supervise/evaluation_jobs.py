@@ -155,7 +155,7 @@ class EvaluationPass:
         ]
         arguments = (str(one.step), str(one.epoch), str(attempt))
         try:
-            slurm = self.slurm.at(submit_command=settings.submit_command)
+            slurm = self.slurm.at(submit_command=settings.submission.words)
             job_id = slurm.submit_with(
                 self.run.evaluation_script(job.name),
                 arguments,

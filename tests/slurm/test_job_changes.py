@@ -76,8 +76,8 @@ def test_a_plug_in_changes_the_job_and_says_so(stage: Stage) -> None:
     with job_submit_lua(stage.sandbox, MOVES):
         submitted = submit(prepared, stage.runs, stage.slurm)
     said = ("sbatch: Jobs of students go to `brief`: see https://site.example/queues",)
-    assert submitted.messages == said
-    changes = submitted.changes
+    assert submitted.answer.messages == said
+    changes = submitted.answer.changes
     assert changes == (
         "Slurm changed the partition: asked train, is brief; jobs there are preempted (requeue), "
         "with 6s of grace",
@@ -144,14 +144,17 @@ def test_another_command_submits(stage: Stage) -> None:
     prepared = prepared_with(stage, "wrapped", line, "chain")
     assert f"&& {wrapper} --project mine job.sbatch" in prepared.script
     submitted = submit(prepared, stage.runs, stage.slurm)
-    assert submitted.messages == ("Welcome to the site", "charging mine")
+    assert submitted.answer.messages == ("Welcome to the site", "charging mine")
     assert stage.slurm.jobs([submitted.job_id])[submitted.job_id].account == "mine"
     run = find_run(stage.runs, submitted.run_id)
     rehearsal = Rehearsal(stage.sandbox, stage.slurm, run, submitted.job_id)
     rehearsal.wait(lambda: len(rehearsal.events(EventKind.SUBMITTED)) > 1, "with a successor")
     cancel(run, stage.slurm)
     first, successor = rehearsal.events(EventKind.SUBMITTED)
-    assert successor.successor_of == first.job_id and successor.messages == submitted.messages
+    assert (
+        successor.successor_of == first.job_id
+        and successor.site_messages == submitted.answer.messages
+    )
 
 
 def test_a_command_that_is_not_there_is_named(stage: Stage) -> None:
@@ -198,7 +201,7 @@ def test_a_run_of_another_cluster_by_its_name(accounting_stage: Stage, tmp_path:
     there = elsewhere.at(cluster="sandbox")
     full = there.submit(NO_ROOM).job_id
     submitted = submit(prepared, stage.runs, elsewhere)
-    assert submitted.changes == ()
+    assert submitted.answer.changes == ()
     run = find_run(stage.runs, submitted.run_id)
     rehearsal = Rehearsal(stage.sandbox, there, run, submitted.job_id)
     row = statuses([run], elsewhere)[0]

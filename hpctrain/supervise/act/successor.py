@@ -71,7 +71,7 @@ def ensure_successor(context: AttemptContext) -> None:
     digest = keep_script(context.run_layout)
     try:
         script, variables = context.run_layout.script, context.config.submit_variables
-        slurm = context.slurm.at(submit_command=context.config.submit_command)
+        slurm = context.slurm.at(submit_command=context.config.submission.words)
         submitted = slurm.submit(script, options, variables=variables)
     except SlurmError as error:
         reason = f"no successor could be submitted: {error}"
@@ -84,7 +84,7 @@ def ensure_successor(context: AttemptContext) -> None:
         successor_of=context.job_id,
         reason="successor",
         cluster=context.attempt.cluster,
-        messages=submitted.messages,
+        site_messages=submitted.messages,
         script_sha256=digest,
     )
     log_message(f"job {submitted.job_id} will continue after this one")
@@ -111,7 +111,7 @@ def adopt_own_job(context: AttemptContext) -> None:
         job_id=context.attempt.submitted_id,
         successor_of=earlier[-1] if earlier else None,
         cluster=context.attempt.cluster,
-        slurm_cluster=context.config.slurm_cluster,
+        slurm_cluster=context.config.submission.cluster,
         reason="started by hand, or its client died before it could record it",
     )
 

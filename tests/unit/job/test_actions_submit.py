@@ -311,8 +311,8 @@ def test_what_slurm_makes_of_a_job_is_kept_and_told(prepared: Prepared, tmp_path
     slurm.messages = ("sbatch: be nice",)
     slurm.makes = {"partition": "other", "time_limit_seconds": 60.0, "comment": None, "name": "x"}
     done = submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
-    assert done.messages == slurm.messages
-    follows = [change.partition("; ")[2] for change in done.changes]
+    assert done.answer.messages == slurm.messages
+    follows = [change.partition("; ")[2] for change in done.answer.changes]
     assert follows == [
         "the profile does not describe it, so the plan knows nothing of its preemption",
         follows[1],
@@ -321,13 +321,17 @@ def test_what_slurm_makes_of_a_job_is_kept_and_told(prepared: Prepared, tmp_path
     ]
     assert "no time is left to train" in follows[1]
     last = RunFiles(RunLayout(done.directory)).ledger.events()[-1]
-    assert (last.event, last.job_id, last.evidence) == (EventKind.JOB_CHANGED, 1, done.changes)
+    assert (last.event, last.job_id, last.evidence) == (
+        EventKind.JOB_CHANGED,
+        1,
+        done.answer.changes,
+    )
 
 
 def test_a_job_that_comes_back_no_more(prepared: Prepared, tmp_path: Path) -> None:
     slurm = FakeSlurm()
     slurm.makes = {"requeue": False}
-    (change,) = submit(prepared, tmp_path / "runs", slurm).changes  # type: ignore[arg-type]
+    (change,) = submit(prepared, tmp_path / "runs", slurm).answer.changes  # type: ignore[arg-type]
     assert change.startswith("Slurm changed the requeue flag: asked on, is off; Slurm does not")
 
 
@@ -344,7 +348,7 @@ def test_nothing_is_told_of_a_job_that_nobody_knows(
     slurm = Forgetful()
     slurm.makes = {"partition": "other"}
     done = submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
-    assert (done.job_id, done.changes) == (1, ())
+    assert (done.job_id, done.answer.changes) == (1, ())
 
 
 def test_submit_commands_and_clusters_of_a_profile(prepared: Prepared, tmp_path: Path) -> None:

@@ -47,8 +47,7 @@ def test_squeue_rows_of_every_kind() -> None:
     assert (held.state, held.reason, held.requeue) == (JobState.PENDING, "JobHeldUser", False)
     assert (held.node_list, held.start_time, held.account, held.comment) == (None,) * 4
     assert (held.cluster, held.work_directory) == ("sandbox", "/runs/a")
-    assert (held.node_count, held.cpu_count, held.gpus_per_node) == (2, 8, 2)
-    assert (held.qos, held.reservation) == (None, None)
+    assert (held.node_count, held.terms) == (2, p.JobTerms(cpu_count=8, gpus_per_node=2))
     assert jobs[2].work_directory == "/runs/b\nc"
     assert held.time_limit_seconds == 86400 + 2 * 3600 + 4 * 60
     assert (failed.exit_code, failed.exit_signal, failed.time_limit_seconds) == (7, 0, math.inf)

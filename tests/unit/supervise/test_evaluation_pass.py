@@ -19,6 +19,7 @@ from hpctrain.records.evaluations import (
 )
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
+from hpctrain.records.supervise_config import SubmitSettings
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import TestOnlyAnswer
@@ -226,7 +227,7 @@ def test_an_evaluation_is_submitted_by_the_sites_command(run: RunLayout) -> None
     settings = EvaluationSettings.model_validate_json(run.evaluation_config.read_text())
     words = ("site_sbatch",)
     run.evaluation_config.write_text(
-        settings.model_copy(update={"submit_command": words}).model_dump_json()
+        settings.model_copy(update={"submission": SubmitSettings(words=words)}).model_dump_json()
     )
     slurm = FakeSlurm()
     passed(run, slurm)

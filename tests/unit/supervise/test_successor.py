@@ -19,6 +19,7 @@ from hpctrain.records.jobs import cancel_requested, generation, job_ids
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import BufferedLedger, EventKind
 from hpctrain.records.run_records import Progress, write_record
+from hpctrain.records.supervise_config import SubmitSettings
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord, SubmittedJob
@@ -480,9 +481,11 @@ def test_refusals_of_slurm_raise_nothing(tmp_path: Path, slurm: FakeSlurm) -> No
 def test_the_successor_is_submitted_by_the_sites_command(tmp_path: Path, slurm: FakeSlurm) -> None:
     context = attempt(tmp_path, slurm)
     words = ("site_sbatch", "--project", "x")
-    named = context.config.model_copy(update={"submit_command": words, "slurm_cluster": "fake"})
+    named = context.config.model_copy(
+        update={"submission": SubmitSettings(words=words, cluster="fake")}
+    )
     slurm.messages = ("charging x",)
     ensure_successor(replace(context, config=named))
     assert slurm.commands == [words], "and on the cluster of this job, which needs no name"
     event = context.ledger.events()[-1]
-    assert (event.event, event.messages) == (EventKind.SUBMITTED, ("charging x",))
+    assert (event.event, event.site_messages) == (EventKind.SUBMITTED, ("charging x",))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from hpctrain.slurm import JobRecord
 from hpctrain.slurm.job_changes import job_changes, requested_job
+from hpctrain.slurm.records import JobTerms
 
 SCRIPT = """#!/bin/bash
 # a comment
@@ -26,15 +27,24 @@ SCRIPT = """#!/bin/bash
 true
 #SBATCH --nodes=99
 """
+ASKED = requested_job(SCRIPT)
 MADE = replace(
-    requested_job(SCRIPT), job_id=7, account="mine", cpu_count=1024, source="squeue", node_count=4
+    ASKED, job_id=7, account="mine", terms=replace(ASKED.terms, cpu_count=1024), source="squeue"
 )
+TERMS = {field.name for field in fields(JobTerms)}
+
+
+def made(**changes: object) -> JobRecord:
+    """The job with changes, of its terms as well."""
+    terms = {name: value for name, value in changes.items() if name in TERMS}
+    others = {name: value for name, value in changes.items() if name not in TERMS}
+    return replace(MADE, terms=replace(MADE.terms, **terms), **others)  # type: ignore[arg-type]
 
 
 def test_what_a_script_asks_for() -> None:
     asked = requested_job(SCRIPT, ["--chdir=/runs/1", "--partition=other"])
-    assert (asked.partition, asked.account, asked.qos) == ("other", "Mine", "normal")
-    assert (asked.node_count, asked.cpu_count, asked.gpus_per_node) == (4, 512, 8)
+    assert (asked.partition, asked.account, asked.node_count) == ("other", "Mine", 4)
+    assert asked.terms == JobTerms("normal", None, 512, 8)
     assert (asked.time_limit_seconds, asked.requeue) == (86400.0, True)
     assert (asked.comment, asked.name) == ("hpctrain:run 1", "run-1")
 
@@ -64,13 +74,13 @@ def test_a_job_as_it_was_asked_for() -> None:
 
 @pytest.mark.parametrize("unknown", ["qos", "account", "gpus_per_node", "cpu_count", "requeue"])
 def test_what_slurm_does_not_report_is_not_compared(unknown: str) -> None:
-    assert job_changes(requested_job(SCRIPT), replace(MADE, **{unknown: None})) == ()
+    assert job_changes(requested_job(SCRIPT), made(**{unknown: None})) == ()
 
 
 def test_what_was_not_asked_for_is_the_sites_to_choose() -> None:
     asked = JobRecord(0)
-    assert job_changes(asked, replace(MADE, reservation=None)) == ()
-    (bound,) = job_changes(asked, replace(MADE, reservation="maint"))
+    assert job_changes(asked, MADE) == ()
+    (bound,) = job_changes(asked, made(reservation="maint"))
     assert str(bound) == "Slurm changed the reservation: asked none, is maint"
 
 
@@ -91,12 +101,12 @@ def test_what_was_not_asked_for_is_the_sites_to_choose() -> None:
     ],
 )
 def test_each_change_is_a_sentence(changes: dict[str, object], sentence: str) -> None:
-    found = job_changes(requested_job(SCRIPT), replace(MADE, **changes))  # type: ignore[arg-type]
+    found = job_changes(requested_job(SCRIPT), made(**changes))
     assert [str(one) for one in found] == [f"Slurm changed the {sentence}"]
 
 
 def test_options_that_count_cores_otherwise() -> None:
     """Neither CPUs nor a range of nodes are compared then."""
     for line in ("#SBATCH --hint=nomultithread", "#SBATCH --threads-per-core=1"):
-        assert requested_job(f"{line}\n{SCRIPT}").cpu_count is None
+        assert requested_job(f"{line}\n{SCRIPT}").terms.cpu_count is None
     assert requested_job("#SBATCH --nodes=2-4 --ntasks-per-node=2\n").node_count is None
