@@ -350,7 +350,7 @@ def partition_sections(
                 )
         section = _limits(facts, one, is_default=one is usable[0])
         remarks += limits_of(facts.cluster, one).others
-        sections.append({**section, **dict(_rights(facts, one)), **own})
+        sections.append({**section, **dict(_rights(facts, one, usable[0])), **own})
     return sections, remarks
 
 
@@ -396,7 +396,9 @@ def _differing(own: Mapping[str, Tree], cluster: Mapping[str, Tree]) -> dict[str
     return found
 
 
-def _rights(facts: SiteFacts, usable: UsablePartition) -> Iterator[tuple[str, Tree]]:
+def _rights(
+    facts: SiteFacts, usable: UsablePartition, default: UsablePartition
+) -> Iterator[tuple[str, Tree]]:
     """State account, QOS and feature that this partition alone demands."""
     partition, accounting = usable.partition, facts.cluster.accounting
     allowed = allowed_accounts(partition, accounting)
@@ -414,7 +416,13 @@ def _rights(facts: SiteFacts, usable: UsablePartition) -> Iterator[tuple[str, Tr
         else:
             names = ", ".join(choice.usable)
             yield "qos", ask(choice.name, f"which QOS? {names} are yours ({source})")
-    elif choice is None and partition.allow_qos:
+    elif choice is not None:
+        # `slurm.qos` may be that of another account
+        usual = qos_of(default.partition, accounting)
+        if usual is not None and usual.name != choice.name:
+            account = f"account {allowed[0]}" if allowed else "this partition"
+            yield "qos", Stated(choice.name, f"default of your association with {account}")
+    elif partition.allow_qos:
         names = ", ".join(partition.allow_qos)
         yield "qos", ask(None, f"which QOS? It takes {names} only (AllowQos), yours are unknown")
     if feature := _feature(facts, usable.group, partition):

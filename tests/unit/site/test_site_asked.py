@@ -208,6 +208,21 @@ def test_which_of_several_qos_is_asked(tmp_path: Path) -> None:
     assert "# ASK: which QOS? short, long are yours" in found.text
 
 
+def test_another_account_has_another_qos(tmp_path: Path) -> None:
+    texts = limited(
+        partition("gpu", Default="YES") + partition("bio", AllowAccounts="bio"),
+        qos("normal"),
+        qos("biology"),
+        user=association("ml", QOS="normal,high", DefaultQOS="normal")
+        + association("bio", DefaultAccount="ml", QOS="biology"),
+    )
+    texts["node"] = eight_gpus(partitions="gpu,bio")
+    profile, _ = detected(tmp_path, texts)
+    bio = profile.slurm.partition("bio")
+    assert profile.slurm.qos == "normal", "and jobs of bio would be refused with it"
+    assert bio is not None and (bio.account, bio.qos) == ("bio", "biology")
+
+
 def test_who_pays_is_asked_where_the_database_does_not_answer(tmp_path: Path) -> None:
     texts = limited(partition("gpu", Default="YES", AllowAccounts="a,b"), user="")
     profile, found = detected(tmp_path, texts)
