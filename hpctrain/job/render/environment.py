@@ -386,7 +386,8 @@ def _words(job: Job, python: str) -> Iterator[tuple[str, str]]:
         yield "container.mounts" if own and mount in own.mounts else f"{site}.mounts", mount
     for option in container.options:
         yield f"{site}.options", option
-    yield f"{site}.cache", container.cache or ""
+    if container.registry_image:  # else nothing is imported
+        yield f"{site}.cache", container.cache or ""
 
 
 def _needs(field: str, *texts: str, given: Collection[str] = ()) -> list[tuple[str, ...]]:
