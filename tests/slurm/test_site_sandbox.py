@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from started_sites import STEPS, site_sandbox
 
+from hpctrain.base.errors import SlurmUnreachableError
 from hpctrain.records.run_records import read_metrics
 from hpctrain.runs.state import RunState
+from hpctrain.sandbox.debian import fetch_modules, modules_cache
 
 pytestmark = pytest.mark.stand_in
 
@@ -65,6 +67,15 @@ function slurm_job_submit(job, partitions, uid)
 end
 function slurm_job_modify(job, record, partitions, uid) return slurm.SUCCESS end
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def module_system() -> None:
+    """Fetched once; without a network there is none, and nothing to be shown."""
+    try:
+        fetch_modules(modules_cache())
+    except SlurmUnreachableError as error:
+        pytest.skip(str(error))
 
 
 def test_a_site_starts_and_finishes_a_run_as_it_is_written(tmp_path: Path) -> None:
