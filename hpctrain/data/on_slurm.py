@@ -112,7 +112,7 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
     """Choose options from the profile. Raises UsageError for what it does not allow."""
     name = array.partition or array.profile.slurm.data_partition
     profile = array.profile.for_partition(name)
-    software = profile.software
+    software, comment = profile.software, profile.slurm.comment
     if array.jobs < 1:
         raise UsageError("--jobs must be at least 1")
     if software.container is not None:
@@ -139,6 +139,7 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
         account=profile.slurm.account,
         qos=profile.slurm.qos,
         constraint=profile.slurm.constraint,
+        comment=comment if isinstance(comment, str) else None,
         setup=tuple(setup),
         variables=None if profile.slurm.export == "all" else INHERITED,
     )

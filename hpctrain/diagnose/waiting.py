@@ -65,7 +65,7 @@ def _faster_reading(
         return [Suggestion(words=f"look at the file system and the other jobs of {where}")]
     found = []
     if planned is not None:
-        share = max(1, planned.profile.nodes.cpus // planned.profile.gpu.per_node)
+        share = max(1, planned.profile.cpus_for_tasks // planned.profile.gpu.per_node)
         cpus = planned.spec.resources.cpus_per_gpu or share
         if cpus < share:
             found.append(

@@ -19,6 +19,7 @@ from hpctrain.base.errors import UsageError
 from hpctrain.export.lost_settings import Destination, LostSetting, lost_settings
 from hpctrain.job.prepare import Prepared, input_paths
 from hpctrain.job.render.environment import (
+    RANK_INTERFACE,
     Variable,
     cache_directories,
     inherited_names,
@@ -130,10 +131,10 @@ def exported_run(
         reason = None
         if one.name in scratch and not own:
             reason = "a directory below the scratch directory of the site's jobs"
-        elif one.name.startswith(("SLURM_", "HPCTRAIN_")):
-            reason = "a setting of the site for srun or the supervisor"
-        elif one.name in INTERFACE_VARIABLES and not own and not host_network:
+        elif one.name in (*INTERFACE_VARIABLES, RANK_INTERFACE) and not own and not host_network:
             reason = "an interface of the site's nodes, and a pod has its own (`--host-network`)"
+        elif one.name != RANK_INTERFACE and one.name.startswith(("SLURM_", "HPCTRAIN_")):
+            reason = "a setting of the site for srun or the supervisor"
         elif in_pods and one.prepend:
             reason = "a path of the site's nodes, before what the image has"
         elif in_pods and literal_text(one.value) is None:

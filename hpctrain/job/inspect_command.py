@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.page.options import ProfileName, json_option, runs_option, set_option
-from hpctrain.page.output import busy, json_out, say, table
+from hpctrain.page.output import busy, json_out, say, table, warn
 from hpctrain.page.text import marked, or_dash
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def validate(
 
 
 def validate_file(path: Path, kind: Kind | None = None) -> str:
-    """Load a spec or a profile; returns what it is called.
+    """Load a spec or a profile, and print what is to be known of it; returns what it is called.
 
     Without `kind` a document with one of the sections that only profiles have counts as a profile,
     one with a top-level `kind` as the spec of a service, any other one as that of a run. Raises
@@ -93,6 +93,7 @@ def validate_file(path: Path, kind: Kind | None = None) -> str:
         load_service_spec,
         profile_search_path,
     )
+    from hpctrain.spec.profile import profile_remarks
     from hpctrain.spec.reference import TITLES
 
     if kind is None:
@@ -107,6 +108,8 @@ def validate_file(path: Path, kind: Kind | None = None) -> str:
         ]
         if problems:
             raise InvalidInputError(problems)
+        for field, remark in profile_remarks(site):
+            warn(str(profile.problem(field, remark)))
     elif kind == "service":
         load_service_spec(path)
     else:

@@ -137,8 +137,8 @@ class Job:
         Slurm's default of 1 would bind all threads of a rank (NCCL's, the data loader's) to one
         core.
         """
-        nodes, gpus = self.profile.nodes, self.profile.gpu.per_node
-        return self.spec.resources.cpus_per_gpu or max(1, nodes.cpus // gpus)
+        share = self.profile.cpus_for_tasks // self.profile.gpu.per_node
+        return self.spec.resources.cpus_per_gpu or max(1, share)
 
 
 @dataclass(frozen=True)

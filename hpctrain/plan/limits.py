@@ -228,11 +228,12 @@ def _accounting_problems(resources: ResourcesSpec, profile: ClusterProfile) -> I
 def _node_share_problems(resources: ResourcesSpec, profile: ClusterProfile) -> Iterator[Refusal]:
     """Compare CPUs and memory per node with what a node has."""
     nodes, cpus, memory = profile.nodes, resources.cpus_per_gpu, resources.memory_per_node
+    have = profile.cpus_for_tasks
     gpus = node_request(resources.gpus, profile.gpu.per_node).gpus_per_node
-    if cpus is not None and cpus * gpus > nodes.cpus:
+    if cpus is not None and cpus * gpus > have:
         yield Refusal(
-            f"{cpus} CPUs per GPU are {cpus * gpus} per node, a node has {nodes.cpus}: at most "
-            f"{nodes.cpus // gpus} per GPU",
+            f"{cpus} CPUs per GPU are {cpus * gpus} per node, a node has {have}: at most "
+            f"{have // gpus} per GPU",
             "resources.cpus_per_gpu",
         )
     if memory is not None and memory > nodes.memory:

@@ -49,7 +49,7 @@ from hpctrain.plan.search.layouts import Found, preferred, rivals, search
 from hpctrain.plan.search.space import freedom_of, hint_freedom
 from hpctrain.plan.uncertainty.intervals import certainty_of
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
-from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile import ClusterProfile, profile_remarks
 from hpctrain.spec.run import RunSpec
 
 # How many candidates just below the capacity are counted exactly before giving up.
@@ -276,7 +276,8 @@ def _assemble(found: Found, row: int) -> Plan:
         reasons=(),
     )
     why = reasons(request, candidate, plan, rivals(found, row))
-    known = (*island_warnings(nodes, profile), *untrainable(spec))
+    remarks = (f"{remark}." for _, remark in profile_remarks(profile))
+    known = (*island_warnings(nodes, profile), *untrainable(spec), *remarks)
     return plan.model_copy(
         update={
             "reasons": (*why, *ordered.reasons),

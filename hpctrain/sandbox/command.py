@@ -15,7 +15,7 @@ from hpctrain.page.output import say, table
 
 if TYPE_CHECKING:
     from hpctrain.sandbox.monitoring import Monitoring
-    from hpctrain.sandbox.stand_in_site import Machine
+    from hpctrain.sandbox.stand_in_site import ThisMachine
 
 DEFAULT_DIRECTORY = Path(".sandbox")
 
@@ -139,7 +139,12 @@ def up(
     from hpctrain.sandbox.sandbox import Sandbox
     from hpctrain.sandbox.shape import shape_from_profile
     from hpctrain.sandbox.stand_in_site import profile_changes, profile_text
-    from hpctrain.spec.loader import load_named_profile
+    from hpctrain.spec.loader import (
+        PACKAGED_PROFILES,
+        find_profile,
+        load_named_profile,
+        profile_search_path,
+    )
 
     began = clock.monotonic()
     if webhook is not None and not prometheus:
@@ -173,7 +178,9 @@ def up(
     if monitoring is not None:
         box.monitor(monitoring)
     changes = profile_changes(loaded.document, nodes, box.paths, _this_machine(box.state.version))
-    text = profile_text(_extended(profile), f"{loaded.document.name}-sandbox", changes)
+    file = find_profile(profile, profile_search_path())
+    base = file.stem if file.parent == PACKAGED_PROFILES else str(file.absolute())
+    text = profile_text(base, f"{loaded.document.name}-sandbox", changes)
     box.paths.profile.write_text(text)
     seconds = clock.monotonic() - began
     sizes: dict[int, int] = {}
@@ -206,26 +213,18 @@ def _has_modules() -> bool:
     return True
 
 
-def _this_machine(slurm: tuple[int, int]) -> Machine:
+def _this_machine(slurm: tuple[int, int]) -> ThisMachine:
     """Look at what this machine has for jobs of the sandbox."""
     import subprocess
     import sys
 
-    from hpctrain.sandbox.stand_in_site import Machine
+    from hpctrain.sandbox.stand_in_site import ThisMachine
 
     def allows(option: str, value: str) -> bool:
         tried = ["bash", "-c", 'ulimit "$@"', "bash", option, value]
-        return subprocess.run(tried, capture_output=True, check=False).returncode == 0
+        return subprocess.run(tried, capture_output=True, timeout=10, check=False).returncode == 0
 
-    return Machine(sys.executable, slurm, os.path.exists, allows)
-
-
-def _extended(profile: str) -> str:
-    """Return how another profile names the one that was given."""
-    from hpctrain.spec.loader import PACKAGED_PROFILES, find_profile, profile_search_path
-
-    found = find_profile(profile, profile_search_path())
-    return found.stem if found.parent == PACKAGED_PROFILES else str(found.absolute())
+    return ThisMachine(sys.executable, slurm, os.path.exists, allows)
 
 
 def _monitoring(runs: Path | None, webhook: str | None, alert_delays: float) -> Monitoring:

@@ -375,8 +375,8 @@ class Sandbox:
                 f"{log_tail(self.paths.log(slurmd_name(late[0])))}"
             )
 
-        if state.shape.reservation is not None:
-            self._reserve(state.shape.reservation)
+        if state.shape.reserved_as is not None:
+            self._reserve(state.shape.reserved_as)
         if state.monitoring is not None:
             self._start_monitors(state.monitoring)
 

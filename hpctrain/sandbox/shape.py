@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from hpctrain.base.errors import UsageError
 from hpctrain.spec.profile import ClusterProfile
@@ -42,32 +42,18 @@ class SwitchShape:
 
 
 @dataclass(frozen=True)
-class NodeGroup:
-    """A number of consecutive nodes that are alike; what is None is as in the whole sandbox."""
-
-    nodes: int
-    features: tuple[str, ...] = ()
-    prefix: str | None = None
-    cpus: int | None = None
-    threads_per_core: int | None = None
-    memory_mib: int | None = None
-    gpu_type: str | None = None
-    gpus: int | None = None
-
-
-@dataclass(frozen=True)
 class AlikeNodes:
-    """A group with its place among all nodes, whose numbers go on from group to group."""
+    """A number of consecutive nodes that are alike; `first` is counted over all of a sandbox."""
 
-    first: int
     nodes: int
     prefix: str
-    features: tuple[str, ...]
     cpus: int
     threads_per_core: int
     memory_mib: int
     gpu_type: str
     gpus: int
+    features: tuple[str, ...] = ()
+    first: int = 0
 
     def names(self, most: int | None = None) -> str:
         """Return its nodes, or the first `most` of them, as a Slurm node list."""
@@ -103,8 +89,8 @@ class SandboxShape:
     find more, and its tasks then fail). `leaves_are_blocks`: those of `switches` become blocks of
     topology/block where Slurm has it (23.11), else the tree. `topology_yaml`: they stand in
     topology.yaml where Slurm reads that (25.05), else in topology.conf. `accounts` and `qos` are
-    those of a database; without one any account and QOS is accepted. `reservation` holds all
-    nodes. `job_submit_lua` is the text of the plug-in's script.
+    those of a database; without one any account and QOS is accepted. `reserved_as` names a
+    reservation of all nodes. `job_submit_lua` is the text of the plug-in's script.
     Raises UsageError when the parts are inconsistent.
     """
 
@@ -125,7 +111,7 @@ class SandboxShape:
     accounting: Literal["none", "filetxt", "slurmdbd"] = "none"
     process_tracking: Literal["linuxproc", "pgid"] = "linuxproc"
     node_prefix: str = "n"
-    groups: tuple[NodeGroup, ...] = ()
+    groups: tuple[AlikeNodes, ...] = ()
     cluster_name: str = "sandbox"
     sockets_per_node: int = 1
     threads_per_core: int = 1
@@ -133,7 +119,7 @@ class SandboxShape:
     licenses: tuple[str, ...] = ()
     accounts: tuple[str, ...] = ()
     qos: tuple[str, ...] = ()
-    reservation: str | None = None
+    reserved_as: str | None = None
     job_submit_lua: str = ""
     site: SiteShape = SiteShape()
 
@@ -144,15 +130,11 @@ class SandboxShape:
             message = "a node of a sandbox needs a CPU, memory, and no negative number of GPUs"
             raise UsageError(message)
         for group in self.node_groups:
-            if self.sockets_per_node < 1 or group.cpus % self.sockets_per_node:
+            parts = self.sockets_per_node * group.threads_per_core
+            if min(self.sockets_per_node, group.threads_per_core) < 1 or group.cpus % parts:
                 raise UsageError(
                     f"{group.cpus} CPUs of a node do not divide into {self.sockets_per_node} "
-                    "sockets"
-                )
-            if group.cpus // self.sockets_per_node % group.threads_per_core:
-                raise UsageError(
-                    f"{group.cpus} CPUs of a node do not divide into cores with "
-                    f"{group.threads_per_core} threads"
+                    f"sockets of cores with {group.threads_per_core} threads"
                 )
         if sum(group.nodes for group in self.node_groups) != self.nodes:
             raise UsageError("the groups of a sandbox must be those of all its nodes")
@@ -183,24 +165,24 @@ class SandboxShape:
                 raise UsageError(f"no switch leads to {', '.join(missing)}")
 
     @property
+    def usual_nodes(self) -> AlikeNodes:
+        """All nodes of a sandbox without groups."""
+        return AlikeNodes(
+            self.nodes,
+            self.node_prefix,
+            self.cpus_per_node,
+            self.threads_per_core,
+            self.memory_mib,
+            self.gpu_type,
+            self.gpus_per_node,
+        )
+
+    @property
     def node_groups(self) -> tuple[AlikeNodes, ...]:
-        """All groups with everything that is known of them, at least one."""
-        found, first = [], 0
-        for group in self.groups or (NodeGroup(self.nodes),):
-            found.append(
-                AlikeNodes(
-                    first=first,
-                    nodes=group.nodes,
-                    prefix=group.prefix or self.node_prefix,
-                    features=group.features,
-                    cpus=group.cpus or self.cpus_per_node,
-                    threads_per_core=group.threads_per_core or self.threads_per_core,
-                    memory_mib=group.memory_mib or self.memory_mib,
-                    gpu_type=group.gpu_type or self.gpu_type,
-                    gpus=self.gpus_per_node if group.gpus is None else group.gpus,
-                )
-            )
-            first += group.nodes
+        """All groups in their order, at least one."""
+        found: list[AlikeNodes] = []
+        for group in self.groups or (self.usual_nodes,):
+            found.append(replace(group, first=sum(one.nodes for one in found)))
         return tuple(found)
 
     @property
@@ -272,37 +254,37 @@ def shape_from_profile(profile: ClusterProfile, nodes: int | None = None) -> San
 
     `nodes`: at most so many of each kind of nodes. Raises UsageError for more than 1024 nodes.
     """
-    partitions = profile.slurm.partitions
-    preemption = any(partition.preemption.mode != "off" for partition in partitions)
-    groups, lists = _groups(profile, nodes)
-    data = profile.slurm.data_partition
-    others = (PartitionShape(data),) if data not in (None, *lists) else ()
-    sections = [profile.for_partition(partition.name).slurm for partition in partitions]
     slurm = profile.slurm
-    accounts = [section.account for section in (slurm, *sections)] + [*profile.limits.accounts]
-    qos = [section.qos for section in (slurm, *sections)] + [*profile.limits.qos]
-    return SandboxShape(
+    preemption = any(partition.preemption.mode != "off" for partition in slurm.partitions)
+    groups, lists = _groups(profile, nodes)
+    partitions = [_partition(one, lists[one.name]) for one in slurm.partitions]
+    if slurm.data_partition is not None and slurm.data_partition not in lists:
+        partitions.append(PartitionShape(slurm.data_partition))
+    sections = [slurm, *(profile.for_partition(one.name).slurm for one in slurm.partitions)]
+    accounts = [*(section.account for section in sections), *profile.limits.accounts]
+    qos = [*(section.qos for section in sections), *profile.limits.qos]
+    shape = SandboxShape(
         nodes=sum(group.nodes for group in groups),
         gpus_per_node=profile.gpu.per_node,
-        gpu_type=profile.gpu.gres or profile.gpu.type,
+        gpu_type=profile.gpu.gres_type,
         cpus_per_node=profile.nodes.cpus,
-        threads_per_core=profile.nodes.threads_per_core,
+        threads_per_core=profile.nodes.threads_per_core or 1,
         memory_mib=int(profile.nodes.memory) // 2**20,
-        partitions=(*(_partition(one, lists[one.name]) for one in partitions), *others),
+        partitions=tuple(partitions),
         switches=_switches(profile, groups),
         leaves_are_blocks=profile.network.switches.plugin == "block",
         preempt_type="partition_prio" if preemption else "none",
-        user_signal_on_preempt=any(p.preemption.user_signal for p in partitions),
+        user_signal_on_preempt=any(p.preemption.user_signal for p in slurm.partitions),
         kill_wait_seconds=round(float(slurm.kill_wait)),
         requeue=profile.continuation == "requeue",
         node_prefix=profile.nodes.prefix,
-        groups=() if groups == (NodeGroup(groups[0].nodes),) else groups,  # all are alike
         licenses=_licenses(profile),
         accounts=tuple(dict.fromkeys(name for name in accounts if name)),
         qos=tuple(dict.fromkeys(name for name in qos if name)),
-        reservation=slurm.reservation,
+        reserved_as=slurm.reservation,
         site=_site(profile),
     )
+    return shape if groups == (shape.usual_nodes,) else replace(shape, groups=groups)
 
 
 def island_sizes(profile: ClusterProfile, nodes: int | None = None) -> tuple[int, ...]:
@@ -324,50 +306,43 @@ def island_sizes(profile: ClusterProfile, nodes: int | None = None) -> tuple[int
 
 def _groups(
     profile: ClusterProfile, most: int | None
-) -> tuple[tuple[NodeGroup, ...], dict[str, str]]:
+) -> tuple[tuple[AlikeNodes, ...], dict[str, str]]:
     """Put the nodes of partitions into groups that are alike, and list those of each partition."""
-    kinds: dict[NodeGroup, list[tuple[str, ClusterProfile]]] = {}
+    kinds: dict[AlikeNodes, list[tuple[str, ClusterProfile]]] = {}
     for partition in profile.slurm.partitions:
         own = profile.for_partition(partition.name)
-        kinds.setdefault(_kind(own, profile), []).append((partition.name, own))
-    groups: list[NodeGroup] = []
+        kinds.setdefault(_kind(own), []).append((partition.name, own))
+    groups: list[AlikeNodes] = []
     lists: dict[str, str] = {}
     for kind, partitions in kinds.items():
-        first = sum(group.nodes for group in groups)
         counts = {name: min(own.nodes.count, most or MAX_NODES + 1) for name, own in partitions}
-        count = max(counts.values())
-        prefix = kind.prefix or profile.nodes.prefix
-        lists |= {name: prefix + bracket(first, counts[name]) for name in counts}
-        if len(kinds) == 1:
-            lists |= {name: "ALL" for name in counts if counts[name] == count}
         asked = [own.slurm.constraint or "" for _, own in partitions]
         features = dict.fromkeys(name for text in asked for name in _CONSTRAINT_MARKS.split(text))
-        common = tuple(name for name in features if name)
+        whole = replace(
+            kind,
+            nodes=max(counts.values()),
+            features=tuple(name for name in features if name),
+            first=sum(group.nodes for group in groups),
+        )
+        for name, count in counts.items():
+            all_nodes = len(kinds) == 1 and count == whole.nodes
+            lists[name] = "ALL" if all_nodes else whole.names(count)
+        whole = replace(whole, first=0)
         sizes = island_sizes(profile, most)
-        if kind != NodeGroup(0) or sum(sizes) != count:
-            groups.append(replace(kind, nodes=count, features=common))
+        if kind != _kind(profile) or sum(sizes) != whole.nodes:
+            groups.append(whole)
             continue
         for island, size in zip(profile.network.islands, sizes, strict=True):
             own_feature = () if island.feature is None else (island.feature,)
-            groups.append(NodeGroup(size, (*common, *own_feature)))
+            groups.append(replace(whole, nodes=size, features=(*whole.features, *own_feature)))
     return tuple(groups), lists
 
 
-def _kind(own: ClusterProfile, profile: ClusterProfile) -> NodeGroup:
-    """Describe the nodes of a partition by what differs from those of the cluster."""
-    given, usual = (
-        {
-            "prefix": one.nodes.prefix,
-            "cpus": one.nodes.cpus,
-            "threads_per_core": one.nodes.threads_per_core,
-            "memory_mib": int(one.nodes.memory) // 2**20,
-            "gpu_type": one.gpu.gres or one.gpu.type,
-            "gpus": one.gpu.per_node,
-        }
-        for one in (own, profile)
-    )
-    different: dict[str, Any] = {name: given[name] for name in given if given[name] != usual[name]}
-    return NodeGroup(0, **different)
+def _kind(profile: ClusterProfile) -> AlikeNodes:
+    """Describe what is alike on nodes of one kind, but not how many there are."""
+    nodes, gpu = profile.nodes, profile.gpu
+    threads, memory_mib = nodes.threads_per_core or 1, int(nodes.memory) // 2**20
+    return AlikeNodes(0, nodes.prefix, nodes.cpus, threads, memory_mib, gpu.gres_type, gpu.per_node)
 
 
 def _licenses(profile: ClusterProfile) -> tuple[str, ...]:
@@ -408,12 +383,12 @@ def _partition(partition: PartitionProfile, nodes: str) -> PartitionShape:
     )
 
 
-def _switches(profile: ClusterProfile, groups: tuple[NodeGroup, ...]) -> tuple[SwitchShape, ...]:
+def _switches(profile: ClusterProfile, groups: tuple[AlikeNodes, ...]) -> tuple[SwitchShape, ...]:
     """Build leaves of `nodes_per_leaf` nodes under one spine."""
     size = profile.network.switches.nodes_per_leaf
     if size is None:
         return ()
-    prefixes = [one.prefix or profile.nodes.prefix for one in groups for _ in range(one.nodes)]
+    prefixes = [group.prefix for group in groups for _ in range(group.nodes)]
     names = [f"{prefix}{index}" for index, prefix in enumerate(prefixes)]
     leaves = [
         SwitchShape(f"leaf{number}", nodes=tuple(names[start : start + size]))

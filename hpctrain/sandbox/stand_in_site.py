@@ -86,7 +86,7 @@ def _write_program(path: Path, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Machine:
+class ThisMachine:
     """What the machine has: an interpreter with hpctrain, Slurm's version, files and limits.
 
     `has` tells whether a file is there, `allows` whether a process may set a limit: an option of
@@ -116,7 +116,7 @@ class ProfileChange:
 
 
 def profile_changes(
-    profile: ClusterProfile, nodes: int | None, paths: SandboxPaths, machine: Machine
+    profile: ClusterProfile, nodes: int | None, paths: SandboxPaths, machine: ThisMachine
 ) -> tuple[ProfileChange, ...]:
     """List what a run of this profile needs otherwise on this machine.
 
@@ -153,12 +153,14 @@ def _sections(
     profile: ClusterProfile,
 ) -> dict[tuple[str, ...], ClusterProfile | PartitionProfile]:
     """Map the places of what describes nodes to it: the cluster, and each partition."""
-    partitions = {("slurm", "partitions", one.name): one for one in profile.slurm.partitions}
-    return {(): profile, **partitions}
+    found: dict[tuple[str, ...], ClusterProfile | PartitionProfile] = {(): profile}
+    for partition in profile.slurm.partitions:
+        found["slurm", "partitions", partition.name] = partition
+    return found
 
 
 def _hardware_changes(
-    profile: ClusterProfile, paths: SandboxPaths, machine: Machine
+    profile: ClusterProfile, paths: SandboxPaths, machine: ThisMachine
 ) -> Iterator[ProfileChange]:
     yield ProfileChange(("gpu", "emulated"), True, "there are no GPUs, and ranks train on CPUs")
     for at, section in _sections(profile).items():
@@ -188,7 +190,7 @@ def _hardware_changes(
         yield ProfileChange(("metrics", "textfile"), None, "there is no such directory")
 
 
-def _slurm_changes(profile: ClusterProfile, machine: Machine) -> Iterator[ProfileChange]:
+def _slurm_changes(profile: ClusterProfile, machine: ThisMachine) -> Iterator[ProfileChange]:
     slurm, version = profile.slurm, f"{machine.slurm[0]:02d}.{machine.slurm[1]:02d}"
     if profile.limits.account_required and slurm.account is None:
         account = next(iter(profile.limits.accounts), "sandbox")
@@ -218,7 +220,7 @@ _NOT_HERE = {
 
 
 def _software_changes(
-    profile: ClusterProfile, paths: SandboxPaths, machine: Machine
+    profile: ClusterProfile, paths: SandboxPaths, machine: ThisMachine
 ) -> Iterator[ProfileChange]:
     software, known = profile.software, _known_names(profile)
     if software.python is not None:
@@ -250,13 +252,17 @@ def _software_changes(
         if container.site_mounts is not None:
             yield ProfileChange((*here, "site_mounts"), ["/"], "everything is there")
     scratch = software.scratch
-    if scratch is not None and not _can_be_made(scratch, machine):
+    above = (scratch or "").partition("$")[0].rpartition("/")[0]
+    if scratch is not None and not (above and machine.has(above)):
         own = f"{paths.site_directory('local')}/$USER-$SLURM_JOB_ID"
         yield ProfileChange(("software", "scratch"), own, "a directory of the sandbox")
-    kept = [words for words in software.prologue if _can_run(words, known, machine)]
+    kept = []
+    for words in software.prologue:
+        names = {name for word in words for name in expanded_names(word)}
+        if names <= known and all(machine.has(word) for word in words if word.startswith("/")):
+            kept.append(list(words))
     if len(kept) != len(software.prologue):
-        commands = [list(words) for words in kept]
-        yield ProfileChange(("software", "prologue"), commands, "what there is of them")
+        yield ProfileChange(("software", "prologue"), kept, "what there is of them")
     for option, value in software.ulimits.options():
         if not machine.allows(option, value):
             place = ("software", "ulimits", _LIMITS[option])
@@ -279,7 +285,7 @@ def _environment_changes(profile: ClusterProfile) -> Iterator[ProfileChange]:
                 yield ProfileChange(path, None, reason)
 
 
-def _known_names(profile: ClusterProfile) -> set[str]:
+def _known_names(profile: ClusterProfile) -> frozenset[str]:
     """List the variables that a job of the profile has in the sandbox."""
     own = {variable.name for variable in profile.environment if variable.value is not None}
     scratch = {"TMPDIR"} if profile.software.scratch is not None else set()
@@ -290,18 +296,6 @@ _ALWAYS_KNOWN = frozenset(
     {"HOME", "HOSTNAME", "LANG", "PATH", "PWD", "USER", "SLURM_JOB_ID", "SLURM_LOCALID"}
     | {"SLURM_NODEID", "SLURM_PROCID", "SLURM_SUBMIT_DIR", "SLURMD_NODENAME", "SLURM_JOB_USER"}
 )
-
-
-def _can_be_made(directory: str, machine: Machine) -> bool:
-    """Tell whether the part of a path before its first variable is there."""
-    above = directory.partition("$")[0].rpartition("/")[0]
-    return bool(above) and machine.has(above)
-
-
-def _can_run(words: tuple[str, ...], known: set[str], machine: Machine) -> bool:
-    """Tell whether the files that a command names are there, and its variables set."""
-    names = {name for word in words for name in expanded_names(word)}
-    return names <= known and all(machine.has(word) for word in words if word.startswith("/"))
 
 
 # -- The text of such a profile -----------------------------------------------------------------

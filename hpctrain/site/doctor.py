@@ -23,7 +23,7 @@ from hpctrain.slurm.settings import (
     seconds_of,
     words_of,
 )
-from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile import ClusterProfile, profile_remarks
 
 State = Literal["works", "limited", "fails", "unknown"]
 # The supervisor keeps half of KillWait, 8 s at most, for its verdict and the requeue
@@ -79,6 +79,10 @@ def judge_site(
         *_service(cluster, partition),
         *_machine(login),
         *_clock(cluster),
+        *(
+            _finding("profile", "limited", remark, path)
+            for path, remark in (profile_remarks(profile) if profile is not None else ())
+        ),
     )
 
 

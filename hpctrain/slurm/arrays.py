@@ -35,20 +35,19 @@ class ArrayOptions:
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
+    comment: str | None = None
     setup: tuple[str, ...] = ()
     variables: tuple[str, ...] | None = None
 
     def parameters(self) -> dict[str, Any]:
         """Build the parameters of submitit's SlurmExecutor."""
+        same = ("partition", "account", "qos", "constraint", "comment")  # submitit's names as well
         given = dict(
             job_name=self.name,
             time=self.walltime_minutes,
             cpus_per_task=self.cpus,
-            partition=self.partition,
-            account=self.account,
-            qos=self.qos,
-            constraint=self.constraint,
             setup=list(self.setup) or None,
+            **{name: getattr(self, name) for name in same},
         )
         return {name: value for name, value in given.items() if value is not None}
 

@@ -230,8 +230,8 @@ _HINTS = (
     ("memory specification can not be satisfied", "`resources.memory_per_node`, `slurm.memory`"),
     (
         "invalid generic resource",
-        "`slurm.gpu_request` and `gpu.type` of the profile: `sinfo -o '%N %G'` lists what nodes "
-        "have",
+        "`slurm.gpu_request`, `gpu.type` and `gpu.gres` of the profile: `sinfo -o '%N %G'` lists "
+        "what nodes have",
     ),
     ("node count specification invalid", "the partition allows other numbers of nodes: `sinfo -s`"),
     ("invalid feature specification", "`slurm.constraint` of the profile: `sinfo -o '%N %f'`"),

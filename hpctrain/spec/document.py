@@ -6,6 +6,8 @@ spec would take longer than the rest of `status`. Does not belong here: any fiel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -21,7 +23,15 @@ class Document(BaseModel):
 class Contradiction(ValueError):
     """Two fields that exclude each other: the path of the one to report, and what to do."""
 
-    def __init__(self, path: tuple[str | int, ...], message: str, hint: str) -> None:
+    def __init__(self, path: tuple[str | int, ...], message: str, hint: str | None) -> None:
         super().__init__(message)
         self.path = path
         self.hint = hint
+
+
+class Contradictions(ValueError):
+    """Several of them, each to be reported at its own place."""
+
+    def __init__(self, found: Sequence[Contradiction]) -> None:
+        super().__init__("; ".join(map(str, found)))
+        self.found = tuple(found)

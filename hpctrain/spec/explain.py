@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpctrain.base.errors import Problem
 from hpctrain.base.units import Duration
-from hpctrain.spec.document import Contradiction
+from hpctrain.spec.document import Contradiction, Contradictions
 from hpctrain.spec.fields import (
     annotation_at,
     description,
@@ -70,7 +70,13 @@ _PATTERNS = {
     ),
     r"^[A-Za-z_][A-Za-z0-9_]*$": "expected the name of a variable such as `NCCL_DEBUG`",
     r"^[a-z][A-Za-z0-9_-]*$": "expected an argument without dashes such as `attention-backend`",
+    r"^=?[^\s,=^/]+(,[^\s,=^/]+)*$": (
+        "expected the name of an interface, its beginning, `=NAME`, or several such as `ib0,eno1`"
+    ),
     r"^[^/\\#?%:\x00-\x1f]+$": r"expected a name without any of `/\#?%:`",
+    r"^[A-Za-z0-9][A-Za-z0-9._+-]*$": (
+        "expected the type in Slurm's GRES alone, such as `a100_3g.20gb` of `gpu:a100_3g.20gb:2`"
+    ),
     r"^[^\x00-\x1f]+$": "expected text of one line",
     r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$": "expected three shares such as `98,2,0`",
 }
@@ -89,7 +95,11 @@ def explain(error: ValidationError, model: type[BaseModel], parsed: Parsed) -> l
         if branch:  # the union is where `loc` first has a part that is no level of the document
             levels = (split_branches(model, raw["loc"][:end]) for end in range(len(raw["loc"]) + 1))
             union = next((level for level, name in levels if name is not None), None)
-        if union is None or _takes(branch, union, model, parsed):
+        several = raw.get("ctx", {}).get("error")
+        if isinstance(several, Contradictions):
+            for one in several.found:
+                problems[(one.path, raw["type"])] = _at(parsed, one.path, str(one), one.hint)
+        elif union is None or _takes(branch, union, model, parsed):
             problems[(path, raw["type"])] = _problem(dict(raw), path, model, parsed)
         elif not _takes(None, union, model, parsed):
             value, annotation = _value_at(parsed.data, union), annotation_at(model, union)
@@ -239,7 +249,7 @@ _HINTS = {
     "slurm.partitions[].gpu": "its type is `gpu: {type: NAME}`",
     "slurm.partitions[].nodes": "their number is `nodes: {count: NUMBER}`",
     "slurm.partitions[].gres": (
-        "use `gpu.type` of the partition with `slurm.gpu_request: gres-typed`, or "
+        "use `gpu.type` or `gpu.gres` of the partition with `slurm.gpu_request: gres-typed`, or "
         "`gpus-per-node-typed`"
     ),
     "software.setup": "commands stand in a shell file, whose path this is",

@@ -28,7 +28,10 @@ from hpctrain.spec.merging import (
     PARTITION_SECTIONS,
     apply_overrides,
     complete_partitions,
-    merge,
+    merged,
+    option_place,
+    removable,
+    without,
 )
 from hpctrain.spec.positions import Parsed, SourcePlace, dotted, parse_yaml
 
@@ -101,6 +104,10 @@ class Loaded(Generic[DocumentT]):
 
 def load_run_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[RunSpec]:
     """Read a run spec; `-` is standard input. Raises InvalidInputError with all problems."""
+    return _overridden(lambda given: _run_spec(path, given), overrides)
+
+
+def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
     from hpctrain.spec.run import RunSpec
 
     parsed = _parse(path)
@@ -120,6 +127,10 @@ def load_service_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded
 
     Raises InvalidInputError with all problems.
     """
+    return _overridden(lambda given: _service_spec(path, given), overrides)
+
+
+def _service_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[ServiceSpec]:
     from hpctrain.spec.service import ServiceSpec
 
     parsed = _parse(path)
@@ -133,6 +144,36 @@ def load_service_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded
         expand_preset(parsed, load_presets())
     apply_overrides(parsed, overrides)
     return _validated(ServiceSpec, parsed, _shown_name(path))
+
+
+def _overridden(
+    load: Callable[[Sequence[str]], Loaded[DocumentT]], overrides: Sequence[str]
+) -> Loaded[DocumentT]:
+    """Load a spec; a value of its file that an override contradicts is reported at that one."""
+    try:
+        return load(overrides)
+    except InvalidInputError as error:
+        problems = list(error.problems)
+        for number, text in enumerate(overrides):
+            try:
+                load([*overrides[:number], *overrides[number + 1 :]])
+                others: Sequence[Problem] = ()
+            except InvalidInputError as without_it:
+                others = without_it.problems
+            messages = {other.message for other in others}
+            problems = [
+                problem
+                if problem.line is None or problem.message in messages
+                else _moved(problem, option_place(text))
+                for problem in problems
+            ]
+        raise InvalidInputError(problems) from None
+
+
+def _moved(problem: Problem, place: SourcePlace) -> Problem:
+    """Put a problem to what has caused it, and name the value that it was found at."""
+    message = f"{problem.message} ({Path(problem.file or '').name}:{problem.line})"
+    return replace(problem, message=message, file=place.file, line=place.line, column=place.column)
 
 
 def load_spec(path: Path) -> Loaded[RunSpec] | Loaded[ServiceSpec]:
@@ -185,11 +226,20 @@ def load_plain_profile(
 
     For who writes that file: it need not be there yet.
     """
+    layers = _parse_extended(path, search_path, ())
+    try:
+        return _profile_of(layers)
+    except InvalidInputError as error:
+        raise InvalidInputError(_at_their_causes(error.problems, layers)) from None
+
+
+def _profile_of(layers: Sequence[Parsed]) -> Loaded[ClusterProfile]:
+    """Make the profile of a file and of those that it extends. Raises InvalidInputError."""
     from hpctrain.spec.profile import ClusterProfile
 
-    parsed = _parse_extended(path, search_path, ())
+    parsed = merged(layers)
     complete_partitions(parsed)
-    profile = _validated(ClusterProfile, parsed, _shown_name(path))
+    profile = _validated(ClusterProfile, parsed, layers[0].values[()].file)
     assert profile.document.extends is None, "what it extends has been merged"
     problems = [
         problem
@@ -199,6 +249,44 @@ def load_plain_profile(
     if problems:
         raise InvalidInputError(problems)
     return profile
+
+
+def _at_their_causes(problems: Sequence[Problem], layers: Sequence[Parsed]) -> list[Problem]:
+    """Put problems with values of a base to the value of the file that contradicts them.
+
+    That is the one without which the problem is gone. What is wrong in a base alone stays there.
+    """
+    own, *base = layers
+    file = own.values[()].file
+    if not base or all(problem.file == file for problem in problems):
+        return list(problems)
+    of_base = {one.message: one for one in _at_their_causes(_problems_of(base), base)}
+    found = [
+        problem
+        if problem.file == file
+        else of_base.get(problem.message) or _at_the_cause(problem, own, base)
+        for problem in problems
+    ]
+    return sorted(found, key=lambda problem: _position(problem, file))
+
+
+def _at_the_cause(problem: Problem, own: Parsed, base: Sequence[Parsed]) -> Problem:
+    """Put a problem to the value of a file without which its bases do not have it."""
+    place = own.keys[EXTENDS,]
+    for path in removable(own):
+        others = _problems_of((without(own, path), *base))
+        if all(other.message != problem.message for other in others):
+            place = own.values[path]
+            break
+    return _moved(problem, place)
+
+
+def _problems_of(layers: Sequence[Parsed]) -> Sequence[Problem]:
+    try:
+        _profile_of(layers)
+    except InvalidInputError as error:
+        return error.problems
+    return ()
 
 
 def calibration_file(profile: Loaded[ClusterProfile], path: Path | str) -> Path | None:
@@ -297,16 +385,16 @@ def _partition_problems(profile: Loaded[ClusterProfile], partition: str) -> list
 
 def _parse_extended(
     path: Path | str, search_path: Sequence[Path], above: tuple[Path, ...]
-) -> Parsed:
-    """Parse a profile, merged with the one that it extends. Raises InvalidInputError."""
+) -> tuple[Parsed, ...]:
+    """Parse a profile and those that it extends, itself first. Raises InvalidInputError."""
     parsed = _parse(path)
     rename_former_fields(parsed)
     if not isinstance(parsed.data, dict) or EXTENDS not in parsed.data:
-        return parsed
+        return (parsed,)
     place, base = parsed.values[EXTENDS,], parsed.data.pop(EXTENDS)
     parsed.values = {where: found for where, found in parsed.values.items() if where != (EXTENDS,)}
     if base is None and (EXTENDS,) not in parsed.broken:
-        return parsed
+        return (parsed,)
     if not isinstance(base, str) or not base:
         problem = place.problem(f"`{EXTENDS}`: expected the name of a profile")
         raise InvalidInputError([*parsed.problems, problem])
@@ -332,7 +420,7 @@ def _parse_extended(
     if "name" not in parsed.data:
         message = f"`name`: a profile that extends `{base}` needs a name of its own"
         parsed.problems.append(place.problem(message))
-    return merge(parsed, _parse_extended(file, search_path, chain))
+    return (parsed, *_parse_extended(file, search_path, chain))
 
 
 def load_document(model: type[DocumentT], path: Path) -> Loaded[DocumentT]:

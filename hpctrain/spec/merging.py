@@ -7,8 +7,10 @@ wrote it. Belongs here: the rules of merging. Does not belong here: finding and 
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from hpctrain.spec.positions import Parsed, Path, SourcePlace, parse_yaml, shorten
@@ -16,7 +18,7 @@ from hpctrain.spec.positions import Parsed, Path, SourcePlace, parse_yaml, short
 # Parts of a partition that take what they leave out from the section of that name.
 PARTITION_SECTIONS = ("nodes", "gpu", "nvlink", "network")
 # What belongs to one type of GPU: another type does not inherit it.
-_OF_ONE_GPU = frozenset({"memory", "peak", "memory_bandwidth", "model"})
+_OF_ONE_GPU = frozenset({"memory", "peak", "memory_bandwidth", "model", "gres"})
 
 
 def merge(child: Parsed, base: Parsed) -> Parsed:
@@ -29,6 +31,44 @@ def merge(child: Parsed, base: Parsed) -> Parsed:
     merged = Parsed(problems=[*child.problems, *base.problems])
     _Merger(merged, child, base).merge((), (), ())
     return merged
+
+
+def merged(layers: Sequence[Parsed]) -> Parsed:
+    """Merge a profile with those that it extends, each with the next one."""
+    result = layers[-1]
+    for child in reversed(layers[:-1]):
+        result = merge(child, result)
+    return result
+
+
+def removable(parsed: Parsed) -> list[Path]:
+    """List what a person may take out of a document: single values, then the sections of them.
+
+    Values in the order of the file, the inner sections first. The `name` of a thing joins lists.
+    """
+    values = list(_single_values(parsed.data, ()))
+    sections = {path[:end] for path in values for end in range(1, len(path))}
+    inner_first = sorted(sections, key=len, reverse=True)
+    return [*values, *(path for path in inner_first if isinstance(path[-1], str))]
+
+
+def _single_values(value: Any, path: Path) -> Iterator[Path]:
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from _single_values(below, (*path, key))
+    elif _is_named(value):
+        for index, item in enumerate(value):
+            named = {key: below for key, below in item.items() if key != "name"}
+            yield from _single_values(named, (*path, index))
+    else:
+        yield path
+
+
+def without(parsed: Parsed, path: Path) -> Parsed:
+    """Return the document without the value at a path."""
+    data = copy.deepcopy(parsed.data)
+    del _value(data, path[:-1])[path[-1]]
+    return replace(parsed, data=data)
 
 
 def complete_partitions(parsed: Parsed) -> None:
@@ -172,11 +212,10 @@ class OptionText(str):
 def apply_overrides(parsed: Parsed, overrides: Sequence[str]) -> None:
     """Put each `PATH=VALUE` into the document; errors are appended to `parsed.problems`."""
     for text in overrides:
-        option = text.option if isinstance(text, OptionText) else OPTION
-        place = SourcePlace(f"{option} {shorten(_without_secrets(text))}")
+        place = option_place(text)
         name, equals, value_text = text.partition("=")
         if not equals or not _PATH.fullmatch(name):
-            hint = f"for example {option} parallel.tp=8"
+            hint = f"for example {_option(text)} parallel.tp=8"
             parsed.problems.append(place.problem("expected PATH=VALUE", hint))
             continue
         read = parse_yaml(value_text, place.file) if value_text.strip() else Parsed()
@@ -190,6 +229,15 @@ def apply_overrides(parsed: Parsed, overrides: Sequence[str]) -> None:
             parts = _PART.findall(name)
             path = tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
             _set_value(parsed, path, read.data, place)
+
+
+def option_place(text: str) -> SourcePlace:
+    """Return where an override stands: on the command line, without what may be secret."""
+    return SourcePlace(f"{_option(text)} {shorten(_without_secrets(text))}")
+
+
+def _option(text: str) -> str:
+    return text.option if isinstance(text, OptionText) else OPTION
 
 
 def _set_value(parsed: Parsed, path: Path, value: Any, place: SourcePlace) -> None:

@@ -1,24 +1,26 @@
 """Checks the options of sbatch and srun that a site adds, against what Slurm has and hpctrain sets.
 
-Belongs here: the names of options by version of Slurm, and those that no profile may set, each
-with the field to use instead. Does not belong here: quoting and order (`hpctrain.job.render`).
+Belongs here: the names of options by version of Slurm, and those that hpctrain sets itself, each
+with what happens to a site's own and why. Does not belong here: quoting and order
+(`hpctrain.job.render`).
 
 Sources: `sbatch --help` and `srun --help` of 22.05.8, 24.11.5 and 26.05.5; sbatch(1), srun(1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from hpctrain.spec.document import Contradiction, Document
+from hpctrain.spec.document import Contradiction, Contradictions, Document
 from hpctrain.spec.fields import did_you_mean
 from hpctrain.spec.job_text import job_text_parts
 
 OptionName = Annotated[str, Field(pattern=r"^[a-z][A-Za-z0-9_-]*$")]
 OptionValue = bool | int | str | tuple[int | str, ...]
+Command = Literal["sbatch", "srun"]
 
 _BOTH = (
     "acctg-freq core-spec cores-per-socket cpu-freq extra-node-info gpu-freq gres-flags "
@@ -47,56 +49,82 @@ _MEMORY = "use `slurm.memory` or `slurm.memory_per_gpu`"
 _SUBMITTING = "it is about submitting, which hpctrain does"
 _CONTINUATION = "use `continuation`"
 _CONTAINER = "use `software.container`"
-_FOUND = "hpctrain finds and reads its jobs by it"
-_OWNED_BY_BOTH = {
-    "account": "use `slurm.account`",
-    "chdir": "jobs run in the directory of the run",
-    "constraint": "use `slurm.constraint`",
-    "cpus-per-gpu": "use `resources.cpus_per_gpu` of the spec",
-    "cpus-per-task": "use `resources.cpus_per_gpu` of the spec",
-    "comment": "use `slurm.comment`",
-    "dependency": _CONTINUATION,
-    "distribution": "ranks are numbered along the nodes, as the plan assumes",
-    "exclusive": "use `slurm.exclusive`",
-    "export": "use `slurm.export`",
-    "gres": "use `slurm.gpu_request`",
-    "input": "ranks read nothing from a terminal",
-    "job-name": _FOUND,
-    "no-kill": "it follows from `resources.spare_nodes` and `min_nodes`",
-    "output": _FOUND,
-    "partition": "use `slurm.partitions`",
-    "qos": "use `slurm.qos`",
-    "reservation": "use `slurm.reservation`",
-    "segment": "use `network.switches`",
-    "signal": "the supervisor needs the warning before the time limit",
-    "switches": "use `network.switches`",
-    "time": "use `resources.walltime` of the spec, or `max_walltime`",
-    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-socket"), "use `slurm.gpu_request`"),
-    **dict.fromkeys(("gpus-per-task", "ntasks-per-gpu"), "use `slurm.gpu_request`"),
-    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), _MEMORY),
-    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-core"), _SIZE),
-    **dict.fromkeys(("ntasks-per-node", "ntasks-per-socket"), _SIZE),
-    **dict.fromkeys(("gid", "hold", "quiet", "uid", "verbose", "help", "usage"), _SUBMITTING),
+_CPUS = "use `resources.cpus_per_gpu` of the spec"
+_GPUS = "use `slurm.gpu_request`"
+_STEPS = "the supervisor ends steps itself, after it has found out which rank failed first"
+_ALL_NODES = "a launch has all of its nodes"
+_LOGS = "hpctrain finds and reads its logs where it puts them"
+
+# Options that hpctrain sets itself, by who has them. A site's own is refused where it asks for
+# something that has a field, or that contradicts what hpctrain relies on.
+_REFUSED = {
+    "both": {
+        "account": "use `slurm.account`",
+        "constraint": "use `slurm.constraint`",
+        "comment": "use `slurm.comment`",
+        "dependency": _CONTINUATION,
+        "distribution": "ranks are numbered along the nodes, as the plan assumes",
+        "exclusive": "use `slurm.exclusive`",
+        "export": "use `slurm.export`",
+        "partition": "use `slurm.partitions`",
+        "qos": "use `slurm.qos`",
+        "reservation": "use `slurm.reservation`",
+        **dict.fromkeys(("segment", "switches"), "use `network.switches`"),
+        "time": "use `resources.walltime` of the spec, or `max_walltime`",
+        **dict.fromkeys(("cpus-per-gpu", "cpus-per-task"), _CPUS),
+        **dict.fromkeys(("gres", "gpus", "gpus-per-node", "gpus-per-socket"), _GPUS),
+        **dict.fromkeys(("gpus-per-task", "ntasks-per-gpu"), _GPUS),
+        **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), _MEMORY),
+        **dict.fromkeys(("ntasks-per-core", "ntasks-per-socket"), _SIZE),
+        **dict.fromkeys(("gid", "hold", "uid", "help", "usage"), _SUBMITTING),
+    },
+    "sbatch": {
+        "array": _CONTINUATION,
+        "gpu-bind": "use `slurm.options.srun`: steps would inherit it without a word in the script",
+        **dict.fromkeys(("export-file", "get-user-env"), "use `slurm.export`"),
+        "nodefile": "use `nodelist` or `exclude`",
+        **dict.fromkeys(("requeue", "no-requeue"), _CONTINUATION),
+        **dict.fromkeys(("test-only", "wrap"), _SUBMITTING),
+    },
+    "srun": {
+        **dict.fromkeys(("nodelist", "exclude", "relative"), "the supervisor chooses the nodes"),
+        **dict.fromkeys(("jobid", "het-group", "no-allocate"), "one step is one launch"),
+        **dict.fromkeys(("multi-prog", "pty"), "all tasks run the trainer"),
+    },
 }
-_OWNED_BY_SBATCH = {
-    "array": _CONTINUATION,
-    "export-file": "use `slurm.export`",
-    "gpu-bind": "use `slurm.options.srun`: steps would inherit it without a word in the script",
-    "get-user-env": "use `slurm.export`",
-    "nodefile": "use `nodelist` or `exclude`",
-    "open-mode": "a requeued job would overwrite its log",
-    **dict.fromkeys(("requeue", "no-requeue"), _CONTINUATION),
-    **dict.fromkeys(("kill-on-invalid-dep", "parsable", "test-only", "wait", "wrap"), _SUBMITTING),
+# It is left out, and commands say so, where nothing is lost without it.
+_LEFT_OUT = {
+    "both": {
+        "chdir": "jobs run in the directory of the run",
+        "input": "ranks read nothing from a terminal",
+        "job-name": "jobs have the name of their run, by which hpctrain finds them",
+        "no-kill": "it follows from `resources.spare_nodes` and `min_nodes`",
+        "output": _LOGS,
+        "signal": "the supervisor asks for a warning of its own before the time limit",
+        **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), _SIZE),
+        **dict.fromkeys(("quiet", "verbose"), _SUBMITTING),
+    },
+    "sbatch": {
+        "open-mode": "logs are appended to, or a requeued job would overwrite its own",
+        **dict.fromkeys(("kill-on-invalid-dep", "parsable", "wait"), _SUBMITTING),
+    },
+    "srun": {
+        **dict.fromkeys(("exact", "exclusive", "oversubscribe", "overlap"), _ALL_NODES),
+        **dict.fromkeys(("kill-on-bad-exit", "quit-on-interrupt", "wait"), _STEPS),
+        **dict.fromkeys(("label", "unbuffered"), "ranks have logs of their own"),
+        "disable-status": "the supervisor ends steps, and nobody types into them",
+        "error": _LOGS,
+        "immediate": "the job has its nodes when a step starts",
+        "preserve-env": "the number of tasks follows from the plan",
+    },
 }
-_OWNED_BY_SRUN = {
-    **dict.fromkeys(("exclude", "nodelist", "relative"), "the supervisor chooses the nodes"),
-    **dict.fromkeys(("immediate", "jobid", "het-group", "no-allocate"), "one step is one launch"),
-    **dict.fromkeys(("exact", "overlap", "oversubscribe"), "a launch has all of its nodes"),
-    **dict.fromkeys(("label", "unbuffered"), "ranks have logs of their own"),
-    **dict.fromkeys(("kill-on-bad-exit", "wait", "quit-on-interrupt"), "the supervisor ends steps"),
-    **dict.fromkeys(("multi-prog", "pty", "disable-status"), "all tasks run the trainer"),
-    "error": "the supervisor reads what ranks report in one log",
-    "preserve-env": "the number of tasks follows from the plan",
+# Refused, but where the option says what hpctrain does anyway: it is left out then, too.
+_FIELDS = ("account", "constraint", "exclusive", "qos", "reservation")
+_BY_CONTINUATION = ("requeue", "no-requeue")
+_USUAL = {
+    ("sbatch", "distribution"): ("block", "block:block"),
+    ("srun", "distribution"): ("block", "block:block"),
+    ("srun", "export"): ("ALL",),
 }
 
 
@@ -107,12 +135,16 @@ def available_options(command: str) -> dict[str, str]:
 
 
 def owned_options(command: str) -> dict[str, str]:
-    """Map the options that a site may not add to `sbatch` or `srun` to the reason."""
-    return _OWNED_BY_BOTH | (_OWNED_BY_SBATCH if command == "sbatch" else _OWNED_BY_SRUN)
+    """Map the options of `sbatch` or `srun` that hpctrain sets itself to the reason."""
+    both = (*_REFUSED["both"].items(), *_LEFT_OUT["both"].items())
+    return dict(both) | _REFUSED[command] | _LEFT_OUT[command]
 
 
 class SiteOptions(Document):
-    """Options of Slurm's commands besides those of hpctrain: name without dashes, and value."""
+    """Options of Slurm's commands besides those of hpctrain: name without dashes, and value.
+
+    Those that hpctrain sets itself are left out with a note where nothing is lost, else refused.
+    """
 
     plugins: tuple[OptionName, ...] = Field(
         (), description="Options of the site's SPANK plugins that the two maps may have"
@@ -124,20 +156,98 @@ class SiteOptions(Document):
         {}, description="Of the step that trains, likewise; the job puts in `$NAME`"
     )
 
-    @field_validator("sbatch", "srun")
+    def given(self) -> Iterator[tuple[str, str, OptionValue]]:
+        """List command, name and value of all options, those that are left out included."""
+        yield from (("sbatch", name, value) for name, value in self.sbatch.items())
+        yield from (("srun", name, value) for name, value in self.srun.items())
+
+    def used(self, command: Command) -> dict[str, OptionValue]:
+        """Return the options that a command gets: all but those that hpctrain sets itself."""
+        given, own = self.sbatch if command == "sbatch" else self.srun, owned_options(command)
+        return {name: value for name, value in given.items() if name not in own}
+
+
+def refused_options(options: SiteOptions, fields: Mapping[str, object]) -> list[Contradiction]:
+    """List all options that a site may not add, and values that no command could get.
+
+    `fields`: the values of `slurm` beside them.
+    """
+    found = []
+    for command, name, value in options.given():
+        wrong = _name_problem(command, name, value, options.plugins, fields)
+        if wrong is None and name not in owned_options(command):
+            wrong = _value_problem(command, value)
+        if wrong is not None:
+            message, hint = wrong
+            path = ("slurm", "options", command, name)
+            found.append(Contradiction(path, f"{command} --{name}: {message}", hint))
+    return found
+
+
+def left_out_options(options: SiteOptions) -> list[tuple[str, str]]:
+    """List the options that no command gets because hpctrain sets them itself: path and reason."""
+    return [
+        (
+            f"slurm.options.{command}.{name}",
+            (_LEFT_OUT["both"] | _LEFT_OUT[command]).get(name, "hpctrain asks for the same"),
+        )
+        for command, name, _ in options.given()
+        if name in owned_options(command)
+    ]
+
+
+# Directives of hpctrain that a site may leave out. Without `--nodes` the number of tasks says how
+# many; srun asks for CPUs itself; without `--no-kill` the loss of a node ends the job.
+_MAY_BE_OMITTED = frozenset({"cpus-per-task", "no-kill", "nodes", "open-mode"})
+
+
+class DirectiveOrder(Document):
+    """Which of hpctrain's `#SBATCH` lines a site leaves out, and which stand first."""
+
+    first: tuple[OptionName, ...] = Field(
+        (), description="Options that stand first, in this order, such as `[partition, account]`"
+    )
+    omit: tuple[OptionName, ...] = Field(
+        (),
+        description="Options that jobs must not have here: `nodes` (the number of tasks says it), "
+        "`cpus-per-task`, `open-mode`, `no-kill`; hpctrain relies on the others",
+    )
+
+    @field_validator("first", "omit")
     @classmethod
-    def _may_be_added(
-        cls, options: dict[str, OptionValue], info: ValidationInfo
-    ) -> dict[str, OptionValue]:
-        command = info.field_name or ""
-        plugins = info.data.get("plugins", ())
-        for name, value in options.items():
-            wrong = _name_problem(command, name, plugins) or _value_problem(command, value)
-            if wrong is not None:
-                message, hint = wrong
-                path = ("slurm", "options", command, name)
-                raise Contradiction(path, f"{command} --{name}: {message}", hint)
-        return options
+    def _are_options(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        field = str(info.field_name)
+        own, found = owned_options("sbatch"), []
+        for number, name in enumerate(names):
+            path = ("slurm", "directives", field, number)
+            if name not in own and name not in available_options("sbatch"):
+                hint = did_you_mean(name, (*own, *available_options("sbatch")))
+                found.append(Contradiction(path, f"sbatch has no option --{name}", hint))
+            elif field == "omit" and name not in _MAY_BE_OMITTED:
+                reason = own.get(name, "it is one of `slurm.options`: remove it there")
+                message = f"--{name} cannot be left out"
+                found.append(Contradiction(path, message, reason))
+        if found:
+            raise Contradictions(found)
+        return names
+
+    def applied_to(self, lines: Iterable[str]) -> list[str]:
+        """Return the directives without those that are left out, and in order."""
+        named = [(line.removeprefix("--").partition("=")[0], line) for line in lines]
+        kept = [(name, line) for name, line in named if name not in self.omit]
+        order = {name: number for number, name in enumerate(self.first)}
+        return [line for _, line in sorted(kept, key=lambda one: order.get(one[0], len(order)))]
+
+
+def restricting_option(options: Mapping[str, object]) -> tuple[str, int] | None:
+    """Find the option that leaves a job or step only some threads of each core, and how many.
+
+    sbatch(1), --hint: one thread with all hints but `multithread`.
+    """
+    hint, threads = options.get("hint"), str(options.get("threads-per-core", ""))
+    if hint in ("nomultithread", "compute_bound", "memory_bound"):
+        return "hint", 1
+    return ("threads-per-core", int(threads)) if threads.isdecimal() and int(threads) else None
 
 
 def too_new_options(options: SiteOptions, version: str) -> list[str]:
@@ -159,10 +269,22 @@ def written_options(options: Mapping[str, OptionValue]) -> tuple[tuple[str, str 
     return tuple(found)
 
 
-def _name_problem(command: str, name: str, plugins: tuple[str, ...]) -> tuple[str, str] | None:
-    owned, available = owned_options(command), available_options(command)
-    if name in owned:
-        return "hpctrain sets this itself", owned[name]
+def _name_problem(
+    command: str,
+    name: str,
+    value: OptionValue,
+    plugins: tuple[str, ...],
+    fields: Mapping[str, object],
+) -> tuple[str, str] | None:
+    available = available_options(command)
+    if name in owned_options(command):
+        refused = _REFUSED["both"] | _REFUSED[command]
+        same = name in _FIELDS and value == fields.get(name)
+        if name in _LEFT_OUT[command] or name not in refused or same:
+            return None
+        if value in _USUAL.get((command, name), ()) or name in _BY_CONTINUATION:
+            return None
+        return "hpctrain sets this itself", refused[name]
     if name.startswith("container"):
         return "hpctrain sets this itself", _CONTAINER
     if name in available or name in plugins:

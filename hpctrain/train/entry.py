@@ -53,6 +53,7 @@ from hpctrain.train.faults import (
 )
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.launchers.nsight import run_under_nsight
+from hpctrain.train.network_interface import set_gloo_interface
 from hpctrain.train.placement import place_rank
 from hpctrain.train.preflight import check
 from hpctrain.train.rank_environment import (
@@ -339,7 +340,11 @@ def _train(job: Job, ending: Ending) -> Outcome:
 
 
 def _prepare_process(job: Job) -> None:
-    """Set everything that has to be set before torch is imported."""
+    """Set everything that has to be set before torch is imported.
+
+    Raises InvalidInputError where this node lacks the network interface that the profile names.
+    """
+    set_gloo_interface(os.environ, job.launch.node)
     config, threads = job.config, 1
     if config.accelerator == "cuda":
         threads = host_threads() if config.computes_on_host else 1

@@ -111,6 +111,30 @@ def test_as_srun_starts_it(trial: MakeTrial) -> None:
     assert made.exits()[0].node == "node0"
 
 
+def test_gloo_gets_the_one_interface_that_is_there(trial: MakeTrial) -> None:
+    """It ends the launch itself for each name that is not, such as the beginning of one."""
+    made = trial(train_steps=1, data_parallel_size=2, save_interval_steps=1)
+    port = str(free_port())
+    ranks = [
+        _start(made, *TRAIN, rank=rank, ranks=2, MASTER_PORT=port, GLOO_SOCKET_IFNAME="ib,lo")
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=LIMIT_SECONDS) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+
+
+@pytest.mark.parametrize("name", ["HPCTRAIN_INTERFACE", "GLOO_SOCKET_IFNAME"])
+def test_an_interface_that_the_node_lacks_is_named_before_torch_is_imported(
+    trial: MakeTrial, name: str
+) -> None:
+    made = trial(train_steps=1)
+    code, _ = _ended(made, *TRAIN, **{name: "bond7"})
+    assert code == TrainerExit.CONFIG_ERROR
+    (record,) = made.exits()
+    assert record.node_dependent and record.message is not None
+    assert "is bond7" in record.message and "it has" in record.message
+
+
 # Prints what the rank has imported of packages that it does not use.
 _IMPORTED = """
 import sys

@@ -18,7 +18,7 @@ from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.printable_text import printable_line
 from hpctrain.job.render.quoting import sh, sh_expanded
 from hpctrain.plan.job import Job
-from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
+from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.software import FabricVariable
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 PROLOGUE = "prologue.sh"
+# Read by `hpctrain.train.network_interface`.
+RANK_INTERFACE = "HPCTRAIN_INTERFACE"
 # Directories of caches below `software.scratch`: of Triton, torch.compile, CUDA's and ROCm's JIT.
 _CACHES = (
     ("TRITON_CACHE_DIR", "triton"),
@@ -223,8 +225,11 @@ def script_variables(job: Job, gpu_variables: tuple[GpuVariable, ...] = ()) -> t
     }
     if interface is not None:
         reason = "network.interface of the profile: all nodes reach each other over it"
-        for name in INTERFACE_VARIABLES:
-            site.setdefault(name, Variable(name, interface, reason))
+        site.setdefault("NCCL_SOCKET_IFNAME", Variable("NCCL_SOCKET_IFNAME", interface, reason))
+        if "GLOO_SOCKET_IFNAME" not in {*site, *spec.environment.variables}:
+            # gloo wants a whole name: each rank chooses that of its node
+            reason = "network.interface for gloo: each rank sets GLOO_SOCKET_IFNAME, a whole name"
+            site[RANK_INTERFACE] = Variable(RANK_INTERFACE, interface, reason)
     for wanted in gpu_variables:
         reason = printable_line(wanted.reason)
         site.setdefault(wanted.name, Variable(wanted.name, wanted.value, reason))

@@ -15,6 +15,7 @@ from hpctrain.base.errors import Refusal
 from hpctrain.job.render.job_options import (
     exclusive_option,
     gpu_request,
+    job_comment,
     job_constraint,
     memory_options,
 )
@@ -77,7 +78,9 @@ def evaluation_script(
     own = replace(
         script,
         title=f"evaluation {wanted.name} of {script.title}",
-        directives=_directives(_on_one_node(training, wanted), training, wanted, cpus),
+        directives=_directives(
+            _on_one_node(training, wanted), training, wanted, training.profile.allocated_cpus(cpus)
+        ),
     )
     return render_template(f"{PACKAGED}/{TEMPLATE}", template_directory, own, evaluation=command)
 
@@ -114,6 +117,7 @@ def _directives(
     if wanted.memory_per_node is not None:
         memory = {"mem": f"{int(wanted.memory_per_node) // 2**20}M"}
     options: dict[str, str | None] = {
+        "comment": job_comment(job),
         "account": wanted.account or resources.account or slurm.account,
         "partition": job.partition.name if job.partition.request else None,
         "qos": wanted.qos or (resources.qos if same else None) or slurm.qos,
@@ -130,4 +134,4 @@ def _directives(
     }
     lines = directive_lines(job, options)
     lines += exclusive_option(job) if wanted.gpus else ()
-    return (*lines, "--requeue")
+    return tuple(slurm.directives.applied_to((*lines, "--requeue")))

@@ -25,15 +25,19 @@ def node_options(job: Job) -> dict[str, str | None]:
     requests one task per node with the CPUs of all.
     """
     least, most, cpus_per_gpu = job.least_nodes, job.most_nodes, job.cpus_per_gpu
-    per_node = job.plan.nodes.gpus_per_node
+    per_node, allocated = job.plan.nodes.gpus_per_node, job.profile.allocated_cpus
     if least < most:
-        return {"nodes": f"{least}-{most}", "cpus-per-task": str(cpus_per_gpu * per_node)}
+        cpus = allocated(cpus_per_gpu * per_node)
+        return {"nodes": f"{least}-{most}", "cpus-per-task": str(cpus)}
     tasks = per_node if job.spec.launcher == "srun" else 1
     # A job without GPUs has the CPUs of one: `resources.cpus_per_gpu` is all that it asks for.
+    number = {"nodes": str(most)}
+    if "nodes" in job.profile.slurm.directives.omit:
+        number = {"ntasks": str(most * tasks)}
     return {
-        "nodes": str(most),
+        **number,
         "ntasks-per-node": str(tasks),
-        "cpus-per-task": str(cpus_per_gpu * max(1, per_node) // tasks),
+        "cpus-per-task": str(allocated(cpus_per_gpu * max(1, per_node) // tasks)),
     }
 
 
@@ -50,6 +54,11 @@ def node_problems(job: Job, constraint: str | None) -> list[str]:
 
     Segments divide all of them: the planner chooses no other (`plan.mesh.nvlink_domain`).
     """
+    if job.least_nodes < job.most_nodes and "nodes" in job.profile.slurm.directives.omit:
+        return [
+            f"resources.min_nodes needs `--nodes`, which {job.profile.name} leaves out "
+            "(slurm.directives.omit): remove it"
+        ]
     if not survives_node_failure(job):
         return []
     if constraint and "*" in constraint:
@@ -73,7 +82,7 @@ def gpu_request(job: Job, *, counts_tasks: bool) -> dict[str, str | None]:
 
     A job without GPUs, such as a router's, asks for none.
     """
-    count, kind = job.plan.nodes.gpus_per_node, job.profile.gpu.type
+    count, kind = job.plan.nodes.gpus_per_node, job.profile.gpu.gres_type
     if count == 0:
         return {}
     way = job.profile.slurm.gpu_request
@@ -111,6 +120,20 @@ def memory_options(job: Job) -> dict[str, str | None]:
     }
 
 
+def step_resources(job: Job, *, counts_tasks: bool) -> list[str]:
+    """List the requests of the job that its site wants on the line of srun, too."""
+    if not job.profile.slurm.srun_resources:
+        return []
+    wanted = {**gpu_request(job, counts_tasks=counts_tasks), **memory_options(job)}
+    return [f"--{name}={value}" for name, value in wanted.items() if value is not None]
+
+
+def job_comment(job: Job, own: str | None = None) -> str | None:
+    """Return the comment that the site wants, `own` where it leaves that to hpctrain."""
+    wanted = job.profile.slurm.comment
+    return wanted if isinstance(wanted, str) else own if wanted else None
+
+
 def memory_problems(job: Job) -> list[str]:
     """List why the run cannot have all memory of its nodes where the site wants that."""
     profile, wanted = job.profile, job.spec.resources.memory_per_node
@@ -144,7 +167,7 @@ def job_constraint(job: Job) -> str | None:
 
 def sbatch_options(job: Job) -> dict[str, OptionValue]:
     """Return the site's options of sbatch; nodes and licenses of the spec are added to its own."""
-    options, own = dict(job.profile.slurm.options.sbatch), job.spec.resources
+    options, own = job.profile.slurm.options.used("sbatch"), job.spec.resources
     lists = {"exclude": own.exclude, "nodelist": own.nodelist, "licenses": own.licenses}
     for name, wanted in lists.items():
         if wanted:
@@ -179,7 +202,7 @@ def srun_options(job: Job) -> dict[str, OptionValue]:
     chosen: dict[str, OptionValue] = {"mpi": "none"}
     if job.profile.slurm.gpu_request == "gpus-per-task":
         chosen["gpu-bind"] = "none"
-    chosen |= job.profile.slurm.options.srun
+    chosen |= job.profile.slurm.options.used("srun")
     if job.spec.resources.gpu_bind:
         chosen["gpu-bind"] = job.spec.resources.gpu_bind.replace("$", "$$")
     return chosen

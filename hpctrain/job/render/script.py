@@ -40,6 +40,7 @@ from hpctrain.job.render.job_options import (
     continuation_sentence,
     exclusive_option,
     gpu_request,
+    job_comment,
     job_constraint,
     memory_options,
     memory_problems,
@@ -48,6 +49,7 @@ from hpctrain.job.render.job_options import (
     requeue_flag,
     sbatch_options,
     srun_options,
+    step_resources,
     survives_node_failure,
     topology_options,
 )
@@ -374,7 +376,7 @@ def _directives(job: Job, facts: ScriptFacts, warning_seconds: int) -> tuple[str
     one_gpu_per_task = "ntasks-per-node" in nodes and spec.launcher == "srun"
     options: dict[str, str | None] = {
         "job-name": facts.run_id,
-        "comment": facts.comment if profile.slurm.comment else None,
+        "comment": job_comment(job, facts.comment),
         "account": spec.resources.account or profile.slurm.account,
         "partition": job.partition.name if job.partition.request else None,
         "qos": spec.resources.qos or profile.slurm.qos,
@@ -395,7 +397,7 @@ def _directives(job: Job, facts: ScriptFacts, warning_seconds: int) -> tuple[str
     if survives_node_failure(job):
         lines.append("--no-kill")
     lines.append(requeue_flag(profile))
-    return tuple(lines)
+    return tuple(profile.slurm.directives.applied_to(lines))
 
 
 def directive_lines(job: Job, options: Mapping[str, str | None]) -> list[str]:
@@ -427,7 +429,7 @@ def _srun(job: Job, start: SrunTasks) -> tuple[str, ...]:
         arguments.append("--label")
     # Not inherited from sbatch since 22.05 (srun(1)).
     arguments.append(f"--cpus-per-task={job.cpus_per_gpu * start.gpus_per_task}")
-    return tuple(arguments)
+    return (*arguments, *step_resources(job, counts_tasks=job.spec.launcher == "srun"))
 
 
 # -- Fills the job template: the packaged one, or one of the site that extends or replaces it ---

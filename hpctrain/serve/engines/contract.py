@@ -37,12 +37,16 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class NodeOfReplica:
-    """Which node of a replica on several nodes a command is for; node 0 answers requests."""
+    """Which node of a replica on several nodes a command is for; node 0 answers requests.
+
+    `address`: where the other nodes reach this one; None: the engine chooses.
+    """
 
     nodes: int
     rank: int
     leader_host: str
     leader_port: int
+    address: str | None = None
 
 
 @dataclass(frozen=True)

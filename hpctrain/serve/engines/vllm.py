@@ -89,6 +89,9 @@ def _command(start: EngineStart) -> EngineCommand:
     words += start.extra_arguments
     # vllm/envs.py: no report of usage to its makers; no look-ups of local directories on the hub
     environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    if start.node is not None and start.node.address is not None:
+        # vllm/utils/network_utils.py: else the interface of the route to 8.8.8.8, if there is one
+        environment["VLLM_HOST_IP"] = start.node.address
     if start.cpu is not None:
         environment |= {
             "OMP_NUM_THREADS": str(start.cpu.threads),

@@ -59,7 +59,7 @@ from hpctrain.serve.plan.search import (
 from hpctrain.serve.plan.serving_machine import Offer
 from hpctrain.serve.plan.step_time import kv_bytes_per_token
 from hpctrain.serve.plan.traffic import Trace, Traffic
-from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile import ClusterProfile, profile_remarks
 from hpctrain.spec.service import LATENCY_NAMES, LatencyName, ServiceSpec
 
 _MANY_TIMES = 2.0  # above which a multiple is read more easily than a percentage
@@ -415,7 +415,9 @@ def _daily(request: ServiceRequest, chosen: Verdict, spare: int) -> str:
 def _warnings(
     request: ServiceRequest, chosen: Verdict, kept: Sequence[Promise], drain: Drained
 ) -> tuple[str, ...]:
-    found = [drain.warning] if drain.warning is not None else []
+    found = [remark for _, remark in profile_remarks(request.profile)]
+    if drain.warning is not None:
+        found.append(drain.warning)
     if request.profile.gpu.emulated and request.engine.speed == AS_PREDICTED:
         found.append(
             "GPUs are emulated: how fast processors are in their place is guessed until "

@@ -16,6 +16,7 @@ from hpctrain.records.run_records import TrainerExit
 from hpctrain.serve.replica.config import ReplicaConfig, read_program_settings
 from hpctrain.serve.replica.life import Life, say
 from hpctrain.serve.replica.lifecycle import Replica
+from hpctrain.train.network_interface import set_gloo_interface
 from hpctrain.train.rank_environment import read_launch
 from hpctrain.train.stacks import open_stack_dump
 from hpctrain.train.stop import StopSignals
@@ -42,8 +43,9 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         say(f"stacks cannot be written: {error}")
     try:
+        address = set_gloo_interface(os.environ, launch.node)
         config = outlast(run, lambda: read_program_settings(path, ReplicaConfig))
-        code = Replica(config, life, stop, os.environ).run()
+        code = Replica(config, life, stop, os.environ, address).run()
     except HpctrainError as error:
         code = life.refused(str(error))
     if dump is not None:

@@ -61,10 +61,15 @@ class Replica:
     """One task of one launch of a replica."""
 
     def __init__(
-        self, config: ReplicaConfig, life: Life, stop: StopSignals, environment: Mapping[str, str]
+        self,
+        config: ReplicaConfig,
+        life: Life,
+        stop: StopSignals,
+        environment: Mapping[str, str],
+        address: str | None = None,
     ) -> None:
         self._config, self._life, self._stop = config, life, stop
-        self._environment = environment
+        self._environment, self._address = environment, address
         self._service = ServiceLayout(Path(config.service))
         self._began_at = clock.monotonic()
         self._engine: EngineProcess | None = None
@@ -195,7 +200,7 @@ class Replica:
         if config.nodes > 1:
             leader = self._environment.get("MASTER_ADDR", "")
             leader_port = int(self._environment.get("MASTER_PORT", "0"))
-            node = NodeOfReplica(config.nodes, launch.node_rank, leader, leader_port)
+            node = NodeOfReplica(config.nodes, launch.node_rank, leader, leader_port, self._address)
         settings = run.directory / f"engine-{launch.node_rank}.yaml"
         start = replace(
             config.start,

@@ -7,6 +7,7 @@ about a model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import date
 from pathlib import PurePath
 from typing import Annotated, Literal, get_args
@@ -30,9 +31,10 @@ from hpctrain.spec.profile.hardware import (
 from hpctrain.spec.profile.slurm import SlurmProfile
 from hpctrain.spec.profile.software import FabricVariable, SoftwareProfile
 from hpctrain.spec.run import Name, RunSpec
+from hpctrain.spec.slurm_options import left_out_options, restricting_option
 
 Continuation = Literal["requeue", "chain", "singleton", "array", "none"]
-# Variables that name the interface of TCP traffic; both take the start of a name.
+# Variables that name the interface of TCP traffic, to NCCL and to gloo.
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
@@ -214,7 +216,12 @@ class ClusterProfile(Document):
                 continue
             # NCCL: `=eth0` is exact, `eth` is a prefix, `^docker0` excludes
             names = variable.value.lstrip("=").split(",")
-            selected = any(name and interface.startswith(name) for name in names)
+            # the field's too, but one with a number is a whole name
+            selected = any(
+                name and (own.startswith(name) or (own[-1].isalpha() and name.startswith(own)))
+                for name in names
+                for own in interface.lstrip("=").split(",")
+            )
             if not selected and not variable.value.startswith("^"):
                 raise Contradiction(
                     ("environment", number, "value"),
@@ -222,6 +229,25 @@ class ClusterProfile(Document):
                     f"remove one of the two; `interface` alone sets {variable.name}",
                 )
         return environment
+
+    @field_validator("continuation")
+    @classmethod
+    def _options_say_the_same(cls, mode: Continuation, info: ValidationInfo) -> Continuation:
+        slurm = info.data.get("slurm")
+        if slurm is not None and mode == "requeue" and "open-mode" in slurm.directives.omit:
+            raise Contradiction(
+                ("slurm", "directives", "omit", slurm.directives.omit.index("open-mode")),
+                "--open-mode cannot be left out with `continuation: requeue`",
+                "a requeued job would overwrite its log: another `continuation`, such as chain",
+            )
+        contrary = "no-requeue" if mode == "requeue" else "requeue"
+        if slurm is not None and contrary in slurm.options.sbatch:
+            raise Contradiction(
+                ("slurm", "options", "sbatch", contrary),
+                f"sbatch --{contrary}: `continuation` is {mode}",
+                "`continuation: requeue` asks for `--requeue`, every other one for `--no-requeue`",
+            )
+        return mode
 
     @field_validator("locked")
     @classmethod
@@ -264,6 +290,44 @@ class ClusterProfile(Document):
         return max(above, key=lambda one: len(one.path), default=None)
 
     @property
+    def cpus_for_tasks(self) -> int:
+        """CPUs of a node that its tasks can have: cores, where options leave one thread of each.
+
+        sbatch(1), --threads-per-core: only such threads are counted then. Seen on 22.05.8: 4 tasks
+        with 4 CPUs on 8 cores with 2 threads are refused with it, and run without.
+        """
+        threads = self.nodes.threads_per_core or 1
+        return self.nodes.cpus // threads * self._threads_used[1]
+
+    def allocated_cpus(self, cpus: int) -> int:
+        """Return what sbatch has to ask for, so that steps can have so many CPUs.
+
+        An option of srun alone leaves threads out that the job has all the same.
+        """
+        of_job, of_step = self._threads_used
+        return -(-cpus * of_job // of_step)
+
+    @property
+    def _threads_used(self) -> tuple[int, int]:
+        """Threads of each core that count for the job and for its steps, which inherit options."""
+        every, found = self.nodes.threads_per_core or 1, self.restrictions
+        of_job = min([every, *(threads for path, threads in found if ".sbatch." in path)])
+        return of_job, min([of_job, *(threads for _, threads in found)])
+
+    @property
+    def restrictions(self) -> tuple[tuple[str, int], ...]:
+        """Where the site leaves only some threads of each core: path, and how many."""
+        given = {one.name: one.value for one in self.environment}
+        names = {"hint": "SLURM_HINT", "threads-per-core": "SLURM_THREADS_PER_CORE"}
+        places: dict[str, Mapping[str, object]] = {
+            "slurm.options.sbatch": self.slurm.options.sbatch,
+            "slurm.options.srun": self.slurm.options.srun,
+            "environment": {option: given.get(name) for option, name in names.items()},
+        }
+        found = [(place, restricting_option(options)) for place, options in places.items()]
+        return tuple((f"{place}.{one[0]}", one[1]) for place, one in found if one is not None)
+
+    @property
     def gpu_count(self) -> int:
         return self.nodes.count * self.gpu.per_node
 
@@ -281,6 +345,26 @@ class ClusterProfile(Document):
     def accelerator(self) -> Literal["cuda", "cpu"]:
         """The device that ranks train on."""
         return "cpu" if self.gpu.emulated else "cuda"
+
+
+def profile_remarks(profile: ClusterProfile) -> tuple[tuple[str, str], ...]:
+    """List what is to be known of a profile before it is used, each with the path of its value."""
+    left_out = [
+        (path, f"`{path}` is left out: {reason}")
+        for path, reason in left_out_options(profile.slurm.options)
+    ]
+    if profile.nodes.threads_per_core is None and profile.restrictions:
+        path, threads = profile.restrictions[0]
+        cpus = profile.nodes.cpus
+        left_out.append(
+            (
+                path,
+                f"`{path}` leaves {threads} thread of each core, and `nodes.threads_per_core` is "
+                f"absent: the {cpus} of `nodes.cpus` are taken as cores. Where they are threads "
+                "jobs ask for more than there is, and are refused or wait for ever",
+            )
+        )
+    return tuple(left_out)
 
 
 def has_field(document: type[BaseModel], path: str) -> bool:

@@ -24,16 +24,35 @@ class NodeProfile(Document):
 
     count: int = Field(ge=1, le=1_000_000, description="Number of nodes")
     cpus: int = Field(ge=1, description="As Slurm counts them (CPUs=)")
-    threads_per_core: int = Field(1, ge=1, description="How many of `cpus` share a core")
+    threads_per_core: int | None = Field(
+        None,
+        ge=1,
+        le=8,
+        description="How many of `cpus` are one core (ThreadsPerCore=): jobs ask for cores where "
+        "`threads-per-core` or `hint` in `slurm.options` leaves one thread of each; absent: 1",
+    )
     memory: ByteSize = Field(gt=0, description="Main memory that jobs may use")
     prefix: str = Field("n", description="Host names are prefix + number")
+
+    @model_validator(mode="after")
+    def _threads_are_cores(self) -> Self:
+        if self.cpus % (self.threads_per_core or 1):
+            raise ValueError(
+                f"{self.cpus} CPUs are no whole cores of {self.threads_per_core} threads"
+            )
+        return self
 
 
 class GpuProfile(Document):
     """The accelerators of one node."""
 
-    type: str = Field(description="Name in Slurm's GRES, for example a100")
-    gres: str | None = Field(None, description="Name in Slurm's GRES; default: `type`")
+    type: str = Field(description="Name in the GPU catalogue and in Slurm's GRES, such as a100")
+    gres: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$",
+        description="Name in Slurm's GRES where it is another one, such as `a100_3g.20gb` or "
+        "`nvidia_h100_nvl`; default: `type`",
+    )
     per_node: int = Field(ge=1, le=1_000, description="GPUs of one node")
     memory: ByteSize = Field(gt=0, description="As the driver reports it")
     reserved: ByteSize | None = Field(
@@ -53,6 +72,11 @@ class GpuProfile(Document):
         False,
         description="Slurm counts GPUs that do not exist (a sandbox): processes train on CPUs",
     )
+
+    @property
+    def gres_type(self) -> str:
+        """The type that requests name to Slurm."""
+        return self.gres or self.type
 
 
 class NvlinkProfile(Document):
@@ -247,9 +271,11 @@ class NetworkProfile(Document):
     nic_bandwidth: Bandwidth = Field(gt=0, description="Per card and direction")
     interface: str | None = Field(
         None,
-        min_length=1,
-        description="For TCP traffic between nodes: value of NCCL_SOCKET_IFNAME and "
-        "GLOO_SOCKET_IFNAME where `environment` does not set them",
+        pattern=r"^=?[^\s,=^/]+(,[^\s,=^/]+)*$",
+        description="For TCP traffic between nodes: a name or its beginning (`ib`, `hsn`), `=ib0` "
+        "for that name only, several as `ib0,eno1`. Value of NCCL_SOCKET_IFNAME, and of "
+        "GLOO_SOCKET_IFNAME the first such interface of each node, where `environment` does not "
+        "set them",
     )
     master_address: str | None = Field(
         None,

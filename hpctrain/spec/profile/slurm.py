@@ -6,12 +6,12 @@ Belongs here: facts about the Slurm of a site. Does not belong here: what a run 
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AwareDatetime, Field, model_validator
+from pydantic import AwareDatetime, Field, ValidationInfo, field_validator, model_validator
 
 from hpctrain.base.units import ByteSize, Duration
-from hpctrain.spec.document import Document
+from hpctrain.spec.document import Contradictions, Document
 from hpctrain.spec.profile.hardware import (
     GpuProfile,
     NetworkProfile,
@@ -22,7 +22,12 @@ from hpctrain.spec.profile.hardware import (
 )
 from hpctrain.spec.profile.software import FabricVariable
 from hpctrain.spec.run import VariableName
-from hpctrain.spec.slurm_options import SiteOptions, too_new_options
+from hpctrain.spec.slurm_options import (
+    DirectiveOrder,
+    SiteOptions,
+    refused_options,
+    too_new_options,
+)
 
 # -- One partition of a cluster profile: limits, preemption, and what differs from the cluster --
 
@@ -82,6 +87,7 @@ class PartitionProfile(Document):
 # ----------------------------------------------------------------------------------------------
 
 
+OneLine = Annotated[str, Field(pattern=r"^[^\x00-\x1f]+$")]
 GpuRequest = Literal[
     "gres", "gres-typed", "gpus-per-node", "gpus-per-node-typed", "gpus-per-task", "none"
 ]
@@ -92,7 +98,7 @@ class SlurmProfile(Document):
 
     gpu_request: GpuRequest = Field(
         "gres",
-        description="Option that asks for GPUs at this site; the typed ones name `gpu.type`, too",
+        description="Option that asks for GPUs at this site; the typed ones name `gpu.gres`, too",
     )
     account: str | None = Field(None, description="Account when a spec names none")
     qos: str | None = Field(None, description="QOS when a spec names none")
@@ -125,10 +131,16 @@ class SlurmProfile(Document):
     reservation_end: AwareDatetime | None = Field(
         None, description="When it ends, as 2026-12-24T18:00:00+01:00; later attempts are refused"
     )
-    comment: bool = Field(
+    comment: bool | OneLine = Field(
         True,
-        description="Mark jobs by `--comment`; false where the site uses it: jobs are then found "
-        "by name and directory",
+        description="Mark jobs by `--comment`; false for none, or the text that the site wants "
+        "there, such as a code of a project: jobs are then found by name and directory",
+    )
+    directives: DirectiveOrder = DirectiveOrder()
+    srun_resources: bool = Field(
+        False,
+        description="Ask srun for the GPUs and the memory of the job, too, where steps do not get "
+        "them by themselves",
     )
     options: SiteOptions = SiteOptions()
     template: str | None = Field(
@@ -162,6 +174,13 @@ class SlurmProfile(Document):
         if self.gpu_request == "none":
             raise ValueError("`memory_per_gpu` needs a `gpu_request` other than none (sbatch(1))")
         return self
+
+    @field_validator("options")
+    @classmethod
+    def _options_may_be_added(cls, options: SiteOptions, info: ValidationInfo) -> SiteOptions:
+        if refused := refused_options(options, info.data):
+            raise Contradictions(refused)
+        return options
 
     @model_validator(mode="after")
     def _options_exist(self) -> Self:

@@ -159,13 +159,15 @@ def test_the_profile_says_how_to_ask(place: Place) -> None:
         python="/opt/py thon",
         modules=ModulesProfile(init="/etc/lmod.sh", purge=True, load=("python/3.11", "a b")),
     )
-    slurm = PROFILE.slurm.model_copy(update={"account": "lab", "qos": "low", "constraint": "cpu"})
+    slurm = PROFILE.slurm.model_copy(
+        update={"account": "lab", "qos": "low", "constraint": "cpu", "comment": "project-4711"}
+    )
     profile = PROFILE.model_copy(update={"software": software, "slurm": slurm})
     place.prepare(profile=profile, partition="urgent", walltime=Duration(90))
     (options,) = place.options
     assert options.parameters() == dict(
         job_name="data-x", time=2, cpus_per_task=3, partition="urgent", account="lab", qos="low",
-        constraint="cpu",
+        constraint="cpu", comment="project-4711",
         setup=[
             *(MUST, "# shellcheck source=/dev/null", "source /etc/lmod.sh"),
             "module --force purge",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import hpctrain
 from planned_job import planned_job
 from pydantic import ValidationError
 from specimen_scripts import PROFILE, SPEC, directives, profile_with, render, spec_with
@@ -22,10 +23,11 @@ from hpctrain.job.render.job_options import (
 from hpctrain.plan.planner import make_plan
 from hpctrain.slurm.records import JobIdentity, JobRecord
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile import ClusterProfile, profile_remarks
 from hpctrain.spec.profile.slurm import PartitionProfile, PreemptionProfile
+from hpctrain.spec.profile.software import FabricVariable
 from hpctrain.spec.run import RunSpec
-from hpctrain.spec.slurm_options import SiteOptions, available_options, owned_options
+from hpctrain.spec.slurm_options import available_options, owned_options
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -69,8 +71,12 @@ def test_the_spec_adds_nodes_licenses_and_features() -> None:
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        ("sbatch", {"job-name": "x"}, "hpctrain sets this itself"),
+        ("sbatch", {"partition": "x"}, "hpctrain sets this itself"),
         ("sbatch", {"export": "ALL"}, "hpctrain sets this itself"),
+        ("sbatch", {"account": "other"}, "hpctrain sets this itself"),
+        ("sbatch", {"exclusive": "user"}, "hpctrain sets this itself"),
+        ("srun", {"distribution": "cyclic"}, "hpctrain sets this itself"),
+        ("sbatch", {"no-requeue": True}, "`continuation` is requeue"),
         ("srun", {"container-image": "x"}, "hpctrain sets this itself"),
         ("srun", {"nodelist": "n1"}, "hpctrain sets this itself"),
         ("sbatch", {"cpu-bind": "none"}, "has no such option"),
@@ -83,7 +89,7 @@ def test_the_spec_adds_nodes_licenses_and_features() -> None:
 )
 def test_what_a_site_may_not_add(command: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
-        SiteOptions.model_validate({command: options})
+        profile_with(slurm={"options": {command: options}})
 
 
 def test_a_wrong_option_is_reported_at_its_place_with_what_to_do(tmp_path: Path) -> None:
@@ -94,6 +100,87 @@ def test_a_wrong_option_is_reported_at_its_place_with_what_to_do(tmp_path: Path)
         load_profile(file)
     problem = caught.value.problems[0]
     assert (problem.line, "did you mean `licenses`?" in (problem.hint or "")) == (6, True)
+
+
+# By habit in scripts that people have: hpctrain sets each of them itself, and none is worth a stop.
+HABITS: dict[str, dict[str, object]] = {
+    "sbatch": {
+        "signal": "B:USR1@120", "output": "%x-%j.out", "open-mode": "append", "job-name": "train",
+        "requeue": True, "exclusive": True, "nodes": 4, "ntasks-per-node": 4, "chdir": "/work",
+    },
+    "srun": {
+        "wait": 60, "kill-on-bad-exit": 1, "quit-on-interrupt": True, "label": True,
+        "unbuffered": True, "error": "x.err", "overlap": True, "exclusive": True,
+        "distribution": "block:block", "export": "ALL",
+    },
+}  # fmt: skip
+
+
+def test_what_hpctrain_sets_itself_is_left_out_and_said() -> None:
+    profile = profile_with(slurm={"exclusive": True, "options": HABITS})
+    assert render(profile=profile) == render(profile=profile_with(slurm={"exclusive": True}))
+    remarks = dict(profile_remarks(profile))
+    paths = [f"slurm.options.{command}.{name}" for command in HABITS for name in HABITS[command]]
+    assert list(remarks) == paths
+    assert "`slurm.options.srun.wait` is left out: the supervisor ends" in remarks[paths[-10]]
+    warnings = make_plan(SPEC, profile).warnings
+    assert [f"{remark}." for remark in remarks.values()] == list(warnings[-len(remarks) :])
+
+
+def test_validate_passes_and_says_each_at_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    options = "  options:\n    sbatch: {signal: USR1@60}\n    srun: {wait: 60}\n"
+    file.write_text(f"extends: sandbox\nname: own\nslurm:\n{options}")
+    told = hpctrain("validate", str(file))
+    assert told.exit_code == 0, told.transcript()
+    lines = [line for line in told.stderr.splitlines() if line.startswith("warning: ")]
+    assert [line.split(": ")[1] for line in lines] == [f"{file}:5:22", f"{file}:6:18"]
+
+
+def test_all_options_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    options = "    sbatch:\n      gres: gpu:4\n      array: 1-2\n    srun:\n      licences: x\n"
+    file.write_text(f"extends: sandbox\nname: own\nslurm:\n  options:\n{options}")
+    with pytest.raises(InvalidInputError) as caught:
+        load_profile(file)
+    assert [problem.line for problem in caught.value.problems] == [6, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "environment", "job", "step"),
+    [
+        ({}, [], 4, 4),
+        ({"sbatch": {"threads-per-core": 1}}, [], 2, 2),
+        ({"sbatch": {"hint": "nomultithread"}}, [], 2, 2),
+        ({"sbatch": {"hint": "multithread"}}, [], 4, 4),
+        ({"srun": {"threads-per-core": "1"}}, [], 4, 2),
+        ({"srun": {"threads-per-core": 2}}, [], 4, 4),
+        ({}, [{"name": "SLURM_HINT", "value": "nomultithread", "reason": "one thread"}], 4, 2),
+    ],
+)
+def test_cores_are_asked_for_where_one_thread_of_each_is_left(
+    slurm: dict[str, object], environment: list[dict[str, str]], job: int, step: int
+) -> None:
+    """8 CPUs of 4 cores for 2 GPUs; what Slurm makes of it: tests/slurm/test_threads_per_core."""
+    profile = profile_with(nodes={"threads_per_core": 2}, slurm={"options": slurm})
+    variables = [FabricVariable.model_validate(one) for one in environment]
+    profile = profile.model_copy(update={"environment": tuple(variables)})
+    script = render(profile=profile)
+    assert f"--cpus-per-task={job}" in directives(script)
+    assert f"--cpus-per-task={step} " in script[script.index("\n  srun ") :]
+    assert not profile_remarks(profile)
+
+
+def test_cpus_that_may_be_threads_are_remarked_on() -> None:
+    options = {"options": {"srun": {"threads-per-core": 1}}}
+    ((path, remark),) = profile_remarks(profile_with(slurm=options))
+    assert path == "slurm.options.srun.threads-per-core"
+    assert "the 8 of `nodes.cpus` are taken as cores" in remark
+    with pytest.raises(ValidationError, match="8 CPUs are no whole cores of 3 threads"):
+        profile_with(nodes={"threads_per_core": 3})
+    cores = profile_with(nodes={"threads_per_core": 2}, slurm=options)
+    with pytest.raises(LimitError, match="at most 2 per GPU"):
+        make_plan(spec_with(resources={"cpus_per_gpu": 3}), cores)
 
 
 def test_options_of_plugins_are_named_by_the_site() -> None:
@@ -127,6 +214,78 @@ def test_jobs_without_a_comment_are_found_by_name_and_directory() -> None:
     assert run.finds(JobRecord(1, name="x-0", comment="by the site", work_directory="/runs/x-0"))
     assert not run.finds(JobRecord(1, name="x-0", work_directory="/other/x-0"))
     assert not run.finds(JobRecord(1, name="x-0"))
+
+
+def test_a_comment_of_the_site_is_the_whole_comment() -> None:
+    text = "project: a (b)"
+    found = directives(render(profile=profile_with(slurm={"comment": text})))
+    assert [line for line in found if "comment" in line] == [f"--comment={text}"]
+    with pytest.raises(ValidationError, match="pattern"):
+        profile_with(slurm={"comment": "two\nlines"})
+
+
+def test_directives_that_a_site_puts_first_or_leaves_out() -> None:
+    plain = directives(render())
+    ours = {"first": ["partition", "licenses", "nodes"], "omit": ["cpus-per-task"]}
+    options = {"sbatch": {"licenses": "scratch:1"}}
+    found = directives(render(profile=profile_with(slurm={"directives": ours, "options": options})))
+    assert found[:3] == ["--partition=train", "--licenses=scratch:1", "--nodes=2"]
+    assert set(plain) - set(found) == {"--cpus-per-task=4"}
+    assert [line for line in found[3:] if line in plain] == [
+        line for line in plain if line in found[3:]
+    ]
+    assert "--cpus-per-task=4 " in render(profile=profile_with(slurm={"directives": ours}))
+
+
+def test_a_number_of_tasks_stands_for_nodes_that_a_site_does_not_take() -> None:
+    profile = profile_with(slurm={"directives": {"omit": ["nodes"]}})
+    found = directives(render(profile=profile))
+    assert {"--ntasks=4", "--ntasks-per-node=2"} <= set(found)
+    assert not [line for line in found if line.startswith("--nodes")]
+    with pytest.raises(InvalidInputError, match="min_nodes needs `--nodes`"):
+        render(elastic(min_nodes=1), profile)
+
+
+@pytest.mark.parametrize(
+    ("directives", "message"),
+    [
+        ({"omit": ["signal"]}, "--signal cannot be left out"),
+        ({"omit": ["no-requeue"]}, "--no-requeue cannot be left out"),
+        ({"omit": ["open-mode"]}, "cannot be left out with `continuation: requeue`"),
+        ({"first": ["partitoin"]}, "no option --partitoin"),
+    ],
+)
+def test_directives_that_hpctrain_relies_on_stay(
+    directives: dict[str, list[str]], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        profile_with(slurm={"directives": directives})
+
+
+def test_logs_of_jobs_that_are_not_requeued_need_no_mode() -> None:
+    values = PROFILE.model_dump(mode="json", by_alias=True) | {"continuation": "chain"}
+    values["slurm"]["directives"] = {"omit": ["open-mode"]}
+    assert "--open-mode" not in render(profile=ClusterProfile.model_validate(values))
+
+
+@pytest.mark.parametrize(
+    ("way", "memory", "words"),
+    [
+        ("gres-typed", "share", ["--gres=gpu:a100:2", "--mem=16000M"]),
+        ("gpus-per-task", "none", ["--gpus-per-task=1"]),
+        ("none", "auto", ["--mem=0"]),
+    ],
+)
+def test_steps_ask_for_what_the_job_has_where_the_site_wants_it(
+    way: str, memory: str, words: list[str]
+) -> None:
+    slurm = {"gpu_request": way, "memory": memory}
+    plain = render(profile=profile_with(slurm=slurm))
+    asked = render(profile=profile_with(slurm={**slurm, "srun_resources": True}))
+    new = [line for line in asked.splitlines() if line not in plain.splitlines()]
+    assert len(new) <= 2 and all(word in asked[asked.index("\n  srun ") :] for word in words)
+    step = plain[plain.index("\n  srun ") :]
+    assert not any(word in step for word in words)
 
 
 def test_a_reservation_that_ends_before_the_walltime(

@@ -21,6 +21,8 @@ from specimen_scripts import (
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.job.render.environment import submit_variables
 from hpctrain.job.render.script import logs_by
+from hpctrain.plan.planner import make_plan
+from hpctrain.sandbox.shape import shape_from_profile
 from hpctrain.spec.catalogue import find_gpu
 from hpctrain.spec.loader import find_profile, load_catalogue, load_profile, load_run_spec
 from hpctrain.spec.profile import ClusterProfile
@@ -45,6 +47,17 @@ GPT175B = load_run_spec(ROOT / "examples/gpt175b.yaml").document
 def test_gpus_are_asked_for_as_the_site_wants(request_style: str, expected: str | None) -> None:
     found = directives(render(profile=profile_with(slurm={"gpu_request": request_style})))
     assert [line for line in found if "gpu" in line] == ([expected] if expected else [])
+
+
+def test_a_type_has_the_name_that_slurm_gives_it() -> None:
+    for style, line in (
+        ("gres-typed", "--gres=gpu:a100_3g.20gb:2"),
+        ("gpus-per-node-typed", "--gpus-per-node=a100_3g.20gb:2"),
+    ):
+        site = profile_with(gpu={"gres": "a100_3g.20gb"}, slurm={"gpu_request": style})
+        assert line in directives(render(profile=site))
+        assert shape_from_profile(site).gpu_type == "a100_3g.20gb"
+        assert make_plan(SPEC, site).memory == make_plan(SPEC, PROFILE).memory
 
 
 def test_the_spec_wins_over_the_profile_for_account_and_qos() -> None:
@@ -214,13 +227,14 @@ def test_a_gpu_for_each_task_hides_no_peer() -> None:
 
 
 def exports(script: str) -> list[str]:
-    return re.findall(r"^export (\w+_SOCKET_IFNAME=.*)$", script, re.MULTILINE)
+    names = r"\w+_SOCKET_IFNAME|HPCTRAIN_INTERFACE"
+    return re.findall(rf"^export ((?:{names})=.*)$", script, re.MULTILINE)
 
 
 def test_the_interface_between_nodes() -> None:
-    network = PROFILE.network.model_copy(update={"interface": "ib0"})
+    network = PROFILE.network.model_copy(update={"interface": "ib"})
     plain = PROFILE.model_copy(update={"environment": (), "network": network})
-    both = ["NCCL_SOCKET_IFNAME=ib0", "GLOO_SOCKET_IFNAME=ib0"]
+    both = ["NCCL_SOCKET_IFNAME=ib", "HPCTRAIN_INTERFACE=ib"]
     assert exports(render(profile=plain)) == both
     own = spec_with(environment={"variables": {"GLOO_SOCKET_IFNAME": "lo"}})
     assert exports(render(own, plain)) == [both[0], "GLOO_SOCKET_IFNAME=lo"]
@@ -236,7 +250,7 @@ def test_a_variable_of_the_site_comes_before_the_interface() -> None:
     site = PROFILE.model_copy(update={"environment": (listed,)})
     assert exports(render(profile=site)) == [
         "NCCL_SOCKET_IFNAME='^docker0'",
-        "GLOO_SOCKET_IFNAME=lo",
+        "HPCTRAIN_INTERFACE=lo",
     ]
 
 
@@ -244,7 +258,7 @@ def test_a_container_gets_the_interface() -> None:
     container = {"launcher": "pyxis", "image": "image.sqsh"}
     script = render(profile=profile_with(software={"container": container}))
     (names,) = re.findall(r"--container-env=(\S+)", script)
-    assert "NCCL_SOCKET_IFNAME" in names.split(",")
+    assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= set(names.split(","))
 
 
 def test_order_of_the_parts() -> None:

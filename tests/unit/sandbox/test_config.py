@@ -12,7 +12,6 @@ from hpctrain.sandbox.config import Site, config_files, gres_conf, slurm_conf, t
 from hpctrain.sandbox.daemons import slurmdbd_conf
 from hpctrain.sandbox.paths import Ports, SandboxPaths
 from hpctrain.sandbox.shape import (
-    NodeGroup,
     PartitionShape,
     SiteShape,
     SwitchShape,
@@ -92,18 +91,24 @@ def test_a_single_node_has_no_brackets() -> None:
 
 
 def test_nodes_with_different_features_have_lines_of_their_own() -> None:
-    groups = (NodeGroup(1, ("east",)), NodeGroup(3, ("west",)))
-    text = slurm_conf(replace(default_shape(nodes=4), groups=groups), site())
-    east, west = [line for line in text.splitlines() if line.startswith("NodeName=")]
-    assert east.startswith("NodeName=n0 ") and " Port=20001 " in east
-    assert " Features=east State=UNKNOWN" in east
-    assert west.startswith("NodeName=n[1-3] ") and " Port=[20002-20004] " in west
-    assert " Features=west State=UNKNOWN" in west
+    shape = default_shape(nodes=4)
+    east = replace(shape.usual_nodes, nodes=1, features=("east",))
+    west = replace(shape.usual_nodes, nodes=3, features=("west",))
+    text = slurm_conf(replace(shape, groups=(east, west)), site())
+    one, other = [line for line in text.splitlines() if line.startswith("NodeName=")]
+    assert one.startswith("NodeName=n0 ") and " Port=20001 " in one
+    assert " Features=east State=UNKNOWN" in one
+    assert other.startswith("NodeName=n[1-3] ") and " Port=[20002-20004] " in other
+    assert " Features=west State=UNKNOWN" in other
 
 
 def test_other_kinds_of_nodes_have_hardware_of_their_own() -> None:
-    other = NodeGroup(2, prefix="h", cpus=96, threads_per_core=2, gpu_type="h100", gpus=4)
-    shape = replace(default_shape(nodes=3), groups=(NodeGroup(1), other))
+    shape = default_shape(nodes=3)
+    some = replace(shape.usual_nodes, nodes=1)
+    others = replace(
+        some, nodes=2, prefix="h", cpus=96, threads_per_core=2, gpu_type="h100", gpus=4
+    )
+    shape = replace(shape, groups=(some, others))
     usual, own = [
         line for line in slurm_conf(shape, site()).splitlines() if line.startswith("NodeName=")
     ]

@@ -11,7 +11,6 @@ import pytest
 
 from hpctrain.base.errors import UsageError
 from hpctrain.sandbox.shape import (
-    NodeGroup,
     PartitionShape,
     SandboxShape,
     SiteShape,
@@ -52,8 +51,11 @@ def test_urgent_outranks_train_by_default() -> None:
         ({"partitions": (PartitionShape("a"),)}, "exactly one"),
         ({"partitions": (TRAIN, PartitionShape("b", default=True))}, "exactly one"),
         ({"cluster_name": "Two Words"}, "not a name of a cluster"),
-        ({"groups": (NodeGroup(3, ("east",)),)}, "must be those of all its nodes"),
-        ({"threads_per_core": 3}, "8 CPUs of a node do not divide into cores with 3 threads"),
+        ({"groups": (default_shape(nodes=3).usual_nodes,)}, "must be those of all its nodes"),
+        (
+            {"threads_per_core": 3},
+            "8 CPUs of a node do not divide into 1 sockets of cores with 3 threads",
+        ),
         ({"switches": (LEAF, LEAF)}, "switch leaf occurs twice"),
         ({"switches": (SwitchShape("leaf"),)}, "either nodes or switches"),
         ({"switches": (replace(LEAF, nodes=("n0", "n7")),)}, "unknown n7"),
@@ -101,7 +103,8 @@ def test_preemption_and_grace_are_taken_over() -> None:
 
 
 def test_islands_keep_their_features() -> None:
-    assert shape("islands10b").groups == (NodeGroup(4, ("east",)), NodeGroup(4, ("west",)))
+    islands = shape("islands10b").groups
+    assert [(group.nodes, group.features) for group in islands] == [(4, ("east",)), (4, ("west",))]
     assert shape("a100x64").groups == ()
 
 
@@ -163,9 +166,9 @@ def test_what_every_job_of_a_site_asks_for_is_there(tmp_path: Path) -> None:
         },
         tmp_path,
     )  # fmt: skip
-    assert found.groups == (NodeGroup(4, ("a100", "fast")),)
+    assert [(group.nodes, group.features) for group in found.groups] == [(4, ("a100", "fast"))]
     assert [partition.name for partition in found.partitions] == ["train", "urgent", "cpu"]
     assert found.licenses == ("scratch:1000", "ansys:1000")
     assert (found.accounts, found.qos) == (("lab", "boss"), ("gpu", "now", "normal"))
-    assert found.reservation == "maint"
+    assert found.reserved_as == "maint"
     assert found.site == SiteShape(("GCC",), ("apptainer",), ("WORK",), ("local", "project"))

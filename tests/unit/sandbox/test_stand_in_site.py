@@ -12,7 +12,7 @@ import pytest
 from hpctrain.sandbox.paths import SandboxPaths
 from hpctrain.sandbox.shape import SiteShape
 from hpctrain.sandbox.stand_in_site import (
-    Machine,
+    ThisMachine,
     profile_changes,
     profile_text,
     write_site,
@@ -23,9 +23,9 @@ from hpctrain.spec.profile import ClusterProfile
 PYTHON = "/venv/bin/python"
 
 
-def machine(*files: str, slurm: tuple[int, int] = (22, 5)) -> Machine:
+def machine(*files: str, slurm: tuple[int, int] = (22, 5)) -> ThisMachine:
     """One with these files, on which nothing is unlimited."""
-    return Machine(PYTHON, slurm, files.__contains__, lambda _, value: value != "unlimited")
+    return ThisMachine(PYTHON, slurm, files.__contains__, lambda _, value: value != "unlimited")
 
 
 def written(base: str, changes: dict[str, Any], place: Path) -> Path:
@@ -35,7 +35,7 @@ def written(base: str, changes: dict[str, Any], place: Path) -> Path:
 
 
 def here(
-    site: Path, here: Machine, nodes: int | None = None
+    site: Path, here: ThisMachine, nodes: int | None = None
 ) -> tuple[dict[str, object], ClusterProfile]:
     """The values that differ, by their paths, and the profile that results."""
     changes = profile_changes(

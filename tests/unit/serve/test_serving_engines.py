@@ -128,6 +128,12 @@ def test_a_replica_on_two_nodes_answers_on_the_first() -> None:
     assert SERVING_ENGINES["tensorrt-llm"].tasks == "one per GPU"
 
 
+def test_a_replica_on_two_nodes_is_reached_over_the_interface_of_the_profile() -> None:
+    node = NodeOfReplica(2, 0, "n1", 29600, "10.1.0.5")
+    assert command_of("vllm", replace(START, node=node)).environment["VLLM_HOST_IP"] == "10.1.0.5"
+    assert "VLLM_HOST_IP" not in command_of("vllm", START).environment
+
+
 def test_a_processor_instead_of_gpus() -> None:
     start = replace(ONE_PROCESS, cpu=CpuEngine(threads=2, kv_cache_gib=3), precision="fp32")
     command = command_of("vllm", start)

@@ -46,6 +46,12 @@ def test_a_plain_site() -> None:
     assert found["binding"].state == "works"
 
 
+def test_what_the_profile_gives_up_is_said(tmp_path: Path) -> None:
+    options = ("slurm:\n", "slurm:\n  options: {srun: {wait: 60}}\n")
+    found = judged(DGX_H100, profile_of(DGX_H100, tmp_path, options))["profile"]
+    assert (found.state, found.source) == ("limited", "slurm.options.srun.wait")
+
+
 @pytest.mark.parametrize(
     ("changes", "topic", "state", "words"),
     [

@@ -139,6 +139,7 @@ def test_profiles_that_extend_each_other_are_refused(tmp_path: Path) -> None:
 PARTITIONS = """
 extends: a100x64
 name: mixed
+gpu: {gres: nvidia_a100}
 slurm:
   account: research
   partitions:
@@ -161,6 +162,7 @@ def test_a_partition_has_its_own_hardware_options_and_variables(tmp_path: Path) 
     base = loaded.document
     own = partition_profile(loaded, "h100")
     site = own.document
+    assert (base.gpu.gres_type, site.gpu.gres_type) == ("nvidia_a100", "h100")
     assert (site.nodes.count, site.nodes.cpus, site.nodes.memory) == (12, 96, base.nodes.memory)
     assert (site.gpu.type, site.gpu.per_node) == ("h100", base.gpu.per_node)
     assert set(site.gpu.peak) == {"bf16"}, "figures of another type are not inherited"
@@ -168,8 +170,8 @@ def test_a_partition_has_its_own_hardware_options_and_variables(tmp_path: Path) 
     assert "NCCL_NVLS_ENABLE" in [variable.name for variable in site.environment]
     assert partition_profile(loaded, None) is loaded
     assert partition_profile(own, "h100") is own
-    assert own.origin["gpu.type"] == "mixed.yaml:15"
-    assert own.origin["slurm.account"] == "mixed.yaml:9"
+    assert own.origin["gpu.type"] == "mixed.yaml:16"
+    assert own.origin["slurm.account"] == "mixed.yaml:10"
     assert own.origin["gpu.per_node"] == str(loaded.origin["gpu.per_node"])
     assert own.digest != loaded.digest
 

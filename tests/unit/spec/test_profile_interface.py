@@ -38,6 +38,20 @@ def test_contradiction(tmp_path: Path, value: str) -> None:
     assert problem.hint == "remove one of the two; `interface` alone sets NCCL_SOCKET_IFNAME"
 
 
+@pytest.mark.parametrize("field", ["eth", "=eth0", "ib0,eth0", "ib,eth"])
+def test_the_field_may_be_a_beginning_or_a_list(tmp_path: Path, field: str) -> None:
+    file = with_value(tmp_path, "eth0,eth1")
+    file.write_text(file.read_text().replace("  interface: eth0", f'  interface: "{field}"'))
+    assert load_profile(file).document.network.interface == field
+
+
+def test_what_nccl_leaves_out_is_no_interface(tmp_path: Path) -> None:
+    file = with_value(tmp_path, "eth0")
+    file.write_text(file.read_text().replace("  interface: eth0", '  interface: "^docker0"'))
+    with pytest.raises(InvalidInputError, match=r"network\.interface`: expected the name of an"):
+        load_profile(file)
+
+
 def test_without_the_field_any_value_is_taken(tmp_path: Path) -> None:
     file = with_value(tmp_path, "ib0")
     text = file.read_text()
