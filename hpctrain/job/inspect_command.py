@@ -10,7 +10,7 @@ import click
 
 from hpctrain.page.options import ProfileName, json_option, runs_option, set_option
 from hpctrain.page.output import busy, json_out, say, table, warn
-from hpctrain.page.text import marked, or_dash, paragraph
+from hpctrain.page.text import facts, marked, or_dash, paragraph
 
 if TYPE_CHECKING:
     from hpctrain.base.errors import Problem
@@ -171,7 +171,9 @@ def _examine(
 @click.command()
 @click.argument("name", required=False, type=ProfileName())
 @click.option(
-    "--sites", is_flag=True, help="List those of named clusters, written from public pages."
+    "--sites",
+    is_flag=True,
+    help="List those of named clusters, written from public pages; with a name: its sources.",
 )
 @json_option
 def profiles(name: str | None, sites: bool, as_json: bool) -> None:
@@ -184,9 +186,9 @@ def profiles(name: str | None, sites: bool, as_json: bool) -> None:
     Examples:
       hpctrain profiles
       hpctrain profiles --sites
+      hpctrain profiles --sites lumi-g
       hpctrain profiles a100x64
     """
-    from hpctrain.base.errors import UsageError
     from hpctrain.spec.loader import (
         load_named_profile,
         profile_names,
@@ -195,13 +197,12 @@ def profiles(name: str | None, sites: bool, as_json: bool) -> None:
     )
     from hpctrain.spec.positions import write_resolved
 
-    if name is not None and sites:
-        raise UsageError("`--sites` is a list of profiles, and shows none", f"leave out `{name}`")
-
     if name is not None:
         loaded = load_named_profile(name)
         if as_json:
             json_out("profile", loaded.document)
+        elif sites:
+            _print_facts(loaded.document)
         else:
             click.echo(write_resolved(loaded), nl=False)
         return
@@ -238,16 +239,36 @@ def _print_sites(documents: list[ClusterProfile]) -> None:
     """Print the named clusters, each with the date of its facts and whether it was tried."""
     rows = []
     for document in documents:
-        facts = document.site
-        assert facts is not None, "a test asserts it of every packaged site"
-        tried = "no" if facts.tried is None else str(facts.tried)
+        known = document.site
+        assert known is not None, "a test asserts it of every packaged site"
+        tried = "no" if known.tried is None else str(known.tried)
         gpus = f"{document.gpu_count} {document.gpu.type}"
-        rows.append([document.name, document.description, gpus, str(facts.as_of), tried])
+        rows.append([document.name, document.description, gpus, str(known.as_of), tried])
     table(["NAME", "WHAT", "GPUS", "FACTS OF", "TRIED THERE"], rows)
-    say(
-        "Written from public pages: `hpctrain profiles NAME` has their sources and what is "
-        "assumed. Compare with the cluster: `hpctrain profile check`"
-    )
+    say("Written from public pages: `hpctrain profiles --sites NAME` names them")
+
+
+def _print_facts(document: ClusterProfile) -> None:
+    """Print where the values of a profile are from, and what jobs of it have or lack."""
+    from hpctrain.base.errors import UsageError
+
+    known = document.site
+    if known is None:
+        message = f"profile `{document.name}` does not say where its values are from"
+        raise UsageError(message, f"`hpctrain profiles {document.name}` has their lines")
+    tried = "not tried there" if known.tried is None else f"trained there on {known.tried}"
+    rows = {
+        "What": document.description,
+        "Facts of": f"{known.as_of}, {tried}",
+        "Assumed": ", ".join(known.assumed),
+        "Expressed": "; ".join(known.expressed),
+        "Refused": "; ".join(known.refused),
+        "Missing": "; ".join(known.missing),
+    }
+    shown = [(title, text or None) for title, text in rows.items()]
+    shown += [("Source", source) for source in known.sources]
+    click.echo("\n".join(facts(*shown, margin=11)))
+    say("Compare what is assumed with the cluster: `hpctrain profile check`, `hpctrain doctor`")
 
 
 def _readable_profiles(names: list[str]) -> tuple[list[ClusterProfile], list[Problem]]:

@@ -183,9 +183,22 @@ def test_programs_read_the_facts_of_sites() -> None:
     found = json.loads(hpctrain("profiles", "--sites", "--json").stdout)["profiles"]
     assert [one["name"] for one in found] == CLUSTERS
     assert all(one["site"]["sources"] and one["site"]["as_of"] for one in found)
-    refused = hpctrain("profiles", "--sites", "lumi-g")
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_people_read_the_facts_of_a_site(name: str) -> None:
+    shown = hpctrain("profiles", "--sites", name).stdout
+    read = " ".join(shown.split())
+    facts = facts_of(name)
+    assert f"{facts.as_of}, not tried there" in read
+    for sentence in (*facts.sources, *facts.assumed, *facts.refused, *facts.missing):
+        assert " ".join(sentence.split()) in read
+
+
+def test_a_profile_without_facts_says_so() -> None:
+    refused = hpctrain("profiles", "--sites", "a100x64")
     assert refused.exit_code == 2
-    assert "leave out `lumi-g`" in refused.stderr
+    assert "does not say where its values are from" in refused.stderr
 
 
 def test_a_sites_own_copy_takes_the_place_of_the_packaged_one(

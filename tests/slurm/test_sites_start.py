@@ -8,6 +8,7 @@ script looks (`tests/sites`), what the sandbox of a profile has (`test_site_sand
 
 from __future__ import annotations
 
+import getpass
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,9 @@ def test_a_site_starts_and_ends_a_tiny_run(name: str, monkeypatch: pytest.Monkey
     profile = str(own) if own.exists() else name
     document = load_profile(find_profile(profile)).document
     with site_sandbox(profile) as site:
-        for variable in document.slurm.inherit:  # a login of the site sets it
+        # a login sets these
+        monkeypatch.setenv("USER", getpass.getuser())
+        for variable in document.slurm.inherit:
             monkeypatch.setenv(variable, str(site.place))
         run = site.start()
         row = run.wait_till_over()
