@@ -35,6 +35,7 @@ from hpctrain.job.render.environment import (
     ulimit_commands,
 )
 from hpctrain.job.render.job_options import (
+    cancel_waiting,
     continuation_options,
     continuation_problems,
     continuation_sentence,
@@ -236,6 +237,7 @@ class Script:
     task_kind: str
     log_number: str
     signal_note: str
+    cancel_waiting: tuple[str, ...]
     continuation_note: str
     failures_without_progress: int
     supervisor: tuple[str, ...]
@@ -328,6 +330,7 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
         task_kind=task.tasks.task_kind,
         log_number=task.tasks.log_number,
         signal_note=_comment(f"{task.warning_note}."),
+        cancel_waiting=cancel_waiting(profile, facts.run_id),
         continuation_note=_comment(f"{task.continuation_note}."),
         failures_without_progress=spec.supervise.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
