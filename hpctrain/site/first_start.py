@@ -51,8 +51,8 @@ from hpctrain.site import start_survey
 from hpctrain.site.doctor import SiteFinding
 from hpctrain.site.start_findings import (
     BatchReport,
-    Expected,
     Interpreter,
+    StartExpectation,
     StartOutcome,
     TaskReport,
     judge_request,
@@ -115,7 +115,7 @@ class StartJob:
     prologue: str | None
     settings: Mapping[str, object]
     interpreter: str
-    expected: Expected
+    expectation: StartExpectation
 
     @property
     def request_words(self) -> str:
@@ -272,7 +272,9 @@ def start_job(
         ),
         trainer=(*before, program, "task"),
     )
-    systems = _filesystems(profile)
+    systems = [(f"filesystems[{i}].path", one.path) for i, one in enumerate(profile.filesystems)]
+    if profile.software.scratch is not None:
+        systems.append(("software.scratch", profile.software.scratch))
     names = _names(profile)
     passed = [one.name for one in script.variables] + ["PYTHONPATH"]
     if profile.software.container is None:
@@ -295,7 +297,7 @@ def start_job(
             "requeue": requeue,
         },
         interpreter=script.supervisor[0],
-        expected=Expected(cpus, requeue, tuple(field for field, _ in systems), names),
+        expectation=StartExpectation(cpus, requeue, tuple(field for field, _ in systems), names),
     )
 
 
@@ -381,13 +383,6 @@ def _changed(words: Sequence[str], changes: Mapping[str, str | None]) -> tuple[s
         if value is not None:
             kept.append(f"--{name}={value}")
     return (*kept, *(f"--{name}={value}" for name, value in left.items() if value is not None))
-
-
-def _filesystems(profile: ClusterProfile) -> list[tuple[str, str]]:
-    """List fields and paths of file systems that the job looks at."""
-    found = [(f"filesystems[{i}].path", one.path) for i, one in enumerate(profile.filesystems)]
-    scratch = profile.software.scratch
-    return found if scratch is None else [*found, ("software.scratch", scratch)]
 
 
 def _names(profile: ClusterProfile) -> dict[str, str]:
@@ -517,7 +512,7 @@ def _watched(
         machine=platform.machine(),
         interpreter=_interpreter(start.interpreter),
         directory=str(layout.directory),
-        expected=start.expected,
+        expected=start.expectation,
         record=record,
         log=log,
         batch=None if batch is None else BatchReport.model_validate(batch),

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
 
@@ -173,14 +172,14 @@ class Interpreter:
 
 
 @dataclass(frozen=True)
-class Expected:
+class StartExpectation:
     """What the job asks for: CPUs of its task, whether to be requeued; and fields of the profile:
     those of the file systems that it looks at, in its order, and those that have a `$NAME`."""
 
     cpus: int
     requeue: bool
-    filesystem_fields: tuple[str, ...] = ()
-    names: Mapping[str, str] = MappingProxyType({})
+    filesystem_fields: tuple[str, ...]
+    names: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ class StartOutcome:
     machine: str
     interpreter: Interpreter
     directory: str
-    expected: Expected
+    expected: StartExpectation
     record: JobRecord | None
     log: str | None = None
     batch: BatchReport | None = None
