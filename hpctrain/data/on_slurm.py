@@ -7,6 +7,7 @@ few queries. Does not belong here: the program (see `data`), Slurm commands (see
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from hpctrain.base.durable import replace_text
 from hpctrain.base.errors import HpctrainError, SlurmUnreachableError, UsageError
 from hpctrain.base.units import Duration
 from hpctrain.job.datasets import dataset_command, program, run_program
-from hpctrain.job.render.environment import INHERITED, MUST, module_commands
+from hpctrain.job.render.environment import job_environment, passed_variables
 from hpctrain.records.datasets import DatasetReport, DatasetRequest, ShardsReport
 from hpctrain.slurm.arrays import ArrayOptions, submit_array
 from hpctrain.slurm.client import SlurmClient
+from hpctrain.spec.job_text import expanded_text
 from hpctrain.spec.profile import ClusterProfile
 
 _ANSWER: TypeAdapter[DatasetReport | ShardsReport] = TypeAdapter(DatasetReport | ShardsReport)
@@ -128,19 +130,21 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
     walltime = array.walltime or min(limit or _LONGEST, _LONGEST)
     if limit is not None and walltime > limit:
         raise UsageError(f"partition {name} allows {limit} at most")
-    modules = module_commands(profile)
-    setup = [MUST, *(" ".join(command) for command in modules)] if modules else []
+    try:  # elements start it without a shell
+        python = expanded_text(software.interpreter(sys.executable), os.environ)
+    except ValueError as error:
+        raise UsageError(f"software.python: {error}") from None
     return ArrayOptions(
         name=f"data-{request.output.name}",
-        python=software.python or sys.executable,
+        python=python,
         cpus=request.workers,
         walltime_minutes=max(1, -(-int(walltime) // 60)),
         partition=name if partition is None else partition.name if partition.request else None,
         account=profile.slurm.account,
         qos=profile.slurm.qos,
         constraint=profile.slurm.constraint,
-        setup=tuple(setup),
-        variables=None if profile.slurm.export == "all" else INHERITED,
+        setup=job_environment(profile, variables=()).software_lines,
+        variables=passed_variables(profile),
     )
 
 

@@ -148,6 +148,10 @@ def exported_run(
         LostSetting(f"variable {one.name}", "it differs between ranks, by Slurm's task prologue")
         for one in per_rank_variables(job)
     ]
+    patterns = [name for name in inherited_names(job) if set(name) & set("*?")]
+    if patterns:
+        reason = "variables of a login by a pattern, which only `hpctrain submit` passes on"
+        lost.append(LostSetting(f"inherit {', '.join(patterns)}", reason))
     site_names = [name for name in profile.slurm.inherit if name not in spec.environment.inherit]
     if in_pods and site_names:
         names = ", ".join(site_names)
@@ -185,7 +189,11 @@ def exported_run(
         train_json=json.dumps(json.loads(train.model_dump_json()), indent=1) + "\n",
         inputs=tuple(dict.fromkeys(path for path in read if path)),
         variables=tuple(variables),
-        own_names=spec.environment.inherit if in_pods else inherited_names(job),
+        own_names=tuple(
+            name
+            for name in (spec.environment.inherit if in_pods else inherited_names(job))
+            if name not in patterns
+        ),
         cpus=job.cpus_per_gpu * plan.nodes.gpus_per_node
         if shared or spec.resources.cpus_per_gpu is not None
         else None,

@@ -75,9 +75,9 @@ def export_hosts(
     for one in run.variables:
         rest = f'${{{one.name}:+":${one.name}"}}' if one.prepend else ""
         lines.append(f"export {one.name}={sh_expanded(one.value)}{rest}")
-    python = prepared.profile.document.software.python or prepared.facts.python
+    python = prepared.profile.document.software.interpreter(prepared.facts.python)
     program = run.program(str(runs.absolute() / run_name), f"{place}/train.json")
-    *words, train_config = [sh(word) for word in (python, *program)]
+    *words, train_config = [sh_expanded(python), *map(sh, program)]
     words += [
         '--node-rank="$rank"',
         f"--master-addr={sh(names[0])}",

@@ -92,7 +92,7 @@ def export_pods(prepared: Prepared, kind: str, options: PodOptions) -> Export:
         options=options,
         name=options.name or run_label(spec.name, nodes),
         image=image,
-        python=container.python if container is not None else "python3",
+        python=literal_text(container.python if container is not None else "") or "python3",
         run_claim=options.run_claim,
         claims=tuple(map(_claim_mount, options.volumes)),
         resources=dict(map(_resource_count, options.resources)),

@@ -115,10 +115,10 @@ def lost_settings(job: TrainingJob, destination: Destination) -> Iterator[LostSe
         yield LostSetting("notify", "the supervisor tells people about events")
     if profile.metrics.textfile is not None and spec.metrics.textfile:
         yield LostSetting("metrics.textfile", "a process beside the supervisor exports metrics")
-    if software.modules is not None or software.setup is not None or software.prologue:
+    if any((software.modules, software.activate, software.setup, software.prologue)):
         what = "an image has no modules" if pods else "hosts may differ"
         yield LostSetting(
-            "software.modules, setup, prologue",
+            "software.modules, activate, setup, prologue",
             f"commands of the job script, which is not used: {what}",
             "build the software into the image" if pods else "",
         )

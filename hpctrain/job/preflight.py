@@ -34,10 +34,12 @@ from hpctrain.job.footprint import footprint_of
 from hpctrain.job.input_checks import check_pretrained, check_samples, sidecar_notes
 from hpctrain.job.prepare import Prepared, load_inputs, prepare
 from hpctrain.job.render.containers import run_container
+from hpctrain.job.render.environment import environment_of, login_names
 from hpctrain.job.supervisor_settings import notify_settings
 from hpctrain.notify.channels import channel_problems
 from hpctrain.records.find import runs_directory
 from hpctrain.spec.engines.abilities import EngineAbilities
+from hpctrain.spec.job_text import expanded_text
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.notify import joined_notify
 from hpctrain.spec.profile import ClusterProfile
@@ -149,9 +151,21 @@ def checks_of(
         _check(_PLAN, "works", words),
         *(_check(_PLAN, "limited", warning) for warning in plan.warnings),
         *inputs,
+        *_unset(prepared),
         _space(prepared, runs),
         *_watch(prepared, runs),
     )
+
+
+def _unset(prepared: Prepared) -> Iterator[Check]:
+    """Find variables that fields need in the job, which inherits them from here and finds none."""
+    job, facts = prepared.job, prepared.facts
+    environment = environment_of(job, facts.python, facts.setup, facts.gpu_variables)
+    for field, name, passed in login_names(job, environment):
+        if passed and not os.environ.get(name):
+            message = f"`{field}`: jobs inherit {name} from here, where it is not set"
+            problem = prepared.profile.problem(field, message, f"export {name}, or write its value")
+            yield _failed("environment", problem)
 
 
 def input_checks(
@@ -160,7 +174,8 @@ def input_checks(
     """Check what needs no plan: data, weights, the software that trains, its image."""
     document, software = spec.document, profile.document.software
     container = run_container(document.container, software.container)
-    python = software.python or python
+    if software.python is not None or software.activate is not None:
+        python = _interpreter_here(software.interpreter(python))
     weights = []
     if document.model.pretrained is not None:
         words = f"{document.model.pretrained} has the model of the spec"
@@ -173,6 +188,14 @@ def input_checks(
         *_image(container),
         *_channels(spec, profile),
     )
+
+
+def _interpreter_here(text: str) -> str:
+    """Return the path of the interpreter of jobs, with values of here if they are set here."""
+    try:
+        return expanded_text(text, os.environ)
+    except ValueError:
+        return text
 
 
 def _tried(
@@ -253,8 +276,9 @@ def _tracking(spec: Loaded[RunSpec], python: str) -> Iterator[Check]:
 
 def _packages(subject: str, python: str, packages: Sequence[str], names: str) -> Check | list[str]:
     """Look for packages in a Python, if it is on this machine; return those that are missing."""
-    if "$" in python or not os.access(python, os.X_OK):
-        return _check(subject, "unknown", f"{python} is not on this machine")
+    if not os.access(python, os.X_OK):
+        where = "not on this machine" if "/" in python else "found by the job, on its PATH"
+        return _check(subject, "unknown", f"{python} is {where}")
     try:
         answer = subprocess.run(
             [python, "-P", "-c", _FIND, *packages],

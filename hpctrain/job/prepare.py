@@ -23,7 +23,12 @@ from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.train_json import train_config
 from hpctrain.engines.training import TrainConfig, speed_check_config
 from hpctrain.job.render.containers import container_problems
-from hpctrain.job.render.environment import SetupFile, prologue_text, submit_variables
+from hpctrain.job.render.environment import (
+    SetupFile,
+    environment_of,
+    prologue_text,
+    submit_variables,
+)
 from hpctrain.job.render.evaluation_script import evaluation_problems, evaluation_script
 from hpctrain.job.render.script import (
     TEMPLATE,
@@ -364,7 +369,8 @@ def _prepared(
     )
     train = train_config(absolute).model_copy(update=check)
     inputs = input_paths(train)
-    warnings = site_warnings(absolute, loaded_spec, inputs, runs / run_id)
+    environment = environment_of(job, python, facts.setup, gpu_variables)
+    warnings = site_warnings(absolute, loaded_spec, inputs, runs / run_id, environment)
     return Prepared(
         spec=loaded_spec,
         profile=loaded_profile,

@@ -18,6 +18,7 @@ from pathlib import Path, PurePath
 from hpctrain.base.errors import InvalidInputError, LimitError, Problem, Refusal
 from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.job.render.containers import run_container
+from hpctrain.job.render.environment import JobEnvironment, login_names
 from hpctrain.job.render.warning_lead import short_grace
 from hpctrain.plan.job import TrainingJob
 from hpctrain.spec.loader import Loaded
@@ -28,7 +29,11 @@ _WORTH_SAYING_SECONDS = 300.0
 
 
 def site_warnings(
-    job: TrainingJob, source: Loaded[RunSpec], inputs: Sequence[str], run_directory: Path
+    job: TrainingJob,
+    source: Loaded[RunSpec],
+    inputs: Sequence[str],
+    run_directory: Path,
+    environment: JobEnvironment,
 ) -> tuple[str, ...]:
     """List what may go wrong at this site; paths of the job's spec and `inputs` are absolute.
 
@@ -43,8 +48,23 @@ def site_warnings(
     return (
         *staging,
         *filter(None, (short_grace(job),)),
+        *ungiven_warnings(job, environment),
         *unmounted_warnings(container, read, run_directory),
         *registry_warnings(container, job.plan.nodes.nodes),
+    )
+
+
+def ungiven_warnings(job: TrainingJob, environment: JobEnvironment) -> tuple[str, ...]:
+    """Warn of each variable that a field needs in the job, and that nothing seems to set there.
+
+    A warning only, because a site's prologue of tasks may set it (slurm.conf(5), TaskProlog).
+    """
+    return tuple(
+        f"`{field}`: {name} is not set in jobs of profile {job.profile.name}, which inherit some "
+        f"variables only: `slurm.inherit: [{name}]` of the profile passes it on from where you "
+        "submit, unless the site sets it in each job"
+        for field, name, passed in login_names(job, environment)
+        if not passed
     )
 
 

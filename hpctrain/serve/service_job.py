@@ -172,6 +172,10 @@ def replica_documents(service: ServiceLayout, inputs: ServiceInputs) -> ServiceJ
             f"and node failure {continuation_clause(job.profile)}; before the time limit the "
             "controller starts a successor"
         ),
+        job_texts=(
+            ("engine.python", spec.engine.python or ""),
+            *(("engine.arguments", word) for word in spec.engine.arguments),
+        ),
     )
     run, weights = service.replica(PROTOTYPE), (str(inputs.weights),)
     return _documents(service, inputs, "replica", run, job, task, config, weights)
@@ -192,7 +196,7 @@ def engine_start(inputs: ServiceInputs) -> EngineStart:
     # A run's checkpoint has no config.json, and is never quantized.
     config = inputs.weights / "config.json"
     return EngineStart(
-        python=spec.engine.python or profile.software.python or inputs.python,
+        python=spec.engine.python or profile.software.interpreter(inputs.python),
         model_path=str(inputs.weights),
         served_name=spec.served_name,
         host=profile.metrics.address or "0.0.0.0",
@@ -271,6 +275,10 @@ def router_documents(service: ServiceLayout, inputs: ServiceInputs) -> ServiceJo
             "and those that have begun end"
         ),
         continuation_note=continuation_sentence(profile),
+        job_texts=(
+            ("engine.python", spec.engine.python or ""),
+            ("router.program", router.program or ""),
+        ),
     )
     own = RouterJobSettings(
         service=str(service.directory), term_seconds=term_seconds(profile, job.partition)

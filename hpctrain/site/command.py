@@ -254,8 +254,9 @@ def _lines(findings: tuple[SiteFinding, ...], *, complete: bool) -> list[str]:
             lines += ["", head]
         for one in chosen:
             lines += paragraph(f"{one.sentence} [{one.source}]", "- ", hang=2)
-            where = f"`{one.field}`: " if one.field and one.change else ""
-            lines += paragraph(f"{where}{one.change or ''}", "  -> ", hang=5)
+            change = [f"`{one.field}`"] if one.field else []
+            change += [one.change] if one.change else []
+            lines += paragraph(": ".join(change), "  -> ", hang=5)
     if complete and not any(one.state == "fails" for one in findings):
         lines += ["", "What will not work: nothing was found."]
     return lines

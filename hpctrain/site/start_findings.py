@@ -316,6 +316,8 @@ def _unreported(profile: ClusterProfile, outcome: StartOutcome) -> Iterator[Site
     host = record.node_list if record is not None and record.node_list else "the node"
     named = _named_field(outcome, log)
     python, interpreter = "software.python", outcome.interpreter
+    # bash's `exec` ends with 1 for a program of another processor
+    foreign = interpreter.machine not in (None, outcome.machine)
     if not log.strip() and code != 0:
         sentence = (
             f"{job} ended on {host} without a line in its log: {host} does not see "
@@ -332,9 +334,8 @@ def _unreported(profile: ClusterProfile, outcome: StartOutcome) -> Iterator[Site
         yield _found(
             "environment", "fails", sentence, source, *_of_environment(profile, ours, named)
         )
-    elif code == _NOT_EXECUTABLE:
+    elif code == _NOT_EXECUTABLE or (code and foreign and interpreter.path in evidence):
         built = f"it is built for {interpreter.machine}" if interpreter.machine else ""
-        foreign = interpreter.machine is not None and interpreter.machine != outcome.machine
         sentence = f"{host} cannot execute the interpreter {interpreter.path}"
         sentence += f": {built}, and this machine is {outcome.machine}" if foreign else ""
         change = f"name an interpreter that is built for {host}, and may be executed"

@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeVar
 
 from hpctrain.base.errors import (
@@ -137,13 +138,22 @@ def without_options(environment: Mapping[str, str]) -> dict[str, str]:
 def with_only(environment: Mapping[str, str], names: Collection[str] | None) -> dict[str, str]:
     """Return the environment of an sbatch whose job inherits only `names`; None: everything.
 
+    A name may be a pattern of the shell, such as `*_proxy`.
+
     sbatch(1), --export: without that option the job gets the environment of sbatch as it is. With
     a list of names Slurm runs a login shell of the user on the node besides (`--get-user-env`),
     which takes up to two minutes and may hold the job. What sbatch needs to reach Slurm stays.
     """
     plain = without_options(environment)
-    kept = set(plain) if names is None else _KEPT.union(names)
-    return {name: value for name, value in plain.items() if name in kept}
+    if names is None:
+        return plain
+    kept = _KEPT.union(names)
+    patterns = [name for name in kept if set(name) & set("*?")]
+    return {
+        name: value
+        for name, value in plain.items()
+        if name in kept or any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def for_queries(environment: Mapping[str, str]) -> dict[str, str]:

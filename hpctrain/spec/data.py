@@ -11,6 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from hpctrain.spec.document import Document
+from hpctrain.spec.job_text import SubmitText
 
 DataFormat = Literal["tokens", "packed", "examples", "images", "arrays"]
 Augmentation = Literal["none", "crop", "crop_flip"]
@@ -35,10 +36,10 @@ _ONLY_FOR: dict[str, tuple[DataFormat, ...]] = {
 class DataSource(Document):
     """One dataset: a Megatron pair with its weight in the blend, an .npz file, or a directory."""
 
-    path: str = Field(
+    path: SubmitText = Field(
         min_length=1,
         description="tokens: prefix of the .bin/.idx pair; images: directory with one per class, "
-        "or what `data prepare` made of it; others: .npz file",
+        "or what `data prepare` made of it; others: .npz file; `$NAME` is put in where you submit",
     )
     weight: float = Field(1.0, gt=0, description="tokens: share in the blend, relative to others")
 
@@ -57,16 +58,27 @@ class DataSpec(Document):
     made_up: bool = Field(
         False, description="Train on made-up samples, on purpose: a trial of cluster and layout"
     )
-    tokenizer: str | None = Field(None, description="Path of the tokenizer.json they were made by")
+    tokenizer: SubmitText | None = Field(
+        None,
+        description="Path of the tokenizer.json they were made by; `$NAME` is put in where you "
+        "submit",
+    )
     split: str = Field(
         _SPLIT,
         pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$",
         description="Shares of training, validation and test: of documents, or of samples",
     )
-    validation: str | None = Field(
-        None, min_length=1, description="Validation data of their own, in place of a share"
+    validation: SubmitText | None = Field(
+        None,
+        min_length=1,
+        description="Validation data of their own, in place of a share; `$NAME` is put in where "
+        "you submit",
     )
-    cache: str | None = Field(None, description="Directory of the index cache; default: the run's")
+    cache: SubmitText | None = Field(
+        None,
+        description="Directory of the index cache; default: the run's; `$NAME` is put in where "
+        "you submit",
+    )
     workers: int | None = Field(
         None,
         ge=0,

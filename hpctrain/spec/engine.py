@@ -18,6 +18,7 @@ from hpctrain.spec.engines.megatron import MegatronSpec
 from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentName, ArgumentValue
 from hpctrain.spec.engines.native import DdpSpec
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES, EngineName, abilities_of
+from hpctrain.spec.job_text import SubmitText
 
 
 class EngineSpec(Document):
@@ -33,8 +34,11 @@ class EngineSpec(Document):
     ddp: DdpSpec = DdpSpec()
     deepspeed: DeepSpeedSpec = DeepSpeedSpec()
     megatron: MegatronSpec = MegatronSpec()
-    checkout: str | None = Field(
-        None, min_length=1, description="megatron-lm: directory of the Megatron-LM to train with"
+    checkout: SubmitText | None = Field(
+        None,
+        min_length=1,
+        description="megatron-lm: directory of the Megatron-LM to train with; `$NAME` is put in "
+        "where you submit",
     )
     entry: str = Field(
         MEGATRON_LM_ENTRY, min_length=1, description="megatron-lm: its program, in the checkout"

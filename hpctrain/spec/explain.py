@@ -69,6 +69,9 @@ _PATTERNS = {
         "beginning with a letter or digit"
     ),
     r"^[A-Za-z_][A-Za-z0-9_]*$": "expected the name of a variable such as `NCCL_DEBUG`",
+    r"^[A-Za-z_*?][A-Za-z0-9_*?]*$": (
+        "expected the name of a variable, or a pattern of names such as `*_proxy`"
+    ),
     r"^[a-z][A-Za-z0-9_-]*$": "expected an argument without dashes such as `attention-backend`",
     r"^[^/\\#?%:\x00-\x1f]+$": r"expected a name without any of `/\#?%:`",
     r"^[^\x00-\x1f]+$": "expected text of one line",

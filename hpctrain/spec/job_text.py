@@ -1,5 +1,8 @@
-"""Text with values that exist in the job only: `$SCRATCH/cache/${SLURM_JOB_ID}`.
+"""Text with variables in it, `$SCRATCH/cache/${SLURM_JOB_ID}`, and where their values are put in.
 
+There are two kinds of fields. What stands in the script of the job is a `JobText`: the job puts in
+the values. What hpctrain opens itself before the queue, or what stands in settings that are written
+then, is a `SubmitText`: the values are those of where the document is read, and are recorded.
 Belongs here: which texts are allowed, and their parts. Does not belong here: quoting for bash
 (`hpctrain.job.render.quoting`). Nothing else is ever evaluated: no command, no arithmetic, no
 pattern.
@@ -8,10 +11,11 @@ pattern.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, PlainSerializer, ValidationInfo
 
 # POSIX.1-2017, 2.6.2 Parameter Expansion: only the two plain forms of a name.
 _PARTS = re.compile(
@@ -63,12 +67,40 @@ def _literal(text: str) -> str:
     return text
 
 
+def expanded_text(text: str, environment: Mapping[str, str]) -> str:
+    """Put in the values of an environment. Raises ValueError that names an unset or empty one."""
+    parts = []
+    for part in job_text_parts(text):
+        if isinstance(part, Expansion) and not environment.get(part.name):
+            raise ValueError(f"{part.name} is not set here: export it, or write its value")
+        parts.append(environment[part.name] if isinstance(part, Expansion) else part)
+    return "".join(parts)
+
+
 def _checked(text: str) -> str:
     job_text_parts(text)
     return text
 
 
+# Key of pydantic's validation context: the environment of who reads a document.
+ENVIRONMENT = "environment"
+
+
+def _expanded_here(text: str, info: ValidationInfo) -> str:
+    """Put in the values while a file is read; without a file, such as in a copy, they are there."""
+    context: Mapping[str, Any] = info.context or {}
+    if ENVIRONMENT in context:
+        return expanded_text(text, context[ENVIRONMENT])
+    return text.replace("$$", "$")
+
+
 JobText = Annotated[str, AfterValidator(_checked)]
+# Copies of documents are read by the loader again, to which a dollar sign is `$$`.
+SubmitText = Annotated[
+    str,
+    AfterValidator(_expanded_here),
+    PlainSerializer(lambda text: text.replace("$", "$$"), return_type=str, when_used="json"),
+]
 
 
 # -- Recognises secrets among variables by their names and by the form of their values ----------

@@ -492,13 +492,17 @@ def _validated(model: type[DocumentT], parsed: Parsed, file: str) -> Loaded[Docu
     """Make the document of parsed values. Raises InvalidInputError with all problems."""
     from pydantic import ValidationError
 
+    from hpctrain.spec.job_text import ENVIRONMENT
+
     problems = parsed.problems
     forget_former_fields(parsed.data, only_defaults=True)
     _forget_distributed(parsed.data)
     try:
         # strict JSON: pydantic then turns neither "8" nor true into a number, but still accepts a
         # list for a tuple and an integer for a float
-        document = model.model_validate_json(json.dumps(parsed.data), strict=True)
+        document = model.model_validate_json(
+            json.dumps(parsed.data), strict=True, context={ENVIRONMENT: os.environ}
+        )
     except ValidationError as error:
         from hpctrain.spec.explain import explain
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from hpctrain.spec.document import Document
+from hpctrain.spec.job_text import SubmitText
 
 # He et al. 2016 (arXiv 1512.03385), table 1: layers -> features of the last stage. Networks of
 # 50 layers and more are made of bottlenecks, whose output is four times as wide.
@@ -74,8 +75,10 @@ class ModelSpec(Document):
 
     model_config = ConfigDict(json_schema_extra=_required)
 
-    pretrained: str | None = Field(
-        None, description="Local Hugging Face directory (config.json, weights) to start from"
+    pretrained: SubmitText | None = Field(
+        None,
+        description="Local Hugging Face directory (config.json, weights) to start from; `$NAME` is "
+        "put in where you submit",
     )
     family: Family = Field("gpt", description="Preset of the choices below")
     layers: int = Field(

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from hpctrain.base.units import Duration
 from hpctrain.spec.document import Document
+from hpctrain.spec.job_text import SubmitText
 
 # Kinds of `hpctrain.notify.notices.NoticeKind`, each with a sentence in docs/notifications.md.
 NoticeName = Literal[
@@ -66,7 +67,7 @@ def _address(text: str) -> str:
     return text
 
 
-SecretFile = Annotated[str, AfterValidator(_no_secret_as_a_path)]
+SecretFile = Annotated[SubmitText, AfterValidator(_no_secret_as_a_path)]
 Address = Annotated[str, AfterValidator(_address)]
 
 
@@ -80,10 +81,12 @@ class ChannelSpec(Document):
     url_file: SecretFile | None = Field(
         None,
         description="slack, webhook: file with the address and nothing else, which only you may "
-        "read, such as `~/.config/hpctrain/slack`",
+        "read, such as `~/.config/hpctrain/slack`; `$NAME` is put in where you submit",
     )
     token_file: SecretFile | None = Field(
-        None, description="webhook: file with a token, sent as `Authorization: Bearer`"
+        None,
+        description="webhook: file with a token, sent as `Authorization: Bearer`; `$NAME` is put "
+        "in where you submit",
     )
     to: tuple[Address, ...] = Field(
         (),

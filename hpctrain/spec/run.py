@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from hpctrain.base.units import ByteSize, Duration, TokenCount
 from hpctrain.spec.data import BatchSpec as BatchSpec
@@ -22,7 +22,7 @@ from hpctrain.spec.document import Contradiction, Document
 from hpctrain.spec.engine import EngineSpec as EngineSpec
 from hpctrain.spec.engines.abilities import Choices, EngineAbilities, Precision, RecomputeModule
 from hpctrain.spec.engines.registry import ENGINES
-from hpctrain.spec.job_text import HINT, JobText, secret_reason
+from hpctrain.spec.job_text import HINT, JobText, SubmitText, secret_reason
 from hpctrain.spec.model import LoraSpec as LoraSpec
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
@@ -53,7 +53,8 @@ class EvaluationJobSpec(Document):
         min_length=1,
         description="Program and arguments, run once on the node; `{checkpoint}`, `{step}`, "
         "`{run}` and `{output}` become the checkpoint's directory, its step, the run's directory "
-        'and the file to write, as {"metric": value}; nothing else is replaced',
+        'and the file to write, as {"metric": value}; nothing else is replaced, and `$` is the '
+        "command's own",
     )
     every_steps: int | None = Field(
         None,
@@ -148,10 +149,10 @@ class WandbSpec(Document):
 class TrackingSpec(Document):
     """What shows curves of the run elsewhere. A process beside training writes it."""
 
-    tensorboard: bool | str = Field(
+    tensorboard: bool | SubmitText = Field(
         False,
         description="Event files in the run directory; or a directory, below which each run has "
-        "its own",
+        "its own; `$NAME` is put in where you submit",
     )
     wandb: WandbSpec | None = Field(None, description="Weights & Biases; absent: nothing for it")
 
@@ -183,6 +184,18 @@ MOST_GPUS = 10_000_000
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Launcher = Literal["srun", "torchrun"]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+def _some_variables(pattern: str) -> str:
+    if not pattern.strip("*?"):
+        raise ValueError(f"`{pattern}` is every variable: that is `slurm.export: all` of a profile")
+    return pattern
+
+
+# The name of a variable, or a pattern of names as the shell has them: `*_proxy`, `KRB5*`.
+VariablePattern = Annotated[
+    str, Field(pattern=r"^[A-Za-z_*?][A-Za-z0-9_*?]*$"), AfterValidator(_some_variables)
+]
 
 
 class BudgetSpec(Document):
@@ -365,10 +378,12 @@ class EnvironmentSpec(Document):
     """Variables for the training processes. Secrets by name only."""
 
     variables: dict[VariableName, JobText] = Field(
-        {}, description="Set in the job, which puts in `$NAME`; `$$` is a dollar sign"
+        {}, description="Set in the job; the job puts in `$NAME`, `$$` is a dollar sign"
     )
-    inherit: tuple[VariableName, ...] = Field(
-        (), description="Names passed on from the submitting shell; the values stay out of files"
+    inherit: tuple[VariablePattern, ...] = Field(
+        (),
+        description="Names passed on from the submitting shell, or patterns such as `*_proxy`; the "
+        "values stay out of files",
     )
 
     @field_validator("variables")
@@ -385,12 +400,18 @@ class ContainerSpec(Document):
     """The image of this run, where the site starts containers."""
 
     image: JobText | None = Field(
-        None, min_length=1, description="Instead of the profile's `software.container.image`"
+        None,
+        min_length=1,
+        description="Instead of the profile's `software.container.image`; the job puts in `$NAME`",
     )
     mounts: tuple[JobText, ...] = Field(
-        (), description="SOURCE:TARGET[:OPTIONS], besides those of the profile"
+        (),
+        description="SOURCE:TARGET[:OPTIONS], besides those of the profile; the job puts in "
+        "`$NAME`",
     )
-    python: str | None = Field(None, description="Interpreter inside this image")
+    python: JobText | None = Field(
+        None, description="Interpreter inside this image; the job puts in `$NAME`"
+    )
 
 
 class LoggingSpec(Document):

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from hpctrain.base.units import ByteSize, Duration, Latency
 from hpctrain.spec.document import Contradiction, Document
-from hpctrain.spec.job_text import JobText
+from hpctrain.spec.job_text import JobText, SubmitText
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.notify import NotifySpec
 from hpctrain.spec.run import MOST_GPUS, EnvironmentSpec, Name, QueueSpec, ResourcesSpec
@@ -30,8 +30,11 @@ MOST_REQUEST_TOKENS = 10_000_000
 class WeightsSpec(Document):
     """Which weights are served, and under which names clients ask for them."""
 
-    path: str | None = Field(
-        None, min_length=1, description="Local Hugging Face directory (config.json, safetensors)"
+    path: SubmitText | None = Field(
+        None,
+        min_length=1,
+        description="Local Hugging Face directory (config.json, safetensors); `$NAME` is put in "
+        "where you submit",
     )
     run: str | None = Field(
         None,
@@ -41,8 +44,10 @@ class WeightsSpec(Document):
     name: str | None = Field(
         None, min_length=1, description="`model` of requests; default: the service's name"
     )
-    adapters: dict[Name, str] = Field(
-        {}, description="LoRA adapters: `model` of requests, and a directory of PEFT"
+    adapters: dict[Name, SubmitText] = Field(
+        {},
+        description="LoRA adapters: `model` of requests, and a directory of PEFT; `$NAME` is put "
+        "in where you submit",
     )
     stage: bool = Field(
         True,
@@ -61,7 +66,9 @@ class ServingEngineSpec(Document):
 
     name: ServingEngineName = Field("vllm", description="vLLM unless there is a reason")
     python: JobText | None = Field(
-        None, description="Interpreter that has the engine; default: the profile's"
+        None,
+        description="Interpreter that has the engine; default: the profile's; the job puts in "
+        "`$NAME`",
     )
     precision: WeightPrecision | Literal["auto"] = Field(
         "auto", description="Of the weights as computed with; auto: as the checkpoint has them"
@@ -84,7 +91,9 @@ class ServingEngineSpec(Document):
         0.9, gt=0, le=1, description="Share of the GPU's memory that the engine may take"
     )
     arguments: tuple[JobText, ...] = Field(
-        (), description="Further words of the engine's command line, as its documentation has them"
+        (),
+        description="Further words of the engine's command line, as its documentation has them; "
+        "the job puts in `$NAME`",
     )
 
     @field_validator("tp", "pp", "max_sequences", "batch_tokens", "max_length")
@@ -119,11 +128,12 @@ class TrafficSpec(Document):
         None, description="One number, or `{p50: 400, p99: 3000}`"
     )
     output_tokens: Lengths | None = Field(None, description="The same for answers")
-    trace: str | None = Field(
+    trace: SubmitText | None = Field(
         None,
         min_length=1,
         description="CSV with the columns arrival_seconds, prompt_tokens, output_tokens: their "
-        "order and lengths instead of a distribution; scaled to `rate`",
+        "order and lengths instead of a distribution; scaled to `rate`; `$NAME` is put in where "
+        "you submit",
     )
     shared_prefix_tokens: int = Field(
         0, ge=0, description="Tokens at the start of prompts that all requests share"
@@ -240,8 +250,13 @@ class ReplicasSpec(Document):
 class TlsSpec(Document):
     """Files for HTTPS, which stay where they are."""
 
-    certificate: str = Field(min_length=1, description="PEM file with the chain")
-    key: str = Field(min_length=1, description="PEM file, readable by its owner only")
+    certificate: SubmitText = Field(
+        min_length=1, description="PEM file with the chain; `$NAME` is put in where you submit"
+    )
+    key: SubmitText = Field(
+        min_length=1,
+        description="PEM file, readable by its owner only; `$NAME` is put in where you submit",
+    )
 
 
 class RouterSpec(Document):
@@ -251,7 +266,9 @@ class RouterSpec(Document):
         "vllm-router", description="haproxy: where no Python package can be installed"
     )
     program: JobText | None = Field(
-        None, description="Its path; default: beside the engine's Python, else on PATH"
+        None,
+        description="Its path; default: beside the engine's Python, else on PATH; the job puts "
+        "in `$NAME`",
     )
     policy: Literal["least_loaded", "round_robin", "cache_aware"] = Field(
         "least_loaded", description="Which replica gets a request"
@@ -269,10 +286,11 @@ class RouterSpec(Document):
         None, description="What it listens on; default: the node's own address"
     )
     tls: TlsSpec | None = Field(None, description="Absent: HTTP, for inside the cluster")
-    token_file: str | None = Field(
+    token_file: SubmitText | None = Field(
         None,
         min_length=1,
-        description="File with one token per line; requests need one of them. Absent: no token",
+        description="File with one token per line; requests need one of them. Absent: no token; "
+        "`$NAME` is put in where you submit",
     )
     rate_limit: float | None = Field(
         None, gt=0, description="Requests per second of one client; more get HTTP 429"

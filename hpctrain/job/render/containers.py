@@ -114,7 +114,7 @@ def container_words(
                 f"--container-mounts={','.join(('$PWD:$PWD', *container.mounts))}",
                 "--container-workdir=$PWD",
                 # variables of the image would override those of the job otherwise (pyxis README)
-                f"--container-env={','.join(variables)}",
+                f"--container-env={','.join(name for name in variables if name.isidentifier())}",
                 *(() if home else ("--no-container-mount-home",)),
                 *options,
             ),

@@ -1,8 +1,10 @@
-"""Chooses software and variables of a job: modules, limits, prologue, what is exported. Pure.
+"""Chooses the environment of a job: which shell, what it inherits, software, variables. Pure.
 
-Belongs here: commands, the text of `prologue.sh`, which each task runs before the trainer, what a
-job inherits, and the variables that its script sets. Does not belong here: the text around
-(`script`).
+`JobEnvironment` is all of it, made from a profile and, if there is one, from the spec of the job;
+the blocks `modules` and `environment` of the templates show it, in the order in which things
+happen: the shell with what it inherits, modules, `activate`, `setup`, variables. Belongs here too:
+the text of `prologue.sh`, which each task runs before the trainer. Does not belong here: the text
+around (`script`).
 
 A command that fails ends the attempt with exit code 78 (sysexits.h, EX_CONFIG): training on with
 other software, or without locked memory, would cost more than the attempt.
@@ -10,22 +12,33 @@ other software, or without locked memory, would cost more than the attempt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.printable_text import printable_line
-from hpctrain.job.render.quoting import sh, sh_expanded
+from hpctrain.job.render.containers import run_container
+from hpctrain.job.render.job_options import srun_options
+from hpctrain.job.render.quoting import sh_expanded
 from hpctrain.plan.job import Job
+from hpctrain.spec.job_text import expanded_names
 from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
-from hpctrain.spec.profile.software import FabricVariable
+from hpctrain.spec.profile.software import ActivateKind, FabricVariable, ModulesProfile
+from hpctrain.spec.run import EnvironmentSpec
 
 if TYPE_CHECKING:
     from hpctrain.spec.catalogue import GpuVariable
 
 
 PROLOGUE = "prologue.sh"
+# bash(1), Shell Variables; sbatch(1), OUTPUT ENVIRONMENT VARIABLES: every batch script has these.
+_ALWAYS_SET = frozenset(
+    {"BASHPID", "EUID", "HOSTNAME", "OSTYPE", "PPID", "PWD", "RANDOM", "SECONDS", "UID"}
+    | {"SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST"}
+    | {"SLURM_JOB_PARTITION", "SLURM_JOB_USER", "SLURM_NNODES", "SLURM_SUBMIT_DIR"}
+)
 # Directories of caches below `software.scratch`: of Triton, torch.compile, CUDA's and ROCm's JIT.
 _CACHES = (
     ("TRITON_CACHE_DIR", "triton"),
@@ -51,21 +64,109 @@ class SetupFile:
 
 # Ends the job where a command fails, and says which.
 MUST = 'must() { "$@" || { echo "hpctrain: \\`$*\\` failed on $HOSTNAME" >&2; exit 78; }; }'
+# Ends the job where a variable that a field of profile or spec contains has no value.
+NEEDS = """\
+needs() {
+  local name
+  for name in "${@:2}"; do
+    [[ -n ${!name-} ]] || { echo "hpctrain: $1: $name is not set in this job" >&2; exit 78; }
+  done
+}"""
+# Where module systems are found: by the variables with which a login names them, then where
+# Debian, RHEL and HPE install them (files of lmod 8.6 and environment-modules 5.2). One that knows
+# no directory of modules was set up by another file than this: Lmod's own init/bash sets none.
+_FIND_MODULES = """\
+for init in "${MODULESHOME-}"/init/bash "${LMOD_PKG-}"/init/bash \\
+    /etc/profile.d/*{lmod,modules}.sh \\
+    /usr/share/{lmod/lmod,modules,Modules}/init/bash \\
+    /opt/cray/pe/{lmod/lmod,modules/default}/init/bash
+do
+  if command -v module > /dev/null && [ -n "${MODULEPATH-}" ]; then break; fi
+  # shellcheck source=/dev/null
+  if [ -r "$init" ]; then source "$init"; fi
+done
+command -v module > /dev/null || {
+  echo "hpctrain: software.modules: no module system was found on $HOSTNAME:" \\
+    "name the file that makes 'module' known in software.modules.init" >&2
+  exit 78
+}"""
+# Variables of a login by which a module system is found. Not MODULEPATH: where nodes and login
+# nodes have different processors, that of a login has the modules of the wrong ones.
+_MODULE_SYSTEM = ("MODULESHOME", "LMOD_PKG")
+# How an environment is activated: commands for its name, and for where the tool is installed
+# (None: on PATH). Sources: conda 24 and mamba 2 (`conda init`), micromamba 2 (`micromamba shell
+# hook --help`), venv and uv (docs.astral.sh/uv, Using environments), Spack 0.23 (Getting started),
+# EasyBuild 4 (docs.easybuild.io, Using the modules).
+_ACTIVATE: Mapping[ActivateKind, tuple[str, ...]] = {
+    "conda": ("source {root}/etc/profile.d/conda.sh", "conda activate {name}"),
+    "mamba": (
+        "source {root}/etc/profile.d/conda.sh",
+        "source {root}/etc/profile.d/mamba.sh",
+        "mamba activate {name}",
+    ),
+    "micromamba": (
+        'eval "$({root}/bin/micromamba shell hook --shell bash)"',
+        "micromamba activate {name}",
+    ),
+    "venv": ("source {name}/bin/activate",),
+    "uv": ("source {name}/.venv/bin/activate",),
+    "spack": ("source {root}/share/spack/setup-env.sh", "spack env activate {name}"),
+    "easybuild": ("module use {root}/modules/all", "module load {name}"),
+}
+# Where the tool is, if it is on PATH.
+_ROOT_ON_PATH: Mapping[ActivateKind, str] = {
+    "conda": '"$(conda info --base)"',
+    "mamba": '"$(conda info --base)"',
+    "spack": '"$(spack location --spack-root)"',
+}
 
 
 def module_commands(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
     """List the commands that load the site's environment modules, already quoted."""
-    modules = profile.software.modules
+    software = profile.software
+    modules = software.modules
     if modules is None:
-        return ()
+        if software.activate is None or software.activate.easybuild is None:
+            return ()
+        modules = ModulesProfile()
     commands: list[tuple[str, ...]] = []
-    if modules.init:
-        commands += [("# shellcheck source=/dev/null",), ("source", sh(modules.init))]
+    if modules.init is None:
+        commands.append((_FIND_MODULES,))
+    else:
+        init = sh_expanded(modules.init)
+        commands += _needs("software.modules.init", modules.init)
+        commands.append(("must", "test", "-r", init))
+        commands += [("# shellcheck source=/dev/null",), ("source", init)]
     if modules.purge:
-        commands.append(("module", "--force", "purge"))
-    commands += [("must", "module", "use", sh_expanded(directory)) for directory in modules.use]
-    commands += [("must", "module", "load", sh(name)) for name in modules.load]
-    return (*commands, ("module", "list"))
+        force = ("--force",) if modules.purge == "force" else ()
+        commands.append(("must", "module", *force, "purge"))
+    for field, words in (("use", modules.use), ("load", modules.load)):
+        for word in words:
+            commands += _needs(f"software.modules.{field}", word)
+            commands.append(("must", "module", field, sh_expanded(word)))
+    return (*commands, ("module", "list")) if modules.load else tuple(commands)
+
+
+def activate_commands(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
+    """List the commands that activate the environment of `software.activate`, already quoted."""
+    activate = profile.software.activate
+    if activate is None:
+        return ()
+    kind, name = activate.chosen
+    field, commands = f"software.activate.{kind}", _ACTIVATE[kind]
+    root = _ROOT_ON_PATH.get(kind)
+    if activate.root is not None:
+        root = sh_expanded(activate.root)
+    elif kind == "micromamba":
+        commands = tuple(command.replace("{root}/bin/", "") for command in commands)
+    elif kind == "easybuild":
+        commands = commands[1:]
+    filled = [command.format(root=root, name=sh_expanded(name)) for command in commands]
+    return (
+        *_needs("software.activate.root", activate.root or ""),
+        *_needs(field, name),
+        *(("must", command) for command in filled),
+    )
 
 
 def ulimit_commands(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
@@ -108,10 +209,13 @@ def prologue_text(job: Job) -> str | None:
     if profile.software.prologue:
         lines.append(MUST)
         for command in profile.software.prologue:
+            lines += [" ".join(words) for words in _needs("software.prologue", *command)]
             lines.append(" ".join(("must", *map(sh_expanded, command))))
     if not lines:
         return None
-    head = ("#!/bin/bash", "# Each task begins with this; the trainer then replaces the shell.")
+    head = ["#!/bin/bash", "# Each task begins with this; the trainer then replaces the shell."]
+    if any(line.lstrip().startswith("needs ") for line in lines):
+        head.append(NEEDS)
     return "\n".join((*head, *lines, 'exec "$@"')) + "\n"
 
 
@@ -134,6 +238,8 @@ def _tasks(job: Job, fabric: FabricVariable) -> int:
 
 
 def _case(fabric: FabricVariable, tasks: int) -> Iterable[str]:
+    for words in _needs(f"environment.{fabric.name}", *fabric.per_local_rank[:tasks]):
+        yield " ".join(words)
     yield f"# {printable_line(fabric.reason)}"
     yield 'case "$SLURM_LOCALID" in'
     for rank, value in enumerate(fabric.per_local_rank[:tasks]):
@@ -142,8 +248,7 @@ def _case(fabric: FabricVariable, tasks: int) -> Iterable[str]:
     yield "esac"
 
 
-# ----------------------------------------------------------------------------------------------
-# Chooses the environment of a job: what it inherits, and the variables that its script sets. Pure.
+# -- What a job inherits, the variables that its script sets, and all of its environment ---------
 
 
 # What a clean job inherits besides the names of `environment.inherit`.
@@ -172,11 +277,160 @@ class Variable:
     prepend: bool = False
 
 
+@dataclass(frozen=True)
+class JobEnvironment:
+    """What a job of a site has before it starts anything: shell, software, limits, variables.
+
+    `shell` stands behind `#!`. Commands are lists of words that are quoted already. `needed` checks
+    that what profile and spec contain as `$NAME` has a value, field by field; `must` and `needs`
+    (None: nothing to check) are the functions that end the job with exit code 78.
+    """
+
+    shell: str
+    inheritance_note: str
+    must: str
+    needs: str | None
+    modules: tuple[tuple[str, ...], ...]
+    activate: tuple[tuple[str, ...], ...]
+    setup: SetupFile | None
+    ulimits: tuple[tuple[str, ...], ...]
+    unset: tuple[str, ...]
+    needed: tuple[tuple[str, ...], ...]
+    variables: tuple[Variable, ...]
+    scratch: str | None
+
+    @property
+    def software_lines(self) -> tuple[str, ...]:
+        """List the lines that load software and check names, for scripts of another program."""
+        commands = [" ".join(command) for command in (*self.modules, *self.activate, *self.needed)]
+        return (*filter(None, (self.needs, self.must)), *commands) if commands else ()
+
+
+def job_environment(
+    profile: ClusterProfile,
+    *,
+    setup: SetupFile | None = None,
+    variables: tuple[Variable, ...] | None = None,
+    own: EnvironmentSpec | None = None,
+    words: Iterable[tuple[str, str]] = (),
+) -> JobEnvironment:
+    """Choose the environment of a job of this site, as it is in one partition.
+
+    Of a job without a spec only `setup` need be given. `variables` (None: the site's) are all that
+    its script sets, of which a spec has set some (`own`); `words` are fields with the JobText that
+    stands behind them.
+    """
+    software = profile.software
+    if variables is None:
+        variables = tuple(site_variables(profile).values())
+    needed: list[tuple[str, ...]] = []
+    given: list[str] = []
+    for variable in variables:
+        from_spec = own is not None and variable.name in own.variables
+        field = f"environment{'.variables' if from_spec else ''}.{variable.name}"
+        if not from_spec and variable.value == software.scratch:
+            field = "software.scratch"
+        needed += _needs(field, variable.value, given=given)
+        given.append(variable.name)
+    for field, text in words:
+        needed += _needs(field, text, given=given)
+    modules, activate = module_commands(profile), activate_commands(profile)
+    checks = any(command[0] == "needs" for command in (*modules, *activate, *needed))
+    return JobEnvironment(
+        shell="/bin/bash -l" if software.login_shell else "/bin/bash",
+        inheritance_note=inheritance_note(profile, own),
+        must=MUST,
+        needs=NEEDS if checks else None,
+        modules=modules,
+        activate=activate,
+        setup=setup,
+        ulimits=ulimit_commands(profile),
+        unset=software.unset,
+        needed=tuple(dict.fromkeys(needed)),
+        variables=variables,
+        scratch=software.scratch,
+    )
+
+
+def environment_of(
+    job: Job,
+    python: str,
+    setup: SetupFile | None = None,
+    gpu_variables: tuple[GpuVariable, ...] = (),
+    more_words: Iterable[tuple[str, str]] = (),
+) -> JobEnvironment:
+    """Choose the environment of a job; `python` is the interpreter of the submitting process."""
+    return job_environment(
+        job.profile,
+        setup=setup,
+        variables=script_variables(job, gpu_variables),
+        own=job.spec.environment,
+        words=(*_words(job, python), *more_words),
+    )
+
+
+def _words(job: Job, python: str) -> Iterator[tuple[str, str]]:
+    """List the fields whose JobText the script has after its variables, with that text."""
+    software, own = job.profile.software, job.spec.container
+    yield "software.python", software.interpreter(python)
+    for name, value in srun_options(job).items():
+        for one in value if isinstance(value, tuple) else (value,):
+            yield f"slurm.options.srun.{name}", str(one)
+    container = run_container(own, software.container)
+    if container is None:
+        return
+    site = "software.container"
+    yield "container.image" if own and own.image else f"{site}.image", container.image
+    yield "container.python" if own and own.python else f"{site}.python", container.python
+    for mount in container.mounts:
+        yield "container.mounts" if own and mount in own.mounts else f"{site}.mounts", mount
+    for option in container.options:
+        yield f"{site}.options", option
+    yield f"{site}.cache", container.cache or ""
+
+
+def _needs(field: str, *texts: str, given: Collection[str] = ()) -> list[tuple[str, ...]]:
+    """Return the command that checks the names in the texts of a field; none without names."""
+    found = dict.fromkeys(name for text in texts for name in expanded_names(text))
+    names = [name for name in found if name not in _ALWAYS_SET and name not in given]
+    return [("needs", field, *names)] if names else []
+
+
+def login_names(job: Job, environment: JobEnvironment) -> list[tuple[str, str, bool]]:
+    """List fields, names that only a login can give them, and whether the job inherits the name.
+
+    Nothing is listed where the job may have it from elsewhere: from all variables of a login, from
+    modules, `activate`, `setup` or a login shell.
+    """
+    software = job.profile.software
+    others = (software.login_shell, software.modules, software.activate, software.setup)
+    if job.profile.slurm.export != "clean" or any(others):
+        return []
+    passed = submit_variables(job) or ()
+    return [
+        (command[1], name, any(fnmatchcase(name, one) for one in passed))
+        for command in environment.needed
+        for name in command[2:]
+        if not name.startswith("SLURM_") and name not in software.unset
+    ]
+
+
 def submit_variables(job: Job) -> tuple[str, ...] | None:
-    """List the variables that sbatch inherits, and so the job does; None: all of them."""
-    if job.profile.slurm.export == "all":
+    """List names and patterns of what sbatch inherits, and so the job does; None: everything."""
+    return passed_variables(job.profile, job.spec.environment)
+
+
+def passed_variables(
+    profile: ClusterProfile, own: EnvironmentSpec | None = None
+) -> tuple[str, ...] | None:
+    """List them for a site's jobs, and of a spec that has such an `environment`."""
+    if profile.slurm.export == "all":
         return None
-    return tuple(dict.fromkeys((*INHERITED, *inherited_names(job))))
+    modules = profile.software.modules
+    finds = modules is not None and modules.init is None
+    system = _MODULE_SYSTEM if finds else ()
+    named = (*profile.slurm.inherit, *(own.inherit if own is not None else ()))
+    return tuple(dict.fromkeys((*INHERITED, *system, *named)))
 
 
 def inherited_names(job: Job) -> tuple[str, ...]:
@@ -184,14 +438,17 @@ def inherited_names(job: Job) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*job.profile.slurm.inherit, *job.spec.environment.inherit)))
 
 
-def inheritance_note(job: Job) -> str:
-    """Describe what the job inherits, for a person who calls sbatch by hand."""
-    if job.profile.slurm.export == "none":
-        return "It inherits no variable of that shell, but those of a login"
-    if job.profile.slurm.export == "all":
-        return "It then inherits all variables of that shell, as it does from hpctrain"
-    names = ", ".join(submit_variables(job) or ())
-    return f"It then inherits all variables of that shell; from hpctrain only {names}"
+def inheritance_note(profile: ClusterProfile, own: EnvironmentSpec | None = None) -> str:
+    """Describe what a job inherits, for a person who calls sbatch by hand."""
+    names = ", ".join(passed_variables(profile, own) or ())
+    note = {
+        "none": "It inherits no variable of that shell, but those of a login",
+        "all": "It then inherits all variables of that shell, as it does from hpctrain",
+        "clean": f"It then inherits all variables of that shell; from hpctrain only {names}",
+    }[profile.slurm.export]
+    if profile.software.login_shell:
+        note += "; its login shell (-l) then sets what /etc/profile and the user's own files set"
+    return note
 
 
 def inheritance_problems(job: Job) -> list[str]:
@@ -212,15 +469,33 @@ def script_variables(job: Job, gpu_variables: tuple[GpuVariable, ...] = ()) -> t
     catalogue's and what follows from `network.interface`. Nodes have to reach each other only if
     there are several.
     """
-    spec, profile = job.spec, job.profile
-    interface = profile.network.interface if job.plan.nodes.nodes > 1 else None
+    several, per_rank = job.plan.nodes.nodes > 1, {one.name for one in per_rank_variables(job)}
+    site = site_variables(job.profile, job.spec.engine.name, gpu_variables, several_nodes=several)
+    site = {name: variable for name, variable in site.items() if name not in per_rank}
+    own = job.spec.environment.variables
+    return (
+        *(variable for name, variable in site.items() if name not in own),
+        *(Variable(name, value, "from the run spec") for name, value in sorted(own.items())),
+        Variable("PYTHONUNBUFFERED", "1", "log lines appear when they are written"),
+    )
+
+
+def site_variables(
+    profile: ClusterProfile,
+    engine: str | None = None,
+    gpu_variables: tuple[GpuVariable, ...] = (),
+    *,
+    several_nodes: bool = True,
+) -> dict[str, Variable]:
+    """List the variables of a site by their names; for an engine, those that concern it."""
     site = {
         fabric.name: Variable(
             fabric.name, fabric.value, printable_line(fabric.reason), fabric.prepend
         )
         for fabric in profile.environment
-        if fabric.value is not None and fabric.concerns(spec.engine.name)
+        if fabric.value is not None and (engine is None or fabric.concerns(engine))
     }
+    interface = profile.network.interface if several_nodes else None
     if interface is not None:
         reason = "network.interface of the profile: all nodes reach each other over it"
         for name in INTERFACE_VARIABLES:
@@ -228,17 +503,10 @@ def script_variables(job: Job, gpu_variables: tuple[GpuVariable, ...] = ()) -> t
     for wanted in gpu_variables:
         reason = printable_line(wanted.reason)
         site.setdefault(wanted.name, Variable(wanted.name, wanted.value, reason))
-    per_rank = {fabric.name for fabric in per_rank_variables(job)}
     for name, directory in cache_directories(profile):
         reason = "software.scratch of the profile: caches on each node, not on a shared disk"
         site.setdefault(name, Variable(name, directory, reason))
-    site = {name: variable for name, variable in site.items() if name not in per_rank}
-    own = spec.environment.variables
-    return (
-        *(variable for name, variable in site.items() if name not in own),
-        *(Variable(name, value, "from the run spec") for name, value in sorted(own.items())),
-        Variable("PYTHONUNBUFFERED", "1", "log lines appear when they are written"),
-    )
+    return site
 
 
 def check_variables(names: Iterable[str], *, site: bool = False) -> None:

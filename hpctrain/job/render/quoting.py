@@ -17,15 +17,12 @@ def sh(value: object) -> str:
     return shlex.quote(text)
 
 
-# Every shell has these, so that no message is needed where they are missing.
-_ALWAYS_SET = frozenset({"PWD"})
-
-
 def sh_expanded(text: str) -> str:
     """Quote one argument whose variables bash puts in when the job runs; all else is literal.
 
-    A variable that the job does not have ends it with a message (POSIX.1-2017, 2.6.2, `:?`),
-    because an empty one would make `$SCRATCH/cache` a directory of the root.
+    A variable that the job does not have ends it (POSIX.1-2017, 2.6.2, `:?`), because an empty one
+    would make `$SCRATCH/cache` a directory of the root. Which field has it, says the check of
+    `hpctrain.job.render.environment` that stands before.
     """
     parts = job_text_parts(text)
     if not any(isinstance(part, Expansion) for part in parts):
@@ -35,8 +32,7 @@ def sh_expanded(text: str) -> str:
     quoted = []
     for part in parts:
         if isinstance(part, Expansion):
-            message = "" if part.name in _ALWAYS_SET else ":?is not set in this job"
-            quoted.append(f"${{{part.name}{message}}}")
+            quoted.append(f"${{{part.name}{'' if part.name == 'PWD' else ':?'}}}")
         else:
             quoted.append(re.sub(r'([\\"$`])', r"\\\1", part))
     return f'"{"".join(quoted)}"'

@@ -21,18 +21,14 @@ from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.base.printable_text import printable_line
 from hpctrain.job.render.containers import container_words, run_container
 from hpctrain.job.render.environment import (
-    MUST,
+    JobEnvironment,
     SetupFile,
-    Variable,
     check_variables,
-    inheritance_note,
+    environment_of,
     inheritance_problems,
     inherited_names,
-    module_commands,
     prologue_text,
     prologue_words,
-    script_variables,
-    ulimit_commands,
 )
 from hpctrain.job.render.job_options import (
     cancel_waiting,
@@ -212,7 +208,7 @@ class ScriptFacts:
 
 
 @dataclass(frozen=True)
-class Script:
+class Script(JobEnvironment):
     """The values that the template fills in (docs/templates.md); commands are argument lists."""
 
     title: str
@@ -223,16 +219,8 @@ class Script:
     profile_digest: str
     template_digest: str | None
     layout: str
-    inheritance_note: str
     directives: tuple[str, ...]
-    modules: tuple[tuple[str, ...], ...]
-    must: str
-    setup: SetupFile | None
-    unset: tuple[str, ...]
-    ulimits: tuple[tuple[str, ...], ...]
-    scratch: str | None
     prologue_digest: str | None
-    variables: tuple[Variable, ...]
     start_note: str
     task_kind: str
     log_number: str
@@ -250,13 +238,19 @@ class Script:
     image_import: tuple[str, ...]
     trainer: tuple[str, ...]
 
+    @property
+    def on_exit(self) -> str:
+        """Name what the shell does at its end before the supervisor: a function, or nothing."""
+        return "leave" if self.cancel_waiting else "-"
+
 
 @dataclass(frozen=True)
 class JobTask:
     """What a job starts below the supervisor, and what its script says about that.
 
     `settings`: the file that the module of `tasks` reads. Slurm warns `warning_seconds` before the
-    time limit. The notes are sentences, not wrapped, without a full stop.
+    time limit. The notes are sentences, not wrapped, without a full stop. `job_texts` are fields
+    with the JobText that the settings contain.
     """
 
     title: str
@@ -266,6 +260,7 @@ class JobTask:
     warning_seconds: int
     warning_note: str
     continuation_note: str
+    job_texts: tuple[tuple[str, str], ...] = ()
 
 
 def build_script(job: TrainingJob, facts: ScriptFacts) -> Script:
@@ -287,7 +282,7 @@ def build_script(job: TrainingJob, facts: ScriptFacts) -> Script:
 def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
     """Build the script of a job that runs `task`. Raises InvalidInputError as `build_script`."""
     spec, profile = job.spec, job.profile
-    python = profile.software.python or facts.python
+    python = profile.software.interpreter(facts.python)
     if python.startswith("-"):
         raise InvalidInputError([Problem(f"software.python: `{python}` reads as an option")])
     check_variables((*spec.environment.variables, *inherited_names(job)))
@@ -302,11 +297,14 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
         raise InvalidInputError([Problem(message) for message in contradictions])
     prologue = prologue_text(job)
     container = run_container(spec.container, profile.software.container)
-    variables = script_variables(job, facts.gpu_variables)
-    names = (*(variable.name for variable in variables), *inherited_names(job))
+    environment = environment_of(
+        job, facts.python, facts.setup, facts.gpu_variables, task.job_texts
+    )
+    names = (*(variable.name for variable in environment.variables), *inherited_names(job))
     passed = dict.fromkeys((*names, "PYTHONPATH", *_TRAINER_VARIABLES))
     words = container_words(container, profile, tuple(passed))
     return Script(
+        **{**vars(environment), "inheritance_note": _comment(f"{environment.inheritance_note}.")},
         # Comments end at a line break, so none may come in with a value.
         title=task.title,
         version=__version__,
@@ -316,16 +314,8 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
         profile_digest=facts.profile_digest[:12],
         template_digest=facts.template_sha256 and facts.template_sha256[:12],
         layout=task.layout,
-        inheritance_note=_comment(f"{inheritance_note(job)}."),
         directives=_directives(job, facts, task.warning_seconds),
-        modules=module_commands(profile),
-        must=MUST,
-        setup=facts.setup,
-        unset=profile.software.unset,
-        ulimits=ulimit_commands(profile),
-        scratch=profile.software.scratch,
         prologue_digest=None if prologue is None else sha256(prologue.encode()).hexdigest()[:12],
-        variables=variables,
         start_note=task.tasks.note,
         task_kind=task.tasks.task_kind,
         log_number=task.tasks.log_number,

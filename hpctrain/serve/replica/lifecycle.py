@@ -14,7 +14,6 @@ import hashlib
 import os
 import random
 import socket
-import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +39,7 @@ from hpctrain.serve.replica.life import (
     WeightsError,
     say,
 )
+from hpctrain.spec.job_text import expanded_text
 from hpctrain.train.node_copies import CopyWords, SourceFile, copied_once, only_process
 from hpctrain.train.stop import StopSignals
 
@@ -228,8 +228,8 @@ class Replica:
         return self._engine
 
     def _expanded(self, text: str) -> str:
-        """Put variables of the job into a word of the spec; `$$` is a dollar sign."""
-        return string.Template(text).safe_substitute(self._environment)
+        """Put variables of the job, whose script has checked them, into a word of the spec."""
+        return expanded_text(text, self._environment)
 
     def _answers(self, port: int) -> EngineAnswers:
         start = self._config.start
@@ -356,11 +356,11 @@ def weights_of(
     if stage_directory is None:
         return Weights(Path(source), digest.hexdigest())
     try:
-        place = Path(string.Template(stage_directory).substitute(environment)) / _STAGED_NAME
+        place = Path(expanded_text(stage_directory, environment)) / _STAGED_NAME
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         with only_process(place / "lock", working):
             return Weights(copied_once(files, place, {}, working, _WORDS), digest.hexdigest())
-    except (InvalidInputError, KeyError) as error:
+    except (InvalidInputError, ValueError) as error:
         raise WeightsError(str(error), node_dependent=True) from error
     except OSError as error:
         where = error.filename or stage_directory

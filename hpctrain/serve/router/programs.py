@@ -20,6 +20,7 @@ from typing import Protocol
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.records.service_records import RouterSettings
+from hpctrain.spec.job_text import expanded_text
 
 # What clients are told while no replica is ready.
 RETRY_AFTER_SECONDS = 5
@@ -92,6 +93,12 @@ def find_program(name: str, given: str | None, python: str | None) -> str:
 
     Raises InvalidInputError.
     """
+    try:
+        given = None if given is None else expanded_text(given, os.environ)
+        python = None if python is None else expanded_text(python, os.environ)
+    except ValueError as error:
+        problem = Problem(f"router.program: {error}", node_dependent=True)
+        raise InvalidInputError([problem]) from None
     if given is not None:
         beside = given
     elif python is not None and os.path.dirname(python):

@@ -25,6 +25,7 @@ from hpctrain.spec.engines.abilities import (
     Word,
     zero_word,
 )
+from hpctrain.spec.job_text import SubmitText
 
 if TYPE_CHECKING:
     from hpctrain.spec.engine import EngineSpec
@@ -36,10 +37,11 @@ class DeepSpeedSpec(Document):
     offload_parameters: Home = Field(
         "none", description="Home of weights while they are not used (ZeRO stage 3)"
     )
-    nvme_path: str | None = Field(
+    nvme_path: SubmitText | None = Field(
         None,
         min_length=1,
-        description="Directory on each node's NVMe; default: the profile's `local` file system",
+        description="Directory on each node's NVMe; default: the profile's `local` file system; "
+        "`$NAME` is put in where you submit",
     )
     adam: Literal["auto", "torch", "deepspeed"] = Field(
         "auto",

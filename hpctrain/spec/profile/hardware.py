@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from hpctrain.base.units import Bandwidth, ByteSize, Duration, FlopRate
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import Precision
+from hpctrain.spec.job_text import SubmitText
 from hpctrain.spec.run import Name
 
 _STRIPE_UNIT_BYTES = 64 << 10
@@ -64,7 +65,7 @@ class FilesystemProfile(Document):
     """A shared file system that checkpoints or data may live on."""
 
     name: str = Field(description="Name in plans and messages")
-    path: str = Field(description="Where it is mounted")
+    path: SubmitText = Field(description="Where it is mounted; `$NAME` is put in where you submit")
     kind: Literal["lustre", "gpfs", "nfs", "weka", "local", "other"] = Field(
         description="Kind of file system"
     )

@@ -12,6 +12,7 @@ from pydantic import AwareDatetime, Field, model_validator
 
 from hpctrain.base.units import ByteSize, Duration
 from hpctrain.spec.document import Document
+from hpctrain.spec.job_text import SubmitText
 from hpctrain.spec.profile.hardware import (
     GpuProfile,
     NetworkProfile,
@@ -21,7 +22,7 @@ from hpctrain.spec.profile.hardware import (
     ReliabilityProfile,
 )
 from hpctrain.spec.profile.software import FabricVariable
-from hpctrain.spec.run import VariableName
+from hpctrain.spec.run import VariablePattern
 from hpctrain.spec.slurm_options import SiteOptions, too_new_options
 
 # -- One partition of a cluster profile: limits, preemption, and what differs from the cluster --
@@ -103,10 +104,11 @@ class SlurmProfile(Document):
         "USER, `inherit` and `environment.inherit`), all, none (`--export=NONE`: the variables of "
         "a login instead)",
     )
-    inherit: tuple[VariableName, ...] = Field(
+    inherit: tuple[VariablePattern, ...] = Field(
         (),
-        description="Variables of a login that every job needs here, such as SCRATCH: passed on "
-        "from where it is submitted, like those of `environment.inherit` of a spec",
+        description="Variables of a login that every job needs here, such as SCRATCH, or patterns "
+        "of their names, such as `*_proxy`: passed on from where it is submitted, like those of "
+        "`environment.inherit` of a spec",
     )
     exclusive: bool | Literal["user", "topo"] = Field(
         True,
@@ -131,11 +133,12 @@ class SlurmProfile(Document):
         "by name and directory",
     )
     options: SiteOptions = SiteOptions()
-    template: str | None = Field(
+    template: SubmitText | None = Field(
         None,
         min_length=1,
         description="Directory of the site's `job.sbatch.j2`, or that file, relative to this "
-        "profile; `--template-dir` replaces it (docs/templates.md)",
+        "profile; `--template-dir` replaces it (docs/templates.md); `$NAME` is put in where you "
+        "submit",
     )
     version: str | None = Field(
         None,

@@ -13,7 +13,13 @@ from pydantic import Field, field_validator, model_validator
 from hpctrain.base.units import ByteSize
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import EngineName
-from hpctrain.spec.job_text import JobText, expanded_names, literal_text, secret_reason
+from hpctrain.spec.job_text import (
+    JobText,
+    SubmitText,
+    expanded_names,
+    literal_text,
+    secret_reason,
+)
 from hpctrain.spec.run import VariableName
 
 # -- Containers of a cluster profile: launcher, image, mounts and options -----------------------
@@ -82,10 +88,11 @@ class ContainerProfile(Document):
     mounts: tuple[JobText, ...] = Field(
         (), description="SOURCE:TARGET[:OPTIONS] for each mount; the job puts in `$NAME`"
     )
-    site_mounts: tuple[str, ...] | None = Field(
+    site_mounts: tuple[SubmitText, ...] | None = Field(
         None,
         description="Directories that the site's own configuration mounts in every container; "
-        "with this list an input that nothing mounts is refused, and without it a warning",
+        "with this list an input that nothing mounts is refused, and without it a warning; "
+        "`$NAME` is put in where you submit",
     )
     gpu: Literal["nv", "rocm", "none"] | None = Field(
         None, description="apptainer, singularity: option for GPUs; default: by the type of GPU"
@@ -98,9 +105,11 @@ class ContainerProfile(Document):
     cache: JobText | None = Field(
         None,
         description="pyxis: directory on a shared file system; an image of a registry is imported "
-        "there once, and each node starts from that file",
+        "there once, and each node starts from that file; the job puts in `$NAME`",
     )
-    python: str = Field("python3", description="Interpreter inside the image")
+    python: JobText = Field(
+        "python3", description="Interpreter inside the image; the job puts in `$NAME`"
+    )
 
     @field_validator("options")
     @classmethod
@@ -177,10 +186,98 @@ LimitValue = Annotated[int, Field(ge=0)] | Literal["unlimited"]
 class ModulesProfile(Document):
     """Environment modules (Lmod or Tcl)."""
 
-    init: str | None = Field(None, description="File to source first if shells lack `module`")
-    purge: bool = Field(False, description="Run `module purge` first")
-    use: tuple[JobText, ...] = Field((), description="Directories for `module use`, in this order")
-    load: tuple[str, ...] = Field((), description="Modules to load, in this order")
+    init: JobText | None = Field(
+        None,
+        min_length=1,
+        description="File that the job reads first, which makes `module` known; default: it looks "
+        "where module systems are usually found; the job puts in `$NAME`",
+    )
+    purge: bool | Literal["force"] = Field(
+        False,
+        description="Run `module purge` first; force: `module --force purge`, which also unloads "
+        "modules that a site has made sticky",
+    )
+    use: tuple[JobText, ...] = Field(
+        (), description="Directories for `module use`, in this order; the job puts in `$NAME`"
+    )
+    load: tuple[JobText, ...] = Field(
+        (), description="Modules to load, in this order; the job puts in `$NAME`"
+    )
+
+
+ActivateKind = Literal["conda", "mamba", "micromamba", "venv", "uv", "spack", "easybuild"]
+
+
+class ActivateProfile(Document):
+    """The software environment that a job activates after the modules: one of its kind."""
+
+    conda: JobText | None = Field(
+        None,
+        min_length=1,
+        description="`conda activate` of this name or directory; the job puts in `$NAME`",
+    )
+    mamba: JobText | None = Field(
+        None,
+        min_length=1,
+        description="`mamba activate` of this name or directory; the job puts in `$NAME`",
+    )
+    micromamba: JobText | None = Field(
+        None,
+        min_length=1,
+        description="`micromamba activate` of this name or directory; the job puts in `$NAME`",
+    )
+    venv: JobText | None = Field(
+        None, min_length=1, description="Directory that has `bin/activate`; the job puts in `$NAME`"
+    )
+    uv: JobText | None = Field(
+        None,
+        min_length=1,
+        description="Directory of a project of uv, which has `.venv/bin/activate`; the job puts in "
+        "`$NAME`",
+    )
+    spack: JobText | None = Field(
+        None,
+        min_length=1,
+        description="`spack env activate` of this name or directory; the job puts in `$NAME`",
+    )
+    easybuild: JobText | None = Field(
+        None,
+        min_length=1,
+        description="Module that EasyBuild has made below `root`, such as "
+        "`PyTorch/2.6.0-foss-2024a`; the job puts in `$NAME`",
+    )
+    root: JobText | None = Field(
+        None,
+        min_length=1,
+        description="Where the tool itself is installed, such as `$WORK/miniforge3`, or "
+        "EasyBuild's prefix; default: its command is on PATH, as a module puts it there; the "
+        "job puts in `$NAME`",
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        given = [kind for kind, name in self._kinds().items() if name is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(self._kinds())}")
+        if self.root is not None and given[0] in ("venv", "uv"):
+            raise ValueError(f"`root` is not for {given[0]}, which is found by its directory")
+        return self
+
+    @property
+    def chosen(self) -> tuple[ActivateKind, str]:
+        """The kind of environment and its name."""
+        return next((kind, name) for kind, name in self._kinds().items() if name is not None)
+
+    def _kinds(self) -> dict[ActivateKind, str | None]:
+        return {
+            "conda": self.conda,
+            "mamba": self.mamba,
+            "micromamba": self.micromamba,
+            "venv": self.venv,
+            "uv": self.uv,
+            "spack": self.spack,
+            "easybuild": self.easybuild,
+        }
 
 
 class UlimitsProfile(Document):
@@ -204,21 +301,38 @@ class UlimitsProfile(Document):
 class SoftwareProfile(Document):
     """Where hpctrain and the engine live on the compute nodes."""
 
-    python: str | None = Field(None, description="Interpreter; default: the submitting one")
-    container: ContainerProfile | None = Field(None, description="Absent: no container")
-    modules: ModulesProfile | None = Field(None, description="Absent: no environment modules")
-    setup: str | None = Field(
+    login_shell: bool = Field(
+        False,
+        description="Run jobs in a login shell (`#!/bin/bash -l`), which reads /etc/profile and "
+        "files of the user, where only such a shell has what jobs need",
+    )
+    python: JobText | None = Field(
         None,
         min_length=1,
-        description="Absolute path of a shell file that the job reads after the modules, such as "
-        "one that activates an environment; its SHA-256 is in the script",
+        description="Interpreter; default: with `activate` the `python3` that it puts on PATH, "
+        "else the submitting one; the job puts in `$NAME`",
+    )
+    container: ContainerProfile | None = Field(None, description="Absent: no container")
+    modules: ModulesProfile | None = Field(None, description="Absent: no environment modules")
+    activate: ActivateProfile | None = Field(
+        None,
+        description="Environment of conda, mamba, micromamba, venv, uv, spack or EasyBuild that "
+        "the job activates after the modules, such as `{conda: ml, root: $WORK/miniforge3}`",
+    )
+    setup: SubmitText | None = Field(
+        None,
+        min_length=1,
+        description="Absolute path of a shell file that the job reads after the modules and "
+        "`activate`; the job ends at a line of it that fails. Its SHA-256 is in the script; "
+        "`$NAME` is put in where you submit",
     )
     unset: tuple[VariableName, ...] = Field((), description="Variables to remove from the job")
     ulimits: UlimitsProfile = UlimitsProfile()
     scratch: JobText | None = Field(
         None,
         description="Local directory of each node for TMPDIR and the caches of compilers, such as "
-        "`/tmp/$USER-$SLURM_JOB_ID`; removing it is up to the site's epilog",
+        "`/tmp/$USER-$SLURM_JOB_ID`; the job puts in `$NAME`; removing it is up to the site's "
+        "epilog",
     )
     scratch_capacity: ByteSize | None = Field(
         None,
@@ -229,12 +343,18 @@ class SoftwareProfile(Document):
     prologue: tuple[Annotated[tuple[JobText, ...], Field(min_length=1)], ...] = Field(
         (),
         description="Commands that each task runs before the trainer, each a list of words, such "
-        "as `[source, /sw/rails.sh]`; the task puts in `$NAME`, and one that fails ends it",
+        "as `[source, /sw/rails.sh]`; the job puts in `$NAME`, and one that fails ends the task",
     )
     transformer_engine: bool = Field(
         True,
         description="TransformerEngine is installed there: `engine.implementation: auto` uses it",
     )
+
+    def interpreter(self, submitting: str) -> str:
+        """Return the interpreter of jobs, as JobText; `submitting` is the path of this one."""
+        if self.python is not None:
+            return self.python
+        return "python3" if self.activate is not None else submitting.replace("$", "$$")
 
     @model_validator(mode="after")
     def _capacity_is_of_something(self) -> Self:
@@ -252,7 +372,9 @@ class FabricVariable(Document):
         description="Text, so put numbers in quotes; the job puts in `$NAME`, `$$` is a dollar",
     )
     per_local_rank: tuple[JobText, ...] = Field(
-        (), description="Instead of `value`: one for each task of a node, by SLURM_LOCALID"
+        (),
+        description="Instead of `value`: one for each task of a node, by SLURM_LOCALID; "
+        "the job puts in `$NAME`",
     )
     prepend: bool = Field(
         False, description="Put the value before the one that the job has, with a `:` between"

@@ -167,8 +167,8 @@ def test_the_profile_says_how_to_ask(place: Place) -> None:
         job_name="data-x", time=2, cpus_per_task=3, partition="urgent", account="lab", qos="low",
         constraint="cpu",
         setup=[
-            *(MUST, "# shellcheck source=/dev/null", "source /etc/lmod.sh"),
-            "module --force purge",
+            *(MUST, "must test -r /etc/lmod.sh"),
+            *("# shellcheck source=/dev/null", "source /etc/lmod.sh", "must module purge"),
             *("must module load python/3.11", "must module load 'a b'", "module list"),
         ],
     )  # fmt: skip

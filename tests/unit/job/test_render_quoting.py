@@ -130,7 +130,7 @@ def test_nothing_invisible_hides_in_a_comment() -> None:
 @pytest.mark.parametrize("name", ["it's (new)", "$(touch pwned)", "a;b #c", "gr\u00fcn \u2260"])
 def test_path_of_the_interpreter(tmp_path: Path, name: str) -> None:
     python = python_program(tmp_path / name / "python 3", STUB)
-    profile = profile_with(software={"python": str(python)})
+    profile = profile_with(software={"python": str(python).replace("$", "$$")})
     seen = run_script(tmp_path, render(profile=profile))
     assert seen["argv"][0] == str(python)
     assert seen["argv"][-4:] == [str(python), "-m", "hpctrain.train", "train.json"]
@@ -151,8 +151,8 @@ def test_modules(tmp_path: Path) -> None:
     names = [value for value in HOSTILE if value]
     init = tmp_path / "it's $(touch pwned).sh"
     init.write_text("export INIT_WAS_READ=yes\n")
-    modules = {"init": str(init), "purge": True, "load": names}
-    profile = profile_with(software={"modules": modules})
+    modules = {"init": str(init), "purge": "force", "load": names}
+    profile = profile_with(software={"modules": escaped(modules)})
     seen = run_script(tmp_path, render(profile=profile, python=stub(tmp_path)))
     calls = [json.loads(line) for line in (tmp_path / "modules.jsonl").read_text().splitlines()]
     assert calls == [["--force", "purge"], *(["load", name] for name in names), ["list"]]
@@ -169,7 +169,7 @@ def test_container_of_pyxis(tmp_path: Path) -> None:
     image = "registry.example/it's#$(touch pwned):1 2"
     mounts = ["/data $(touch pwned):/d", "/it's:/x", "`touch pwned`:/y;z"]
     texts = {"image": image, "mounts": mounts}
-    container = {**escaped(texts), "launcher": "pyxis", "python": "py $(id)"}
+    container = {**escaped(texts), "launcher": "pyxis", "python": "py $$(id)"}
     profile = profile_with(software={"container": container})
     spec = spec_with(environment={"variables": {"OWN": "1"}, "inherit": ["WANDB_API_KEY"]})
     argv = run_script(tmp_path, render(spec, profile, python=stub(tmp_path)))["argv"]

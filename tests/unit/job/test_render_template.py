@@ -14,11 +14,11 @@ from specimen_scripts import PROFILE, ROOT, SPEC
 
 from hpctrain.base.errors import InvalidInputError
 from hpctrain.job.prepare import prepare, templates_digest
+from hpctrain.job.render.environment import Variable
 from hpctrain.job.render.script import (
     TEMPLATE,
     Script,
     ScriptFacts,
-    Variable,
     build_script,
     render_script,
     template_environment,

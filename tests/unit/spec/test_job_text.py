@@ -45,7 +45,7 @@ def test_a_variable_that_the_job_lacks_ends_it() -> None:
     script = f"X={sh_expanded('$SCRATCH/cache')}; echo after"
     done = subprocess.run(["bash", "-c", script], env={}, capture_output=True, text=True)
     assert done.returncode != 0
-    assert "SCRATCH: is not set in this job" in done.stderr
+    assert "SCRATCH: parameter null or not set" in done.stderr
     assert done.stdout == ""
 
 
