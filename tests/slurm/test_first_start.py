@@ -46,9 +46,9 @@ class Site:
     place: Path
     python: str
 
-    def profile(self, changes: Mapping[str, Any], **words: str) -> str:
+    def profile(self, changes: Mapping[str, Any], continuation: str = "requeue") -> str:
         """Write the profile of rehearsals with `changes`, and return its file."""
-        document = YAML(typ="safe").load(profile_text(four_nodes(), self.python, **words))
+        document = YAML(typ="safe").load(profile_text(four_nodes(), self.python, continuation))
         merge(document, changes)
         (self.place / "site.yaml").write_text(json.dumps(document))
         return "site.yaml"
