@@ -49,6 +49,7 @@ READING = (
     *("report/service_report.py", "report/team_report.py"),
     *("site/calibrate.py", "site/calibrate_service.py", "site/init.py"),
     *("site/node_survey.py", "site/read_site.py", "site/survey.py"),
+    *("site/first_start.py", "site/start_survey.py"),
     *("trials/compare.py", "trials/sweep.py", "trials/sweep_plans.py", "trials/sweep_table.py"),
     *("trials/run_trials.py", "page/options.py", "page/output.py"),
 )
@@ -76,6 +77,8 @@ SPEAKERS = (*SPEAKERS, "supervise/preflight.py")
 SPEAKERS = (*SPEAKERS, "supervise/evaluation_result.py")
 # A program for a node on which hpctrain is not installed.
 SPEAKERS = (*SPEAKERS, "site/survey.py")
+# The programs of a job that tries a first start.
+SPEAKERS = (*SPEAKERS, "site/start_survey.py")
 # A program beside training, which says on stderr what it could not write.
 SPEAKERS = (*SPEAKERS, "tracking/__main__.py")
 # Another one, which exports metrics.
@@ -114,6 +117,7 @@ OWN_TIME = {
     "supervise/timeouts.py": "waits for a thread that may be stuck in a system call",
     "serve/load/": "a program that measures, in asyncio",
     "serve/stand_in.py": "a program for rehearsals, in asyncio and threads",
+    "site/start_survey.py": "a program for an interpreter that may lack hpctrain, which measures",
     "train/": "programs with torch, which measure",
 }
 

@@ -116,6 +116,9 @@ def submit(
         return
     if dry_run or check:
         return
+    note = action.first_start_note(prepared, directory)
+    if note is not None:
+        say(f"{note}: {shlex.join(['hpctrain', 'doctor', '--start', '-p', profile])}")
     confirm(f"Submit to partition `{prepared.job.partition.name}`?", yes=yes)
     with busy("writing the run directory, and submitting ..."):
         submitted = action.submit(prepared, directory, SlurmClient(), after)

@@ -338,9 +338,7 @@ def _prepared(
     refuse_untrainable(loaded_spec, untrainable_layout(plan))
     templates = template_directory or site_templates(loaded_profile)
     template_sha256 = None if templates is None else templates_digest(templates)
-    if template_sha256 is not None:
-        both = f"{loaded_profile.digest}{template_sha256}".encode()
-        loaded_profile = replace(loaded_profile, digest=hashlib.sha256(both).hexdigest())
+    loaded_profile = digested_with(loaded_profile, template_sha256)
     job = TrainingJob(document, site, plan)
     refuse_ended_reservation(job, datetime.now(UTC))
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
@@ -497,6 +495,16 @@ def templates_digest(directory: Path) -> str:
         problem = Problem(f"cannot be read: {error.strerror}", str(error.filename or directory))
         raise InvalidInputError([problem]) from error
     return total.hexdigest()
+
+
+def digested_with(
+    profile: Loaded[ClusterProfile], template_sha256: str | None
+) -> Loaded[ClusterProfile]:
+    """Return the profile with the digest of its templates in its own; None: it has none."""
+    if template_sha256 is None:
+        return profile
+    both = f"{profile.digest}{template_sha256}".encode()
+    return replace(profile, digest=hashlib.sha256(both).hexdigest())
 
 
 def site_templates(profile: Loaded[ClusterProfile]) -> Path | None:

@@ -8,9 +8,11 @@ once; the first job of a chain submits the others itself.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
+from hpctrain.base import clock
 from hpctrain.base.errors import (
     SlurmRefusedError,
     UsageError,
@@ -28,6 +30,12 @@ from hpctrain.job.preflight import Examined, checks_of
 from hpctrain.job.prepare import Prepared, with_free_run_id
 from hpctrain.job.run_directory import RunExistsError, write_run_directory
 from hpctrain.records.find import RunFiles
+from hpctrain.records.first_starts import (
+    FirstStart,
+    has_trained,
+    read_first_starts,
+    record_first_start,
+)
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import TestOnlyAnswer
 
@@ -82,6 +90,32 @@ def _written(prepared: Prepared, runs: Path) -> RunFiles:
             prepared = with_free_run_id(prepared, runs)
     record_data(run.layout)
     return run
+
+
+def first_start_note(prepared: Prepared, runs: Path) -> str | None:
+    """Return that the first start of a profile has not been proved, and record that it was told.
+
+    None where it was told before, proved in this partition, or shown by a run that has trained a
+    step. Emulated GPUs are those of a sandbox, of which nothing is to be proved.
+    """
+    profile, digest = prepared.profile.document, prepared.profile.digest
+    partition = prepared.job.partition.name
+    known = [one for one in read_first_starts(runs) if one.profile_digest == digest]
+    if profile.gpu.emulated or any(
+        one.event == "told" or one.partition == partition for one in known
+    ):
+        return None
+    if has_trained(runs, profile.name, digest):
+        return None
+    with contextlib.suppress(OSError):  # then it is told again
+        told = FirstStart(
+            event="told",
+            profile=profile.name,
+            profile_digest=digest,
+            event_time=clock.now(),
+        )
+        record_first_start(runs, told)
+    return f"The first start of profile {profile.name} has not been proved"
 
 
 def check(prepared: Prepared, slurm: SlurmClient) -> TestOnlyAnswer:

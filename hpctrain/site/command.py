@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.page.options import ProfileName, json_option, runs_option
-from hpctrain.page.output import json_out, say
+from hpctrain.page.options import ProfileName, Seconds, json_option, runs_option
+from hpctrain.page.output import busy, json_out, say
 from hpctrain.page.text import marked, paragraph
 from hpctrain.page.words import counted
 
 if TYPE_CHECKING:
     from hpctrain.site.doctor import SiteFinding
+    from hpctrain.site.first_start import StartRequest
 
 
 @click.group()
@@ -135,22 +136,71 @@ def check(name: str, runs: Path | None, as_json: bool) -> None:
 
 @click.command()
 @click.option("--profile", "-p", "name", type=ProfileName(), help="Judge with this profile.")
+@click.option("--start", is_flag=True, help="Let one small job start as a run would; needs -p.")
+@click.option("--partition", help="Partition of that job.  [default: the profile's]")
+@click.option("--account", help="Account that pays for that job.")
+@click.option(
+    "--gpus",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="GPUs of that job, where the site refuses jobs without.",
+)
+@click.option(
+    "--wait",
+    "patience_seconds",
+    type=Seconds(),
+    default="10min",
+    show_default=True,
+    help="How long to wait for that job; then it is cancelled.",
+)
+@click.option("--keep", is_flag=True, help="Keep that job, and its directory, for looking.")
 @runs_option
 @json_option
-def doctor(name: str | None, runs: Path | None, as_json: bool) -> None:
+def doctor(
+    name: str | None,
+    start: bool,
+    partition: str | None,
+    account: str | None,
+    gpus: int,
+    patience_seconds: float,
+    keep: bool,
+    runs: Path | None,
+    as_json: bool,
+) -> None:
     """Say in sentences what will work here: requeue, signals, grace, who pays, limits.
 
     Asks Slurm in one pass and submits nothing. Ends with what will not work.
+
+    With --start one job on one node runs with the environment that the profile gives to
+    every run, and reports whether a run would start: modules, interpreter, torch,
+    interfaces, file systems, signals, requeue; and which field of the profile to change.
+    Exit code 0: it works; 3: the profile is wrong; 5: Slurm refused or did not answer;
+    8: the job has not started in time.
 
     \b
     Examples:
       hpctrain doctor
       hpctrain doctor --profile ours --json
+      hpctrain doctor --start --profile ours
+      hpctrain doctor --start -p ours --partition debug --account me --wait 1h
     """
+    from hpctrain.base.errors import UsageError
     from hpctrain.records.find import runs_directory
     from hpctrain.site.read_site import examine
 
-    done = examine(runs_directory(runs), name)
+    directory = runs_directory(runs)
+    if start and name is None:
+        raise UsageError("--start needs a profile", hint="hpctrain doctor --start -p PROFILE")
+    if not start and (partition or account or gpus or keep):
+        raise UsageError("--partition, --account, --gpus and --keep are for --start")
+    if name is not None and start:
+        from hpctrain.site.first_start import StartRequest
+
+        wanted = StartRequest(partition, account, gpus, patience_seconds, keep)
+        _check_start(name, directory, wanted, as_json=as_json)
+        return
+    done = examine(directory, name)
     if as_json:
         json_out("findings", done.findings)
     else:
@@ -159,6 +209,41 @@ def doctor(name: str | None, runs: Path | None, as_json: bool) -> None:
     say(f"{done.queries} queries")
     if done.unreachable is not None:
         raise done.unreachable
+
+
+def _check_start(name: str, directory: Path, wanted: StartRequest, *, as_json: bool) -> None:
+    from hpctrain.base.errors import InvalidInputError, NotConfirmedError
+    from hpctrain.site.first_start import check_start
+    from hpctrain.slurm.client import SlurmClient
+
+    with busy("waiting for the job ..."):
+        done = check_start(name, directory, SlurmClient(), wanted, say)
+    if as_json:
+        json_out("findings", done.findings, proof=done.proof)
+    else:
+        for line in _lines(done.findings, complete=done.outcome is not None):
+            click.echo(line)
+    if done.directory is not None:
+        say(f"kept for looking: {done.directory}")
+    if done.refusal is not None:
+        raise done.refusal
+    if done.failures:
+        raise InvalidInputError(
+            [
+                done.profile.problem(one.field or "", one.sentence, one.change)
+                for one in done.failures
+            ]
+        )
+    outcome = done.outcome
+    assert outcome is not None
+    if not outcome.is_confirmed or outcome.task is None:
+        waited = f"{wanted.patience_seconds:.0f} s"
+        kept = "" if wanted.keep else "; it was cancelled"
+        message = f"job {outcome.job_id} has not shown a start within {waited}{kept}"
+        raise NotConfirmedError(
+            message, hint="--wait gives it more time, --partition another queue"
+        )
+    say(f"The first start of profile {done.profile.document.name} works")
 
 
 def _lines(findings: tuple[SiteFinding, ...], *, complete: bool) -> list[str]:
@@ -175,6 +260,9 @@ def _lines(findings: tuple[SiteFinding, ...], *, complete: bool) -> list[str]:
             lines += ["", head]
         for one in chosen:
             lines += paragraph(f"{one.sentence} [{one.source}]", "- ", hang=2)
+            change = [f"`{one.field}`"] if one.field else []
+            change += [one.change] if one.change else []
+            lines += paragraph(": ".join(change), "  -> ", hang=5)
     if complete and not any(one.state == "fails" for one in findings):
         lines += ["", "What will not work: nothing was found."]
     return lines

@@ -43,7 +43,11 @@ _OLDEST = (22, 5)
 
 
 class SiteFinding(BaseModel):
-    """The answer to one question about a site, as a sentence, and where it comes from."""
+    """The answer to one question about a site, as a sentence, and where it comes from.
+
+    `field` of the profile is behind what fails, `change` is what to do about it, where that is
+    known.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -51,6 +55,8 @@ class SiteFinding(BaseModel):
     state: State
     sentence: str
     source: str
+    field: str | None = None
+    change: str | None = None
 
 
 def _finding(topic: str, state: State, sentence: str, source: str) -> SiteFinding:

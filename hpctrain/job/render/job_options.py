@@ -291,6 +291,19 @@ def requeue_flag(profile: ClusterProfile) -> str:
     return "--requeue" if profile.continuation == "requeue" else "--no-requeue"
 
 
+def cancel_waiting(profile: ClusterProfile, job_name: str) -> tuple[str, ...]:
+    """Return the command that cancels the jobs behind this one; empty where there are none yet.
+
+    Singletons and elements of an array are in the queue before the first one starts, and would end
+    as it does where its environment cannot be made. `$NAME` is put in by the job.
+    """
+    behind = {
+        "singleton": ("--me", f"--name={job_name}"),
+        "array": ("$SLURM_ARRAY_JOB_ID",),
+    }.get(profile.continuation)
+    return () if behind is None else ("scancel", "--state=PENDING", *behind)
+
+
 def continuation_clause(profile: ClusterProfile) -> str:
     """Describe what happens after an attempt has ended early, as a clause."""
     jobs = profile.continuation_jobs

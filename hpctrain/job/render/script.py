@@ -30,6 +30,7 @@ from hpctrain.job.render.environment import (
     per_rank_variables,
 )
 from hpctrain.job.render.job_options import (
+    cancel_waiting,
     continuation_options,
     continuation_problems,
     continuation_sentence,
@@ -227,6 +228,7 @@ class Script(JobEnvironment):
     task_kind: str
     log_number: str
     signal_note: str
+    cancel_waiting: tuple[str, ...]
     continuation_note: str
     failures_without_progress: int
     supervisor: tuple[str, ...]
@@ -237,6 +239,11 @@ class Script(JobEnvironment):
     container_import: tuple[str, ...] | None
     image_import: tuple[str, ...]
     trainer: tuple[str, ...]
+
+    @property
+    def on_exit(self) -> str:
+        """Name what the shell does at its end before the supervisor: a function, or nothing."""
+        return "leave" if self.cancel_waiting else "-"
 
 
 @dataclass(frozen=True)
@@ -321,6 +328,7 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
         task_kind=task.tasks.task_kind,
         log_number=task.tasks.log_number,
         signal_note=_comment(f"{task.warning_note}."),
+        cancel_waiting=cancel_waiting(profile, facts.run_id),
         continuation_note=_comment(f"{task.continuation_note}."),
         failures_without_progress=spec.supervise.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
