@@ -193,12 +193,15 @@ def check_start(
 
 def _recorded(start: StartJob, slurm: SlurmClient, job_id: int, runs: Path) -> FirstStart | None:
     """Record the proof; None where the directory of runs cannot be written."""
+    cluster = None
+    with contextlib.suppress(SlurmError):
+        cluster = slurm.cluster_name()
     proof = FirstStart(
         event="proved",
         profile=start.profile.document.name,
         profile_digest=start.profile.digest,
         partition=start.job.partition.name,
-        cluster=slurm.cluster_name(),
+        cluster=cluster,
         job_id=job_id,
         event_time=clock.now(),
     )
@@ -260,6 +263,7 @@ def start_job(
         script,
         directives=_changed(script.directives, _small_options(small, script.directives, cpus)),
         cancel_waiting=(),
+        on_exit="-",
         supervisor=(script.supervisor[0], program, "batch"),
         srun=_changed(
             script.srun,
@@ -493,8 +497,8 @@ def _watched(
             break
         clock.sleep(pauses.next_seconds())
     settled = record is None or (record.state.is_ended and not record.exit_code)
-    until = clock.monotonic() + (_OUTPUT_SECONDS if settled else 0.0)
-    while not gave_up and not batch_file.exists() and clock.monotonic() < until:
+    until = clock.monotonic() + (_OUTPUT_SECONDS if settled and not gave_up else 0.0)
+    while not _has_all(start, layout.directory) and clock.monotonic() < until:
         clock.sleep(0.2)
     log = None
     with contextlib.suppress(OSError):
@@ -519,6 +523,23 @@ def _watched(
         task=None if task is None else TaskReport.model_validate(task),
         restarts=None if second is None else int(second["restarts"]),
         gave_up=gave_up,
+    )
+
+
+def _has_all(start: StartJob, directory: Path) -> bool:
+    """Tell whether everything that the job has written can be read: a shared disk takes its time.
+
+    Where the step or the requeue has failed, nothing more comes.
+    """
+    batch = _report(directory / start_survey.BATCH)
+    if batch is None:
+        return False
+    if (batch.get("step") or {}).get("returncode") != 0:
+        return True
+    refused = (batch.get("requeue") or {}).get("returncode") is not None
+    again = start.expectation.requeue and not refused
+    return (directory / start_survey.TASK).exists() and (
+        not again or (directory / start_survey.SECOND).exists()
     )
 
 

@@ -229,6 +229,7 @@ class Script(JobEnvironment):
     log_number: str
     signal_note: str
     cancel_waiting: tuple[str, ...]
+    on_exit: str
     continuation_note: str
     failures_without_progress: int
     supervisor: tuple[str, ...]
@@ -239,11 +240,6 @@ class Script(JobEnvironment):
     container_import: tuple[str, ...] | None
     image_import: tuple[str, ...]
     trainer: tuple[str, ...]
-
-    @property
-    def on_exit(self) -> str:
-        """Name what the shell does at its end before the supervisor: a function, or nothing."""
-        return "leave" if self.cancel_waiting else "-"
 
 
 @dataclass(frozen=True)
@@ -297,6 +293,7 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
     ]
     if contradictions:  # Slurm would accept them, and never do what they ask for
         raise InvalidInputError([Problem(message) for message in contradictions])
+    behind = cancel_waiting(profile, facts.run_id)
     container = run_container(spec.container, profile.software.container)
     environment = environment_of(
         job, facts.python, facts.setup, facts.gpu_variables, task.job_texts
@@ -328,7 +325,8 @@ def job_script(job: Job, facts: ScriptFacts, task: JobTask) -> Script:
         task_kind=task.tasks.task_kind,
         log_number=task.tasks.log_number,
         signal_note=_comment(f"{task.warning_note}."),
-        cancel_waiting=cancel_waiting(profile, facts.run_id),
+        cancel_waiting=behind,
+        on_exit="leave" if behind else "-",
         continuation_note=_comment(f"{task.continuation_note}."),
         failures_without_progress=spec.supervise.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),

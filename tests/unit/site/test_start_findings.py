@@ -44,7 +44,7 @@ PROCESS: dict[str, Any] = {
     "node_cpus": 96,
     "threads_per_core": 1,
     "gpu_devices": 8,
-    "run_directory": "/work/runs/.start",
+    "run_directory": "/lustre/runs/.start",
     "digests": {"NCCL_DEBUG": "1234"},
 }
 BATCH: dict[str, Any] = {
@@ -88,7 +88,7 @@ def outcome(
         submit_time=90.0,
         seen_time=110.0,
         machine="x86_64",
-        directory="/work/runs/.start",
+        directory="/lustre/runs/.start",
         **{
             "interpreter": Interpreter("/sw/bin/python3", True, "x86_64"),
             "expected": EXPECTED,
@@ -227,7 +227,7 @@ FOREIGN = Interpreter("/sw/bin/python3", True, "aarch64")
             "software.python",
             "and this machine is x86_64",
         ),
-        (1, "", {}, None, "does not see /work/runs/.start"),
+        (1, "", {}, None, "does not see /lustre/runs/.start"),
     ],
 )
 def test_a_job_that_never_reported(
