@@ -239,8 +239,12 @@ _TABLE = (
     Verb(
         verb="doctor",
         effect="reads",
-        codes=(3, 5),
-        output={"findings": "site.doctor:SiteFinding[]"},
+        codes=(3, 5, 8),
+        output={
+            "findings": "site.doctor:SiteFinding[]",
+            "proof": "records.first_starts:FirstStart?",
+        },
+        unless={"--start": "acts"},
     ),
     Verb(
         verb="calibrate",

@@ -32,7 +32,7 @@ from hpctrain.job.prepare import (
     site_templates,
     templates_digest,
 )
-from hpctrain.job.render.environment import prologue_text, submit_variables
+from hpctrain.job.render.environment import submit_variables
 from hpctrain.job.render.job_options import exclusive_option, gpu_request, memory_options
 from hpctrain.job.render.script import (
     PACKAGED,
@@ -42,6 +42,7 @@ from hpctrain.job.render.script import (
     job_script,
     render_template,
 )
+from hpctrain.job.render.shell_files import COMMANDS, ShellFile
 from hpctrain.plan.documents import NodeRequest
 from hpctrain.plan.job import Job, ServicePart, ServingProgram
 from hpctrain.records.first_starts import FirstStart, record_first_start
@@ -112,7 +113,7 @@ class StartJob:
     job: Job
     script: str
     request: tuple[str, ...]
-    prologue: str | None
+    shells: tuple[ShellFile, ...]
     settings: Mapping[str, object]
     interpreter: str
     expectation: StartExpectation
@@ -262,6 +263,7 @@ def start_job(
     own = replace(
         script,
         directives=_changed(script.directives, _small_options(small, script.directives, cpus)),
+        shell_files=tuple(one for one in script.shell_files if one.name != COMMANDS),
         cancel_waiting=(),
         on_exit="-",
         supervisor=(script.supervisor[0], program, "batch"),
@@ -289,7 +291,7 @@ def start_job(
         job=small,
         script=render_template(f"{PACKAGED}/{TEMPLATE}", templates, own),
         request=tuple(one.removeprefix("--") for one in script.directives),
-        prologue=prologue_text(run),
+        shells=own.shell_files,
         settings={
             "salt": secrets.token_hex(8),
             "passed": list(dict.fromkeys(passed)),
@@ -426,8 +428,7 @@ def _written(start: StartJob, directory: Path) -> RunLayout:
                 encoding="utf-8"
             ),
         }
-        if start.prologue is not None:
-            texts[layout.prologue] = start.prologue
+        texts |= {directory / one.name: one.text for one in start.shells}
         for path, text in texts.items():
             replace_text(path, text, mode=0o600)
     except OSError as error:
