@@ -140,20 +140,15 @@ class ClusterQueries:
                 answer = self._run(Command(argv, self._environment, self._timeout_seconds))
                 return accepted(argv, answer).stdout
             except SlurmUnreachableError as error:
-                if isinstance(error.__cause__, FileNotFoundError):
-                    raise _missing(argv[0], error) from error
+                elsewhere = [p for p in USUAL_PLACES if os.access(f"{p}/{argv[0]}", os.X_OK)]
+                if isinstance(error.__cause__, FileNotFoundError) and elsewhere:
+                    hint = f"{elsewhere[0]} has it: `export PATH={elsewhere[0]}:$PATH`"
+                    raise SlurmUnreachableError(str(error), hint=hint) from error
                 if attempt == ATTEMPTS:
                     raise
             # jitter: many users begin to ask again when a controller comes back
             clock.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
         raise AssertionError("the last attempt returns or raises")
-
-
-def _missing(program: str, error: SlurmUnreachableError) -> SlurmUnreachableError:
-    """Say where a program is that is not on PATH, if it is in one of the usual places."""
-    found = [place for place in USUAL_PLACES if os.access(f"{place}/{program}", os.X_OK)]
-    hint = f"{found[0]} has it: `export PATH={found[0]}:$PATH`" if found else error.hint
-    return SlurmUnreachableError(str(error), hint=hint)
 
 
 def step_output(job_id: str, program: str) -> str:
