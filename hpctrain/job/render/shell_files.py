@@ -94,7 +94,8 @@ def prologue_text(job: Job) -> str | None:
     return "\n".join((*head, *lines, last)) + "\n"
 
 
-# `wait` reaps the watch, which the trainer would inherit; that it was killed is no news.
+# The watch is one process that waits without a child, so that one process is all that is ever
+# signalled, by its own number. `wait` reaps it, which the trainer would inherit.
 _FAILED = """\
 failed() {
     local field=$1 how=$2 node=${SLURMD_NODENAME:-$HOSTNAME} && shift 2
@@ -103,12 +104,13 @@ failed() {
 _TASK_COMMAND = """\
 # Runs a command of the site in this shell, for at most SECONDS s; the task ends where it fails
 must() {
-    set -m  # the watch is a group of processes, to be killed as one
-    { sleep SECONDS && failed task "not done after SECONDS s" "$@" && kill -KILL $$; } &
+    {
+        read -rt SECONDS <> <(:)
+        (($? > 128)) && failed task "not done after SECONDS s" "$@" && kill -KILL $$
+    } &
     local hpctrain_watch=$!
-    set +m
-    "$@" || { failed task "exit code $?" "$@"; kill -- -"$hpctrain_watch"; exit 78; }
-    kill -- -"$hpctrain_watch"
+    "$@" || { failed task "exit code $?" "$@"; kill "$hpctrain_watch"; exit 78; }
+    kill "$hpctrain_watch"
     wait "$hpctrain_watch" 2>/dev/null
 }"""
 

@@ -36,6 +36,7 @@ from hpctrain.records.supervise_config import TopologySettings
 from hpctrain.slurm import client
 from hpctrain.spec.loader import load_document
 from hpctrain.spec.profile.hardware import LimitsProfile
+from hpctrain.spec.profile.software import CommandsProfile
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = load_footprint_table()
@@ -335,6 +336,18 @@ def test_where_nodes_are_is_asked_where_slurm_knows(prepared: Prepared) -> None:
         found = footprint_of(replace(prepared, supervise=supervise))
         commands = [line.command for line in found.slurm if line.per == "launch"]
         assert commands.count("scontrol show topology") == asked
+
+
+def test_commands_on_nodes_are_steps_of_their_own(prepared: Prepared) -> None:
+    site, nodes = prepared.profile.document, 64
+    commands = CommandsProfile(job=(("x",),), node=(("x",), ("y",)), node_after=(("z",),))
+    site = site.model_copy(
+        update={"software": site.software.model_copy(update={"commands": commands})}
+    )
+    changed = replace(prepared, profile=replace(prepared.profile, document=site))
+    before, found = footprint_of(prepared), footprint_of(changed)
+    assert found.rpc.per_launch - before.rpc.per_launch == 2 * (2 + nodes)
+    assert found.inodes.per_launch - before.inodes.per_launch == 2
 
 
 def test_a_step_time_is_assumed_where_none_is_predicted(tmp_path: Path) -> None:
