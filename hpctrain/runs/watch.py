@@ -295,7 +295,7 @@ def snapshot(one: ObservedRun, grace_seconds: float = GRACE_SECONDS) -> WatchedR
         unrecorded=one.jobs.unrecorded,
         alive_until=alive_until,
         disk=disk_space(layout, config),
-        script_end=one.script_end,
+        ended_by_script=one.script_end,
     )
 
 

@@ -233,7 +233,7 @@ def problems_without_jobs(run: WatchedRun) -> list[RunProblem]:
     if newest is not None and not supervisor_began(run.events, newest):
         ended = why_ended(newest, begun=False)
         if ended is not None and ended[0] is Cause.LAUNCH_FAILURE:
-            ended = run.script_end or ended
+            ended = run.ended_by_script or ended
         return [_orphan(run, newest, ended)]
     if last is not None:
         return [_unfollowed(run, last) if _all_known(run, last) else _orphan(run, None, None)]
@@ -360,8 +360,8 @@ class WatchedRun:
     that Slurm knows, ended ones included; `unrecorded` are those missing in the ledger.
     `signs_time` is the newest sign of life of trainer or supervisor, `alive_until` the latest time
     at which the trainer's next one is due. `asked_by` is the author of a pending request. `disk`:
-    None where nobody is to be told about it. `script_end`: why the script of the newest job ended
-    before a supervisor began, as its own log tells.
+    None where nobody is to be told about it. `ended_by_script`: why the script of the newest job
+    ended before a supervisor began, as its own log tells.
     """
 
     run_id: str
@@ -375,7 +375,7 @@ class WatchedRun:
     unrecorded: tuple[JobRecord, ...] = ()
     alive_until: float = 0.0
     disk: DiskSpace | None = None
-    script_end: tuple[Cause, str] | None = None
+    ended_by_script: tuple[Cause, str] | None = None
 
     @property
     def past(self) -> History:

@@ -252,7 +252,7 @@ class Why(BaseModel):
     attempts: int
     waiting: str | None
     placement: str | None
-    submission: tuple[str, ...] = ()
+    site_answer: tuple[str, ...] = ()
     requests: tuple[str, ...]
     continuation: str
     continuation_words: str
@@ -304,7 +304,7 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
         attempts=row.attempts,
         waiting=waiting,
         placement=scattered_groups(events),
-        submission=site_answer(events).lines,
+        site_answer=site_answer(events).lines,
         requests=tuple(requests),
         continuation=config.continuation,
         continuation_words=_CONTINUATION[config.continuation],
@@ -427,7 +427,7 @@ def why_lines(why: Why, now: float) -> list[str]:
         ("Reason", why.state_reason),
         ("Waits", why.waiting),
         ("Placed", why.placement),
-        *(("Submitted", line) for line in why.submission),
+        *(("Submitted", line) for line in why.site_answer),
         *(("Asked", f"{request}; not followed yet") for request in why.requests),
         *_end_facts(why.ended, now),
     )

@@ -73,6 +73,7 @@ def ensure_successor(context: AttemptContext) -> None:
         script, variables = context.run_layout.script, context.config.submit_variables
         slurm = context.slurm.at(submit_command=context.config.submission.words)
         submitted = slurm.submit(script, options, variables=variables)
+        job_id = submitted.job_id
     except SlurmError as error:
         reason = f"no successor could be submitted: {error}"
         context.ledger.append(EventKind.SUBMIT_FAILED, reason=reason, successor_of=context.job_id)
@@ -80,14 +81,14 @@ def ensure_successor(context: AttemptContext) -> None:
         return
     context.ledger.append(
         EventKind.SUBMITTED,
-        job_id=submitted.job_id,
+        job_id=job_id,
         successor_of=context.job_id,
         reason="successor",
         cluster=context.attempt.cluster,
         site_messages=submitted.messages,
         script_sha256=digest,
     )
-    log_message(f"job {submitted.job_id} will continue after this one")
+    log_message(f"job {job_id} will continue after this one")
     # A cancel that ran at the same time has not seen the new job.
     if cancel_requested(context.ledger.events()):
         _cancel_waiting(context)

@@ -31,7 +31,7 @@ from hpctrain.records.find import RunFiles, all_runs
 from hpctrain.records.jobs import cluster_of, slurm_cluster_of
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
-from hpctrain.records.supervise_config import SuperviseConfig
+from hpctrain.records.supervise_config import SubmitSettings, SuperviseConfig
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord, SubmittedJob
 from hpctrain.spec.loader import load_profile, load_run_spec, profile_search_path
@@ -354,7 +354,8 @@ def test_nothing_is_told_of_a_job_that_nobody_knows(
 def test_submit_commands_and_clusters_of_a_profile(prepared: Prepared, tmp_path: Path) -> None:
     """Each is in the settings of the run; the name of the cluster in its ledger as well."""
     words = ("site_sbatch", "--project", "x")
-    config = prepared.supervise.model_copy(update={"submit_command": words, "slurm_cluster": "far"})
+    wanted = SubmitSettings(words=words, cluster="far")
+    config = prepared.supervise.model_copy(update={"submission": wanted})
     slurm, far = FakeSlurm(), FakeSlurm()
     slurm.clusters["far"] = far
     done = submit(replace(prepared, supervise=config), tmp_path / "runs", slurm)  # type: ignore[arg-type]
