@@ -12,6 +12,7 @@ import yaml
 
 from hpctrain.base.errors import InvalidInputError, LimitError, UsageError
 from hpctrain.export import kubernetes
+from hpctrain.export.exported_run import exported_run
 from hpctrain.export.kubernetes import PodOptions, export_pods, run_label, yaml_documents
 from hpctrain.export.lost_settings import (
     CARRIED_RESOURCES,
@@ -178,6 +179,16 @@ def test_variables_of_the_spec(tmp_path: Path) -> None:
     made = variables(container(documents(prepared, "jobset", secret)[1]))
     assert made["HF_TOKEN"] == {"secretKeyRef": {"name": "keys", "key": "HF_TOKEN"}}
     assert not [name for name in lost(prepared, secret) if "inherit" in name]
+
+
+def test_variables_by_a_pattern_are_passed_on_by_submit_only(tmp_path: Path) -> None:
+    inherited = '[WANDB_API_KEY, "*_proxy"]'
+    prepared = planned(tmp_path, "resources.gpus=16", f"environment.inherit={inherited}")
+    secret = replace(OPTIONS, secret="keys")
+    assert "*_proxy" not in yaml.safe_dump(documents(prepared, "jobset", secret))
+    assert "`hpctrain submit`" in lost(prepared, secret)["inherit *_proxy"]
+    run = exported_run(prepared, "hosts")
+    assert run.own_names == ("WANDB_API_KEY",), "each is a line of the script of a host"
 
 
 def test_paths_without_a_volume_are_named(two_nodes: Prepared) -> None:
