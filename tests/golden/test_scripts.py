@@ -17,11 +17,11 @@ from golden_files import Golden
 
 from hpctrain.base.errors import DoesNotFitError, LimitError
 from hpctrain.job.prepare import prepare
-from hpctrain.spec.loader import profile_names
+from hpctrain.spec.loader import profile_names, site_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "/opt/hpctrain/bin/python3"
-PROFILES = profile_names()
+PROFILES = [name for name in profile_names() if name not in site_names()]  # see tests/sites
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
 # The same with agents of torchelastic, on a fixed number of nodes and on a range of them.
 AGENTS = {
