@@ -21,7 +21,7 @@ from hpctrain.spec.loader import profile_names, site_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "/opt/hpctrain/bin/python3"
-PROFILES = sorted({*profile_names()} - {*site_names()})  # those of tests/sites are there
+PROFILES = [name for name in profile_names() if name not in site_names()]  # see tests/sites
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
 # The same with agents of torchelastic, on a fixed number of nodes and on a range of them.
 AGENTS = {
