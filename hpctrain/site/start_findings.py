@@ -438,8 +438,11 @@ def _interpreter(outcome: StartOutcome, batch: BatchReport) -> Iterator[SiteFind
     )  # fmt: skip
     took = short_duration(batch.supervisor.seconds)
     if batch.supervisor.works:
-        sentence = f"the supervisor can be imported there, from the run's own copy, in {took}"
-        yield _found("supervisor", "works", sentence, "import hpctrain.supervise")
+        own = batch.supervisor.text.startswith(f"{batch.run_directory}/")
+        where = "the run's own copy" if own else f"{batch.supervisor.last_line}, not the run's copy"
+        sentence = f"the supervisor can be imported there, from {where}, in {took}"
+        state: State = "works" if own else "limited"
+        yield _found("supervisor", state, sentence, "import hpctrain.supervise")
         return
     sentence = f"the supervisor cannot be imported there: {batch.supervisor.last_line}"
     yield _found(

@@ -39,7 +39,7 @@ Facts = Dict[str, Any]  # noqa: UP006  for Python 3.6
 _MACHINES = {21: "ppc64le", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
 # ioctl(2) of netdevice(7): the IPv4 address of an interface.
 _SIOCGIFADDR = 0x8915
-_SUPERVISOR = "import hpctrain.supervise.loop"
+_SUPERVISOR = "import hpctrain.supervise.loop; print(hpctrain.__file__)"
 # cuda and hip: which kind of GPU a build is for (torch.version).
 _IMPORT_TORCH = """
 import json, torch

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import hpctrain
 
 from hpctrain.job.prepare import prepare
 from hpctrain.job.submit import first_start_note
@@ -24,6 +25,7 @@ from hpctrain.site.start_findings import (
     judge_start,
 )
 from hpctrain.site.start_survey import elf_machine, numbers
+from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.loader import load_named_profile
@@ -51,7 +53,7 @@ BATCH: dict[str, Any] = {
     **PROCESS,
     "shell": {"BASH": "5.2", "LOGIN": "", "MODULE": "function"},
     "names": {"WORK": True},
-    "supervisor": WORKS,
+    "supervisor": {**WORKS, "text": "/lustre/runs/.start/software/hpctrain.zip/hpctrain"},
     "step": WORKS,
     "warned": WORKS,
     "complete": True,
@@ -274,6 +276,33 @@ def test_programs_and_lists_of_the_kernel(tmp_path: Path) -> None:
     assert elf_machine(str(script)) is None and elf_machine("/nowhere") is None
     assert elf_machine("/proc/self/exe") is not None
     assert numbers("0,24") == [0, 24] and numbers("0-2") == [0, 1, 2]
+
+
+_SPEC = """
+name: small
+model: gpt2
+batch: {global: 8, micro: 1}
+budget: {steps: 4}
+precision: bf16
+optimizer: {lr: 1e-3}
+parallel: auto
+recompute: none
+checkpoint: {every_steps: 4}
+resources: {gpus: 8, walltime: 00:30:00}
+"""
+
+
+def test_submit_says_it_on_stderr_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm()
+    monkeypatch.setattr("hpctrain.slurm.client.SlurmClient", lambda: slurm)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spec.yaml").write_text(_SPEC)
+    words = ("submit", "-p", "a100x1", "spec.yaml", "-y", "--json")
+    first, second = hpctrain(*words), hpctrain(*words)
+    assert first.exit_code == second.exit_code == 0, first.stderr
+    hint = "has not been proved: hpctrain doctor --start -p a100x1\n"
+    assert hint in first.stderr and hint not in second.stderr
+    assert json.loads(first.stdout)["submitted"]["job_id"] == 1
 
 
 def test_a_missing_proof_is_told_once(tmp_path: Path) -> None:
