@@ -165,6 +165,8 @@ def _hardware_changes(
 ) -> Iterator[ProfileChange]:
     yield ProfileChange(("gpu", "emulated"), True, "there are no GPUs, and ranks train on CPUs")
     for at, section in _sections(profile).items():
+        if section.nodes is not None and section.nodes.architecture is not None:
+            yield ProfileChange((*at, "nodes", "architecture"), None, "its nodes are this machine")
         network = section.network
         if network is None:
             continue
