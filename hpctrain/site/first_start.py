@@ -157,6 +157,8 @@ def check_start(
     """
     start = start_job(load_named_profile(name), wanted)
     profile = start.profile.document
+    site = start.profile.document.slurm
+    slurm = slurm.at(cluster=site.cluster, submit_command=site.submit_words)
     request = _judged_request(start, slurm)
     directory = (runs / f".start-{profile.name}-{secrets.token_hex(3)}").absolute()
     layout = _written(start, directory)
