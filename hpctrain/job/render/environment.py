@@ -69,8 +69,9 @@ needs() {
   done
 }"""
 # Where module systems are found: by the variables with which a login names them, then where
-# Debian, RHEL and HPE install them (files of lmod 8.6 and environment-modules 5.2). One that knows
-# no directory of modules was set up by another file than this: Lmod's own init/bash sets none.
+# Debian, RHEL and HPE install them (Debian's lmod 8.6.19 and environment-modules 5.2.0, module(1) of
+# Fedora; HPE's places were not checked). One that knows no directory of modules was set up by
+# another file than this: Lmod's own init/bash sets none.
 _FIND_MODULES = """\
 for init in "${MODULESHOME-}"/init/bash "${LMOD_PKG-}"/init/bash \\
     /etc/profile.d/*{lmod,modules}.sh \\
@@ -90,9 +91,9 @@ command -v module > /dev/null || {
 # nodes have different processors, that of a login has the modules of the wrong ones.
 _MODULE_SYSTEM = ("MODULESHOME", "LMOD_PKG")
 # How an environment is activated: commands for its name, and for where the tool is installed
-# (None: on PATH). Sources: conda 24 and mamba 2 (`conda init`), micromamba 2 (`micromamba shell
-# hook --help`), venv and uv (docs.astral.sh/uv, Using environments), Spack 0.23 (Getting started),
-# EasyBuild 4 (docs.easybuild.io, Using the modules).
+# (None: on PATH). Read: mamba-org/mamba pull request 1075 (mamba.sh), reframe-hpc/reframe 2123
+# (Spack, also without a root), Gentoo's package of EasyBuild (`modules/all`), Python's venv. The
+# rows of conda, uv and of mamba 2 were compared with nothing, and of these only venv was run.
 _ACTIVATE: Mapping[ActivateKind, tuple[str, ...]] = {
     "conda": ("source {root}/etc/profile.d/conda.sh", "conda activate {name}"),
     "mamba": (
@@ -101,6 +102,7 @@ _ACTIVATE: Mapping[ActivateKind, tuple[str, ...]] = {
         "mamba activate {name}",
     ),
     "micromamba": (
+        "export MAMBA_ROOT_PREFIX={root}",  # below which it looks for names
         'eval "$({root}/bin/micromamba shell hook --shell bash)"',
         "micromamba activate {name}",
     ),
@@ -154,7 +156,7 @@ def activate_commands(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
     if activate.root is not None:
         root = sh_expanded(activate.root)
     elif kind == "micromamba":
-        commands = tuple(command.replace("{root}/bin/", "") for command in commands)
+        commands = tuple(command.replace("{root}/bin/", "") for command in commands[1:])
     elif kind == "easybuild":
         commands = commands[1:]
     filled = [command.format(root=root, name=sh_expanded(name)) for command in commands]

@@ -140,3 +140,19 @@ def test_steps_are_those_that_are_kept_for_good(tmp_path: Path) -> None:
     assert every() is None
     assert every("checkpoint.keep_every_steps=30") == 30
     assert every("checkpoint.keep_every_steps=30", every_steps=7) == 7
+
+
+def test_it_has_the_environment_of_the_training(tmp_path: Path) -> None:
+    site = tmp_path / "own.yaml"
+    site.write_text(
+        "extends: sandbox\nname: own\n"
+        "software: {login_shell: true, python: $WORK/bin/python3, modules: {load: [$STACK]}}\n"
+    )
+    run = prepared(tmp_path, profile=str(site))
+    text, training = script(run), run.script
+    assert text.startswith("#!/bin/bash -l\n") and training.startswith("#!/bin/bash -l\n")
+    start, end = "\n# Ends the job where a field", "\nPYTHONPATH="
+    block = training[training.index(start) : training.index(end)]
+    assert "needs software.modules.load STACK" in block and "needs software.python WORK" in block
+    assert text[text.index(start) : text.index(end)] == block
+    assert text.count('"${WORK:?}/bin/python3" -m hpctrain.supervise.evaluation_result') == 2

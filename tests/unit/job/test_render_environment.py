@@ -462,6 +462,8 @@ def test_an_environment_below_the_directory_of_its_tool(tmp_path: Path, kind: st
     words = {"spack": "spack env activate ml 1", "easybuild": "module load ml 1"}
     assert seen["environment"]["ACTIVE"] == words.get(kind, f"{kind} activate ml 1")
     assert seen["argv"][0] == str(tmp_path / "env/bin/python3"), "the interpreter is that of it"
+    prefix = seen["environment"].get("MAMBA_ROOT_PREFIX")
+    assert prefix == (f"{tmp_path}/a tool" if kind == "micromamba" else None)
 
 
 @pytest.mark.parametrize(("kind", "inside"), [("venv", "bin"), ("uv", ".venv/bin")])
