@@ -61,6 +61,12 @@ def test_a_plain_site_differs_by_gpus_network_and_file_systems(tmp_path: Path) -
     assert profile.slurm == usual.slurm and profile.limits == usual.limits
 
 
+def test_nodes_of_another_architecture_are_those_of_this_machine(tmp_path: Path) -> None:
+    site = written("a100x64", {"nodes": {"architecture": "aarch64"}}, tmp_path)
+    changes, profile = here(site, machine())
+    assert changes["nodes.architecture"] is None is profile.nodes.architecture
+
+
 SITE: dict[str, Any] = {
     "network": {"interface": "ib", "master_address": "{node}i"},
     "filesystems": [
