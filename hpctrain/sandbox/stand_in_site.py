@@ -198,6 +198,10 @@ def _slurm_changes(profile: ClusterProfile, machine: ThisMachine) -> Iterator[Pr
     if profile.limits.account_required and slurm.account is None:
         account = next(iter(profile.limits.accounts), "sandbox")
         yield ProfileChange(("slurm", "account"), account, "any will do")
+    if slurm.cluster is not None:
+        yield ProfileChange(("slurm", "cluster"), None, "there is one cluster")
+    if slurm.submit_command != ("sbatch",):
+        yield ProfileChange(("slurm", "submit_command"), ["sbatch"], "there is no other command")
     if slurm.version not in (None, version):
         yield ProfileChange(("slurm", "version"), version, "the Slurm of the sandbox")
     if slurm.reservation_end is not None:
@@ -217,7 +221,6 @@ def _slurm_changes(profile: ClusterProfile, machine: ThisMachine) -> Iterator[Pr
 # Options about what the sandbox has under other names, or not at all.
 _NOT_HERE = {
     **dict.fromkeys(("exclude", "nodelist"), "nodes have other names"),
-    "clusters": "there is one cluster",
     "mpi": "there is no PMIx",
 }
 

@@ -79,13 +79,15 @@ SITE: dict[str, Any] = {
         }
     ],
     "slurm": {
+        "cluster": "c1",
+        "submit_command": ["site-sbatch"],
         "inherit": ["WORK"],
         "version": "24.11",
         "reservation": "maint",
         "reservation_end": "2026-12-24T18:00:00+01:00",
         "options": {
             "plugins": ["auto-resume"],
-            "sbatch": {"exclude": "n[1-2]", "clusters": "c1", "wait-all-nodes": 1},
+            "sbatch": {"exclude": "n[1-2]", "wait-all-nodes": 1},
             "srun": {"auto-resume": 1, "mpi": "pmix", "tres-bind": "gres/gpu:closest"},
         },
     },
@@ -136,7 +138,8 @@ def test_every_value_that_cannot_work_here_is_another_one(site: Path) -> None:
         "slurm.version": "22.05",
         "slurm.reservation_end": None,
         "slurm.options.sbatch.exclude": None,
-        "slurm.options.sbatch.clusters": None,
+        "slurm.cluster": None,
+        "slurm.submit_command": ["sbatch"],
         "slurm.options.srun.auto-resume": None,
         "slurm.options.srun.mpi": None,
         "slurm.options.srun.tres-bind": None,
