@@ -131,7 +131,7 @@ def always(changes: dict[str, Any]) -> Callable[[Site], dict[str, Any]]:
     return lambda site: changes
 
 
-# what is wrong, the field that is named, a word of the sentence
+# what is wrong: the change of the profile, the field that is named, a word of the sentence
 TRAPS: dict[str, tuple[Callable[[Site], dict[str, Any]], str, str]] = {
     "no module system": (
         always({"software": {"modules": {"load": [NO_MODULE]}}}),
@@ -142,9 +142,9 @@ TRAPS: dict[str, tuple[Callable[[Site], dict[str, Any]], str, str]] = {
     "unset name in scratch": (unset_name("scratch"), "software.scratch", "NOWHERE"),
     "failing line of setup": (failing_setup, "software.setup", "no-such-command-here"),
     "an option of ours": (
-        always({"slurm": {"options": {"srun": {"wait": 60}}}}),
-        "slurm.options.srun",
-        "wait",
+        always({"slurm": {"options": {"sbatch": {"array": "1-3"}}}}),
+        "slurm.options.sbatch",
+        "use `continuation`",
     ),
     "no such interface": (
         always({"network": {"interface": "ib9"}, "environment": []}),
