@@ -79,6 +79,8 @@ JOB_LIMIT = Duration(600)
 # As much as importing torch and the engines needs, where a site wants a number.
 _MEMORY = "4096M"
 _MOST_CPUS = 4
+# Masks and maps are those of a whole node, and Slurm refuses CPUs that a job does not have.
+_BINDINGS = ("accel-bind", "cpu-bind", "gpu-bind", "mem-bind")
 # How long reports may take to appear on a shared file system after the job has ended.
 _OUTPUT_SECONDS = 20.0
 # Files of a job's log that are read at most, from the end.
@@ -277,6 +279,11 @@ def start_job(
                 "ntasks-per-node": "1" if least == 1 else None,
                 "cpus-per-task": str(cpus),
             },
+        ),
+        srun_options=tuple(
+            one
+            for one in script.srun_options
+            if one.removeprefix("--").partition("=")[0] not in _BINDINGS
         ),
         trainer=(*before, program, "task"),
     )
