@@ -360,9 +360,14 @@ def _site(profile: ClusterProfile) -> SiteShape:
     return SiteShape(
         modules=software.modules.load if software.modules is not None else None,
         launchers=(launcher,) if launcher in ("apptainer", "singularity") else (),
-        variables=profile.slurm.inherit,
+        variables=inherited_variables(profile),
         directories=tuple(one.name for one in profile.filesystems),
     )
+
+
+def inherited_variables(profile: ClusterProfile) -> tuple[str, ...]:
+    """List the variables that jobs inherit by name; a pattern names none."""
+    return tuple(name for name in profile.slurm.inherit if "*" not in name)
 
 
 def _partition(partition: PartitionProfile, nodes: str) -> PartitionShape:

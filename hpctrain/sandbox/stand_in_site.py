@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.sandbox.paths import SandboxPaths
-from hpctrain.sandbox.shape import SiteShape, island_sizes
+from hpctrain.sandbox.shape import SiteShape, inherited_variables, island_sizes
 from hpctrain.slurm.settings import capabilities_of_release
 from hpctrain.spec.job_text import expanded_names
 from hpctrain.spec.positions import scalar_text
@@ -270,7 +270,8 @@ def _software_changes(
             path = ("software", "commands", part)
             yield ProfileChange(path, kept, "what there is of them")
     wrapper = software.commands.wrapper
-    if wrapper and not _runs_here(wrapper, known, machine):
+    missing = wrapper[:1] and "/" not in wrapper[0] and not machine.finds(wrapper[0])
+    if wrapper and (missing or not _runs_here(wrapper, known, machine)):
         yield ProfileChange(("software", "commands", "wrapper"), [], "it is not here")
     for option, value in software.ulimits.options():
         if not machine.allows(option, value):
@@ -279,12 +280,10 @@ def _software_changes(
 
 
 def _runs_here(words: Sequence[str], known: frozenset[str], machine: ThisMachine) -> bool:
-    """Whether the names in a command have values here, and its files and its program are there."""
+    """Whether the names in a command have values here, and the files in it are there."""
     names = {name for word in words for name in expanded_names(word)}
-    program = words[0] if words[0].startswith(("/", "$")) else None
     files = [word for word in words if word.startswith("/")]
-    found = program is not None or words[0] == "source" or machine.finds(words[0])
-    return names <= known and found and all(machine.has(file) for file in files)
+    return names <= known and all(machine.has(file) for file in files)
 
 
 _LIMITS = {"-c": "core", "-l": "memlock", "-n": "nofile", "-s": "stack"}
@@ -307,7 +306,7 @@ def _known_names(profile: ClusterProfile) -> frozenset[str]:
     """List the variables that a job of the profile has in the sandbox."""
     own = {variable.name for variable in profile.environment if variable.value is not None}
     scratch = {"TMPDIR"} if profile.software.scratch is not None else set()
-    return _ALWAYS_KNOWN | set(profile.slurm.inherit) | own | scratch
+    return _ALWAYS_KNOWN | set(inherited_variables(profile)) | own | scratch
 
 
 _ALWAYS_KNOWN = frozenset(

@@ -68,10 +68,10 @@ needs() {
     [[ -n ${!name-} ]] || { echo "hpctrain: $1: $name is not set in this job" >&2; exit 78; }
   done
 }"""
-# Where module systems are found: by the variables with which a login names them, then where
-# Debian, RHEL and HPE install them (Debian's lmod 8.6.19 and environment-modules 5.2.0, module(1) of
-# Fedora; HPE's places were not checked). One that knows no directory of modules was set up by
-# another file than this: Lmod's own init/bash sets none.
+# Where module systems are found: by the variables with which a login names them, then where Debian
+# (lmod 8.6.19, environment-modules 5.2.0), RHEL (module(1) of Fedora) and HPE install them (whose
+# places were not checked). One that knows no directory of modules was set up by another file than
+# this: Lmod's own init/bash sets none.
 _FIND_MODULES = """\
 for init in "${MODULESHOME-}"/init/bash "${LMOD_PKG-}"/init/bash \\
     /etc/profile.d/*{lmod,modules}.sh \\

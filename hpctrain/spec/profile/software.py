@@ -314,30 +314,31 @@ class CommandsProfile(Document):
     job: tuple[Command, ...] = Field(
         (),
         description="Once for each attempt, on the first node, before the first launch; one that "
-        "fails stops the run",
+        "fails stops the run; the job puts in `$NAME`",
     )
     node: tuple[Command, ...] = Field(
         (),
         description="Once on each node before the ranks of a launch, in a short job step, outside "
         "of any container, such as `[/sw/check-imex]`. Nodes on which it fails are avoided; where "
-        "it fails on all, the run stops. Not on the node of a router",
+        "it fails on all, the run stops. Not on the node of a router; the job puts in `$NAME`",
     )
     task: tuple[Command, ...] = Field(
         (),
         description="In the shell that the trainer then replaces, in each task, such as `[source, "
         "/sw/rails.sh]`; outside of apptainer and singularity, inside of pyxis, EDF and uenv, "
-        "which begin before the task. One that fails ends the task",
+        "which begin before the task. One that fails ends the task; the job puts in `$NAME`",
     )
     wrapper: tuple[JobText, ...] = Field(
         (),
         description="Words before each rank, such as `[numactl, --cpunodebind=$SLURM_LOCALID]`; "
         "inside or outside of a container as `task`. For ranks that srun starts: not with launcher "
-        "torchrun, and not for services",
+        "torchrun, and not for services; the job puts in `$NAME`",
     )
     node_after: tuple[Command, ...] = Field(
         (),
         description="Once on each node after the ranks have ended, even if they failed; one that "
-        "fails is a warning. Not while Slurm ends the job: that is what its epilog is for",
+        "fails is a warning. Not while Slurm ends the job: that is what its epilog is for; the job "
+        "puts in `$NAME`",
     )
 
     def commands(self) -> dict[str, tuple[tuple[str, ...], ...]]:

@@ -27,7 +27,6 @@ from hpctrain.job.prepare import prepare
 from hpctrain.job.render.environment import (
     SetupFile,
     job_environment,
-    prologue_text,
     submit_variables,
 )
 from hpctrain.job.render.script import (
@@ -36,6 +35,7 @@ from hpctrain.job.render.script import (
     render_script,
     render_template,
 )
+from hpctrain.job.render.shell_files import commands_text, prologue_text
 from hpctrain.slurm.process import with_only
 from hpctrain.spec.job_text import ENVIRONMENT, JobText, SubmitText, expanded_text
 from hpctrain.spec.loader import load_profile, load_run_spec
@@ -91,7 +91,11 @@ REASON = {"name": "V", "reason": "of the site"}
 IN_PROFILE: dict[str, dict[str, Any]] = {
     "software.python": {"software": {"python": VALUE}},
     "software.scratch": {"software": {"scratch": VALUE}},
-    "software.prologue": {"software": {"prologue": [["cat", VALUE]]}},
+    **{
+        f"software.commands.{part}": {"software": {"commands": {part: [["cat", VALUE]]}}}
+        for part in ("job", "node", "task", "node_after")
+    },
+    "software.commands.wrapper": {"software": {"commands": {"wrapper": [VALUE]}}},
     "software.container.image": {"software": {"container": {**PYXIS, "image": VALUE}}},
     "software.container.mounts": {"software": {"container": {**PYXIS, "mounts": [VALUE]}}},
     "software.container.python": {"software": {"container": {**PYXIS, "python": VALUE}}},
@@ -171,19 +175,20 @@ def test_a_name_without_a_value_ends_the_job_with_its_field(tmp_path: Path, fiel
         spec = spec_with(**IN_SPEC[field])
     (tmp_path / "known.sh").write_text("module() { :; }; export -f module; export MODULEPATH=/m\n")
     text = render(spec, profile, python=stub(tmp_path))
-    if field in ("software.prologue", "environment.per_local_rank"):
-        prologue = prologue_text(planned_job(spec, profile))
-        assert prologue is not None
-        text = prologue
+    part = field.removeprefix("software.commands.")
+    if part in ("task", "wrapper") or field == "environment.per_local_rank":
+        text = prologue_text(planned_job(spec, profile)) or ""
+    elif part != field:
+        text = (commands_text(planned_job(spec, profile)) or "").replace("case $1", f"case {part}")
     for value in ({}, {"SITE_NAME": ""}):
         ended = run(tmp_path, text, BASH_ENV=str(tmp_path / "known.sh"), **value)
         expected = f"hpctrain: {CALLED.get(field, field)}: SITE_NAME is not set in this job\n"
-        assert (ended.returncode, ended.stderr.splitlines(True)[-1]) == (78, expected)
+        assert ended.returncode == 78 and expected in ended.stdout + ended.stderr, ended
         assert not (tmp_path / "seen.json").exists(), "nothing is trained"
     with_value = run(
         tmp_path, text, BASH_ENV=str(tmp_path / "known.sh"), SITE_NAME="/s", SLURM_LOCALID="0"
     )
-    assert "is not set in this job" not in with_value.stderr
+    assert "is not set in this job" not in with_value.stdout + with_value.stderr
 
 
 def test_an_interpreter_below_a_directory_that_only_the_job_knows(tmp_path: Path) -> None:
@@ -325,8 +330,10 @@ def test_containers_get_what_patterns_match(tmp_path: Path) -> None:
     (names,) = [line for line in pyxis.splitlines() if "--container-env=" in line]
     assert "SSH_AUTH_SOCK," in names and "*" not in names, "pyxis takes names only"
     apptainer = {"launcher": "apptainer", "image": "/i.sif"}
-    script = render(spec, profile_of({"software": {"container": apptainer}}))
-    assert "|*_proxy|" in script
+    job = planned_job(spec, profile_of({"software": {"container": apptainer}}))
+    facts = ScriptFacts("r-0", "hpctrain:r-0", "a" * 64, "b" * 64, "python3")
+    (shell,) = [one for one in build_script(job, facts).shell_files if one.name == "container.sh"]
+    assert " | *_proxy | " in shell.text
 
 
 # -- The module system ------------------------------------------------------------------------

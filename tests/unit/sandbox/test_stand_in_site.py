@@ -102,7 +102,12 @@ SITE: dict[str, Any] = {
             "mounts": ["$PROJECT:/project"],
             "site_mounts": ["/lustre"],
         },
-        "prologue": [["source", "/sw/rails.sh"], ["ulimit", "-c", "0"], ["echo", "$RAILS"]],
+        "activate": {"conda": "train"},
+        "commands": {
+            "node": [["/sw/check-links"]],
+            "task": [["source", "/sw/rails.sh"], ["ulimit", "-c", "0"], ["echo", "$RAILS"]],
+            "wrapper": ["numactl", "--localalloc"],
+        },
         "ulimits": {"memlock": "unlimited", "nofile": 65536},
     },
     "environment": [
@@ -152,7 +157,10 @@ def test_every_value_that_cannot_work_here_is_another_one(site: Path) -> None:
         "software.container.mounts": [],
         "software.container.site_mounts": ["/"],
         "software.scratch": f"{own}/local/$USER-$SLURM_JOB_ID",
-        "software.prologue": [["ulimit", "-c", "0"]],
+        "software.activate": None,
+        "software.commands.node": [],
+        "software.commands.task": [["ulimit", "-c", "0"]],
+        "software.commands.wrapper": [],
         "software.ulimits.memlock": None,
         "environment.NCCL_SOCKET_IFNAME.value": "lo",
         "environment.RAIL": None,
@@ -167,7 +175,8 @@ def test_what_is_here_stays_as_the_site_has_it(site: Path) -> None:
     stays = {"software.setup", "software.modules.init", "metrics.textfile", "slurm.version"}
     assert not stays & set(changes)
     assert "slurm.options.srun.tres-bind" not in changes
-    assert changes["software.prologue"] == [["source", "/sw/rails.sh"], ["ulimit", "-c", "0"]]
+    task = changes["software.commands.task"]
+    assert task == [["source", "/sw/rails.sh"], ["ulimit", "-c", "0"]]
 
 
 @pytest.mark.parametrize(
