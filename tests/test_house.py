@@ -34,8 +34,8 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.part
 # What stays as it is or becomes less; a class that mirrors another one is that one.
 RATCHETS = {
     "pairs of classes that share five fields": 81,
-    "lines that hand on a field": 629,
-    "small modules of one other": 18,
+    "lines that hand on a field": 624,
+    "small modules of one other": 16,
     "short functions that one place calls": 28,
 }
 

@@ -101,32 +101,38 @@ class ModuleSystem:
         return f"{self.name} {self.version}".rstrip() + cray
 
 
-@dataclass(frozen=True)
-class NodeSurvey:
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """A machine of a site as a process on it sees it. `variables` are those that name paths."""
+
+    host: str
+    machine: str = ""
+    modules: ModuleSystem | None = None
+    mounts: tuple[Mount, ...] = ()
+    ports: tuple[RdmaPort, ...] = ()
+    default_interface: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSurvey(MachineFacts):
     """One node as a job sees it. `may_submit`: `sbatch --test-only` was accepted there; None is
     unknown. `limits` are (soft, hard), -1 for none. `interpreters` have their versions. `missing`
     are programs of Slurm that a job does not find.
     """
 
-    host: str
     python: str
     cpus: int
     gpus: tuple[GpuSurvey, ...] = ()
     gpu_devices: int = 0
-    ports: tuple[RdmaPort, ...] = ()
     interfaces: tuple[Interface, ...] = ()
-    default_interface: str | None = None
-    mounts: tuple[Mount, ...] = ()
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     launchers: tuple[str, ...] = ()
-    machine: str = ""
     system: str = ""
     interpreters: Mapping[str, str] = field(default_factory=dict)
-    modules: ModuleSystem | None = None
     missing: tuple[str, ...] = ()
     may_submit: bool | None = None
     submit_words: str = ""
-    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def survey_line(output: str) -> str | None:
@@ -337,22 +343,15 @@ def mount_of(path: str, among: tuple[Mount, ...]) -> Mount | None:
 # ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LoginFacts:
-    """The machine on which the command runs. `variables` are those that sites set for paths."""
+@dataclass(frozen=True, kw_only=True)
+class LoginFacts(MachineFacts):
+    """The machine on which the command runs."""
 
-    host: str
     user: str
     python: tuple[int, ...]
     interpreter: str = ""
-    machine: str = ""
-    modules: ModuleSystem | None = None
     groups: tuple[str, ...] = ()
     runs: Directory = field(default_factory=lambda: Directory(""))
-    mounts: tuple[Mount, ...] = ()
-    ports: tuple[RdmaPort, ...] = ()
-    default_interface: str | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
