@@ -45,7 +45,7 @@ def started(
     directory: Path, text: str, python: Path | str | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the script of a run in a shell, as slurmstepd does."""
-    program = directory / "work" / "bin" / "python3"
+    program = directory / "project" / "bin" / "python3"
     program.parent.mkdir(parents=True)
     program.write_text(PYTHON)
     program.chmod(0o755)
@@ -78,11 +78,11 @@ def test_modules_without_init_find_the_module_system(tmp_path: Path) -> None:
 
 def test_a_name_in_a_path_is_put_in_or_its_field_is_named(tmp_path: Path) -> None:
     text = "software: {python: $WORK/bin/python3}\nslurm: {inherit: [WORK]}\n"
-    environment = {"WORK": str(tmp_path / "work")}
+    environment = {"WORK": str(tmp_path / "project")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORK", str(tmp_path / "work"))
+        patch.setenv("WORK", str(tmp_path / "project"))
         done = started(tmp_path, text, **environment)
-    assert done.returncode == 0 and f"started by {tmp_path}/work/bin/python3" in done.stdout
+    assert done.returncode == 0 and f"started by {tmp_path}/project/bin/python3" in done.stdout
     unset = subprocess.run(
         ["bash", "job.sbatch"],
         cwd=tmp_path / "run",
