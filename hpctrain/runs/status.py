@@ -29,7 +29,6 @@ from hpctrain.records.supervise_config import (
     SuperviseConfig,
     known_supervise_config,
 )
-from hpctrain.runs.logs import script_end
 from hpctrain.runs.state import (
     ENDS_ATTEMPT,
     ENDS_RUN,
@@ -111,7 +110,11 @@ class ObservedRun:
         job = counted(self.jobs.jobs) if self.jobs is not None else None
         if job is None or not job.state.is_ended or supervisor_began(self.events, job):
             return None
-        return script_end(self.run.layout, job) if job.exit_code else None
+        if not job.exit_code:
+            return None
+        from hpctrain.runs.logs import script_end  # it knows plans, which a line needs not
+
+        return script_end(self.run.layout, job)
 
     @property
     def is_over_by_ledger(self) -> bool:

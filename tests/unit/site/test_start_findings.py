@@ -271,8 +271,7 @@ def test_the_job_asks_for_one_node_and_is_else_that_of_a_run(name: str) -> None:
 
 
 def test_masks_of_a_whole_node_are_not_those_of_a_small_job() -> None:
-    site = Path(__file__).resolve().parents[2] / "sites/lumi-g.yaml"
-    script = start_job(load_named_profile(str(site)), StartRequest(account="me")).script
+    script = start_job(load_named_profile("lumi-g"), StartRequest(account="me")).script
     assert "cpu-bind" not in script and "--mpi=none" in script
 
 

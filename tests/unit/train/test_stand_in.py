@@ -58,7 +58,7 @@ class Launches:
         (place / "spec.yaml").write_text(SPEC)
         runs = place / "runs"
         prepared = prepare(place / "spec.yaml", "sandbox", runs=runs, python=str(self.python))
-        self.words = prepared.script.split()[-4:]
+        self.words = [word for word in prepared.script.split() if word != "\\"][-4:]
         self.run = write_run_directory(prepared, runs)
         self.ranks: list[subprocess.Popen[str]] = []
 

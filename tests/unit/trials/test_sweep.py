@@ -159,7 +159,7 @@ class Dying(FakeSlurm):
 
     def __init__(self, at: int, *, accepted: bool) -> None:
         super().__init__()
-        self.at, self.accepted, self.calls = at, accepted, 0
+        self.dies_at, self.accepted, self.calls = at, accepted, 0
 
     def submit(
         self,
@@ -169,10 +169,10 @@ class Dying(FakeSlurm):
         variables: Collection[str] | None = None,
     ) -> SubmittedJob:
         self.calls += 1
-        if self.calls == self.at and not self.accepted:
+        if self.calls == self.dies_at and not self.accepted:
             raise KeyboardInterrupt
         job = super().submit(script, extra_args, variables=variables)
-        if self.calls == self.at:
+        if self.calls == self.dies_at:
             raise KeyboardInterrupt
         return job
 
