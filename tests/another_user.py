@@ -141,7 +141,7 @@ class AnotherUser:
         os.umask(0o022)
         os.chdir("/")
         os.environ.update(
-            HOME="/nonexistent", USER=self.name, LOGNAME=self.name, **self.environment
+            {**self.environment, "HOME": "/nonexistent", "USER": self.name, "LOGNAME": self.name}
         )
 
 

@@ -24,7 +24,7 @@ from hpctrain.runs.status import statuses
 from hpctrain.sandbox.faults import set_option
 from hpctrain.sandbox.processes import await_condition
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.sandbox.shape import FeatureShape, SandboxShape, default_shape
+from hpctrain.sandbox.shape import SandboxShape, default_shape
 from hpctrain.sandbox.stand_in_interpreter import write_stand_in_interpreter
 from hpctrain.spec.loader import load_profile
 
@@ -129,8 +129,8 @@ def test_nodes_whose_gpus_slurm_does_not_list(
     here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A feature names them; how many there are is asked, and no job asks Slurm for them."""
-    features = (FeatureShape("gh200", 2),)
-    shape = replace(default_shape(nodes=2), gpus_per_node=0, features=features)
+    shape = replace(default_shape(nodes=2), gpus_per_node=0)
+    shape = replace(shape, groups=(replace(shape.usual_nodes, features=("gh200",)),))
     with own_client(shape, monkeypatch):
         done = hpctrain("profile", "detect", "-o", PROFILE)
         assert done.exit_code == 0, done.stderr

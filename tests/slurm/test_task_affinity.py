@@ -46,10 +46,10 @@ resources: {{gpus: {GPUS}, walltime: 00:05:00}}
 def two_sockets() -> Iterator[Sandbox]:
     """One node of the site, whose slurmd finds two sockets."""
     shape = replace(
-        shape_from_profile(SITE),
+        shape_from_profile(SITE, 1),
         nodes=1,
         switches=(),
-        features=(),
+        groups=(),
         sockets_per_node=SOCKETS,
         binds_tasks=True,
         slurmd_timeout_seconds=600,

@@ -17,10 +17,10 @@ from hpctrain.base.errors import SlurmRefusedError
 from hpctrain.job.prepare import prepare
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import shape_from_profile
-from hpctrain.spec.loader import load_profile
+from hpctrain.spec.loader import find_profile, load_profile
 
 LIMIT_SECONDS = 300
-SITE = Path(__file__).resolve().parents[1] / "sites" / "juwels-booster.yaml"
+SITE = "juwels-booster"
 SPEC = """
 name: cores
 model: {layers: 4, hidden: 64, heads: 8, vocab: 256, seq: 64}
@@ -36,7 +36,7 @@ resources: {gpus: 4, walltime: 00:05:00}
 @pytest.fixture(scope="module")
 def booster() -> Iterator[Sandbox]:
     """One node as the site has them: 48 cores with two threads each."""
-    shape = shape_from_profile(load_profile(SITE).document)
+    shape = shape_from_profile(load_profile(find_profile(SITE)).document)
     assert (shape.cpus_per_node, shape.threads_per_core) == (96, 2)
     with own_sandbox(replace(shape, nodes=1, slurmd_timeout_seconds=600)) as box:
         yield box
@@ -58,7 +58,7 @@ def test_a_job_has_all_cores_of_its_node(booster: Sandbox, tmp_path: Path, case:
     spec.write_text(SPEC)
     # what a job has may be asked for again by its steps
     again = "memory: auto, srun_resources: true"
-    base = f"extends: {SITE}\nname: own\nslurm: {{{again}, options: {options}}}\n"
+    base = f"extends: {SITE}\nname: own\nslurm: {{account: sandbox, {again}, options: {options}}}\n"
     profile.write_text(f"{base}software: {{modules: null}}\n")
     script = prepare(spec, str(profile), runs=tmp_path / "runs").script
     assert f"#SBATCH --cpus-per-task={job}\n" in script
