@@ -756,7 +756,6 @@ GONE: Mapping[str, object] = {
     "network.islands.gpu": None,
     "slurm.partitions.network.islands.gpu": None,
     "traffic.burstiness": 1.0,
-    "software.prologue": [],
 }
 
 
@@ -803,7 +802,11 @@ def _sections(values: Any, path: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def rename_former_fields(parsed: Parsed) -> None:
-    """Replace `slurm.all_memory` by `slurm.memory`; a problem where a file has both."""
+    """Replace `slurm.all_memory` by `slurm.memory`, `software.prologue` by `commands.task`.
+
+    A file that has the new one, too, has a problem.
+    """
+    _rename_prologue(parsed)
     slurm = parsed.data.get("slurm") if isinstance(parsed.data, dict) else None
     if not isinstance(slurm, dict) or not isinstance(slurm.get("all_memory"), bool):
         return
@@ -812,6 +815,19 @@ def rename_former_fields(parsed: Parsed) -> None:
         parsed.problems.append(place.problem("`slurm.all_memory` is `slurm.memory` now: remove it"))
     parsed.values["slurm", "memory"] = place
     slurm["memory"] = "auto" if slurm.pop("all_memory") else "none"
+
+
+def _rename_prologue(parsed: Parsed) -> None:
+    software = parsed.data.get("software") if isinstance(parsed.data, dict) else None
+    if not isinstance(software, dict) or not isinstance(software.get("prologue"), list):
+        return
+    former, new = ("software", "prologue"), ("software", "commands", "task")
+    commands = software.setdefault("commands", {})
+    if not isinstance(commands, dict) or "task" in commands:
+        return  # the former one is an unknown key beside it
+    commands["task"] = software.pop("prologue")
+    moved = [path for path in parsed.values if path[:2] == former]
+    parsed.values |= {(*new, *path[2:]): parsed.values.pop(path) for path in moved}
 
 
 # -- Finds cluster profiles by name: those of $HPCTRAIN_PROFILE_PATH, then the packaged ones ----

@@ -287,16 +287,23 @@ def test_distributed_is_refused_with_what_to_write(tmp_path: Path, fields: str) 
     assert problem.hint == "instead of `distributed: false` write `zero: 0`"
 
 
-def test_the_former_prologue_is_refused_with_its_new_place(tmp_path: Path) -> None:
+def test_the_former_prologue_is_read_as_commands_of_tasks(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
-    head = "extends: a100x64\nname: own\nsoftware:\n  prologue: "
-    own.write_text(f"{head}[[source, /sw/rails.sh]]\n")
+    head = "extends: a100x64\nname: own\nsoftware:\n"
+    own.write_text(f"{head}  prologue: [[source, /sw/rails.sh]]\n")
+    assert load_profile(own).document.software.commands.task == (("source", "/sw/rails.sh"),)
+    own.write_text(f"{head}  prologue: []\n")  # as run directories of earlier versions have it
+    assert load_profile(own).document.software.commands == CommandsProfile()
+    for wrong, line in (("  prologue: [[source, 7]]\n", 4), ("  prologue: text\n", 4)):
+        own.write_text(head + wrong)
+        with pytest.raises(InvalidInputError) as caught:
+            load_profile(own)
+        assert {one.line for one in caught.value.problems} == {line}
+    own.write_text(f"{head}  commands: {{task: []}}\n  prologue: [[a]]\n")
     with pytest.raises(InvalidInputError) as caught:
         load_profile(own)
     (problem,) = caught.value.problems
-    assert (problem.line, problem.hint) == (4, "use `software.commands.task`")
-    own.write_text(f"{head}[]\n")  # as run directories of earlier versions have it
-    assert load_profile(own).document.software.commands == CommandsProfile()
+    assert (problem.line, problem.hint) == (5, "use `software.commands.task`")
 
 
 @pytest.mark.parametrize(
