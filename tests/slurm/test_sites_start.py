@@ -2,8 +2,9 @@
 
 In the sandbox of its shape, with two nodes of each kind, its modules, features, reservations and
 options; what one machine lacks is changed by the profile that `sandbox up` writes, and listed by
-it. The ranks compute nothing. Belongs here: that a site starts. Does not belong here: how its
-script looks (`tests/sites`), what the sandbox of a profile has (`test_site_sandbox`).
+it. Ranks compute nothing, but for a few sites in the night. Belongs here: that a site starts. Does
+not belong here: how its script looks (`tests/sites`), what the sandbox of a profile has
+(`test_site_sandbox`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,16 @@ SITES = (*site_names(), *sorted(file.stem for file in KINDS.glob("*.yaml")))
 
 @pytest.mark.parametrize("name", varied(SITES, *ALWAYS))
 def test_a_site_starts_and_ends_a_tiny_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_starts(name, monkeypatch, stand_in=True)
+
+
+@pytest.mark.nightly("ranks of torch take a minute; on as many as two cores can bear")
+@pytest.mark.parametrize("name", ["jean-zay-h100", "mila", "viper-gpu", "vista"])
+def test_a_site_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_starts(name, monkeypatch, stand_in=False)
+
+
+def assert_starts(name: str, monkeypatch: pytest.MonkeyPatch, *, stand_in: bool) -> None:
     own = KINDS / f"{name}.yaml"
     profile = str(own) if own.exists() else name
     document = load_profile(find_profile(profile)).document
@@ -35,8 +46,9 @@ def test_a_site_starts_and_ends_a_tiny_run(name: str, monkeypatch: pytest.Monkey
         # a login sets these
         monkeypatch.setenv("USER", getpass.getuser())
         for variable in document.slurm.inherit:
-            monkeypatch.setenv(variable, str(site.place))
-        run = site.start()
+            if "*" not in variable:
+                monkeypatch.setenv(variable, str(site.place))
+        run = site.start(stand_in=stand_in)
         row = run.wait_till_over()
         assert row.state is RunState.DONE, f"{row}\n{run.logs()}\n{site.said}"
         steps = [metrics.step for metrics in read_metrics(run.run.layout)]
