@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import secrets
@@ -489,7 +490,7 @@ def _watched(
     """Wait until the job has ended for good, and read what it has left."""
     deadline, pauses = clock.monotonic() + patience_seconds, Backoff()
     batch_file, seen_time, started = layout.directory / start_survey.BATCH, None, None
-    gave_up, record = False, None
+    gave_up, record, over_since = False, None, math.inf
     while True:
         record = slurm.jobs([job_id]).get(job_id)
         if seen_time is None and batch_file.exists():
@@ -497,7 +498,12 @@ def _watched(
         if record is not None and record.state.is_active and started is None:
             started = record
         if record is None or record.state.is_ended:
-            break
+            over_since = min(over_since, clock.monotonic())
+            if not _comes_back(layout) or clock.monotonic() - over_since > _OUTPUT_SECONDS:
+                break
+            clock.sleep(pauses.next_seconds())
+            continue
+        over_since = math.inf
         if record.restart_count and not record.state.is_active and record.hold is None:
             # Slurm lets a requeued job wait for minutes (cred_expire of AuthInfo)
             with contextlib.suppress(SlurmError):
@@ -534,6 +540,16 @@ def _watched(
         restarts=None if second is None else int(second["restarts"]),
         gave_up=gave_up,
     )
+
+
+def _comes_back(layout: RunLayout) -> bool:
+    """Tell whether the job has asked to be requeued and has not started again.
+
+    Slurm shows such a job as over for a moment (seen on 22.05.8).
+    """
+    asked = (_report(layout.directory / start_survey.BATCH) or {}).get("requeue")
+    again = (layout.directory / start_survey.SECOND).exists()
+    return asked is not None and asked.get("returncode") is None and not again
 
 
 def _has_all(start: StartJob, directory: Path) -> bool:
