@@ -28,6 +28,7 @@ from hpctrain.diagnose.facts import (
 from hpctrain.diagnose.judge import judge, shares
 from hpctrain.job.prepare import load_inputs, load_knowledge
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.trainer_plan import TrainerPlan
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import (
@@ -40,7 +41,7 @@ from hpctrain.records.run_records import (
     read_saves,
 )
 from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
-from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.run_documents import known_any_plan, reports_steps
 from hpctrain.telemetry.traces import TraceSummary, read_trace, trace_files
 
 # Traces of several ranks show which rank waits for which; more of them show the same.
@@ -48,6 +49,8 @@ MOST_TRACES = 4
 # Each price needs a search, and they run one after the other.
 _MOST_PRICES = 10
 _WORTH = 0.01
+# Of a trainer of its own other answers are not told while they are unknown, which most stay.
+_OF_ANY_TRAINER = frozenset({"warm_up", "unsteady"})
 
 
 class ReadFile(BaseModel):
@@ -90,13 +93,27 @@ def diagnose(
     `rows`: its metrics, if they have been read already. Raises UsageError when the run has not
     finished a step yet.
     """
+    plan = known_any_plan(run.layout)
     facts, read = gather(run, rows)
     if facts.steps is None and facts.ranks is None:
+        if not reports_steps(plan):
+            raise UsageError(
+                f"run `{run.run_id}` has a trainer of its own that does not report its steps: "
+                "there is nothing to judge",
+                hint="`trainer.metrics` in the spec says where they are found; `hpctrain goodput` "
+                "shows where the time went",
+            )
         raise UsageError(
             f"run `{run.run_id}` has not finished a step yet: there is nothing to judge",
             hint="`hpctrain why` shows what it waits for",
         )
     findings = judge(facts)
+    if isinstance(plan, TrainerPlan):  # whose remedies nobody knows
+        findings = tuple(
+            one.model_copy(update={"remedies": ()})
+            for one in findings
+            if one.answer != "unknown" or one.topic in _OF_ANY_TRAINER
+        )
     if price and facts.planned is not None:
         findings = _Pricing(run.layout, facts.planned.plan).of_all(findings)
     planned = facts.planned.plan if facts.planned else None
@@ -123,11 +140,12 @@ def gather(
     rows = read_metrics(layout) if rows is None else rows
     times = read_record(layout.rank_times, RankTimes)
     try:
-        spec, profile = load_inputs(layout.spec, str(layout.profile.absolute()))
-        plan = known_plan(layout)
-        planned = Planned(spec.document, profile.document, plan) if plan is not None else None
+        planned, plan = None, known_any_plan(layout)
+        if isinstance(plan, Plan):
+            spec, profile = load_inputs(layout.spec, str(layout.profile.absolute()))
+            planned = Planned(spec.document, profile.document, plan)
     except (OSError, InvalidInputError):
-        planned = None
+        planned = plan = None
     traces: list[TraceSummary] = []  # of the newest launch that has any
     for path in trace_files(layout.traces)[:MOST_TRACES]:
         summary = read_trace(path)
@@ -141,7 +159,7 @@ def gather(
         read.append(ReadFile(file="ranks.json", words=extent))
     read.append(ReadFile(file="metrics.jsonl", words=f"{len(rows)} steps"))
     read.append(ReadFile(file="saves.jsonl", words=f"{len(saves)} saves"))
-    if planned is None:
+    if planned is None and not isinstance(plan, TrainerPlan):
         read.append(ReadFile(file="plan.json", words="not readable"))
     for one in traces:
         first, last = one.steps[0], one.steps[-1]
@@ -162,7 +180,8 @@ def gather(
         read.append(ReadFile(file="traces", words=f"{left} more were not read"))
     # The stalls of all saves but the last of each launch.
     last_steps = {row.epoch: row.step for row in rows}
-    stalls = [s.stall_seconds for s in saves if last_steps.get(s.epoch) != s.step]
+    counted = (s.stall_seconds for s in saves if last_steps.get(s.epoch) != s.step)
+    stalls = [seconds for seconds in counted if seconds is not None]
     asynchronous = planned is None or planned.spec.checkpoint.asynchronous
     facts = DiagnosisInput(
         run_id=run.run_id,
@@ -203,17 +222,23 @@ def _steps(rows: Sequence[StepMetrics]) -> StepFacts | None:
     launches: dict[int, list[StepMetrics]] = {}
     for row in rows:
         launches.setdefault(row.epoch, []).append(row)
-    usual = [
-        row for own in launches.values() for row in own[1:] if not row.profiled
-    ]  # a first step connects, compiles and warms up
-    newest = [row for row in launches[rows[-1].epoch][1:] if not row.profiled]
-    middle = median(row.step_seconds for row in usual) if usual else 0.0
-    lost = sum(max(0.0, own[0].step_seconds - middle) for own in launches.values()) if usual else 0
+
+    def usual_of(own: Sequence[StepMetrics]) -> list[tuple[int, float]]:
+        """The steps whose time is known, without the first, which connects and compiles."""
+        return [
+            (row.step, row.step_seconds)
+            for row in own[1:]
+            if not row.profiled and row.step_seconds is not None
+        ]
+
+    usual = [seconds for own in launches.values() for _, seconds in usual_of(own)]
+    middle = median(usual) if usual else 0.0
+    first = [own[0].step_seconds or 0.0 for own in launches.values()]
     return StepFacts(
         launches=len(launches),
-        usual=tuple((row.step, row.step_seconds) for row in newest),
-        lost_seconds=float(lost),
-        all_seconds=sum(row.step_seconds for row in rows),
+        usual=tuple(usual_of(launches[rows[-1].epoch])),
+        lost_seconds=sum(max(0.0, seconds - middle) for seconds in first) if usual else 0.0,
+        all_seconds=sum(row.step_seconds or 0.0 for row in rows),
     )
 
 

@@ -93,7 +93,6 @@ def export_pods(prepared: Prepared, kind: str, options: PodOptions) -> Export:
         name=options.name or run_label(spec.name, nodes),
         image=image,
         python=literal_text(container.python if container is not None else "") or "python3",
-        run_claim=options.run_claim,
         claims=tuple(map(_claim_mount, options.volumes)),
         resources=dict(map(_resource_count, options.resources)),
         node_labels=dict(map(_node_label, options.node_labels)),
@@ -126,7 +125,6 @@ class _Pods:
     name: str
     image: str
     python: str
-    run_claim: str
     claims: tuple[tuple[str, str], ...]
     resources: Mapping[str, str]
     node_labels: Mapping[str, str]
@@ -302,7 +300,7 @@ class _Pods:
             {"name": "shm", "mountPath": "/dev/shm"},
         ]
         volumes: list[dict[str, Any]] = [
-            {"name": "run", "persistentVolumeClaim": {"claimName": self.run_claim}},
+            {"name": "run", "persistentVolumeClaim": {"claimName": self.options.run_claim}},
             {"name": "settings", "configMap": {"name": f"{self.name}-settings"}},
             # the default of 64 MiB is too small for NCCL and for loaders of data
             {"name": "shm", "emptyDir": {"medium": "Memory"}},

@@ -145,7 +145,8 @@ def _notice_lines(notice: Notice, facts: RunFacts, *, last: bool) -> Iterator[st
     if notice.step is not None:
         saved = notice.checkpoint_step
         newest = "" if not saved else f", newest checkpoint {saved:,}"
-        yield f"Step {notice.step:,} of {facts.target_step:,}{newest}"
+        target = "" if facts.target_step is None else f" of {facts.target_step:,}"
+        yield f"Step {notice.step:,}{target}{newest}"
     if last and notice.commands:
         yield "What you can do:"
         yield from (f"  {command}" for command in notice.commands)

@@ -71,13 +71,16 @@ _TOLD, _RESUBMITTED = "tell", "resubmit"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What all notices of a run share; `runs` is the directory of its directory, as text."""
+    """What all notices of a run share; `runs` is the directory of its directory, as text.
+
+    `target_step`: None where the run ends with a file and not at a step.
+    """
 
     run_id: str
     runs: str
     user: str
     cluster: str
-    target_step: int
+    target_step: int | None
 
 
 @dataclass(frozen=True)

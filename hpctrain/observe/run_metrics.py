@@ -20,7 +20,7 @@ from hpctrain.base.errors import InvalidInputError
 from hpctrain.base.formats import NewerFormatError
 from hpctrain.diagnose.facts import fullest_of_stages, stage_of
 from hpctrain.engines.training import TrainConfig
-from hpctrain.job.prepare import load_inputs
+from hpctrain.job.prepare import load_any_inputs
 from hpctrain.judge.launch_history import history
 from hpctrain.observe.samples import Sample, Samples
 from hpctrain.plan.documents import Plan
@@ -38,14 +38,15 @@ from hpctrain.records.run_records import (
 )
 from hpctrain.records.supervise_config import SuperviseConfig, known_supervise_config
 from hpctrain.runs.goodput import goodput, gpus_held
-from hpctrain.runs.run_documents import known_plan, known_train_config
+from hpctrain.runs.run_documents import AnyPlan, known_any_plan, known_train_config
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import ObservedRun
 from hpctrain.runs.why import budgets
 from hpctrain.slurm.parse import expand_hosts
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.telemetry.goodput import Goodput
+from hpctrain.spec.trainer import TrainerRunSpec
+from hpctrain.telemetry.goodput import OF_STEPS, Goodput
 
 # More rows than steps between two evaluations are not looked through for the newest one.
 _RECENT_STEPS = 200
@@ -59,18 +60,23 @@ class _Submitted:
 
     def __init__(self, run: RunFiles) -> None:
         layout = run.layout
-        self.spec: RunSpec | None = None
+        self.spec: RunSpec | TrainerRunSpec | None = None
         self.profile: ClusterProfile | None = None
-        self.plan: Plan | None = None
+        self.any_plan: AnyPlan | None = None
         self.config: SuperviseConfig | None = None
         self.trainer: TrainConfig | None = None
         with contextlib.suppress(OSError, InvalidInputError):
-            spec, profile = load_inputs(layout.spec, str(layout.profile.absolute()))
+            spec, profile = load_any_inputs(layout.spec, str(layout.profile.absolute()))
             self.spec, self.profile = spec.document, profile.document
         with contextlib.suppress(NewerFormatError):
-            self.plan = known_plan(layout)
+            self.any_plan = known_any_plan(layout)
             self.config = known_supervise_config(layout.supervise_config)
             self.trainer = known_train_config(layout)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was predicted; None for a trainer of its own."""
+        return self.any_plan if isinstance(self.any_plan, Plan) else None
 
 
 class RunMetrics:
@@ -117,7 +123,7 @@ def _collected(
 ) -> Sequence[Sample]:
     layout, row, events = observed.run.layout, observed.row, observed.events
     spec, profile = submitted.spec, submitted.profile
-    plan, config = submitted.plan, submitted.config
+    plan, any_plan, config = submitted.plan, submitted.any_plan, submitted.config
     is_running = row.state is RunState.RUNNING
     out = Samples("run", observed.run.run_id)
 
@@ -132,7 +138,7 @@ def _collected(
         user=row.owner,
         account=slurm_account,
         cluster=cluster_of(events) or (config.cluster if config else None),
-        engine=plan.engine if plan else None,
+        engine=any_plan.engine if any_plan else None,
         model=plan.run_name if plan else None,
         layout=str(plan.layout) if plan else None,
         gpu=profile.gpu.type if profile else None,
@@ -146,7 +152,7 @@ def _collected(
             for node in nodes:
                 out.put_info("node", job=str(job.job_id), node=node)
             out.put("nodes", len(nodes) or None)
-        out.put("gpus", gpus_held(plan, config))
+        out.put("gpus", gpus_held(any_plan, config))
 
     # -- progress: a sign of life comes at most once a second, a row with each step
     rows = tail_metrics(layout, _RECENT_STEPS)
@@ -167,7 +173,8 @@ def _collected(
 
     # -- learning
     if newest is not None:
-        out.put("loss", math.nan if newest.loss is None else newest.loss)
+        diverged = newest.loss is None and newest.exact_loss is not None
+        out.put("loss", math.nan if diverged else newest.loss)
         out.put("gradient_norm", newest.grad_norm)
         out.put("learning_rate", newest.learning_rate)
         evaluated = (row.eval_loss for row in reversed(rows) if row.eval_loss is not None)
@@ -242,7 +249,9 @@ def _collected(
 
     # -- time and money
     if account is not None:
-        out.put_each("time_seconds", "category", account.seconds)
+        for category, seconds in account.seconds.items():
+            if account.kept_steps is not None or category not in OF_STEPS:
+                out.put("time_seconds", seconds, category=category)
         for loss in account.causes:
             out.put("lost_seconds", loss.lost_seconds, cause=loss.cause)
             out.put("lost_steps", loss.lost_steps, cause=loss.cause)
@@ -254,7 +263,7 @@ def _collected(
         if plan is not None and plan.step_seconds is not None:
             gpu_seconds = plan.step_seconds * plan.batch.train_steps * plan.layout.world_size
             out.put("planned_gpu_seconds", gpu_seconds)
-        if spec is not None and spec.budget.gpu_hours is not None:
+        if isinstance(spec, RunSpec) and spec.budget.gpu_hours is not None:
             out.put("budget_used_ratio", account.gpu_hours / spec.budget.gpu_hours)
         price = gpu_price(spec, profile) if profile and spec else None
         if price is not None:

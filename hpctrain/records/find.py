@@ -26,6 +26,16 @@ def runs_directory(given: Path | None = None) -> Path:
     return given or Path(os.environ.get(RUNS_VARIABLE) or "runs")
 
 
+def users_file(runs: Path, name: str) -> Path:
+    """Return this user's `NAME.jsonl`; in a shared directory of runs each user has one."""
+    common = runs / f"{name}.jsonl"
+    try:
+        foreign = common.stat().st_uid != os.getuid()
+    except OSError:
+        foreign = False
+    return runs / f"{name}-{user_name()}.jsonl" if foreign else common
+
+
 def command_in(runs: Path, words: str, name: str) -> str:
     """Complete the command `hpctrain WORDS NAME`, as somebody has to type it here.
 

@@ -8,7 +8,6 @@ belong here: proving a start (`hpctrain.site.first_start`), saying that a proof 
 
 from __future__ import annotations
 
-import os
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -16,8 +15,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpctrain.base.durable import append_line
-from hpctrain.records.find import all_runs
-from hpctrain.records.requests import user_name
+from hpctrain.records.find import all_runs, users_file
 
 _NAME = ".first-starts"
 # The header of a job script names the profile and its digest.
@@ -42,21 +40,11 @@ class FirstStart(BaseModel):
     event_time: float
 
 
-def first_starts_path(runs: Path) -> Path:
-    """Return this user's file; in a shared directory of runs each user has one."""
-    common = runs / f"{_NAME}.jsonl"
-    try:
-        foreign = common.stat().st_uid != os.getuid()
-    except OSError:
-        foreign = False
-    return runs / f"{_NAME}-{user_name()}.jsonl" if foreign else common
-
-
 def read_first_starts(runs: Path) -> tuple[FirstStart, ...]:
     """Read all lines, oldest first; none where there is no file, and without a torn line."""
     found = []
     try:
-        lines = first_starts_path(runs).read_bytes().splitlines()
+        lines = users_file(runs, _NAME).read_bytes().splitlines()
     except OSError:
         return ()
     for line in lines:
@@ -70,7 +58,7 @@ def read_first_starts(runs: Path) -> tuple[FirstStart, ...]:
 def record_first_start(runs: Path, event: FirstStart) -> None:
     """Append one event, and make the directory of runs if it is not there. Raises OSError."""
     runs.mkdir(parents=True, exist_ok=True)
-    append_line(first_starts_path(runs), event.model_dump_json(), mode=0o600)
+    append_line(users_file(runs, _NAME), event.model_dump_json(), mode=0o600)
 
 
 def has_trained(runs: Path, profile: str, profile_digest: str) -> bool:

@@ -41,6 +41,7 @@ logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.lo
 notices/EVENT.CHANNEL.01               each try to tell people about an event, and how it ended
 logs/archive-e000041.tar.gz            logs and exit records of old launches
 checkpoints/                           iter_0000012/ and iter_0000012.partial-e000003/
+output/launch-000003/ output/newest    what a trainer of one's own has written, by launches
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ class RunLayout:
     hold_request = Place("control/hold")
     # Exists until the trainer has begun the requested save.
     save_request = Place("control/save")
+    # Changed when the agents of a trainer of one's own are to have its ranks write their stacks.
+    stacks_request = Place("control/stacks")
     signatures = Place("signatures.json")
     software = Place("software.jsonl")
     # What the run trains with; a launch that finds something else says so.
@@ -232,6 +235,15 @@ class RunLayout:
         return self.logs / f"archive-e{epoch:06d}.tar.gz"
 
     checkpoints = Place("checkpoints")
+    # What a trainer of one's own writes, a directory for each launch.
+    output = Place("output")
+
+    def launch_output(self, epoch: int) -> Path:
+        """Where the trainer of one launch writes; an older launch writes elsewhere."""
+        return self.output / f"launch-{epoch:06d}"
+
+    # A link to the directory of the newest launch.
+    newest_output = Place("output/newest")
     data_cache = Place("data-cache")
 
     def exits_of(self, epoch: int) -> Path:

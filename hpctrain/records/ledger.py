@@ -126,7 +126,10 @@ class Ledger:
 
     def append(self, kind: EventKind, **fields: object) -> Event:
         """Write one event durably and return it."""
-        event = Event.model_validate({"event": kind, "time": clock.now(), **fields})
+        return self.write(Event.model_validate({"event": kind, "time": clock.now(), **fields}))
+
+    def write(self, event: Event) -> Event:
+        """Write an event durably that is known as a whole, and return it."""
         self._write(event.model_dump_json(exclude_defaults=True))
         return event
 

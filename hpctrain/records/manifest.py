@@ -49,7 +49,8 @@ class Manifest(BaseModel):
     `file_count` and `list_sha256` seal the list of files (see `sealed`); manifests of older
     versions have neither. `writers[i]` is the rank that wrote `files[i]`, empty if that is not
     known: ranks that compare digests share their work by it. `library_version` is the version of
-    the engine's library that has saved it, None where no resume depends on it.
+    the engine's library that has saved it, None where no resume depends on it. `consumed_samples`:
+    None where a trainer of its own has not told.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -60,7 +61,7 @@ class Manifest(BaseModel):
     engine: str
     layout: str
     world_size: int
-    consumed_samples: int
+    consumed_samples: int | None
     time: float
     file_count: int | None = None
     list_sha256: str | None = None

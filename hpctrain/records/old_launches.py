@@ -168,7 +168,7 @@ def start_packing(
 
 # -- Names of the logs of a launch, and the lines of one rank in a shared log -------------------
 # logs/4711.0/step0-rank0003.log one rank logs/4711.0/step0-node0001.log one node: its ranks' lines
-# with labels (`12: text`), and those of its torchelastic agent without (launcher: torchrun)
+# with labels (`12: text`), and those of its agent without (launcher: torchrun)
 #
 # srun(1), --label: each line begins with the number of its task and a colon. slurmstepd hands on at
 # most 1024 bytes at a time (MAX_MSG_LEN, src/slurmd/slurmstepd/io.c; measured with 22.05.8) and

@@ -8,8 +8,9 @@ not belong here: the files of exit records (`exit_records`), what follows from r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from itertools import groupby
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -48,6 +49,11 @@ class TrainerExit(IntEnum):
     YIELDED = 75
     CONFIG_ERROR = 78
 
+    @classmethod
+    def of(cls, outcome: Outcome) -> TrainerExit:
+        """Return the code of an end whose cause has none of its own."""
+        return cls[outcome.upper()]
+
 
 class RecordPart(BaseModel):
     """Base of what stands inside a record. Fields of later versions are left out when it is read.
@@ -71,6 +77,7 @@ class Record(RecordPart):
 class Progress(Record):
     """The trainer's last sign of life, replaced at most about once a second.
 
+    `target_step`: None where the run ends with a file and not at a step.
     `ready_since`: when a replica of a service began to answer requests; its one step is being
     ready.
     """
@@ -78,7 +85,7 @@ class Progress(Record):
     epoch: int
     phase: Phase
     step: int
-    target_step: int
+    target_step: int | None
     time: float
     step_seconds: float | None = None
     loss: float | None = None
@@ -97,21 +104,29 @@ class StepRecord(Record):
 class StepMetrics(StepRecord):
     """One optimizer step. `loss_hex` is the exact float64 (float.hex), for bitwise comparison.
 
-    `profiled`: a profiler was active, so the step's time is not comparable with other steps.
+    `profiled`: a profiler was active, so the step's time is not comparable with other steps. A
+    trainer that is no engine of ours reports some steps only, and some values of them: the others
+    are None. Where it does not report `step_seconds`, readers take the mean since its report before
+    (see `with_measured_seconds`).
     """
 
     loss: float | None
-    loss_hex: str
+    loss_hex: str | None
     grad_norm: float | None
-    learning_rate: float
-    step_seconds: float
-    tokens_per_second: float
+    learning_rate: float | None
+    step_seconds: float | None
+    tokens_per_second: float | None
     mfu: float | None
-    memory_bytes: int
-    consumed_samples: int
+    memory_bytes: int | None
+    consumed_samples: int | None
     eval_loss: float | None = None
     eval_accuracy: float | None = None
     profiled: bool = False
+
+    @property
+    def exact_loss(self) -> float | None:
+        """The loss, which may be NaN or infinite; None where it was not reported."""
+        return None if self.loss_hex is None else float.fromhex(self.loss_hex)
 
 
 class EvaluationMetrics(StepRecord):
@@ -134,7 +149,8 @@ class ExitRecord(Record):
     the checkpoint whose loading failed in this rank, for no reason that a machine could have; None
     otherwise. `signal` names the one that has asked this rank to leave, such as SIGTERM. Of ranks
     that leave well only rank 0 has a record; its `signalled_ranks` are those that got a signal, the
-    first 64 of them.
+    first 64 of them. `rank_codes` are the exit codes of the processes below the agent of a trainer
+    of its own, each once, as a shell has them.
     """
 
     epoch: int
@@ -152,6 +168,7 @@ class ExitRecord(Record):
     signal: str | None = None
     signalled_ranks: tuple[int, ...] = ()
     loading_step: int | None = None
+    rank_codes: tuple[int, ...] = ()
 
     @property
     def words(self) -> str:
@@ -179,9 +196,12 @@ class AgentRecord(Record):
 
 
 class SaveRecord(StepRecord):
-    """One published checkpoint: seconds that training stood still for it, and until it counted."""
+    """One published checkpoint: seconds that training stood still for it, and until it counted.
 
-    stall_seconds: float
+    `stall_seconds`: None where the trainer saves by itself and does not report it.
+    """
+
+    stall_seconds: float | None
     publish_seconds: float
     size_bytes: int
 
@@ -293,8 +313,18 @@ class StepRow(Protocol):
     def epoch(self) -> int: ...
 
 
+class TimedRow(StepRow, Protocol):
+    """A row that says when its step ended, and may say how long it took."""
+
+    @property
+    def time(self) -> float: ...
+    @property
+    def step_seconds(self) -> float | None: ...
+
+
 RecordT = TypeVar("RecordT", bound=Record)
 StepRowT = TypeVar("StepRowT", bound=StepRow)
+TimedRowT = TypeVar("TimedRowT", bound=TimedRow)
 _LONGEST_ROW_BYTES = 512
 
 
@@ -382,6 +412,35 @@ def read_evaluations(run: RunLayout) -> list[StepMetrics]:
     return [row for row in rows if row.eval_loss is not None]
 
 
+def with_measured_seconds(
+    rows: list[TimedRowT], replaced: Callable[[TimedRowT, float, float], TimedRowT]
+) -> list[TimedRowT]:
+    """Fill in the `step_seconds` of rows without, by the time since the report before.
+
+    Rows of one launch with the same time were read at once, as from a file that the trainer writes
+    now and then: they are spread over the time since the report before. The first report of a
+    launch stays without. `replaced` makes a row with another time and other seconds.
+    """
+    if all(row.step_seconds is not None for row in rows):
+        return rows
+    filled: list[TimedRowT] = []
+    newest: dict[int, TimedRowT] = {}
+    for (epoch, time), reported in groupby(rows, key=lambda row: (row.epoch, row.time)):
+        at_once = list(reported)
+        last, before = at_once[-1], newest.get(epoch)
+        newest[epoch] = last
+        if before is not None and before.step < last.step and before.time < time:
+            seconds = (time - before.time) / (last.step - before.step)
+            at_once = [
+                row
+                if row.step_seconds is not None
+                else replaced(row, time - seconds * max(0, last.step - row.step), seconds)
+                for row in at_once
+            ]
+        filled += at_once
+    return filled
+
+
 def append_save(run: RunLayout, save: SaveRecord) -> None:
     _append(run.saves, save)
 
@@ -422,7 +481,10 @@ def _readable(path: Path, lines: list[bytes]) -> list[StepMetrics]:
                 if rows[index].step == late.step:
                     rows[index] = rows[index].model_copy(update=values)
                     break
-    return rows
+    return with_measured_seconds(
+        rows,
+        lambda row, time, seconds: row.model_copy(update={"time": time, "step_seconds": seconds}),
+    )
 
 
 # -- Messages between ranks in one measured step (`communication.json`), replaced by rank 0 -----

@@ -11,17 +11,26 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.records.layout import RunLayout
-from hpctrain.records.run_records import EvaluationMetrics, StepMetrics, parse_record
+from hpctrain.records.run_records import (
+    EvaluationMetrics,
+    StepMetrics,
+    parse_record,
+    with_measured_seconds,
+)
 
 
 class StepTime(NamedTuple):
-    """A step: its end in seconds since the epoch, and its tokens (images of models of images)."""
+    """A step: its end in seconds since the epoch, and its tokens (images of models of images).
+
+    `step_seconds`, `tokens`: None where the trainer did not report them; seconds then as
+    `with_measured_seconds` finds them.
+    """
 
     step: int
     epoch: int
     time: float
-    step_seconds: float
-    tokens: int
+    step_seconds: float | None
+    tokens: int | None
 
 
 # More of a step are a damaged number.
@@ -68,13 +77,17 @@ def read_step_times(run: RunLayout) -> list[StepTime]:
                 metrics.tokens_per_second,
             )
         rows.append(row)
-    return rows
+    return with_measured_seconds(
+        rows, lambda row, time, seconds: row._replace(time=time, step_seconds=seconds)
+    )
 
 
 def _step_time(
-    step: int, epoch: int, time: float, step_seconds: float, tokens_per_second: float
+    step: int, epoch: int, time: float, step_seconds: float | None, tokens_per_second: float | None
 ) -> StepTime:
     """Make a row; a product of damaged numbers counts as no tokens."""
+    if step_seconds is None or tokens_per_second is None:
+        return StepTime(step, epoch, time, step_seconds, None)
     tokens = step_seconds * tokens_per_second
     return StepTime(
         step, epoch, time, step_seconds, round(tokens) if 0 <= tokens < _MOST_TOKENS else 0

@@ -136,6 +136,10 @@ class CommandSettings(_Settings):
 class SuperviseConfig(_Settings):
     """Written once at submit time; durations in seconds.
 
+    `launcher`: what srun's tasks are: ranks, agents of our engines, or agents of a trainer of its
+    own. These follow files: some plugins of Slurm send a signal to every process of a step
+    (proctrack/linuxproc), and a trainer that does not catch it would die.
+    `target_step`: None where the run ends with a file and not at a step.
     `shapes` is ordered from the planned size to the smallest; empty means the size in the script
     only. `budgets` holds only the numbers that the spec sets (see
     `hpctrain.judge.policy.RETRIES` for the others). `mttf_seconds` is the expected time
@@ -157,8 +161,8 @@ class SuperviseConfig(_Settings):
 
     schema_version: Literal[1] = 1
     run_id: str
-    target_step: int
-    launcher: Literal["srun", "torchrun"] = "srun"
+    target_step: int | None
+    launcher: Literal["srun", "torchrun", "agent"] = "srun"
     continuation: Literal["requeue", "chain", "singleton", "array", "none"]
     continuation_jobs: int = 8
     failures_without_progress: int

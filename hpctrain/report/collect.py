@@ -19,6 +19,7 @@ from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.diagnose.of_run import Diagnosis, diagnose
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.trainer_plan import TrainerPlan
 from hpctrain.records.find import RunFiles
 from hpctrain.records.jobs import cluster_of
 from hpctrain.records.kept_code import read_kept_script
@@ -48,11 +49,11 @@ from hpctrain.runs.checkpoint_list import CheckpointReport, report_checkpoints
 from hpctrain.runs.describe import RunStory, describe
 from hpctrain.runs.goodput import goodput, read_history
 from hpctrain.runs.log_errors import LaunchErrors, launch_errors
-from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.run_documents import known_any_plan
 from hpctrain.runs.state import RunState
 from hpctrain.runs.status import RunStatus, statuses
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.spec.loader import load_run_spec
+from hpctrain.spec.loader import load_any_run_spec
 from hpctrain.telemetry.goodput import Goodput
 
 # -- Finds which scripts the jobs of a run had, and what differs from one to the next -----------
@@ -138,8 +139,9 @@ class RunReport(_Frozen):
     """Everything that the page about one run shows; None and empty: not known.
 
     `made_time`: when it was collected, in seconds since the epoch. `spec`: its values by their
-    dotted names, as they stand in YAML. `happenings`: something remarkable each: when (seconds
-    since the epoch), what, and its words.
+    dotted names, as they stand in YAML. `trainer`: the plan of a run with a trainer of its own, of
+    which nothing was predicted; then `plan` is None. `happenings`: something remarkable each: when
+    (seconds since the epoch), what, and its words.
     """
 
     run_id: str
@@ -151,6 +153,7 @@ class RunReport(_Frozen):
     partition: str | None = None
     spec: dict[str, str] = {}
     plan: Plan | None = None
+    trainer: TrainerPlan | None = None
     story: RunStory | None = None
     goodput: Goodput | None = None
     spans: tuple[Span, ...] = ()
@@ -218,10 +221,12 @@ class PartReader:
 def _collected(run: RunFiles, row: RunStatus, now: float) -> RunReport:
     layout, parts = run.layout, PartReader()
     events = parts.read("ledger", run.ledger.events) or []
-    plan = parts.read("plan", lambda: known_plan(layout))
-    if plan is None and not any(one.part == "plan" for one in parts.unread):
+    any_plan = parts.read("plan", lambda: known_any_plan(layout))
+    trainer = any_plan if isinstance(any_plan, TrainerPlan) else None
+    plan = any_plan if isinstance(any_plan, Plan) else None
+    if any_plan is None and not any(one.part == "plan" for one in parts.unread):
         parts.unread.append(Unread(part="plan", reason="plan.json cannot be read"))
-    spec = parts.read("spec", lambda: load_run_spec(layout.spec).document)
+    spec = parts.read("spec", lambda: load_any_run_spec(layout.spec).document)
     update: dict[str, Any] = {}
     rows = parts.read("time", lambda: read_metrics(layout))
     history = parts.read("time", lambda: read_history(run, now, rows))
@@ -246,6 +251,7 @@ def _collected(run: RunFiles, row: RunStatus, now: float) -> RunReport:
         partition=spec.resources.partition if spec else None,
         spec=_values(spec.model_dump(mode="json", by_alias=True)) if spec else {},
         plan=plan,
+        trainer=trainer,
         story=parts.read("story", lambda: describe(run)),
         window=window_of(times, plan) if times else None,
         messages=messages_of(measured, plan) if measured else None,

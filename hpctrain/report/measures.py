@@ -17,6 +17,7 @@ from hpctrain.diagnose.facts import fullest_of_stages
 from hpctrain.plan.documents import Plan
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import CommunicationRecord, RankTimes, StepMetrics
+from hpctrain.telemetry.rates import median_known
 from hpctrain.telemetry.thinning import Point, averaged, coarse_segments, thinned
 from hpctrain.telemetry.timeline import Category, Timeline, seconds
 
@@ -56,7 +57,7 @@ class MeasuredSpeed(_Frozen):
 
     steps: int
     step_seconds: float
-    tokens_per_second: float
+    tokens_per_second: float | None
     tokens_per_second_per_gpu: float | None
     mfu: float | None
 
@@ -179,14 +180,16 @@ def speed_of(counted: Sequence[StepMetrics], plan: Plan | None) -> MeasuredSpeed
     usual = usual_rows(counted)
     if not usual:
         return None
-    rate = median(row.tokens_per_second for row in usual)
-    known = [row.mfu for row in usual if row.mfu is not None]
+    seconds_of_step = median_known(row.step_seconds for row in usual)
+    if seconds_of_step is None:
+        return None
+    rate = median_known(row.tokens_per_second for row in usual)
     return MeasuredSpeed(
         steps=len(usual),
-        step_seconds=median(row.step_seconds for row in usual),
+        step_seconds=seconds_of_step,
         tokens_per_second=rate,
-        tokens_per_second_per_gpu=rate / plan.layout.world_size if plan else None,
-        mfu=median(known) if known else None,
+        tokens_per_second_per_gpu=rate / plan.layout.world_size if plan and rate else None,
+        mfu=median_known(row.mfu for row in usual),
     )
 
 

@@ -42,6 +42,7 @@ from hpctrain.page.words import (
     size,
 )
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.trainer_plan import TrainerPlan
 from hpctrain.report.collect import RunReport
 from hpctrain.report.measures import Curves
 from hpctrain.report.run_sections import (
@@ -105,18 +106,22 @@ def sections_of(report: RunReport, prefix: str = "") -> list[Section]:
 
 def head_of(report: RunReport) -> Head:
     """Build the top of the page: what the run is, and in which state."""
-    row, plan = report.status, report.plan
+    row, plan, trainer = report.status, report.plan, report.trainer
     facts = [Fact("Owner", row.owner or UNKNOWN)]
     if report.account or report.partition:
         where = " · ".join(word for word in (report.account, report.partition) if word)
         facts.append(Fact("Account, partition", where))
-    facts.append(Fact("Cluster", report.cluster or (plan.profile_name if plan else UNKNOWN)))
+    named = plan or trainer
+    facts.append(Fact("Cluster", report.cluster or (named.profile_name if named else UNKNOWN)))
     facts.append(Fact("Job", UNKNOWN if row.job_id is None else str(row.job_id)))
     if plan is not None:
         facts.append(Fact("Engine", plan.engine))
         facts.append(Fact("Parameters", compact_number(plan.parameters)))
         facts.append(Fact("Layout", str(plan.layout)))
-        facts.append(Fact("Nodes", str(plan.nodes)))
+    if trainer is not None:
+        facts.append(Fact("Trainer", trainer.title.removeprefix("trainer ")))
+    if named is not None:
+        facts.append(Fact("Nodes", str(named.nodes)))
     if report.goodput is not None and report.goodput.wall_seconds > 0:
         facts.append(Fact("Submitted", moment(report.goodput.start_time)))
     if report.scripts:
@@ -149,8 +154,9 @@ def tiles_of(report: RunReport) -> list[Tile]:
             more = f"{expected:.1%} planned" if expected else "median"
             shown.append(Tile("MFU", f"{report.speed.mfu:.1%}", more))
         unit = (plan.unit if plan else "tokens").capitalize()
-        rate = compact_number(report.speed.tokens_per_second)
-        shown.append(Tile(f"{unit}/s", rate, "median"))
+        if report.speed.tokens_per_second is not None:
+            rate = compact_number(report.speed.tokens_per_second)
+            shown.append(Tile(f"{unit}/s", rate, "median"))
     if spent is not None and spent.wall_seconds > 0:
         shown.append(Tile("Productive", ratio(spent.ettr), f"of {duration(spent.wall_seconds)}"))
         if spent.gpu_hours is not None:
@@ -166,6 +172,8 @@ def tiles_of(report: RunReport) -> list[Tile]:
 def _plan_card(report: RunReport) -> Card:
     """Compare what was planned with what was measured, row by row."""
     plan, speed, spent = report.plan, report.speed, report.goodput
+    if report.trainer is not None:
+        return _trainer_card(report, report.trainer)
     if plan is None:
         return missing("Plan and reality", report, "plan", "The plan is not known.")
     expected = plan.prediction
@@ -196,6 +204,25 @@ def _plan_card(report: RunReport) -> Card:
     columns = {"": "", "Planned": "number", "Measured": "number", "Difference": "number"}
     note = "Medians of steps that count; the first step of each launch is left out."
     return Card("Plan and reality", Table(columns, rows), note)
+
+
+def _trainer_card(report: RunReport, trainer: TrainerPlan) -> Card:
+    """Show what was measured of a trainer of its own, and what its run was told of it."""
+    status, spent, speed = report.status, report.goodput, report.speed
+    until = report.spec.get("trainer.done.file") or UNKNOWN
+    if trainer.target_step is not None:
+        until = f"step {trainer.target_step:,}"
+    words = report.spec.get("trainer.command") or report.spec.get("trainer.script") or UNKNOWN
+    used = spent.gpu_hours if spent else None
+    rows = [
+        ["Command", words.replace(", ", " ")],
+        ["Done", until],
+        ["Steps", count(status.step)],
+        ["Step time", duration(speed.step_seconds if speed else None)],
+        ["GPU-hours", hours(used)],
+    ]
+    note = "Nothing is predicted of a trainer that hpctrain does not know."
+    return Card("Trainer", Table({"": "name", "Told or measured": "words"}, rows), note)
 
 
 def _diagnosis_card(diagnosis: Diagnosis) -> Card:
@@ -278,12 +305,13 @@ def _results(reports: Sequence[RunReport]) -> Card:
     rows = []
     for index, report in enumerate(reports):
         plan, speed, spent, row = report.plan, report.speed, report.goodput, report.status
+        planned = plan or report.trainer
         rows.append(
             [
                 key(colour_of(index), report.run_id),
                 row.state.value.lower(),
                 str(plan.layout) if plan else UNKNOWN,
-                count(plan.layout.world_size if plan else None),
+                count(planned.nodes.nodes * planned.nodes.gpus_per_node if planned else None),
                 count(row.step),
                 number(row.loss),
                 duration(speed.step_seconds if speed else None),

@@ -88,6 +88,8 @@ def rank_cards(report: RunReport) -> list[Card]:
     Nodes are bars, or cells where there are many.
     """
     window = report.window
+    if window is None and report.trainer is not None:
+        return []
     if window is None:
         return [missing("Nodes", report, "ranks", "Ranks have not written their times yet.")]
     steps = f"{window.first_step:,} to {window.last_step:,}"
@@ -186,8 +188,10 @@ def memory(report: RunReport) -> Section | None:
     return Section("memory", "Memory", cards)
 
 
-def messages(report: RunReport) -> Section:
+def messages(report: RunReport) -> Section | None:
     found = report.messages
+    if found is None and report.trainer is not None:
+        return None
     if found is None:
         words = "No step's messages have been measured (communication.json)."
         card = missing("Messages between ranks", report, "messages", words, wide=True)
@@ -284,7 +288,10 @@ def learning(report: RunReport) -> Section:
     """Draw the losses of steps that count and of those that do not, and what belongs to them."""
     curves, rules = report.curves, rules_of(report)
     if curves is None or not (curves.loss or curves.dropped):
-        card = missing("Loss", report, "time", "No step has been trained yet.", wide=True)
+        words = "No step has been trained yet."
+        if report.trainer is not None:
+            words = "Its trainer has not reported any loss."
+        card = missing("Loss", report, "time", words, wide=True)
         return Section("learning", "Learning", [card])
     noisy = bool(curves.loss_mean)
     lines = [Line("every step" if noisy else "loss", curves.loss, faint=noisy)]
@@ -300,12 +307,16 @@ def learning(report: RunReport) -> Section:
     )
     curve = functools.partial(_curve_card, report)
     norm, rate = "norm before clipping", "learning rate"
-    cards = [
-        Card("Loss", chart, note, wide=True),
-        curve("Gradient norm", curves.gradient_norm, "c7", Axis(norm, from_zero=True)),
-        curve("Learning rate", curves.learning_rate, "c5", Axis(rate, from_zero=True)),
-    ]
+    cards = [Card("Loss", chart, note, wide=True)]
+    if report.trainer is None or _has_values(curves.gradient_norm):
+        cards.append(curve("Gradient norm", curves.gradient_norm, "c7", Axis(norm, from_zero=True)))
+    if report.trainer is None or _has_values(curves.learning_rate):
+        cards.append(curve("Learning rate", curves.learning_rate, "c5", Axis(rate, from_zero=True)))
     return Section("learning", "Learning", cards)
+
+
+def _has_values(points: Sequence[Point]) -> bool:
+    return any(value is not None for _, value in points)
 
 
 def _curve_card(
@@ -341,9 +352,10 @@ def speed(report: RunReport) -> Section | None:
     per_second = Axis(f"{plan.unit if plan else 'tokens'} per second", from_zero=True)
     cards = [
         curve("Step time", curves.step_seconds, "c1", seconds, (planned, duration(planned))),
-        curve("Throughput", curves.tokens_per_second, "c3", per_second),
     ]
-    if any(value is not None for _, value in curves.mfu):
+    if report.trainer is None or _has_values(curves.tokens_per_second):
+        cards.append(curve("Throughput", curves.tokens_per_second, "c3", per_second))
+    if _has_values(curves.mfu):
         title, level = "Model FLOPs utilization", (expected, percent(expected or 0))
         cards.append(curve(title, curves.mfu, "c7", Axis("MFU", percent, from_zero=True), level))
     return Section("speed", "Speed", [*cards, *rank_cards(report)])
@@ -358,6 +370,7 @@ CATEGORIES = {
     "redone": ("redone steps", "c2"),
     "saving": ("saving", "c6"),
     "between": ("between steps", "c7"),
+    "unreported": ("not reported", "c1"),
     "starting": ("starting", "c4"),
     "queueing": ("in the queue", "pale"),
     "detecting": ("detecting", "c8"),
@@ -370,7 +383,7 @@ _PAUSES = {"saving", "between"}
 # What is not productive, as it is taken from the wall time.
 _TAKEN_AWAY = (
     *("held", "queueing", "starting", "down", "detecting", "restarting", "redone", "saving"),
-    "between",
+    *("between", "unreported"),
 )
 _VISIBLE_SHARE = 0.002
 _MOST_ROWS = 200
@@ -389,12 +402,15 @@ def time_spent(report: RunReport) -> Section:
             words, colour = CATEGORIES[name]
             share = f"{words}: {duration(value)}, {value / spent.wall_seconds:.1%} of the wall time"
             steps.append(Step(words, value, colour, detail=share))
-    steps.append(Step("productive", spent.seconds.get("productive", 0.0), "c3", is_total=True))
+    if spent.kept_steps is not None:
+        steps.append(Step("productive", spent.seconds.get("productive", 0.0), "c3", is_total=True))
     title = "From wall time to productive time"
     chart = waterfall(steps, label=title, x=Axis("time", duration, "seconds"))
-    note = f"{ratio(spent.ettr)} productive (ETTR), {ratio(spent.ettr_without_queue)} without "
-    note += f"the queue. {counted(spent.kept_steps, 'step')} kept"
-    note += f", {spent.lost_steps:,} lost and redone." if spent.lost_steps else "."
+    note = "Its trainer does not report steps: what was productive is not known."
+    if spent.kept_steps is not None:
+        note = f"{ratio(spent.ettr)} productive (ETTR), {ratio(spent.ettr_without_queue)} without "
+        note += f"the queue. {counted(spent.kept_steps, 'step')} kept"
+        note += f", {spent.lost_steps:,} lost and redone." if spent.lost_steps else "."
     cards = [_timeline_card(report), Card(title, chart, note), _causes_card(spent)]
     return Section("time", "Time", [*cards, _attempts_card(report)])
 
@@ -489,6 +505,8 @@ def _attempts_card(report: RunReport) -> Card:
             lost = lost_steps(launch, next_one) if next_one else 0
             last = report.status.step if launch.cause is None else launch.last_step
             steps = f"{count(launch.resume_step)} to {count(last)}"
+            if last is None:
+                steps = f"from {count(launch.resume_step)}"
             ended = words_of(launch.cause) if launch.cause else "runs"
             more = [ended, launch.reason or "", f"{lost:,}" if lost else ""]
             rows.append([*first, steps, duration(launch.seconds), *more])

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base import clock
 from hpctrain.base.errors import HpctrainError, NoSuchRunError, UsageError
+from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import GpuPrice, gpu_price
 from hpctrain.records.find import RunFiles, all_runs, all_services
 from hpctrain.records.jobs import cluster_of
@@ -37,14 +38,15 @@ from hpctrain.report.team_tally import (
     total,
 )
 from hpctrain.runs.goodput import gpus_held, marks_of, quiet_seconds_of
-from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.run_documents import known_any_plan, reports_steps
 from hpctrain.runs.state import waits_for_person
 from hpctrain.serve.replica_lives import held_timeline, job_records, replica_life
 from hpctrain.serve.service_files import ServiceFiles
-from hpctrain.spec.loader import load_profile, load_run_spec, load_service_spec
+from hpctrain.spec.loader import load_any_run_spec, load_profile, load_service_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.spec.service import ServiceSpec
+from hpctrain.spec.trainer import TrainerRunSpec
 from hpctrain.telemetry.goodput import needless_epochs, window_accounts
 from hpctrain.telemetry.timeline import Mark, MarkKind, ticks, timeline
 
@@ -288,7 +290,7 @@ class _Reader:
         """Read one run; None if it has no time in the window and the time before."""
         layout, events = run.layout, run.ledger.events()
         marks = marks_of(events)
-        config, plan = known_supervise_config(layout.supervise_config), known_plan(layout)
+        config, plan = known_supervise_config(layout.supervise_config), known_any_plan(layout)
         quiet_seconds = quiet_seconds_of(config)
         if self._is_elsewhere(layout, marks, quiet_seconds):
             return None
@@ -296,17 +298,24 @@ class _Reader:
         steps = read_step_times(layout)
         if needless := needless_epochs(marks, steps, self._bounds[0]):
             steps = [step for step in steps if step.epoch not in needless]
-        cut = timeline(marks, steps, read_saves(layout), self._now, quiet_seconds)
+        cut = timeline(
+            marks,
+            steps,
+            read_saves(layout),
+            self._now,
+            quiet_seconds,
+            reports_steps=reports_steps(plan),
+        )
         accounts = window_accounts(cut, steps, self._bounds)
         if not any(one.spent or one.kept_steps or one.redone_steps for one in accounts):
             return None
         spec = profile = None
         with contextlib.suppress(HpctrainError, OSError):  # such as of an older version
-            spec = load_run_spec(layout.spec).document
+            spec = load_any_run_spec(layout.spec).document
             profile = self._profile(layout.profile)
         gpus = gpus_held(plan, config)
         price = gpu_price(spec, profile) if spec and profile else None
-        images = plan is not None and plan.unit == "images"
+        images = isinstance(plan, Plan) and plan.unit == "images"
         tallies = []
         for account in accounts:
             tally = Tally()
@@ -382,7 +391,9 @@ class _Reader:
         return self._profiles[text]
 
 
-def _account_of(spec: RunSpec | ServiceSpec | None, profile: ClusterProfile | None) -> str | None:
+def _account_of(
+    spec: RunSpec | TrainerRunSpec | ServiceSpec | None, profile: ClusterProfile | None
+) -> str | None:
     """Find the Slurm account that jobs are charged to: the spec's, else that of the partition."""
     if spec is None:
         return None

@@ -18,10 +18,11 @@ from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING, WindowAccount
 from hpctrain.telemetry.timeline import TICKS_PER_SECOND, Category
 
 SAVING_CAUSE, BETWEEN_CAUSE = "saving", "between steps"
-LOST = OCCUPYING - {Category.PRODUCTIVE}
+LOST = OCCUPYING - {Category.PRODUCTIVE, Category.UNREPORTED}
 _TICKS_PER_HOUR = 3600 * TICKS_PER_SECOND
 _CAUSES = {
     Category.PRODUCTIVE: None,
+    Category.UNREPORTED: None,
     Category.SAVING: SAVING_CAUSE,
     Category.BETWEEN: BETWEEN_CAUSE,
 }
@@ -41,7 +42,7 @@ class Cost(_Frozen):
 
 
 class TimePart(_Frozen):
-    """Time of one category with one cause; no cause for productive time.
+    """Time of one category with one cause; no cause for productive and unreported time.
 
     `gpu_hours` is 0 for time without nodes. `cost` is None without a price.
     """
@@ -58,8 +59,9 @@ class Spending(_Frozen):
     """GPU-hours, hours of runs without nodes, steps, and money of some runs.
 
     Lost GPU-hours are those of redone steps, saving, time between steps, starting, and restarting,
-    which includes detecting. `queue_hours`, `held_hours` and `down_hours` are hours of runs that
-    had no nodes. `tokens` and `images`: of steps that are in the final weights.
+    which includes detecting. Of `unreported_gpu_hours` is not known whether they were productive:
+    their trainers do not report steps. `queue_hours`, `held_hours` and `down_hours` are hours of
+    runs that had no nodes. `tokens` and `images`: of steps that are in the final weights.
     `unpriced_gpu_hours` have no price, and no money counts them.
     """
 
@@ -67,6 +69,7 @@ class Spending(_Frozen):
     gpu_hours: float
     productive_gpu_hours: float
     lost_gpu_hours: float
+    unreported_gpu_hours: float
     redone_gpu_hours: float
     saving_gpu_hours: float
     between_gpu_hours: float
@@ -84,8 +87,22 @@ class Spending(_Frozen):
 
     @property
     def productive_share(self) -> float | None:
-        """Productive GPU-hours of all; None without any."""
-        return self.productive_gpu_hours / self.gpu_hours if self.gpu_hours else None
+        """Productive GPU-hours of all that were reported; None if nothing is known of any."""
+        reported = self.gpu_hours - self.unreported_gpu_hours
+        if reported <= 0 or (self.unreported_gpu_hours and not self.productive_gpu_hours):
+            return None
+        return self.productive_gpu_hours / reported
+
+    @property
+    def known_steps(self) -> int | None:
+        """Steps that are kept; None where nothing is known of them."""
+        return None if self.unreported_gpu_hours and not self.steps else self.steps
+
+    @property
+    def known_tokens(self) -> int | None:
+        """Tokens or images of steps that are kept; None where their number was not reported."""
+        found = self.tokens or self.images
+        return found if found or self.known_steps == 0 else None
 
 
 class CauseSpending(_Frozen):
@@ -221,6 +238,7 @@ class Tally:
             gpu_hours=self.gpu_hours(OCCUPYING),
             productive_gpu_hours=self.gpu_hours({Category.PRODUCTIVE}),
             lost_gpu_hours=self.gpu_hours(LOST),
+            unreported_gpu_hours=self.gpu_hours({Category.UNREPORTED}),
             redone_gpu_hours=self.gpu_hours({Category.REDONE}),
             saving_gpu_hours=self.gpu_hours({Category.SAVING}),
             between_gpu_hours=self.gpu_hours({Category.BETWEEN}),

@@ -39,6 +39,7 @@ _LEAST_SHOWN = 0.005
 # Parts of a bar: what the GPU-hours of a spending are, in the words and colours of all pages.
 _AXIS = Axis("GPU-hours")
 _RESTARTING = Entry("detecting and restarting", "c5")
+_NOT_REPORTED = "GPU-hours of trainers that do not report their steps"
 
 
 def write_week_page(report: TeamReport) -> str:
@@ -97,7 +98,11 @@ def _overview(report: TeamReport) -> Section:
         for cost in whole.costs
     ]
     figures += [
-        Tile("Steps", count(whole.steps), f"{count(whole.redone_steps)} more were trained again"),
+        Tile(
+            "Steps",
+            count(whole.known_steps),
+            f"{count(whole.redone_steps)} more were trained again",
+        ),
         Tile("In the queue", duration(whole.queue_hours * 3600), "summed over runs, without GPUs"),
     ]
     if whole.tokens:
@@ -107,6 +112,8 @@ def _overview(report: TeamReport) -> Section:
     days = [_stack(one.first_day.strftime("%a %d %b"), one.spending) for one in report.by_period]
     title = "GPU-hours by week" if is_weekly(report.by_period) else "GPU-hours by day"
     note = "Productive steps are in the final weights; everything else is lost."
+    if whole.unreported_gpu_hours:
+        note += f" Not known: {short_hours(whole.unreported_gpu_hours)} {_NOT_REPORTED}."
     chart = stacked_rows(days, label=title, x=_AXIS)
     return Section("overview", "Overview", [Card(title, chart, note, wide=True)], figures)
 
@@ -176,7 +183,7 @@ def groups_table(
             "Lost": ("number", lambda one: short_hours(one.spending.lost_gpu_hours)),
             **_money_columns(report, lambda one: one.spending.costs),
             "Before": ("number", lambda one: before(one.gpu_hours_before)),
-            "Steps": ("number", lambda one: count(one.spending.steps)),
+            "Steps": ("number", lambda one: count(one.spending.known_steps)),
             "Tokens": ("number", lambda one: amount(one.spending.tokens)),
             "Queue": ("number", lambda one: duration(one.spending.queue_hours * 3600)),
         },
@@ -205,8 +212,13 @@ def _runs(report: TeamReport) -> Section:
             "Down": ("number", lambda run: duration(run.spending.down_hours * 3600)),
             "Queue": ("number", lambda run: duration(run.spending.queue_hours * 3600)),
             **_money_columns(report, lambda run: run.spending.costs),
-            "Steps": ("number", lambda run: count(run.spending.steps)),
-            "Tokens": ("number", lambda run: amount(run.spending.tokens or run.spending.images)),
+            "Steps": ("number", lambda run: count(run.spending.known_steps)),
+            "Tokens": (
+                "number",
+                lambda run: (
+                    UNKNOWN if (tokens := run.spending.known_tokens) is None else amount(tokens)
+                ),
+            ),
         },
     )
     left = len(report.runs) - len(table.rows)
@@ -245,6 +257,7 @@ def _stack(name: str, spending: Spending) -> Stack:
         (Entry(*CATEGORIES["between"]), spending.between_gpu_hours),
         (Entry(*CATEGORIES["starting"]), spending.starting_gpu_hours),
         (_RESTARTING, spending.restarting_gpu_hours),
+        (Entry(*CATEGORIES["unreported"]), spending.unreported_gpu_hours),
     )
     share = spending.productive_share
     return Stack(name, parts, "" if share is None else f"{share:.0%}")
@@ -321,7 +334,8 @@ def team_lines(report: TeamReport) -> Iterator[str]:
         )
     )
     # The steps that are in final weights, and what they were trained on.
-    bought = [f"{whole.steps:,} steps"]
+    steps = whole.known_steps
+    bought = ["steps were not reported" if steps is None else f"{steps:,} steps"]
     bought += [f"{amount(whole.tokens)} tokens"] if whole.tokens else []
     bought += [f"{amount(whole.images)} images"] if whole.images else []
     bought += [f"{whole.redone_steps:,} steps trained again"] if whole.redone_steps else []
@@ -329,6 +343,11 @@ def team_lines(report: TeamReport) -> Iterator[str]:
         ("Used", f"{short_hours(whole.gpu_hours)} GPU-hours ({before})"),
         ("Productive", f"{productive}, {short_hours(whole.lost_gpu_hours)} lost"),
         ("Lost", ", ".join(f"{name} {short_hours(hours)}" for name, hours in lost)),
+        *(
+            [("Unknown", f"{short_hours(whole.unreported_gpu_hours)} {_NOT_REPORTED}")]
+            if whole.unreported_gpu_hours
+            else []
+        ),
         *(
             (
                 "Money",
@@ -364,9 +383,11 @@ def _share(spending: Spending) -> str:
 
 
 def _days(periods: Sequence[PeriodSpending]) -> Iterator[str]:
-    """Draw a bar per day (or week): `#` is productive, `.` lost."""
+    """Draw a bar per day (or week): `#` is productive, `.` lost or unknown."""
     most = max((one.spending.gpu_hours for one in periods), default=0.0)
     title, legend = "WEEK OF" if is_weekly(periods) else "DAY", "# productive  . lost"
+    if any(one.spending.unreported_gpu_hours for one in periods):
+        legend = "# productive  . the rest"
     yield f"{title:<15}{legend:<{_BAR}}  GPU-HOURS  PRODUCTIVE"
     for one in periods:
         spending = one.spending
@@ -384,7 +405,7 @@ def _run_lines(report: TeamReport) -> Iterator[str]:
         (
             "?" if run.gpus is None else short_hours(run.spending.gpu_hours),
             _share(run.spending),
-            f"{run.spending.steps:,}",
+            "-" if run.spending.known_steps is None else f"{run.spending.known_steps:,}",
             " + ".join(f"{money(cost.total)} {cost.currency}" for cost in run.spending.costs)
             or "-",
         )

@@ -12,13 +12,13 @@ from hpctrain.records.run_records import StepMetrics, lineage, read_metrics
 
 @dataclass(frozen=True)
 class LaunchSummary:
-    """The steps that one launch has trained."""
+    """The steps that one launch has trained; losses are None where they are not reported."""
 
     number: int
     first_step: int
     last_step: int
-    first_loss: float
-    last_loss: float
+    first_loss: float | None
+    last_loss: float | None
     cause: str
     reason: str
 
@@ -69,8 +69,8 @@ def _launches(rows: Sequence[StepMetrics], events: Sequence[Event]) -> list[Laun
                 number=number,
                 first_step=mine[0].step,
                 last_step=mine[-1].step,
-                first_loss=float.fromhex(mine[0].loss_hex),
-                last_loss=float.fromhex(mine[-1].loss_hex),
+                first_loss=mine[0].exact_loss,
+                last_loss=mine[-1].exact_loss,
                 cause=str(end.cause) if end else "lost",
                 reason=str(end.reason) if end else "no record of its supervisor",
             )

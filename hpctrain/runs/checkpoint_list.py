@@ -9,7 +9,6 @@ checkpoint is (`hpctrain.checkpoints`), the formula of the interval
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +42,8 @@ from hpctrain.records.run_records import (
 )
 from hpctrain.records.supervise_config import known_supervise_config
 from hpctrain.runs.evaluations import EvaluatedDocument, evaluation_rows
-from hpctrain.runs.run_documents import known_train_config
+from hpctrain.runs.run_documents import known_train_config, known_trainer_settings
+from hpctrain.telemetry.rates import median_known
 
 # The first save of a launch is slower, and individual saves can be slowed by a busy file system.
 _MEASURED_SAVES = 5
@@ -174,7 +174,15 @@ def report_checkpoints(
     saves = read_saves(layout)
     measured = {save.step: save for save in saves}
     config = known_train_config(layout)
-    reasons = _retention_reasons(layout, found, config, events)
+    settings = None if config is not None else known_trainer_settings(layout)
+    kept = settings.trainer.checkpoint if settings is not None else None
+    reasons = _retention_reasons(
+        layout,
+        found,
+        events,
+        keep=config.keep_checkpoints if config else kept.keep if kept else None,
+        every=config.keep_every_steps if config else kept.keep_every_steps if kept else None,
+    )
     evaluations = evaluation_rows(run)
     epochs = {one.step: one.manifest.epoch if one.manifest else None for one in found}
     needed = needed_steps(layout, epochs) if evaluations else set()
@@ -219,17 +227,18 @@ def report_checkpoints(
 def _retention_reasons(
     layout: RunLayout,
     found: Sequence[Checkpoint],
-    config: TrainConfig | None,
     events: Sequence[Event],
+    *,
+    keep: int | None,
+    every: int | None,
 ) -> dict[int, list[str]]:
     """List why `hpctrain.checkpoints.publish.Retention` keeps each checkpoint.
 
-    Without the trainer's configuration all count as kept.
+    So many newest ones, and each step that is a multiple; unless `keep` is known, all are kept.
     """
     good = [one.step for one in found if one.good]
     reasons: dict[int, list[str]] = {one.step: [] for one in found}
-    keep = config.keep_checkpoints if config else len(good)
-    every = config.keep_every_steps if config else None
+    keep = len(good) if keep is None else keep
     for step in good[:keep]:
         reasons[step].append("newest" if step == good[0] else f"newest {keep}")
     for step in good:
@@ -244,7 +253,7 @@ def _retention_reasons(
         earlier = [
             one.step
             for one in found
-            if one.manifest and one.manifest.consumed_samples <= skip.from_samples
+            if one.manifest and (one.manifest.consumed_samples or 0) <= skip.from_samples
         ]
         before.update(earlier[:1])
     for step in before:
@@ -312,10 +321,10 @@ def _size_bytes(directory: Path) -> int:
 def _interval(run: RunFiles, config: TrainConfig, saves: Sequence[SaveRecord]) -> SaveInterval:
     """Compare the save interval of a run with Daly's for its measured costs and failures."""
     recent = saves[-_MEASURED_SAVES:]
-    stall = statistics.median(save.stall_seconds for save in recent) if recent else None
-    publish = statistics.median(save.publish_seconds for save in recent) if recent else None
+    stall = median_known(save.stall_seconds for save in recent)
+    publish = median_known(save.publish_seconds for save in recent)
     rows = tail_metrics(run.layout, _RECENT_STEPS)
-    step_seconds = statistics.median(row.step_seconds for row in rows) if rows else None
+    step_seconds = median_known(row.step_seconds for row in rows)
     supervise = known_supervise_config(run.layout.supervise_config)
     prior_seconds = supervise.mttf_seconds if supervise else None
     mttf = mean_time_to_failure(run.ledger.events(), prior_seconds)

@@ -315,6 +315,7 @@ def goodput(run: str, runs: Path | None, as_json: bool) -> None:
       redone steps   steps that were lost and are trained again
       saving         training stood still for a checkpoint
       starting       from the start of a launch to its first step
+      not reported   launches of a trainer that does not report its steps
       detecting      from the last sign of life to the verdict
       restarting     from the verdict to the next launch
       down           an attempt that was lost without a word

@@ -27,6 +27,7 @@ from hpctrain.base.errors import (
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.train_json import train_config_of
+from hpctrain.engines.trainer import is_trainer, trainer_settings_of
 from hpctrain.job.data_records import record_data
 from hpctrain.job.job_queries import jobs_of, record_found, slurm_of
 from hpctrain.job.job_submission import resubmit
@@ -34,6 +35,8 @@ from hpctrain.job.kept_code import keep_checkout_changes, keep_code
 from hpctrain.judge.causes import Cause
 from hpctrain.judge.documents import ActionKind
 from hpctrain.judge.launch_history import pending_rejections
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.trainer_plan import TrainerPlan
 from hpctrain.records.data_identity import compare, read_identity
 from hpctrain.records.epochs import current_epoch
 from hpctrain.records.find import RunFiles
@@ -54,7 +57,7 @@ from hpctrain.records.requests import (
 )
 from hpctrain.records.run_records import Progress, read_record
 from hpctrain.records.supervise_config import read_supervise_config
-from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.run_documents import known_any_plan
 from hpctrain.runs.state import ENDS_RUN, RunState, standing_action
 from hpctrain.runs.status import statuses
 from hpctrain.slurm.client import Backoff, SlurmClient
@@ -66,6 +69,16 @@ from hpctrain.spec.engines.registry import abilities_of
 _SLURM_QUERY_SECONDS = 30.0
 # KillWait (slurm.conf(5), 30 s by default) and an epilog.
 _SECONDS_TO_LEAVE = 60
+
+
+# Levels of a trainer of its own: it saves on a signal and leaves, or whenever it is asked.
+_SAVES_ON_SIGNAL, _SAVES_WHEN_ASKED = 2, 4
+_LOST = "Its trainer saves on no signal: work since the newest checkpoint is lost"
+_LEAVING = {
+    "step": "saves at the next step boundary and leaves",
+    "signal": "saves on a signal and leaves",
+    "lost": "ends",
+}
 
 
 @dataclass(frozen=True)
@@ -171,12 +184,21 @@ def stop(
             take_back(run.layout)
         if not queue.jobs:
             return _result(run, f"took run {_name(run)} out of the queue", _HOW_TO_CONTINUE)
-    what = "it saves at the next step boundary and leaves"
+    way = _stop_of(run)
+    what = f"it {_LEAVING[way]}" + (f". {_LOST}" if way == "lost" else "")
     if queue.only_waits and not _owns_jobs(run):
         what = f"it does so when its job starts; {_ONLY_OWNER} take it out of the queue"
     elif now:
         what = "it ends at once; steps since the newest checkpoint are lost"
     return _result(run, f"asked run {_name(run)} to stop", what, _HOW_TO_CONTINUE, queue=queue)
+
+
+def _stop_of(run: RunFiles) -> str:
+    """Return how a run leaves when it is asked to, as a key of `_LEAVING`."""
+    plan = known_any_plan(run.layout)
+    if not isinstance(plan, TrainerPlan) or plan.level >= _SAVES_WHEN_ASKED:
+        return "step"
+    return "signal" if plan.level >= _SAVES_ON_SIGNAL else "lost"
 
 
 def hold(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> ControlResult:
@@ -219,9 +241,11 @@ def hold(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> ControlResul
         )
     config = read_supervise_config(run.layout.supervise_config)
     ask(run, "hold", reason, queue.job_id)
-    then = "it saves, leaves its nodes and waits in the queue, held"
+    saves = _stop_of(run) != "lost"
+    then = f"it {'saves, ' * saves}leaves its nodes and waits in the queue, held"
     if config.continuation != "requeue":
-        then = "it saves and stops, because its jobs are not requeued on this site"
+        then = f"it {'saves and ' * saves}stops, because its jobs are not requeued on this site"
+    then += "" if saves else f". {_LOST}"
     if queue.only_waits and not _owns_jobs(run):
         then = f"it does so when its job starts; {_ONLY_OWNER} hold it in the queue"
     return _result(run, f"asked run {_name(run)} to hold", then, _HOW_TO_CONTINUE, queue=queue)
@@ -308,8 +332,13 @@ def save(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> ControlResul
     engine cannot.
     """
     _refuse_if_done(run, "save")
-    plan = known_plan(run.layout)
-    if plan is not None and abilities_of(plan.engine).saves_by_steps_only:
+    plan = known_any_plan(run.layout)
+    if isinstance(plan, TrainerPlan) and plan.level < _SAVES_WHEN_ASKED:
+        hint = "a trainer saves when it is asked if it calls `hpctrain.trainer` (level 4)"
+        if plan.level >= _SAVES_ON_SIGNAL:
+            hint = "`hpctrain stop` makes it save and leave, `hpctrain resume` continues from there"
+        raise UsageError(f"run {_name(run)} saves when its trainer does: {plan.title}", hint=hint)
+    if isinstance(plan, Plan) and abilities_of(plan.engine).saves_by_steps_only:
         # An external Megatron-LM only saves at its interval, and before it ends by SIGTERM.
         hint = "`hpctrain stop` makes it save and leave, `hpctrain resume` continues from there"
         raise UsageError(f"run {_name(run)} saves by steps: its engine is {plan.engine}", hint=hint)
@@ -669,12 +698,16 @@ def upgrade(run: RunFiles, reason: str = "") -> Upgrade:
     # What the next attempt will read with the new code.
     read_supervise_config(layout.supervise_config)
     run.ledger.events()
-    config = train_config_of(layout.train_config, layout.train_config.read_bytes())
-    for path in sorted(layout.directory.glob("train-n*.json")):
-        train_config_of(path, path.read_bytes())
+    checkout = None
+    for path in (layout.train_config, *sorted(layout.directory.glob("train-n*.json"))):
+        text = path.read_bytes()
+        if is_trainer(text):
+            trainer_settings_of(path, text)
+        else:
+            checkout = train_config_of(path, text).checkout_directory
     after = keep_code(layout)
-    if config.checkout_directory is not None:
-        keep_checkout_changes(layout, Path(config.checkout_directory))
+    if checkout is not None:
+        keep_checkout_changes(layout, Path(checkout))
     layout.software_lock.unlink(missing_ok=True)
     found = Upgrade(run.run_id, _code_words(before), _code_words(after))
     run.ledger.append(

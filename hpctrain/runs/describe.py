@@ -26,6 +26,7 @@ from hpctrain.records.speed_checks import SpeedCheck, read_speed_checks
 from hpctrain.records.tracking import tracking_commands
 from hpctrain.runs.evaluations import EvaluatedDocument, evaluation_lines, evaluation_rows
 from hpctrain.runs.notify import NoticeState, notice_lines, notice_states
+from hpctrain.runs.run_documents import known_any_plan, reports_steps
 from hpctrain.runs.state import ENDS_RUN, RunState, judge_without_slurm
 
 # What a person has accepted or removed, as words of the command line.
@@ -38,7 +39,7 @@ _DONE_AT_ONCE = {
 
 
 class LaunchStory(BaseModel):
-    """One srun of the trainer."""
+    """One srun of the trainer. `last_step`: None where the trainer does not report its steps."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -134,6 +135,7 @@ def describe(run: RunFiles) -> RunStory:
     starts = [i for i, event in enumerate(events) if event.event is EventKind.ATTEMPT_STARTED]
     checks, software = read_speed_checks(run.layout), read_software(run.layout)
     ends = [*starts[1:], len(events)]  # one too many if nothing has started yet
+    reported = reports_steps(known_any_plan(run.layout))
     return RunStory(
         run_id=run.run_id,
         directory=str(run.layout.directory),
@@ -143,7 +145,7 @@ def describe(run: RunFiles) -> RunStory:
         reason=judged.reason or None if judged.state is not RunState.UNKNOWN else None,
         answer=site_answer(events),
         attempts=tuple(
-            _attempt(events[start:end], events[end:])
+            _attempt(events[start:end], events[end:], reported=reported)
             for start, end in zip(starts, ends, strict=False)
         ),
         checkpoints=tuple(
@@ -180,7 +182,7 @@ def software_changes(records: Sequence[SoftwareRecord]) -> Iterator[SoftwareChan
             yield SoftwareChange(epoch=epoch, changes=tuple(found))
 
 
-def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
+def _attempt(events: list[Event], later: list[Event], *, reported: bool) -> AttemptStory:
     """Describe one attempt; the end of a lost one is recorded when a later attempt starts.
 
     A supervisor that outlives its attempt still writes after the next one has begun.
@@ -212,6 +214,8 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
         launch: dict[str, object] = {"epoch": begin.epoch, "resume_step": begin.resume_step}
         if (end := ends.get(begin.epoch)) is not None:
             launch = {**vars(end), **launch, "seconds": end.time - begin.time}
+            if not reported:
+                launch["last_step"] = None
         launches.append(LaunchStory.model_validate(launch))
     return AttemptStory(
         job_id=start.job_id,
@@ -332,7 +336,9 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
     for launch in attempt.launches:
         steps = f"from step {launch.resume_step}"
         if launch.last_step is not None:
-            steps += f" to {launch.last_step}, newest checkpoint {launch.checkpoint_step or 'none'}"
+            steps += f" to {launch.last_step}"
+        if launch.last_step is not None or launch.checkpoint_step is not None:
+            steps += f", newest checkpoint {launch.checkpoint_step or 'none'}"
         seconds = "" if launch.seconds is None else f"   {short_duration(launch.seconds)}"
         lines.append(f"  launch {launch.epoch}  {steps}{seconds}")
         if launch.cause:

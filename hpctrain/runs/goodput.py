@@ -14,7 +14,6 @@ from hpctrain.base.units import short_duration
 from hpctrain.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.judge.documents import ActionKind
 from hpctrain.page.words import counted
-from hpctrain.plan.documents import Plan
 from hpctrain.records.find import RunFiles
 from hpctrain.records.ledger import Event, EventKind
 from hpctrain.records.run_records import (
@@ -26,9 +25,9 @@ from hpctrain.records.run_records import (
 )
 from hpctrain.records.step_times import read_step_times
 from hpctrain.records.supervise_config import SuperviseConfig, known_supervise_config
-from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.run_documents import AnyPlan, known_any_plan, reports_steps
 from hpctrain.runs.state import waits_for_person
-from hpctrain.telemetry.goodput import Goodput, LossByCause, account
+from hpctrain.telemetry.goodput import OF_STEPS, Goodput, LossByCause, account
 from hpctrain.telemetry.timeline import Mark, MarkKind, Timeline, TrainedStep, timeline
 
 _KINDS = {
@@ -86,6 +85,7 @@ def read_history(
         saves,
         clock.now() if now is None else now,
         quiet_seconds_of(known_supervise_config(layout.supervise_config)),
+        reports_steps=reports_steps(known_any_plan(layout)),
     )
     over = waits_for_person(events, done=layout.done.exists())
     return History(steps[-1].step if steps else 0, saves, cut, over)
@@ -100,7 +100,18 @@ def marks_of(events: Sequence[Event]) -> list[Mark]:
             kind = _ACTIONS[ActionKind(event.action)]
         if kind is not None:
             failure = event.cause in _FAILURES
-            marks.append(Mark(kind, event.time, event.attempt, event.epoch, event.cause, failure))
+            resumed = event.resume_step if kind is MarkKind.LAUNCH_STARTED else None
+            marks.append(
+                Mark(
+                    kind,
+                    event.time,
+                    event.attempt,
+                    event.epoch,
+                    event.cause,
+                    failure,
+                    resumed,
+                )
+            )
     return marks
 
 
@@ -111,7 +122,7 @@ def quiet_seconds_of(config: SuperviseConfig | None) -> float:
     return max(config.stall_seconds, config.setup_stall_seconds)
 
 
-def gpus_held(plan: Plan | None, config: SuperviseConfig | None) -> int | None:
+def gpus_held(plan: AnyPlan | None, config: SuperviseConfig | None) -> int | None:
     """Return the GPUs that a run has while it has nodes, spare nodes included; None: unknown."""
     if plan is None or config is None:
         return None
@@ -126,7 +137,7 @@ def goodput(run: RunFiles, now: float | None = None, history: History | None = N
     """
     layout = run.layout
     known = read_history(run, now) if history is None else history
-    plan, config = known_plan(layout), known_supervise_config(layout.supervise_config)
+    plan, config = known_any_plan(layout), known_supervise_config(layout.supervise_config)
     done = read_record(layout.done, DoneMarker)
     saved = max([save.step for save in known.saves] + ([done.step] if done else []), default=0)
     return account(
@@ -148,6 +159,7 @@ _LABELS = {
     "redone": "redone steps",
     "saving": "saving",
     "between": "between steps",
+    "unreported": "not reported",
     "starting": "starting",
     "queueing": "queueing",
     "detecting": "detecting",
@@ -156,12 +168,13 @@ _LABELS = {
     "held": "held",
 }
 
+_UNREPORTED = "unreported"
 # Heading, width and cell of the columns about a cause.
 _COLUMNS: tuple[tuple[str, int, Callable[[LossByCause], str]], ...] = (
     ("ENDS", 6, lambda loss: f"{loss.ends:,}"),
     ("LOST", 10, lambda loss: _time(loss.lost_seconds)),
     ("GPU-HOURS", 12, lambda loss: f"{loss.lost_gpu_hours:,.1f}"),
-    ("STEPS", 8, lambda loss: f"{loss.lost_steps:,}"),
+    ("STEPS", 8, lambda loss: "-" if loss.lost_steps is None else f"{loss.lost_steps:,}"),
 )
 
 
@@ -173,7 +186,9 @@ def goodput_lines(goodput: Goodput) -> list[str]:
     until = "to its end" if goodput.over else "so far"
     hours = "" if goodput.gpu_hours is None else f", {goodput.gpu_hours:,.1f} GPU-hours"
     gpus = "" if goodput.gpus is None else f" on {goodput.gpus:,} GPUs"
-    steps = f"{goodput.kept_steps:,} steps kept, {goodput.lost_steps:,} lost and redone"
+    steps = "its trainer does not report steps"
+    if goodput.kept_steps is not None:
+        steps = f"{goodput.kept_steps:,} steps kept, {goodput.lost_steps:,} lost and redone"
     unsaved = f", {goodput.unsaved_steps:,} not saved yet" if goodput.unsaved_steps else ""
     lines = [
         f"{goodput.run_id}: {short_duration(wall)} {until}{gpus}{hours}",
@@ -183,6 +198,8 @@ def goodput_lines(goodput: Goodput) -> list[str]:
     ]
     for name, label in _LABELS.items():
         spent = goodput.seconds[name]
+        if not spent and (name in OF_STEPS if goodput.kept_steps is None else name == _UNREPORTED):
+            continue
         visible = f"{spent / wall:.2%}" != f"{0:.2%}"  # as the column beside it
         filled = max(round(spent / wall * _BAR), 1) if visible else 0
         bar = f"{'#' * filled:<{_BAR}}"

@@ -26,7 +26,7 @@ from hpctrain.records.old_launches import (
     lines_of_rank,
     log_archives,
 )
-from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.run_documents import known_any_plan
 from hpctrain.slurm.records import JobRecord
 
 _JOB_LOG = re.compile(r"slurm-(?P<job>\d+)(?:_(?P<task>\d+))?\.out")
@@ -117,7 +117,7 @@ def rank_logs(run: RunFiles, rank: int, attempt: int | None = None) -> list[LogP
         if not 1 <= attempt <= len(directories):
             raise UsageError(f"run `{run.run_id}` has {len(directories)} attempts with logs")
         directories = [directories[attempt - 1]]
-    plan = known_plan(run.layout)
+    plan = known_any_plan(run.layout)
     ranks_per_node = plan.nodes.gpus_per_node if plan is not None else None
     logs = [part for one in directories for part in _logs_of_attempt(one, rank, ranks_per_node)]
     if not logs:

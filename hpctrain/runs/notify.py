@@ -211,11 +211,12 @@ def told_by_spec(
     spec: Path, profile: str, overrides: Sequence[str], runs: Path
 ) -> tuple[NotifySettings, RunFacts]:
     """Read whom a run of this spec would tell. Raises UsageError, InvalidInputError."""
-    from hpctrain.job.prepare import load_inputs
+    from hpctrain.job.prepare import load_any_inputs
     from hpctrain.job.supervisor_settings import notify_settings
     from hpctrain.spec.notify import joined_notify
+    from hpctrain.spec.trainer import TrainerRunSpec
 
-    loaded, site = load_inputs(spec, profile, overrides)
+    loaded, site = load_any_inputs(spec, profile, overrides)
     document = loaded.document
     settings = _told(notify_settings(joined_notify(document.notify, site.document.notify)))
     facts = RunFacts(
@@ -223,7 +224,11 @@ def told_by_spec(
         runs=str(runs.absolute()),
         user=user_name(),
         cluster=site.document.name,
-        target_step=document.train_steps,
+        target_step=(
+            document.trainer.done.step
+            if isinstance(document, TrainerRunSpec)
+            else document.train_steps
+        ),
     )
     return settings, facts
 

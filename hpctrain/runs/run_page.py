@@ -19,6 +19,7 @@ from hpctrain.base.formats import NewerFormatError
 from hpctrain.base.units import short_duration
 from hpctrain.page.output import coloured
 from hpctrain.page.text import facts
+from hpctrain.plan.trainer_plan import TrainerPlan
 from hpctrain.records.find import RunFiles, command_in
 from hpctrain.records.requests import user_name
 from hpctrain.records.run_records import StepRow, lineage, read_metrics
@@ -27,7 +28,7 @@ from hpctrain.runs.evaluations import EvaluationRow, evaluation_lines, evaluatio
 from hpctrain.runs.goodput import goodput
 from hpctrain.runs.logs import job_logs
 from hpctrain.runs.notify import NoticeState, notice_states, state_words
-from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.run_documents import known_any_plan
 from hpctrain.runs.status import RunStatus
 from hpctrain.runs.status_text import COLOURS
 from hpctrain.telemetry.goodput import Goodput
@@ -48,6 +49,7 @@ class CurvePoint(BaseModel):
 class Planned(BaseModel):
     """What the plan promised: seconds of a step, and GPU-hours of all steps without any loss.
 
+    `layout`: of a trainer of its own, of which nothing is predicted, what it is.
     `low_step_seconds` and `high_step_seconds`: the ends of the 80 % interval, None without one.
     """
 
@@ -128,9 +130,12 @@ def curve_of(rows: Sequence[LossRow], points: int = _CURVE_POINTS) -> tuple[Curv
 
 
 def _planned(run: RunFiles) -> Planned | None:
-    plan = known_plan(run.layout)
+    plan = known_any_plan(run.layout)
     if plan is None:
         return None
+    if isinstance(plan, TrainerPlan):
+        nodes = str(plan.nodes)
+        return Planned(layout=plan.title, nodes=nodes, step_seconds=None, gpu_hours=None)
     gpu_hours = None
     if plan.step_seconds is not None:
         gpu_hours = plan.step_seconds * plan.batch.train_steps * plan.layout.world_size / 3600
@@ -251,6 +256,8 @@ def _progress(page: RunPage) -> str:
         parts.append(f"loss {row.loss:.4f}")
     if row.tokens_per_second is not None:
         parts.append(f"{row.tokens_per_second:,.0f} tokens/s")
+    elif row.step_seconds is not None:
+        parts.append(f"{short_duration(row.step_seconds)} a step")
     if row.updated_seconds_ago is not None and not row.state.over:
         stale = ", longer than it may be silent" if row.stale else ""
         parts.append(f"{short_duration(row.updated_seconds_ago)} ago{stale}")

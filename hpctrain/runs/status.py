@@ -51,10 +51,11 @@ _RECENT_STEPS = 21
 class RunStatus(BaseModel):
     """One row of `hpctrain status`; times in seconds, None when unknown.
 
-    `at_risk_seconds`: training since the newest checkpoint, which a failure now would lose.
-    `eta_seconds`: of the steps alone; `queue_ahead_seconds`: waits in the queue until the last of
-    them. `readable` is False for a run that this user may not read or whose ledger is damaged.
-    `owner` is the user whose jobs the run has.
+    `step`: None, too, while a trainer of its own neither reports nor saves one; `target_step`: of a
+    run that ends with a file. `at_risk_seconds`: training since the newest checkpoint, which a
+    failure now would lose. `eta_seconds`: of the steps alone; `queue_ahead_seconds`: waits in the
+    queue until the last of them. `readable` is False for a run that this user may not read or whose
+    ledger is damaged. `owner` is the user whose jobs the run has.
     """
 
     model_config = ConfigDict(frozen=True, defer_build=True)
@@ -194,6 +195,11 @@ def _status_row(one: ObservedRun) -> RunStatus:
     rates = recent_rates(tail_metrics(run.layout, _RECENT_STEPS))
     age = None if progress is None else max(0.0, clock.now() - progress.time)
     step = progress.step if progress else None
+    if step == 0:
+        # Plans are large, and most rows need none.
+        from hpctrain.runs.run_documents import known_any_plan, reports_steps
+
+        step = step if reports_steps(known_any_plan(run.layout)) else None
     target = config.target_step if config else progress.target_step if progress else None
     left = None if target is None or step is None else max(0, target - step)
     running = state is RunState.RUNNING

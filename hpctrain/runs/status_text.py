@@ -45,8 +45,8 @@ COLOURS = {
 
 def cells(row: RunStatus) -> list[str]:
     """Format one row; `-` for what is not known."""
-    target = "-" if row.target_step is None else f"{row.target_step:,}"
-    step = None if row.step is None else f"{row.step:,}/{target}"
+    target = "" if row.target_step is None else f"/{row.target_step:,}"
+    step = None if row.step is None else f"{row.step:,}{target}"
     updated = None if row.updated_seconds_ago is None else short_duration(row.updated_seconds_ago)
     if row.stale:
         updated = f"{updated} stale"

@@ -312,14 +312,7 @@ def _apply_remedy(
         return "told", "the run has changed meanwhile; the next pass looks again"
     try:
         if problem.lost is not None:
-            lost = problem.lost
-            ledger.append(
-                EventKind.ATTEMPT_LOST,
-                job_id=lost.job_id,
-                restart_count=lost.restart_count,
-                cause=lost.cause,
-                reason=lost.reason,
-            )
+            ledger.write(problem.lost.model_copy(update={"time": clock.now()}))
         ledger.append(
             EventKind.CANCELLED if problem.remedy is WatchRemedy.NOTE else EventKind.WATCH,
             job_id=job_id,

@@ -59,6 +59,7 @@ FAILURE_CONDITIONS: dict[Cause, str] = {
     Cause.DATA_LOADER: "the data loader dies",
     Cause.WEIGHTS: "the weights of a service cannot be read",
     Cause.ENGINE_EXIT: "the engine of a service ends by itself",
+    Cause.ENDED_EARLY: "a trainer ends before its target",
     Cause.UNKNOWN: "a launch ends and nothing says why",
     Cause.SUSPECT_NUMERICS: "a result cannot be reproduced",
     Cause.DIVERGED: "the loss is not finite or jumps",
@@ -66,6 +67,7 @@ FAILURE_CONDITIONS: dict[Cause, str] = {
     Cause.LOAD_FAILED: "a checkpoint cannot be loaded",
     Cause.BAD_CHECKPOINT: "no checkpoint can be used",
     Cause.DATA_CHANGED: "the data have changed",
+    Cause.STARTS_OVER: "a trainer does not resume where it was told to",
     Cause.CONFIG_ERROR: "the trainer refuses its settings",
     Cause.SITE_COMMAND: "a command of the site fails everywhere",
     Cause.USER_ERROR: "the code has an error",
@@ -105,7 +107,7 @@ def budgets(past: History, config: SuperviseConfig) -> list[CauseBudget]:
         cause
         for cause in Cause
         if cause in FAILURE_CAUSES or cause is Cause.TIME_LIMIT
-        if can_happen(cause, serves=config.serves)
+        if can_happen(cause, serves=config.serves, foreign=config.launcher == "agent")
     ]
     return [
         CauseBudget(cause=cause, used=past.of(cause), allowed=budget_of(cause, config))
@@ -133,7 +135,7 @@ def preview_policy(
     conditions = [
         (cause, words)
         for cause, words in (*FAILURE_CONDITIONS.items(), (Cause.DIVERGED, again))
-        if can_happen(cause, serves=config.serves)
+        if can_happen(cause, serves=config.serves, foreign=config.launcher == "agent")
     ]
     groups: dict[PolicyPreview, list[tuple[str, str]]] = {}
     for cause, condition in conditions:

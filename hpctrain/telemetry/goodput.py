@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -28,6 +28,7 @@ from hpctrain.telemetry.timeline import (
     moment,
     non_decreasing_times,
     seconds,
+    steps_of_rows,
     ticks,
 )
 
@@ -87,19 +88,25 @@ OCCUPYING = frozenset(
         Category.REDONE,
         Category.SAVING,
         Category.BETWEEN,
+        Category.UNREPORTED,
         Category.STARTING,
         Category.DETECTING,
         Category.RESTARTING,
     }
 )
+# What nobody knows where steps are not reported.
+OF_STEPS = frozenset({Category.PRODUCTIVE, Category.REDONE, Category.SAVING, Category.BETWEEN})
 _ALIVE = OCCUPYING - {Category.DETECTING, Category.RESTARTING}
 _STEPPING = frozenset({Category.PRODUCTIVE, Category.REDONE})
-_TRAINING = _STEPPING | {Category.SAVING, Category.BETWEEN}
+_TRAINING = _STEPPING | {Category.SAVING, Category.BETWEEN, Category.UNREPORTED}
 _HOUR_SECONDS, _DAY_SECONDS = 3600, 86400
 
 
 class LossByCause(BaseModel):
-    """The cost of one cause: launches and attempts ended, seconds in all and by category, steps."""
+    """The cost of one cause: launches and attempts ended, seconds in all and by category, steps.
+
+    `lost_steps`: None where the trainer does not report its steps.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -107,7 +114,7 @@ class LossByCause(BaseModel):
     ends: int
     lost_seconds: float
     lost_gpu_hours: float
-    lost_steps: int
+    lost_steps: int | None
     seconds: dict[str, float]
 
 
@@ -115,7 +122,8 @@ class Goodput(BaseModel):
     """How a run spent its wall time; times in seconds, ratios from 0 to 1, None: unknown.
 
     `seconds` has every category and adds up to `wall_seconds`. `ettr` includes the queue, as it is
-    defined. `recovery` lasts from the last observed progress to the first new step.
+    defined. `recovery` lasts from the last observed progress to the first new step. Where a trainer
+    has not reported its steps, nothing is known of them, nor what of its time was productive.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -137,9 +145,9 @@ class Goodput(BaseModel):
     mttf_seconds: float | None
     recovery_median_seconds: float | None
     recovery_mean_seconds: float | None
-    kept_steps: int
-    unsaved_steps: int
-    lost_steps: int
+    kept_steps: int | None
+    unsaved_steps: int | None
+    lost_steps: int | None
     causes: tuple[LossByCause, ...]
 
 
@@ -163,6 +171,8 @@ def account(
     alive = sum(spent[category] for category in _ALIVE)
     occupied = sum(spent[category] for category in OCCUPYING)
     recoveries = _recoveries(segments)
+    is_known = not spent[Category.UNREPORTED]
+    unknown = RollingGoodput(last=None, worst=None)
     return Goodput(
         run_id=run_id,
         over=over,
@@ -171,19 +181,21 @@ def account(
         wall_seconds=seconds(wall),
         seconds={str(category): seconds(spent[category]) for category in Category},
         gpu_hours=gpus * seconds(occupied) / _HOUR_SECONDS if gpus else None,
-        ettr=_ratio(productive, wanted),
-        ettr_without_queue=_ratio(productive, wanted - spent[Category.QUEUEING]),
-        hour=rolling_goodput(segments, _HOUR_SECONDS),
-        day=rolling_goodput(segments, _DAY_SECONDS),
+        ettr=_ratio(productive, wanted) if is_known else None,
+        ettr_without_queue=(
+            _ratio(productive, wanted - spent[Category.QUEUEING]) if is_known else None
+        ),
+        hour=rolling_goodput(segments, _HOUR_SECONDS) if is_known else unknown,
+        day=rolling_goodput(segments, _DAY_SECONDS) if is_known else unknown,
         attempts=timeline.attempts,
         launches=timeline.launches,
         failures=failures,
         mttf_seconds=seconds(alive) / failures if failures else None,
         recovery_median_seconds=statistics.median(recoveries) if recoveries else None,
         recovery_mean_seconds=statistics.fmean(recoveries) if recoveries else None,
-        kept_steps=timeline.kept_steps,
-        unsaved_steps=unsaved_steps,
-        lost_steps=sum(count for _, count in timeline.lost_steps),
+        kept_steps=timeline.kept_steps if timeline.reported else None,
+        unsaved_steps=unsaved_steps if timeline.reported else None,
+        lost_steps=sum(n for _, n in timeline.lost_steps) if timeline.reported else None,
         causes=_losses_by_cause(timeline, gpus or 0),
     )
 
@@ -211,7 +223,7 @@ def _losses_by_cause(timeline: Timeline, gpus: int) -> tuple[LossByCause, ...]:
                 ends=ends[cause],
                 lost_seconds=seconds(wasted),
                 lost_gpu_hours=gpus * seconds(occupied) / _HOUR_SECONDS,
-                lost_steps=lost_steps.get(cause, 0),
+                lost_steps=lost_steps.get(cause, 0) if timeline.reported else None,
                 seconds={str(c): seconds(lost[c]) for c in Category if lost[c]},
             )
         )
@@ -278,7 +290,7 @@ def window_accounts(
             if end > begin:
                 spent[number][segment.category, segment.cause] += end - begin
             number += 1
-    kept, redone, trained = _counted_steps(steps, bounds)
+    kept, redone, trained = _counted_steps(steps, bounds, timeline.resumed_at)
     return tuple(
         WindowAccount(begin, end, dict(of_window), kept[number], redone[number], trained[number])
         for number, (begin, end, of_window) in enumerate(
@@ -288,7 +300,7 @@ def window_accounts(
 
 
 def _counted_steps(
-    steps: Sequence[StepTime], bounds: Sequence[int]
+    steps: Sequence[StepTime], bounds: Sequence[int], resumed_at: Mapping[int, int]
 ) -> tuple[Counter[int], Counter[int], Counter[int]]:
     """Count by window: steps that are kept, steps that were redone, tokens of kept steps."""
     kept: Counter[int] = Counter()
@@ -297,7 +309,8 @@ def _counted_steps(
     by_launch: dict[int, list[int]] = defaultdict(list)
     for index, step in enumerate(steps):
         by_launch[step.epoch].append(index)
-    again = epochs_that_trained_again(steps)
+    again = epochs_that_trained_again(steps, resumed_at)
+    counts = steps_of_rows(steps, again, resumed_at)
     for indices in by_launch.values():
         ends = non_decreasing_times([moment(steps[index].time) for index in indices])
         for index, end in zip(indices, ends, strict=True):
@@ -305,10 +318,10 @@ def _counted_steps(
             if not 0 <= window < len(bounds) - 1:
                 continue
             if again[index] is None:
-                kept[window] += 1
-                trained[window] += steps[index].tokens
+                kept[window] += counts[index]
+                trained[window] += (steps[index].tokens or 0) * counts[index]
             else:
-                redone[window] += 1
+                redone[window] += counts[index]
     return kept, redone, trained
 
 

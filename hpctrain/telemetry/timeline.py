@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -28,6 +29,7 @@ class Category(StrEnum):
     REDONE = "redone"  # steps that were lost and are trained again
     SAVING = "saving"  # training waits for a checkpoint
     BETWEEN = "between"  # otherwise between steps: evaluation, and the step in progress
+    UNREPORTED = "unreported"  # a launch of a trainer that does not report its steps
     STARTING = "starting"  # from the start of an attempt or launch to its first step
     QUEUEING = "queueing"  # submitted or requeued, waiting for nodes
     DETECTING = "detecting"  # from the last observed progress to the verdict
@@ -150,7 +152,10 @@ class MarkKind(StrEnum):
 
 @dataclass(frozen=True)
 class Mark:
-    """One entry of a ledger; `time` in seconds since the epoch, `failure`: the cause is one."""
+    """One entry of a ledger; `time` in seconds since the epoch, `failure`: the cause is one.
+
+    `resume_step`: the step of the checkpoint that a launch begins at, where that is known.
+    """
 
     kind: MarkKind
     time: float
@@ -158,11 +163,16 @@ class Mark:
     epoch: int | None = None
     cause: str | None = None
     failure: bool = False
+    resume_step: int | None = None
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run's segments, in order and without gaps, and how its launches ended."""
+    """A run's segments, in order and without gaps, and how its launches ended.
+
+    `resumed_at`: the step at which each launch began, where that is known. `reported`: False if
+    nobody tells which steps the run has trained; then it has none here.
+    """
 
     segments: tuple[Segment, ...]
     ends: tuple[tuple[str, bool], ...]
@@ -170,6 +180,8 @@ class Timeline:
     launches: int
     kept_steps: int
     lost_steps: tuple[tuple[str, int], ...]
+    resumed_at: Mapping[int, int] = field(default_factory=dict)
+    reported: bool = True
 
 
 UNKNOWN_CAUSE = "unknown"
@@ -182,56 +194,115 @@ def timeline(
     saves: Sequence[SaveRecord] = (),
     now: float = 0.0,
     quiet_seconds: float = _QUIET_SECONDS,
+    *,
+    reports_steps: bool = True,
 ) -> Timeline:
     """Cut the time from the first submission to `now`, or to the end of a run that is over.
 
     Marks and steps are in the order written. A launch without progress for `quiet_seconds` before
-    `now` counts as down since then. A run that was never submitted has no segments.
+    `now` counts as down since then. A run that was never submitted has no segments. Unless a
+    trainer `reports_steps`, nothing is known about a launch without any.
     """
-    redone_by = epochs_that_trained_again(steps)
+    resumed_at = {
+        mark.epoch: mark.resume_step
+        for mark in marks
+        if mark.epoch is not None and mark.resume_step is not None
+    }
+    redone_by = epochs_that_trained_again(steps, resumed_at)
     known = _with_missing_starts(marks, steps)
     times = non_decreasing_times([moment(mark.time) for mark in known])
     builder = _TimelineBuilder(
-        _steps_by_launch(steps, redone_by, saves), quiet=ticks(quiet_seconds)
+        _steps_by_launch(steps, redone_by, saves, resumed_at),
+        quiet=ticks(quiet_seconds),
+        reports_steps=reports_steps,
     )
     for mark, time in zip(known, times, strict=True):
         builder.take(mark, time)
     builder.close(max(ticks(now), times[-1] if times else 0))
-    return builder.timeline(redone_by)
+    return builder.timeline(redone_by, steps_of_rows(steps, redone_by, resumed_at), resumed_at)
 
 
-def epochs_that_trained_again(steps: Sequence[TrainedStep]) -> list[int | None]:
+def epochs_that_trained_again(
+    steps: Sequence[TrainedStep], resumed_at: Mapping[int, int]
+) -> list[int | None]:
     """Return for each row the epoch that trained its step again; None: it is in the weights.
 
-    A launch that trains step N replaces all steps of earlier launches from N on.
+    A launch that trains step N replaces all steps of earlier launches from N on. `resumed_at`: the
+    steps at which launches began, for a trainer whose first report is of a later step.
     """
     redone_by: list[int | None] = [None] * len(steps)
     kept: list[int] = []
+    epoch = None
     for index in sorted(range(len(steps)), key=lambda i: steps[i].epoch):
-        while kept and steps[kept[-1]].step >= steps[index].step:
-            redone_by[kept.pop()] = steps[index].epoch
+        first = steps[index].step
+        if steps[index].epoch != epoch:
+            epoch = steps[index].epoch
+            first = min(first, resumed_at.get(epoch, first) + 1)
+        while kept and steps[kept[-1]].step >= first:
+            redone_by[kept.pop()] = epoch
         kept.append(index)
     return redone_by
 
 
+def steps_of_rows(
+    steps: Sequence[TrainedStep], redone_by: Sequence[int | None], resumed_at: Mapping[int, int]
+) -> list[int]:
+    """Return how many steps each row counts for: one, unless a trainer reports some steps only.
+
+    A row that counts has the steps since the one that counts before it. A row that was trained
+    again has those since the row before it in its launch that are not in the weights. A launch of
+    which is not known where it began has as many steps as rows.
+    """
+    counts = [1] * len(steps)
+    newest: dict[int, int] = {}
+    kept: int | None = None
+    for index in sorted(range(len(steps)), key=lambda i: steps[i].epoch):
+        row, again = steps[index], redone_by[index]
+        begun = resumed_at.get(row.epoch)
+        if begun is not None:
+            before = newest.get(row.epoch, begun)
+            if again is None and kept is not None:
+                before = kept
+            elif again is not None:
+                before = max(before, resumed_at.get(again, before))
+            counts[index] = max(1, row.step - before)
+        newest[row.epoch] = row.step
+        kept = row.step if again is None else kept
+    return counts
+
+
 def _steps_by_launch(
-    steps: Sequence[TrainedStep], redone_by: Sequence[int | None], saves: Sequence[SaveRecord]
+    steps: Sequence[TrainedStep],
+    redone_by: Sequence[int | None],
+    saves: Sequence[SaveRecord],
+    resumed_at: Mapping[int, int],
 ) -> dict[int, LaunchSteps]:
-    """Group the trainer's records by launch."""
+    """Group the trainer's records by launch.
+
+    A row takes the time of all steps since the one before it. Those of unknown time, before the
+    first report of a launch, take as long as those of known time.
+    """
+    known = [row.step_seconds for row in steps if row.step_seconds is not None]
+    usual = 0.0 if len(known) in (0, len(steps)) else statistics.median(known)
     indices: dict[int, list[int]] = defaultdict(list)
     stalls: dict[int, dict[int, int]] = defaultdict(dict)
     for index, step in enumerate(steps):
         indices[step.epoch].append(index)
     for save in saves:
-        stalls[save.epoch][save.step] = max(0, ticks(save.stall_seconds))
+        stalls[save.epoch][save.step] = max(0, ticks(save.stall_seconds or 0.0))
     launches = {}
     for epoch, of_launch in indices.items():
         times = non_decreasing_times([moment(steps[index].time) for index in of_launch])
-        rows = tuple(
-            StepTicks(steps[i].step, time, max(0, ticks(steps[i].step_seconds)), redone_by[i])
-            for i, time in zip(of_launch, times, strict=True)
-        )
-        launches[epoch] = LaunchSteps(rows, stalls[epoch])
+        rows, before = [], resumed_at.get(epoch)  # of an unknown beginning: a step each
+        for i, time in zip(of_launch, times, strict=True):
+            row = steps[i]
+            step_seconds = usual if row.step_seconds is None else row.step_seconds
+            count = 1 if before is None else max(1, row.step - before)
+            rows.append(
+                StepTicks(row.step, time, max(0, ticks(step_seconds * count)), redone_by[i])
+            )
+            before = None if before is None else row.step
+        launches[epoch] = LaunchSteps(tuple(rows), stalls[epoch])
     return launches
 
 
@@ -245,7 +316,7 @@ def _with_missing_starts(marks: Sequence[Mark], steps: Sequence[TrainedStep]) ->
     for epoch in sorted(first.keys() - announced):
         row = first[epoch]
         later = (i for i, m in enumerate(known) if m.epoch is not None and m.epoch >= epoch)
-        start = Mark(MarkKind.LAUNCH_STARTED, row.time - row.step_seconds, epoch=epoch)
+        start = Mark(MarkKind.LAUNCH_STARTED, row.time - (row.step_seconds or 0.0), epoch=epoch)
         known.insert(next(later, len(known)), start)
     return known
 
@@ -270,6 +341,7 @@ class _TimelineBuilder:
 
     steps_by_launch: dict[int, LaunchSteps]
     quiet: int
+    reports_steps: bool = True
     pieces: list[Piece] = field(default_factory=list)
     ends: list[tuple[str, bool]] = field(default_factory=list)
     cause_before: dict[int, str | None] = field(default_factory=dict)
@@ -355,7 +427,10 @@ class _TimelineBuilder:
         if self.launched is None or self.since is None:
             return False
         launch = self.steps_by_launch.pop(self.epoch, LaunchSteps())
-        self.pieces.extend(cut_launch(launch, self.since, time, tail, cause, self.cause))
+        if launch.steps or self.reports_steps or tail is Category.DOWN:
+            self.pieces.extend(cut_launch(launch, self.since, time, tail, cause, self.cause))
+        else:
+            self.pieces.append(Piece(self.since, time, Category.UNREPORTED, None, None))
         self.since, self.category, self.launched = time, Category.DOWN, None
         self.cause = cause
         return True
@@ -373,11 +448,17 @@ class _TimelineBuilder:
             return
         steps = self.steps_by_launch.get(self.epoch, LaunchSteps()).steps
         last_progress = max(self.since, steps[-1].end if steps else 0)
-        tail = Category.DOWN if now - last_progress > self.quiet else Category.BETWEEN
+        is_quiet = now - last_progress > self.quiet and (steps or self.reports_steps)
+        tail = Category.DOWN if is_quiet else Category.BETWEEN
         before = self.cause
         self._end_launch(max(now, self.since), tail, before or UNKNOWN_CAUSE)
 
-    def timeline(self, redone_by: Sequence[int | None]) -> Timeline:
+    def timeline(
+        self,
+        redone_by: Sequence[int | None],
+        counts: Sequence[int],
+        resumed_at: Mapping[int, int],
+    ) -> Timeline:
         """Return the result: no empty segments, neighbours of one kind merged."""
         segments: list[Segment] = []
         for start, end, category, cause, epoch in self.pieces:
@@ -391,16 +472,21 @@ class _TimelineBuilder:
             else:
                 segments.append(Segment(start, end, category, cause))
         lost: dict[str, int] = defaultdict(int)
-        for epoch in redone_by:
-            if epoch is not None:
-                lost[self.cause_before.get(epoch) or UNKNOWN_CAUSE] += 1
+        kept_steps = 0
+        for epoch, count in zip(redone_by, counts, strict=True):
+            if epoch is None:
+                kept_steps += count
+            else:
+                lost[self.cause_before.get(epoch) or UNKNOWN_CAUSE] += count
         return Timeline(
             segments=tuple(segments),
             ends=tuple(self.ends),
             attempts=self.attempts,
             launches=self.launches,
-            kept_steps=sum(epoch is None for epoch in redone_by),
+            kept_steps=kept_steps,
             lost_steps=tuple(sorted(lost.items())),
+            resumed_at=resumed_at,
+            reported=self.reports_steps or kept_steps > 0,
         )
 
 

@@ -122,7 +122,7 @@ _EVALUATION = {"eval/loss": "eval_loss", "eval/accuracy": "eval_accuracy"}
 def scalars(row: StepMetrics) -> dict[str, float]:
     """The values of a step that are known. The loss may be NaN or infinite: that is shown, too."""
     values: dict[str, float | None] = {
-        "train/loss": float.fromhex(row.loss_hex),
+        "train/loss": row.exact_loss,
         "train/grad_norm": row.grad_norm,
         "train/learning_rate": row.learning_rate,
         "train/consumed_samples": row.consumed_samples,
