@@ -16,12 +16,14 @@ import torch.distributed.checkpoint as dcp
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.discover import inspect
+from hpctrain.checkpoints.foreign import own_name
 from hpctrain.checkpoints.staged import CONFIG_NAME
 from hpctrain.convert.hugging_face_directory import copy_companions, write_model
 from hpctrain.engines.conversion import unexportable
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
+from hpctrain.engines.trainer import is_trainer
 from hpctrain.records.conversions import ConversionReport
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import step_of
@@ -38,7 +40,12 @@ def export(checkpoint: Path, target: Path) -> ConversionReport:
     inspection = inspect(checkpoint, step, "size")
     if inspection.problem is not None:
         raise InvalidInputError([Problem(inspection.problem, str(checkpoint))])
-    config = read_config(RunLayout(checkpoint.parent.parent).train_config)
+    settings = RunLayout(checkpoint.parent.parent).train_config
+    if settings.exists() and is_trainer(settings.read_bytes()):
+        name = own_name(checkpoint)
+        hint = f"it is as its trainer has written it: {checkpoint / name}" if name else None
+        raise InvalidInputError([Problem("is of a trainer of its own", str(checkpoint), hint=hint)])
+    config = read_config(settings)
     place = abilities_of(config.engine).export
     if place is None:
         message = f"checkpoints of engine {config.engine} cannot be converted"

@@ -11,10 +11,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from hpctrain.base.errors import InvalidInputError, Problem
-from hpctrain.base.formats import refuse_newer
+from hpctrain.base.formats import parse_document
 from hpctrain.engines.training import TrainConfig
 from hpctrain.spec.engines.registry import EngineName, abilities_of, resolve
 from hpctrain.spec.loader import forget_former_fields
@@ -53,12 +52,4 @@ def train_config_of(path: Path, text: bytes) -> TrainConfig:
 
     Raises NewerFormatError if a newer hpctrain wrote it, InvalidInputError with all its problems.
     """
-    try:
-        return parse_train_config(text)
-    except ValidationError as error:
-        refuse_newer(path, text, TrainConfig)
-        problems = [
-            Problem(f"{'.'.join(map(str, item['loc']))}: {item['msg']}", str(path))
-            for item in error.errors()
-        ]
-        raise InvalidInputError(problems) from error
+    return parse_document(path, text, TrainConfig, parse_train_config)

@@ -23,7 +23,7 @@ from hpctrain.page.output import busy, json_out, line_width, say, warn
 
 if TYPE_CHECKING:
     from hpctrain.job.job_submission import Submitted
-    from hpctrain.job.prepare import Prepared
+    from hpctrain.job.prepare import PreparedRun
     from hpctrain.records.find import RunFiles
 
 
@@ -78,9 +78,9 @@ def submit(
     """
     from hpctrain.job import submit as action
     from hpctrain.job.footprint import footprint_warnings
-    from hpctrain.job.plan_text import continuation_lines, plan_lines
-    from hpctrain.job.preflight import examined
-    from hpctrain.job.prepare import prepare
+    from hpctrain.job.plan_text import run_lines
+    from hpctrain.job.preflight import examined, input_words
+    from hpctrain.job.trainer_run import prepare_any
     from hpctrain.records.find import find_run, runs_directory
     from hpctrain.slurm.client import SlurmClient
 
@@ -94,12 +94,10 @@ def submit(
         raise click.UsageError("--dry-run writes nothing, and --prepare writes: give one of them")
     directory = runs_directory(runs)
     after = find_run(directory, after_run) if after_run is not None else None
-    look = prepare if dry_run or check else examined
+    look = prepare_any if dry_run or check else examined
     with busy("planning, and checking all that could end the run ..."):
         prepared = look(spec, profile, overrides, runs=directory, template_directory=template_dir)
-    width = line_width(sys.stderr)
-    continuation = continuation_lines(prepared.job, width)
-    for line in (*plan_lines(prepared.plan, width), *continuation):
+    for line in run_lines(prepared, line_width(sys.stderr)):
         say(line)
     for warning in (*prepared.plan.warnings, *footprint_warnings(prepared)):
         warn(warning)
@@ -119,6 +117,14 @@ def submit(
     note = action.first_start_note(prepared, directory)
     if note is not None:
         say(f"{note}: {shlex.join(['hpctrain', 'doctor', '--start', '-p', profile])}")
+    rehearsed = action.rehearsal_note(prepared, directory)
+    if rehearsed is not None:
+        sentence, is_known = rehearsed
+        say(
+            sentence
+            if is_known
+            else f"{sentence}: hpctrain try {input_words(spec, profile, overrides)}"
+        )
     confirm(f"Submit to partition `{prepared.job.partition.name}`?", yes=yes)
     with busy("writing the run directory, and submitting ..."):
         submitted = action.submit(prepared, directory, SlurmClient(), after)
@@ -148,7 +154,7 @@ def resubmit(run: str, runs: Path | None, yes: bool, as_json: bool) -> None:
     _announce(submitted, as_json=as_json)
 
 
-def _tell_prepared(run: RunFiles, prepared: Prepared) -> None:
+def _tell_prepared(run: RunFiles, prepared: PreparedRun) -> None:
     """Print the run id, and how an administrator starts it without hpctrain."""
     from hpctrain.records.jobs import sbatch_options
     from hpctrain.records.supervise_config import read_supervise_config

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.train_json import train_config_of
+from hpctrain.engines.trainer import is_trainer
 from hpctrain.engines.training import TrainConfig
 from hpctrain.records.data_identity import (
     DataIdentity,
@@ -46,9 +47,11 @@ def record_data(layout: RunLayout) -> DataIdentity:
     Raises InvalidInputError for what cannot be read.
     """
     try:
-        identity = identity_of(
-            train_config_of(layout.train_config, layout.train_config.read_bytes())
-        )
+        settings = layout.train_config.read_bytes()
+        if is_trainer(settings):
+            identity = DataIdentity(files=())  # its trainer reads what it wants
+        else:
+            identity = identity_of(train_config_of(layout.train_config, settings))
         write_identity(layout.data_identity, identity)
     except OSError as error:
         message = f"cannot be read: {error.strerror or error}"

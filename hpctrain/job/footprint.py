@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.base.errors import DoesNotFitError
 from hpctrain.base.units import short_duration
-from hpctrain.job.prepare import Prepared, prepare
+from hpctrain.job.prepare import Prepared, PreparedRun, prepare
 from hpctrain.job.render.script import log_files
 from hpctrain.plan.footprint.predict import Footprint, footprint, run_size
 from hpctrain.plan.footprint.table import FootprintTable, RunSize
@@ -81,7 +81,7 @@ def _forecast_of(prepared: Prepared) -> tuple[Forecast, tuple[str, ...]]:
     return predicted, (*assumed, *map(str, predicted.assumptions))
 
 
-def footprint_warnings(prepared: Prepared) -> tuple[str, ...]:
+def footprint_warnings(prepared: PreparedRun) -> tuple[str, ...]:
     """Say which limits of the site on files, bytes and RPCs the run would exceed.
 
     Empty where the site sets none, and for a run that no forecast can be made of.
@@ -89,6 +89,8 @@ def footprint_warnings(prepared: Prepared) -> tuple[str, ...]:
     limits = prepared.profile.document.limits
     if all(one is None for one in (limits.max_inodes, limits.max_bytes, limits.max_rpc_per_hour)):
         return ()
+    if not isinstance(prepared, Prepared):
+        return ()  # nobody knows what its trainer writes
     try:
         return footprint_of(prepared).exceeded
     except DoesNotFitError:

@@ -1,4 +1,4 @@
-"""Commands `validate`, `profiles` and `schema`: check and show documents, without Slurm."""
+"""Commands `validate`, `profiles` and `adapters`: check and show documents, without Slurm."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
 from hpctrain.page.options import ProfileName, json_option, runs_option, set_option
-from hpctrain.page.output import busy, json_out, say, table, warn
+from hpctrain.page.output import busy, json_out, line_width, say, table, warn
 from hpctrain.page.text import facts, marked, or_dash, paragraph
 
 if TYPE_CHECKING:
     from hpctrain.base.errors import Problem
     from hpctrain.spec.profile import ClusterProfile
     from hpctrain.spec.reference import Kind
+    from hpctrain.spec.trainer import Adapter
 
 SPEC_ARGUMENT = click.Path(path_type=Path, allow_dash=True)
 
@@ -67,20 +69,24 @@ def validate(
     from hpctrain.spec.loader import read_text
     from hpctrain.spec.open_questions import open_questions
 
-    good: list[str] = []
+    good: dict[str, list[str]] = {}
     problems: list[Problem] = []
     asked: list[Problem] = []
     for file in files:
         try:
             with busy(f"reading {file} ..."):
                 text = read_text(file)
-                good.append(f"{file}: ok ({validate_file(file, kind)})")
+                told: list[str] = []
+                good[f"{file}: ok ({validate_file(file, kind, told)})"] = told
                 asked += [one.problem(str(file)) for one in open_questions(text)]
         except InvalidInputError as error:
             problems.extend(error.problems)
     if problems:
         raise InvalidInputError(problems)
-    click.echo("\n".join(good))
+    for line, told in good.items():
+        click.echo(line)
+        for text in told:
+            say(text)
     if asked:
         number = counted(len(asked), "question is open", "questions are open")
         say(f"{number}; put your values, and remove the comments `# ASK:`")
@@ -88,8 +94,10 @@ def validate(
         say("\n".join(paragraph(str(one), "- ", hang=2)))
 
 
-def validate_file(path: Path, kind: Kind | None = None) -> str:
+def validate_file(path: Path, kind: Kind | None = None, told: list[str] | None = None) -> str:
     """Load a spec or a profile, and print what is to be known of it; returns what it is called.
+
+    How a trainer of its own is supervised becomes lines of `told`.
 
     Without `kind` a document with one of the sections that only profiles have counts as a profile,
     one with a top-level `kind` as the spec of a service, any other one as that of a run. Raises
@@ -97,15 +105,17 @@ def validate_file(path: Path, kind: Kind | None = None) -> str:
     """
     from hpctrain.base.errors import InvalidInputError, Problem
     from hpctrain.job.render.job_options import continuation_problems
+    from hpctrain.job.trainer_run import supervision_lines
     from hpctrain.spec.loader import (
         kind_of_file,
+        load_any_run_spec,
         load_profile,
-        load_run_spec,
         load_service_spec,
         profile_search_path,
     )
     from hpctrain.spec.profile import profile_remarks
     from hpctrain.spec.reference import TITLES
+    from hpctrain.spec.trainer import TrainerRunSpec
 
     if kind is None:
         kind = kind_of_file(path)
@@ -124,7 +134,9 @@ def validate_file(path: Path, kind: Kind | None = None) -> str:
     elif kind == "service":
         load_service_spec(path)
     else:
-        load_run_spec(path)
+        document = load_any_run_spec(path).document
+        if isinstance(document, TrainerRunSpec) and told is not None:
+            told += facts(*supervision_lines(document.trainer), width=line_width(sys.stderr))
     return TITLES[kind]
 
 
@@ -233,6 +245,65 @@ def profiles(name: str | None, sites: bool, as_json: bool) -> None:
     ]
     table(["NAME", "NODES", "GPUS", "MEMORY", "FABRIC", "DESCRIPTION"], rows)
     say(f"{len(named)} profiles of named clusters: `hpctrain profiles --sites`")
+
+
+class AdapterName(click.ParamType[str]):
+    """The name of an adapter, or the path of a file."""
+
+    name = "adapter"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from hpctrain.spec.loader import adapter_names
+
+        return [CompletionItem(name) for name in adapter_names() if name.startswith(incomplete)]
+
+
+@click.command()
+@click.argument("name", required=False, type=AdapterName())
+@json_option
+def adapters(name: str | None, as_json: bool) -> None:
+    """List the frameworks whose trainers are known, or show the fields that one fills in.
+
+    A spec has the name: `trainer: {adapter: hf, ...}`. An adapter of yours is a file, whose path
+    has a `/`; `extends: hf` takes over what it leaves out.
+
+    \b
+    Examples:
+      hpctrain adapters
+      hpctrain adapters hf
+      hpctrain adapters ./mine.yaml
+    """
+    from hpctrain.spec.loader import adapter_names, load_adapter
+    from hpctrain.spec.positions import write_resolved
+    from hpctrain.spec.trainer import NamedAdapter
+
+    loaded = {one: load_adapter(one) for one in ([name] if name else adapter_names())}
+    if as_json:
+        named = [NamedAdapter(name=one, **dict(it.document)) for one, it in loaded.items()]
+        json_out("adapters", named)
+    elif name is not None:
+        click.echo(write_resolved(loaded[name], defaults=False), nl=False)
+    else:
+        rows = [
+            [one, it.document.title, str(it.document.level), or_dash(_checked_words(it.document))]
+            for one, it in loaded.items()
+        ]
+        table(["NAME", "TITLE", "LEVEL", "CHECKED"], rows)
+        say("`hpctrain adapters NAME` shows what a command needs, and all fields")
+
+
+def _checked_words(adapter: Adapter) -> str:
+    """Say with which versions an adapter was seen to work, and with which it was only read."""
+    words = []
+    for one in adapter.checked:
+        parts = {name: getattr(one, name) for name in ("resume", "save", "progress", "complete")}
+        for how in ("run", "read"):
+            names = [name for name, value in parts.items() if value == how]
+            if names:
+                words.append(f"{how} with {one.package} {one.version}: {', '.join(names)}")
+    return "; ".join(words)
 
 
 def _print_sites(documents: list[ClusterProfile]) -> None:

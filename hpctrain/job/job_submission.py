@@ -45,8 +45,9 @@ from hpctrain.records.requests import take_back
 from hpctrain.records.supervise_config import SuperviseConfig, read_supervise_config
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.job_changes import JobSetting, job_changes, requested_job
-from hpctrain.spec.loader import Loaded, load_profile, load_run_spec
+from hpctrain.spec.loader import Loaded, load_any_run_spec, load_profile
 from hpctrain.spec.run import RunSpec
+from hpctrain.spec.trainer import TrainerRunSpec
 
 # A supervisor finds within seconds that the run it waits for is not done.
 _SECONDS_TO_PUT_BACK = 30
@@ -96,7 +97,9 @@ def resubmit(run: RunFiles, slurm: SlurmClient) -> Submitted:
     take_back(run.layout)  # an old request must not stop the new job
     after: tuple[JobsBefore, ...] = ()
     if not generation(run.ledger.events()):  # `submit --prepare` has left it to somebody
-        after = after_of_spec(load_run_spec(run.layout.spec), run.layout.directory.parent, slurm)
+        after = after_of_spec(
+            load_any_run_spec(run.layout.spec), run.layout.directory.parent, slurm
+        )
     return submitted_run(run, submit_jobs(run, slurm, *after))
 
 
@@ -166,7 +169,9 @@ def job_to_wait_for(run: RunFiles, slurm: SlurmClient) -> JobsBefore | None:
     return JobsBefore("afterok", (found.live[0].job_id,), run.run_id)
 
 
-def after_of_spec(spec: Loaded[RunSpec], runs: Path, slurm: SlurmClient) -> tuple[JobsBefore, ...]:
+def after_of_spec(
+    spec: Loaded[RunSpec] | Loaded[TrainerRunSpec], runs: Path, slurm: SlurmClient
+) -> tuple[JobsBefore, ...]:
     """Return what `after` of a spec waits for; nothing if it is absent, or that run is done.
 
     Raises InvalidInputError, at the field, for what `job_to_wait_for` refuses and for no such run;

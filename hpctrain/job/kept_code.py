@@ -32,7 +32,7 @@ from hpctrain.version import __version__
 # The rooms that run inside of jobs; whatever they import outside of them fails there, and in tests.
 _ROOMS = (
     *("base", "checkpoints", "data", "engines", "judge", "notify", "plan", "records", "serve"),
-    *("slurm", "spec", "supervise", "tracking", "train"),
+    *("slurm", "spec", "supervise", "tracking", "train", "trainer"),
     # what exports metrics from a job (`attempt_exporter`)
     *("diagnose", "job", "observe", "page", "runs", "telemetry"),
 )

@@ -43,6 +43,7 @@ from hpctrain.plan.forecast.options import (
     days_range,
 )
 from hpctrain.plan.forecast.predict import run_facts
+from hpctrain.plan.job import TrainerJob, TrainingJob
 from hpctrain.plan.layout_words import DEFAULT_ORDER
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.planner import Decision, decide
@@ -158,9 +159,15 @@ def spot_comparison(inputs: Inputs, option: Option, budget: Budget | None) -> Sp
     """Compare spot with on demand for one option; None without spot price or forecast."""
     if option.decision is None or option.forecast is None:
         return None
-    job, known = option.decision.job, option.forecast
-    facts = run_facts(job)
+    facts = run_facts(option.decision.job)
     assert facts is not None
+    return compared_tariffs(option.decision.job, facts, option.forecast, budget)
+
+
+def compared_tariffs(
+    job: TrainingJob | TrainerJob, facts: RunFacts, known: Forecast, budget: Budget | None
+) -> SpotComparison | None:
+    """Compare spot with on demand; `known` is the forecast of one of them."""
 
     def predict(facts: RunFacts) -> Forecast:
         same = facts.spot is (known.tariff == "spot")

@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.page.options import json_option, profile_option, set_option
+from hpctrain.page.options import (
+    json_option,
+    pace_options,
+    profile_option,
+    runs_option,
+    set_option,
+)
 from hpctrain.page.output import busy, json_out, line_width, say, table, warn
 
 if TYPE_CHECKING:
     from hpctrain.engines.verification import Verification
     from hpctrain.job.plan import Inputs, Option
+    from hpctrain.job.trainer_forecast import KnownPace
+    from hpctrain.job.trainer_run import PreparedTrainerRun
     from hpctrain.plan.documents import Explanation, Goal
     from hpctrain.plan.forecast.documents import Budget, BudgetDecision
 
@@ -66,6 +74,8 @@ class GpuCounts(click.ParamType[tuple[int, ...]]):
     help="Choose layout and micro-batch, and the GPUs of --gpus or --budget; write them into SPEC.",
 )
 @click.option("--verify", is_flag=True, help="Compare with what megatron-core really builds.")
+@pace_options
+@runs_option
 @json_option
 def plan(
     spec: Path,
@@ -79,6 +89,9 @@ def plan(
     deadline: str | None,
     write: bool,
     verify: bool,
+    step_time: float | None,
+    like: str | None,
+    runs: Path | None,
     as_json: bool,
 ) -> None:
     """Show how a run would be laid out, whether it fits, how fast it is and what it costs.
@@ -91,15 +104,39 @@ def plan(
       hpctrain plan -p a100x64 gpt175b.yaml --apply
       hpctrain plan -p a100x64 gpt175b.yaml --gpus 128,256,512 --by gpu-hours
       hpctrain plan -p a100x64 gpt175b.yaml --budget 1100000usd --deadline 70d
+      hpctrain plan -p a100x64 my-trainer.yaml --step-time 1.9s
     """
     from hpctrain.job import plan as action
     from hpctrain.job.plan_text import answer_lines, decision_lines
     from hpctrain.job.preflight import input_words, ready_sentence
+    from hpctrain.job.prepare import load_any_inputs, load_knowledge
+    from hpctrain.job.trainer_forecast import known_pace, refuse_pace
     from hpctrain.plan.forecast.options import check_currency, parse_budget
+    from hpctrain.records.find import runs_directory
+    from hpctrain.spec.trainer import TrainerRunSpec
 
     budget = parse_budget(money, deadline) if money or deadline else None
-    inputs = action.load(spec, profile, overrides)
+    loaded, site = load_any_inputs(spec, profile, overrides)
     named = spec.is_file()  # what was piped in has no name for another command
+    directory = runs_directory(runs)
+    if isinstance(loaded.document, TrainerRunSpec):
+        from hpctrain.job.trainer_run import prepare_trainer
+
+        _refuse_layout_options()
+        prepared = prepare_trainer(
+            loaded,
+            site,
+            spec.absolute().parent,
+            runs=directory,
+            template_directory=None,
+            python=sys.executable,
+        )
+        pace = known_pace(prepared.job, directory, step_time, like)
+        ready = ready_sentence(spec, profile, overrides, directory) if named else None
+        _plan_trainer(prepared, pace, budget, ready, as_json=as_json)
+        return
+    refuse_pace(step_time, like)
+    inputs = action.Inputs(loaded.document, site.document, load_knowledge(site), loaded)
     if write:
         given = [override.partition("=")[0] for override in overrides]
         inputs = replace(inputs, spec=action.freed(inputs.spec, given))
@@ -144,7 +181,9 @@ def plan(
             click.echo()
         for line in decision_lines(decision, line_width(sys.stdout)) if decision else []:
             click.echo(line)
-        ready = ready_sentence(spec, profile, overrides) if named and not options else None
+        ready = None
+        if named and not options:
+            ready = ready_sentence(spec, profile, overrides, directory)
         click.echo("\n".join(answer_lines(option, advice, ready, line_width(sys.stdout))))
         _print_option(inputs, option, budget)
         _print_more(option, explained, built)
@@ -158,6 +197,94 @@ def plan(
         from hpctrain.base.errors import HpctrainError
 
         raise HpctrainError("megatron-core builds other numbers of parameters than planned")
+
+
+# Options about layouts, and why they say nothing of a trainer of its own.
+_LAYOUT_OPTIONS = {
+    "explain": "hpctrain chooses no layout for this trainer: there is nothing to explain",
+    "goal": "hpctrain chooses no layout for this trainer: there is one plan",
+    "sizes": "how fast this trainer is on other numbers of GPUs is not known",
+    "write": "hpctrain chooses no layout for this trainer: there is nothing to write",
+    "verify": "hpctrain builds no model for this trainer",
+}
+
+
+def _refuse_layout_options() -> None:
+    """Raise UsageError for an option that was given and says nothing of a trainer of its own."""
+    context = click.get_current_context()
+    names = {one.name: one.opts[0] for one in context.command.params}
+    for name, reason in _LAYOUT_OPTIONS.items():
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{names[name]}: {reason}")
+
+
+def _plan_trainer(
+    prepared: PreparedTrainerRun,
+    pace: KnownPace | None,
+    budget: Budget | None,
+    ready: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Show the plan of a run with a trainer of its own: what is known, and what is not."""
+    from hpctrain.base.errors import DoesNotFitError, UsageError
+    from hpctrain.base.units import short_duration
+    from hpctrain.job.plan import compared_tariffs
+    from hpctrain.job.plan_text import (
+        decision_lines,
+        forecast_lines,
+        run_lines,
+        spot_lines,
+        trainer_answer_lines,
+        wrapped,
+    )
+    from hpctrain.job.trainer_forecast import trainer_facts, unknown_time
+    from hpctrain.plan.forecast.options import cheapest_plan, check_currency
+    from hpctrain.simulate.forecasts import forecast_run
+    from hpctrain.spec.trainer import LEVELS
+
+    job = prepared.job
+    if budget is not None:
+        check_currency(budget, job.profile)
+    facts, forecast, unknown = trainer_facts(job, pace), None, unknown_time(job)
+    if facts is not None:
+        try:
+            with busy("playing runs with failures ..."):
+                forecast = forecast_run(job, facts)
+        except DoesNotFitError as error:
+            unknown = f"{error}; {error.hint}"
+    spot = decision = None
+    if facts is not None and forecast is not None:
+        spot = compared_tariffs(job, facts, forecast, budget)
+        decision = None if budget is None else cheapest_plan([forecast], budget)
+    elif budget is not None:
+        raise UsageError("--budget and --deadline need a forecast, and there is none", hint=unknown)
+    if as_json:
+        json_out(
+            "plan",
+            prepared.plan,
+            forecast=forecast,
+            spot=spot,
+            budget=decision,
+            pace=pace,
+            levels=LEVELS,
+        )
+    else:
+        width = line_width(sys.stdout)
+        lines = decision_lines(decision, width) if decision else []
+        lines += trainer_answer_lines(forecast, unknown, ready, width)
+        lines += run_lines(prepared, width)
+        if forecast is not None and pace is not None:
+            pace_text = f"{short_duration(pace.step_seconds)} a step, {pace.source}"
+            lines += wrapped(pace_text, "Step      ", " " * 10, width)
+            lines += forecast_lines(forecast, width)
+        if spot is not None:
+            lines += ["", *spot_lines(spot, width)]
+        click.echo("\n".join(lines))
+        for warning in prepared.plan.warnings:
+            warn(warning)
+    if decision is not None and decision.chosen is None:
+        raise DoesNotFitError("no plan meets the budget: see what is missing above")
 
 
 def _decided(

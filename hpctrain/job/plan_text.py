@@ -31,7 +31,9 @@ from hpctrain.plan.mesh.candidate import recompute_words
 
 if TYPE_CHECKING:
     from hpctrain.job.plan import Advice, Option
-    from hpctrain.plan.job import TrainingJob
+    from hpctrain.job.prepare import Prepared
+    from hpctrain.job.trainer_run import PreparedTrainerRun
+    from hpctrain.plan.job import Job
 
 
 _COLUMNS = {  # of the stages: header -> its parts of `MemoryBreakdown`
@@ -105,14 +107,7 @@ def answer_lines(
     if forecast is None:
         unknown = option.remark or "unknown: the profile does not have the speed of its GPUs"
         return [*lines, *entry("Takes", unknown, width), *last]
-    training = days(forecast.times.training_seconds)
-    mean = days(forecast.times.total_seconds)
-    took = days_range(forecast)
-    average = "" if took == mean else f", {mean} on average"
-    lines += entry("Takes", f"{took}{average}; {training} of it training", width)
-    hours = f"{forecast.gpu_hours:,.0f} GPU-hours"
-    money = money_range(forecast)
-    lines += entry("Costs", hours if money is None else f"{money}; {hours} on average", width)
+    lines += _price_lines(forecast, width)
     for number, one in enumerate(advice or ()):
         how = f": `{one.command}`" if one.command else ""
         lines += entry("" if number else "Better", f"{one.sentence}{how}", width)
@@ -121,7 +116,41 @@ def answer_lines(
     return [*lines, *last]
 
 
-def continuation_lines(job: TrainingJob, width: int = LINE_WIDTH) -> list[str]:
+def trainer_answer_lines(
+    forecast: Forecast | None, unknown: str, ready: str | None = None, width: int = LINE_WIDTH
+) -> list[str]:
+    """Answer the same of a run with a trainer of its own; `unknown`: why there is no forecast."""
+    lines = entry("Takes", unknown, width) if forecast is None else _price_lines(forecast, width)
+    return [*lines, *(entry("Ready", ready, width) if ready else []), ""]
+
+
+def _price_lines(forecast: Forecast, width: int) -> list[str]:
+    """Format how long a run takes and what it costs, with the range of the played runs."""
+    training = days(forecast.times.training_seconds)
+    mean = days(forecast.times.total_seconds)
+    took = days_range(forecast)
+    average = "" if took == mean else f", {mean} on average"
+    lines = entry("Takes", f"{took}{average}; {training} of it training", width)
+    hours = f"{forecast.gpu_hours:,.0f} GPU-hours"
+    money = money_range(forecast)
+    return [
+        *lines,
+        *entry("Costs", hours if money is None else f"{money}; {hours} on average", width),
+    ]
+
+
+def run_lines(prepared: Prepared | PreparedTrainerRun, width: int = LINE_WIDTH) -> list[str]:
+    """Format what `submit` shows of a run of either kind."""
+    from hpctrain.job.trainer_run import PreparedTrainerRun, trainer_lines
+
+    if isinstance(prepared, PreparedTrainerRun):
+        lines = [line for pair in trainer_lines(prepared) for line in entry(*pair, width)]
+    else:
+        lines = plan_lines(prepared.plan, width)
+    return [*lines, *continuation_lines(prepared.job, width)]
+
+
+def continuation_lines(job: Job, width: int = LINE_WIDTH) -> list[str]:
     """Describe how the run continues after an attempt that ends early, and what prevents it."""
     lines = entry("Continues", continuation_line(job.profile, job.partition), width)
     for problem in continuation_problems(job.profile, job.partition):
@@ -559,13 +588,16 @@ def _entry(label: str, text: str, width: int) -> list[str]:
 
 def _saves(forecast: Forecast) -> str:
     interval, checkpoint = forecast.interval, forecast.checkpoint
+    often = f"every {interval.steps:,} steps ({days(interval.seconds)})"
+    stops = f"stops training for {short_duration(checkpoint.stall_seconds)}"
+    if checkpoint.total_bytes is None:  # of a trainer that is not known
+        return "none" if interval.steps >= forecast.steps else f"{often}, each {stops}"
     text = (
-        f"{short_bytes(checkpoint.total_bytes)} every {interval.steps:,} steps "
-        f"({days(interval.seconds)}); best {interval.best_steps:,} (Young "
+        f"{short_bytes(checkpoint.total_bytes)} {often}; best {interval.best_steps:,} (Young "
         f"{days(interval.young_seconds)}, Daly {days(interval.daly_seconds)})"
     )
     write = f"{short_duration(checkpoint.write_seconds)} to write ({checkpoint.write_limit})"
-    return f"{text} · {write}, stops training for {short_duration(checkpoint.stall_seconds)}"
+    return f"{text} · {write}, {stops}"
 
 
 def _count(number: float) -> str:

@@ -32,20 +32,26 @@ from hpctrain.base.errors import (
 from hpctrain.base.units import short_bytes
 from hpctrain.job.footprint import footprint_of
 from hpctrain.job.input_checks import check_pretrained, check_samples, sidecar_notes
-from hpctrain.job.prepare import Prepared, load_inputs, prepare
+from hpctrain.job.prepare import Prepared, PreparedRun, load_any_inputs
 from hpctrain.job.render.containers import run_container
 from hpctrain.job.render.environment import environment_of, login_names
 from hpctrain.job.supervisor_settings import notify_settings
+from hpctrain.job.trainer_run import (
+    PreparedTrainerRun,
+    command_problem,
+    prepare_any,
+    trainer_lines,
+)
 from hpctrain.notify.channels import channel_problems
-from hpctrain.records.find import runs_directory
-from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.job_text import expanded_text
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.notify import joined_notify
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import RunSpec
+from hpctrain.spec.trainer import TrainerRunSpec
 
+AnySpec = Loaded[RunSpec] | Loaded[TrainerRunSpec]
 State = Literal["works", "limited", "fails", "unknown"]
 # Longer runs need data of their own, or the word that they do not.
 MADE_UP_STEPS = 100
@@ -84,19 +90,17 @@ class Examined:
     """All checks of one run; `prepared` is None if it cannot be planned, and `error` says why."""
 
     checks: tuple[Check, ...]
-    prepared: Prepared | None = None
+    prepared: PreparedRun | None = None
     error: HpctrainError | None = None
 
-    def refuse(self) -> Prepared:
-        """Return the run. Raises what planning raised if that is all, else all problems at once."""
+    def refuse(self) -> None:
+        """Raise what planning raised if that is all, else all problems at once, if any."""
         problems = [problem for check in self.checks for problem in check.problems]
         own = sum(len(check.problems) for check in self.checks if check.subject == _PLAN)
         if self.error is not None and len(problems) == own:
             raise self.error
         if problems:
             raise InvalidInputError(problems)
-        assert self.prepared is not None
-        return self.prepared
 
 
 def examine(
@@ -108,13 +112,18 @@ def examine(
     template_directory: Path | None = None,
 ) -> Examined:
     """Read, plan, render and check. Raises InvalidInputError for documents that cannot be read."""
-    loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
+    loaded_spec, loaded_profile = load_any_inputs(spec, profile, overrides)
     try:
-        prepared = prepare(
+        prepared = prepare_any(
             spec, profile, overrides, runs=runs, template_directory=template_directory
         )
     except (InvalidInputError, DoesNotFitError, LimitError) as error:
-        checks = (_refused(error, loaded_spec), *input_checks(loaded_spec, loaded_profile))
+        if isinstance(loaded_spec.document, TrainerRunSpec):
+            raise
+        checks = (
+            _refused(error, loaded_spec),
+            *input_checks(loaded_spec, loaded_profile),
+        )
         return Examined(checks, error=error)
     return Examined(checks_of(prepared, runs), prepared)
 
@@ -126,19 +135,24 @@ def examined(
     *,
     runs: Path,
     template_directory: Path | None = None,
-) -> Prepared:
+) -> Prepared | PreparedTrainerRun:
     """Return the run that `examine` finds nothing wrong with. Raises as `Examined.refuse`."""
     found = examine(spec, profile, overrides, runs=runs, template_directory=template_directory)
-    return found.refuse()
+    found.refuse()
+    assert isinstance(found.prepared, Prepared | PreparedTrainerRun)
+    return found.prepared
 
 
 def checks_of(
-    prepared: Prepared, runs: Path, inputs: tuple[Check, ...] | None = None
+    prepared: PreparedRun, runs: Path, inputs: tuple[Check, ...] | None = None
 ) -> tuple[Check, ...]:
     """Check a run that is planned and rendered. Reads files; asks Slurm nothing.
 
     `inputs` are the `input_checks` of another run with the same data, model and engine.
     """
+    if isinstance(prepared, PreparedTrainerRun):
+        return _trainer_checks(prepared, runs)
+    assert isinstance(prepared, Prepared)
     if inputs is None:
         inputs = input_checks(prepared.spec, prepared.profile, prepared.facts.python)
     plan = prepared.plan
@@ -157,7 +171,53 @@ def checks_of(
     )
 
 
-def _unset(prepared: Prepared) -> Iterator[Check]:
+# Lines of `trainer_lines` that are no findings, and how they begin in the list.
+_OF_A_TRAINER: tuple[tuple[str, State, str], ...] = (
+    ("Next", "limited", "next is"),
+    ("Done", "works", "done"),
+    ("First", "works", "the first launch runs"),
+    ("Later", "works", "later ones run"),
+)
+
+
+def _trainer_checks(prepared: PreparedTrainerRun, runs: Path) -> tuple[Check, ...]:
+    """Check a run with a trainer of its own: what can be known of its command from here."""
+    document, profile = prepared.spec.document, prepared.profile
+    software, python = profile.document.software, prepared.facts.python
+    container = run_container(document.container, software.container)
+    if software.python is not None or software.activate is not None:
+        python = _interpreter_here(software.interpreter(python))
+    lines = dict(trainer_lines(prepared))
+    plan, problem = prepared.plan, command_problem(prepared)
+    message = f"`trainer.command`: {problem}"
+    return (
+        _check(_PLAN, "works", str(plan.nodes)),
+        _check(_PLAN, "limited", f"memory {lines['Memory']}"),
+        _check("trainer", "works", f"level {lines['Level']}"),
+        *(
+            _check(_PLAN if label == "Next" else "trainer", state, f"{words} {lines[label]}")
+            for label, state, words in _OF_A_TRAINER
+            if label in lines
+        ),
+        *(_check(_PLAN, "limited", warning) for warning in plan.warnings),
+        *(_check("trainer", "unknown", f"it needs {need}") for need in document.trainer.needs),
+        *(
+            []
+            if problem is None
+            else [_failed("trainer", prepared.spec.problem("trainer.command", message))]
+        ),
+        *_interpreter(profile, python),
+        _software((), None, container, python, profile.file),
+        *_tracking(prepared.spec, python),
+        *_image(container),
+        *_channels(prepared.spec, profile),
+        *_unset(prepared),
+        *_room(runs),
+        *_watch(prepared, runs),
+    )
+
+
+def _unset(prepared: PreparedRun) -> Iterator[Check]:
     """Find variables that fields need in the job, which inherits them from here and finds none."""
     job, facts = prepared.job, prepared.facts
     environment = environment_of(job, facts.python, facts.setup, facts.gpu_variables)
@@ -173,6 +233,7 @@ def input_checks(
 ) -> tuple[Check, ...]:
     """Check what needs no plan: data, weights, the software that trains, its image."""
     document, software = spec.document, profile.document.software
+    abilities = document.engine.abilities
     container = run_container(document.container, software.container)
     if software.python is not None or software.activate is not None:
         python = _interpreter_here(software.interpreter(python))
@@ -184,7 +245,7 @@ def input_checks(
         _data(spec),
         *weights,
         *_interpreter(profile, python),
-        _software(document.engine.abilities, container, python, profile.file),
+        _software(abilities.packages, abilities.extra, container, python, profile.file),
         *_tracking(spec, python),
         *_image(container),
         *_channels(spec, profile),
@@ -240,10 +301,17 @@ def _data(spec: Loaded[RunSpec]) -> Check:
 
 
 def _software(
-    abilities: EngineAbilities, container: ContainerProfile | None, python: str, file: str | None
+    needed: Sequence[str],
+    extra: str | None,
+    container: ContainerProfile | None,
+    python: str,
+    file: str | None,
 ) -> Check:
-    """Look for the engine's packages in the Python that will train; `file`: the profile's."""
-    packages = ("hpctrain", *abilities.packages)
+    """Look for packages in the Python that the job starts; `file`: the profile's.
+
+    `extra`: that of hpctrain which installs them.
+    """
+    packages = ("hpctrain", *needed)
     names = ", ".join(packages)
     if container is not None:
         sentence = f"the image is to have {names}: looked for at the start of a job"
@@ -252,7 +320,7 @@ def _software(
     if isinstance(found, Check):
         return found
     message = f"{python}, which is to train, has no {' and no '.join(found)}"
-    name = f"hpctrain[{abilities.extra}]" if abilities.extra else "hpctrain"
+    name = f"hpctrain[{extra}]" if extra else "hpctrain"
     hint = f"install it there (`pip install '{name}'`), or name another: `software.python`"
     return _check("software", "fails", message, Problem(message, file, hint=hint))
 
@@ -291,7 +359,7 @@ def _elf_architecture(path: str) -> str | None:
     return known.get(int.from_bytes(head[18:20], "little")) if head[:4] == b"\x7fELF" else None
 
 
-def _tracking(spec: Loaded[RunSpec], python: str) -> Iterator[Check]:
+def _tracking(spec: AnySpec, python: str) -> Iterator[Check]:
     """Look for TensorBoard and W&B in the Python of the supervisor, which writes for them.
 
     It runs on the first node of a job, beside any container.
@@ -346,7 +414,7 @@ def _image(container: ContainerProfile | None) -> Iterator[Check]:
         yield _check("image", "fails", problem.message, problem)
 
 
-def _channels(spec: Loaded[RunSpec], profile: Loaded[ClusterProfile]) -> Iterator[Check]:
+def _channels(spec: AnySpec, profile: Loaded[ClusterProfile]) -> Iterator[Check]:
     """Look for the secrets and programs with which the run tells people, and for `watch`."""
     own = spec.document.notify
     notify = joined_notify(own, profile.document.notify)
@@ -370,7 +438,7 @@ def _channels(spec: Loaded[RunSpec], profile: Loaded[ClusterProfile]) -> Iterato
         )
 
 
-def _watch(prepared: Prepared, runs: Path) -> Iterator[Check]:
+def _watch(prepared: PreparedRun, runs: Path) -> Iterator[Check]:
     """Say when nobody sends what a job cannot send: where its node dies or has no network."""
     if prepared.supervise.notify is None:
         return
@@ -385,21 +453,27 @@ def _watch(prepared: Prepared, runs: Path) -> Iterator[Check]:
         yield _check("notify", "limited", words)
 
 
-def _space(prepared: Prepared, runs: Path) -> Check:
-    """Compare what the run keeps with what its file system has left."""
+def _room(runs: Path) -> Iterator[Check]:
+    """Find that the directory of runs cannot be made, or cannot be asked for what it has left."""
     left = directory_facts(runs)
     if left.free_bytes is None or left.free_inodes is None:
-        return _check(
-            "space",
-            "unknown",
-            f"{runs} cannot be asked for what it has left",
-        )
+        yield _check("space", "unknown", f"{runs} cannot be asked for what it has left")
+        return
     nearest = next((one for one in runs.absolute().parents if one.is_dir()), Path("/"))
     keeps_files = left.free_bytes or left.free_inodes or left.inodes  # /proc does not
     if not left.exists and not (keeps_files and os.access(nearest, os.W_OK)):
         message = f"{runs} does not exist, and no directory can be made in {nearest}"
         hint = "another directory: `--runs`, $HPCTRAIN_RUNS"
-        return _check("space", "fails", message, Problem(message, hint=hint))
+        yield _check("space", "fails", message, Problem(message, hint=hint))
+
+
+def _space(prepared: Prepared, runs: Path) -> Check:
+    """Compare what the run keeps with what its file system has left."""
+    missing = next(_room(runs), None)
+    if missing is not None:
+        return missing
+    left = directory_facts(runs)
+    assert left.free_bytes is not None and left.free_inodes is not None, "it has been asked"
     try:
         needed = footprint_of(prepared)
     except DoesNotFitError as error:
@@ -416,7 +490,7 @@ def _space(prepared: Prepared, runs: Path) -> Check:
     return _check("space", "fails", words, Problem(words, hint=hint))
 
 
-def _refused(error: HpctrainError, spec: Loaded[RunSpec]) -> Check:
+def _refused(error: HpctrainError, spec: AnySpec) -> Check:
     """Make a check of what planning refuses; each reason at its field."""
     if isinstance(error, RefusedPlanError) and error.refusals:
         hints = [error.hint, *[None] * (len(error.refusals) - 1)]
@@ -435,9 +509,9 @@ def _refused(error: HpctrainError, spec: Loaded[RunSpec]) -> Check:
 # -- Formats what would end a run in the queue or at its start: the sentence of `plan` ----------
 
 
-def ready_sentence(spec: Path, profile: str, overrides: Sequence[str]) -> str:
+def ready_sentence(spec: Path, profile: str, overrides: Sequence[str], runs: Path) -> str:
     """Say whether the run could be submitted, and the command that follows."""
-    checks = examine(spec, profile, overrides, runs=runs_directory(None)).checks
+    checks = examine(spec, profile, overrides, runs=runs).checks
     words = input_words(spec, profile, overrides)
     failing = [check for check in checks if check.state == "fails"]
     notes = [

@@ -9,14 +9,16 @@ writing files, looking for inputs (`hpctrain.supervise.preflight`,
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from hpctrain.base.errors import DoesNotFitError, InvalidInputError, LimitError, Problem
 from hpctrain.engines.module import ModuleConfig
@@ -35,11 +37,16 @@ from hpctrain.job.render.script import (
 )
 from hpctrain.job.render.shell_files import ShellFile
 from hpctrain.job.site_warnings import refuse_ended_reservation, site_warnings
-from hpctrain.job.supervisor_settings import submit_settings, training_supervision
+from hpctrain.job.supervisor_settings import (
+    submit_settings,
+    tracking_settings,
+    training_supervision,
+)
 from hpctrain.judge.catalogue import load_signatures
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.job import TrainingJob, parallel_as_planned
+from hpctrain.plan.job import TrainerJob, TrainingJob, parallel_as_planned
+from hpctrain.plan.trainer_plan import TrainerPlan
 from hpctrain.records.datasets import bin_path, idx_path, npz_path
 from hpctrain.records.evaluations import EvaluationJob, EvaluationSettings
 from hpctrain.records.find import new_run_id
@@ -56,6 +63,7 @@ from hpctrain.spec.calibration import (
 )
 from hpctrain.spec.loader import (
     Loaded,
+    load_any_run_spec,
     load_calibration,
     load_catalogue,
     load_named_profile,
@@ -64,8 +72,10 @@ from hpctrain.spec.loader import (
     partition_profile,
     profile_search_path,
 )
+from hpctrain.spec.positions import write_resolved
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, RunSpec
+from hpctrain.spec.trainer import TrainerRunSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
@@ -170,26 +180,90 @@ def _on_fewer_nodes(job: TrainingJob, nodes: int, micro: int | str) -> RunSpec:
 # ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Prepared(JobDocuments):
-    """A run that is ready to be submitted.
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun(JobDocuments, ABC):
+    """A run that is ready to be submitted, of hpctrain's engines or of a trainer of its own.
 
-    `facts` and `template_directory` are the inputs of rendering. `evaluation_profiles`: the profile
-    in the partition of each evaluation job.
+    `facts` and `template_directory` are the inputs of rendering.
     """
 
-    spec: Loaded[RunSpec]
+    spec: Loaded[RunSpec] | Loaded[TrainerRunSpec]
     profile: Loaded[ClusterProfile]
-    plan: Plan
-    train: TrainConfig
+    plan: Plan | TrainerPlan
     facts: ScriptFacts
     template_directory: Path | None = None
-    smaller: tuple[SizedConfig, ...] = ()
-    evaluation_profiles: tuple[ClusterProfile, ...] = ()
+
+    @property
+    @abstractmethod
+    def job(self) -> TrainingJob | TrainerJob:
+        """The three documents together."""
 
     @property
     def run_id(self) -> str:
         return self.facts.run_id
+
+    @property
+    @abstractmethod
+    def resolved_spec(self) -> str:
+        """The text of the spec with all values and their origins."""
+
+    @property
+    @abstractmethod
+    def checkout(self) -> str | None:
+        """The directory whose code trains, of which uncommitted changes are kept."""
+
+    @abstractmethod
+    def build_script(self, facts: ScriptFacts) -> Script:
+        """Build the script of this run with other facts, such as another run id."""
+
+    @abstractmethod
+    def own_texts(self, layout: RunLayout) -> list[tuple[Path, str]]:
+        """The files of the run directory that this kind of run has, beside those of every run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared(PreparedRun):
+    """A run of hpctrain's engines that is ready to be submitted.
+
+    `evaluation_profiles`: the profile in the partition of each evaluation job.
+    """
+
+    spec: Loaded[RunSpec]
+    plan: Plan
+    train: TrainConfig
+    smaller: tuple[SizedConfig, ...] = ()
+    evaluation_profiles: tuple[ClusterProfile, ...] = ()
+
+    @property
+    def resolved_spec(self) -> str:
+        return write_resolved(self.spec)
+
+    @property
+    def checkout(self) -> str | None:
+        return self.train.checkout_directory
+
+    def build_script(self, facts: ScriptFacts) -> Script:
+        return build_script(self.job, facts)
+
+    def own_texts(self, layout: RunLayout) -> list[tuple[Path, str]]:
+        wanted = tracking_settings(layout, self.job)
+        tracking = [] if wanted is None else [wanted]
+        sizes = [(layout.ds_config, self.train)]
+        sizes += [(layout.ds_config_for(one.shape.nodes), one.train) for one in self.smaller]
+        return [
+            (layout.train_config, self.train.model_dump_json(indent=1)),
+            *evaluation_files(self, layout),
+            *((layout.tracking_config, one.model_dump_json(indent=1)) for one in tracking),
+            *(
+                (layout.train_config_for(one.shape.nodes), one.train.model_dump_json(indent=1))
+                for one in self.smaller
+            ),
+            *(  # the configuration of the engine's own library, if it has one
+                (path, json.dumps(config.library_config, indent=1) + "\n")
+                for path, config in sizes
+                if config.library_config is not None
+            ),
+        ]
 
     @property
     def job(self) -> TrainingJob:
@@ -204,11 +278,25 @@ def load_inputs(
 
     Raises InvalidInputError with the problems of both at once.
     """
+    return _load_both(lambda: load_run_spec(spec, overrides), profile)
+
+
+def load_any_inputs(
+    spec: Path, profile: str, overrides: Sequence[str] = ()
+) -> tuple[Loaded[RunSpec] | Loaded[TrainerRunSpec], Loaded[ClusterProfile]]:
+    """Read both documents as `load_inputs` does, also of a run with a trainer of its own."""
+    return _load_both(lambda: load_any_run_spec(spec, overrides), profile)
+
+
+SpecT = TypeVar("SpecT", Loaded[RunSpec], Loaded[RunSpec] | Loaded[TrainerRunSpec])
+
+
+def _load_both(load: Callable[[], SpecT], profile: str) -> tuple[SpecT, Loaded[ClusterProfile]]:
     problems: list[Problem] = []
-    loaded_spec: Loaded[RunSpec] | None = None
+    loaded_spec: SpecT | None = None
     loaded_profile: Loaded[ClusterProfile] | None = None
     try:
-        loaded_spec = load_run_spec(spec, overrides)
+        loaded_spec = load()
     except InvalidInputError as error:
         problems.extend(error.problems)
     try:
@@ -375,7 +463,7 @@ def _prepared(
         plan=plan.model_copy(update={"warnings": (*plan.warnings, *warnings)}),
         train=train,
         supervise=training_supervision(job, run_id, runs, shapes_of(plan, smaller), inputs),
-        script=_rendered(script, templates),
+        script=rendered(script, templates),
         facts=facts,
         template_directory=templates,
         smaller=smaller,
@@ -384,28 +472,32 @@ def _prepared(
     )
 
 
-def _rendered(script: Script, templates: Path | None) -> str:
+def rendered(script: Script, templates: Path | None) -> str:
+    """Render a script. Raises InvalidInputError for a template of the site that drops too much."""
     text = render_script(script, templates)
     if templates is not None:
         refuse_dropped_directives(script, text, templates)
     return text
 
 
-def with_free_run_id(prepared: Prepared, runs: Path) -> Prepared:
+RunT = TypeVar("RunT", bound=PreparedRun)
+
+
+def with_free_run_id(prepared: RunT, runs: Path) -> RunT:
     """Give the job the next free run id: two submits of one spec may choose the same one."""
     name = prepared.spec.document.name
     run_id = new_run_id(runs, name, prepared.spec.digest, prepared.profile.digest)
     return with_run_id(prepared, run_id)
 
 
-def with_run_id(prepared: Prepared, run_id: str) -> Prepared:
+def with_run_id(prepared: RunT, run_id: str) -> RunT:
     """Give the job another run id."""
     facts = replace(prepared.facts, run_id=run_id, comment=run_comment(run_id))
     return replace(
         prepared,
         facts=facts,
         supervise=prepared.supervise.model_copy(update={"run_id": run_id}),
-        script=_rendered(build_script(prepared.job, facts), prepared.template_directory),
+        script=rendered(prepared.build_script(facts), prepared.template_directory),
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import grp
 import hashlib
-import json
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -17,8 +16,7 @@ from pathlib import Path
 from hpctrain.base.durable import is_temporary, replace_text
 from hpctrain.base.errors import UsageError
 from hpctrain.job.kept_code import keep_checkout_changes, keep_code
-from hpctrain.job.prepare import Prepared, evaluation_files
-from hpctrain.job.supervisor_settings import tracking_settings
+from hpctrain.job.prepare import PreparedRun
 from hpctrain.records.find import RunFiles
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind
@@ -38,7 +36,7 @@ def _group_name(group: int) -> str:
         return str(group)
 
 
-def reading_group(prepared: Prepared, runs: Path) -> int | None:
+def reading_group(prepared: PreparedRun, runs: Path) -> int | None:
     """Return the group that may read the run: that of the directory of runs, or nobody."""
     if prepared.profile.document.run_access == "private":
         return None
@@ -46,7 +44,7 @@ def reading_group(prepared: Prepared, runs: Path) -> int | None:
     return runs.stat().st_gid
 
 
-def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
+def write_run_directory(prepared: PreparedRun, runs: Path) -> RunLayout:
     """Create the complete run directory.
 
     Raises RunExistsError when it exists already, UsageError for a path that Slurm cannot take or
@@ -85,8 +83,8 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
     for path, text in _documents(prepared, layout):
         replace_text(path, text, mode=0o600)
     keep_code(layout)
-    if prepared.train.checkout_directory is not None:
-        keep_checkout_changes(layout, Path(prepared.train.checkout_directory))
+    if prepared.checkout is not None:
+        keep_checkout_changes(layout, Path(prepared.checkout))
     digest = hashlib.sha256(prepared.script.encode()).hexdigest()
     RunFiles(layout).ledger.append(
         EventKind.RENDERED,
@@ -96,33 +94,18 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
     return layout
 
 
-def _documents(prepared: Prepared, layout: RunLayout) -> list[tuple[Path, str]]:
+def _documents(prepared: PreparedRun, layout: RunLayout) -> list[tuple[Path, str]]:
     """List the files that are made of what was prepared, with their texts."""
-    wanted = tracking_settings(layout, prepared.job)
-    tracking = [] if wanted is None else [wanted]
-    sizes = [(layout.ds_config, prepared.train)]
-    sizes += [(layout.ds_config_for(one.shape.nodes), one.train) for one in prepared.smaller]
     return [
-        (layout.spec, write_resolved(prepared.spec)),
+        (layout.spec, prepared.resolved_spec),
         (layout.profile, write_resolved(prepared.profile)),
         (layout.plan, prepared.plan.model_dump_json(indent=1)),
-        (layout.train_config, prepared.train.model_dump_json(indent=1)),
         *prepared.texts(layout).items(),
-        *evaluation_files(prepared, layout),
-        *((layout.tracking_config, one.model_dump_json(indent=1)) for one in tracking),
-        *(
-            (layout.train_config_for(one.shape.nodes), one.train.model_dump_json(indent=1))
-            for one in prepared.smaller
-        ),
-        *(  # the configuration of the engine's own library, if it has one
-            (path, json.dumps(config.library_config, indent=1) + "\n")
-            for path, config in sizes
-            if config.library_config is not None
-        ),
+        *prepared.own_texts(layout),
     ]
 
 
-def remove_half_written(prepared: Prepared, layout: RunLayout) -> None:
+def remove_half_written(prepared: PreparedRun, layout: RunLayout) -> None:
     """Remove what an interrupted `write_run_directory` has left, so that it can be written anew.
 
     Raises UsageError, and removes nothing, where there is anything that it does not write: without

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.base.units import short_duration
-from hpctrain.page.options import ProfileName, Seconds, json_option, set_option
+from hpctrain.page.options import (
+    ProfileName,
+    Seconds,
+    json_option,
+    pace_options,
+    runs_option,
+    set_option,
+)
 from hpctrain.page.output import busy, json_out
 from hpctrain.page.text import facts
 
@@ -136,6 +143,8 @@ def number_options(function: Any) -> Any:
     show_default=True,
     help="What the best combination is.",
 )
+@pace_options
+@runs_option
 @json_option
 def simulate(
     spec: Path | None,
@@ -149,6 +158,9 @@ def simulate(
     trials: int | None,
     seed: int,
     goal: Goal,
+    step_time: float | None,
+    like: str | None,
+    runs: Path | None,
     as_json: bool,
     **numbers: float | int | None,
 ) -> None:
@@ -164,6 +176,8 @@ def simulate(
       hpctrain simulate --gpus 1024 --interval 10min,30min,1h,auto --spares 0,2
     """
     from hpctrain.job import simulation as action
+    from hpctrain.job.trainer_forecast import refuse_pace
+    from hpctrain.records.find import runs_directory
 
     given = {name: number for name, number in numbers.items() if number is not None}
     if (spec is None) == (gpus is None):
@@ -178,9 +192,17 @@ def simulate(
     prices = None
     if spec is not None and profile is not None:
         scenario, prices, notes = action.scenario_of_spec(
-            spec, profile, overrides, causes, requeue_wait
+            spec,
+            profile,
+            overrides,
+            causes,
+            requeue_wait,
+            step_time,
+            like,
+            runs_directory(runs),
         )
     else:
+        refuse_pace(step_time, like)
         fields = {_FIELDS.get(name, name): number for name, number in given.items()}
         if fields.get("walltime_seconds") == 0:
             fields["walltime_seconds"] = math.inf

@@ -15,7 +15,9 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.base.errors import UsageError
 from hpctrain.base.units import short_duration
+from hpctrain.job.prepare import load_any_inputs, load_knowledge
 from hpctrain.plan.forecast.rates import RESTART_SECONDS
+from hpctrain.plan.job import TrainerJob, TrainingJob
 from hpctrain.simulate.forecasts import (
     LEAST_TRIALS,
     policy_settings,
@@ -27,6 +29,7 @@ from hpctrain.simulate.monte_carlo import Choice, Goal, auto_interval_seconds, c
 from hpctrain.simulate.scenario import MixName, Scenario
 from hpctrain.spec.profile.hardware import PriceProfile
 from hpctrain.spec.run import SuperviseSpec
+from hpctrain.spec.trainer import TrainerRunSpec
 
 # A simulation should take seconds.
 _MOST_PLAYED = 200_000_000
@@ -98,28 +101,41 @@ def scenario_of_spec(
     overrides: Sequence[str] = (),
     mix: MixName = "llama3",
     queue_wait_seconds: float = 0.0,
+    step_time: float | None = None,
+    like: str | None = None,
+    runs: Path = Path("runs"),
 ) -> tuple[Scenario, PriceProfile | None, tuple[str, ...]]:
     """Build the scenario of a planned run, the one of its forecast; returns also prices and notes.
 
-    Raises what `hpctrain plan` raises, and UsageError where no step time is predicted.
+    `step_time`, `like`, `runs`: how fast a trainer of its own is (`trainer_forecast`). Raises what
+    `hpctrain plan` raises, and UsageError where no step time is predicted.
     """
-    from hpctrain.job import plan as planning
+    from hpctrain.job.trainer_forecast import known_pace, refuse_pace, trainer_facts, unknown_time
     from hpctrain.plan.forecast.predict import forecast, run_facts
     from hpctrain.plan.planner import decide
     from hpctrain.plan.request import PlanRequest
+    from hpctrain.plan.trainer_plan import plan_trainer
 
-    inputs = planning.load(spec, profile, overrides)
-    run, site = inputs.spec, inputs.profile
-    assert inputs.source is not None
-    with inputs.source.placing():
-        decision = decide(PlanRequest(run, site, inputs.knowledge, "time"))
-    facts = run_facts(decision.job)
+    loaded, profile_found = load_any_inputs(spec, profile, overrides)
+    site = profile_found.document
+    job: TrainingJob | TrainerJob
+    if isinstance(loaded.document, TrainerRunSpec):
+        with loaded.placing():
+            planned = plan_trainer(loaded.document, site)
+        job = TrainerJob(loaded.document, site, planned)
+        pace = known_pace(job, runs, step_time, like)
+        facts, unknown = trainer_facts(job, pace), unknown_time(job)
+    else:
+        refuse_pace(step_time, like)
+        knowledge = load_knowledge(profile_found)
+        with loaded.placing():
+            decision = decide(PlanRequest(loaded.document, site, knowledge, "time"))
+        job, facts = decision.job, run_facts(decision.job)
+        unknown = "unknown: the profile does not contain the speed of its GPUs"
     if facts is None:
-        raise UsageError(
-            "there is no forecast to start from: the profile does not contain the speed of its GPUs"
-        )
-    expected = forecast(run, site, facts)
-    scenario = scenario_of(decision.job, facts, expected, mix, queue_wait_seconds)
+        raise UsageError(f"there is no forecast to start from: the time of a step is {unknown}")
+    expected = forecast(job.spec, site, facts)
+    scenario = scenario_of(job, facts, expected, mix, queue_wait_seconds)
     # The simulation does not use the queue time of the closed form.
     kept = [str(note) for note in expected.assumptions if note.kind != "queue"]
     notes = [str(note) for note in scenario_notes(site)]
@@ -144,6 +160,11 @@ def simulate(
     UsageError for an interval of a spec that is not there, for too many runs, and where the
     cluster has too few nodes.
     """
+    if not scenario.resumes and intervals:
+        message = "--interval: this trainer saves nothing that it resumes from"
+        raise UsageError(message, hint="`trainer.checkpoint` in the spec")
+    if not scenario.resumes:
+        intervals = ("spec",)
     compared: Sequence[Interval] = intervals or (("auto",) if written is None else ("spec", "auto"))
     if "spec" in compared and written is None:
         raise UsageError("--interval spec: there is no spec, only numbers")

@@ -20,7 +20,7 @@ from hpctrain.base.units import short_bytes, short_duration
 from hpctrain.job.render.containers import run_container
 from hpctrain.job.render.environment import JobEnvironment, login_names
 from hpctrain.job.render.warning_lead import short_grace
-from hpctrain.plan.job import TrainingJob
+from hpctrain.plan.job import Job, TrainingJob
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import RunSpec
@@ -54,7 +54,7 @@ def site_warnings(
     )
 
 
-def ungiven_warnings(job: TrainingJob, environment: JobEnvironment) -> tuple[str, ...]:
+def ungiven_warnings(job: Job, environment: JobEnvironment) -> tuple[str, ...]:
     """Warn of each variable that a field needs in the job, and that nothing seems to set there.
 
     A warning only, because a site's prologue of tasks may set it (slurm.conf(5), TaskProlog).
@@ -68,7 +68,7 @@ def ungiven_warnings(job: TrainingJob, environment: JobEnvironment) -> tuple[str
     )
 
 
-def refuse_ended_reservation(job: TrainingJob, now: datetime) -> None:
+def refuse_ended_reservation(job: Job, now: datetime) -> None:
     """Raise LimitError where an attempt that started now would outlast the site's reservation.
 
     sbatch(1), --reservation: Slurm does not start a job that it could not finish within it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from datetime import datetime
 from pathlib import Path
 
 from hpctrain.base import clock
@@ -27,7 +28,7 @@ from hpctrain.job.job_submission import (
     submitted_run,
 )
 from hpctrain.job.preflight import Examined, checks_of
-from hpctrain.job.prepare import Prepared, with_free_run_id
+from hpctrain.job.prepare import PreparedRun, with_free_run_id
 from hpctrain.job.run_directory import RunExistsError, write_run_directory
 from hpctrain.records.find import RunFiles
 from hpctrain.records.first_starts import (
@@ -36,6 +37,7 @@ from hpctrain.records.first_starts import (
     read_first_starts,
     record_first_start,
 )
+from hpctrain.records.rehearsals import RehearsalRecord, read_rehearsals, record_rehearsal
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import TestOnlyAnswer
 
@@ -43,7 +45,7 @@ _FIRST_WITH_SEGMENTS = (24, 5)  # of Slurm
 
 
 def submit(
-    prepared: Prepared, runs: Path, slurm: SlurmClient, after: RunFiles | None = None
+    prepared: PreparedRun, runs: Path, slurm: SlurmClient, after: RunFiles | None = None
 ) -> Submitted:
     """Write the run directory and hand the script to Slurm, which starts it `after` another run.
 
@@ -72,7 +74,7 @@ def submit(
     return submitted_run(run, job_id)
 
 
-def prepare_only(prepared: Prepared, runs: Path) -> RunFiles:
+def prepare_only(prepared: PreparedRun, runs: Path) -> RunFiles:
     """Write the run directory for somebody who will look at it, and start it by hand.
 
     Raises what `submit` raises before it asks Slurm.
@@ -81,7 +83,7 @@ def prepare_only(prepared: Prepared, runs: Path) -> RunFiles:
     return _written(prepared, runs)
 
 
-def _written(prepared: Prepared, runs: Path) -> RunFiles:
+def _written(prepared: PreparedRun, runs: Path) -> RunFiles:
     while True:
         try:
             run = RunFiles(write_run_directory(prepared, runs))
@@ -92,7 +94,7 @@ def _written(prepared: Prepared, runs: Path) -> RunFiles:
     return run
 
 
-def first_start_note(prepared: Prepared, runs: Path) -> str | None:
+def first_start_note(prepared: PreparedRun, runs: Path) -> str | None:
     """Return that the first start of a profile has not been proved, and record that it was told.
 
     None where it was told before, proved in this partition, or shown by a run that has trained a
@@ -118,7 +120,36 @@ def first_start_note(prepared: Prepared, runs: Path) -> str | None:
     return f"The first start of profile {profile.name} has not been proved"
 
 
-def check(prepared: Prepared, slurm: SlurmClient) -> TestOnlyAnswer:
+def rehearsal_note(prepared: PreparedRun, runs: Path) -> tuple[str, bool] | None:
+    """Return what a rehearsal of this run has proved, and whether there was one.
+
+    That there was none is told once for a name and a profile, and recorded. None where that was
+    told, and where GPUs are emulated, as in a sandbox.
+    """
+    spec, profile = prepared.spec, prepared.profile
+    name = (spec.document.name, profile.document.name)
+    known = [one for one in read_rehearsals(runs) if (one.spec_name, one.profile) == name]
+    for one in reversed(known):
+        same = (one.spec_digest, one.profile_digest) == (spec.digest, profile.digest)
+        if one.event == "rehearsed" and same:
+            day = datetime.fromtimestamp(one.event_time).strftime("%Y-%m-%d")
+            return f"Rehearsed on {day}: {one.level_words}", True
+    if profile.document.gpu.emulated or any(one.event == "told" for one in known):
+        return None
+    with contextlib.suppress(OSError):  # then it is told again
+        told = RehearsalRecord(
+            event="told",
+            spec_name=name[0],
+            spec_digest=spec.digest,
+            profile=name[1],
+            profile_digest=profile.digest,
+            event_time=clock.now(),
+        )
+        record_rehearsal(runs, told)
+    return "This run has not been rehearsed", False
+
+
+def check(prepared: PreparedRun, slurm: SlurmClient) -> TestOnlyAnswer:
     """Validate the script with Slurm (`sbatch --test-only`); nothing is submitted."""
     wanted = prepared.supervise.submission
     slurm = slurm.at(cluster=wanted.cluster, submit_command=wanted.words)
@@ -126,7 +157,7 @@ def check(prepared: Prepared, slurm: SlurmClient) -> TestOnlyAnswer:
     return slurm.test_only(prepared.script)
 
 
-def refuse_unsubmittable(prepared: Prepared, slurm: SlurmClient) -> None:
+def refuse_unsubmittable(prepared: PreparedRun, slurm: SlurmClient) -> None:
     """Raise UsageError for a script that this Slurm would not run as it is meant."""
     _refuse_shared_name(prepared, slurm)
     segment = prepared.plan.nodes.segment
@@ -141,7 +172,7 @@ def refuse_unsubmittable(prepared: Prepared, slurm: SlurmClient) -> None:
         )
 
 
-def _refuse_shared_name(prepared: Prepared, slurm: SlurmClient) -> None:
+def _refuse_shared_name(prepared: PreparedRun, slurm: SlurmClient) -> None:
     """Singletons wait for every job of the same name and user, whatever run it is of.
 
     Raises UsageError when there is one: a run of the same id in another directory of runs.

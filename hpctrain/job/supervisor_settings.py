@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hpctrain.job.render.containers import container_words, run_container
 from hpctrain.job.render.environment import submit_variables
 from hpctrain.job.render.shell_files import site_commands
 from hpctrain.job.render.warning_lead import warning_lead
-from hpctrain.plan.job import Job, TrainingJob
+from hpctrain.plan.job import Job, TrainerJob, TrainingJob
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.supervise_config import (
     ChannelSettings,
@@ -37,6 +38,7 @@ from hpctrain.records.tracking import MOST_ID_CHARACTERS, TrackingConfig, WandbS
 from hpctrain.spec.notify import NotifySpec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.hardware import port_range
+from hpctrain.spec.run import MetricsSpec, TrackingSpec
 from hpctrain.version import __version__
 
 NODE_LEDGER_NAME = "nodes.jsonl"
@@ -103,6 +105,30 @@ def training_supervision(
     inputs: tuple[str, ...],
 ) -> SuperviseConfig:
     """Collect the settings of the supervisor of a run. `inputs`: what all nodes must read."""
+    return run_supervision(
+        job,
+        run_id,
+        runs,
+        shapes,
+        inputs,
+        target_step=job.plan.batch.train_steps,
+        launcher=job.spec.launcher,
+        warning_seconds=float(warning_lead(job).seconds),
+        verify=job.spec.checkpoint.verify,
+        speed_check=speed_check_mode(job),
+        topology=topology_settings(job),
+    )
+
+
+def run_supervision(
+    job: TrainingJob | TrainerJob,
+    run_id: str,
+    runs: Path,
+    shapes: tuple[LaunchShape, ...],
+    inputs: tuple[str, ...],
+    **own: Any,
+) -> SuperviseConfig:
+    """Collect what any run has, whoever wrote its trainer; `own` are the fields of one kind."""
     # what the ranks start from: the imported file, where there is one
     container, image = run_container(job.spec.container, job.profile.software.container), None
     if container is not None:
@@ -113,18 +139,13 @@ def training_supervision(
         run_id,
         runs,
         shapes,
-        target_step=job.plan.batch.train_steps,
-        launcher=job.spec.launcher,
-        warning_seconds=float(warning_lead(job).seconds),
-        verify=job.spec.checkpoint.verify,
-        speed_check=speed_check_mode(job),
         mttf_seconds=mttf_seconds(job),
         inputs=inputs,
         keep_launches=job.spec.logging.keep_launches,
-        topology=topology_settings(job),
         image=image,
         tracking=job.spec.tracking.wanted,
-        metrics=metrics_settings(job),
+        metrics=metrics_settings(job.profile, job.spec.metrics),
+        **own,
     )
 
 
@@ -135,9 +156,9 @@ def mttf_seconds(job: Job) -> float:
     return node_mtbf_seconds(job.profile) / job.plan.nodes.nodes
 
 
-def metrics_settings(job: TrainingJob) -> MetricsSettings | None:
+def metrics_settings(profile: ClusterProfile, wanted: MetricsSpec) -> MetricsSettings | None:
     """Collect where the job exports metrics; None where it does not."""
-    site, wanted = job.profile.metrics, job.spec.metrics
+    site = profile.metrics
     textfile = site.textfile if wanted.textfile else None
     if textfile is None and not wanted.endpoint:
         return None
@@ -217,8 +238,15 @@ _DIGEST_CHARACTERS = 8
 
 
 def tracking_settings(run: RunLayout, job: TrainingJob) -> TrackingConfig | None:
+    """Collect the settings of a run of hpctrain's engines; None if nothing is to be written."""
+    return tracking_of(run, job.spec.tracking, _description(run, job))
+
+
+def tracking_of(
+    run: RunLayout, tracking: TrackingSpec, description: Mapping[str, JsonValue]
+) -> TrackingConfig | None:
     """Collect the settings of a run; None if nothing is to be written."""
-    tracking, wandb = job.spec.tracking, job.spec.tracking.wandb
+    wandb = tracking.wandb
     if not tracking.wanted:
         return None
     directory = None
@@ -230,7 +258,7 @@ def tracking_settings(run: RunLayout, job: TrainingJob) -> TrackingConfig | None
     if wandb is not None:
         named = {"run_id": wandb_id(run), "name": wandb.name or run.run_id}
         settings = WandbSettings.model_validate(wandb.model_dump() | named)
-    return TrackingConfig(tensorboard=directory, wandb=settings, description=_description(run, job))
+    return TrackingConfig(tensorboard=directory, wandb=settings, description=dict(description))
 
 
 def wandb_id(run: RunLayout) -> str:

@@ -221,7 +221,20 @@ class SearchCounts(Document):
     tight: int
 
 
-class Plan(Document):
+class RunPlan(Document):
+    """What is decided for any run, whoever wrote its trainer."""
+
+    schema_version: Literal[1] = 1
+    run_name: str
+    profile_name: str
+    accelerator: Literal["cuda", "cpu"] = "cuda"
+    nodes: NodeRequest
+    gpu_memory_bytes: int
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+
+class Plan(RunPlan):
     """Everything that was decided for one spec on one profile.
 
     `implementation`: megatron-core's layers, None for engines that have one kind only.
@@ -234,15 +247,10 @@ class Plan(Document):
     leaf; None where the site's Slurm does not know them.
     """
 
-    schema_version: Literal[1] = 1
-    run_name: str
-    profile_name: str
     engine: EngineName
-    accelerator: Literal["cuda", "cpu"] = "cuda"
     implementation: Literal["local", "transformer_engine"] | None = None
     layout: Layout
     layout_origin: Literal["spec", "auto"]
-    nodes: NodeRequest
     batch: BatchSplit
     recompute: Recompute
     recompute_modules: tuple[RecomputeModule, ...] | None = None
@@ -258,7 +266,6 @@ class Plan(Document):
     learned_parameters: int | None = None
     stages: tuple[Stage, ...]
     memory: tuple[MemoryBreakdown, ...]
-    gpu_memory_bytes: int
     placements: tuple[AxisPlacement, ...]
     step_seconds: float | None = None
     scattered_step_seconds: float | None = None
@@ -267,8 +274,6 @@ class Plan(Document):
     unit: Literal["tokens", "images"] = "tokens"
     search: SearchCounts | None = None
     model_flops_per_step: float
-    reasons: tuple[str, ...]
-    warnings: tuple[str, ...] = ()
 
     @property
     def learned(self) -> int:

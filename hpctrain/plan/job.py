@@ -15,12 +15,14 @@ from typing import Literal, NamedTuple, Protocol
 from hpctrain.base.errors import LimitError, Refusal
 from hpctrain.base.units import Duration
 from hpctrain.plan.documents import NodeRequest, Plan
+from hpctrain.plan.trainer_plan import TrainerPlan
 from hpctrain.spec.notify import NotifySpec, joined_notify
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.slurm import PartitionProfile
 from hpctrain.spec.run import ContainerSpec, EnvironmentSpec, ParallelSpec, ResourcesSpec, RunSpec
 from hpctrain.spec.service import ServiceSpec
 from hpctrain.spec.supervision import SuperviseSpec
+from hpctrain.spec.trainer import TrainerRunSpec
 
 # srun: a task for each GPU. torchrun: a task for each node, which starts one process for each GPU.
 # node: a task for each node, whose program knows by itself what to start.
@@ -155,6 +157,14 @@ class TrainingJob(Job):
         return float(peak) if peak else None
 
 
+@dataclass(frozen=True)
+class TrainerJob(Job):
+    """The job of a run with a trainer of its own."""
+
+    spec: TrainerRunSpec
+    plan: TrainerPlan
+
+
 # -- What a GPU-hour of a run or a service costs: spot where its partition can be preempted -------
 
 
@@ -165,7 +175,9 @@ class GpuPrice(NamedTuple):
     currency: str
 
 
-def gpu_price(spec: RunSpec | ServiceSpec, profile: ClusterProfile) -> GpuPrice | None:
+def gpu_price(
+    spec: RunSpec | TrainerRunSpec | ServiceSpec, profile: ClusterProfile
+) -> GpuPrice | None:
     """Return the price that a profile has for the partition of a spec; None without prices."""
     prices = profile.for_partition(spec.resources.partition).prices
     if prices is None:

@@ -23,7 +23,7 @@ from hpctrain.plan.forecast.documents import (
 )
 from hpctrain.plan.forecast.predict import forecast
 from hpctrain.plan.forecast.rates import is_spot, preemption_wait_seconds
-from hpctrain.plan.job import TrainingJob
+from hpctrain.plan.job import TrainerJob, TrainingJob
 from hpctrain.records.supervise_config import SuperviseConfig
 from hpctrain.simulate.monte_carlo import Outcome, simulate
 from hpctrain.simulate.scenario import MixName, Scenario
@@ -40,7 +40,7 @@ _MOST_LAUNCHES = 100_000
 _REQUEUE_DELAY_SECONDS = 121.0
 
 
-def forecast_run(job: TrainingJob, facts: RunFacts) -> Forecast:
+def forecast_run(job: TrainingJob | TrainerJob, facts: RunFacts) -> Forecast:
     """Play the run and return means and quantiles, or only the closed forms if it is too long.
 
     Raises what `hpctrain.plan.forecast.predict.forecast` raises.
@@ -56,7 +56,7 @@ def forecast_run(job: TrainingJob, facts: RunFacts) -> Forecast:
 
 
 def scenario_of(
-    job: TrainingJob,
+    job: TrainingJob | TrainerJob,
     facts: RunFacts,
     expected: Forecast,
     mix: MixName = "llama3",
@@ -91,6 +91,8 @@ def scenario_of(
         if is_spot(spec, profile, facts)
         else 0.0,
         warned=stops.warned,
+        saves_at_limit=facts.saves_when_stopped,
+        resumes=facts.saves is None or facts.saves.resumes,
         # by hand at once where the site does not requeue
         supervise=policy_settings(
             spec.supervise,

@@ -127,7 +127,8 @@ class Scenario(Document):
     `relaunch_seconds` in place or a wait in the queue, then `restart_seconds` for start-up and
     loading. `requeue_delay_seconds` is Slurm's own delay (cred_expire + 1 s = 121 s),
     `queue_wait_seconds` the mean of an exponential wait after it. `walltime_seconds` ends
-    attempts; before that, and with `warned` before a preemption, there is time for a last save.
+    attempts; with `saves_at_limit` before that, and with `warned` before a preemption, there is a
+    last save. Without `resumes` nothing is saved, and each launch starts over.
     `step_deviation`, of the logarithm of the step time, is drawn once per run.
     `bad_nodes_found` is the share of responsive nodes with broken hardware that a probe detects.
     The other ones are avoided if the policy may exclude nodes, or else fail the next launch.
@@ -159,6 +160,8 @@ class Scenario(Document):
     preemptions_per_day: float = Field(0.0, ge=0)
     preemption_wait_seconds: float = Field(0.0, ge=0)
     warned: bool = True
+    saves_at_limit: bool = True
+    resumes: bool = True
     supervise: SuperviseConfig
 
     @property

@@ -162,7 +162,7 @@ class SimulatedRun:
             self._train(self.cycle.finished(left), None)
             return None
         end = self._draw_end(fails_at, soft_limit)
-        graceful = end.cause is Cause.TIME_LIMIT or (
+        graceful = (end.cause is Cause.TIME_LIMIT and scenario.saves_at_limit) or (
             end.cause is Cause.PREEMPTED and scenario.warned
         )
         stretch = self.cycle.cut_off(max(0.0, ends_at - ready), left)

@@ -18,10 +18,13 @@ from hpctrain.spec.fields import (
     annotation_at,
     description,
     did_you_mean,
+    field_types,
     is_model,
     literal_values,
     members,
+    nearest,
     parent_model,
+    section_of,
     split_branches,
     suggest_key,
 )
@@ -132,7 +135,7 @@ def _has_enough(raw: dict[str, Any], path: Path, parsed: Parsed) -> bool:
 def _known_elsewhere(model: type[BaseModel], path: Path) -> str | None:
     from hpctrain.spec.profile import ClusterProfile
 
-    here = known_elsewhere(path) if model is ClusterProfile else key_of_spec(path)
+    here = known_elsewhere(path) if model is ClusterProfile else key_of_spec(model, path)
     return known_secret(path) or here
 
 
@@ -158,7 +161,9 @@ def _problem(raw: dict[str, Any], path: Path, model: type[BaseModel], parsed: Pa
     if raw["loc"] and raw["loc"][-1] == "[key]":
         message = _PATTERNS.get(context.get("pattern", ""), "not a valid key")
         return _at(parsed, path, message, key=True)
-    hint = _value_hint(kind, model, path, value) or _known_elsewhere(model, path)
+    hints = _value_hint(kind, model, path, value), _known_elsewhere(model, path)
+    # in place of a section, what is known of its fields says more than how one is written
+    hint = next(filter(None, reversed(hints) if kind == "model_type" else hints), None)
     if kind == "value_error":
         if isinstance(wrong := context["error"], Contradiction):
             return _at(parsed, wrong.path, str(wrong), wrong.hint)
@@ -196,10 +201,27 @@ def _value_hint(kind: str, model: type[BaseModel], path: Path, value: object) ->
     choices = literal_values(annotation)
     if choices and isinstance(value, str):
         return did_you_mean(value, choices)
+    if kind in ("tuple_type", "list_type") and isinstance(value, int | float | str):
+        words = value.split() if isinstance(value, str) else []
+        return f"write `[{', '.join(words) if len(words) > 1 else shown_value(value)}]`"
+    section = path and kind in ("model_type", "model_attributes_type")
+    if section and (short := _spelt_out(annotation, value)):
+        return short
     numeric = kind in ("int_type", "int_parsing", "float_type", "float_parsing", "union")
     bare = value.replace("_", "").replace(",", "") if isinstance(value, str) else ""
     if numeric and bare.replace(".", "", 1).isdecimal():
         return "remove the quotes" if bare == value else f"write `{bare}`"
+    return None
+
+
+def _spelt_out(annotation: Any, value: object) -> str | None:
+    """Write a value as the field of a section that may have it: `{step: 60}` for `60`."""
+    section = section_of(annotation)
+    for name, kind in field_types(section).items() if section else ():
+        if type(value) in members(kind) or (
+            isinstance(value, str) and value in literal_values(kind)
+        ):
+            return f"write `{{{name}: {shown_value(value)}}}`"  # type: ignore[arg-type]
     return None
 
 
@@ -276,8 +298,22 @@ _WANDB_HINT = (
 )
 
 
-def key_of_spec(path: Path) -> str | None:
+# Keys of the section `trainer` that people write beside it.
+_OF_A_TRAINER = frozenset({"command", "script", "adapter", "done"})
+
+
+def key_of_spec(model: type[BaseModel], path: Path) -> str | None:
     """Return what to do instead of writing a key into a spec; None if nothing is known of it."""
+    from hpctrain.spec.run import RunSpec
+    from hpctrain.spec.trainer import TrainerRunSpec
+
+    key = str(path[0]) if len(path) == 1 else ""
+    if model is TrainerRunSpec and key in RunSpec.model_fields:
+        return f"`trainer` stands in place of `{key}`: give the one or the other"
+    if model in (RunSpec, TrainerRunSpec) and key in _OF_A_TRAINER:
+        return f"it belongs to a program of your own: `trainer: {{{key}: ...}}`"
+    if model is RunSpec and nearest(key, ["trainer"], cutoff=0.8):
+        return "did you mean `trainer`?"
     if path[:2] == ("tracking", "wandb") and str(path[-1]).lower() in _WANDB_KEYS:
         return _WANDB_HINT
     return _GONE_HINTS.get(".".join(str(part) for part in path))

@@ -11,7 +11,7 @@ pattern.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -135,6 +135,55 @@ _FORMS = re.compile(
     r"|glpat-[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{16}|xox[abprs]-[\w-]{10,}|nvapi-[\w-]{16,}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.|-----BEGIN [A-Z ]{0,20}PRIVATE KEY"
 )
+
+
+# Options of programs that take a secret. Others end alike: `--pad-token`, `--json-keys`.
+_SECRET_OPTION = re.compile(
+    r"(?:^|_)(?:(?:access|api|auth|aws|github|gitlab|hf|hub|login|openai|private|secret|wandb)_?"
+    r"(?:key|token)|credentials?|passphrase|passwd|password|secret)$",
+    re.IGNORECASE,
+)
+_NAMED_VALUES = (
+    re.compile(r"(?<![\w.-])([\w.-]+)=['\"]?([^\s'\";]+)"),
+    re.compile(r"(?<![\w.-])(--?[A-Za-z][\w.-]*)\s+['\"]?([^\s'\";]+)"),
+)
+
+
+def secret_in_words(words: Sequence[str]) -> tuple[int, str] | None:
+    """Find a secret among the words of a command; returns the number of the word and the reason.
+
+    It follows an option that is named like one (`--wandb-key VALUE`, `api_key=VALUE`), or has the
+    form of one. What the job takes from a variable (`$HF_TOKEN`) is none.
+    """
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if not equals:
+            name, value = (words[number - 1] if number else ""), word
+        reason = _secret_of_option(name, value)
+        if reason is not None:
+            return number, reason
+    return None
+
+
+def secret_in_script(text: str) -> str | None:
+    """Return why a text for bash looks like one with a secret in it; None if it does not."""
+    found = (
+        _secret_of_option(one[1], one[2])
+        for pattern in _NAMED_VALUES
+        for one in pattern.finditer(text)
+    )
+    form = "it has a text of the form of a secret" if _FORMS.search(text) else None
+    return next((reason for reason in found if reason is not None), form)
+
+
+def _secret_of_option(name: str, value: str) -> str | None:
+    option = name.lstrip("-").replace("-", "_").replace(".", "_")
+    literal = re.sub(r"\$\{?\w+\}?", "", value)
+    if _FORMS.search(literal):
+        return "a word has the form of a secret"
+    if not _SECRET_OPTION.search(option) or value[:1] in ("-", "$") or _SWITCH.fullmatch(literal):
+        return None
+    return f"`{name}` is named like a secret"
 
 
 def secret_reason(name: str, value: str) -> str | None:

@@ -28,6 +28,7 @@ from hpctrain.spec.merging import (
     PARTITION_SECTIONS,
     apply_overrides,
     complete_partitions,
+    fill_in_adapter,
     merged,
     option_place,
     removable,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from hpctrain.spec.reference import Kind
     from hpctrain.spec.run import RunSpec
     from hpctrain.spec.service import ServiceSpec
+    from hpctrain.spec.trainer import Adapter, TrainerRunSpec
 
 
 DocumentT = TypeVar("DocumentT", bound="BaseModel")
@@ -63,8 +65,10 @@ PACKAGED_CALIBRATION = Path(__file__).resolve().parent / "catalogue" / "calibrat
 PACKAGED_UNCERTAINTY = Path(__file__).resolve().parent / "catalogue" / "uncertainty.yaml"
 PACKAGED_SERVING = Path(__file__).resolve().parent / "catalogue" / "serving.yaml"
 PACKAGED_CATALOGUE = Path(__file__).resolve().parent / "catalogue" / CATALOGUE_FILE
+PACKAGED_ADAPTERS = Path(__file__).resolve().parent / "adapters"
 EXTENDS = "extends"
 SERVICE_KIND = "service"
+TRAINER, ADAPTER = "trainer", "adapter"
 
 
 @dataclass(frozen=True)
@@ -115,12 +119,111 @@ def _run_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[RunSpec]:
     if kind_of(parsed) == SERVICE_KIND:
         message, hint = "this is the spec of a service, not of a run", "`hpctrain serve plan FILE`"
         raise InvalidInputError([parsed.values["kind",].problem(message, hint)])
+    if has_trainer(parsed):
+        message = "this run has a trainer of its own, and hpctrain knows no model of it"
+        hint = "this works for runs of hpctrain's engines: a spec with `model`"
+        raise InvalidInputError([parsed.keys[TRAINER,].problem(message, hint)])
     if _names_a_preset(parsed):
         from hpctrain.spec.catalogue import expand_preset
 
         expand_preset(parsed, load_presets())
     apply_overrides(parsed, overrides)
     return _validated(RunSpec, parsed, _shown_name(path))
+
+
+def load_any_run_spec(
+    path: Path | str, overrides: Sequence[str] = ()
+) -> Loaded[RunSpec] | Loaded[TrainerRunSpec]:
+    """Read the spec of a run, of hpctrain's engines or of a trainer of its own.
+
+    Raises InvalidInputError with all problems.
+    """
+    if has_trainer(_parse(path)):
+        return load_trainer_spec(path, overrides)
+    return load_run_spec(path, overrides)
+
+
+def load_trainer_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[TrainerRunSpec]:
+    """Read the spec of a run with a trainer of its own, its adapter filled in.
+
+    Raises InvalidInputError with all problems.
+    """
+    return _overridden(lambda given: _trainer_spec(path, given), overrides)
+
+
+def _trainer_spec(path: Path | str, overrides: Sequence[str]) -> Loaded[TrainerRunSpec]:
+    from hpctrain.spec.open_questions import unanswered
+    from hpctrain.spec.trainer import Adapter, TrainerRunSpec
+
+    parsed = _parse(path)
+    apply_overrides(parsed, overrides)
+    for where, problem in unanswered(parsed):
+        parsed.broken.add(where)
+        parsed.problems.append(problem)
+    trainer = parsed.data.get(TRAINER) if isinstance(parsed.data, dict) else None
+    name = trainer.get(ADAPTER) if isinstance(trainer, dict) else None
+    if isinstance(name, str):
+        place = parsed.values[TRAINER, ADAPTER]
+        try:
+            layers = _adapter_layers(name, Path(path).absolute().parent, place, ())
+            adapter = merged(layers)
+            _validated(Adapter, adapter, layers[0].values[()].file)
+        except InvalidInputError as error:
+            raise InvalidInputError([*parsed.problems, *error.problems]) from None
+        fill_in_adapter(parsed, name, adapter)
+    return _validated(TrainerRunSpec, parsed, _shown_name(path))
+
+
+def has_trainer(parsed: Parsed) -> bool:
+    """Whether a parsed document is the spec of a run with a trainer of its own."""
+    return isinstance(parsed.data, dict) and TRAINER in parsed.data
+
+
+def load_adapter(name: str, directory: Path = Path()) -> Loaded[Adapter]:
+    """Read an adapter by its name, or by its path relative to `directory`, with what it extends.
+
+    Raises InvalidInputError with all problems.
+    """
+    from hpctrain.spec.trainer import Adapter
+
+    place = SourcePlace(name)
+    layers = _adapter_layers(name, directory.absolute(), place, ())
+    return _validated(Adapter, merged(layers), layers[0].values[()].file)
+
+
+def adapter_names() -> list[str]:
+    """List the packaged adapters."""
+    return sorted(file.stem for file in PACKAGED_ADAPTERS.glob("*.yaml"))
+
+
+def _adapter_layers(
+    name: str, directory: Path, place: SourcePlace, above: tuple[Path, ...]
+) -> tuple[Parsed, ...]:
+    """Parse an adapter and those that it extends, itself first; `place`: where it is named."""
+    file = directory / name if "/" in name else PACKAGED_ADAPTERS / f"{name}.yaml"
+    if not file.is_file() or file.resolve() in above:
+        from hpctrain.spec.fields import did_you_mean
+
+        known = adapter_names()
+        hint: str | None = (
+            did_you_mean(name, known) or f"known: {', '.join(known)}; a path has a `/`"
+        )
+        message = f"no adapter is called `{name}`"
+        if "/" in name:
+            message, hint = f"no such file: {file}", "paths are relative to the file that names it"
+        if file.resolve() in above:
+            message = "adapters extend each other: " + " -> ".join(
+                one.name for one in (*above, file)
+            )
+            hint = None
+        field = f"{TRAINER}.{ADAPTER}" if not above else EXTENDS
+        raise InvalidInputError([place.problem(f"`{field}`: {message}", hint)])
+    parsed = _parse(file)
+    if not isinstance(parsed.data, dict) or not isinstance(parsed.data.get(EXTENDS), str):
+        return (parsed,)
+    base, named = parsed.data.pop(EXTENDS), parsed.values.pop((EXTENDS,))
+    chain = (*above, file.resolve())
+    return (parsed, *_adapter_layers(base, file.parent, named, chain))
 
 
 def load_service_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[ServiceSpec]:
@@ -178,9 +281,9 @@ def _moved(problem: Problem, place: SourcePlace) -> Problem:
     return replace(problem, message=message, file=place.file, line=place.line, column=place.column)
 
 
-def load_spec(path: Path) -> Loaded[RunSpec] | Loaded[ServiceSpec]:
+def load_spec(path: Path) -> Loaded[RunSpec] | Loaded[TrainerRunSpec] | Loaded[ServiceSpec]:
     """Load the spec of a run or of a service, whichever it is. Raises InvalidInputError."""
-    return load_service_spec(path) if kind_of_file(path) == "service" else load_run_spec(path)
+    return load_service_spec(path) if kind_of_file(path) == "service" else load_any_run_spec(path)
 
 
 def kind_of_file(path: Path) -> Kind:

@@ -17,6 +17,8 @@ from hpctrain.spec.positions import Parsed, Path, SourcePlace, parse_yaml, short
 
 # Parts of a partition that take what they leave out from the section of that name.
 PARTITION_SECTIONS = ("nodes", "gpu", "nvlink", "network")
+# What an adapter says of itself, which no run has.
+_OF_AN_ADAPTER = frozenset({"title", "commands", "checked", "sources"})
 # What belongs to one type of GPU: another type does not inherit it.
 _OF_ONE_GPU = frozenset({"memory", "peak", "memory_bandwidth", "model", "gres"})
 
@@ -39,6 +41,30 @@ def merged(layers: Sequence[Parsed]) -> Parsed:
     for child in reversed(layers[:-1]):
         result = merge(child, result)
     return result
+
+
+def fill_in_adapter(parsed: Parsed, name: str, adapter: Parsed) -> None:
+    """Put what an adapter knows under the `trainer` of a spec, and its name there as `framework`.
+
+    Values of the spec win; what the adapter says of itself stays out.
+    """
+    known = adapter.data if isinstance(adapter.data, dict) else {}
+    own = {key: value for key, value in known.items() if key not in _OF_AN_ADAPTER}
+    base = replace(
+        adapter,
+        data={"trainer": own},
+        keys={("trainer", *path): place for path, place in adapter.keys.items()},
+        values={("trainer", *path): place for path, place in adapter.values.items()},
+        broken={("trainer", *path) for path in adapter.broken},
+    )
+    both = merge(parsed, base)
+    at = ("trainer", "adapter")
+    del both.data["trainer"]["adapter"]
+    both.data["trainer"]["framework"] = name
+    place = both.values.pop(at)
+    both.values["trainer", "framework"] = both.keys["trainer", "framework"] = place
+    both.keys.pop(at, None)
+    vars(parsed).update(vars(both))
 
 
 def single_values(parsed: Parsed) -> list[Path]:

@@ -415,9 +415,9 @@ _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*(?: [A-Za-z0-9_./-]+)*")
 _SPECIAL = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 
 
-def write_resolved(loaded: Loaded[DocumentT]) -> str:
+def write_resolved(loaded: Loaded[DocumentT], *, defaults: bool = True) -> str:
     """Write all values of the document, each with `# FILE:LINE`, `# --set` or `# default`."""
-    values = loaded.document.model_dump(mode="json", by_alias=True)
+    values = loaded.document.model_dump(mode="json", by_alias=True, exclude_defaults=not defaults)
     lines = [*_mapping(values, (), loaded), ""]
     return "\n".join(lines)
 

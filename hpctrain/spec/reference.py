@@ -49,6 +49,8 @@ def schema_document(kind: Kind) -> dict[str, Any]:
     document = {**_tidy(schema), "$schema": _DIALECT, "title": f"hpctrain {TITLES[kind]}"}
     if kind != "profile":
         _allow_presets(document)
+    if kind == "spec":
+        _allow_trainers(document)
     return document
 
 
@@ -85,6 +87,20 @@ def _allow_presets(document: dict[str, Any]) -> None:
     }
     whole = {name: section.pop(name) for name in ("required", "allOf")}
     section["anyOf"] = [{"required": ["preset"]}, whole]
+
+
+def _allow_trainers(document: dict[str, Any]) -> None:
+    """Let a run spec have `trainer` in place of what describes a model and its training."""
+    from hpctrain.spec.trainer import TrainerRunSpec
+
+    other = _tidy(TrainerRunSpec.model_json_schema(by_alias=True, mode="validation"))
+    document["$defs"] = {**other["$defs"], **document["$defs"]}
+    document["properties"]["trainer"] = other["properties"]["trainer"]
+    both = [name for name in document["required"] if name in other["required"]]
+    document["if"] = {"required": ["trainer"]}
+    document["then"] = {"propertyNames": {"enum": list(other["properties"])}}
+    document["else"] = {"required": [one for one in document["required"] if one not in both]}
+    document["required"] = both
 
 
 def _tidy(node: Any, *, names: bool = False) -> Any:
@@ -206,7 +222,10 @@ def _section(
 ) -> Iterator[Field]:
     # of a model, whose fields a preset may give: those of the other way to write one
     several = [one for one in node.get("anyOf", ()) if "properties" not in one]
-    required = {name for one in (node, *several[1:]) for name in one.get("required", ())}
+    without_trainer = node.get("else", {})
+    required = {
+        name for one in (node, *several[1:], without_trainer) for name in one.get("required", ())
+    }
     for name, own in node.get("properties", {}).items():
         yield from _field(kind, f"{above}{name}", own, schema, required=name in required)
 
@@ -243,7 +262,7 @@ def _inner(kind: Kind, path: str, node: dict[str, Any], schema: dict[str, Any]) 
 
 
 def _is_direct(path: str, other: str) -> bool:
-    rest = other.removeprefix(path).replace("[].", "").removeprefix(".").removeprefix(f"{ANY}.")
+    rest = other.removeprefix(path).removeprefix("[]").removeprefix(".").removeprefix(f"{ANY}.")
     return "." not in rest and "[" not in rest
 
 

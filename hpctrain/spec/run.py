@@ -500,7 +500,7 @@ class RunSpec(Document):
     engine: EngineSpec = EngineSpec()
     launcher: Launcher = Field(
         "srun",
-        description="What starts the ranks: srun itself, or below it torchelastic agents, one on "
+        description="What starts the ranks: srun itself, or below it agents, one on "
         "each node, as torchrun starts them",
     )
     resources: ResourcesSpec

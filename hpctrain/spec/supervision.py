@@ -31,6 +31,7 @@ BudgetName = Literal[
     "data_loader",
     "weights",
     "engine_exit",
+    "ended_early",
     "diverged",
     "suspect_numerics",
     "supervisor_lost",

@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem, UsageError
 from hpctrain.data.making.conversations import (
@@ -22,7 +22,7 @@ from hpctrain.data.making.conversations import (
     join_conversations,
     tokenize_conversations,
 )
-from hpctrain.data.making.corpus import Source
+from hpctrain.data.making.corpus import Corpus, Source
 from hpctrain.data.making.images import check_images, join_images, load_digits, load_idx
 from hpctrain.data.making.labelled_text import join_examples, tokenize_examples
 from hpctrain.data.making.make_plan import (
@@ -78,13 +78,7 @@ def prepare(options: PrepareOptions, log: Log) -> DatasetReport | ShardsReport:
     present = None if options.force else _existing_dataset(options, digest, log)
     if present is not None:
         log(f"{options.output} was made from this input already")
-        return DatasetReport(
-            prefix=str(options.output),
-            status="unchanged",
-            dataset=present,
-            skipped=corpus.skipped,
-            over_budget_files=corpus.over_budget_files,
-        )
+        return _report(options, "unchanged", present, corpus)
     with staging_directory(options.output) as staging:
         if not options.force:
             refuse_to_replace(staging, digest)
@@ -125,12 +119,22 @@ def _publish(
     sidecar = join(plan, ShardDirectory(staging.shards), staging.prefix)
     staging.publish(sidecar, plan.tokenizer_target)
     log(f"{options.output} is ready")
+    return _report(options, "written", sidecar, plan)
+
+
+def _report(
+    options: PrepareOptions,
+    status: Literal["written", "unchanged"],
+    dataset: AnySidecar,
+    made_from: Corpus | DatasetPlan,
+) -> DatasetReport:
+    """Say what was done; the input, or the plan for it, knows what was left out."""
     return DatasetReport(
         prefix=str(options.output),
-        status="written",
-        dataset=sidecar,
-        skipped=plan.skipped,
-        over_budget_files=plan.over_budget_files,
+        status=status,
+        dataset=dataset,
+        skipped=made_from.skipped,
+        over_budget_files=made_from.over_budget_files,
     )
 
 

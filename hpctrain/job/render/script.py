@@ -64,13 +64,13 @@ if TYPE_CHECKING:
     from hpctrain.spec.catalogue import GpuVariable
 
 
-# -- Decides what srun starts: one task per GPU, or one torchelastic agent per node. Pure -------
+# -- Decides what srun starts: one task per GPU, or one agent per node. Pure -------
 
 
 # Up to so many ranks each has a log of its own, which is easier to read. Above, most of them have
 # the same warnings or nothing, and a launch would leave thousands of files.
-_MOST_LOGS_OF_RANKS = 64
-_LOGS_OF_NODES = (
+MOST_LOGS_OF_RANKS = 64
+LOGS_OF_NODES = (
     "Logs of each attempt and node are kept apart, in step*-node*.log; each line of a rank begins "
     "with its number"
 )
@@ -99,7 +99,7 @@ def logs_by(job: TrainingJob) -> Literal["rank", "node"]:
     """Choose whether each rank or each node has a log, according to `logging.files`."""
     if job.spec.logging.files != "auto":
         return job.spec.logging.files
-    return "rank" if job.plan.layout.world_size <= _MOST_LOGS_OF_RANKS else "node"
+    return "rank" if job.plan.layout.world_size <= MOST_LOGS_OF_RANKS else "node"
 
 
 def log_files(job: TrainingJob) -> int:
@@ -129,12 +129,12 @@ def choose_tasks(job: TrainingJob) -> SrunTasks:
             task_kind="node",
             log_number="%4n" if by_node else "%4t",
             labelled=False,  # the agent puts the rank before each line itself
-            note=_wrapped(
-                "One task per node: a torchelastic agent, as torchrun starts it. It starts "
-                f"{processes} and hands signals on to them; it never restarts them: only the "
-                f"supervisor starts launches.{_node_range(job, 'srun and agent')} "
+            note=wrapped_comment(
+                f"One task per node: an agent. It starts {processes} with torchrun's variables, "
+                "and hands signals on to them; it never restarts them: only the supervisor starts "
+                f"launches.{_node_range(job, 'srun and agent')} "
                 + (
-                    f"{_LOGS_OF_NODES}."
+                    f"{LOGS_OF_NODES}."
                     if by_node
                     else "Logs of each attempt are kept apart: of agents in step*-node*.log, of "
                     "ranks in step*-rank*.log."
@@ -149,9 +149,9 @@ def choose_tasks(job: TrainingJob) -> SrunTasks:
         task_kind="node" if by_node else "rank",
         log_number="%4n" if by_node else "%4t",
         labelled=by_node,
-        note=_wrapped(
+        note=wrapped_comment(
             f"One task per GPU, no torchrun.{_node_range(job, 'srun')} "
-            + (f"{_LOGS_OF_NODES}." if by_node else "Logs of each attempt and rank are kept apart.")
+            + (f"{LOGS_OF_NODES}." if by_node else "Logs of each attempt and rank are kept apart.")
         ),
     )
 
@@ -168,7 +168,8 @@ def _node_range(job: TrainingJob, programs: str) -> str:
     )
 
 
-def _wrapped(text: str) -> str:
+def wrapped_comment(text: str) -> str:
+    """Wrap a text into comment lines of the script, without the first `#`."""
     return "\n# ".join(textwrap.wrap(text, 98))
 
 

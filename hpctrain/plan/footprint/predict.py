@@ -314,6 +314,7 @@ def footprint(
         worst_hour=math.ceil(steady) + failed + refusal + outage,
     )
     one = forecast.checkpoint.total_bytes
+    assert one is not None, "checkpoints of hpctrain's engines have a known size"
     step_bytes = STEP_BYTES * (86400 / forecast.step_seconds)
     launches_per_day = rates.launches * 86400 / rates.period_seconds
     peak_bytes = round(one * (size.kept + 1))

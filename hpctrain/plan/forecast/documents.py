@@ -26,8 +26,18 @@ AssumptionKind = Literal[
 ]
 
 
+class TrainerSaves(Document):
+    """How a trainer of its own saves, as far as it is known; `seconds`, `every_steps` None: not."""
+
+    resumes: bool = Field(description="Its checkpoints are found, so that a launch continues")
+    on_signal: bool = Field(description="It saves when it has to stop")
+    seconds: float | None = Field(None, ge=0, description="Training stands still for a save")
+    every_steps: int | None = Field(None, ge=1, description="Steps between its saves")
+    measured: bool = Field(False, description="`seconds` was measured, and is no upper limit")
+
+
 class RunFacts(Document):
-    """The input of the forecast: facts of one plan."""
+    """The input of the forecast: facts of one plan. None: not known of a trainer of its own."""
 
     step_seconds: float = Field(gt=0, allow_inf_nan=False, description="One optimizer step")
     step_deviation: float = Field(
@@ -35,8 +45,10 @@ class RunFacts(Document):
     )
     gpus: int = Field(ge=1, description="GPUs that compute")
     nodes: int = Field(ge=1, description="Nodes that they are on; all must work")
-    parameters: int = Field(ge=1, description="That learn, each counted once: a checkpoint's")
-    tokens_per_step: int = Field(ge=1, description="Global batch x sequence length")
+    parameters: int | None = Field(
+        None, ge=1, description="That learn, each counted once: a checkpoint's"
+    )
+    tokens_per_step: int | None = Field(None, ge=1, description="Global batch x sequence length")
     train_steps: int = Field(ge=1, description="Optimizer steps of the whole run")
     checkpoint_bytes_per_parameter: float | None = Field(
         None, gt=0, description="Default: by engine and precision"
@@ -48,12 +60,24 @@ class RunFacts(Document):
     preemption_wait_seconds: float | None = Field(
         None, ge=0, description="Mean further wait after a preemption; default: published or 0"
     )
+    saves: TrainerSaves | None = Field(None, description="Of a trainer of its own")
+    start_seconds: float | None = Field(
+        None, ge=0, description="From a launch to its first step, as measured"
+    )
+
+    @property
+    def saves_when_stopped(self) -> bool:
+        """Whether a time limit or a preemption leaves a last checkpoint, if there is time."""
+        return self.saves is None or self.saves.on_signal
 
 
 class CheckpointCost(Document):
-    """One checkpoint: its size, how long it takes to be durable, how long training stands still."""
+    """One checkpoint: its size, how long it takes to be durable, how long training stands still.
 
-    total_bytes: int
+    `total_bytes`: None where the trainer is not known.
+    """
+
+    total_bytes: int | None
     write_seconds: float
     stall_seconds: float
     last_save_seconds: float
@@ -154,13 +178,14 @@ class Forecast(Document):
     """Expected values for one plan. Times in seconds; `ettr` is training over allocated time.
 
     Means of played runs where there is a `spread`, else of the closed forms of `predict`.
+    `tokens`: None where the trainer is not known.
     """
 
     gpus: int
     nodes: int
     tariff: Tariff
     steps: int
-    tokens: int
+    tokens: int | None
     step_seconds: float
     checkpoint: CheckpointCost
     interval: CheckpointInterval

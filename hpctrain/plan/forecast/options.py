@@ -24,9 +24,9 @@ from hpctrain.plan.forecast.documents import (
 )
 from hpctrain.plan.forecast.predict import forecast
 from hpctrain.plan.forecast.rates import node_mtbf_seconds
+from hpctrain.plan.job import JobSpec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.hardware import ReliabilityProfile
-from hpctrain.spec.run import RunSpec
 
 # -- Words: means with the range of the played runs ---------------------------------------------
 
@@ -239,10 +239,10 @@ def _money_line(options: Sequence[Forecast], budget: Budget, money: float) -> st
         )
     cheapest = min(options, key=_price)
     share = money / _most_money(cheapest)
+    whole, unit = (cheapest.tokens, "tokens") if cheapest.tokens else (cheapest.steps, "steps")
     return (
-        f"the budget pays for {share:.0%} of the run ({int(share * cheapest.tokens):,} of "
-        f"{cheapest.tokens:,} tokens); the cheapest is {describe(cheapest)}, "
-        f"{_overruns(cheapest, budget)}"
+        f"the budget pays for {share:.0%} of the run ({int(share * whole):,} of {whole:,} {unit}); "
+        f"the cheapest is {describe(cheapest)}, {_overruns(cheapest, budget)}"
     )
 
 
@@ -280,7 +280,7 @@ _SHORTEST_SECONDS, _BISECTIONS = 60.0, 40
 
 
 def compare_spot(
-    spec: RunSpec,
+    spec: JobSpec,
     profile: ClusterProfile,
     facts: RunFacts,
     budget: Budget | None = None,
@@ -336,7 +336,7 @@ def _recommendation(
     )
 
 
-def _break_even(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> float | None:
+def _break_even(spec: JobSpec, profile: ClusterProfile, facts: RunFacts) -> float | None:
     """Find the preemption interval, in seconds, at which spot and on demand cost the same.
 
     By bisection of its logarithm, because the cost on spot falls as preemptions become rarer. 0

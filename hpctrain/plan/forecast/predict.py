@@ -21,6 +21,7 @@ from hpctrain.plan.forecast.documents import (
     RunFacts,
     Tariff,
     TimeShares,
+    TrainerSaves,
 )
 from hpctrain.plan.forecast.intervals import (
     best_steps,
@@ -35,8 +36,9 @@ from hpctrain.plan.forecast.rates import (
     interruptions,
     is_spot,
     preemption_wait_seconds,
+    trainer_save_cost,
 )
-from hpctrain.plan.job import TrainingJob
+from hpctrain.plan.job import JobSpec, TrainingJob
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
@@ -58,7 +60,8 @@ class Attempt:
 
     After `start_seconds` the cycle is `work_seconds` of training and `stall_seconds` of saving;
     the save is durable `delay_seconds` (at most one cycle) after its stall. Ending in good order
-    takes `last_save_seconds`; `warned`: a preemption leaves time for that.
+    takes `last_save_seconds`; `warned`: a preemption leaves time for that. Without
+    `saves_at_limit` the time limit costs the work since the last save, as a failure does.
     """
 
     work_seconds: float
@@ -70,6 +73,7 @@ class Attempt:
     failures_per_second: float
     preemptions_per_second: float
     warned: bool
+    saves_at_limit: bool = True
 
     @property
     def ends_per_second(self) -> float:
@@ -87,11 +91,12 @@ class Attempt:
 
     @property
     def full_work_seconds(self) -> float:
-        """Work of an attempt that reaches its limit."""
+        """Durable work of an attempt that reaches its limit."""
         if math.isinf(self.limit_seconds):
             return math.inf
         cycles, rest = divmod(self.usable_seconds, self.period_seconds)
-        return cycles * self.work_seconds + min(rest, self.work_seconds)
+        last = min(rest, self.work_seconds) if self.saves_at_limit else 0.0
+        return cycles * self.work_seconds + last
 
 
 @dataclass(frozen=True)
@@ -222,6 +227,8 @@ class _Run:
         rate = 1 / self.stops.failure_mtbf_seconds
         if self.stops.preemption_mtbf_seconds and not self.stops.warned:
             rate += 1 / self.stops.preemption_mtbf_seconds
+        if self.facts.walltime is not None and not self.facts.saves_when_stopped:
+            rate += 1 / float(self.facts.walltime)
         return 1 / rate
 
 
@@ -236,16 +243,22 @@ class _Totals:
     starts: float
 
 
-def forecast(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Forecast:
+def forecast(spec: JobSpec, profile: ClusterProfile, facts: RunFacts) -> Forecast:
     """Compute expected days, failures and money for one plan.
+
+    Of a trainer of its own (`facts.saves`) what is not known is assumed, and said.
 
     Raises DoesNotFitError when the time limit leaves no time to train, or failures leave next to
     none; InvalidInputError for a file system that the profile does not have. Evaluation is a
     forward pass over `batches` global batches after every `every_steps`.
     """
-    checkpoint = checkpoint_cost(spec, profile, facts)
-    every = spec.evaluation.every_steps
-    evaluated = facts.train_steps // every * spec.evaluation.batches if every else 0
+    evaluated, saves = 0, facts.saves
+    if saves is None:
+        assert isinstance(spec, RunSpec), "what saves as the facts say is a trainer of its own"
+        checkpoint, every = checkpoint_cost(spec, profile, facts), spec.evaluation.every_steps
+        evaluated = facts.train_steps // every * spec.evaluation.batches if every else 0
+    else:
+        checkpoint = trainer_save_cost(saves)
     run = _Run(
         facts=facts,
         checkpoint=checkpoint,
@@ -258,7 +271,13 @@ def forecast(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Forecas
     # a save cannot begin before the previous one is written
     floor = checkpoint.write_seconds if checkpoint.asynchronous else 0.0
     daly = best_steps(stall, mtbf, floor, step)
-    steps = min(configured_steps(spec.checkpoint, step, daly), facts.train_steps)
+    if isinstance(spec, RunSpec):
+        steps = configured_steps(spec.checkpoint, step, daly)
+    else:
+        assert saves is not None, "the facts of a trainer of its own say how it saves"
+        daly = daly if saves.resumes else facts.train_steps
+        steps = saves.every_steps or daly
+    steps = min(steps, facts.train_steps)
     best = min(daly, facts.train_steps)
     totals = _totals(run, steps)
     times = totals.times
@@ -273,7 +292,7 @@ def forecast(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Forecas
         ),
     )
     gpu_hours = facts.gpus * times.occupied_seconds / 3600
-    assumptions = [*run.stops.assumptions, Assumption(kind="save", text=STAGING_SOURCE)]
+    assumptions = [*run.stops.assumptions, *_save_assumptions(saves, checkpoint, steps)]
     if not facts.queue_seconds and totals.starts >= 1.5:
         text = f"none of the {totals.starts:,.0f} starts has to wait"
         assumptions.append(Assumption(kind="queue", text=text))
@@ -293,7 +312,7 @@ def forecast(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Forecas
         nodes=facts.nodes,
         tariff=tariff,
         steps=facts.train_steps,
-        tokens=facts.train_steps * facts.tokens_per_step,
+        tokens=facts.train_steps * facts.tokens_per_step if facts.tokens_per_step else None,
         step_seconds=facts.step_seconds,
         checkpoint=checkpoint,
         interval=interval,
@@ -306,6 +325,28 @@ def forecast(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Forecas
         assumptions=tuple(assumptions),
         warnings=_warnings(run, interval, times),
     )
+
+
+def _save_assumptions(
+    saves: TrainerSaves | None, checkpoint: CheckpointCost, steps: int
+) -> list[Assumption]:
+    """Say what is taken for granted of saves."""
+    if saves is None:
+        return [Assumption(kind="save", text=STAGING_SOURCE)]
+    if not saves.resumes:
+        return [Assumption(kind="save", text="none, each launch starts over")]
+    assumptions = []
+    if not saves.measured:
+        seconds = short_duration(checkpoint.stall_seconds)
+        source = "not measured, nor in `trainer.signal.seconds`"
+        if saves.seconds is not None:
+            source = "at most, by `trainer.signal.seconds`; not measured"
+        text = f"it stops training for {seconds} ({source})"
+        assumptions.append(Assumption(kind="save", text=text))
+    if saves.every_steps is None:
+        text = f"every {steps:,} steps, the best interval (the trainer decides; not measured)"
+        assumptions.append(Assumption(kind="save", text=text))
+    return assumptions
 
 
 def _totals(run: _Run, steps: int) -> _Totals:
@@ -333,6 +374,7 @@ def _totals(run: _Run, steps: int) -> _Totals:
         failures_per_second=1 / stops.failure_mtbf_seconds,
         preemptions_per_second=1 / preemption if preemption else 0.0,
         warned=stops.warned,
+        saves_at_limit=run.facts.saves_when_stopped,
     )
     if attempt.usable_seconds <= run.facts.step_seconds:
         raise DoesNotFitError(
@@ -341,6 +383,20 @@ def _totals(run: _Run, steps: int) -> _Totals:
             f"{short_duration(run.facts.step_seconds)}, last save "
             f"{short_duration(attempt.last_save_seconds)}",
             "raise `resources.walltime`",
+        )
+    if not attempt.full_work_seconds:
+        saves = run.facts.saves
+        if saves is not None and not saves.resumes:
+            raise DoesNotFitError(
+                f"the run needs {short_duration(run.work_seconds)} and starts over in each attempt "
+                f"of {short_duration(attempt.limit_seconds)}: it would never end",
+                "`trainer.checkpoint` lets it resume; or raise `resources.walltime`",
+            )
+        raise DoesNotFitError(
+            f"walltime {short_duration(attempt.limit_seconds)} ends each attempt before its first "
+            f"save, which comes after {short_duration(attempt.start_seconds + work)}",
+            "raise `resources.walltime`, save more often, or let the trainer save when it has to "
+            "stop: `trainer.signal`",
         )
     mean = expected(attempt)
     if mean.saved_seconds < _HOPELESS_SHARE * mean.occupied_seconds:
@@ -379,12 +435,15 @@ def _warnings(run: _Run, interval: CheckpointInterval, times: TimeShares) -> tup
             f"A checkpoint takes {short_duration(checkpoint.write_seconds)} to write, more than "
             f"the {short_duration(interval.seconds)} between saves: each save waits for the last."
         )
-    if interval.best_saves_seconds > 0.01 * times.occupied_seconds:
+    saves = run.facts.saves
+    known = saves is None or (saves.measured and saves.resumes)
+    if known and interval.best_saves_seconds > 0.01 * times.occupied_seconds:
         lines.append(
             f"Saving every {interval.best_steps} steps instead of {interval.steps} would save "
             f"{short_duration(interval.best_saves_seconds)}."
         )
-    if run.stops.preemption_mtbf_seconds and not run.stops.warned:
+    # Of a trainer that does not save then, its level says what a stop costs.
+    if run.facts.saves_when_stopped and run.stops.preemption_mtbf_seconds and not run.stops.warned:
         lines.append(
             "The grace time of a preemption is too short for a step and a save "
             f"({short_duration(checkpoint.last_save_seconds + run.facts.step_seconds)}): "

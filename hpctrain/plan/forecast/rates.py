@@ -16,7 +16,9 @@ from hpctrain.plan.forecast.documents import (
     CheckpointCost,
     Interruptions,
     RunFacts,
+    TrainerSaves,
 )
+from hpctrain.plan.job import JobSpec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.hardware import FilesystemProfile
 from hpctrain.spec.run import RunSpec
@@ -83,6 +85,10 @@ def bytes_per_parameter(spec: RunSpec) -> float:
     return MIXED_PRECISION_CHECKPOINT_BYTES
 
 
+# One save of a trainer of which nothing is known: between seconds of a small model and minutes.
+UNKNOWN_SAVE_SECONDS: Final = 60.0
+
+
 def checkpoint_cost(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> CheckpointCost:
     """Compute size and times of one save.
 
@@ -90,6 +96,7 @@ def checkpoint_cost(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> 
     own disk needs no cards). All GPUs copy equal shares to main memory first; an asynchronous save
     waits for that only. At most one save is under way (`hpctrain.train.saving.saver`).
     """
+    assert facts.parameters is not None, "a model of hpctrain's engines has parameters"
     each = facts.checkpoint_bytes_per_parameter or bytes_per_parameter(spec)
     total = facts.parameters * each
     filesystem = _filesystem(profile, facts.filesystem)
@@ -103,6 +110,23 @@ def checkpoint_cost(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> 
         last_save_seconds=staging + write,
         write_limit=limit,
         asynchronous=in_background,
+    )
+
+
+def trainer_save_cost(saves: TrainerSaves) -> CheckpointCost:
+    """Return the cost of one save of a trainer of its own, which stands still meanwhile.
+
+    Nothing is saved where no checkpoint of it is found.
+    """
+    known = saves.seconds if saves.seconds is not None else UNKNOWN_SAVE_SECONDS
+    seconds = known if saves.resumes else 0.0
+    return CheckpointCost(
+        total_bytes=None,
+        write_seconds=seconds,
+        stall_seconds=seconds,
+        last_save_seconds=seconds,
+        write_limit="the trainer",
+        asynchronous=False,
     )
 
 
@@ -160,7 +184,7 @@ def _write_seconds(
 # -- Mean times between failures and preemptions of a job -----------------------------------------
 
 
-def is_spot(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> bool:
+def is_spot(spec: JobSpec, profile: ClusterProfile, facts: RunFacts) -> bool:
     """Tell whether nodes can be preempted: from the facts, else from the partition."""
     if facts.spot is not None:
         return facts.spot
@@ -169,7 +193,7 @@ def is_spot(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> bool:
 
 
 def interruptions(
-    spec: RunSpec, profile: ClusterProfile, facts: RunFacts, checkpoint: CheckpointCost
+    spec: JobSpec, profile: ClusterProfile, facts: RunFacts, checkpoint: CheckpointCost
 ) -> Interruptions:
     """Compute mean times between failures (of any of the nodes) and preemptions of this job.
 
@@ -182,12 +206,15 @@ def interruptions(
     def assume(kind: AssumptionKind, text: str) -> None:
         assumptions.append(Assumption(kind=kind, text=text))
 
-    loading = load_seconds(profile, facts, checkpoint.total_bytes)
-    if reliability is not None:
-        restart = max(float(reliability.restart), loading)
-    else:
+    loading = load_seconds(profile, facts, checkpoint.total_bytes or 0)
+    if reliability is None:
         scaled = "" if profile.gpu.per_node == RSC_GPUS_PER_NODE else ", by GPUs per node"
         assume("node failures", f"{NODE_FAILURES_SOURCE}{scaled}")
+    if facts.start_seconds is not None:
+        restart = facts.start_seconds
+    elif reliability is not None:
+        restart = max(float(reliability.restart), loading)
+    else:
         restart = max(RESTART_SECONDS, loading)
         assume("restart", f"{short_duration(restart)} ({RESTART_SOURCE})")
     preemption = None
@@ -209,7 +236,8 @@ def interruptions(
         failure_mtbf_seconds=node_mtbf_seconds(profile) / facts.nodes,
         preemption_mtbf_seconds=preemption,
         restart_seconds=restart,
-        warned=grace >= facts.step_seconds + checkpoint.last_save_seconds,
+        warned=facts.saves_when_stopped
+        and grace >= facts.step_seconds + checkpoint.last_save_seconds,
         assumptions=tuple(assumptions),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from hpctrain.base.units import ByteSize, Duration
 from hpctrain.spec.document import Document
@@ -73,6 +73,19 @@ _OURS = {
 }
 
 
+def container_option_problem(launcher: Launcher, option: str) -> str | None:
+    """Return why a launcher of containers may not have an option; None if it may."""
+    name = option.partition("=")[0]
+    if name in _OURS:
+        return f"`{name}` cannot be set here: {_OURS[name]}"
+    if not name.startswith("--"):
+        return f"`{option}` is no option: write `--name` or `--name=value`"
+    if name not in _OPTIONS[launcher]:
+        known = ", ".join(sorted(_OPTIONS[launcher])) or "none"
+        return f"{launcher} takes no option `{name}`; it takes {known}"
+    return None
+
+
 class ContainerProfile(Document):
     """Image and launcher; the options go on the `srun` line, never on sbatch."""
 
@@ -113,22 +126,16 @@ class ContainerProfile(Document):
 
     @field_validator("options")
     @classmethod
-    def _options_are_names(cls, options: tuple[str, ...]) -> tuple[str, ...]:
-        for option in options:
-            name = option.partition("=")[0]
-            if name in _OURS:
-                raise ValueError(f"`{name}` cannot be set here: {_OURS[name]}")
-            if not name.startswith("--"):
-                raise ValueError(f"`{option}` is no option: write `--name` or `--name=value`")
+    def _launcher_takes_them(
+        cls, options: tuple[str, ...], info: ValidationInfo
+    ) -> tuple[str, ...]:
+        for option in options if "launcher" in info.data else ():
+            if problem := container_option_problem(info.data["launcher"], option):
+                raise ValueError(problem)
         return options
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for option in self.options:
-            name = option.partition("=")[0]
-            if name not in _OPTIONS[self.launcher]:
-                known = ", ".join(sorted(_OPTIONS[self.launcher])) or "none"
-                raise ValueError(f"{self.launcher} takes no option `{name}`; it takes {known}")
         if self.gpu is not None and self.starts_by_srun:
             raise ValueError(f"`gpu` is for apptainer and singularity, not for {self.launcher}")
         if self.mounts and self.launcher in ("edf", "uenv"):
