@@ -10,15 +10,13 @@ import gc
 import sys
 
 if __name__ == "__main__":
-    from hpctrain.train.launchers.agent_ranks import set_up_under_agent
-    from hpctrain.train.stop import StopSignals
+    from hpctrain.train.stop import StopSignals, leave
 
     stop = StopSignals()
     stop.install()
-    set_up_under_agent()
     # Importing torch creates a million permanent objects; `Loop.run` enables collection again.
     gc.disable()
 
-    from hpctrain.train.entry import leave, main
+    from hpctrain.train.entry import main
 
     leave(main(sys.argv[1:], stop))

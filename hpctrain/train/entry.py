@@ -15,16 +15,12 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar, cast
+from typing import TypeVar, cast
 
 from hpctrain.base.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.training import TrainConfig
-from hpctrain.records.exit_records import (
-    has_left_startup,
-    mark_left_startup,
-    write_exit_record,
-)
+from hpctrain.records.exit_records import has_left_startup
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import (
     checkpoint_name,
@@ -35,7 +31,6 @@ from hpctrain.records.manifest import (
 from hpctrain.records.requests import is_requested
 from hpctrain.records.run_records import (
     DoneMarker,
-    ExitRecord,
     Outcome,
     Progress,
     TrainerExit,
@@ -65,17 +60,16 @@ from hpctrain.train.rank_environment import (
 from hpctrain.train.saving.digest_check import lost_file, start_digest_check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.stop import StopSignals
-from hpctrain.train.storage import failed_below, fence_of, is_present, outlast, stale_or
+from hpctrain.train.storage import (
+    failed_below,
+    fence_of,
+    is_present,
+    outlast,
+    record_exit,
+    stale_or,
+)
 
-# How long the exit record waits for the run directory: Slurm may be ending the job.
-_EXIT_RECORD_SECONDS = 10.0
 _Checked = TypeVar("_Checked")
-_CODES: dict[Outcome, TrainerExit] = {
-    "done": TrainerExit.DONE,
-    "yielded": TrainerExit.YIELDED,
-    "config_error": TrainerExit.CONFIG_ERROR,
-    "crash": TrainerExit.CRASH,
-}
 # Crashes with a code of their own, which Slurm shows even where no record could be written. The
 # same codes leave megatron-core when it ends the process itself.
 _CODES_OF_CAUSES = {
@@ -120,17 +114,6 @@ def main(arguments: list[str], stop: StopSignals) -> int:
     return code
 
 
-def leave(code: int) -> NoReturn:
-    """End the process without interpreter teardown.
-
-    Threads of gloo and NCCL may still run; teardown can hang or abort a rank that has completed its
-    work.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 class Ending:
     """Converts the outcome of this rank into an exit code and an exit record."""
 
@@ -141,7 +124,7 @@ class Ending:
         self._startup = StartupStop(stop, self._is_asked_to_stop, self._leave_startup)
         self._begun = False
         self.signalled_ranks: tuple[int, ...] = ()
-        self.step: Callable[[], int] = lambda: step_of(launch.resume) or 0
+        self.step: Callable[[], int] = lambda: launch.resume_step
         self.loading_step: int | None = None
         self.asked: Callable[[], bool] = lambda: False
 
@@ -193,7 +176,7 @@ class Ending:
             self._startup.end()
             if self._launch.leads:
                 self._record(outcome, None, None)
-            return _CODES[outcome]
+            return TrainerExit.of(outcome)
         except InvalidInputError as error:
             hints = tuple(f"hint: {one.hint}" for one in error.problems if one.hint)
             return self._bad(
@@ -253,7 +236,7 @@ class Ending:
         cause = cause_of(error) if error is not None else None
         if error is not None and cause is None and failed_below(self._run, error):
             cause = "storage"  # the error is about a run directory that is away
-        code = _CODES_OF_CAUSES.get(cause or "", _CODES[outcome])
+        code = _CODES_OF_CAUSES.get(cause or "", TrainerExit.of(outcome))
         self._record(outcome, message, trace, cause, error, node_dependent)
         if outcome == "config_error" and not node_dependent and not self._launch.leads:
             return code  # every rank has the same problem, and rank 0 prints it
@@ -270,34 +253,22 @@ class Ending:
         node_dependent: bool = False,
     ) -> None:
         blamed = error is not None and blames_checkpoint(error)
-        loading_step = self.loading_step if blamed else None
-        record = ExitRecord(
-            epoch=self._launch.epoch,
-            rank=self._launch.rank,
-            node=self._launch.node,
-            outcome=outcome,
+        record_exit(
+            self._run,
+            self._launch,
+            outcome,
+            left_startup=outcome == "yielded" and not self._begun,
             step=self.step(),
-            exit_code=_CODES_OF_CAUSES.get(cause or "", _CODES[outcome]),
-            time=time.time(),
+            exit_code=_CODES_OF_CAUSES.get(cause or "", TrainerExit.of(outcome)),
             message=message,
             traceback=trace,
             cause=cause,
             consumed_samples=getattr(error, "consumed_samples", None),
             node_dependent=node_dependent,
-            loading_step=loading_step,
+            loading_step=self.loading_step if blamed else None,
             signal=self._stop.name,
             signalled_ranks=self.signalled_ranks,
         )
-
-        def write() -> None:
-            if outcome == "yielded" and not self._begun:
-                mark_left_startup(self._run, self._launch.epoch)  # before others fail by it
-            write_exit_record(self._run, self._launch.node_rank, record)
-
-        try:
-            outlast(self._run, write, _EXIT_RECORD_SECONDS)
-        except OSError as error:
-            _say(f"the exit record could not be written: {error}", TrainerExit.CRASH)
 
 
 def _train(job: Job, ending: Ending) -> Outcome:

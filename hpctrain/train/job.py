@@ -7,10 +7,10 @@ Belongs here: reading `train.json`. Does not belong here: checking it (see `pref
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.engines.train_json import train_config_of
@@ -66,18 +66,28 @@ class Job:
         library_version: str | None = None,
     ) -> Manifest:
         """Make the manifest of a checkpoint from its files, each with the rank that wrote it."""
-        return Manifest(
-            step=step,
-            epoch=self.launch.epoch,
+        return launch_manifest(
+            self.launch,
+            step,
+            files,
             engine=self.config.engine,
             layout=self.config.layout_words,
-            world_size=self.launch.world_size,
             consumed_samples=consumed_samples,
-            time=time.time(),
             writers=tuple(files.values()),
-            files=tuple(files),
             library_version=library_version,
         )
+
+
+def launch_manifest(launch: Launch, step: int, files: Iterable[FileDigest], **own: Any) -> Manifest:
+    """Make the manifest of what a launch has saved; `own` are the fields of one kind of trainer."""
+    return Manifest(
+        step=step,
+        epoch=launch.epoch,
+        world_size=launch.world_size,
+        time=time.time(),
+        files=tuple(files),
+        **own,
+    )
 
 
 def read_config(path: Path) -> TrainConfig:

@@ -79,7 +79,8 @@ def earlier_losses(run: RunLayout, step: int) -> list[float]:
     """Read the losses of the last steps that led to the weights of `step`, oldest first."""
 
     def losses(rows: list[StepMetrics]) -> list[float]:
-        return [float.fromhex(row.loss_hex) for row in rows if row.loss is not None]
+        exact = (row.exact_loss for row in rows if row.loss is not None)
+        return [loss for loss in exact if loss is not None]
 
     rows = rows_up_to(run, step, lambda rows: len(losses(rows)) >= WINDOW_STEPS)
     return losses(rows)[-WINDOW_STEPS:]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.base.errors import InvalidInputError, Problem
+from hpctrain.records.manifest import step_of
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, abilities_of
 
 
@@ -44,6 +45,11 @@ class Launch:
         """True on rank 0, which writes the run's records."""
         return self.rank == 0
 
+    @property
+    def resume_step(self) -> int:
+        """The step of the checkpoint to resume from; 0 for a fresh start."""
+        return step_of(self.resume) or 0
+
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
     """Read the launcher's variables: RANK and the like first, then srun's SLURM_PROCID.
@@ -74,7 +80,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         speed_check=None
         if environment.get("HPCTRAIN_SPEED_CHECK") == "off"
         else _number(environment, "HPCTRAIN_SPEED_CHECK", default="0"),
-        # GROUP_RANK: the node of an agent of torchelastic, which may have no Slurm around it
+        # GROUP_RANK: the node of an agent, which may have no Slurm around it
         node_rank=_number(environment, "SLURM_NODEID", "GROUP_RANK", default="0"),
     )
 
@@ -105,7 +111,7 @@ def host_threads(environment: Mapping[str, str] = os.environ) -> int:
     A task that Slurm has not bound sees those of its neighbours too: then the number that srun's
     `--cpus-per-task` gives it counts.
     """
-    sharing = int(environment.get("LOCAL_WORLD_SIZE") or 1)  # torchelastic: one task for all ranks
+    sharing = int(environment.get("LOCAL_WORLD_SIZE") or 1)  # an agent: one task for all ranks
     share = len(os.sched_getaffinity(0)) // sharing
     return max(1, min(share, int(environment.get("SLURM_CPUS_PER_TASK") or share)))
 

@@ -136,7 +136,7 @@ class Reporter:
                 grad_norm=metrics.grad_norm,
                 learning_rate=metrics.learning_rate,
                 step_seconds=metrics.step_seconds,
-                tokens_per_second=round(metrics.tokens_per_second),
+                tokens_per_second=round(metrics.tokens_per_second or 0.0),
                 **{name: value for name, value in optional.items() if value is not None},
             )
 
@@ -162,7 +162,7 @@ class Reporter:
             "checkpoint",
             step=save.step,
             save_seconds=round(save.publish_seconds, 3),
-            stall_seconds=round(save.stall_seconds, 3),
+            stall_seconds=round(save.stall_seconds or 0.0, 3),
         )
         self._write_progress()
 

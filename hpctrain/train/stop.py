@@ -1,4 +1,4 @@
-"""Record signals that request a stop until the next step boundary.
+"""Record signals that request a stop until the next step boundary, and end the process.
 
 Does not belong here: the file `control/stop` (`hpctrain.records.requests`), agreement of ranks (see
 `step_agreement`), the reaction (see `loop`). Imports nothing heavy, because it must take effect
@@ -7,7 +7,10 @@ before torch is imported.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+from typing import NoReturn
 
 # SIGTERM: Slurm's preemption, time limit and scancel. SIGUSR1, SIGUSR2: warnings that sites
 # configure (sbatch(1), --signal). Slurm sends SIGCONT before SIGTERM; it is ignored.
@@ -36,3 +39,15 @@ class StopSignals:
         """Record a signal that has arrived, if it is the first stop signal."""
         if self.name is None and number in STOP_SIGNALS:
             self.name = signal.Signals(number).name
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without interpreter teardown.
+
+    Threads of gloo and NCCL may still run; teardown can hang or abort a rank that has completed its
+    work. It removes signal handlers first, too: a signal of the supervisor, which follows its stop
+    file, would then determine the exit code.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

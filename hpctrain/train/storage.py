@@ -2,24 +2,28 @@
 
 A run directory may be away for seconds (a remount, an eviction, a failover). Reads and writes are
 then retried for a while, and missing files prove nothing about the owner of the run. Does not
-belong here: the operations that are retried. Imports nothing heavy.
+belong here: the operations that are retried, beside the last one of a process. Imports nothing
+heavy.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpctrain.base.durable import is_storage_fault
 from hpctrain.base.errors import CheckpointError, StorageError
 from hpctrain.checkpoints.publish import Fence, StaleEpochError, published_steps
 from hpctrain.records.epochs import current_epoch
+from hpctrain.records.exit_records import mark_left_startup, write_exit_record
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.manifest import checkpoint_name, read_manifest
+from hpctrain.records.run_records import ExitRecord, Outcome, TrainerExit
 from hpctrain.train.rank_environment import Launch
 
 # How long a rank waits for its run directory before it fails and the supervisor decides: longer
@@ -99,6 +103,34 @@ def outlast(
                     hint="check the mount of this file system",
                 ) from error
         time.sleep(_RETRY_SECONDS)
+
+
+# How long the record of an end waits for the run directory: Slurm may be ending the job.
+_EXIT_RECORD_SECONDS = 10.0
+
+
+def record_exit(
+    run: RunLayout,
+    launch: Launch,
+    outcome: Outcome,
+    *,
+    left_startup: bool = False,
+    **fields: Any,
+) -> None:
+    """Write how this process has ended; `fields` of the record replace what the launch says."""
+    own = {"epoch": launch.epoch, "rank": launch.rank, "node": launch.node, "time": time.time()}
+    fields = {**own, "exit_code": TrainerExit.of(outcome), **fields}
+    record = ExitRecord(outcome=outcome, **fields)
+
+    def write() -> None:
+        if left_startup:
+            mark_left_startup(run, launch.epoch)  # before others fail by it
+        write_exit_record(run, launch.node_rank, record)
+
+    try:
+        outlast(run, write, _EXIT_RECORD_SECONDS)
+    except OSError as error:
+        print(f"the exit record could not be written: {error}", file=sys.stderr, flush=True)
 
 
 def fence_of(run: RunLayout, launch: Launch) -> Fence:

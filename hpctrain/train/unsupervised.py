@@ -17,8 +17,8 @@ from __future__ import annotations
 import os
 import sys
 
-from hpctrain.train.agent import leave
 from hpctrain.train.launchers.agent_ranks import SignalForwarder
+from hpctrain.train.stop import leave
 
 
 def main(arguments: list[str], forwarder: SignalForwarder) -> int:
@@ -26,12 +26,10 @@ def main(arguments: list[str], forwarder: SignalForwarder) -> int:
     from hpctrain.base.errors import CheckpointError, InvalidInputError
     from hpctrain.records.run_records import TrainerExit
     from hpctrain.train.launchers.agent_environment import read_unsupervised_environment
+    from hpctrain.train.launchers.agreed_launch import run_agreed
 
     try:
-        place = read_unsupervised_environment(arguments, os.environ)
-        from hpctrain.train.launchers.torchelastic_agent import run  # imports torch
-
-        return run(place, forwarder)
+        return run_agreed(read_unsupervised_environment(arguments, os.environ), forwarder)
     except (InvalidInputError, CheckpointError) as error:
         # another start would find the same; whoever starts this program must see that
         print(error, file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from hpctrain.serve.replica.lifecycle import Replica
 from hpctrain.train.network_interface import set_gloo_interface
 from hpctrain.train.rank_environment import read_launch
 from hpctrain.train.stacks import open_stack_dump
-from hpctrain.train.stop import StopSignals
+from hpctrain.train.stop import StopSignals, leave
 from hpctrain.train.storage import outlast
 
 
@@ -54,6 +54,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(code)  # threads that read the engine's output may still wait for it
+    leave(main(sys.argv[1:]))  # threads that read the engine's output may still wait for it

@@ -10,10 +10,8 @@ import contextlib
 import time
 
 from hpctrain.base import clock
-from hpctrain.records.exit_records import write_exit_record
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.run_records import (
-    ExitRecord,
     Outcome,
     Phase,
     Progress,
@@ -22,10 +20,9 @@ from hpctrain.records.run_records import (
 )
 from hpctrain.records.service_records import DrainRecord
 from hpctrain.train.rank_environment import Launch
-from hpctrain.train.storage import outlast
+from hpctrain.train.storage import record_exit
 
 _PROGRESS_SECONDS = 1.0
-_EXIT_RECORD_SECONDS = 10.0
 
 
 class Life:
@@ -69,37 +66,34 @@ class Life:
     def left(self, message: str, signal_name: str | None) -> int:
         """Record that this task has left because it was asked to; returns its exit code."""
         if self.launch.leads:
-            self._record("yielded", TrainerExit.YIELDED, message, signal_name)
+            self._record("yielded", message, signal_name)
         say(message)
         return TrainerExit.YIELDED
 
     def refused(self, message: str) -> int:
         """Record settings that can never work; returns the exit code."""
-        self._record("config_error", TrainerExit.CONFIG_ERROR, message)
+        self._record("config_error", message)
         say(f"config_error: {message}")
         return TrainerExit.CONFIG_ERROR
 
     def failed(self, error: ReplicaError, signal_name: str | None) -> int:
         """Record a failure with its cause and the engine's last lines; returns the exit code."""
-        self._record("crash", TrainerExit.CRASH, str(error), signal_name, error)
+        self._record("crash", str(error), signal_name, error)
         say(f"crash: {error}")
         return TrainerExit.CRASH
 
     def _record(
         self,
         outcome: Outcome,
-        exit_code: TrainerExit,
         message: str,
         signal_name: str | None = None,
         error: ReplicaError | None = None,
     ) -> None:
-        record = ExitRecord(
-            epoch=self.launch.epoch,
-            rank=self.launch.rank,
-            node=self.launch.node,
-            outcome=outcome,
+        record_exit(
+            self.run,
+            self.launch,
+            outcome,
             step=int(self._ready_since is not None),
-            exit_code=exit_code,
             time=clock.now(),
             message=message,
             traceback=error.tail or None if error else None,
@@ -107,14 +101,6 @@ class Life:
             node_dependent=error.node_dependent if error else False,
             signal=signal_name,
         )
-        try:
-            outlast(
-                self.run,
-                lambda: write_exit_record(self.run, self.launch.node_rank, record),
-                _EXIT_RECORD_SECONDS,
-            )
-        except OSError as error:
-            say(f"the exit record could not be written: {error}")
 
 
 # -- The ways in which a replica fails, as exceptions with the supervisor's name of the cause ---

@@ -10,7 +10,6 @@ the content of a row (see `sample_rows`).
 from __future__ import annotations
 
 import atexit
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -44,6 +43,7 @@ from hpctrain.train.datasets.sample_rows import (
     list_into_cache,
 )
 from hpctrain.train.faults import DataError
+from hpctrain.train.launchers.agent_ranks import die_with_parent
 
 # -- Prefetch microbatches in worker processes, in exactly the order of the training loop --------
 # Uses torch's DataLoader with one microbatch per item, which keeps the order of its sampler. When
@@ -52,7 +52,6 @@ from hpctrain.train.faults import DataError
 
 _MAX_WORKERS = 8
 _PREFETCHED = 2  # microbatches per process that are ready or being read
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Signals that Slurm sends to every process of a step while its ranks still save. A rank decides
 # when it ends, and its workers end with it.
 _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -160,7 +159,7 @@ def _init_worker(number: int) -> None:
     parent = os.getppid()
     for ignored in _IGNORED_SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:  # the rank ended before the line above
         os._exit(1)
 

@@ -1,1 +1,1 @@
-"""Start ranks below srun: torchelastic agents, and Nsight Systems."""
+"""Start ranks below srun: agents, and Nsight Systems."""

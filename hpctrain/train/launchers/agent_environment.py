@@ -1,6 +1,6 @@
-"""Read an agent's arguments and environment: its node in the launch, and the logs of its ranks.
+"""Read an agent's arguments and environment: its node in the launch.
 
-Does not belong here: torch (see `torchelastic_agent`), signals (see `agent_ranks`).
+Does not belong here: processes (see `rank_processes`), signals (see `agent_ranks`).
 """
 
 from __future__ import annotations
@@ -16,30 +16,33 @@ from hpctrain.records.layout import RunLayout
 
 
 @dataclass(frozen=True)
-class AgentEnvironment:
-    """This node within its launch; `node_rank` counts nodes in Slurm's order.
+class Place:
+    """This agent among those of its launch. `first_rank`: the number of its first rank."""
 
-    `logs_by_node`: ranks have no logs of their own (see `torchelastic_agent`). `settings`: without
-    a supervisor, the file that is to become `train.json` of the run.
+    node_rank: int
+    nodes: int
+    first_rank: int
+    ranks_here: int
+    world_size: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class AgentEnvironment:
+    """This node within its launch; its nodes are counted in Slurm's order.
+
+    `logs_by_node`: ranks have no logs of their own. `settings`: without a supervisor, the file that
+    is to become `train.json` of the run.
     """
 
     run: RunLayout
     train_config: str
-    nodes: int
-    ranks_per_node: int
-    node_rank: int
+    place: Place
     node: str
     epoch: int
-    address: str
-    port: int
-    job_id: int
-    restart_count: int
-    step_id: int
     logs_by_node: bool = False
     settings: Path | None = None
-
-    def log_of(self, rank: int) -> Path:
-        return self.run.rank_log(self.job_id, self.restart_count, self.step_id, rank)
 
 
 def read_agent_environment(
@@ -60,19 +63,21 @@ def read_agent_environment(
     return AgentEnvironment(
         run=RunLayout(Path(options.train_config).absolute().parent),
         train_config=options.train_config,
-        nodes=options.nnodes,
-        ranks_per_node=options.nproc_per_node,
-        node_rank=_number(environment, "SLURM_PROCID"),
+        place=_place(
+            _number(environment, "SLURM_PROCID"),
+            options.nnodes,
+            options.nproc_per_node,
+            _text(environment, "MASTER_ADDR"),
+            _number(environment, "MASTER_PORT"),
+        ),
         node=_text(environment, "SLURMD_NODENAME"),
         epoch=_number(environment, "HPCTRAIN_EPOCH"),
-        address=_text(environment, "MASTER_ADDR"),
-        port=_number(environment, "MASTER_PORT"),
-        job_id=_number(environment, "SLURM_JOB_ID"),
-        # not set in the first attempt of a job
-        restart_count=int(environment.get("SLURM_RESTART_COUNT") or 0),
-        step_id=_number(environment, "SLURM_STEP_ID"),
         logs_by_node=options.logs == "node",
     )
+
+
+def _place(node_rank: int, nodes: int, ranks: int, address: str, port: int) -> Place:
+    return Place(node_rank, nodes, node_rank * ranks, ranks, nodes * ranks, address, port)
 
 
 def _text(environment: Mapping[str, str], name: str) -> str:
@@ -144,17 +149,15 @@ def read_unsupervised_environment(
     return AgentEnvironment(
         run=run,
         train_config=str(run.train_config),
-        nodes=nodes,
-        ranks_per_node=number("nproc_per_node"),
-        node_rank=node_rank,
+        place=_place(
+            node_rank,
+            nodes,
+            number("nproc_per_node"),
+            text("master_addr", "127.0.0.1" if nodes == 1 else None),
+            number("master_port", _DEFAULT_PORT),
+        ),
         node=socket.gethostname(),
         epoch=0,  # until the nodes have agreed on it
-        address=text("master_addr", "127.0.0.1" if nodes == 1 else None),
-        port=number("master_port", _DEFAULT_PORT),
-        # only names of logs of ranks have them, and here the node writes one log
-        job_id=0,
-        restart_count=0,
-        step_id=0,
         logs_by_node=True,
         settings=config,
     )

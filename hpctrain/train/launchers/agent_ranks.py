@@ -1,8 +1,7 @@
-"""What a rank and the agent above it do for each other: signals, the rank's log, its end.
+"""What an agent does for the ranks below it before anything else: signals, and their end with it.
 
-Does not belong here: the name of the log (see `records.layout`), the agent (see
-`torchelastic_agent`), what a rank does with a signal (see `stop`, `stacks`). Imports nothing
-heavy, because it must take effect before torch is imported.
+Does not belong here: starting ranks (see `rank_processes`), what a rank does with a signal (see
+`stop`, `stacks`). Imports nothing heavy, because it must take effect at once.
 """
 
 from __future__ import annotations
@@ -10,38 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from hpctrain.train.stop import STOP_SIGNALS
 
-# -- Set up a rank that an agent has started, so that it behaves like one started by srun --------
-# The rank writes to its own log and does not outlive the agent.
-
-
-# Set by the agent for each rank.
-LOG_VARIABLE = "HPCTRAIN_RANK_LOG"
 _PR_SET_PDEATHSIG = 1
-
-
-def set_up_under_agent(environment: Mapping[str, str] = os.environ) -> None:
-    """Redirect output to the rank's log and die with the agent, if an agent started this process.
-
-    Without access to the log, output goes to the agent's.
-    """
-    path = environment.get(LOG_VARIABLE)
-    if not path:
-        return
-    try:
-        # one appending descriptor for both streams, or they would overwrite each other
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError:
-        pass
-    else:
-        for stream in (1, 2):
-            os.dup2(descriptor, stream)
-        os.close(descriptor)
-    die_with_parent()
+# Loaded before a process forks.
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
@@ -50,7 +25,7 @@ def die_with_parent() -> None:
     A rank without its agent receives no signals and would keep its GPU; only some of Slurm's
     process-tracking plugins find it then.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # -- Forward signals from an agent to the ranks that it has started ------------------------------
@@ -59,7 +34,7 @@ def die_with_parent() -> None:
 # an agent therefore receive only the signals that it forwards.
 
 
-# SIGQUIT makes ranks dump their stacks; torchelastic's own handler would end them all.
+# SIGQUIT makes ranks dump their stacks.
 FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
 
 

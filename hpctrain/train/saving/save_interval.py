@@ -49,7 +49,7 @@ class SaveInterval:
         """
         if not self._automatic or not self._saves:
             return self._fixed_seconds
-        stall = statistics.median(save.stall_seconds for save in self._saves)
+        stall = statistics.median(save.stall_seconds or 0.0 for save in self._saves)
         publish = statistics.median(save.publish_seconds for save in self._saves)
         best = daly_seconds(max(stall, _LEAST_STALL_SECONDS), self._mttf_seconds)
         return max(best, publish)
@@ -67,7 +67,9 @@ class SaveInterval:
         self._saves.append(save)
 
 
-def save_record(manifest: Manifest, stall_seconds: float, publish_seconds: float) -> SaveRecord:
+def save_record(
+    manifest: Manifest, stall_seconds: float | None, publish_seconds: float
+) -> SaveRecord:
     """Make the record of a published checkpoint."""
     return SaveRecord(
         step=manifest.step,

@@ -417,7 +417,7 @@ class Publisher:
             if self._skips.skips:
                 steps = published_steps(root)
                 manifests = [read_manifest(root / checkpoint_name(step)) for step in steps]
-                consumed = {m.step: m.consumed_samples for m in manifests if m is not None}
+                consumed = {m.step: m.consumed_samples or 0 for m in manifests if m is not None}
                 pinned |= self._skips.pinned(consumed)
             self._retention.retire(config.keep_checkpoints, config.keep_every_steps, pinned)
         finally:

@@ -8,13 +8,13 @@ belong here: the other end of the pipe, and one job (see `writer`).
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 from multiprocessing.connection import Connection
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from hpctrain.train.launchers.agent_ranks import die_with_parent
+
 # What Slurm sends to all processes of a step while its ranks still save.
 IGNORED_SIGNALS = (
     signal.SIGTERM,
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     pipe, memory, rank_pid = map(int, arguments)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != rank_pid:  # the rank ended before the line above
         return
     os.nice(5)  # training goes first

@@ -236,7 +236,7 @@ class Leader:
         if problem is not None or manifest is None:
             raise BadCheckpointError(f"cannot resume from {directory.name}: {problem}")
         self._tree.everyone(RESTORE, str(directory).encode())
-        self._step, self._consumed_samples = manifest.step, manifest.consumed_samples
+        self._step, self._consumed_samples = manifest.step, manifest.consumed_samples or 0
         self._newest_saved = manifest.step
         self._ending.loading_step = None
         self._reporter.resumed_from(self._step)

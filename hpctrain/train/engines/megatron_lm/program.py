@@ -24,7 +24,6 @@ from typing import Any, NoReturn, TextIO
 from hpctrain.base.errors import InvalidInputError, Problem
 from hpctrain.checkpoints.publish import TRACKER_NAME, point_tracker_to, published_steps
 from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments
-from hpctrain.records.manifest import step_of
 from hpctrain.records.run_records import Outcome
 from hpctrain.train.engines.megatron_lm.checkpoint_publisher import CheckpointPublisher
 from hpctrain.train.engines.megatron_lm.log_reporter import LogReporter, write_progress
@@ -55,7 +54,7 @@ def run(job: Job, status: Keeper, digests: DigestCheck | None = None) -> tuple[O
     """
     config = job.config
     assert isinstance(config, MegatronLmConfig)
-    resume_step = step_of(job.launch.resume) or 0
+    resume_step = job.launch.resume_step
     if resume_step >= config.train_steps:
         return "done", resume_step
     program = Path(config.checkout, config.entry)
@@ -190,7 +189,7 @@ def _execute(
             if reporter is not None:
                 reporter.close()
             # The saver's queue and the data loader's workers are processes that would outlive a
-            # rank which exits without Python's own cleanup (`hpctrain.train.entry.leave`).
+            # rank which exits without Python's own cleanup (`hpctrain.train.stop.leave`).
             for child in multiprocessing.active_children():
                 child.kill()
 
