@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,6 +220,20 @@ def published_steps(root: Path) -> list[int]:
     no such directory. Raises OSError when it cannot be listed."""
     steps = (step_of(path.name) for path in root.iterdir()) if root.is_dir() else iter(())
     return sorted(step for step in steps if step is not None)
+
+
+def quarantined(root: Path) -> list[tuple[int, int]]:
+    """Step and launch of each checkpoint that was put into quarantine.
+
+    One whose manifest cannot be read counts as the newest launch's.
+    """
+    shelf, found = root / QUARANTINE_NAME, []
+    for path in sorted(shelf.iterdir()) if shelf.is_dir() else ():
+        step = step_of(path.name.partition(".")[0])
+        if step is not None and path.is_dir():
+            manifest = read_manifest(path)
+            found.append((step, sys.maxsize if manifest is None else manifest.epoch))
+    return found
 
 
 def _is_good(directory: Path) -> bool:

@@ -13,7 +13,8 @@ class Cause(StrEnum):
     """Why a launch ended.
 
     NODE_COMMAND: a command of the site (`software.commands`) failed on some nodes; SITE_COMMAND: it
-    failed on all of them, or once for the job.
+    failed on all of them, or once for the job. ENDED_EARLY: a trainer of its own ended with exit
+    code 0 before its target; STARTS_OVER: one has not resumed from where it was told to.
     """
 
     DONE = "done"
@@ -41,6 +42,8 @@ class Cause(StrEnum):
     DATA_LOADER = "data_loader"
     WEIGHTS = "weights"
     ENGINE_EXIT = "engine_exit"
+    ENDED_EARLY = "ended_early"
+    STARTS_OVER = "starts_over"
     DIVERGED = "diverged"
     SUSPECT_NUMERICS = "suspect_numerics"
     BAD_CHECKPOINT = "bad_checkpoint"
@@ -83,6 +86,7 @@ RUN_CAUSES = frozenset(
         Cause.DATA_LOADER,
         Cause.WEIGHTS,
         Cause.ENGINE_EXIT,
+        Cause.ENDED_EARLY,
         Cause.DIVERGED,
         Cause.LOAD_FAILED,
         Cause.UNKNOWN,
@@ -98,6 +102,7 @@ FINAL_CAUSES = frozenset(
         Cause.DISK_FULL,
         Cause.BAD_CHECKPOINT,
         Cause.DATA_CHANGED,
+        Cause.STARTS_OVER,
         Cause.CONFIG_ERROR,
         Cause.SITE_COMMAND,
         Cause.USER_ERROR,
@@ -117,11 +122,19 @@ _TRAINING_CAUSES = frozenset(
         Cause.DATA_CHANGED,
     }
 )
+# What only a trainer of somebody's own does, and what only hpctrain's engines report.
+_FOREIGN_CAUSES = frozenset({Cause.ENDED_EARLY, Cause.STARTS_OVER})
+_ENGINE_CAUSES = frozenset({Cause.SUSPECT_NUMERICS, Cause.LOAD_FAILED, Cause.DATA_CHANGED})
 
 
-def can_happen(cause: Cause, *, serves: bool) -> bool:
-    """Whether a launch can end so: that of a replica (`serves`), or one that trains."""
-    return cause not in (_TRAINING_CAUSES if serves else _SERVING_CAUSES)
+def can_happen(cause: Cause, *, serves: bool, foreign: bool) -> bool:
+    """Whether a launch can end so: that of a replica (`serves`), or one that trains.
+
+    `foreign`: it trains by a program of somebody's own.
+    """
+    if serves:
+        return cause not in _TRAINING_CAUSES | _FOREIGN_CAUSES
+    return cause not in _SERVING_CAUSES | (_ENGINE_CAUSES if foreign else _FOREIGN_CAUSES)
 
 
 FAILURE_CAUSES = MACHINE_CAUSES | RUN_CAUSES | UNEXPLAINED_CAUSES

@@ -200,7 +200,7 @@ def _in_context(finding: LogFinding, exit_: ExitRecord | None, everywhere: froze
 
 
 # ----------------------------------------------------------------------------------------------
-# Replace failures of torchelastic agents by those of their ranks (`launcher: torchrun`). Pure.
+# Replace failures of agents by those of their ranks (`launcher: torchrun`). Pure.
 # srun numbers agents, not ranks, and an agent exits with a code even if a signal killed its rank.
 # So the record of an agent about its ranks replaces srun's report on the agent.
 

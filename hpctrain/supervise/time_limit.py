@@ -96,7 +96,7 @@ def measured_lead(run: RunLayout) -> StopLead | None:
     found: list[StopLead | None] = []
 
     def read() -> None:
-        saves = [save.stall_seconds + save.publish_seconds for save in read_saves(run)]
+        saves = [(save.stall_seconds or 0.0) + save.publish_seconds for save in read_saves(run)]
         found.append(stop_lead(past_step_seconds(run), saves[-_LAST_SAVES:]))
 
     run_with_timeout(read, _READ_SECONDS)

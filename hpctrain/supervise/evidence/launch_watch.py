@@ -279,6 +279,8 @@ class LaunchWatch:
     def _send_pending_signal(self) -> None:
         if self._signal_pending and self.started:
             self._signal_pending = False
+            if self.context.config.launcher == "agent":
+                return  # it has the file, and its trainer may not catch this signal
             # Not TERM: a step that scancel sends TERM counts as cancelled. Not USR1: NCCL may catch
             # it.
             self._steps.signal("USR2")

@@ -136,7 +136,11 @@ def save_in_flight(run: RunLayout, epoch: int) -> bool:
 def past_step_seconds(run: RunLayout) -> list[float]:
     """Durations of the last steps of earlier launches, without the first step of each."""
     rows = tail_metrics(run, _PAST_STEPS)
-    return [row.step_seconds for before, row in pairwise(rows) if row.epoch == before.epoch]
+    return [
+        row.step_seconds
+        for before, row in pairwise(rows)
+        if row.epoch == before.epoch and row.step_seconds is not None
+    ]
 
 
 def _names(directory: os.PathLike[str]) -> list[str]:

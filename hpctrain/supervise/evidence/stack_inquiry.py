@@ -80,7 +80,10 @@ class StackInquiry:
         before = self._before = found[0] if found else {}
         if not before:
             return
-        OwnSteps(self._context).signal("QUIT")
+        if self._context.config.launcher == "agent":
+            run_with_timeout(run.stacks_request.touch, _DUMP_SECONDS, give_up=self._give_up)
+        else:
+            OwnSteps(self._context).signal("QUIT")
         run_with_timeout(
             lambda: wait_for_dumps(run, epoch, before, _DUMP_SECONDS),
             _DUMP_SECONDS,
