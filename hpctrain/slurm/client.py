@@ -41,6 +41,11 @@ from hpctrain.slurm.records import (
     TestOnlyAnswer,
 )
 
+# slurmd refuses a job that starts again in the second in which its first start was ended: times of
+# credentials are whole seconds (seen on 22.05.8: exit code 1, no log). Wait so long before
+# `start_now`.
+REVOKED_SECONDS = 3.0
+
 
 class SlurmClient:
     """Slurm as seen from a login node or from inside a job.
@@ -375,6 +380,20 @@ class SlurmClient:
         the step has already ended.
         """
         self._do(["scancel", f"--signal={signal_name}", f"{job_id}.{step_id}"])
+
+    def signal_batch(self, job_id: int, signal_name: str) -> None:
+        """Signal the batch shell alone, as Slurm's own warning does (scancel(1), --batch)."""
+        self._do(["scancel", f"--signal={signal_name}", "--batch", str(job_id)])
+
+    def run_on_node(self, job_id: int, node: str, step_name: str, words: Sequence[str]) -> str:
+        """Run a short command beside what a job of this user runs on `node`; return its output.
+
+        It shares the resources of the job's other steps (srun(1), --overlap, since 20.11).
+        """
+        argv = ["srun", f"--jobid={job_id}", f"--job-name={step_name}", "--overlap", "--nodes=1"]
+        argv += ["--ntasks=1", f"--nodelist={node}", "--mpi=none", "--input=none", "--chdir=/"]
+        argv += ["--export=PATH", "--cpu-bind=none", "--quiet", *words]
+        return accepted(argv, self._ask(argv)).stdout
 
     def kill_step(self, job_id: int, step_id: str) -> None:
         """KILL all tasks of a numbered step at once."""

@@ -240,6 +240,14 @@ class FakeSlurm:
         self._present()
         self.signals.append((job_id, step_id, signal_name))
 
+    def signal_batch(self, job_id: int, signal_name: str) -> None:
+        self.signal_step(job_id, "batch", signal_name)
+
+    def run_on_node(self, job_id: int, node: str, step_name: str, words: Sequence[str]) -> str:
+        """Refuse, because nothing runs here."""
+        self._present()
+        raise SlurmRefusedError(f"srun: error: Unable to create step for job {job_id}")
+
     def kill_step(self, job_id: int, step_id: str) -> None:
         self.signal_step(job_id, step_id, "KILL")
 

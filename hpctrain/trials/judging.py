@@ -49,8 +49,11 @@ def measure(
     counted = counted_steps(rows, warm_up)
     if not counted:
         return None
-    spread = spread_of([row.step_seconds for row in counted])
-    own_peak = max(row.memory_bytes for row in rows)
+    seconds = [row.step_seconds for row in counted if row.step_seconds is not None]
+    if not seconds:
+        return None
+    spread = spread_of(seconds)
+    own_peak = max(row.memory_bytes or 0 for row in rows)
     peaks = ranks.peak_memory_bytes if ranks else ()
     evaluated = [row for row in rows if row.eval_loss is not None]
     return Measured(

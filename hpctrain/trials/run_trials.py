@@ -261,7 +261,9 @@ def _read_trial(one: TrialRecord, steps: int, run: RunFiles, row: RunStatus) -> 
             steps_again=len(written) - len(kept),
         ),
         losses=tuple((step.step, step.loss) for step in kept if step.loss is not None),
-        step_times=tuple((step.step, step.step_seconds) for step in kept),
+        step_times=tuple(
+            (step.step, step.step_seconds) for step in kept if step.step_seconds is not None
+        ),
     )
 
 

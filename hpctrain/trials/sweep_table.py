@@ -26,7 +26,7 @@ from hpctrain.records.run_records import lineage, read_evaluations
 from hpctrain.records.supervise_config import known_supervise_config
 from hpctrain.records.sweeps import SweepLayout, SweepPoint, SweepRecord, all_sweeps
 from hpctrain.runs.evaluations import evaluation_rows, newest_metrics
-from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.run_documents import known_any_plan
 from hpctrain.runs.state import ENDS_ATTEMPT, RunState
 from hpctrain.runs.status import RunStatus, statuses
 from hpctrain.slurm.client import SlurmClient
@@ -194,7 +194,10 @@ def _filled(row: SweepRow, run: RunFiles, status: RunStatus) -> SweepRow:
     metrics, gpu_hours = {}, None
     if status.readable:
         metrics = newest_metrics(evaluation_rows(run))
-        plan, config = known_plan(run.layout), known_supervise_config(run.layout.supervise_config)
+        plan, config = (
+            known_any_plan(run.layout),
+            known_supervise_config(run.layout.supervise_config),
+        )
         if plan is not None:  # the time in which jobs held nodes, spare nodes included
             nodes = plan.nodes.nodes + (config.spare_nodes if config else 0)
             until = clock.now() if status.state is RunState.RUNNING else None
