@@ -60,7 +60,7 @@ from hpctrain.site.start_findings import (
     judge_request,
     judge_start,
 )
-from hpctrain.slurm.client import Backoff, SlurmClient
+from hpctrain.slurm.client import REVOKED_SECONDS, Backoff, SlurmClient
 from hpctrain.spec.catalogue import GpuVariable
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES
 from hpctrain.spec.job_text import expanded_names
@@ -490,7 +490,7 @@ def _watched(
     """Wait until the job has ended for good, and read what it has left."""
     deadline, pauses = clock.monotonic() + patience_seconds, Backoff()
     batch_file, seen_time, started = layout.directory / start_survey.BATCH, None, None
-    gave_up, record, over_since = False, None, math.inf
+    gave_up, record, over_since, back_since = False, None, math.inf, math.inf
     while True:
         record = slurm.jobs([job_id]).get(job_id)
         if seen_time is None and batch_file.exists():
@@ -505,6 +505,10 @@ def _watched(
             continue
         over_since = math.inf
         if record.restart_count and not record.state.is_active and record.hold is None:
+            back_since = min(back_since, clock.monotonic())
+        else:
+            back_since = math.inf
+        if clock.monotonic() - back_since > REVOKED_SECONDS:
             # Slurm lets a requeued job wait for minutes (cred_expire of AuthInfo)
             with contextlib.suppress(SlurmError):
                 slurm.update_job(job_id, start_now=True)

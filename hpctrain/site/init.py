@@ -24,8 +24,9 @@ from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES
 from hpctrain.spec.fields import did_you_mean
-from hpctrain.spec.loader import load_presets
+from hpctrain.spec.loader import load_adapter, load_presets
 from hpctrain.spec.model import ModelSpec
+from hpctrain.spec.open_questions import ASK
 
 # Hoffmann et al. 2022 (arXiv 2203.15556), table 3: about 20 tokens for each parameter.
 TOKENS_PER_PARAMETER = 20
@@ -112,6 +113,30 @@ def _described_model(path: Path) -> Model:
         char for char in path.absolute().parent.name.lower() if char.isalnum() or char in "-."
     )
     return Model(name or "model", text, f"{path}: {_summary(shape)}", shape, with_weights)
+
+
+def trainer_text(name: str, run: str, gpus: int) -> str:
+    """Write a first spec of a program of somebody's own, with its questions.
+
+    `name`: the adapter. Raises InvalidInputError for one that is not there.
+    """
+    adapter = load_adapter(name, Path()).document
+    words = ["train.py"] if adapter.launch == "accelerate" else ["python", "train.py"]
+    if not adapter.talks:
+        words += ["--output", '"{output}"']
+        resumes = adapter.checkpoint is not None and not adapter.checkpoint.found
+        words += ["--resume", '"{resume}"'] if resumes else []
+    lines = [
+        f"# A program of your own; `hpctrain adapters {name}` has what it needs.",
+        f"name: {run}",
+        "trainer:",
+        f"  adapter: {name}",
+        f"  # {ASK} your program; {{output}} and {{resume}} stand where it takes these directories",
+        f"  command: [{', '.join(words)}]",
+        f"  done: {{step: 1000}}  # {ASK} the last step",
+        f"resources: {{gpus: {gpus}}}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def spec_text(wishes: Wishes) -> str:

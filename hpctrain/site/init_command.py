@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("file", required=False, type=click.Path(path_type=Path, allow_dash=True))
 @click.option("--model", "-m", metavar="NAME|DIR", help="A published model, or a config.json.")
+@click.option(
+    "--trainer",
+    metavar="ADAPTER",
+    help="Instead: a program of your own, by its framework (`hpctrain adapters`).",
+)
 @click.option("--data", metavar="PREFIX", help="Tokens: prefix of .bin and .idx.  [default: none]")
 @click.option("--tokenizer", metavar="FILE", help="The tokenizer that the data was made with.")
 @click.option("--tokens", metavar="COUNT", help="How long: 100B.  [default: 20 a parameter]")
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
 def init(
     file: Path | None,
     model: str | None,
+    trainer: str | None,
     data: str | None,
     tokenizer: str | None,
     tokens: str | None,
@@ -48,11 +54,29 @@ def init(
       hpctrain init --list
       hpctrain init --model llama-3-8b --gpus 64 -p a100x64
       hpctrain init my.yaml --model models/llama-2-7b --data data/text --tokens 6B
+      hpctrain init my.yaml --trainer hf
     """
-    from hpctrain.site.init import Wishes, named_model, spec_text
+    from hpctrain.site.init import Wishes, named_model, spec_text, trainer_text
 
     if listed:
         _list_models()
+        return
+    if trainer is not None:
+        given = {"model": model, "data": data, "tokenizer": tokenizer, "tokens": tokens}
+        for option, value in (given | {"engine": engine}).items():
+            if value is not None:
+                raise click.UsageError(f"--{option} is for hpctrain's engines, not for --trainer")
+        own = name or "my-trainer"
+        text = trainer_text(trainer, own, gpus or _node_gpus(profile))
+        if str(file) == "-":
+            click.echo(text, nl=False)
+            return
+        _write(file or Path(f"{own}.yaml"), text)
+        click.echo(file or f"{own}.yaml")
+        where = f"-p {profile or 'PROFILE'} {file or own + '.yaml'}"
+        say("Next  put your values where the file asks (`# ASK:`), then")
+        say(f"      hpctrain validate {where}")
+        say(f"      hpctrain plan {where} --step-time 2s")
         return
     asking = sys.stdin.isatty() and sys.stderr.isatty()
     if model is None:
@@ -100,7 +124,7 @@ def _enlarged(wishes: Wishes, profile: str) -> Wishes:
 
 def _write(target: Path, text: str) -> None:
     from hpctrain.base.errors import UsageError
-    from hpctrain.spec.loader import load_run_spec
+    from hpctrain.spec.loader import load_any_run_spec
 
     try:
         with target.open("x", encoding="utf-8") as stream:
@@ -110,7 +134,7 @@ def _write(target: Path, text: str) -> None:
         raise UsageError(f"{target} exists, and is left as it is", hint=hint) from None
     except OSError as error:
         raise UsageError(f"{target} cannot be written: {error.strerror}") from None
-    load_run_spec(target)
+    load_any_run_spec(target)
 
 
 def _say_next(target: Path, profile: str | None) -> None:

@@ -21,6 +21,7 @@ from hpctrain.base.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.job import spec_as_planned
 from hpctrain.plan.layout_words import DEFAULT_ORDER
+from hpctrain.plan.trainer_plan import TrainerPlan
 from hpctrain.records.layout import RunLayout
 from hpctrain.records.ledger import EventKind, Ledger
 from hpctrain.records.run_records import (
@@ -33,7 +34,7 @@ from hpctrain.records.run_records import (
 )
 from hpctrain.records.software import SoftwareRecord, read_software
 from hpctrain.records.speed_checks import read_speed_checks
-from hpctrain.runs.run_documents import known_plan
+from hpctrain.runs.run_documents import known_any_plan
 from hpctrain.spec.calibration import LearnedMultiplier, OwnRun, RunOrigin, SiteLearning
 from hpctrain.spec.catalogue import Gpu, GpuCatalogue, cluster_gpu, match_gpu
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
@@ -74,7 +75,10 @@ class MeasuredRun:
 def read_measured_run(directory: Path, gpu: Gpu, catalogue: GpuCatalogue) -> MeasuredRun:
     """Read what a run has measured. Raises InvalidInputError with the one reason why not."""
     layout = RunLayout(directory)
-    plan = known_plan(layout)
+    plan = known_any_plan(layout)
+    if isinstance(plan, TrainerPlan):
+        message = "has a trainer of its own, of which nothing is predicted that it could correct"
+        raise _refused(directory, message, "give runs of hpctrain's engines")
     if plan is None:
         raise _refused(directory, "has no plan of this version", "give directories of runs")
     if on_cpus := cpu_problems([directory]):
@@ -108,7 +112,7 @@ def read_measured_run(directory: Path, gpu: Gpu, catalogue: GpuCatalogue) -> Mea
         origin=origin,
         profile=own.document.name,
         spec=spec,
-        seconds=statistics.median(row.step_seconds for row in rows),
+        seconds=statistics.median(row.step_seconds or 0.0 for row in rows),
         allocated_bytes=max(times.peak_memory_bytes, default=0) or None if times else None,
         reserved_bytes=max(times.reserved_memory_bytes, default=0) or None if times else None,
         pass_seconds=_pass_seconds(plan, times) if times else None,
@@ -117,7 +121,7 @@ def read_measured_run(directory: Path, gpu: Gpu, catalogue: GpuCatalogue) -> Mea
 
 def cpu_problems(directories: Sequence[Path]) -> list[Problem]:
     """Say of runs on CPUs that they teach nothing about GPUs."""
-    plans = ((directory, known_plan(RunLayout(directory))) for directory in directories)
+    plans = ((directory, known_any_plan(RunLayout(directory))) for directory in directories)
     return [
         Problem(
             "ran on CPUs: nothing follows for GPUs", str(directory), hint="give runs of the cluster"
@@ -191,20 +195,23 @@ def counted_rows(layout: RunLayout, plan: Plan) -> list[StepMetrics]:
     launches: dict[int, list[StepMetrics]] = {}
     for row in lineage(read_metrics(layout)):
         launches.setdefault(row.epoch, []).append(row)
-    kept: list[StepMetrics] = []
+    kept: list[tuple[StepMetrics, float]] = []
     for epoch, rows in launches.items():
         if epoch in other:
             continue
         first = max(_WARM_UP_STEPS, round(_WARM_UP_SHARE * min(len(rows), 100)))
         kept += [
-            row
+            (row, row.step_seconds)
             for row in rows[first:]
-            if not row.profiled and row.eval_loss is None and row.step not in saved
+            if not row.profiled
+            and row.eval_loss is None
+            and row.step not in saved
+            and row.step_seconds is not None
         ]
     if not kept:
         return []
-    usual = statistics.median(row.step_seconds for row in kept)
-    return [row for row in kept if row.step_seconds <= _SLOWEST * usual]
+    usual = statistics.median(seconds for _, seconds in kept)
+    return [row for row, seconds in kept if seconds <= _SLOWEST * usual]
 
 
 def _other_launches(layout: RunLayout, plan: Plan) -> set[int]:

@@ -17,7 +17,7 @@ from hpctrain.spec.open_questions import ASK
 _WIDTH = 100
 # Text that needs no quotes: words, quantities with a unit, and times as `1-00:00:00`.
 _PLAIN = re.compile(
-    r"[A-Za-z_/][A-Za-z0-9_./&-]*(?: [A-Za-z0-9_./&-]+)*"
+    r"[A-Za-z_/][A-Za-z0-9_./&-]*(?: [A-Za-z0-9_./&-]+)*|--?[A-Za-z][A-Za-z0-9_./=-]*"
     r"|\d+(?:\.\d+)?(?:s|[KMGT]iB|[MGT][Bb]/s|GiB)|(?:\d+-)?\d\d:\d\d:\d\d"
 )
 _SPECIAL = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
@@ -87,13 +87,28 @@ def stated_values(tree: Tree, path: str = "") -> Iterator[tuple[str, Stated]]:
 
 def _entry(head: str, value: Tree, indent: str) -> list[str]:
     if isinstance(value, Stated):
-        return _line(f"{indent}{head} {_written(value.value)}", value.comment, indent)
+        text = f"{indent}{head} {_written(value.value)}"
+        if isinstance(value.value, tuple) and len(text) > _WIDTH:
+            return [*_comment(value.comment, indent), *_flow(f"{indent}{head} [", value.value)]
+        return _line(text, value.comment, indent)
     below = indent + "  "
     if isinstance(value, Mapping):
         inner = [line for key, one in value.items() for line in _entry(f"{key}:", one, below)]
     else:
         inner = [line for one in value for line in _item(one, below)]
     return [f"{indent}{head}", *inner]
+
+
+def _flow(head: str, words: Sequence[str]) -> list[str]:
+    """Write a list that is too long for one line over several ones."""
+    lines, margin = [head], " " * (len(head) - len(head.lstrip()) + 4)
+    for number, word in enumerate(words):
+        text = f"{_written(word)}{',' if number + 1 < len(words) else ']'}"
+        if len(lines[-1]) + len(text) < _WIDTH or lines[-1] == margin:
+            lines[-1] += text if lines[-1].endswith(("[", margin)) else f" {text}"
+        else:
+            lines.append(margin + text)
+    return lines
 
 
 def _item(value: Tree, indent: str) -> list[str]:
